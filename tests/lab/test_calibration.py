@@ -268,6 +268,18 @@ def test_stays_are_time_over_departures() -> None:
     assert fit_dwell_times(on[:4], np.ones((4, 1)), np.ones(4)) is None
 
 
+def test_scatter_in_windows_without_a_disturbance_prolongs_no_stay() -> None:
+    on = np.zeros((400, 1), dtype=bool)
+    on[[50, 150, 250, 350]] = True
+    factors = np.where(on, 2.0, np.random.default_rng(5).lognormal(0.0, 0.15, on.shape))
+    factors[51] = 1.5  # half of a window more
+    found = fit_dwell_times(on, factors, np.full(400, 0.4))
+    assert found is not None
+    assert found.factor == 2.0
+    assert found.mean_on_s == pytest.approx((4 + 0.5) * 0.4 / 4, rel=0.15)
+    assert found.mean_off_s == pytest.approx(100 * 0.4, rel=0.02)
+
+
 @pytest.mark.parametrize("part", ["train", "heldout"])
 def test_a_written_scenario_is_read_as_the_same(part: str, tmp_path: Path) -> None:
     for scenario in scenarios_in(SCENARIOS / part):

@@ -162,7 +162,8 @@ def fit_dwell_times(on: Flags, factors: Array64, duration_s: Array64) -> DwellTi
 
     The mean dwell time is the time spent in a state divided by the number of times it was left. This is the
     maximum-likelihood estimate when the recording cuts off the last dwell time. A window in which the state changes
-    counts by its mean factor. Dwell times shorter than a window are invisible.
+    counts by its mean factor: it is beside one that is on. Elsewhere a factor is scatter, which in many windows would
+    add up to much. Dwell times shorter than a window are invisible.
 
     `on` (whether the disturbance was on) and `factors` (what it multiplied times by) are windows x series.
     """
@@ -173,7 +174,10 @@ def fit_dwell_times(on: Flags, factors: Array64, duration_s: Array64) -> DwellTi
     inner[1:-1] = on[:-2] & on[1:-1] & on[2:]
     factor = float(np.median(factors[inner if inner.any() else on]))
     share = np.clip((factors - 1) / (factor - 1), 0, 1)
-    share[share < LEAST_SHARE] = 0.0
+    beside = on.copy()
+    beside[:-1] |= on[1:]
+    beside[1:] |= on[:-1]
+    share[(share < LEAST_SHARE) | ~beside] = 0.0
     on_s = float((share * duration_s[:, None]).sum())
     off_s = float(((1 - share) * duration_s[:, None]).sum())
     return DwellTimes(
