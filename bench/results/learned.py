@@ -93,6 +93,8 @@ def other_models(laboratory: Laboratory) -> ExperimentResult:
         "Adam": laboratory.cluster("adam", **(images | home | ADAM)),
         f"{MANY_WORKERS} workers": laboratory.cluster("many", num_workers=MANY_WORKERS, **(images | home)),
     }
+    for scenario in scenarios.values():  # before the policies are learned, which takes longest
+        laboratory.check_data(scenario)
     learned = _both(laboratory, scenarios["as learned"])
     notes = [*([] if full else [REDUCED_TRANSFER]), laboratory.tuning_note(BASELINES)]
     return laboratory.result(
