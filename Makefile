@@ -12,7 +12,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults failover partition floods lint types bench cluster cluster-long cluster-short exchange scale results heldout heldout-exchange adaptdl paper image dist format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults failover partition floods lint types bench cluster cluster-long cluster-short cluster-equal exchange scale results heldout heldout-exchange adaptdl paper image dist format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -102,7 +102,7 @@ bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/; wh
 	$(BIN)/python -m bench.kernel --json out/kernel.json --png out/kernel.png || [ $$? -eq 2 ] # 2: not root, as it says
 	$(BIN)/python -m bench.overhead --model large --json out/overhead-large.json
 
-cluster: cluster-long cluster-short ## times to an accuracy on real clocks, first tables of docs/results.md; root, three hours; killed, it goes on
+cluster: cluster-long cluster-short cluster-equal ## times to an accuracy on real clocks, first tables of docs/results.md; root, three hours; killed, it goes on
 
 cluster-long: venv data ## its three cases of half a minute a run, six seeds; two hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.cluster --target 0.85 --seeds 6 \
@@ -112,6 +112,11 @@ cluster-long: venv data ## its three cases of half a minute a run, six seeds; tw
 cluster-short: venv data ## its two cases of short runs, six seeds, finer looks; 40 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.cluster --target 0.85 --grid 0.5 --seeds 6 --case equal --case slow-down \
 	    --name cluster-short --output docs --json out/cluster-short.json --no-targets $(ARGS)
+
+cluster-equal: venv data ## its harm check, nothing slow, sixteen seeds; 20 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.cluster --target 0.85 --grid 0.5 --seeds 16 --case equal \
+	    --arm plain --arm proportional --arm split --arm rule --virtual-seeds 8 \
+	    --name cluster-equal --output docs --json out/cluster-equal.json --no-targets $(ARGS)
 
 exchange: venv data ## codecs over shaped links, figures of docs/communication.md; root, 10 minutes
 	mkdir -p docs/results

@@ -30,6 +30,7 @@ MADE_BY = {
     "adaptdl": "adaptdl",
     "cluster": "cluster",
     "cluster-short": "cluster-short",
+    "cluster-equal": "cluster-equal",
     "exchange-heldout": "heldout-exchange",
     "paper-vgg11": "paper",
     "paper-resnet20": "paper",

@@ -28,9 +28,9 @@ from .arms import RECORDED, ROWS, TargetArm
 from .campaign import CaseOutcomes, compare, num_runs
 from .cases import CASES, TargetCase
 from .outcomes import Outcomes, TargetOutcome, TargetPoint, TargetRun, is_behind
-from .prediction import CalibratedCase, Predicted, calibrated, predict
+from .prediction import NUM_SEEDS, CalibratedCase, Predicted, calibrated, predict
 from .runner import TargetRunner, target_runner
-from .verdict import NAME, SHORT, result_of, targets_of
+from .verdict import HARM, NAME, SHORT, result_of, targets_of
 
 ROOT = Path(__file__).parents[3]
 DEFAULT_TARGET = 0.85
@@ -150,7 +150,7 @@ def _predict(
     with ProgressLine(PROGRESS_EVERY_S) as line:
         arms = {case.case.name: case.arms for case in found}
         data = None if options.data is None else Path(options.data)
-        return refused | predict(cases, arms, options.work, show, data=data)
+        return refused | predict(cases, arms, options.work, show, num_seeds=options.virtual_seeds, data=data)
 
 
 def _command(options: argparse.Namespace) -> str:
@@ -158,6 +158,7 @@ def _command(options: argparse.Namespace) -> str:
     grid = f" --grid {options.grid:g}" if options.grid != GRID_S else ""
     chosen = "".join(f" --case {name}" for name in options.case or ())
     chosen += "".join(f" --arm {row}" for row in options.arm or ())
+    chosen += f" --virtual-seeds {options.virtual_seeds}" if options.virtual_seeds != NUM_SEEDS else ""
     return f"python -m bench.cluster --target {options.target:g}{grid} --seeds {options.seeds}{chosen}"
 
 
@@ -204,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--target", DEFAULT_TARGET, "held-out accuracy, 0 ... 1"),
         ("--grid", GRID_S, "seconds of training time between two looks at the accuracy"),
         ("--seeds", 3, "number of seeds of model and data"),
+        ("--virtual-seeds", NUM_SEEDS, "those of the virtual runs that predict"),
         ("--limit", 0.0, "seconds of training time after which a run has missed the target; 0: the case's own"),
         has_figure=True,
     )
@@ -224,8 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=output_directory,
         help="write results/NAME.json, .png and the table there: docs",
     )
-    parser.add_argument("--name", choices=(NAME, SHORT), default=NAME, help="of that (default: %(default)s)")
+    parser.add_argument("--name", choices=(NAME, SHORT, HARM), default=NAME, help="of that (default: %(default)s)")
     options = parser.parse_args(arguments)
-    if not 0 < options.target < 1 or options.grid <= 0 or options.seeds < 1 or options.limit < 0:
-        parser.error("--target is between 0 and 1, --grid above 0, --seeds at least 1, --limit not below 0")
+    if not 0 < options.target < 1 or options.grid <= 0 or options.limit < 0:
+        parser.error("--target is between 0 and 1, --grid above 0, --limit not below 0")
+    if min(options.seeds, options.virtual_seeds) < 1:
+        parser.error("--seeds and --virtual-seeds are at least 1")
     return run_benchmark("cluster", options, lambda: measure(options), cannot=(HostsError,))

@@ -27,7 +27,7 @@ from .cases import TargetCase
 from .outcomes import LOOKS
 from .ranks import WORKLOAD
 
-SEEDS = range(1, 3)
+NUM_SEEDS = 2
 """Seeds of the virtual runs, which cost a few seconds each; one alone is some 10 % off."""
 EVALUATE_EVERY_S = 1.0
 SESSION_S, TRACKING_S, WINDOW_S = -0.00025, 0.00047, 0.006
@@ -132,6 +132,7 @@ def predict(
     work: Path,
     on_progress: Callable[[ComparisonProgress], None],
     *,
+    num_seeds: int = NUM_SEEDS,
     jobs: int = 2,
     data: Path | None = None,
 ) -> dict[str, Predicted]:
@@ -140,7 +141,7 @@ def predict(
     for known in cases:
         for row, arm in arms[known.case.name].items():
             scenario, label = with_session_of(arm, known), f"{known.case.name} {row}"
-            tasks = [task_of(scenario, arm, seed) for seed in SEEDS]
+            tasks = [task_of(scenario, arm, seed) for seed in range(1, 1 + num_seeds)]
             cells[known.case.name, row] = [ComparisonCell(label, 0, task) for task in tasks]
     with Ledger(work / "predictions.jsonl") as ledger:
         fill([cell for some in cells.values() for cell in some], ledger, jobs=jobs, data=data, on_progress=on_progress)

@@ -13,11 +13,13 @@ from dynamix.lab.experiments.episodes.provenance import code_digest, versions
 from .arms import GOODPUT, PROPORTIONAL, RULE, RULE_LOCAL, SPLIT, STATIC
 from .campaign import CaseOutcomes
 from .outcomes import TargetOutcome
-from .prediction import SEEDS, Predicted
+from .prediction import Predicted
 
 NAME = "cluster"
 SHORT = "cluster-short"
 """Cases of short runs apart, with more seeds and looks."""
+HARM = "cluster-equal"
+"""The harm check alone, with more seeds still: what it measures is a few percent."""
 BASES = (STATIC, GOODPUT, PROPORTIONAL, RULE)
 STEADY_POINTS = (5, 4, 3, 2, 1, 0)
 """How many points below the target the accuracies are whose mean time varies less between seeds than that of one."""
@@ -201,8 +203,9 @@ def _notes(
         for name, one in predicted.items()
     ]
     if errors:
+        num_seeds = max((len(times) for one in predicted.values() for times in one.times_s.values()), default=0)
         notes.append(
-            f"Predicted: {len(SEEDS)} seeds, on virtual clusters that `dynamix calibrate` fitted to a captured run of "
+            f"Predicted: {num_seeds} seeds, on virtual clusters that `dynamix calibrate` fitted to a captured run of "
             f"`random`; median error of their step times: {', '.join(errors)}."
         )
     return notes
