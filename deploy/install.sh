@@ -35,8 +35,9 @@ units=$root/etc/systemd/system
 
 add_shard() {
     case $1 in
-        '' | *[!a-z0-9-]*) fail "'$1' is no shard: name it as \`dynamix keys shard\` did" ;;
+        '' | -* | *[!a-z0-9-]*) fail "'$1' is no shard: name it as \`dynamix keys shard\` did" ;;
     esac
+    [ ${#1} -le 63 ] || fail "'$1' is no shard: a name has at most 63 characters"
     case " $shards " in
         *" $1 "*) ;;
         *) shards="$shards $1" ;;
@@ -163,8 +164,12 @@ has() {
 }
 wanting=
 if [ -n "$node" ] && ! has credentials/collector.password && ! has credentials/collector.nkey; then
-    wanting="copy collector.password and trainer.password from the broker's /etc/dynamix/credentials to here, name the
-broker in /etc/dynamix/dynamix.env, and: systemctl start dynamix-collector"
+    if [ -n "$shards" ]; then
+        services= # only shards train here
+    else
+        wanting="copy collector.password and trainer.password from the broker's /etc/dynamix/credentials to here, name
+the broker in /etc/dynamix/dynamix.env, and: systemctl start dynamix-collector"
+    fi
 elif [ -n "$tls" ] && ! { has tls/certificate.pem && has tls/key.pem; }; then
     wanting="put the broker's certificate and key into /etc/dynamix/tls/certificate.pem and key.pem, and run this again"
 elif [ -n "$tls" ] && ! grep -q '^DYNAMIX_NATS_URL=tls://' "$root/etc/dynamix/dynamix.env"; then
@@ -184,10 +189,12 @@ for shard in $shards; do
             instances="$instances $unit@$shard"
         done
     else
-        echo "shard $shard is not started yet: make its keys (README.md, Shards) and run this again; missing:$missing"
+        echo "shard $shard is not started yet: make its keys (README.md, Shards) and run this again with" \
+            "--shard $shard; missing:$missing"
     fi
 done
 
+[ -n "$broker$services$instances" ] || exit 0
 # shellcheck disable=SC2086 # names of units, one word each
 if [ -n "$root" ]; then
     if command -v systemctl >/dev/null; then

@@ -29,9 +29,9 @@ def add_shard(capsys: pytest.CaptureFixture[str]) -> Callable[[Path], None]:
         key = str(directory / "b-provision.nkey")
         assert main(["keys", "shard", "b", "--users", str(users), "-o", key]) == 0
         said = capsys.readouterr().err
-        (account,) = re.findall(r"accounts \{ \.\.\. (.*) \.\.\. \}", said)
+        (account,) = re.findall(r"^  (SHARD_.*)$", said, re.MULTILINE)
         assert account == 'SHARD_B { jetstream: enabled, include "users/shard-b.conf" }'
-        assert "max_file_store: 2 GB more for each shard" in said
+        assert "2 GB more in `max_file_store`, such as 4GB instead of 2GB" in said
         config = directory / "nats.conf"
         text = config.read_text()
         assert MORE_ROOM[0] in text

@@ -188,10 +188,10 @@ def _shard(arguments: argparse.Namespace) -> None:
     _write_key(file, seed, user)
     account, place = f"SHARD_{name.upper().replace('-', '_')}", f"{users_file.parent.name}/{users_file.name}"
     _say(
-        f"{users_file} has its users, {file} lets in {PROVISION}. In nats.conf, once:",
-        f'  accounts {{ ... {account} {{ jetstream: enabled, include "{place}" }} ... }}',
-        "  max_file_store: 2 GB more for each shard",
-        "and restart the broker. Then `dynamix provision` with that key, and keys for its services and trainers:",
+        f"{users_file} has its users, {file} lets in {PROVISION}. In nats.conf, once, as one more line of `accounts`:",
+        f'  {account} {{ jetstream: enabled, include "{place}" }}',
+        "and 2 GB more in `max_file_store`, such as 4GB instead of 2GB; restart the broker.",
+        "Then `dynamix provision` with that key, and keys for its services and trainers:",
         f"  dynamix keys create NAME --role ROLE --shard {name}",
     )
 
