@@ -24,7 +24,7 @@ from bench.cluster.target.arms import (
 )
 from bench.cluster.target.campaign import num_runs
 from bench.cluster.target.cases import CASES, TargetCase
-from bench.cluster.target.command import RunKeeper, TargetForecast
+from bench.cluster.target.command import RunKeeper, TargetForecast, main
 from bench.cluster.target.messages import Attached, CheckIn, CheckInAnswer, exchange, read_frame, write_frame
 from bench.cluster.target.outcomes import (
     Outcomes,
@@ -46,6 +46,26 @@ from tests.support.target_runs import CASE, LOCAL, MadeUpRuns, compared, outcome
 from dynamix.lab.workloads import Part, workload_named
 
 SMALL = ("--target", "0.4", "--grid", "0.5", "--seeds", "1", "--limit", "120", "--case", "equal", "--no-prediction")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--grid nan", "--grid above 0, --limit not below 0, both finite"),
+        ("--grid inf", "--grid above 0, --limit not below 0, both finite"),
+        ("--limit inf", "--grid above 0, --limit not below 0, both finite"),
+        ("--limit nan", "--grid above 0, --limit not below 0, both finite"),
+        ("--seeds 0", "--seeds and --virtual-seeds are at least 1"),
+        ("--virtual-seeds 0", "--seeds and --virtual-seeds are at least 1"),
+    ],
+)
+def test_numbers_that_no_comparison_can_use_are_refused(
+    words: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*words.split(), "--work", str(tmp_path / "work")])
+    assert sentence in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

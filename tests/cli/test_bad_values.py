@@ -109,7 +109,9 @@ def test_where_a_capture_is_taken_too_a_name_of_no_job_is_refused_as_early(
 ) -> None:
     monkeypatch.setenv("DYNAMIX_NATS_URL", "nats://127.0.0.1:1")
     assert main(words.split()) == 2
-    assert "'Mnist' names no job: use 1 to 63 of the characters" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "'Mnist' names no job: use 1 to 63 of the characters" in said
+    assert said.endswith("; nor is there a file Mnist\n")
 
 
 def test_a_figure_is_drawn_without_a_word_where_home_takes_no_files(tmp_path: Path) -> None:

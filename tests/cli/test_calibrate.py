@@ -77,6 +77,15 @@ def test_a_capture_that_is_cut_off_is_used_as_far_as_it_goes(file: Path, capsys:
     assert "records before it are good; going on with them" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["my_run.toml", "Mine.toml", "my.scenario.toml"])
+def test_a_scenario_that_no_file_name_can_name_is_refused_before_anything_is_read(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = str(tmp_path / name)
+    assert main(["calibrate", str(tmp_path / "none.dxc"), "--workload", "fashion-14-mlp", "-o", output]) == 2
+    assert f"--output {output}: a scenario is called as its file is" in capsys.readouterr().err
+
+
 def test_what_cannot_be_used_is_said(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def calibrated(path: Path, workload: str = "fashion-14-mlp") -> str:
         assert main(["calibrate", str(path), "--workload", workload]) == 1

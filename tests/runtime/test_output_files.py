@@ -151,6 +151,12 @@ def test_standard_output_is_written_in_its_place_wherever_it_goes(tmp_path: Path
     assert names(tmp_path) == ["link", "redirected"]
 
 
+def test_a_file_where_a_directory_is_wanted_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RefusedOutputError, match="file is a file: name a directory"):
+        check_directory(tmp_path / "file")
+
+
 def test_an_open_file_that_is_only_read_or_not_open_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
     with (tmp_path / "file").open("rb") as reader, pytest.raises(RefusedOutputError, match="for reading only"):

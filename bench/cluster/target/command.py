@@ -9,6 +9,7 @@ ratios. Needs Linux, iproute2 and Fashion-MNIST (`make data`); nothing else shou
 
 import argparse
 import asyncio
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from dynamix.cli.output import output_directory
 from dynamix.cli.progress import ProgressLine
 from dynamix.lab.calibration import NotEnoughWindowsError
 from dynamix.lab.experiments.comparison.evaluation import ComparisonProgress
+from dynamix.lab.workloads.datasets import MissingDataError
 
 from .arms import RECORDED, ROWS, TargetArm
 from .campaign import CaseOutcomes, compare, num_runs
@@ -228,8 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--name", choices=(NAME, SHORT, HARM), default=NAME, help="of that (default: %(default)s)")
     options = parser.parse_args(arguments)
-    if not 0 < options.target < 1 or options.grid <= 0 or options.limit < 0:
-        parser.error("--target is between 0 and 1, --grid above 0, --limit not below 0")
+    if not (0 < options.target < 1 and 0 < options.grid < math.inf and 0 <= options.limit < math.inf):
+        parser.error("--target is between 0 and 1, --grid above 0, --limit not below 0, both finite")
     if min(options.seeds, options.virtual_seeds) < 1:
         parser.error("--seeds and --virtual-seeds are at least 1")
-    return run_benchmark("cluster", options, lambda: measure(options), cannot=(HostsError,))
+    return run_benchmark("cluster", options, lambda: measure(options), cannot=(HostsError, MissingDataError))

@@ -15,10 +15,15 @@ MAX_NAMED = 12
 NO_JOB = "no job has run on this broker yet"
 
 
-def check_job(wanted: str) -> str:
-    """Return what may name a job, an id or a part of one. Raises MisuseError for what no id can hold."""
+def check_job(wanted: str, *, or_file: bool = False) -> str:
+    """Return what may name a job, an id or a part of one, where there is no file of that name, if one is taken too.
+
+    Raises:
+        MisuseError: for what no id can hold.
+    """
     if not subjects.is_token(wanted):
-        raise MisuseError(f"{wanted[:64]!r} names no job: use 1 to 63 of the characters a-z, 0-9 and '-'")
+        no_file = f"; nor is there a file {wanted[:64]}" if or_file else ""
+        raise MisuseError(f"{wanted[:64]!r} names no job: use 1 to 63 of the characters a-z, 0-9 and '-'{no_file}")
     return wanted
 
 

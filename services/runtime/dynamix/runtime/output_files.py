@@ -61,7 +61,7 @@ def check(path: Path, kind: FileKind | None = None, *, streams: bool = True, mak
         return
     status = _status(path)
     if descriptor is not None or (status is not None and not _is_accepted(status, streams=streams)):
-        raise RefusedOutputError(f"{path} is {noun_of(status)}: name a file")
+        raise RefusedOutputError(f"{path} is {noun_of(None if descriptor is not None else status)}: name a file")
     if status is not None and not stat.S_ISREG(status.st_mode):
         return
     _check_parent(path, make_parents=make_parents)
@@ -120,8 +120,8 @@ def _is_accepted(status: os.stat_result, *, streams: bool) -> bool:
 
 
 def noun_of(status: os.stat_result | None) -> str:
-    """What is there, where it is not a regular file; `None` stands for an open file of this process."""
-    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    """What is there; `None` stands for an open file of this process."""
+    kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
     devices = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a block device"}
     return (kinds | devices).get(stat.S_IFMT(status.st_mode) if status else 0, "an open file of this process")
 

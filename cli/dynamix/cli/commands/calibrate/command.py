@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dynamix.cli.connection import connected, find
-from dynamix.cli.errors import CommandError, explained, reading
+from dynamix.cli.errors import CommandError, MisuseError, explained, reading
 from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.output import (
     SCENARIO,
@@ -70,11 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     from .view import show
 
-    path = Path(arguments.source)
+    path, name = Path(arguments.source), Path(arguments.output or "calibrated").stem
+    if not subjects.is_token(name):
+        raise MisuseError(
+            f"--output {arguments.output}: a scenario is called as its file is, by 1 to 63 of the characters a-z, 0-9 "
+            "and '-' before .toml"
+        )
     found = from_capture(path) if path.exists() and not path.is_dir() else asyncio.run(_from_bus(arguments.source))
     settings = CalibrationSettings(
         workload=arguments.workload,
-        name=Path(arguments.output).stem if arguments.output else "calibrated",
+        name=name,
         optimizer=arguments.optimizer,
         learning_rate=arguments.learning_rate,
         target_accuracy=arguments.target,
@@ -92,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _from_bus(wanted: str) -> CalibrationInput:
-    check_job(wanted)
+    check_job(wanted, or_file=True)
     async with connected(find(os.environ), "calibrate") as bus:
         return await from_bus(bus, wanted)
 

@@ -73,7 +73,7 @@ def _table(job: str) -> CaptureTable:
 
 
 async def _of_job(wanted: str) -> CaptureTable:
-    check_job(wanted)
+    check_job(wanted, or_file=True)
     async with connected(find(os.environ), "export") as bus:
         job = (await find_job(bus, wanted)).job
         records: list[Record] = []

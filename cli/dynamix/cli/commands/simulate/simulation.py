@@ -14,7 +14,7 @@ from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import explained
 from dynamix.cli.output import Document
 from dynamix.cli.services import ServiceProcess, bus_environment, hear
-from dynamix.lab.experiments.comparison.contenders import Setting, parse_contender
+from dynamix.lab.experiments.comparison.contenders import ORACLE, Setting, parse_contender
 from dynamix.lab.experiments.comparison.evaluation import policy_of
 from dynamix.lab.experiments.comparison.tuned import Tuned
 from dynamix.lab.experiments.episodes.episode import Episode, EpisodeMessages, episode_of, run_episode
@@ -102,6 +102,8 @@ def plan(scenario: str, policy: str, policy_file: str | None, *, seed: int) -> S
     found = scenario_named(scenario)
     files = {policy.partition(":")[0].partition("@")[0]: [policy_file]} if policy_file else None
     contender = parse_contender(policy, files)
+    if contender.policy == ORACLE:
+        raise ValueError(f"{ORACLE!r} is no policy but several runs: `dynamix evaluate --policies {ORACLE}`")
     settings = contender.settings(found.family, Tuned())  # as it was typed: nothing tuned
     if not settings:
         raise ValueError(f"no file of the policy {contender.policy!r} is shipped: name one with --policy-file")
