@@ -102,18 +102,18 @@ bench: venv ## overhead and bus benchmarks: a table and JSON each, into out/; wh
 	$(BIN)/python -m bench.kernel --json out/kernel.json --png out/kernel.png || [ $$? -eq 2 ] # 2: not root, as it says
 	$(BIN)/python -m bench.overhead --model large --json out/overhead-large.json
 
-cluster: cluster-long cluster-short cluster-equal ## times to an accuracy on real clocks, first tables of docs/results.md; root, three hours; killed, it goes on
+cluster: cluster-long cluster-short cluster-equal ## times to an accuracy on real clocks, first tables of docs/results.md; root, three and a half hours; killed, it goes on
 
 cluster-long: venv data ## its three cases of half a minute a run, six seeds; two hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.cluster --target 0.85 --seeds 6 \
 	    --case unequal-processors --case slow-link --case slow-links \
 	    --output docs --json out/cluster.json --no-targets $(ARGS)
 
-cluster-short: venv data ## its two cases of short runs, six seeds, finer looks; 40 minutes
+cluster-short: venv data ## its two cases of short runs, six seeds, finer looks; 35 to 80 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.cluster --target 0.85 --grid 0.5 --seeds 6 --case equal --case slow-down \
 	    --name cluster-short --output docs --json out/cluster-short.json --no-targets $(ARGS)
 
-cluster-equal: venv data ## its harm check, nothing slow, sixteen seeds; 20 minutes
+cluster-equal: venv data ## its harm check, nothing slow, sixteen seeds; 25 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.cluster --target 0.85 --grid 0.5 --seeds 16 --case equal \
 	    --arm plain --arm proportional --arm split --arm rule --virtual-seeds 8 \
 	    --name cluster-equal --output docs --json out/cluster-equal.json --no-targets $(ARGS)
