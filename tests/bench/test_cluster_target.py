@@ -68,6 +68,17 @@ def test_numbers_that_no_comparison_can_use_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_missing_data_is_a_sentence_and_no_missed_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(_: argparse.Namespace) -> None:
+        HeldOut.read(str(tmp_path))
+
+    monkeypatch.setattr("bench.cluster.target.command.measure", measure)
+    assert main(["--work", str(tmp_path / "work")]) == 2
+    assert "Fashion-MNIST is missing" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.bpf
 @pytest.mark.timeout(300)

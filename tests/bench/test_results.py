@@ -33,6 +33,7 @@ from dynamix.lab.experiments.comparison.verdict import HeadlineRow, Verdict, Ver
 from dynamix.lab.experiments.episodes.suite import suite_named
 from dynamix.lab.simulator.scenario import Scenario
 
+FASHION_MNIST = Path(__file__).parents[2] / ".data" / "fashion-mnist"
 DOCS = Path(__file__).parents[2] / "docs"
 EMPTY = "\n".join("\n".join((markers(name)[0], NOT_RUN, markers(name)[1])) for name in EXPERIMENTS)
 
@@ -279,13 +280,20 @@ def test_the_papers_models_are_trained_in_full_with_gradients_of_their_own_size(
         assert job.target_accuracy == 0.5  # the last one of the run that sets it
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "sentence"),
+    [
+        ("paper-vgg11", "none", "CIFAR-10 is missing: no data_batch_1.bin"),
+        ("transfer", str(FASHION_MNIST), "no text to learn from"),
+    ],
+)
 def test_missing_data_end_an_experiment_before_its_first_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, data: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = ["--output", str(tmp_path / "docs"), "--work", str(tmp_path / "work"), "--data", str(tmp_path)]
-    assert main(["--only", "paper-vgg11", *places]) == 2
-    assert capsys.readouterr().err.startswith("paper-vgg11: CIFAR-10 is missing: no data_batch_1.bin")
-    assert not (tmp_path / "work" / "reduced" / "runs.jsonl").exists()
+    places = ["--output", str(tmp_path / "docs"), "--work", str(tmp_path / "work"), "--data", data]
+    assert main(["--only", name, *places]) == 2
+    assert capsys.readouterr().err.startswith(f"{name}: {sentence}")
+    assert list((tmp_path / "work" / "reduced").iterdir()) == []
 
 
 def test_a_trend_is_that_of_the_straight_line_through_all_values() -> None:

@@ -78,12 +78,12 @@ def test_a_capture_that_is_cut_off_is_used_as_far_as_it_goes(file: Path, capsys:
 
 
 @pytest.mark.parametrize("name", ["my_run.toml", "Mine.toml", "my.scenario.toml"])
-def test_a_scenario_that_no_file_name_can_name_is_refused_before_anything_is_read(
+def test_a_file_name_that_cannot_name_a_scenario_is_refused_before_anything_is_read(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = str(tmp_path / name)
     assert main(["calibrate", str(tmp_path / "none.dxc"), "--workload", "fashion-14-mlp", "-o", output]) == 2
-    assert f"--output {output}: a scenario is called as its file is" in capsys.readouterr().err
+    assert f"--output {output}: the scenario gets the name of the file" in capsys.readouterr().err
 
 
 def test_what_cannot_be_used_is_said(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

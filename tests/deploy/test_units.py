@@ -49,6 +49,11 @@ def text(name: str) -> str:
     return (UNITS / name).read_text()
 
 
+def directives(name: str) -> list[str]:
+    """Its lines without comments."""
+    return [line for line in text(name).splitlines() if line and not line.startswith("#")]
+
+
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """The units with programs that exist here (`verify` refuses a unit whose program is missing) and all drop-ins."""
@@ -188,8 +193,7 @@ def test_no_unit_keeps_a_capability() -> None:
 
 
 def test_ebpf_takes_three_capabilities_and_one_system_call_and_nothing_else() -> None:
-    directives = [line for line in text(EBPF).splitlines() if line and not line.startswith("#")]
-    assert directives == [
+    assert directives(EBPF) == [
         "[Service]",
         "AmbientCapabilities=CAP_BPF CAP_NET_ADMIN CAP_PERFMON",
         "CapabilityBoundingSet=",
@@ -201,8 +205,7 @@ def test_ebpf_takes_three_capabilities_and_one_system_call_and_nothing_else() ->
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_drop_in_lets_a_service_log_in_with_its_own_key_and_no_password(service: str) -> None:
-    lines = (UNITS / f"dynamix-{service}.service.d" / "nkey.conf").read_text().splitlines()
-    assert [line for line in lines if line and not line.startswith("#")] == [
+    assert directives(f"dynamix-{service}.service.d/nkey.conf") == [
         "[Service]",
         "Environment=DYNAMIX_NATS_PASSWORD_FILE=",
         "Environment=DYNAMIX_NATS_NKEY_FILE=%d/nkey",
@@ -212,8 +215,7 @@ def test_a_drop_in_lets_a_service_log_in_with_its_own_key_and_no_password(servic
 
 
 def test_a_drop_in_gives_the_services_of_a_shard_their_own_keys_and_no_port_that_is_taken() -> None:
-    directives = [line for line in text(SHARD).splitlines() if line and not line.startswith("#")]
-    assert directives == [
+    assert directives(SHARD) == [
         "[Unit]",
         "Description=DYNAMIX %j of shard %i",
         "[Service]",

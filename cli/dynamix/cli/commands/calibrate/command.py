@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     path, name = Path(arguments.source), Path(arguments.output or "calibrated").stem
     if not subjects.is_token(name):
         raise MisuseError(
-            f"--output {arguments.output}: a scenario is called as its file is, by 1 to 63 of the characters a-z, 0-9 "
-            "and '-' before .toml"
+            f"--output {arguments.output}: the scenario gets the name of the file: use 1 to 63 of the characters a-z, "
+            "0-9 and '-' before .toml"
         )
     found = from_capture(path) if path.exists() and not path.is_dir() else asyncio.run(_from_bus(arguments.source))
     settings = CalibrationSettings(
