@@ -86,6 +86,25 @@ def test_a_file_name_that_cannot_name_a_scenario_is_refused_before_anything_is_r
     assert f"--output {output}: the scenario gets the name of the file" in capsys.readouterr().err
 
 
+def test_servers_of_a_ring_are_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", str(file), "--workload", "fashion-14-mlp", "--servers", "2"]) == 2
+    assert "--servers 2: a ring has none, add --topology parameter-server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "instead"),
+    [
+        (["calibrate", "job", "--workload", "fashion-14-mlp", "-o", "-"], "name a file, or /dev/stdout"),
+        (["capture", "job", "-o", "-"], "name a file\n"),
+    ],
+)
+def test_a_hyphen_names_no_file(command: list[str], instead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "'-' does not stand for standard output here" in error
+    assert instead in error
+
+
 def test_what_cannot_be_used_is_said(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def calibrated(path: Path, workload: str = "fashion-14-mlp") -> str:
         assert main(["calibrate", str(path), "--workload", workload]) == 1

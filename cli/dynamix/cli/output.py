@@ -36,6 +36,9 @@ def output_path(
     """An argument's type: the path of a file to write; an unfit one is an error of usage. See `output_files.check`."""
 
     def checked(text: str) -> OutputPath:
+        if text == STANDARD_OUTPUT:
+            instead = "name a file, or /dev/stdout" if streams else "name a file"
+            raise argparse.ArgumentTypeError(f"'-' does not stand for standard output here: {instead}")
         try:
             output_files.check(Path(text), kind, streams=streams, make_parents=make_parents)
         except RefusedOutputError as error:

@@ -23,6 +23,8 @@ class Limits(NamedTuple):
         """Raise ValueError when the number of that key is outside."""
         if math.isfinite(value) and self.low <= value <= self.high and not (self.is_open and value == self.low):
             return
+        if not math.isfinite(value):
+            raise ValueError(f"{key} = {value:g}: it must be a finite number")
         limit = f"between {self.low:g} and {self.high:g}" if self.high < math.inf else f"at least {self.low:g}"
         raise ValueError(f"{key} = {value:g}: it must be {f'above {self.low:g}' if self.is_open else limit}")
 

@@ -32,6 +32,8 @@ from .checks import (
 )
 
 BYTES_PER_MBIT = 1e6 / 8
+MAX_EVALUATIONS = 1_000_000
+"""Of a run: each of them is kept."""
 NODE_NAME = "virtual-{}"
 
 
@@ -244,6 +246,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError("no workers: add a table [[workers]]")
         Limits(1, MAX_RANKS).check("world size", self.world_size)
         Limits(0, self.time_limit_s).check("fixed_time_s", self.fixed_time_s)
+        Limits(self.time_limit_s / MAX_EVALUATIONS).check("evaluate_every_s", self.evaluate_every_s)
         least = max(1, self.min_local_batch_size)
         Limits(0, self.max_local_batch_size).check("min_local_batch_size", self.min_local_batch_size)
         Limits(least, self.max_local_batch_size).check("initial_local_batch_size", self.initial_local_batch_size)

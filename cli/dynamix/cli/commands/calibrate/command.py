@@ -76,6 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
             f"--output {arguments.output}: the scenario gets the name of the file: use 1 to 63 of the characters a-z, "
             "0-9 and '-' before .toml"
         )
+    if arguments.topology == "ring" and arguments.servers != 1:
+        raise MisuseError(
+            f"--servers {arguments.servers}: a ring has none, add --topology parameter-server or leave it out"
+        )
     found = from_capture(path) if path.exists() and not path.is_dir() else asyncio.run(_from_bus(arguments.source))
     settings = CalibrationSettings(
         workload=arguments.workload,
