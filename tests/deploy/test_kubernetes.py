@@ -91,13 +91,16 @@ def test_every_file_of_the_base_is_a_resource_of_it() -> None:
 
 
 @needs_kubectl
-@pytest.mark.parametrize("folder", ["base", "ebpf"])
-def test_kustomize_builds_what_is_valid_in_one_namespace(folder: str) -> None:
+@pytest.mark.parametrize(
+    ("folder", "namespace", "num_more"), [("base", "dynamix", 1), ("ebpf", "dynamix", 1), ("shard", "dynamix-shard", 0)]
+)
+def test_kustomize_builds_what_is_valid_in_one_namespace(folder: str, namespace: str, num_more: int) -> None:
     manifests = built(folder)
-    assert len(manifests) == len(base()) + 1, "the variables of all services"
+    assert len(manifests) == len(base()) + num_more, "the services' variables; a shard has no policy of the broker"
     for manifest in manifests:
         check(manifest)
-        assert manifest["kind"] == "Namespace" or manifest["metadata"]["namespace"] == "dynamix"
+        named = manifest["metadata"]
+        assert (named["name"] if manifest["kind"] == "Namespace" else named["namespace"]) == namespace
     (environment,) = [one for one in manifests if one["kind"] == "ConfigMap"]
     for what, pod in pods(manifests):
         (named,) = only_container(pod)["envFrom"]
@@ -127,6 +130,33 @@ def test_ebpf_gives_root_three_capabilities_and_the_nodes_control_groups_and_not
         "authority": True,
         "cgroup": True,
     }
+
+
+@needs_kubectl
+def test_the_pods_of_a_shard_have_keys_and_are_let_in_by_the_brokers_policy() -> None:
+    manifests = built("shard")
+    (environment,) = [one for one in manifests if one["kind"] == "ConfigMap"]
+    assert environment["data"]["DYNAMIX_NATS_URL"] == "nats://dynamix-nats.dynamix:4222"
+    broker = find(base(), "NetworkPolicy", "dynamix-nats")["spec"]["ingress"][0]["from"][1]
+    (policy,) = [one for one in manifests if one["kind"] == "NetworkPolicy"]
+    reached, _ = policy["spec"]["egress"]
+    (to,) = reached["to"]
+    assert to["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "dynamix"}
+    assert [to["podSelector"]] == [
+        one["podSelector"] for one in find(base(), "NetworkPolicy", "dynamix-services")["spec"]["egress"][0]["to"]
+    ]
+    (space,) = [one for one in manifests if one["kind"] == "Namespace"]
+    assert broker["namespaceSelector"]["matchLabels"].items() <= space["metadata"]["labels"].items()
+    found = dict(pods(manifests))
+    assert set(found) == {what for what in PODS if "dynamix-" in what}
+    for what, pod in found.items():
+        assert broker["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items(), what
+        environ = {one["name"]: one.get("value") for one in only_container(pod)["env"]}
+        assert not {"DYNAMIX_NATS_USER", "DYNAMIX_NATS_PASSWORD_FILE"} & set(environ), what
+        (mount,) = [one for one in only_container(pod)["volumeMounts"] if one["name"] == "password"]
+        assert environ["DYNAMIX_NATS_NKEY_FILE"] == f"{mount['mountPath']}/nkey"
+        (secret,) = [one["secret"] for one in pod["spec"]["volumes"] if one["name"] == "password"]
+        assert secret["secretName"] == what.split()[1]
 
 
 def test_there_are_these_pods() -> None:

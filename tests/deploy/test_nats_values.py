@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import jsonschema
 import pytest
 from tests.support.deployed_broker import DEPLOY, deployed_broker, make_secrets
 from tests.support.http_get import get
-from tests.support.manifests import base, documents, find
+from tests.support.manifests import KUBERNETES, base, documents, find
 
+from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import server_binary
@@ -49,11 +51,13 @@ def configuration(directory: Path, *, cluster: bool) -> str:
     return re.sub(r'"<<\s+(.*?)\s+>>"', r"\1", text)
 
 
-def write_config_map(directory: Path) -> None:
-    """The two files of ours, in the one folder of the chart's ConfigMap, as the values' first lines make them."""
-    broker, users = DEPLOY / "nats.conf", DEPLOY / "users" / "users.conf"
-    (directory / "dynamix.conf").write_text(broker.read_text().replace("users/users.conf", "users.conf"))
-    (directory / "users.conf").write_text(users.read_text())
+def write_config_map(directory: Path, account: str = "") -> None:
+    """The files of ours, in the one folder of the chart's ConfigMap, as the values' first lines make them."""
+    broker = (DEPLOY / "nats.conf").read_text().replace("  SYS {}", f"  {account}\n  SYS {{}}")
+    (made,) = set(re.findall(r"sed '(.*)' deploy/nats.conf", (KUBERNETES / "nats-values.yaml").read_text()))
+    sed = subprocess.run(["sed", made], input=broker, capture_output=True, text=True, check=True)
+    (directory / "dynamix.conf").write_text(sed.stdout)
+    shutil.copy(DEPLOY / "users" / "users.conf", directory)
 
 
 def test_the_values_follow_the_schema() -> None:
@@ -107,8 +111,19 @@ async def test_a_real_server_takes_the_users_of_nats_conf_and_the_charts_address
     assert store["sync_always"] is True
 
 
-def test_a_real_server_would_take_the_configuration_of_the_cluster(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", ["", "b"])
+def test_a_real_server_would_take_the_configuration_of_the_cluster(
+    shard: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_config_map(tmp_path)
+    if shard:
+        users = shutil.copytree(DEPLOY / "users", tmp_path / "users") / "users.conf"
+        key = ["--users", str(users), "-o", str(tmp_path / "b.nkey")]
+        assert main(["keys", "shard", shard, *key]) == 0
+        (account,) = re.findall(r"^  (SHARD_.*)$", capsys.readouterr().err, re.MULTILINE)
+        write_config_map(tmp_path, account)
+        shutil.copy(users.with_name("shard-b.conf"), tmp_path)
+        assert 'include "shard-b.conf"' in (tmp_path / "dynamix.conf").read_text()
     (tmp_path / "chart.conf").write_text(configuration(tmp_path, cluster=True))
     environ = {**make_secrets(tmp_path / "secrets"), "SERVER_NAME": "dynamix-nats-0"}
     command = [str(server_binary()), "-t", "-c", str(tmp_path / "chart.conf")]
