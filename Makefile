@@ -118,11 +118,13 @@ cluster-equal: venv data ## its harm check, nothing slow, sixteen seeds; 25 minu
 	    --arm plain --arm proportional --arm split --arm rule --virtual-seeds 8 \
 	    --name cluster-equal --output docs --json out/cluster-equal.json --no-targets $(ARGS)
 
-exchange: venv data ## codecs over shaped links, figures of docs/communication.md; root, 10 minutes
+exchange: venv data ## codecs over shaped links, figures of docs/communication.md; root, 20 minutes
 	mkdir -p docs/results
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.exchange --log2-elements 20 --densities 0.3,0.05,0.01 --no-targets \
 	    --arms all-reduce,torch-sparse,rows,sketch,int8 \
 	    --json docs/results/exchange.json --png docs/results/exchange.png $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.exchange --ranks 4,8 --servers 1,4,8 --densities 1 --log2-elements 21 \
+	    --arms all-reduce,none@shares,none@servers --no-targets --json docs/results/exchange-servers.json $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.exchange.steps --no-targets \
 	    --json docs/results/exchange-steps.json $(ARGS)
 

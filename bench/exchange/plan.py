@@ -9,7 +9,9 @@ import msgspec
 from bench.harness.command import benchmark_parser
 from bench.hosts import HostsError, Link
 
+from dynamix.schemas.messages.allocation import SERVERS
 from dynamix.trainer.exchange.registry import CODECS
+from dynamix.trainer.job.served_exchange import SERVED_CODECS
 
 Mask = Literal["steady", "identical", "independent"]
 """Where the rows are that are not zero: in the same places on all ranks and in all exchanges, as published measurements
@@ -20,6 +22,7 @@ ALL_REDUCE, TORCH_SPARSE = "all-reduce", "torch-sparse"
 BASELINES = (ALL_REDUCE, TORCH_SPARSE)
 UNLIMITED = "none"
 MAX_RANKS = 64
+SERVERS_OPTION = ("--servers", "0", "numbers of gradient servers, each on a host of its own, for arms CODEC@servers")
 
 
 class LinkedCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +31,15 @@ class LinkedCase(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int
     link: str
     """Rate of all links as `tc` writes it, or `none`."""
+    num_servers: int = 0
+    """Gradient servers, each on a host of its own behind such a link."""
+
+    @property
+    def network(self) -> str:
+        """In words."""
+        plural = "s" if self.num_servers > 1 else ""
+        served = f", {self.num_servers} gradient server{plural}" if self.num_servers else ""
+        return f"{self.num_ranks} ranks{served}, {self.link}"
 
 
 class Case(LinkedCase, frozen=True, kw_only=True):
@@ -49,7 +61,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_rounds: int
     num_warm_up: int
     arms: tuple[str, ...]
-    """Baselines, and codecs as `NAME` or, over owners with equal shares, as `NAME@shares`."""
+    """Baselines, and codecs as `NAME`, over owners with equal shares `NAME@shares`, or with servers `NAME@servers`."""
     seed: int
 
 
@@ -62,14 +74,22 @@ class ExchangePlan(NamedTuple):
     densities: tuple[float, ...]
     masks: tuple[Mask, ...]
     widths: tuple[int, ...]
+    servers: tuple[int, ...]
 
     def cases(self) -> Iterator[Case]:
         """All, one link after the other. One rank's mask is any rank's where nothing is zero."""
-        for num_ranks, link, width, density, mask in itertools.product(
-            self.ranks, self.links, self.widths, self.densities, self.masks
+        for num_ranks, num_servers, link, width, density, mask in itertools.product(
+            self.ranks, self.servers, self.links, self.widths, self.densities, self.masks
         ):
             if density < 1 or mask == self.masks[0]:
-                yield Case(num_ranks=num_ranks, link=link, density=density, mask=mask, width=width)
+                yield Case(
+                    num_ranks=num_ranks,
+                    num_servers=num_servers,
+                    link=link,
+                    density=density,
+                    mask=mask,
+                    width=width,
+                )
 
 
 def link_named(text: str) -> Link | None:
@@ -93,8 +113,9 @@ def exchange_parser(description: str | None) -> argparse.ArgumentParser:
         (
             "--arms",
             ",".join((*BASELINES, *CODECS)),
-            "baselines and codecs; CODEC@shares: over owners with equal shares",
+            "baselines and codecs; CODEC@shares: over owners with equal shares, CODEC@servers: over ranks and servers",
         ),
+        SERVERS_OPTION,
         ("--log2-elements", 22, "logarithm of the numbers in the gradient"),
         ("--buckets", 4, "of the gradient, which codecs sum one behind the other"),
         ("--rounds", 10, "exchanges of an arm that are measured"),
@@ -124,8 +145,9 @@ def plan_of(options: argparse.Namespace) -> ExchangePlan:
         densities=numbers("--densities", options.densities, float, 1 / (1 << options.log2_elements), 1.0),
         masks=tuple(_mask(text) for text in options.masks.split(",")),
         widths=numbers("--widths", options.widths, int, 1, 1 << options.log2_elements),
+        servers=numbers("--servers", options.servers, int, 0, MAX_RANKS),
     )
-    check_arms(plan.rank.arms)
+    check_arms(plan.rank.arms, plan.servers)
     for width in plan.widths:
         if plan.rank.num_elements % width:
             raise ValueError(f"--widths {width}: {plan.rank.num_elements} numbers are not whole rows of it")
@@ -144,16 +166,26 @@ def check_links(links: Sequence[str]) -> None:
             raise ValueError(f"--links: {error}") from error
 
 
-def check_arms(arms: Sequence[str]) -> None:
-    """Raise ValueError for unknown arms, and without the one that the others are compared with."""
+def check_arms(arms: Sequence[str], servers: Sequence[int]) -> None:
+    """Raise ValueError for unknown arms, without the one that the others are compared with, and without servers."""
     if arms[:1] != (ALL_REDUCE,):
         raise ValueError(f"--arms {','.join(arms)}: begin with {ALL_REDUCE}, which the others are compared with")
-    known = {*BASELINES, *CODECS, *(f"{name}@shares" for name in CODECS)}
+    known = {
+        *BASELINES,
+        *CODECS,
+        *(f"{name}@shares" for name in CODECS),
+        *(f"{name}@{SERVERS}" for name in SERVED_CODECS),
+    }
     for arm in arms:
         if arm not in known:
             raise ValueError(f"--arms: {arm!r} is none of {', '.join(sorted(known))}")
     if len(set(arms)) < len(arms):
         raise ValueError(f"--arms {','.join(arms)}: each once")
+    served = [arm for arm in arms if arm.endswith(f"@{SERVERS}")]
+    if served and not all(servers):
+        raise ValueError(f"--arms {served[0]}: say how many with --servers, at least 1")
+    if any(servers) and not served:
+        raise ValueError(f"--servers {','.join(map(str, servers))}: no arm uses them, add CODEC@{SERVERS} to --arms")
 
 
 def _mask(text: str) -> Mask:

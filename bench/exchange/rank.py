@@ -15,14 +15,13 @@ from typing import TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-from bench.exchange.arms import arm_named
+from bench.exchange.arms import arm_named, joined_pipeline
 from bench.exchange.gradients import NUM_GRADIENTS, make_gradients
 from bench.exchange.plan import ALL_REDUCE, Case, RankPlan
 from bench.harness.rounds import Rounds, Timed, Timing
 from torch import Tensor
 
 from dynamix.collector.procfs.proc import parse_net_dev
-from dynamix.trainer.communication.pipeline import Pipeline
 
 P = TypeVar("P")
 C = TypeVar("C")
@@ -47,7 +46,7 @@ class ArmTimings(msgspec.Struct, frozen=True, kw_only=True):
 def run_case(case: Case, plan: RankPlan) -> dict[str, ArmTimings]:
     """All arms, in rounds whose order is the same on all ranks."""
     gradients = make_gradients(case, plan, dist.get_rank())
-    pipeline = Pipeline(TIMEOUT)
+    pipeline = joined_pipeline(TIMEOUT)
     prepares = {name: arm_named(name, case, plan, pipeline) for name in plan.arms}
     found = {name: prepare(gradients[0].clone())() for name, prepare in prepares.items()}
     sums = {name: _dense(total) for name, total in found.items()}

@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 from bench.exchange.figures import MeasuredArm, figures_of, tables
-from bench.exchange.plan import Case, ExchangePlan
+from bench.exchange.plan import Case, ExchangePlan, LinkedCase
 from bench.exchange.rank import ArmTimings
 from bench.harness.command import Target
 from bench.harness.figure import Curve, Panel
@@ -59,7 +59,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         """The case in words."""
         case = self.case
         masks = "" if case.density == 1 else f", {case.mask} masks"
-        return f"{case.num_ranks} ranks, {case.link}, {100 * case.density:g} % dense, rows of {case.width}{masks}"
+        return f"{case.network}, {100 * case.density:g} % dense, rows of {case.width}{masks}"
 
 
 def summarise(case: Case, num_elements: int, timings: Sequence[Mapping[str, ArmTimings]]) -> CaseResult:
@@ -111,22 +111,25 @@ def text_of(results: Sequence[CaseResult]) -> str:
 
 def panels_of(results: Sequence[CaseResult], plan: ExchangePlan) -> list[list[Panel]]:
     """Throughput over density: a row for each number of ranks and width, a panel for each link and mask."""
-    rows: dict[tuple[int, int], list[Panel]] = {}
-    for num_ranks, width, link, mask in itertools.product(plan.ranks, plan.widths, plan.links, plan.masks):
+    rows: dict[tuple[int, int, int], list[Panel]] = {}
+    for num_ranks, num_servers, width, link, mask in itertools.product(
+        plan.ranks, plan.servers, plan.widths, plan.links, plan.masks
+    ):
+        network = LinkedCase(num_ranks=num_ranks, num_servers=num_servers, link=link).network
         chosen = [  # a dense gradient has any mask
             result
             for result in results
-            if (result.case.num_ranks, result.case.width, result.case.link) == (num_ranks, width, link)
+            if (result.case.network, result.case.width) == (network, width)
             and (result.case.mask == mask or result.case.density == 1)
         ]
         panel = Panel(
-            title=f"{num_ranks} ranks, {link}, {mask} masks, rows of {width}",
+            title=f"{network}, {mask} masks, rows of {width}",
             x="per cent dense",
             y="Mbit/s of the dense gradient",
             logarithmic=True,
             curves=[Curve(label=name, points=_points(chosen, name)) for name in plan.rank.arms],
         )
-        rows.setdefault((num_ranks, width), []).append(panel)
+        rows.setdefault((num_ranks, num_servers, width), []).append(panel)
     return list(rows.values())
 
 

@@ -8,9 +8,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from bench.exchange.arms import SERVERS_VARIABLE
 from bench.exchange.figures import MeasuredArm, MeasuredCase, speedups
 from bench.exchange.plan import LinkedCase, link_named
 from bench.exchange.rank import ArmTimings
@@ -23,13 +24,23 @@ R = TypeVar("R", bound=MeasuredCase[MeasuredArm])
 
 MASTER_PORT = "29500"
 """Free, since the network belongs to these hosts alone."""
+SERVER_PORT = "29600"
 STOP_TIMEOUT_S = 30.0
+
+
+class Servers(NamedTuple):
+    """Gradient servers that run."""
+
+    hosts: Sequence[Host]
+    addresses: str
+    """With commas between."""
 
 
 class JoinedRanks:
     """Ranks that answer one line for each line that they are sent."""
 
     def __init__(self, hosts: Sequence[Host], processes: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
+        """Hosts are those of ranks and servers."""
         self._hosts = hosts
         self._processes = processes
         self._logs = logs
@@ -63,11 +74,42 @@ class JoinedRanks:
 
 
 @contextlib.contextmanager
-def joined_ranks(hosts: Sequence[Host], module: str, plan: Any, directory: Path) -> Iterator[JoinedRanks]:
+def gradient_servers(hosts: Sequence[Host], directory: Path) -> Iterator[Servers]:
+    """A gradient server on each host, ended at exit.
+
+    Raises:
+        ClusterError: when one does not listen.
+    """
+    servers, addresses = [], []
+    command = [sys.executable, "-m", "dynamix.cli.main", "serve-gradients", "--port", SERVER_PORT]
+    for host in hosts:
+        environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        log = directory / f"server-{host.index}.log"
+        with log.open("wb") as output:
+            servers.append(host.popen(command, env=environ, stdout=subprocess.PIPE, stderr=output))
+        addresses.append(f"{host.address}:{SERVER_PORT}")
+    for host, server in zip(hosts, servers, strict=True):
+        assert server.stdout is not None
+        if not server.stdout.readline():
+            log = directory / f"server-{host.index}.log"
+            raise ClusterError(f"the gradient server on host {host.index} ended:\n{end_of(log)}")
+    try:
+        yield Servers(hosts, ",".join(addresses))
+    finally:
+        for server in servers:
+            server.terminate()
+            server.communicate(timeout=STOP_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def joined_ranks(
+    hosts: Sequence[Host], servers: Servers, module: str, plan: Any, directory: Path
+) -> Iterator[JoinedRanks]:
     """A process of a module on each host, joined over links as fast as memory; ended at exit.
 
     Args:
         hosts: one for each rank.
+        servers: those that run.
         module: what `python -m` runs; its argument is the plan.
         plan: what JSON knows, and msgspec.Struct.
         directory: for their logs.
@@ -82,6 +124,7 @@ def joined_ranks(hosts: Sequence[Host], module: str, plan: Any, directory: Path)
             "MASTER_PORT": MASTER_PORT,
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
+            SERVERS_VARIABLE: servers.addresses,
         }
         command = [sys.executable, "-m", module, msgspec.json.encode(plan).decode()]
         with log.open("wb") as output:
@@ -89,13 +132,14 @@ def joined_ranks(hosts: Sequence[Host], module: str, plan: Any, directory: Path)
                 command, env={**os.environ, **own}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output
             )
         processes.append(process)
-    ranks = JoinedRanks(hosts, processes, logs)
+    all_hosts = [*hosts, *servers.hosts]
+    ranks = JoinedRanks(all_hosts, processes, logs)
     for rank in range(len(hosts)):
         ranks.read_line(rank)
     try:
         yield ranks
     finally:
-        for host in hosts:
+        for host in all_hosts:
             host.set_link(None)
     for rank, process in enumerate(processes):
         process.communicate(timeout=STOP_TIMEOUT_S)
@@ -119,11 +163,17 @@ def run_cases(
         ClusterError: when a rank fails.
     """
     results = []
-    most = max(case.num_ranks for case in cases)
+    most = max(case.num_ranks + case.num_servers for case in cases)
     with Hosts(most) as hosts, tempfile.TemporaryDirectory(prefix="dynamix-exchange-") as directory:
-        for num_ranks, of_ranks in itertools.groupby(cases, key=lambda case: case.num_ranks):
-            with joined_ranks(hosts[:num_ranks], module, plan, Path(directory)) as ranks:
-                for case in of_ranks:
+        for (num_ranks, num_servers), alike in itertools.groupby(
+            cases, key=lambda case: (case.num_ranks, case.num_servers)
+        ):
+            served_by = hosts[num_ranks : num_ranks + num_servers]
+            with (
+                gradient_servers(served_by, Path(directory)) as servers,
+                joined_ranks(hosts[:num_ranks], servers, module, plan, Path(directory)) as ranks,
+            ):
+                for case in alike:
                     results.append(summarise(case, ranks.ask(case, case.link, dict[str, ArmTimings])))
                     sys.stderr.write(f"  {speedups(results[-1])}\n")
     return results

@@ -97,6 +97,18 @@ def test_every_combination_is_a_case_and_a_dense_gradient_has_one_mask() -> None
     assert [len(panels) for panels in panels_of([], plan)] == [6, 6, 6, 6]
 
 
+def test_servers_are_a_case_each_with_a_panel_of_its_own() -> None:
+    arguments = ["--servers", "1,4", "--arms", "all-reduce,none@servers", "--masks", "steady"]
+    plan = plan_of(exchange_parser("").parse_args(arguments))
+    results = [summarise(case, 1, [{"all-reduce": timings([1.0])}]) for case in plan.cases()]
+    assert [result.name.split(", 100")[0] for result in results] == [
+        "4 ranks, 1 gradient server",
+        "4 ranks, 4 gradient servers",
+    ]
+    panels = [panel for row in panels_of(results, plan) for panel in row]
+    assert [len(panel.curves[0].points) for panel in panels] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -111,11 +123,30 @@ def test_every_combination_is_a_case_and_a_dense_gradient_has_one_mask() -> None
         (["--widths", "3"], "not whole rows"),
         (["--buckets", "9", "--log2-elements", "3", "--densities", "1"], "--buckets 9: more than rows"),
         (["--rounds", "0"], "--rounds 0: at least 1"),
+        (["--servers", "-1"], "--servers -1: from 0"),
+        (["--servers", "2"], "no arm uses them, add CODEC@servers"),
+        (["--arms", "all-reduce,rows@servers"], "rows@servers: say how many with --servers"),
+        (["--arms", "all-reduce,rows@servers", "--servers", "0,1"], "at least 1"),
+        (["--arms", "all-reduce,int8@servers", "--servers", "1"], "'int8@servers' is none of"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan_of(exchange_parser("").parse_args(arguments))
+
+
+@pytest.mark.bpf
+def test_with_gradient_servers_sums_are_the_same_and_ranks_send_less(tmp_path: Path) -> None:
+    sizes = ("--log2-elements", "16", "--rounds", "2", "--warm-up", "1", "--ranks", "3", "--densities", "1")
+    arms = ("--arms", "all-reduce,none@servers,sketch@servers", "--servers", "1,3", "--links", "1gbit")
+    found = run_bench("exchange", tmp_path / "result.json", *sizes, *arms)
+    assert [result["case"]["num_servers"] for result in found["cases"]] == [1, 3]
+    for result in found["cases"]:
+        dense, served, sketched = result["arms"]
+        assert all(arm["is_same"] and arm["error"] < 1e-6 for arm in (dense, served, sketched))
+    one, three = (result["arms"][1]["tx_bytes"] / (4 * 65_536) for result in found["cases"])
+    assert 1.2 < one < 1.35  # 1 + s (N - 2) of the gradient, where a server owns 2/5 and a rank s = 1/5 of it
+    assert 1.0 < three < 1.1  # servers own all of it
 
 
 @pytest.mark.bpf

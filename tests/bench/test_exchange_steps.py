@@ -29,7 +29,7 @@ def test_a_step_counts_when_the_slowest_rank_has_made_it() -> None:
     assert rows.cpu_s == pytest.approx(1.3 / 3)
     assert [(target.value, target.met) for target in targets_of([result])] == [(3.0, False)]
     assert missed([result]) == []
-    assert "ncf, 2 ranks, 64 samples each, 100mbit" in text_of([result])
+    assert "ncf, 64 samples each, 2 ranks, 100mbit" in text_of([result])
 
 
 def test_parameters_that_differ_are_missed() -> None:
@@ -59,10 +59,10 @@ def test_two_ranks_train_to_the_same_bits_with_every_lossless_arm(tmp_path: Path
     sizes = ("--workloads", "ncf-small", "--ranks", "2", "--rounds", "2", "--steps", "2", "--local-batch-sizes", "16")
     found = run_bench("exchange.steps", tmp_path / "result.json", *sizes, "--links", "1gbit")
     (result,) = found["cases"]
-    dense, sparse, rows, int8 = result["arms"]
+    dense, sparse, rows, sketch, int8 = result["arms"]
     assert all(arm["is_same"] for arm in result["arms"])
     assert rows["error"] == 0  # of two addends the order does not matter
-    assert sparse["error"] < 1e-6
+    assert max(sparse["error"], sketch["error"]) < 1e-6
     assert 0 < int8["error"] < 0.1
     assert dense["tx_bytes"] > 4 * 64_185  # 2 (N - 1) / N of the gradient
     assert rows["tx_bytes"] < 0.3 * dense["tx_bytes"]

@@ -1,20 +1,21 @@
 """A codec as DDP's communication hook: buckets go through the trainer's pipeline, and the last one waits for all."""
 
 import torch
-from bench.exchange.arms import codec_of
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.trainer.communication.pipeline import Pipeline, UnderWay
+from dynamix.trainer.exchange.codec import ExchangeCodec, Member
 from dynamix.trainer.gradient.buckets import view_of
 
 
 class CodecHook:
     """Averages gradients over ranks, as DDP does without a hook; for one model."""
 
-    def __init__(self, arm: str, model: torch.nn.Module, pipeline: Pipeline) -> None:
-        self._codec, self._member = codec_of(arm)
+    def __init__(self, codec: ExchangeCodec, member: Member, model: torch.nn.Module, pipeline: Pipeline) -> None:
+        self._codec = codec
+        self._member = member
         self._pipeline = pipeline
         self._keys: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._under_way: list[UnderWay] = []

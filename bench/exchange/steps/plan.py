@@ -6,12 +6,21 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
-from bench.exchange.plan import BASELINES, LinkedCase, at_least, check_arms, check_links, numbers
+from bench.exchange.plan import (
+    BASELINES,
+    MAX_RANKS,
+    SERVERS_OPTION,
+    LinkedCase,
+    at_least,
+    check_arms,
+    check_links,
+    numbers,
+)
 from bench.harness.command import benchmark_parser
 
 from dynamix.lab.workloads import workload_named
 
-DEFAULT_ARMS = (*BASELINES, "rows", "int8")
+DEFAULT_ARMS = (*BASELINES, "rows", "sketch", "int8")
 
 
 class StepsCase(LinkedCase, frozen=True, kw_only=True):
@@ -41,11 +50,16 @@ class TrainingPlan(NamedTuple):
     links: tuple[str, ...]
     workloads: tuple[str, ...]
     sizes: tuple[int, ...]
+    servers: tuple[int, ...]
 
     def cases(self) -> Iterator[StepsCase]:
         """All, one workload after the other."""
-        for num_ranks, workload, size, link in itertools.product(self.ranks, self.workloads, self.sizes, self.links):
-            yield StepsCase(num_ranks=num_ranks, link=link, workload=workload, local_batch_size=size)
+        for num_ranks, num_servers, workload, size, link in itertools.product(
+            self.ranks, self.servers, self.workloads, self.sizes, self.links
+        ):
+            yield StepsCase(
+                num_ranks=num_ranks, num_servers=num_servers, link=link, workload=workload, local_batch_size=size
+            )
 
 
 def steps_parser(description: str | None) -> argparse.ArgumentParser:
@@ -56,7 +70,8 @@ def steps_parser(description: str | None) -> argparse.ArgumentParser:
         ("--links", "100mbit", "rates of all links, as tc writes them; none: as fast as memory"),
         ("--workloads", "ncf,lstm-zipf,fashion-28-cnn", "by name"),
         ("--local-batch-sizes", "64", "samples of each rank in a step"),
-        ("--arms", ",".join(DEFAULT_ARMS), "baselines and codecs; CODEC@shares: over owners with equal shares"),
+        ("--arms", ",".join(DEFAULT_ARMS), "baselines and codecs, as `bench.exchange` has them"),
+        SERVERS_OPTION,
         ("--rounds", 10, "in which each arm trains for some steps"),
         ("--steps", 2, "of an arm in a round"),
         ("--learning-rate", 0.05, "of SGD with momentum 0.9"),
@@ -73,7 +88,8 @@ def plan_of(options: argparse.Namespace) -> TrainingPlan:
         ValueError: for what cannot be run.
     """
     arms, links = tuple(options.arms.split(",")), tuple(options.links.split(","))
-    check_arms(arms)
+    servers = numbers("--servers", options.servers, int, 0, MAX_RANKS)
+    check_arms(arms, servers)
     check_links(links)
     workloads = tuple(workload_named(name).name for name in options.workloads.split(","))
     return TrainingPlan(
@@ -85,8 +101,9 @@ def plan_of(options: argparse.Namespace) -> TrainingPlan:
             seed=options.seed,
             data=options.data,
         ),
-        ranks=numbers("--ranks", options.ranks, int, 2, 64),
+        ranks=numbers("--ranks", options.ranks, int, 2, MAX_RANKS),
         links=links,
         workloads=workloads,
         sizes=numbers("--local-batch-sizes", options.local_batch_sizes, int, 1, 4096),
+        servers=servers,
     )

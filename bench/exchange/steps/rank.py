@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench.exchange.arms import codec_of, joined_pipeline
 from bench.exchange.plan import ALL_REDUCE, TORCH_SPARSE
 from bench.exchange.rank import TIMEOUT, ArmTimings, answer_cases, timed
 from bench.exchange.steps.hook import CodecHook
@@ -30,7 +31,7 @@ NUM_WARM_UP = 1
 class ArmTraining:
     """One arm's model."""
 
-    def __init__(self, arm: str, workload: Workload, plan: StepsPlan, pipeline: Pipeline) -> None:
+    def __init__(self, arm: str, workload: Workload, case: StepsCase, plan: StepsPlan, pipeline: Pipeline) -> None:
         torch.manual_seed(plan.seed)
         self._workload = workload
         self.model = workload.model()
@@ -40,7 +41,7 @@ class ArmTraining:
                     module.sparse = True
         self._trained = DistributedDataParallel(self.model)
         if arm not in (ALL_REDUCE, TORCH_SPARSE):
-            CodecHook(arm, self.model, pipeline).register(self._trained)
+            CodecHook(*codec_of(arm, case.num_servers), self.model, pipeline).register(self._trained)
         self._optimizer = make_optimizer("sgd", self.model.parameters(), plan.learning_rate)
 
     def step(self, batch: Part) -> None:
@@ -58,8 +59,8 @@ class ArmTraining:
 def run_case(case: StepsCase, plan: StepsPlan) -> dict[str, ArmTimings]:
     """All arms, in rounds whose order is the same on all ranks."""
     workload, data = workload_named(case.workload), _data(case.workload, plan.data)
-    pipeline = Pipeline(TIMEOUT)
-    arms = {name: ArmTraining(name, workload, plan, pipeline) for name in plan.arms}
+    pipeline = joined_pipeline(TIMEOUT)
+    arms = {name: ArmTraining(name, workload, case, plan, pipeline) for name in plan.arms}
     batches = {name: _batches(data.train, case, plan) for name in plan.arms}
     rounds = Rounds(plan.arms, plan.num_rounds, label="steps", num_warm_up=NUM_WARM_UP, is_quiet=True)
     for name in rounds:

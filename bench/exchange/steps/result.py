@@ -39,7 +39,7 @@ class StepsResult(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """The case in words."""
         case = self.case
-        return f"{case.workload}, {case.num_ranks} ranks, {case.local_batch_size} samples each, {case.link}"
+        return f"{case.workload}, {case.local_batch_size} samples each, {case.network}"
 
 
 def summarise(case: StepsCase, num_steps: int, timings: Sequence[Mapping[str, ArmTimings]]) -> StepsResult:
