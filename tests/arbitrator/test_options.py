@@ -4,6 +4,7 @@ from tests.support import examples
 from dynamix.arbitrator.policies.options import Option, check_options, option, switch, tracks
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.messages.policies import STIGMERGY
+from dynamix.schemas.messages.policy_options import OPTION_BOUNDS, Bounds
 
 OPTIONS = {"smoothing": Option(0.3, 0, 1, "weight of the newest"), "track": switch(1, "divides"), "step": switch(0, "")}
 
@@ -36,6 +37,14 @@ def test_only_a_job_that_can_is_left_to_divide_its_batch() -> None:
     able, unable = examples.job(supports_tracking=True), examples.job()
     assert (tracks(OPTIONS, able), tracks(OPTIONS, unable)) == (True, False)
     assert not tracks(OPTIONS, examples.job(supports_tracking=True, policy_options={"track": 0.0}))
+
+
+def test_scripts_are_held_to_the_bounds_that_policies_have() -> None:
+    bounds = {
+        policy.name: {name: Bounds(one.low, one.high, one.whole, one.others) for name, one in policy.options.items()}
+        for policy in POLICIES.values()
+    }
+    assert bounds == OPTION_BOUNDS
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

@@ -79,8 +79,8 @@ def test_equal_seeds_give_equal_episodes_and_policies_meet_the_same_disturbances
 
 
 def test_options_sizes_and_name_reach_the_job() -> None:
-    result = episode(policy_options={"smoothing": 0.9}, initial_local_batch_size=64, job="named")
+    result = episode(policy_options={"track": 1.0}, initial_local_batch_size=64, job="named")
     assert result.job.job == "named"
     assert result.job.policy == "static"
-    assert result.job.policy_options == {"smoothing": 0.9}
+    assert result.job.policy_options == {"track": 1.0}
     assert result.job.initial_local_batch_sizes == (64,) * 4

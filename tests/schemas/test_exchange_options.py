@@ -1,5 +1,7 @@
 """Exchanges as people write them, and what a job permits."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -41,8 +43,21 @@ def test_numbers_of_options_have_names() -> None:
         option_number("track", "on")
 
 
-@pytest.mark.parametrize("shares", [(0.0, 0.0), (1.0, -0.5), (float("nan"), 1.0), (float("inf"), 1.0)])
-def test_shares_that_divide_nothing_are_refused(shares: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("every", [0, -1, 2.5, "4", True, 4.0])
+def test_a_period_is_a_whole_number_of_steps(every: Any) -> None:
+    with pytest.raises(ValueError, match=f"every={every!r}: a whole number of optimizer steps, at least 1"):
+        Exchange(every=every)
+
+
+@pytest.mark.parametrize("name", ["Upper", "my_codec", "", 5, None])
+def test_names_are_those_that_messages_can_hold(name: Any) -> None:
+    for given in ({"codec": name}, {"route": name}):
+        with pytest.raises(ValueError, match="a name of 1 to 63 of the characters a-z, 0-9 and '-'"):
+            Exchange(**given)
+
+
+@pytest.mark.parametrize("shares", [(1, "x"), (0.0, 0.0), (1.0, -0.5), (float("nan"), 1.0), (float("inf"), 1.0)])
+def test_shares_that_divide_nothing_are_refused(shares: Any) -> None:
     with pytest.raises(ValueError, match="each is 0 or more, and one at least above 0"):
         Exchange(shares=shares)
 

@@ -262,7 +262,13 @@ def test_what_servers_cannot_do_is_refused() -> None:
             "a:1",
             "servers keep no residuals; use one of the codecs",
         ),
+        (
+            Exchange(codec="reversed", route=SERVERS),
+            "a:1",
+            "servers cannot sum what it sends; use one of the codecs none",
+        ),
         ("exact", "a", "gradient server 'a': write HOST:PORT"),
+        ("exact", "http://a:1", "gradient server 'http://a:1': write HOST:PORT"),
         ("exact", "a:1,a:1", "each server once"),
     ):
         with pytest.raises(ValueError, match=why.replace("(", "\\(")):

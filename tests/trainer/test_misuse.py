@@ -30,6 +30,23 @@ def test_lengths_of_windows_that_differ_are_said_as_the_script_gave_them() -> No
         run_ranks(_attach_with_other_windows, 2)
 
 
+def _attach_sparse(_rank: int) -> str:
+    table = nn.Embedding(50, 4, sparse=True)
+    model = distribute(nn.Sequential(table))
+    with pytest.raises(ValueError, match="with sparse=True") as error:
+        attach_numbered(Numbered(100), model)
+    session, _ = attach_numbered(Numbered(100), model, weighting="loss")
+    session.close()
+    table.sparse = False
+    attach_numbered(Numbered(100), model)[0].close()
+    return str(error.value)
+
+
+def test_sparse_gradients_are_refused_where_a_hook_would_weigh_them() -> None:
+    said = run_ranks(_attach_sparse, 2)
+    assert all("module.0 is an Embedding with sparse=True, whose gradients" in text for text in said)
+
+
 def _misuse(_rank: int) -> None:
     data = Numbered(64)
     model = distribute(make_model())

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.support.job_options import job_options
 
+from dynamix.trainer import Exchange
 from dynamix.trainer.arguments.checks import policy_options_of, share, sizes_of
 from dynamix.trainer.job.family import job_family
 from dynamix.trainer.job.options import bounds_of, family_of, fewest_samples
@@ -30,12 +31,35 @@ from dynamix.trainer.job.policy_name import warn_of_policy
         ({"seed": -1}, "seed=-1"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: a step has at least 1"),
         ({"gradient_accumulation_steps": 2, "micro_batch_size": 8}, "exclude each other: drop"),
+        ({"policy": "static:every=4"}, "pass its options as policy_options"),
+        ({"policy_options": {"evry": 4.0}}, "policy 'static' has no option 'evry': did you mean every"),
+        ({"policy_options": {"every": 0.0}}, "option every=0 of policy 'static' must be from 1 to 1024"),
+        ({"policy_options": {"every": 2.5}}, "option every=2.5 of policy 'static' must be a whole number"),
+        ({"policy_options": {"route": 7.0}}, "option route=7 of policy 'static' must be from 0 to 1"),
+        ({"policy_options": {"codec": 5.7}}, "option codec=5.7 of policy 'static' must be a whole number"),
+        ({"policy": "split", "policy_options": {"codec": 5.0}}, "'split' has no option 'codec', which static, diloco"),
+        ({"policy_options": {"outer_rate": 0.7}}, "of rounds of local steps: add every=2 or more"),
+        (
+            {
+                "policy_options": {"codec": 1.0},
+                "fixed_exchange": Exchange(route="servers"),
+                "gradient_servers": ("a:1",),
+            },
+            "asks for gradients rows over all-reduce, but they travel none over servers in the whole run",
+        ),
+        ({"fixed_exchange": Exchange(shares=(1.0, 2.0))}, "are of the route 'shares': add route='shares'"),
         ({"window_steps": 5, "margin_steps": 16}, "draws 14 batches ahead: an action would be 5 windows old"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         job_options(**changes)
+
+
+def test_options_of_learned_policies_and_of_other_packages_are_theirs_to_check() -> None:
+    for policy in ("ppo", "halving"):
+        assert job_options(policy=policy, policy_options={"anything": 7.0}).policy_options == {"anything": 7.0}
+    assert job_options(policy_options={"version": 1.0}).policy_options == {"version": 1.0}
 
 
 def test_a_loader_may_draw_three_windows_ahead_by_default() -> None:

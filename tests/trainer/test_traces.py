@@ -80,12 +80,15 @@ async def test_ranks_divide_a_fixed_global_batch_by_traces_on_one_step_without_a
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"policy_options": {"evaporate": 0.1}}, "policy 'stigmergy' has no option 'evaporate': it has evaporation"),
+        (
+            {"policy_options": {"evaporate": 0.1}},
+            "policy 'stigmergy' has no option 'evaporate': did you mean evaporation",
+        ),
         (
             {"policy_options": {"evaporation": 0.0}},
-            r"option evaporation=0 of policy 'stigmergy' is outside \[0.01, 1\]",
+            "option evaporation=0 of policy 'stigmergy' must be from 0.01 to 1",
         ),
-        ({"policy_options": {"learned": 0.5}}, "option learned=0.5 of policy 'stigmergy' must be 0 or 1"),
+        ({"policy_options": {"learned": 0.5}}, "option learned=0.5 of policy 'stigmergy' must be a whole number"),
         (
             {"policy_options": {"learned": 1.0}, "global_batch": "fixed"},
             "option learned=1 of policy 'stigmergy' only changes the global batch, which is fixed",

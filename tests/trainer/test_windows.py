@@ -16,7 +16,7 @@ from dynamix.schemas.messages import Applied, Message, Report
 from dynamix.trainer import attach
 from dynamix.trainer.steering.windows import FIRST_WINDOWS, MOST_STRETCH, Windows
 
-NUM_STEPS = 400
+NUM_STEPS = 600
 
 
 def starts_of(windows: Windows, step_time_s: float, num_steps: int) -> list[int]:

@@ -33,7 +33,7 @@ from .checks import (
 
 BYTES_PER_MBIT = 1e6 / 8
 MAX_EVALUATIONS = 1_000_000
-"""Of a run: each of them is kept."""
+"""How often a run may look at its accuracy: it keeps each of them."""
 NODE_NAME = "virtual-{}"
 
 

@@ -6,13 +6,14 @@ out; `tests/trainer/test_allocation.py` says what was forgotten on the way.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from .fields import MAX_RANKS, Count, Token
+from .fields import MAX_RANKS, TOKEN_PATTERN, Count, Token
 from .policies import EXCHANGE_OPTIONS, Split
 
 Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS)]
@@ -64,8 +65,14 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     """Nesterov momentum of these ways, from round to round; 0 is none."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for shares that divide nothing, and outer steps that lead nowhere."""
-        if self.shares and not (sum(self.shares) > 0 and all(0 <= share < math.inf for share in self.shares)):
+        """Raise ValueError for what messages cannot hold, shares that divide nothing, outer steps that lead nowhere."""
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(f"every={self.every!r}: a whole number of optimizer steps, at least 1")
+        for name, value in (("codec", self.codec), ("route", self.route)):
+            if not (isinstance(value, str) and re.search(TOKEN_PATTERN, value)):
+                raise ValueError(f"{name}={value!r}: a name of 1 to 63 of the characters a-z, 0-9 and '-'")
+        are_numbers = all(isinstance(share, int | float) and 0 <= share < math.inf for share in self.shares)
+        if self.shares and not (are_numbers and sum(self.shares) > 0):
             raise ValueError(f"shares {list(self.shares)[:16]}: each is 0 or more, and one at least above 0")
         if not (0 < self.outer_rate < math.inf and 0 <= self.outer_momentum < 1):
             raise ValueError(

@@ -49,21 +49,6 @@ STIGMERGY_OPTIONS: Mapping[str, float] = MappingProxyType(
 )
 """Its options with their defaults: the ranks and the agents need them, and no arbitrator tells them."""
 
-STIGMERGY_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        "evaporation": (0.01, 1.0),
-        "diffusion": (0.0, 1.0),
-        "noise_multiplier": (0.01, 100.0),
-        "rate_weight": (0.0, 1.0),
-        "max_change": (1.01, 100.0),
-        "dead_band": (0.0, 1.0),
-        "learned": (0.0, 1.0),
-    }
-)
-
-STIGMERGY_SWITCHES = frozenset({"learned"})
-"""Those that are either 0 or 1."""
-
 MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
 """What a learned policy chooses among: factors on the global batch of a rule (`ppo`), or on an agent's wish
 (`stigmergy`). About symmetric in doublings, at most one doubling, the neutral one first."""

@@ -1,7 +1,9 @@
 """In the training process: report, adopt, weight, load data. `from dynamix.trainer import attach`."""
 
+from dynamix.schemas.messages.allocation import Exchange
+
 from .attach import attach
 from .measurement.clock import StepTimes
 from .session import Session
 
-__all__ = ["Session", "StepTimes", "attach"]
+__all__ = ["Exchange", "Session", "StepTimes", "attach"]

@@ -268,8 +268,9 @@ def _options(text: str, whole: str) -> dict[str, float]:
         name, _, number = piece.partition("=")
         try:
             options[name] = option_number(name, number)
-        except ValueError:
-            raise ValueError(f"policy {whole!r}: option {piece!r} must be NAME=NUMBER") from None
+        except ValueError as error:
+            reason = str(error) if number else f"option {piece!r} must be NAME=NUMBER"
+            raise ValueError(f"policy {whole!r}: {reason}") from None
     return options
 
 

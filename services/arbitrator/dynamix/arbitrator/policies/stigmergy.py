@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.schemas.messages.policies import STIGMERGY, STIGMERGY_BOUNDS, STIGMERGY_OPTIONS, STIGMERGY_SWITCHES
+from dynamix.schemas.messages.policies import STIGMERGY, STIGMERGY_OPTIONS
+from dynamix.schemas.messages.policy_options import OPTION_BOUNDS
 
 from .model.observation import Array32, decided_sizes
 from .options import Option, Options
@@ -37,8 +38,8 @@ class Stigmergy:
     name = STIGMERGY
     version = 2
     options: ClassVar[Options] = {
-        name: Option(STIGMERGY_OPTIONS[name], *STIGMERGY_BOUNDS[name], meaning, whole=name in STIGMERGY_SWITCHES)
-        for name, meaning in _MEANINGS.items()
+        name: Option(STIGMERGY_OPTIONS[name], bounds.low, bounds.high, _MEANINGS[name], whole=bounds.whole)
+        for name, bounds in OPTION_BOUNDS[STIGMERGY].items()
     }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import Any
 
 from dynamix.schemas.messages.allocation import OtherCodec, option_number
+from dynamix.schemas.messages.policy_options import OPTION_BOUNDS, VERSION
+from dynamix.schemas.spelling import suggestion
 
 
 def whole_number(name: str, value: Any, instead: str = "a whole number") -> int:
@@ -107,6 +109,26 @@ def policy_options_of(
             raise ValueError(f"policy_options[{name!r}]={value!r}: pass a finite number")
         options[name] = found
     return options
+
+
+def check_policy_options(policy: str, given: Mapping[str, float]) -> None:
+    """Refuse options that a policy of ours does not have, and values that they cannot have; others' are not known.
+
+    Raises:
+        ValueError: naming the option, what there is, and which policies have it.
+    """
+    known = OPTION_BOUNDS.get(policy)
+    if known is None:
+        return
+    for name, value in given.items():
+        if name == VERSION:
+            continue
+        if name not in known:
+            others = [other for other, options in OPTION_BOUNDS.items() if name in options]
+            there = f", which {', '.join(others)} have" if others else suggestion(name, known)
+            raise ValueError(f"policy {policy!r} has no option {name!r}{there}")
+        if fault := known[name].fault(value):
+            raise ValueError(f"option {name}={value:g} of policy {policy!r} {fault}")
 
 
 def _type_of(value: object) -> str:

@@ -171,7 +171,7 @@ def split_address(address: str) -> tuple[str, int]:
         ValueError: for anything but HOST:PORT.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"gradient server {address!r}: write HOST:PORT, as `dynamix serve-gradients --port` has it")
     return host.strip("[]"), int(port)
 

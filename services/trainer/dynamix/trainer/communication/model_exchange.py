@@ -18,7 +18,7 @@ from dynamix.trainer.exchange.codec import (
     RevocableCodec,
 )
 from dynamix.trainer.exchange.collectives import Leg, Sum
-from dynamix.trainer.exchange.owners import PlainExchange, chunks_of
+from dynamix.trainer.exchange.owners import legs_of
 from dynamix.trainer.exchange.registry import exchange_codec
 
 from .pipeline import Pipeline, UnderWay
@@ -73,14 +73,12 @@ class ModelExchange:
         copied = HostCopy(bucket.flat) if bucket.flat.is_cuda else None
         if copied is not None:
             bucket = bucket._replace(flat=copied.host)
-        under_way: UnderWay | ChunksUnderWay
         if self._ruling.flushes and isinstance(codec, ErrorFeedbackCodec):
-            under_way = self._pipeline().send(codec.flush(bucket, self._member))
-        elif isinstance(codec, PlainExchange) and self._member.shares and not self._num_servers:
-            chunks = chunks_of(bucket, bucket.flat.nbytes)
-            under_way = ChunksUnderWay([self._pipeline().send(codec.reduce(each, self._member)) for each in chunks])
+            legs = [codec.flush(bucket, self._member)]
         else:
-            under_way = self._pipeline().send(codec.reduce(bucket, self._member))
+            legs = legs_of(codec, bucket, self._member)
+        sent = [self._pipeline().send(leg) for leg in legs]
+        under_way = sent[0] if len(sent) == 1 else ChunksUnderWay(sent)
         if copied is None:
             return under_way
         copied.under_way = under_way

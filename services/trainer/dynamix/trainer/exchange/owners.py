@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .codec import BucketView, Member
+from .codec import BucketView, ExchangeCodec, Member
 from .collectives import Leg, ServedSum, Sum, Trade
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -81,6 +81,16 @@ def chunks_of(bucket: BucketView, num_bytes: float) -> list[BucketView]:
     """
     count = min(MOST_CHUNKS, max(1, int(num_bytes // LEAST_CHUNK_BYTES)))
     return [bucket._replace(flat=flat, parts=()) for flat in torch.tensor_split(bucket.flat, count)]
+
+
+def legs_of(codec: ExchangeCodec, bucket: BucketView, member: Member) -> list[Leg]:
+    """The sum of a bucket, in the parts that travel one behind the other: gradients as they are to ranks in chunks.
+
+    Chunks to gradient servers were tried, and slower: each costs messages that wait behind what is on its way.
+    """
+    if isinstance(codec, PlainExchange) and member.shares and not member.num_servers:
+        return [codec.reduce(chunk, member) for chunk in chunks_of(bucket, bucket.flat.nbytes)]
+    return [codec.reduce(bucket, member)]
 
 
 class PlainExchange:

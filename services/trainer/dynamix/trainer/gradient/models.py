@@ -65,6 +65,7 @@ def averaging_of(models: Sequence[torch.nn.Module], weighting: Weighting, world_
     if weighting == "hook" and not all(are_ddp):
         raise ValueError('weighting="hook" needs a DistributedDataParallel model: use weighting="loss"')
     if weighting != "loss" and all(are_ddp):
+        _refuse_sparse_gradients(models)
         return "hook"
     if weighting == "loss" or all(map(is_sharded, models)):
         return "loss"
@@ -85,6 +86,16 @@ def _refuse_engine(model: torch.nn.Module) -> None:
             "the same for every rank, so unequal batches would get wrong weights: train with DistributedDataParallel "
             "or FSDP2 (fully_shard)"
         )
+
+
+def _refuse_sparse_gradients(models: Sequence[torch.nn.Module]) -> None:
+    for name, module in (found for model in models for found in unwrapped(model).named_modules()):
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"{name} is an {type(module).__name__} with sparse=True, whose gradients a communication hook cannot "
+                "weigh: use sparse=False, with exchange=Exchange(codec='rows') to send the touched rows only, or "
+                'weighting="loss" and session.scale_loss(loss).backward()'
+            )
 
 
 def world_size_of(models: Sequence[torch.nn.Module], launched: int) -> int:

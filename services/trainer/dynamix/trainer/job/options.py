@@ -21,15 +21,19 @@ from dynamix.schemas.messages.allocation import (
     is_permitted,
 )
 from dynamix.schemas.messages.policies import (
+    EXCHANGE_OPTIONS,
     STIGMERGY,
-    STIGMERGY_BOUNDS,
-    STIGMERGY_OPTIONS,
-    STIGMERGY_SWITCHES,
     GlobalBatch,
     initial_split,
 )
 from dynamix.schemas.subjects import is_token
-from dynamix.trainer.arguments.checks import check_choice, check_switch, number, whole_number
+from dynamix.trainer.arguments.checks import (
+    check_choice,
+    check_policy_options,
+    check_switch,
+    number,
+    whole_number,
+)
 from dynamix.trainer.exchange.registry import CODECS
 from dynamix.trainer.gradient.codecs import find_codec
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
@@ -154,7 +158,12 @@ class JobOptions:
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} is negative")
         if not (isinstance(self.policy, str) and is_token(self.policy)):
-            raise ValueError(f"policy={self.policy!r}: a policy's name has 1 to 63 of the characters a-z, 0-9 and '-'")
+            raise ValueError(
+                f"policy={self.policy!r}: a policy's name has 1 to 63 of the characters a-z, 0-9 and '-'; pass its "
+                "options as policy_options={...}"
+            )
+        check_policy_options(self.policy, self.policy_options)
+        self._check_explores()
         self._check_exchange()
         self._check_lag()
         self._check_traces()
@@ -195,8 +204,7 @@ class JobOptions:
                 "and do not divide the loss, or drop micro_batch_size and divide it by gradient_accumulation_steps"
             )
 
-    def _check_exchange(self) -> None:
-        check_choice("exchange", self.exchange, get_args(ExchangePermission))
+    def _check_explores(self) -> None:
         for each in self.explores:
             check_choice("explores", each, get_args(Explored))
         if self.explores and not self.family:
@@ -211,7 +219,13 @@ class JobOptions:
             )
         if "exchange" in self.explores and self.exchange == "exact":
             raise ValueError("explores='exchange' has nothing to explore: use it with exchange='lossy' or 'local'")
+
+    def _check_exchange(self) -> None:
+        check_choice("exchange", self.exchange, get_args(ExchangePermission))
         first = self.initial_allocation.exchange
+        self._check_asked(first)
+        if first.shares and first.route not in ("shares", SERVERS):
+            raise ValueError(f"shares={list(first.shares)[:16]} are of the route 'shares': add route='shares'")
         if first == EXACT or self.codec != EXACT.codec:
             return
         is_served = first.route == SERVERS and bool(self.gradient_servers)
@@ -234,8 +248,23 @@ class JobOptions:
             )
             raise ValueError(f"{len(first.shares)} shares for {num_ranks} ranks{servers}, or none")
 
+    def _check_asked(self, first: Exchange) -> None:
+        """Check what the options ask for, and that it is not something else than what lasts."""
+        asked = initial_exchange(self.policy, self.policy_options, self.other_codecs)
+        if self.lasting_exchange is not None and asked not in (EXACT, first):
+            raise ValueError(
+                f"policy {self.policy!r} with its options asks for gradients {asked.label}, but they travel "
+                f"{first.label} in the whole run: leave these options out, or use another policy"
+            )
+        if (
+            self.policy in EXCHANGE_OPTIONS
+            and asked.every == 1
+            and self.policy_options.keys() & {"outer_rate", "outer_momentum"}
+        ):
+            raise ValueError("options outer_rate and outer_momentum are of rounds of local steps: add every=2 or more")
+
     def _check_traces(self) -> None:
-        """Agents see what a rank computes apart from its waiting, and all ranks need their rule's settings."""
+        """Agents see what a rank computes apart from its waiting."""
         if self.policy != STIGMERGY:
             return
         if not self.supports_tracking and len(self.local_batch_sizes) > 1:
@@ -244,15 +273,6 @@ class JobOptions:
                 'measures: use weighting="hook" on a DistributedDataParallel model, without base_hook and codec, or '
                 "another policy"
             )
-        for name, value in self.policy_options.items():
-            if name not in STIGMERGY_OPTIONS:
-                known = ", ".join(STIGMERGY_OPTIONS)
-                raise ValueError(f"policy {STIGMERGY!r} has no option {name!r}: it has {known}")
-            low, high = STIGMERGY_BOUNDS[name]
-            if not low <= value <= high:
-                raise ValueError(f"option {name}={value:g} of policy {STIGMERGY!r} is outside [{low:g}, {high:g}]")
-            if name in STIGMERGY_SWITCHES and value not in (0, 1):
-                raise ValueError(f"option {name}={value:g} of policy {STIGMERGY!r} must be 0 or 1")
         if self.policy_options.get("learned") == 1 and self.global_batch == "fixed":
             raise ValueError(
                 f"option learned=1 of policy {STIGMERGY!r} only changes the global batch, which is fixed: add "

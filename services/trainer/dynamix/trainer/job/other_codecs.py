@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from dynamix.runtime.extensions import extension_names
 from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, OtherCodec
+from dynamix.schemas.subjects import is_token
 from dynamix.trainer.exchange.registry import CODECS, GROUP, exchange_codec
 
 
@@ -20,4 +21,10 @@ def other_codecs(
         named.append(exchange.codec)
     installed = set(extension_names(GROUP)) - set(CODECS) if set(named) - set(CODECS) else set()
     names = [name for name in dict.fromkeys(named) if isinstance(name, str) and name in installed]
+    for name in names:
+        if not is_token(name):
+            raise ValueError(
+                f"codec {name!r} of another package: register it under a name of 1 to 63 of the characters a-z, 0-9 "
+                "and '-'"
+            )
     return tuple(OtherCodec(name, exchange_codec(name).is_lossless) for name in names)

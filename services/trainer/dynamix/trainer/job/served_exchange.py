@@ -1,6 +1,6 @@
 """The exchange of a job that was started with gradient servers: the same in the whole run."""
 
-from dynamix.schemas.messages.allocation import SERVERS, Exchange, ExchangePermission
+from dynamix.schemas.messages.allocation import LOSSY_CODECS, SERVERS, Exchange, ExchangePermission
 from dynamix.trainer.communication.gradient_servers import split_address
 
 SERVED_CODECS = ("none", "rows", "sketch")
@@ -52,8 +52,9 @@ def _checked(exchange: ExchangePermission | Exchange, servers: tuple[str, ...]) 
             f"Exchange(route={SERVERS!r}, ...), leave exchange out, or start the job without {VARIABLE}"
         )
     if exchange.codec not in SERVED_CODECS:
+        reason = "servers keep no residuals" if exchange.codec in LOSSY_CODECS else "servers cannot sum what it sends"
         raise ValueError(
-            f"exchange={exchange.label}: servers keep no residuals; use one of the codecs "
-            f"{', '.join(SERVED_CODECS)}, or the route 'shares'"
+            f"exchange={exchange.label}: {reason}; use one of the codecs {', '.join(SERVED_CODECS)}, or the route "
+            "'shares'"
         )
     return exchange

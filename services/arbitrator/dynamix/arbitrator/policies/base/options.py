@@ -1,6 +1,5 @@
 """Options of policies: numbers in a job's specification, each with one default, bounds and a meaning."""
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -14,10 +13,21 @@ from dynamix.schemas.messages.allocation import (
     Exchange,
     is_permitted,
 )
+from dynamix.schemas.messages.policy_options import MOST_STEPS, Bounds
 from dynamix.schemas.spelling import suggestion
 
-MOST_STEPS = 1024
-"""Steps between two averagings that an option can ask for, at most."""
+__all__ = [
+    "MOST_STEPS",
+    "Option",
+    "Options",
+    "allocation_of",
+    "check_options",
+    "named",
+    "option",
+    "switch",
+    "track",
+    "tracks",
+]
 
 
 class Option(NamedTuple):
@@ -34,10 +44,7 @@ class Option(NamedTuple):
 
     def fault(self, value: float) -> str | None:
         """What is wrong with a value, `None` when nothing is."""
-        is_other = self.others is not None and self.others[0] <= value <= self.others[1]
-        if not math.isfinite(value) or not (is_other or self.low <= value <= self.high):
-            return f"must be from {self.low:g} to {self.high:g}"
-        return "must be a whole number" if self.whole and value != int(value) else None
+        return Bounds(self.low, self.high, self.whole, self.others).fault(value)
 
 
 Options = Mapping[str, Option]
