@@ -14,6 +14,7 @@ from dynamix.schemas.owner_shares import balanced_shares
 from dynamix.trainer.communication.gradient_servers import GradientServers
 from dynamix.trainer.communication.pipeline import Pipeline
 from dynamix.trainer.exchange.codec import ExchangeCodec, Member
+from dynamix.trainer.exchange.owners import legs_of
 from dynamix.trainer.exchange.registry import exchange_codec
 
 SERVERS_VARIABLE = "BENCH_GRADIENT_SERVERS"
@@ -34,7 +35,8 @@ def arm_named(name: str, case: Case, plan: RankPlan, pipeline: Pipeline) -> Prep
 
     def prepare(flat: Tensor) -> Exchange:
         def exchange() -> Tensor:
-            legs = [codec.reduce(bucket, member) for bucket in buckets_of(flat, case.width, plan.num_buckets)]
+            buckets = buckets_of(flat, case.width, plan.num_buckets)
+            legs = [leg for bucket in buckets for leg in legs_of(codec, bucket, member)]
             for under_way in [pipeline.send(leg) for leg in legs]:
                 under_way.wait()
             return flat

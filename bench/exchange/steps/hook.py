@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.trainer.communication.pipeline import Pipeline, UnderWay
 from dynamix.trainer.exchange.codec import ExchangeCodec, Member
+from dynamix.trainer.exchange.owners import legs_of
 from dynamix.trainer.gradient.buckets import view_of
 
 
@@ -28,7 +29,7 @@ class CodecHook:
         """Divide, then sum, which is DDP's own order; the last bucket of a step waits for all."""
         flat = bucket.buffer().div_(self._member.world_size)
         view = view_of(bucket, flat, self._keys)
-        self._under_way.append(self._pipeline.send(self._codec.reduce(view, self._member)))
+        self._under_way += [self._pipeline.send(leg) for leg in legs_of(self._codec, view, self._member)]
         if bucket.is_last():
             while self._under_way:
                 self._under_way.pop(0).wait()
