@@ -149,7 +149,7 @@ EXCHANGE_STATICS := best-static+track:every=4,codec=int8,static+track:every=4,co
 EXCHANGE_ROWS := static+track:codec=int8@64,diloco+track:codec=int8,qsr+track:codec=int8,$(\
     )adacomm+track:codec=int8,accordion+track:mild=none,gravac+track
 
-heldout-exchange: venv data ## compare what decides how gradients travel on held-out scenarios; half an hour of a core; killed, it goes on
+heldout-exchange: venv data ## compare what decides how gradients travel on held-out scenarios; three hours of a core; killed, it goes on
 	mkdir -p out docs/results
 	$(BIN)/dynamix evaluate --resume --exchange local --policies $(EXCHANGE_ROWS) \
 	    --against rule/exchange=exact,$(EXCHANGE_STATICS) --results out/heldout-exchange.jsonl \

@@ -86,7 +86,7 @@ def chunks_of(bucket: BucketView, num_bytes: float) -> list[BucketView]:
 def legs_of(codec: ExchangeCodec, bucket: BucketView, member: Member) -> list[Leg]:
     """The sum of a bucket, in the parts that travel one behind the other: gradients as they are to ranks in chunks.
 
-    Chunks to gradient servers were tried, and slower: each costs messages that wait behind what is on its way.
+    Chunks to gradient servers were slower than whole buckets (docs/communication.md).
     """
     if isinstance(codec, PlainExchange) and member.shares and not member.num_servers:
         return [codec.reduce(chunk, member) for chunk in chunks_of(bucket, bucket.flat.nbytes)]
