@@ -206,6 +206,59 @@ async def test_states_that_come_while_a_job_is_opened_are_decided_in_their_order
         assert await decisions(bus, HONEST.job, 6) == [0, 1, 2, 3, 4, 5]
 
 
+async def test_a_job_of_before_the_start_is_opened_once_though_a_state_comes_meanwhile(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_opened, opened, goes_on = 0, JobLog.open, asyncio.Event()
+
+    async def slow(job: Job, *arguments: object) -> JobLog:
+        nonlocal num_opened
+        num_opened += 1
+        await goes_on.wait()
+        return await opened(job, *arguments)  # type: ignore[arg-type]
+
+    def note(wanted: Wanted, message: BusMessage, generation: int) -> None:
+        held_jobs.note_state(wanted, message, generation)
+        goes_on.set()
+
+    monkeypatch.setattr(JobLog, "open", slow)
+    monkeypatch.setattr(service, "note_state", note)
+    await bus.publish(HONEST)
+    await bus.publish(state_of(HONEST))
+    async with arbitrator_here(bus) as context:
+        await until(lambda: num_opened == 1)
+        await bus.publish(state_of(HONEST, 1))
+        assert await decisions(bus, HONEST.job, 2) == [0, 1]
+        await until_counter(context, "jobs_waiting", 0)
+    assert num_opened == 1
+
+
+async def test_a_state_that_comes_while_a_job_is_found_to_have_none_is_decided(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker has answered that there is none; the state is read before that answer is."""
+    last, asked, goes_on = Bus.last, asyncio.Event(), asyncio.Event()
+
+    async def late(self: Bus, stream: str, subject: str) -> BusMessage | None:
+        found = await last(self, stream, subject)
+        if stream == FEED.name and not asked.is_set():
+            asked.set()
+            await goes_on.wait()
+        return found
+
+    def note(wanted: Wanted, message: BusMessage, generation: int) -> None:
+        held_jobs.note_state(wanted, message, generation)
+        goes_on.set()
+
+    monkeypatch.setattr(Bus, "last", late)
+    monkeypatch.setattr(service, "note_state", note)
+    await bus.publish(HONEST)
+    async with arbitrator_here(bus):
+        await asked.wait()
+        await bus.publish(state_of(HONEST))
+        assert await decisions(bus, HONEST.job, 1) == [0]
+
+
 async def test_an_idle_job_is_forgotten_and_goes_on_with_its_next_state(bus: Bus) -> None:
     await bus.publish(HONEST)
     other = examples.job(NODES, job="other-0", policy="static")

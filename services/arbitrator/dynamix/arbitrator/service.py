@@ -265,8 +265,8 @@ class _Arbitrator:
         """Read a job's newest specification, which rank 0 publishes before its ranks' first report, and resume it."""
         try:
             states = subjects.of("state", job, subjects.ANY)
-            if not wanted.num_states and await self._bus.last(FEED.name, states) is None:
-                return  # it never began, or died long ago
+            if not wanted.num_states and await self._bus.last(FEED.name, states) is None and not wanted.num_states:
+                return  # it never began, or died long ago, and no state of it came meanwhile
             message = await self._bus.last(JOBS.name, subjects.of("job", job))
             specification = None if message is None else await self._decoded(Job, message)
             if message is not None and specification is not None and specification.generation > MAX_GENERATION:
@@ -285,7 +285,7 @@ class _Arbitrator:
                 await self._resume(specification, held, wanted)  # last: nothing is noted after it
         finally:
             del self._opening[job]
-        if wanted.generation > looked_for and wanted.example is not None:  # its state came meanwhile
+        if wanted.generation > max(looked_for, generation) and wanted.example is not None:  # its state came meanwhile
             self._let_wait(job, wanted.example, wanted.generation)
 
     async def _resume(self, job: Job, earlier: JobLog | None, wanted: Wanted) -> None:
