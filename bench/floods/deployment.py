@@ -34,12 +34,14 @@ class Deployment:
 
     Attributes:
         watcher: connected as the user who may read everything.
+        metrics_port: of the arbitrator, on this machine.
     """
 
     def __init__(self, urls: Sequence[str], directory: Path, logs: Sequence[Path]) -> None:
         self._url = ",".join(urls)
         self._directory = directory
         self._logs = logs
+        self.metrics_port = free_ports(1)[0]
         self.watcher: Bus
 
     def num_violations(self) -> int:
@@ -73,7 +75,10 @@ async def deployment(jobs: Sequence[str], num_servers: int, others: Sequence[Use
             await provision(operator, num_replicas=num_servers)
             if num_servers > 1:
                 await until_current(operator)
-        async with _bus(running, WATCHER) as running.watcher, running_services(running.settings, running.watcher):
+        async with (
+            _bus(running, WATCHER) as running.watcher,
+            running_services(running.settings, running.watcher, metrics_port=running.metrics_port),
+        ):
             yield running
 
 

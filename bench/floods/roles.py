@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from bench.harness.broker import run_with_uvloop
 from bench.harness.command import BenchmarkError
 from bench.harness.steady_job import NODE
 from bench.messages.load import Parcel
+from prometheus_client.parser import text_string_to_metric_families
 
 from dynamix.cli.services import SERVICES
 from dynamix.runtime.bus.broker.requests import API
@@ -24,7 +26,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.kinds import KINDS, WATCHER, Kind
 from dynamix.schemas.messages import Live
-from dynamix.schemas.streams import ACTIONS, FEED
+from dynamix.schemas.streams import FEED, STREAMS
 
 HOSTILE_NODE = "node-z"
 HOSTILE_USERS = {
@@ -54,9 +56,11 @@ MIN_FULL_RATIO, MAX_SPAN_S = 0.9, 600.0
 MANY_CONSUMERS = 500
 """DynamixConsumersCrowded: so many new ones of a stream; before a flood there are a few."""
 RATES_OVER_S = 120.0
-"""DynamixRequestsFlooded and DynamixFeedJunk look so far back; one flood takes less."""
+"""DynamixRequestsFlooded and DynamixStreamJunk look so far back; one flood takes less."""
 MAX_REQUESTS_PER_S = 300
 MAX_JUNK_PER_S, MESSAGES_OF_A_STATE = 200, 10
+HANDLED = "dynamix_messages_handled_total"
+MESSAGE_STREAMS = [stream for stream in STREAMS if not stream.bucket]
 BEAT_TIMEOUT_S = 30.0
 
 
@@ -69,17 +73,17 @@ class Seen(NamedTuple):
     num_requests: int
     """To JetStream's API."""
     num_stored: int
-    """In FEED."""
-    num_read: int
-    """By the arbitrator: the states, and some others."""
+    """In all streams of messages."""
+    num_states: int
+    """Read by the arbitrator."""
 
     def raised_since(self, before: "Seen") -> tuple[str, ...]:
         """The alerts that are raised now, and were not before a flood that began then."""
         found = [alert for alert, value in self.counted.items() if value > before.counted[alert]]
-        num_read = (self.num_read - before.num_read) * RATES_OVER_S / (self.time_s - before.time_s)
-        num_junk = self.num_stored - before.num_stored - MESSAGES_OF_A_STATE * num_read
+        num_states = (self.num_states - before.num_states) * RATES_OVER_S / (self.time_s - before.time_s)
+        num_junk = self.num_stored - before.num_stored - MESSAGES_OF_A_STATE * num_states
         if num_junk > MAX_JUNK_PER_S * RATES_OVER_S:
-            found.append("DynamixFeedJunk")
+            found.append("DynamixStreamJunk")
         if self.num_requests - before.num_requests > MAX_REQUESTS_PER_S * RATES_OVER_S:
             found.append("DynamixRequestsFlooded")
         return tuple(found)
@@ -155,13 +159,14 @@ async def measure_role(
 
 
 async def _measured(honest: Honest, role: str, name: str, count: int, after_s: float) -> RoleResult:
-    assert honest.broker is not None, "roles have keys on the broker of a deployment only"
-    before, num_violations = await _seen(honest), honest.broker.num_violations()
+    broker = honest.broker
+    assert broker is not None, "roles have keys on the broker of a deployment only"
+    before, num_violations = await _seen(honest, broker.metrics_port), broker.num_violations()
     begin, broken = honest.reported(), _num_out_of_chain(honest)
     sent = await send_beside(honest, functools.partial(send_as, role, name), count, after_s)
     async with honest.all_decided():
         flooded = honest.delays(begin, honest.reported())
-    after = await _seen(honest)
+    after = await _seen(honest, broker.metrics_port)
     return RoleResult(
         role=role,
         flood=name,
@@ -170,7 +175,7 @@ async def _measured(honest: Honest, role: str, name: str, count: int, after_s: f
         sent=sent,
         flooded=flooded,
         num_out_of_chain=_num_out_of_chain(honest) - broken,
-        num_violations=honest.broker.num_violations() - num_violations,
+        num_violations=broker.num_violations() - num_violations,
         alerts=after.raised_since(before),
     )
 
@@ -179,7 +184,7 @@ def _num_out_of_chain(honest: Honest) -> int:
     return sum(job.num_out_of_chain() for job in honest.jobs)
 
 
-async def _seen(honest: Honest) -> Seen:
+async def _seen(honest: Honest, metrics_port: int) -> Seen:
     """What raises alerts: sums over the next heartbeats of the services, and what the broker says."""
     found: dict[str, Mapping[str, int]] = {}
     try:
@@ -190,18 +195,26 @@ async def _seen(honest: Honest) -> Seen:
                     break
     except TimeoutError:
         raise BenchmarkError(f"of the services only these beat: {', '.join(found) or 'none'}") from None
-    feed = await honest.watcher.stream_state(FEED.name)
+    states = {stream: await honest.watcher.stream_state(stream.name) for stream in MESSAGE_STREAMS}
+    feed = states[FEED]
     is_flooded = feed.num_bytes > MIN_FULL_RATIO * FEED.max_bytes and feed.span_s < MAX_SPAN_S
     sums = {alert: sum(beat.get(name, 0) for beat in found.values()) for name, alert in ALERTS.items()}
-    actions = await honest.watcher.stream_state(ACTIONS.name)
-    num_crowded = sum(state.num_consumers > MANY_CONSUMERS for state in (feed, actions))
+    num_crowded = sum(state.num_consumers > MANY_CONSUMERS for state in states.values())
     return Seen(
         time.monotonic(),
         {**sums, "DynamixFeedFlooded": int(is_flooded), "DynamixConsumersCrowded": num_crowded},
         await honest.watcher.count_requests(),
-        feed.last_sequence,
-        found["arbitrator"]["bus_received"],
+        sum(state.last_sequence for state in states.values()),
+        await asyncio.to_thread(_num_states, metrics_port),
     )
+
+
+def _num_states(metrics_port: int) -> int:
+    """How many states the arbitrator has read, as a scrape of it has them."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=BEAT_TIMEOUT_S) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    handled = [sample for family in families for sample in family.samples if sample.name == HANDLED]
+    return sum(int(sample.value) for sample in handled if sample.labels["kind"] == "state")
 
 
 @asynccontextmanager

@@ -127,11 +127,14 @@ async def running_job(settings: BusSettings, bus: Bus) -> AsyncIterator[SteadyJo
 
 @contextlib.asynccontextmanager
 async def running_services(
-    settings_of: Callable[[str], BusSettings], watcher: Bus
+    settings_of: Callable[[str], BusSettings], watcher: Bus, *, metrics_port: int = 0
 ) -> AsyncIterator[Sequence[ServiceProcess]]:
-    """The services, ready; each connects with the settings of its name."""
+    """The services, ready; each connects with the settings of its name. `metrics_port` is the arbitrator's; 0: none."""
     own = {"DYNAMIX_NODE": NODE, "DYNAMIX_LOG_LEVEL": "error"}
-    services = [ServiceProcess(name, {**bus_environment(settings_of(name)), **own}) for name in SERVICES]
+    shown = {"arbitrator": {"DYNAMIX_METRICS_PORT": str(metrics_port)}}
+    services = [
+        ServiceProcess(name, {**bus_environment(settings_of(name)), **own, **shown.get(name, {})}) for name in SERVICES
+    ]
     try:
         for service in services:
             service.start()

@@ -23,7 +23,7 @@ from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
-from dynamix.schemas.streams import FEED
+from dynamix.schemas.streams import ACTIONS, FEED, PROFILES
 
 pytestmark = needs("promtool")
 
@@ -121,26 +121,30 @@ async def test_a_stream_with_consumers_without_end(
     )
 
 
-async def test_a_feed_with_junk(plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages that no service reads, such as a learner's key may send; a job trains beside them."""
+@pytest.mark.parametrize(
+    ("stream", "kind"), [(FEED.name, "event"), (ACTIONS.name, "action"), (PROFILES.name, "profile")]
+)
+async def test_a_stream_with_junk(
+    plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str, kind: str
+) -> None:
+    """Such as an arbitrator's key may send; a job trains beside it."""
     monkeypatch.setattr(arbitrator_shown, "STREAMS_EVERY_S", 0.05)
+    stored = f'stream_stored_total{{component="arbitrator",stream="{stream}"}} '
     job = one_node_job()
     await plane.bus.publish(job)
-    await plane.scraped("arbitrator", lambda text: 'stream_stored_total{component="arbitrator",stream="FEED"}' in text)
+    await plane.scraped("arbitrator", lambda text: stored in text)
     calm = await plane.record(plane.train(job, 20))
-    stored = 'stream_stored_total{component="arbitrator",stream="FEED"} '
 
     async def send_junk() -> None:
-        sequence = (await plane.bus.stream_state(FEED.name)).last_sequence
-        await publish_states(plane.bus, range(3000), subjects.of("event", "junk"))
-        await plane.shows("arbitrator", "stream_stored_total", sequence + 3000, stream=FEED.name)
+        sequence = (await plane.bus.stream_state(stream)).last_sequence
+        await publish_states(plane.bus, range(3000), subjects.of(kind, "junk"))
+        await plane.shows("arbitrator", "stream_stored_total", sequence + 3000, stream=stream)
 
     flooded = await plane.record(send_junk())
-    assert stored in plane.services["arbitrator"].scrape()
     check_alerts(
         tmp_path,
         Phase(20, calm, set()),
-        Phase(3, flooded, {"DynamixFeedJunk"}),
+        Phase(3, flooded, {"DynamixStreamJunk"}),
         Phase(20, await plane.record(), set()),
     )
 

@@ -64,7 +64,7 @@ MAY = {
         *reads("PROFILES", "profile"),
         *reads("OBJ_policies"),
         *looks_up("JOBS", "FEED", "ACTIONS", "OBJ_policies"),
-        *("$JS.API.INFO", "_INBOX.watcher.x"),
+        *("$JS.API.INFO", "$JS.API.STREAM.INFO.DEAD", "_INBOX.watcher.x"),
     },
     "learner": {
         *reads("JOBS", "job"),

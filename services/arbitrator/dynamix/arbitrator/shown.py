@@ -18,7 +18,7 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
 from dynamix.schemas.messages import Applied, Job, State
 from dynamix.schemas.messages.decided import REFUSAL_REASONS
-from dynamix.schemas.streams import ACTIONS, FEED, JOBS
+from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES
 
 from .deciding.job_log import JobLog
 from .deciding.run_times import RunTimes
@@ -140,8 +140,8 @@ class ShownDecisions:
             self._runs.forget_run(job.job)
 
     async def follow_streams(self, state_of: Callable[[str], Awaitable[StreamState]]) -> None:
-        """Note what the streams of decisions hold, now and every `STREAMS_EVERY_S`, until cancelled."""
-        names = [FEED.name, JOBS.name, ACTIONS.name]
+        """Note what the streams of messages hold, now and every `STREAMS_EVERY_S`, until cancelled."""
+        names = [stream.name for stream in (FEED, JOBS, ACTIONS, DEAD, PROFILES)]
         while True:
             for name in tuple(names):
                 try:

@@ -27,7 +27,7 @@ from dynamix.runtime.bus.broker.requests import API
 from dynamix.runtime.bus.discovery import PREFIX, VERBS
 from dynamix.schemas import subjects
 from dynamix.schemas.kinds import BY_NAME, KINDS, SERVICES, WATCHER, Kind
-from dynamix.schemas.streams import ACTIONS, FEED, JOBS, POLICIES, Stream
+from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, POLICIES, Stream
 from dynamix.schemas.subjects import ANY
 
 PROVISION = "provision"
@@ -132,8 +132,8 @@ def _read(role: str, places: _Places) -> Iterator[str]:
     for stream, wanted in filters.items():
         names = fixed_consumers(role, nodes=places.get("node", ()), instances=places.get("instance", ())) or [ANY]
         yield from _durable(stream, wanted, names) if role in _DURABLE else _unnamed(stream, wanted)
-    if role == "arbitrator":  # it counts all users' requests, for an alert
-        yield f"{API}INFO"
+    if role == "arbitrator":  # for alerts, it counts all users' requests, and what each stream takes
+        yield from (f"{API}INFO", f"{API}STREAM.INFO.{DEAD.name}")
     for looked_up in _LOOKS_UP.get(role, ()):
         yield from (f"{API}STREAM.{what}.{looked_up.name}" for what in ("MSG.GET", "INFO"))
     if role in ("arbitrator", "learner"):
