@@ -12,7 +12,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults failover partition floods lint types bench cluster cluster-long cluster-short cluster-equal exchange scale results heldout heldout-exchange adaptdl paper image dist format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults failover partition floods lint types bench cluster cluster-long cluster-short cluster-equal exchange scale results heldout heldout-exchange adaptdl paper image by-hand dist format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -171,6 +171,9 @@ paper: venv data-cifar ## the paper's models in full, docs/results.md; needs a t
 
 image: venv ## container images without Docker: their sizes, and whether services run closed; root, debootstrap, 5 minutes
 	$(BIN)/python -m bench.image --json out/image.json $(ARGS)
+
+by-hand: venv ## from a clone to a secured deployment by deploy/README.md's commands, timed, three times; root, 5 minutes
+	$(BIN)/python -m bench.by_hand --json docs/by-hand.json $(ARGS)
 
 dist: venv data ## wheel and sdist into dist/, tried in an empty environment: the demo runs from there (ARGS="--windows 5")
 	sh deploy/release.sh dist $(BIN)/python $(DATA) $(ARGS)
