@@ -150,7 +150,7 @@ sharded="dynamix-collector"
 [ -n "$node" ] || sharded="dynamix-provision dynamix-reward dynamix-arbitrator dynamix-collector"
 if [ -n "$shards" ]; then
     install -d -m 755 "$root/etc/dynamix/shards"
-    for unit in $sharded; do
+    for unit in $sharded ${learner:+dynamix-learner}; do
         install -m 644 "$deploy/systemd/$unit.service" "$units/$unit@.service"
         install -D -m 644 "$deploy/systemd/shard.conf" -t "$units/$unit@.service.d"
     done
@@ -188,6 +188,9 @@ for shard in $shards; do
         for unit in $sharded; do
             instances="$instances $unit@$shard"
         done
+        if [ -n "$learner" ] && has "credentials/$shard-learner.nkey"; then
+            instances="$instances dynamix-learner@$shard"
+        fi
     else
         echo "shard $shard is not started yet: make its keys (README.md, Shards) and run this again with" \
             "--shard $shard; missing:$missing"

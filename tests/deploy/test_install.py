@@ -189,6 +189,22 @@ def test_a_shard_has_instances_of_the_units_once_its_keys_are_there(root: Path, 
     assert tree(root / UNITS) == {}
 
 
+def test_a_shard_has_a_learner_where_the_machine_has_one_and_its_key_is_there(root: Path, wheel: Path) -> None:
+    learner = root / UNITS / "multi-user.target.wants/dynamix-learner@b.service"
+    credentials = root / "etc/dynamix/credentials"
+    credentials.mkdir(parents=True, mode=0o700)
+    for name in ("provision", "reward", "arbitrator", "collector"):
+        (credentials / f"b-{name}.nkey").write_text("SU\n")
+    run("install.sh", root, "--learner", "--shard", "b", str(wheel))
+    assert (root / UNITS / "dynamix-learner@.service.d/shard.conf").is_file()
+    assert not learner.is_symlink(), "a shard needs none"
+    (credentials / "b-learner.nkey").write_text("SU\n")
+    run("install.sh", root, str(wheel))
+    assert learner.is_symlink() == (shutil.which("systemctl", path="/usr/bin:/bin") is not None)
+    run("uninstall.sh", root)
+    assert tree(root / UNITS) == {}
+
+
 def test_a_machine_that_only_trains_has_the_collector_of_a_shard(root: Path, wheel: Path) -> None:
     said = run("install.sh", root, "--node", "--shard", "b", str(wheel)).stdout
     assert units(root) == {"dynamix-collector.service", "dynamix-collector@.service", "dynamix-train@.service"}

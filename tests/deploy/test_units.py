@@ -36,7 +36,7 @@ MAX_EXPOSURE = {
 The collector's is with eBPF: its three capabilities, and other users' processes that it looks up.
 """
 EBPF = "dynamix-collector.service.d/ebpf.conf"
-SHARDED = ("provision", "collector", "reward", "arbitrator")
+SHARDED = ("provision", "collector", "reward", "arbitrator", "learner")
 SHARD = "shard.conf"
 
 needs_systemd = pytest.mark.skipif(
