@@ -76,7 +76,7 @@ faults: venv ## all faults at full counts, five rounds with other seeds, into ou
 failover: venv ## a broker of three servers that loses one, 20 times each: docs/failover.json and the table of docs/failover.md; 30 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.failover --json docs/failover.json --document docs/failover.md $(ARGS)
 
-partition: venv ## the link of a broker's leader is cut, 20 times, as root: docs/failover-partition.json, a table of docs/failover.md; 8 minutes
+partition: venv ## the link of a broker's leader is cut, 20 times, as root: docs/failover-partition.json, a table of docs/failover.md; 8 to 11 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.failover --fault minority-partition --json docs/failover-partition.json --document docs/failover.md $(ARGS)
 
 floods: venv ## one client floods the broker beside honest jobs: docs/floods*.json, the tables of docs/floods.md; 30 minutes
