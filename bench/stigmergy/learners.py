@@ -1,7 +1,8 @@
 """Agents that learn in the passage, each for itself, from a table of its own (Q-learning), and what they come to.
 
-Nothing is shared but the world: no table, no reward, no message. The number of agents is raised over the training (the
-curriculum): 2 first, then twice as many, until all are there; a new agent begins with an empty table.
+Nothing is shared but the world: no reward, no message, and no table unless all agents shall be alike. The number of
+agents is raised over the training (the curriculum): 2 first, then twice as many, until all are there. A new agent
+begins with an empty table, or with the common one.
 """
 
 import statistics
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .passage import NUM_ACTIONS, Passage, Place
+from .passage import NUM_ACTIONS, OURS, Passage, Place, Rules
 
 LEARNING_RATE, DISCOUNT = 0.1, 0.97
 FIRST_EXPLORED, LAST_EXPLORED = 0.5, 0.05
@@ -33,21 +34,32 @@ class TeamResult(NamedTuple):
 
 
 def train(
-    num_agents: int, *, tunnel: int, has_traces: bool, num_episodes: int, num_judged: int, seed: int
+    num_agents: int,
+    *,
+    tunnel: int,
+    has_traces: bool,
+    num_episodes: int,
+    num_judged: int,
+    seed: int,
+    rules: Rules = OURS,
+    are_alike: bool = False,
 ) -> TeamResult:
-    """Train a team, and let it act without exploring any more than at the end."""
+    """Train a team, and let it act without exploring any more than at the end.
+
+    Agents that are alike learn into one table, and act by it.
+    """
     rng = np.random.default_rng(seed)
-    tables = [_empty() for _ in range(num_agents)]
+    tables = [_empty()] * num_agents if are_alike else [_empty() for _ in range(num_agents)]
     stages = _stages(num_agents)
     for episode in range(num_episodes):
         progress = episode / num_episodes
         present = stages[int(progress * len(stages))]
         explored = FIRST_EXPLORED + (LAST_EXPLORED - FIRST_EXPLORED) * progress
-        world = Passage(present, tunnel, rng, has_traces)
+        world = Passage(present, tunnel, rng, has_traces, rules)
         _play(world, tables, rng, explored, learns=True)
     judged = []
     for _ in range(num_judged):
-        world = Passage(num_agents, tunnel, rng, has_traces)
+        world = Passage(num_agents, tunnel, rng, has_traces, rules)
         _play(world, tables, rng, LAST_EXPLORED, learns=False)
         judged.append(_result(world))
     return TeamResult(*(statistics.fmean(each) for each in zip(*judged, strict=True)))

@@ -1,8 +1,9 @@
-"""The source's own check, small: `python -m bench.stigmergy.narrow [--json FILE] [--agents 2,4,8]`.
+"""The source's own check, small: `python -m bench.stigmergy.narrow [--alike] [--json FILE] [--agents 2,4,8]`.
 
 Agents learn, each for itself, to fetch pellets through a passage one cell wide (`passage`, `learners`), with the traces
-of all in the world and without them. Shown is what a trained team delivers in 200 steps, how often two collide, how
-unevenly the work is divided, and how many of its agents stay idle; means over the seeds.
+of all in the world and without them. With `--alike` they share what they learn, see whether an agent beside them
+carries a pellet, and are rewarded as is reported of the source. Shown is what a trained team delivers in 200 steps, how
+often two collide, how unevenly the work is divided, and how many of its agents stay idle; means over the seeds.
 """
 
 import statistics
@@ -15,6 +16,7 @@ from bench.harness.tables import formatted
 from dynamix.lab.experiments.episodes.pool import EpisodePool
 
 from .learners import TeamResult, train
+from .passage import OURS, REPORTED
 
 TUNNEL = 4
 NUM_JUDGED = 50
@@ -36,6 +38,7 @@ class TeamRun(msgspec.Struct, frozen=True, kw_only=True):
     has_traces: bool
     num_episodes: int
     seed: int
+    are_alike: bool
 
     @property
     def name(self) -> str:
@@ -65,12 +68,14 @@ def result_of(run: TeamRun) -> TeamResult:
         num_episodes=run.num_episodes,
         num_judged=NUM_JUDGED,
         seed=run.seed,
+        rules=REPORTED if run.are_alike else OURS,
+        are_alike=run.are_alike,
     )
     sys.stderr.write(f"  {run.name}: {result.delivered:.1f} delivered\n")
     return result
 
 
-def measure(agents: str, num_seeds: int, num_episodes: int, num_processes: int) -> BenchmarkReport:
+def measure(agents: str, num_seeds: int, num_episodes: int, num_processes: int, *, are_alike: bool) -> BenchmarkReport:
     """All teams."""
     try:
         numbers = [int(each) for each in agents.split(",")]
@@ -78,7 +83,7 @@ def measure(agents: str, num_seeds: int, num_episodes: int, num_processes: int) 
         raise BenchmarkError(f"--agents {agents}: numbers with commas, such as 2,4,8") from None
     arms = [(number, has_traces) for number in numbers for has_traces in (True, False)]
     runs = [
-        TeamRun(num_agents=number, has_traces=has_traces, num_episodes=num_episodes, seed=seed)
+        TeamRun(num_agents=number, has_traces=has_traces, num_episodes=num_episodes, seed=seed, are_alike=are_alike)
         for number, has_traces in arms
         for seed in range(num_seeds)
     ]
@@ -112,12 +117,15 @@ def main() -> int:
         ("--episodes", 2000, "of training, 200 steps each"),
         ("--processes", 1, "teams at a time"),
     )
+    parser.add_argument("--alike", action="store_true", help="agents that share a table, with the reported rewards")
     options = parser.parse_args()
     return run_benchmark(
         *(
             "stigmergy.narrow",
             options,
-            lambda: measure(options.agents, options.seeds, options.episodes, options.processes),
+            lambda: measure(
+                options.agents, options.seeds, options.episodes, options.processes, are_alike=options.alike
+            ),
         ),
         cannot=(ValueError,),
     )

@@ -6,11 +6,13 @@ step: forward (to the site), back (to home), or not at all. One that wants to mo
 is a collision.
 
 Every cell has a trace, rho <- (1 - ALPHA) rho + BETA for each agent in it, and a share of it diffuses into the cells
-beside it. An agent sees its own place, whether it carries a pellet, whether the cells beside it are occupied and, where
-there are traces, how strong they are there, in `LEVELS` steps. It never sees an agent further away.
+beside it. An agent sees its own place, whether it carries a pellet, whether the cells beside it are occupied (and by
+`REPORTED` rules, whether those agents carry one) and, where there are traces, how strong they are there, in `LEVELS`
+steps. It never sees an agent further away.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,10 +22,24 @@ ALPHA, BETA, DIFFUSION = 0.05, 0.1, 0.2
 LEVELS = (0.05, 0.3)
 """Strengths from which on a trace is felt as weak, and as strong."""
 
-DELIVERED, PICKED_UP, COLLIDED, MOVED = 20.0, 10.0, -2.0, -0.1
-"""Rewards of the agent itself."""
 
-Place = tuple[int, bool, bool, bool, int, int]
+class Rules(NamedTuple):
+    """Rewards of the agent itself, and what it sees."""
+
+    delivered: float
+    picked_up: float
+    collided: float
+    approached: float
+    """A step towards the site without a pellet, or home with one."""
+    moved_off: float
+    sees_cargo: bool
+
+
+OURS = Rules(20.0, 10.0, -2.0, -0.1, -0.1, sees_cargo=False)
+REPORTED = Rules(20.0, 10.0, -0.4, 0.5, -0.5, sees_cargo=True)
+"""Rewards in the proportions that a third party reports of the source."""
+
+Place = tuple[int, bool, int, int, int, int]
 
 
 @dataclass
@@ -34,6 +50,7 @@ class Passage:
     tunnel: int
     rng: np.random.Generator
     has_traces: bool = True
+    rules: Rules = OURS
     cells: list[int] = field(init=False)
     """Where each agent is."""
     carries: list[bool] = field(init=False)
@@ -46,8 +63,8 @@ class Passage:
         self.cells, self.carries = [0] * self.num_agents, [False] * self.num_agents
         self.delivered = [0] * self.num_agents
         self.traces = [0.0] * (self.site + 1)
-        self._occupied = [0] * (self.site + 1)
-        self._occupied[0] = self.num_agents
+        self._inside: dict[int, int] = {}
+        """The agent in a cell of the tunnel."""
 
     @property
     def site(self) -> int:
@@ -61,8 +78,8 @@ class Passage:
         return (
             cell,
             self.carries[agent],
-            self._is_full(ahead),
-            self._is_full(behind),
+            self._beside(ahead),
+            self._beside(behind),
             self._level(ahead),
             self._level(behind),
         )
@@ -74,21 +91,22 @@ class Passage:
         here = self.cells[agent]
         there = here + (1 if action == FORWARD else -1)
         if not 0 <= there <= self.site:
-            return MOVED
-        if self._is_full(there):
+            return self.rules.moved_off
+        if there in self._inside:
             self.num_collisions += 1
-            return COLLIDED
-        self._occupied[here] -= 1
-        self._occupied[there] += 1
+            return self.rules.collided
+        self._inside.pop(here, None)
+        if 0 < there < self.site:
+            self._inside[there] = agent
         self.cells[agent] = there
         if there == self.site and not self.carries[agent]:
             self.carries[agent] = True
-            return PICKED_UP
+            return self.rules.picked_up
         if there == 0 and self.carries[agent]:
             self.carries[agent] = False
             self.delivered[agent] += 1
-            return DELIVERED
-        return MOVED
+            return self.rules.delivered
+        return self.rules.approached if (action == FORWARD) != self.carries[agent] else self.rules.moved_off
 
     def evaporate(self) -> None:
         """End a step: traces evaporate, diffuse, and are laid in the tunnel, where there is only room for one."""
@@ -102,8 +120,10 @@ class Passage:
             if 0 < cell < last:
                 self.traces[cell] += BETA
 
-    def _is_full(self, cell: int) -> bool:
-        return 0 < cell < self.site and self._occupied[cell] > 0
+    def _beside(self, cell: int) -> int:
+        """0 for room, 1 for an agent, 2 for one that is seen to carry a pellet."""
+        other = self._inside.get(cell)
+        return 0 if other is None else 1 + (self.rules.sees_cargo and self.carries[other])
 
     def _level(self, cell: int) -> int:
         if not self.has_traces or not 0 <= cell <= self.site:

@@ -80,7 +80,7 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     policy_version: Count
     world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     num_windows: Count
-    """Decided in the newest run."""
+    """Decided in the newest run; 0 where the family was forgotten: the ends of its runs until then teach nothing."""
     local_batch_sizes: Sizes
     """The last ones."""
     split: Split = "fixed"
@@ -94,6 +94,28 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     """What runs tried out that were compared by time, in the order of their first runs; milestones are in seconds."""
     energy_arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()
     """Likewise of runs that were compared by energy, in joules. Not encoded while there are none."""
+
+    @classmethod
+    def forgotten(cls, family: str, ended_sequence: int) -> "JobProfile":
+        """What stands for a family that an operator forgot, so that no restart makes it of runs that are over."""
+        return cls(
+            family=family,
+            format=PROFILE_FORMAT,
+            run=1,
+            job="forgotten",
+            generation=0,
+            ended_sequence=ended_sequence,
+            policy="forgotten",
+            policy_version=0,
+            world_size=1,
+            num_windows=0,
+            local_batch_sizes=(1,),
+        )
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether nothing is known of the family."""
+        return self.num_windows == 0
 
     def arms_of(self, objective: Objective) -> tuple[ArmRecord, ...]:
         """What runs that were compared by an objective tried out."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,6 +21,7 @@ from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES
 
 from .deciding.job_log import JobLog
 from .deciding.run_times import RunTimes
+from .ends import COMPLETED, ENDS, LEFT, class_of_end
 from .policies.model.observation import steps_of
 
 logger = logging.getLogger(__name__)
@@ -40,15 +40,10 @@ COUNTERS = {
     "size_stuck": "times that sizes began to be stuck at a bound",
 }
 GAUGES = {"jobs": "jobs held in memory", "jobs_waiting": "jobs that wait to be opened, or are being opened"}
-COMPLETED, LEFT = "completed", "left"
-ENDS = (COMPLETED, LEFT, "stopped", "timeout", "error")
 OTHER_REASON = "other"
 """Refusals for a reason that no trainer of ours gives."""
 MAX_OVER = 1000
 STREAMS_EVERY_S = 10.0
-_STOPPED = ("KeyboardInterrupt", "SignalException")
-_TIMED_OUT = re.compile(r"\btim(ed|e)[ -]?out\b", re.IGNORECASE)
-"""gloo: `Timed out waiting 1800000ms for recv operation`; NCCL: `Watchdog caught collective operation timeout`."""
 
 
 @dataclass
@@ -205,15 +200,6 @@ class ShownDecisions:
             what = "requests of all users to JetStream's API since the broker started"
             scrape.counter("broker_requests", what, self._num_requests)
         scrape.counter("jobs_not_shown", "jobs left out since too many are active", self._jobs.num_evicted)
-
-
-def class_of_end(reason: str) -> str:
-    """One of `ENDS` for what a job says of its end: labels must be few."""
-    if reason in {COMPLETED, LEFT}:
-        return reason
-    if reason.startswith(_STOPPED):
-        return "stopped"
-    return "timeout" if _TIMED_OUT.search(reason) else "error"
 
 
 def _by_known_reason(num_refused: Mapping[str, int]) -> dict[str, int]:

@@ -14,7 +14,8 @@ from dynamix.cli.errors import explained
 from dynamix.cli.output import add_json_argument
 from dynamix.runtime.bus import Bus, BusError
 from dynamix.schemas import subjects
-from dynamix.schemas.streams import PROFILES
+from dynamix.schemas.messages import JobProfile
+from dynamix.schemas.streams import JOBS, PROFILES
 from dynamix.schemas.subjects import check_token
 
 from .stored import details, document, families, family_named, table
@@ -68,6 +69,11 @@ async def _show(bus: Bus, arguments: argparse.Namespace) -> ActionResult:
 
 
 async def _forget(bus: Bus, arguments: argparse.Namespace) -> ActionResult:
-    num_forgotten = await bus.purge(PROFILES.name, subjects.of("profile", arguments.family))
+    await family_named(bus, arguments.family)
+    subject, jobs = subjects.of("profile", arguments.family), await bus.stream_state(JOBS.name)
+    newest = await bus.last(PROFILES.name, subject)
+    mark = JobProfile.forgotten(arguments.family, jobs.last_sequence)
+    await bus.publish_profile(mark, expected_last=0 if newest is None else newest.sequence)
+    num_forgotten = await bus.purge(PROFILES.name, subject, keep=1)
     text = f"{arguments.family}: {num_forgotten} stored versions forgotten"
     return text, {"family": arguments.family, "versions_forgotten": num_forgotten}

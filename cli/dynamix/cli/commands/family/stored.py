@@ -30,7 +30,7 @@ class StoredFamily(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def families(bus: Bus) -> list[StoredFamily]:
-    """All families, by name.
+    """All families but those that were forgotten, by name.
 
     Raises:
         CommandError: when the broker has no stream for them.
@@ -40,7 +40,8 @@ async def families(bus: Bus) -> list[StoredFamily]:
     except StreamMissingError:
         raise CommandError("the broker has no stream for job families: run `dynamix provision`") from None
     found = [] if state.num_messages == 0 else [_read(message) async for message in _newest(bus)]
-    return sorted(found, key=lambda one: one.family)
+    known = [one for one in found if one.profile is None or not one.profile.is_forgotten]
+    return sorted(known, key=lambda one: one.family)
 
 
 async def family_named(bus: Bus, name: str) -> StoredFamily:

@@ -97,7 +97,8 @@ class FamilyEnds:
         policy = _recurring(newest.action)
         if policy is None:
             return f"policy {newest.action.policy!r} keeps nothing for later runs"
-        profile = profile_after(job, newest.action, policy, earlier, ended_sequence=sequence)
+        known = None if earlier is None or earlier.is_forgotten else earlier
+        profile = profile_after(job, newest.action, policy, known, ended_sequence=sequence)
         if profile is None:
             return f"{newest.action.window + 1} windows, and nothing measured in them"
         if (num_bytes := len(encode(profile))) > MAX_PROFILE_BYTES:

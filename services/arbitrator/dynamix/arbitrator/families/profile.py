@@ -2,10 +2,13 @@
 
 from itertools import zip_longest
 
+from msgspec.structs import replace
+
+from dynamix.arbitrator.ends import COMPLETED, ERROR, LEFT, class_of_end
 from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, ArmRecord, Job, JobProfile
+from dynamix.schemas.messages import Action, ArmRecord, ExploredArm, Job, JobProfile
 from dynamix.schemas.messages.profiles import MAX_ARMS, MAX_PROFILE_BYTES, PROFILE_FORMAT
 
 FEWEST_WINDOWS = 5
@@ -65,7 +68,10 @@ def profile_after(
         return None
     is_again = earlier is not None and earlier.job == job.job  # a restarted run has ended once more
     has_times = bool(knowledge.memory) or known is None
-    arms = with_record(() if known is None else known.arms_of(job.objective), None if is_again else knowledge.tried)
+    # Runs on another cluster took other times: none of them says anything of an arm on this one.
+    is_other = known is None or knowledge.is_changed or known.world_size != job.world_size
+    by_time, by_energy = ((), ()) if known is None or is_other else (known.arms, known.energy_arms)
+    tried = None if is_again else judged(knowledge.tried, job.end_reason)
     return JobProfile(
         family=job.family,
         format=PROFILE_FORMAT,
@@ -82,9 +88,21 @@ def profile_after(
         exchange=last.exchange,
         memory=knowledge.memory if has_times or known is None else known.memory,
         noise=knowledge.noise or (() if known is None else known.noise),
-        arms=arms if job.objective == "time" else () if known is None else known.arms,
-        energy_arms=arms if job.objective == "energy" else () if known is None else known.energy_arms,
+        arms=with_record(by_time, tried if job.objective == "time" else None),
+        energy_arms=with_record(by_energy, tried if job.objective == "energy" else None),
     )
+
+
+def judged(newest: ArmRecord | None, end_reason: str) -> ArmRecord | None:
+    """What a run says of its arm, by how it ended; `None` for nothing.
+
+    One that somebody stopped, or that waited in vain for a rank, might have gone either way. One that failed counts
+    against its arm, which may be why, and says nothing of a run without one.
+    """
+    end = class_of_end(end_reason)
+    if newest is None or end in {COMPLETED, LEFT}:
+        return newest
+    return replace(newest, num_stopped=1) if end == ERROR and newest.arm != ExploredArm() else None
 
 
 def with_record(records: tuple[ArmRecord, ...], newest: ArmRecord | None) -> tuple[ArmRecord, ...]:

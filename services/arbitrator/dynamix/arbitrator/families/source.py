@@ -49,6 +49,8 @@ class ProfileSource:
         except UnusableProfileError as error:
             self._warn(job.family, stored.sequence, f"the profile of family {job.family!r} is not used: {error}")
             return b""
+        if profile.is_forgotten:
+            return b""
         self._count("begun_with_profile")
         self._log.info(
             "begins with the profile of its family", job=job.job, family=job.family, run=profile.run, of=profile.job

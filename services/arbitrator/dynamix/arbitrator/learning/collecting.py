@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from dynamix.arbitrator.ends import COMPLETED
 from dynamix.runtime.bus import Bus, BusError, BusMessage, Consumer, FailoverWait
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode_any
@@ -18,9 +19,6 @@ Refuse = Callable[[BusMessage, str], Awaitable[None]]
 
 STALL_TIMEOUT_S = 60.0
 """A broker that restarts is waited for as long as a request waits."""
-
-COMPLETED = "completed"
-"""The reason of a job that did all it meant to do; every other end cut it off."""
 
 
 class Finished(NamedTuple):

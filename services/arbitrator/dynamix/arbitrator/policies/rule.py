@@ -56,7 +56,7 @@ class Rule:
     """Sets the global batch; B may go below the initial one as well as above it."""
 
     name = "rule"
-    version = 7
+    version = 8
     options: ClassVar[Options] = {
         "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise: above 1, larger batches count for more"),
         "rate_weight": Option(0.5, 0, 1, "power of the learning rate in the worth of a step"),

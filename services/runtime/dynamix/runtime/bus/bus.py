@@ -165,9 +165,9 @@ class Bus:
                 return last.sequence
             raise
 
-    async def purge(self, stream: str, subject: str) -> int:
-        """Remove all messages of a subject from a stream; how many there were. Only an operator's user may."""
-        return await stored.purge_subject(self.requests, stream, subject)
+    async def purge(self, stream: str, subject: str, *, keep: int = 0) -> int:
+        """Remove all messages of a subject but the newest ones to keep; how many. Only an operator's user may."""
+        return await stored.purge_subject(self.requests, stream, subject, keep=keep)
 
     async def publish_live(self, message: Live) -> None:
         """Publish on core NATS, unstored; while disconnected it is dropped and counted."""

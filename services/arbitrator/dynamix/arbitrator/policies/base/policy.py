@@ -69,6 +69,8 @@ class Knowledge(NamedTuple):
     """The noise scale by samples seen: of this run and, where it began with a profile, of those before."""
     tried: ArmRecord | None = None
     """How this run went, with what it tried out; `None` where runs explore nothing, or nothing tells how it went."""
+    is_changed: bool = False
+    """Whether the cluster is another than that of the profile that it began with, as its first windows showed."""
 
 
 @runtime_checkable

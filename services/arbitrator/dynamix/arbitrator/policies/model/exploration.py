@@ -1,7 +1,8 @@
 """What the runs of a family try out, one arm per run: a small bandit over what cannot be known within a run. Pure.
 
 Runs are compared by the times at which the held-out error first fell below levels of a fixed row: the mean logarithm of
-their ratios over the last `NUM_COMPARED` levels that both reached. At most `MOST_EXPLORING` arms are tried besides that
+their ratios over the last `NUM_COMPARED` levels that both reached; an arm that ended more than `MAX_SHORT` levels before
+the first one is no better, however fast it was there. At most `MOST_EXPLORING` arms are tried besides that
 of the first run. One that was better is gone further, the direction of one that was not is given up (the pruning of
 Zeus over batch sizes, arXiv 2208.06102); afterwards the best arm is taken. A run that takes `TOO_SLOW` times as long to
 a level as the best arm so far goes back to it: Zeus's early stop.
@@ -31,6 +32,7 @@ MOST_EXPLORING = 2
 WORTH = 0.93
 """An arm must take at most so much of what the first one took: equal runs of other seeds are a seventh apart."""
 TOO_SLOW = 1.25
+MAX_SHORT = 2
 FEWEST_WINDOWS = 6
 """Before as many windows no run is stopped: a decision rules two windows later, and shows after some more."""
 SMOOTHING = 0.5
@@ -64,11 +66,19 @@ class Exploration:
 
     @classmethod
     def of_records(cls, records: Sequence[ArmRecord], job: Job) -> "Exploration":
-        """At the beginning of a run."""
-        best = _best(records)
+        """At the beginning of a run. One that starts again tries nothing out: what it took would count for no arm."""
+        best = _best(_permitted(records, job))
         known = next((record for record in records if record.arm == best), None)
         reference = np.zeros(NUM_LEVELS) if known is None else _levels(known)
-        return cls(tried=next_arm(records, job), best=best, reference=reference)
+        tried = next_arm(records, job) if job.generation == 0 else best
+        return cls(tried=tried, best=best, reference=reference)
+
+    def without_records(self) -> "Exploration":
+        """On another cluster than that of the records: nothing is tried, and what the run takes is compared with none.
+
+        Its first windows had the arm that it began with; the record is that of a first run all the same.
+        """
+        return replace(self, tried=FIRST, best=FIRST, reference=np.zeros(NUM_LEVELS), stopped=False)
 
     @property
     def arm(self) -> ExploredArm:
@@ -131,7 +141,8 @@ class Exploration:
 
 
 def next_arm(records: Sequence[ArmRecord], job: Job) -> ExploredArm:
-    """What the next run tries out, or the best arm when enough was tried."""
+    """What the next run tries out, or the best arm when enough was tried; nothing that the job does not permit."""
+    records = _permitted(records, job)
     first = next((record for record in records if record.arm == FIRST), None)
     if first is None or not any(first.milestones):
         return FIRST
@@ -145,10 +156,29 @@ def next_arm(records: Sequence[ArmRecord], job: Job) -> ExploredArm:
 
 
 def score(record: ArmRecord, first: ArmRecord) -> float:
-    """What an arm took over what the first one took; NaN where they reached nothing in common."""
+    """What an arm took over what the first one took; NaN where they have nothing in common, or the arm ended early."""
     ours, theirs = _levels(record), _levels(first)
+    if _last(theirs) - _last(ours) > MAX_SHORT:
+        return math.nan
     both = np.flatnonzero((ours > 0.0) & (theirs > 0.0))[-NUM_COMPARED:]
     return float(np.exp(np.log(ours[both] / theirs[both]).mean())) if both.size else math.nan
+
+
+def _permitted(records: Sequence[ArmRecord], job: Job) -> list[ArmRecord]:
+    """Those of arms that this job may have: earlier runs of the family may have permitted others."""
+    rate, noise = "learning_rate" in job.explores, "noise_multiplier" in job.explores
+    exact = "exchange" in job.explores and job.exchange != "exact"
+    arms = [(record, record.arm) for record in records]
+    return [
+        record
+        for record, arm in arms
+        if (rate or arm.rate_factor == 1.0) and (noise or arm.noise_multiplier == 1.0) and (exact or not arm.exact)
+    ]
+
+
+def _last(levels: Array64) -> int:
+    """The last level that was reached."""
+    return int(np.flatnonzero(levels).max(initial=-1))
 
 
 def _best(records: Sequence[ArmRecord]) -> ExploredArm:

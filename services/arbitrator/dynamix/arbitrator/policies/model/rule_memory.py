@@ -42,12 +42,19 @@ class RuleMemory:
     def observe_times(self, job: Job, window: Window) -> "SeenWindow":
         """After one more window's times."""
         verdict = self.fits.observe(job, window, self.recurrence.times)
-        exchange = self.exchange
+        exchange, exploration = self.exchange, self.exploration
         if verdict.trial.standing is Standing.DROPPED is not self.recurrence.times.standing:
             cold = ExchangeMemory.unpack(b"", job)
             exchange = replace(cold, ruling=exchange.ruling, age=exchange.age, shares=exchange.shares)
-        recurrence = replace(self.recurrence, times=verdict.trial)
-        return SeenWindow(replace(self, fits=verdict.kept, recurrence=recurrence, exchange=exchange), self, verdict)
+            exploration = exploration.without_records()
+        kept = replace(
+            self,
+            fits=verdict.kept,
+            recurrence=replace(self.recurrence, times=verdict.trial),
+            exchange=exchange,
+            exploration=exploration,
+        )
+        return SeenWindow(kept, self, verdict)
 
     def decided(self, global_batch_size: float, noise: NoiseMemory, exchange: ExchangeMemory) -> "RuleMemory":
         """After a decision."""
@@ -156,14 +163,14 @@ def begun_with(job: Job, profile: JobProfile, policy: str) -> RuleMemory:
     fit, exchange = _known_times(job, profile, cold) if profile.policy == policy else (None, cold.exchange)
     recurrence = Recurrence.of_profile(profile, has_times=fit is not None, first_start=job.generation == 0)
     fits = cold.fits if fit is None else WarmFit(fit, cold.fits.fit)
-    exploration = (
-        Exploration.of_records(profile.arms_of(job.objective), job) if profile.policy == policy else Exploration()
-    )
+    knows_arms = profile.policy == policy and profile.world_size == job.world_size
+    exploration = Exploration.of_records(profile.arms_of(job.objective), job) if knows_arms else Exploration()
     return replace(cold, fits=fits, exchange=exchange, recurrence=recurrence, exploration=exploration)
 
 
-def knowledge_of(job: Job, carry: bytes) -> tuple[bytes, tuple[NoisePoint, ...], ArmRecord | None]:
-    """What the run behind a carry taught: of times, of the noise scale by samples, and of what it tried out.
+def knowledge_of(job: Job, carry: bytes) -> tuple[bytes, tuple[NoisePoint, ...], ArmRecord | None, bool]:
+    """What the run behind a carry taught: of times, of the noise scale by samples, and of what it tried out; and whether
+    its cluster is another than that of the profile that it began with.
 
     A restarted run's curve begins amid a training: it is left out.
     """
@@ -176,7 +183,8 @@ def knowledge_of(job: Job, carry: bytes) -> tuple[bytes, tuple[NoisePoint, ...],
         memory += known.exchange.pack()
     is_kept = len(memory) <= MAX_MEMORY_BYTES and fit.model(job) is not None
     tried = known.exploration.record if job.explores and job.generation == 0 else None
-    return memory if is_kept else b"", curve.points if job.generation == 0 else (), tried
+    is_changed = known.recurrence.times.standing is Standing.DROPPED
+    return memory if is_kept else b"", curve.points if job.generation == 0 else (), tried, is_changed
 
 
 def _known_times(job: Job, profile: JobProfile, cold: RuleMemory) -> tuple[StepTimeFit | None, ExchangeMemory]:

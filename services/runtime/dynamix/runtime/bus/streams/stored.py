@@ -52,9 +52,9 @@ class _AccountInfo(Answer):
     api: _ApiUse = _ApiUse()
 
 
-async def purge_subject(requests: Requests, stream: str, subject: str) -> int:
-    """Remove all messages of a subject; how many there were. Raises StreamMissingError as `stream_state`."""
-    return (await requests.ask(f"STREAM.PURGE.{stream}", {"filter": subject}, _PurgeAnswer)).purged
+async def purge_subject(requests: Requests, stream: str, subject: str, *, keep: int = 0) -> int:
+    """Remove all messages of a subject but the newest ones to keep; how many. Raises StreamMissingError."""
+    return (await requests.ask(f"STREAM.PURGE.{stream}", {"filter": subject, "keep": keep}, _PurgeAnswer)).purged
 
 
 async def stream_state(requests: Requests, stream: str) -> StreamState:

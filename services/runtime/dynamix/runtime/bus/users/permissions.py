@@ -63,8 +63,8 @@ def permissions_of(
         instances: of a reward service; none: all.
     """
     inbox = f"{INBOX}.{inbox_of(role, name)}.>"
-    if role == PROVISION:
-        return Permissions((f"{API}>",), (inbox,))
+    if role == PROVISION:  # it forgets families of jobs, too
+        return Permissions((f"{API}>", _any("profile")), (inbox,))
     if role == WATCHER:
         return Permissions(tuple(_watched()), (inbox, _any("live")))
     places: dict[str, Sequence[str]] = {"service": (role,)}
