@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tests.support import examples
 
-from dynamix.arbitrator.families.profile import with_record
+from dynamix.arbitrator.families.profile import judged, with_record
 from dynamix.arbitrator.policies.model.exploration import Exploration, next_arm, score
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX
 from dynamix.schemas.messages import ArmRecord, ExploredArm, Job
@@ -63,6 +64,50 @@ def test_two_runs_explore_and_then_the_best_arm_is_taken(
     explores: tuple[str, ...], records: tuple[ArmRecord, ...], arm: ExploredArm
 ) -> None:
     assert next_arm(records, job_of(*explores)) == arm
+
+
+def test_arms_that_the_job_does_not_permit_are_neither_taken_nor_gone_further() -> None:
+    """Runs before it permitted others: a trainer would refuse each action."""
+    faster, quieter = (record(FIRST, 1.0), record(FASTER, 0.8)), (record(FIRST, 1.0), record(QUIETER, 0.8))
+    assert next_arm(faster, job_of("noise_multiplier")) == QUIETER
+    assert next_arm(quieter, job_of("learning_rate")) == FASTER
+    begun = Exploration.of_records((*faster, record(FURTHER, 0.7)), job_of("noise_multiplier"))
+    assert (begun.tried, begun.best) == (QUIETER, FIRST)
+    assert begun.reference[:10].tolist() == list(range(1, 11))
+
+
+def test_a_run_that_starts_again_tries_nothing_out() -> None:
+    """It takes the best arm so far: what it took would be recorded for none."""
+    records = (record(FIRST, 1.0), record(FASTER, 0.8))
+    assert Exploration.of_records(records, job_of(*BOTH)).tried == FURTHER
+    assert Exploration.of_records(records, job_of(*BOTH, generation=1)).tried == FASTER
+    assert Exploration.of_records(records[:1], job_of(*BOTH, generation=1)).tried == FIRST
+
+
+def test_an_arm_that_ended_well_before_the_first_one_is_no_better() -> None:
+    short = ArmRecord(FASTER, 1, 0, (0.5, 1.0, 1.5, 2.0, 2.5))
+    assert math.isnan(score(short, record(FIRST, 1.0)))
+    assert score(replace(short, milestones=(*short.milestones, 3.0)), record(FIRST, 1.0)) == pytest.approx(0.5)
+    assert next_arm((record(FIRST, 1.0), short), job_of(*BOTH)) == QUIETER
+
+
+@pytest.mark.parametrize(
+    ("end_reason", "stopped", "first_counts"),
+    [
+        ("completed", 0, True),
+        ("left", 0, True),
+        ("RuntimeError: loss is nan", 1, False),
+        ("KeyboardInterrupt", None, False),
+        ("SignalException: Process 7 got signal: 15", None, False),
+        ("RuntimeError: Timed out waiting 1800000ms for recv operation", None, False),
+    ],
+)
+def test_how_a_run_ended_says_whether_it_counts_for_its_arm(
+    end_reason: str, stopped: int | None, first_counts: bool
+) -> None:
+    found = judged(record(FASTER, 0.8), end_reason)
+    assert (None if found is None else found.num_stopped) == stopped
+    assert (judged(record(FIRST, 1.0), end_reason) is not None) == first_counts
 
 
 def test_exact_gradients_are_tried_only_where_the_job_permits_more() -> None:

@@ -165,6 +165,28 @@ async def test_an_end_that_no_arbitrator_saw_is_stored_by_the_next_start(bus: Bu
         assert (await until_run(bus, 1)).num_windows == 12
 
 
+async def test_a_forgotten_family_stays_forgotten_and_its_next_run_is_the_first(bus: Bus) -> None:
+    counts: Counter[str] = Counter()
+    await end(bus, JOB)
+    async with following(bus, counts):
+        await until_run(bus, 1)
+    sequence = (await bus.stream_state(JOBS.name)).last_sequence
+    stored = await bus.last(PROFILES.name, PROFILE)
+    assert stored is not None
+    await bus.publish_profile(JobProfile.forgotten(FAMILY, sequence), expected_last=stored.sequence)
+    assert await bus.purge(PROFILES.name, PROFILE, keep=1) == 1
+    later = msgspec.structs.replace(JOB, job="later-0")
+    async with following(bus, counts):
+        opened_log = await opened(bus, later)
+        assert not opened_log.has_inputs
+        assert counts["begun_with_profile"] == 0
+        await end(bus, later)
+        await until(lambda: counts["profiles_stored"] == 2)
+    found = await newest(bus)
+    assert found is not None
+    assert (found.job, found.run, found.is_forgotten) == ("later-0", 1, False)
+
+
 async def test_an_action_that_its_policy_cannot_read_costs_one_profile_and_no_later_one(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

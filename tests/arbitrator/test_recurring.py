@@ -16,7 +16,7 @@ from dynamix.arbitrator.policies.model.recurrence import ProfileTrial, Standing
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.codec import encode
-from dynamix.schemas.messages import Job, JobProfile, NoisePoint
+from dynamix.schemas.messages import ArmRecord, ExploredArm, Job, JobProfile, NoisePoint
 
 RATES = np.array([4000.0, 4000.0, 1000.0, 1000.0])
 FAMILY = "mnist-0a1b2c3d"
@@ -89,6 +89,25 @@ def test_another_cluster_is_noticed_within_three_windows_and_decided_as_if_cold(
     assert [window for window, note in enumerate(notes) if note.startswith("dropped its profile: ")] in ([1], [2])
     assert notes[1] in warm[1].reason
     assert [one.allocation for one in warm] == [one.allocation for one in cold]
+
+
+def test_what_was_tried_on_another_cluster_is_neither_taken_nor_kept(first: list[Decision]) -> None:
+    """Their times say nothing here, whichever arm they were of."""
+    arms = tuple(
+        ArmRecord(ExploredArm(rate), 1, 0, (1.0, took)) for rate, took in ((1.0, 2.0), (1.5, 1.6), (2.25, 1.4))
+    )
+    profile = msgspec.structs.replace(profile_of(first), noise=(), arms=arms, energy_arms=arms[:1])
+    job = job_of(explores=("learning_rate",), job="mnist-11112222")
+    same = cluster().run(Begun(profile), job, 20)
+    assert {one.allocation.rate_factor for one in same} == {2.25}
+    assert profile_of(same, job, profile).arms == arms
+    slower = cluster(speed=0.5).run(Begun(profile), job, 20)
+    dropped = next(window for window, one in enumerate(slower) if one.note.startswith("dropped its profile"))
+    assert [one.allocation.rate_factor for one in slower] == [2.25] * dropped + [1.0] * (20 - dropped)
+    kept = profile_of(slower, job, profile)
+    assert (kept.arms, kept.energy_arms, kept.run) == ((), (), 2)
+    fewer = msgspec.structs.replace(replace_ranks(2), explores=("learning_rate",))
+    assert {one.allocation.rate_factor for one in ToyCluster(RATES[:2]).run(Begun(profile), fewer, 6)} == {1.0}
 
 
 def test_a_curve_of_other_noise_scales_is_dropped_and_times_are_kept(first: list[Decision]) -> None:

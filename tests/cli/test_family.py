@@ -66,11 +66,16 @@ def test_families_are_listed_shown_and_forgotten_by_provision_only(
     assert "learning rate x 1.5: 1 runs, 1 stopped, 1.25 s to the last of 1 levels" in shown
     assert "50 at 1.02e+03, 75 at 2.05e+03 samples seen" in shown
     assert main(["family", "forget", "other"]) == 1
-    assert "stream.purge.profiles: see its permissions" in capsys.readouterr().err
+    assert "publish to dynamix.v1.profile.other: see its permissions" in capsys.readouterr().err
     become(monkeypatch, broker, "provision")
     assert result_of(capsys, "forget", "other") == {"family": "other", "versions_forgotten": 1}
     become(monkeypatch, broker, "watcher")
     assert [one["family"] for one in result_of(capsys, "list")["families"]] == ["mnist-0a1b2c3d"]
+    become(monkeypatch, broker, "provision")
+    for unknown in ("other", "elsewhere"):
+        assert main(["family", "forget", unknown]) == 1
+        text = f"nothing is stored of a family {unknown!r}: there is mnist-0a1b2c3d"
+        assert text in capsys.readouterr().err
 
 
 def test_an_unknown_family_is_named_with_those_there_are(

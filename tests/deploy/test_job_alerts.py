@@ -23,7 +23,7 @@ from tests.support.services_here import services_here
 from torch import distributed as dist
 
 import dynamix.arbitrator.service as arbitrator
-from dynamix.arbitrator.ends import class_of_end
+from dynamix.arbitrator.families.ends import class_of_end
 from dynamix.arbitrator.shown import ShownDecisions
 from dynamix.runtime.bus import Bus
 from dynamix.trainer.job.reporting import reason_after

@@ -31,6 +31,7 @@ from dynamix.schemas.streams import ACTIONS, FEED, JOBS, POLICIES, STREAMS, Stre
 
 STORED = [kind for kind in KINDS if kind.stream is not None]
 MAY_PUBLISH = {kind.name: set(kind.senders) for kind in STORED}
+MAY_PUBLISH["profile"].add("provision")  # it forgets families
 MAY_READ = {kind.name: {*kind.receivers, WATCHER} for kind in STORED}
 for _name in ("report", "window", "trace", "policy", "event"):
     MAY_READ[_name].add("learner")  # its one consumer of FEED has several filters, which permissions cannot limit

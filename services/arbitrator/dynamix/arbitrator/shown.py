@@ -21,7 +21,7 @@ from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES
 
 from .deciding.job_log import JobLog
 from .deciding.run_times import RunTimes
-from .ends import COMPLETED, ENDS, LEFT, class_of_end
+from .families.ends import COMPLETED, ENDS, LEFT, class_of_end
 from .policies.model.observation import steps_of
 
 logger = logging.getLogger(__name__)

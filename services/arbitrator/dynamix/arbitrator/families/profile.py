@@ -4,7 +4,7 @@ from itertools import zip_longest
 
 from msgspec.structs import replace
 
-from dynamix.arbitrator.ends import COMPLETED, ERROR, LEFT, class_of_end
+from dynamix.arbitrator.families.ends import COMPLETED, ERROR, LEFT, class_of_end
 from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -99,7 +99,7 @@ def judged(newest: ArmRecord | None, end_reason: str) -> ArmRecord | None:
     One that somebody stopped, or that waited in vain for a rank, might have gone either way. One that failed counts
     against its arm, which may be why, and says nothing of a run without one.
     """
-    end = class_of_end(end_reason)
+    end = class_of_end(end_reason) if end_reason else COMPLETED  # virtual runs give none
     if newest is None or end in {COMPLETED, LEFT}:
         return newest
     return replace(newest, num_stopped=1) if end == ERROR and newest.arm != ExploredArm() else None

@@ -37,6 +37,13 @@ class ProfileSource:
         """The stored message that a generation without decisions begins with; empty for none."""
         if not job.family or not isinstance(policy, RecurringPolicy):
             return b""
+        if job.explores and job.generation > 0:
+            self._log.warning(
+                "a start again tries nothing out and leaves no record of it: give each run an id of its own",
+                job=job.job,
+                generation=job.generation,
+                family=job.family,
+            )
         try:
             stored = await self._bus.last(PROFILES.name, subjects.of("profile", job.family))
         except (StreamMissingError, PermissionDeniedError) as error:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from dynamix.arbitrator.ends import COMPLETED
+from dynamix.arbitrator.families.ends import COMPLETED
 from dynamix.runtime.bus import Bus, BusError, BusMessage, Consumer, FailoverWait
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode_any

@@ -1,11 +1,11 @@
 """What the runs of a family try out, one arm per run: a small bandit over what cannot be known within a run. Pure.
 
 Runs are compared by the times at which the held-out error first fell below levels of a fixed row: the mean logarithm of
-their ratios over the last `NUM_COMPARED` levels that both reached; an arm that ended more than `MAX_SHORT` levels before
-the first one is no better, however fast it was there. At most `MOST_EXPLORING` arms are tried besides that
-of the first run. One that was better is gone further, the direction of one that was not is given up (the pruning of
-Zeus over batch sizes, arXiv 2208.06102); afterwards the best arm is taken. A run that takes `TOO_SLOW` times as long to
-a level as the best arm so far goes back to it: Zeus's early stop.
+their ratios over the last `NUM_COMPARED` levels that both reached; an arm that ended more than `MAX_SHORT` levels short
+of the first one is no better, however fast it was. At most `MOST_EXPLORING` arms are tried besides that of the first
+run. One that was better is gone further, the direction of one that was not is given up (the pruning of Zeus over batch
+sizes, arXiv 2208.06102); afterwards the best arm is taken. A run that takes `TOO_SLOW` times as long to a level as the
+best arm so far goes back to it: Zeus's early stop.
 
 Where `Job.objective` is `energy`, joules stand in place of seconds: Zeus's cost, eta * energy + (1 - eta) * max_power *
 time, with eta = 1. Idle devices draw power, too, so that time has its price already, and no counter says max_power.
@@ -32,7 +32,7 @@ MOST_EXPLORING = 2
 WORTH = 0.93
 """An arm must take at most so much of what the first one took: equal runs of other seeds are a seventh apart."""
 TOO_SLOW = 1.25
-MAX_SHORT = 2
+MAX_SHORT = 4
 FEWEST_WINDOWS = 6
 """Before as many windows no run is stopped: a decision rules two windows later, and shows after some more."""
 SMOOTHING = 0.5

@@ -169,10 +169,10 @@ def begun_with(job: Job, profile: JobProfile, policy: str) -> RuleMemory:
 
 
 def knowledge_of(job: Job, carry: bytes) -> tuple[bytes, tuple[NoisePoint, ...], ArmRecord | None, bool]:
-    """What the run behind a carry taught: of times, of the noise scale by samples, and of what it tried out; and whether
-    its cluster is another than that of the profile that it began with.
+    """What the run behind a carry taught: of times, of the noise scale by samples, and of what it tried out.
 
-    A restarted run's curve begins amid a training: it is left out.
+    Last, whether its cluster is another than that of the profile that it began with. A restarted run's curve begins
+    amid a training: it is left out.
     """
     known = RuleMemory.unpack(carry, job)
     fit, curve = known.fits.fit, known.recurrence.own
