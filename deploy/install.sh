@@ -120,11 +120,12 @@ if [ -z "$node" ]; then
     users=$root/etc/dynamix/users/users.conf
     if [ ! -e "$users" ]; then
         install -d -m 755 "$root/etc/dynamix/users"
-        install -m 644 "$deploy/users/users.conf" "$users"
-    elif ! cmp -s "$deploy/users/users.conf" "$users"; then
+        install -m 644 "$deploy/users/users.conf" "$deploy/users/users-jobs.conf" "$root/etc/dynamix/users/"
+    elif ! cmp -s "$deploy/users/users.conf" "$users" || [ ! -e "${users%.conf}-jobs.conf" ]; then
         "$root$prefix/bin/python" -m dynamix.cli.main keys refresh --users "$users"
     fi
     for users in "$root"/etc/dynamix/users/shard-*.conf; do
+        case $users in *-jobs.conf) continue ;; esac
         [ ! -e "$users" ] || "$root$prefix/bin/python" -m dynamix.cli.main keys refresh --users "$users"
     done
     sh "$deploy/make-secrets.sh" "$root/etc/dynamix/credentials"

@@ -18,7 +18,7 @@ from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.broker.nkeys import UserKey, new_seed
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.bus.users.permissions import PROVISION, inbox_of
-from dynamix.runtime.bus.users.users_file import User, write_users
+from dynamix.runtime.bus.users.users_file import User, users_files
 from dynamix.runtime.embedded import server_binary
 from dynamix.runtime.key_file import key_file_text
 from dynamix.runtime.settings import BusSettings
@@ -97,14 +97,15 @@ def _broker(directory: Path, users: Sequence[User], num_servers: int) -> Iterato
     text = (DEPLOY / "nats.conf").read_text()
     for part in (STORE, NAME, SYNC):
         assert part in text, f"deploy/nats.conf has no {part!r}"
-    users_conf = write_users(_with_key(directory, user) for user in users)
+    with_keys = [_with_key(directory, user) for user in users]
     routes = free_ports(num_servers) if num_servers > 1 else []
     with contextlib.ExitStack() as running:
         started = []
         for number in range(num_servers):
             own = directory / f"server-{number}"
             (own / "users").mkdir(parents=True)
-            (own / "users" / "users.conf").write_text(users_conf)
+            for path, content in users_files(own / "users" / "users.conf", with_keys).items():
+                path.write_text(content)
             config = text.replace(STORE, str(own / "store"))
             if routes:
                 config = config.replace(NAME, f"server_name: dynamix-{number}\n").replace(SYNC, "sync_interval: always")

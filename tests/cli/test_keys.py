@@ -1,11 +1,13 @@
 """`dynamix keys`: what it writes, what it says, and what it refuses before anything is changed."""
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
 from dynamix.cli.main import main
+from dynamix.runtime import output_files
 from dynamix.runtime.bus.users.users_file import read_users
 from dynamix.runtime.key_file import read_key_file
 
@@ -132,3 +134,42 @@ def test_the_last_user_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path = tmp_path / "broker" / "users.conf"
     path.write_text('#: {"name": "watcher", "role": "watcher"}\n')
     assert "the broker would let anyone in" in refused(path, capsys, "revoke", "watcher")
+
+
+def test_a_key_for_certain_jobs_is_refused_where_the_broker_would_not_read_it(
+    users: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its configuration is of an earlier version, and was edited."""
+    config = users.parent.parent / "nats.conf"
+    config.write_text('accounts { DYNAMIX { include "broker/users.conf" } }\n')
+    said = refused(users, capsys, "create", "alice", "--role", "trainer", "--job", "alice-1")
+    assert f'{config} does not include the accounts of keys for certain jobs: add the line `include "broker/' in said
+    assert not Path("alice.nkey").exists()
+    assert keys(users, "create", "node-a", "--role", "collector", "--node", "node-a") == 0
+    config.write_text(config.read_text() + 'include "broker/users-jobs.conf"\n')
+    assert keys(users, "create", "alice", "--role", "trainer", "--job", "alice-1") == 0
+    assert "nkey: " in users.with_name("users-jobs.conf").read_text()
+
+
+def test_no_shard_has_the_name_of_anothers_accounts(users: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert keys(users, "shard", "b-jobs") == 2
+    assert "no shard's name ends with -jobs" in capsys.readouterr().err
+
+
+def test_a_key_that_cannot_be_written_replaces_none(
+    users: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of users is on a full disk: the key that the broker knows must stay."""
+    assert keys(users, "create", "alice", "--role", "trainer", "--job", "alice-1") == 0
+    before = Path("alice.nkey").read_text()
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(output_files, "write", full)
+        assert keys(users, "rotate", "alice") == 1
+        assert keys(users, "create", "erin", "--role", "watcher") == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert Path("alice.nkey").read_text() == before
+    assert not Path("erin.nkey").exists()

@@ -87,7 +87,7 @@ class Deployment:
         """Run server 1, 2 or 3 with what make-cluster.sh wrote for it."""
         home = self._directory / str(number)
         (home / "users").mkdir(parents=True)
-        for file in (*DEPLOY.glob("*.conf"), DEPLOY / "users" / "users.conf"):
+        for file in (*DEPLOY.glob("*.conf"), *DEPLOY.glob("users/*.conf")):
             text = file.read_text().replace(STORE, str(home / "store"))
             (home / file.relative_to(DEPLOY)).write_text(text.replace(LISTEN, f'"127.0.0.1:{self._ports[number - 1]}"'))
         tls = {"CERTIFICATE": self._certificate, "KEY": self._certificate.with_suffix(".key"), "CA": self._certificate}

@@ -1,12 +1,13 @@
 """A hostile client with a key for one job, or one node, tries every operation of the table on the real broker."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from tests.support import examples
 from tests.support.brokers import connected, consumer_names
 from tests.support.deployed_broker import DeployedBroker, deployed_broker
-from tests.support.hostile import api_operations, is_heard, refused, subjects_of_kind
+from tests.support.hostile import api_operations, is_heard, refused, send_answers_to, subjects_of_kind
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.broker.errors import ApiError
@@ -92,6 +93,59 @@ async def test_a_trainer_is_refused_every_other_operation_of_jetstream_and_of_th
     operations = [operation for operation in api_operations() if operation not in HARMLESS]
     allowed = [one for one, no in zip(operations, await refused(trainer, *operations), strict=True) if not no]
     assert allowed == []
+
+
+FORGED = encode(examples.job({"node-a": (0, 1)}, job=OTHERS, phase="ended"))
+LISTENING = b'{"stream_name": "FEED", "config": {"name": "mallory", "deliver_subject": "_INBOX.mallory.all"}}'
+ANSWERS_TO = {
+    **dict.fromkeys((f"dynamix.v1.{kind}.{OTHERS}" for kind in ("job", "action", "applied")), FORGED),
+    **dict.fromkeys((f"dynamix.v1.{kind}.{OTHERS}.{NODE}" for kind in ("report", "window", "state", "reward")), FORGED),
+    **dict.fromkeys((f"$JS.API.STREAM.{what}.FEED" for what in ("PURGE", "DELETE")), b""),
+    "$JS.API.CONSUMER.CREATE.FEED.mallory.dynamix.v1.report.>": LISTENING,
+    "$JS.API.CONSUMER.DELETE.FEED.collector-node-b": b"",
+}
+"""Where a hostile trainer would have JetStream send its answers, and with what."""
+
+
+async def stored(operator: Bus) -> dict[str, tuple[int, int]]:
+    """The last sequence of each stream but JOBS, and its consumers; and of the other job how much there is of it."""
+    states = {name: await operator.stream_state(name) for name in ("FEED", "ACTIONS", "DEAD", "PROFILES")}
+    found = {name: (state.num_messages, state.num_consumers) for name, state in states.items()}
+    others = await operator.last(JOBS.name, f"dynamix.v1.job.{OTHERS}")
+    return {**found, "other": (0 if others is None else others.sequence, 0)}
+
+
+@pytest.mark.parametrize("subject", ANSWERS_TO)
+async def test_no_answer_to_a_trainer_is_stored_or_carried_out_as_anothers(
+    trainer: Bus, operator: Bus, subject: str
+) -> None:
+    """JetStream answers wherever a request says, with rights of its own: but only within the trainer's account."""
+    await operator.purge(FEED.name, f"dynamix.v1.applied.{MINE}")
+    before = await stored(operator)
+    await send_answers_to(trainer, subject, ANSWERS_TO[subject], MINE)
+    sent = {"FEED": (before["FEED"][0] + 1, before["FEED"][1])}  # the receipt of its own job
+    await until_stored(operator, sent["FEED"])
+    assert await stored(operator) == before | sent
+
+
+async def test_within_one_account_such_answers_are_stored(broker: DeployedBroker, operator: Bus) -> None:
+    """As users with a password are: the attempts above would be noticed."""
+    async with connected(broker.settings("trainer"), "trainer-1") as shared:
+        await send_answers_to(shared, f"dynamix.v1.action.{OTHERS}", FORGED, MINE)
+        await until_found(operator, f"dynamix.v1.action.{OTHERS}")
+
+
+async def until_stored(operator: Bus, wanted: tuple[int, int]) -> None:
+    async with asyncio.timeout(30):
+        while (await stored(operator))["FEED"] != wanted:  # noqa: ASYNC110 - what an operator would do
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(0.2)  # what else there is would have come by now
+
+
+async def until_found(operator: Bus, subject: str) -> None:
+    async with asyncio.timeout(30):
+        while await operator.last(ACTIONS.name, subject) is None:  # noqa: ASYNC110 - likewise
+            await asyncio.sleep(0.05)
 
 
 async def test_a_trainer_hears_nothing_by_a_wildcard(trainer: Bus) -> None:

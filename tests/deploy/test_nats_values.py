@@ -57,7 +57,8 @@ def write_config_map(directory: Path, account: str = "") -> None:
     (made,) = set(re.findall(r"sed '(.*)' deploy/nats.conf", (KUBERNETES / "nats-values.yaml").read_text()))
     sed = subprocess.run(["sed", made], input=broker, capture_output=True, text=True, check=True)
     (directory / "dynamix.conf").write_text(sed.stdout)
-    shutil.copy(DEPLOY / "users" / "users.conf", directory)
+    for file in (DEPLOY / "users").glob("*.conf"):
+        shutil.copy(file, directory)
 
 
 def test_the_values_follow_the_schema() -> None:
@@ -120,9 +121,10 @@ def test_a_real_server_would_take_the_configuration_of_the_cluster(
         users = shutil.copytree(DEPLOY / "users", tmp_path / "users") / "users.conf"
         key = ["--users", str(users), "-o", str(tmp_path / "b.nkey")]
         assert main(["keys", "shard", shard, *key]) == 0
-        (account,) = re.findall(r"^  (SHARD_.*)$", capsys.readouterr().err, re.MULTILINE)
-        write_config_map(tmp_path, account)
-        shutil.copy(users.with_name("shard-b.conf"), tmp_path)
+        lines = re.findall(r"^  (SHARD_.*|include .*)$", capsys.readouterr().err, re.MULTILINE)
+        write_config_map(tmp_path, "\n  ".join(lines))
+        for name in ("shard-b.conf", "shard-b-jobs.conf"):
+            shutil.copy(users.with_name(name), tmp_path)
         assert 'include "shard-b.conf"' in (tmp_path / "dynamix.conf").read_text()
     (tmp_path / "chart.conf").write_text(configuration(tmp_path, cluster=True))
     environ = {**make_secrets(tmp_path / "secrets"), "SERVER_NAME": "dynamix-nats-0"}

@@ -5,15 +5,26 @@ from pathlib import Path
 import pytest
 
 from dynamix.runtime.bus.users.permissions import ROLES, permissions_of
-from dynamix.runtime.bus.users.users_file import DEFAULT, User, UsersFileError, read_users, write_users
+from dynamix.runtime.bus.users.users_file import (
+    DEFAULT,
+    SPARE_ACCOUNTS,
+    User,
+    UsersFileError,
+    accounts_file,
+    numbered,
+    read_users,
+    users_files,
+    write_users,
+)
 
 SHIPPED = Path(__file__).parents[2] / "deploy" / "users" / "users.conf"
 KEY = "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4"
 
 
 def test_the_shipped_file_is_generated_from_the_table_of_kinds() -> None:
-    how = "python -m dynamix.runtime.bus.users > deploy/users/users.conf"
-    assert SHIPPED.read_text() == write_users(DEFAULT), how
+    how = "python -m dynamix.runtime.bus.users deploy/users/users.conf"
+    for path, text in users_files(SHIPPED, DEFAULT).items():
+        assert path.read_text() == text, how
 
 
 def test_users_are_read_back_as_they_were_written() -> None:
@@ -25,8 +36,38 @@ def test_users_are_read_back_as_they_were_written() -> None:
     ]
     text = write_users(users)
     assert read_users(text) == users
-    assert text.count(f"nkey: {KEY}\n") == 2
+    assert text.count(f"nkey: {KEY}\n") == 1, "alice logs in to an account of her own"
     assert text.count("password: $NATS_PASSWORD_") == len(ROLES)
+
+
+def trainer_of(name: str, account: int = 0) -> User:
+    return User(name=name, role="trainer", jobs=(f"{name}-1",), keys=(KEY,), account=account)
+
+
+def test_each_trainer_of_certain_jobs_keeps_its_account_and_new_ones_take_what_is_free() -> None:
+    found = numbered(
+        [DEFAULT[0], trainer_of("alice"), trainer_of("bob", 3), trainer_of("carol", 1), trainer_of("dave")]
+    )
+    assert [user.account for user in found] == [0, 2, 3, 1, 4]
+    assert numbered(found) == found
+    assert [user.account for user in numbered([*found[:1], *found[2:], trainer_of("eve")])] == [0, 3, 1, 4, 2]
+
+
+def test_an_account_has_one_user_and_what_is_of_its_jobs_and_some_are_empty() -> None:
+    path = Path("users/shard-b.conf")
+    texts = users_files(path, [*DEFAULT, trainer_of("alice")])
+    accounts = texts[accounts_file(path)]
+    assert accounts_file(path) == Path("users/shard-b-jobs.conf")
+    own, _, rest = accounts.partition("SHARD_B_JOBS_1 {")[2].partition("\n}\n")
+    assert own.count("nkey: ") == 1
+    assert '{ service: { account: SHARD_B, subject: "dynamix.v1.report.alice-1.*" } }' in own
+    assert '{ stream: { account: SHARD_B, subject: "dynamix.v1.stored.action.alice-1" } }' in own
+    assert rest.split("\n")[0] == "SHARD_B_JOBS_2 { users: [] }"
+    assert rest.count("{ users: [] }") == SPARE_ACCOUNTS
+    assert read_users(texts[path])[-1] == trainer_of("alice", 1)
+    exported = texts[path].partition("exports: [")[2]
+    assert '{ service: "dynamix.v1.report.*.*" }' in exported
+    assert "_INBOX" not in exported
 
 
 def test_a_trainer_of_one_job_may_do_this_and_nothing_else() -> None:

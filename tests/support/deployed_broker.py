@@ -86,7 +86,7 @@ def deployed_broker(
     """Run the broker; only the place of its store is changed, which root alone could write, and what `prepare` does."""
     whole = {**os.environ, **make_secrets(directory / "secrets"), **(environ or {})}
     (directory / "users").mkdir()
-    for file in (*DEPLOY.glob("*.conf"), DEPLOY / "users" / "users.conf"):
+    for file in (*DEPLOY.glob("*.conf"), *DEPLOY.glob("users/*.conf")):
         text = file.read_text().replace(STORE, str(directory / "store"))
         (directory / file.relative_to(DEPLOY)).write_text(text)
     prepare(directory)

@@ -23,6 +23,16 @@ async def refused(bus: Bus, *subjects: str, payload: bytes = b"{}") -> list[bool
     return found
 
 
+async def send_answers_to(bus: Bus, subject: str, content: bytes, own: str) -> None:
+    """Let JetStream answer on a subject: with what it stored of a job of our own, and with acknowledgements."""
+    connection, asked = bus._connection, f"$JS.API.DIRECT.GET.JOBS.{ROOT}.job.{own}"
+    assert await connection.send(f"{ROOT}.job.{own}", content, f"{connection.inbox}.x")
+    await connection.round_trip(30.0)
+    for request, payload in ((asked, b""), (f"{ROOT}.job.{own}", content), (f"{ROOT}.applied.{own}", b"junk")):
+        assert await connection.send(request, payload, subject)
+        await connection.round_trip(30.0)
+
+
 async def is_heard(bus: Bus, subject: str) -> bool:
     """Whether the broker lets it listen."""
     before = bus.counters["permission_denials"]

@@ -19,7 +19,7 @@ import contextlib
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from dynamix.cli.errors import CommandError, MisuseError, explained, reading
@@ -27,7 +27,15 @@ from dynamix.cli.output import add_json_argument, add_list, add_output_argument,
 from dynamix.runtime import output_files
 from dynamix.runtime.bus.broker.nkeys import UserKey, new_seed
 from dynamix.runtime.bus.users.permissions import PROVISION, ROLES, inbox_of
-from dynamix.runtime.bus.users.users_file import DEFAULT, User, UsersFileError, read_users, write_users
+from dynamix.runtime.bus.users.users_file import (
+    DEFAULT,
+    User,
+    UsersFileError,
+    account_of,
+    accounts_file,
+    read_users,
+    users_files,
+)
 from dynamix.runtime.input_files import read_regular
 from dynamix.runtime.key_file import FIRST_LINE, key_file_text, read_key_file
 from dynamix.runtime.output_files import FileKind
@@ -130,7 +138,7 @@ def _create(arguments: argparse.Namespace) -> None:
         )
     with _changing(arguments.users) as users:
         users[:] = changes.added(users, user)
-        _write_key(file, seed, user)
+    _write_key(file, seed, user)  # last: no key is written, or replaced, that the broker will not know
     _say(f"{file} lets in {user.name}, {_limits(user)}: set DYNAMIX_NATS_NKEY_FILE to it where it is used", IN_FORCE)
     shared = next((other for other in users if other.role == role and not other.keys), None)
     if user.is_limited and shared is not None:
@@ -148,7 +156,7 @@ def _rotate(arguments: argparse.Namespace) -> None:
     with _changing(arguments.users) as users:
         users[:] = changes.rotated(users, name, UserKey(seed).public)
         user = changes.named(users, name)
-        _write_key(file, seed, user)
+    _write_key(file, seed, user)
     num_old = len(user.keys) - 1
     old = "the one before stays" if num_old == 1 else f"the {num_old} before stay"
     _say(f"{file} is a new key of {name}; {old} good until `dynamix keys revoke {name} --old`", IN_FORCE)
@@ -163,9 +171,7 @@ def _revoke(arguments: argparse.Namespace) -> None:
 
 def _refresh(arguments: argparse.Namespace) -> None:
     if not arguments.users.exists():
-        with writing(arguments.users):
-            text = write_users(DEFAULT).encode()  # the broker runs as a user of its own, and reads no secret here
-            output_files.write(arguments.users, text, mode=0o644, streams=False, make_parents=True)
+        _write_users(arguments.users, DEFAULT)
     else:
         with _changing(arguments.users):
             pass  # they are written as they are
@@ -175,6 +181,8 @@ def _refresh(arguments: argparse.Namespace) -> None:
 def _shard(arguments: argparse.Namespace) -> None:
     """Names of users may be those of other accounts: a key says which account it is of, a password would not."""
     name, users_file = arguments.name, _users_of(arguments.users, arguments.name)
+    if name.endswith("-jobs"):
+        raise MisuseError(f"{name!r} would be the file of another shard's accounts: no shard's name ends with -jobs")
     file = Path(arguments.output or f"{name}-{PROVISION}.nkey")
     for path in (users_file, file):
         if path.exists():
@@ -182,14 +190,13 @@ def _shard(arguments: argparse.Namespace) -> None:
             raise CommandError(f"{path} is there already: {fix}")
     seed = new_seed()
     user = User(name=PROVISION, role=PROVISION, keys=(UserKey(seed).public,))
-    with writing(users_file):
-        text = write_users([user]).encode()
-        output_files.write(users_file, text, mode=0o644, streams=False)
     _write_key(file, seed, user)
-    account, place = f"SHARD_{name.upper().replace('-', '_')}", f"{users_file.parent.name}/{users_file.name}"
+    _write_users(users_file, [user])
+    folder = users_file.resolve().parent.name
     _say(
-        f"{users_file} has its users, {file} lets in {PROVISION}. In nats.conf, once, as one more line of `accounts`:",
-        f'  {account} {{ jetstream: enabled, include "{place}" }}',
+        f"{users_file} has its users, {file} lets in {PROVISION}. In nats.conf, once, as two more lines of `accounts`:",
+        f'  {account_of(users_file)} {{ jetstream: enabled, include "{folder}/{users_file.name}" }}',
+        f'  include "{folder}/{accounts_file(users_file).name}"',
         "and 2 GB more in `max_file_store`, such as 4GB instead of 2GB; restart the broker.",
         "Then `dynamix provision` with that key, and keys for its services and trainers:",
         f"  dynamix keys create NAME --role ROLE --shard {name}",
@@ -211,10 +218,23 @@ def _changing(path: Path) -> Iterator[list[User]]:
         fcntl.flock(directory, fcntl.LOCK_EX)
         users = _read(path)
         yield users
-        with writing(path):
-            output_files.write(path, write_users(users).encode(), streams=False)
+        _write_users(path, users)
     finally:
         os.close(directory)
+
+
+def _write_users(path: Path, users: Iterable[User]) -> None:
+    """Write both files, for all to read: the broker runs as a user of its own. Refused where it would not read one."""
+    texts, config = users_files(path, users), path.resolve().parent.parent / "nats.conf"
+    included = f'"{path.resolve().parent.name}/{accounts_file(path).name}"'
+    if any(user.jobs for user in users) and config.exists() and included not in read_regular(config).decode():
+        raise CommandError(
+            f"{config} does not include the accounts of keys for certain jobs: add the line `include {included}` to "
+            "its `accounts`, beside that of the streams"
+        )
+    for file, text in texts.items():
+        with writing(file):
+            output_files.write(file, text.encode(), mode=0o644, streams=False, make_parents=True)
 
 
 def _read(path: Path) -> list[User]:

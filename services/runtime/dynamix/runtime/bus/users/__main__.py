@@ -1,8 +1,10 @@
-"""Print deploy/users/users.conf: `python -m dynamix.runtime.bus.users > deploy/users/users.conf`."""
+"""Write the files of deploy/users: `python -m dynamix.runtime.bus.users deploy/users/users.conf`."""
 
 import sys
+from pathlib import Path
 
-from .users_file import DEFAULT, write_users
+from .users_file import DEFAULT, users_files
 
 if __name__ == "__main__":
-    sys.stdout.write(write_users(DEFAULT))
+    for path, text in users_files(Path(sys.argv[1]), DEFAULT).items():
+        path.write_text(text)

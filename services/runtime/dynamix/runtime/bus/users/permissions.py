@@ -5,6 +5,9 @@
 - To read a stream takes its state (STREAM.INFO), a consumer (CONSUMER.CREATE) and requests for messages (MSG.NEXT). The
   consumer's filter is part of the request's subject, and the server checks that both agree: with
   `CONSUMER.CREATE.FEED.*.dynamix.v1.report.*.*` one can read reports and nothing else of FEED.
+- JetStream sends an answer to whatever subject the request names for it, with its own rights: to a subject of a stream,
+  where it is stored, or to one of its API, where it is carried out. Trainers of certain jobs are kept from that by
+  accounts of their own (`crossings`); all other users can do it, and are to be trusted with the broker.
 - Durable consumers (collector, reward) are also looked up, reset and acknowledged; acknowledgements come in two forms,
   without and with domain and account. Unnamed ones are deleted after use.
 - A trainer has no consumer: what it receives is heard as it is published (actions: as they are stored), and the newest
@@ -80,6 +83,18 @@ def permissions_of(
         publish.append(f"{INBOX}.{WATCHER}.>")
         subscribe += _asked(role)
     return Permissions(tuple(publish), tuple(subscribe))
+
+
+def crossings(trainers: Permissions) -> Iterator[tuple[str, str]]:
+    """What passes between an account of a trainer and that of the streams: `service` or `stream`, and the subject.
+
+    Answers come back to the trainer's own account, wherever it wants them. Heartbeats only leave it.
+    """
+    yield from (("service", subject) for subject in trainers.publish)
+    live = subjects.of("live", "trainer", ANY)
+    yield from (
+        ("stream", subject) for subject in trainers.subscribe if not subject.startswith(INBOX) and subject != live
+    )
 
 
 def fixed_consumers(role: str, *, nodes: Sequence[str] = (), instances: Sequence[str] = ()) -> list[str]:

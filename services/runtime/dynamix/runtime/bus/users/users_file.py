@@ -1,18 +1,24 @@
-"""The file of users that the broker includes: written as a whole, and read back to change it; it holds no secret.
+"""The files of users that the broker includes: written as a whole, and read back to change them; they hold no secret.
 
 Each user is a comment that begins with `#: ` and says in JSON who it is, and what nats-server reads: a block for each
 of its keys, or one with the variable of its password. Only the comments are read back.
+
+A trainer of certain jobs logs in to an account of its own, in a second file. JetStream sends its answers to whatever
+subject a client names for them, and asks no permission for that: within one account a client could have them stored as
+messages of others, or carried out as requests. From an account of its own nothing reaches the streams' account but what
+that account imports, which is what is of its jobs.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 
-from .permissions import ROLES, denied, fixed_consumers, permissions_of
+from .permissions import ROLES, crossings, denied, fixed_consumers, permissions_of
 
 MARK = "#: "
 HEAD = """\
@@ -20,6 +26,12 @@ HEAD = """\
 # generated from the table of kinds (dynamix.schemas.kinds). It holds public keys and names of variables, no secret.
 # nats-server reads it when it starts and when it is told to (SIGHUP); `dynamix keys --help` says how to change it.
 """
+JOBS_HEAD = """\
+# An account for each key that is for certain jobs, included by nats.conf beside the account of the streams; written by
+# `dynamix keys` with the file of users. The last ones are empty: an account that a reload finds new takes a second one.
+"""
+SPARE_ACCOUNTS = 32
+"""Keys that can be made between two reloads of the broker."""
 
 
 class UsersFileError(ValueError):
@@ -39,6 +51,8 @@ class User(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     """The instances of a reward service; none: all."""
     keys: tuple[str, ...] = ()
     """Public keys that it may log in with, the newest last; none: the password NATS_PASSWORD_<NAME>."""
+    account: int = 0
+    """Of a trainer of certain jobs, the number of its account; 0 until it is written."""
 
     def __post_init__(self) -> None:
         for token in (self.name, *self.jobs, *self.nodes, *self.instances):
@@ -69,6 +83,56 @@ DEFAULT = tuple(User(name=role, role=role) for role in ROLES)
 """One user per role, with a password: no job is kept from another."""
 
 
+def users_files(path: Path, users: Iterable[User]) -> Mapping[Path, str]:
+    """The texts of the file of users, and of that of their accounts beside it."""
+    users = numbered(users)
+    return {accounts_file(path): write_accounts(users, account_of(path)), path: write_users(users)}
+
+
+def accounts_file(path: Path) -> Path:
+    """The file of accounts beside a file of users."""
+    return path.with_name(f"{path.stem}-jobs.conf")
+
+
+def account_of(path: Path) -> str:
+    """The account whose users a file has: that of a shard, or the first one."""
+    shard = path.stem.removeprefix("shard-")
+    return "DYNAMIX" if shard == path.stem else f"SHARD_{shard.upper().replace('-', '_')}"
+
+
+def numbered(users: Iterable[User]) -> list[User]:
+    """With a number for each account; one that has a number keeps it, since a user that moves is disconnected."""
+    found: list[User] = []
+    users = list(users)
+    taken = {user.account for user in users}
+    for user in users:
+        number = user.account
+        if user.jobs and number == 0:
+            number = next(free for free in range(1, len(taken) + 2) if free not in taken)
+            taken.add(number)
+        found.append(msgspec.structs.replace(user, account=number))
+    return found
+
+
+def write_accounts(users: Iterable[User], account: str) -> str:
+    """The text of the file of accounts. The users have their numbers."""
+    tenants = {user.account: user for user in users if user.jobs}
+    lines = [JOBS_HEAD]
+    for number in range(1, max(tenants, default=0) + SPARE_ACCOUNTS + 1):
+        user = tenants.get(number)
+        if user is None:
+            lines.append(f"{account}_JOBS_{number} {{ users: [] }}")
+            continue
+        lines += [f"{account}_JOBS_{number} {{", "  users: ["]
+        for login in _logins(user):
+            lines += ["  {", f"    {login}", *_permissions(user, ()), "  }"]
+        lines += ["  ]", "  imports: ["]
+        for kind, subject in crossings(permissions_of(user.role, user.name, jobs=user.jobs)):
+            lines.append(f"    {{ {kind}: {{ account: {account}, subject: {json.dumps(subject)} }} }}")
+        lines += ["  ]", "}"]
+    return "\n".join([*lines, ""])
+
+
 def read_users(text: str) -> list[User]:
     """The users in the text of the file. Raises UsersFileError, naming the line."""
     users = []
@@ -84,13 +148,16 @@ def read_users(text: str) -> list[User]:
 
 
 def write_users(users: Iterable[User]) -> str:
-    """The text of the file."""
+    """The text of the file of users; the logins of those with an account of their own are in the file of accounts."""
     users, lines = list(users), [HEAD, "users: ["]
     fixed = sorted({name for user in users for name in user.fixed_consumers})
     for user in users:
         lines.append(f"  {MARK}{msgspec.json.encode(user).decode()}")
-        for login in _logins(user):
+        for login in () if user.jobs else _logins(user):
             lines += ["  {", f"    {login}", *_permissions(user, fixed), "  }"]
+    lines += ["]", "", "# What accounts of trainers may import, each what is of its jobs.", "exports: ["]
+    for kind, subject in crossings(permissions_of("trainer", "trainer")):
+        lines.append(f"  {{ {kind}: {json.dumps(subject)} }}")
     return "\n".join([*lines, "]", ""])
 
 
