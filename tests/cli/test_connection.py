@@ -7,6 +7,7 @@ import pytest
 
 from dynamix.cli import connection
 from dynamix.cli.errors import CommandError
+from dynamix.cli.services import ServiceProcess, bus_environment
 from dynamix.runtime.settings import BusSettings
 
 BROKER = BusSettings(url="nats://127.0.0.1:4999", user="dynamix", password="secret-123")
@@ -71,6 +72,13 @@ def test_the_file_of_a_process_that_is_gone_means_nothing(environ: dict[str, str
         assert connection.find(environ) == BusSettings()
 
 
+def test_the_file_of_a_process_whose_number_another_one_has_means_nothing(environ: dict[str, str]) -> None:
+    """After a restart of the machine, or a crash: that one has begun since."""
+    with connection.published(BROKER, environ):
+        os.utime(connection.path(environ), (1.0, 1.0))
+        assert connection.running(environ) is None
+
+
 def test_the_file_of_a_later_up_is_left_alone(environ: dict[str, str]) -> None:
     with connection.published(BROKER, environ) as file:
         other = file.read_text().replace(f'"pid":{os.getpid()}', f'"pid":{os.getppid()}')
@@ -89,3 +97,14 @@ def _pid_of_an_ended_process() -> int:
     pid = os.spawnlp(os.P_NOWAIT, "true", "true")
     os.waitpid(pid, 0)
     return pid
+
+
+def test_services_of_a_command_know_no_other_broker_than_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a deployment left in the shell: they would wait for a TLS that this broker does not have."""
+    for name in ("CA_FILE", "NKEY_FILE"):
+        monkeypatch.setenv(f"DYNAMIX_NATS_{name}", "/etc/dynamix/left")
+    monkeypatch.setenv("DYNAMIX_LOG_LEVEL", "error")
+    given = ServiceProcess("reward", bus_environment(BROKER))._environ
+    assert {name for name in given if name.startswith("DYNAMIX_NATS_")} == {*bus_environment(BROKER)}
+    assert given["DYNAMIX_LOG_LEVEL"] == "error"
+    assert ServiceProcess("reward", {})._environ["DYNAMIX_NATS_CA_FILE"] == "/etc/dynamix/left"

@@ -119,6 +119,8 @@ def test_a_token_is_read_of_its_file_and_not_shown(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     assert token_of(DashboardSettings(token_file=str(file))) == TOKEN
+    with pytest.raises(OSError, match="not a regular file"):
+        token_of(DashboardSettings(token_file="/dev/zero"))
     assert TOKEN not in repr(DashboardSettings(token=TOKEN))
 
 

@@ -155,3 +155,12 @@ def test_a_missing_module_of_our_own_is_not_hidden() -> None:
 
     with pytest.raises(ModuleNotFoundError):
         cli.guarded("demo", broken)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("arguments", ["--help", "doctor", "policy list"])
+def test_a_stream_that_is_closed_is_no_error(arguments: str, closed: str) -> None:
+    command = f"{sys.executable} -m dynamix.cli.main {arguments} {closed}"
+    found = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert found.returncode in (0, 1)
+    assert "Traceback" not in found.stdout + found.stderr

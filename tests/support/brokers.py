@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,11 @@ class ConfiguredServer(EmbeddedServer):
         os.kill(self.pid, signal.SIGHUP)
 
     def pause(self) -> None:
-        """Let the server neither answer nor die."""
+        """Let the server neither answer nor die once this returns: its threads stop some time after the signal."""
         os.kill(self.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.pid}/task")
+        while any(_state_of(task) != "T" for task in tasks.iterdir()):
+            time.sleep(0.001)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -55,6 +59,14 @@ async def connected(settings: BusSettings, name: str = "test", **options: Any) -
         yield bus
     finally:
         await bus.close()
+
+
+def _state_of(task: Path) -> str:
+    """A thread's state, as a letter; stopped for one that has ended meanwhile."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "T"
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import stat
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from .errors import MISUSED, CommandError, explained
 CONNECT_TIMEOUT_S = 10.0
 HOW_TO_START = "start one with `dynamix up`, or set DYNAMIX_NATS_URL"
 PREFIX = "DYNAMIX_NATS_"
+CLOCK_OFF_S = 2.0
+"""The clock may have been set since the boot, and files have coarser times."""
 _OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -80,7 +83,18 @@ def running(environ: Mapping[str, str]) -> ConnectionFile | None:
         raise CommandError(f"{file} cannot be read ({error}): remove it") from error
     except PermissionError as error:
         raise CommandError(f"{file} may not be read by this user: set HOME to yours, or DYNAMIX_NATS_URL") from error
-    return found if Path(f"/proc/{found.pid}").exists() else None
+    return found if _ran_at(found.pid, status.st_mtime) else None
+
+
+def _ran_at(pid: int, time_s: float) -> bool:
+    """Whether a process of ours runs that ran by then: one that has begun since only has the same number."""
+    try:
+        process = Path(f"/proc/{pid}").stat()
+        began = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19]
+        booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    except OSError:
+        return False
+    return process.st_uid == os.getuid() and booted_s + int(began) / os.sysconf("SC_CLK_TCK") <= time_s + CLOCK_OFF_S
 
 
 @contextlib.asynccontextmanager

@@ -67,6 +67,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    _replace_closed()
     for stream in (sys.stdout, sys.stderr):  # a locale that lacks a character shows `?` instead of ending us
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -77,6 +78,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return exit_code
+
+
+def _replace_closed() -> None:
+    """Where we were started without one of the three streams, as by `>&-`, nothing is read and all is thrown away.
+
+    Otherwise the next file or socket would take its number, and what is printed.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: that of this stream
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 - for all of our life
 
 
 def dispatch(given: Sequence[str]) -> int:

@@ -18,6 +18,7 @@ from dynamix.schemas.messages import Live
 SERVICES = ("collector", "reward", "arbitrator")
 """The services that steer a job: without a heartbeat of each, none is steered."""
 STOP_TIMEOUT_S = 10.0
+NATS_VARIABLES = "DYNAMIX_NATS_"
 
 
 def bus_environment(settings: BusSettings) -> dict[str, str]:
@@ -32,7 +33,10 @@ class ServiceProcess:
     def __init__(self, name: str, environ: Mapping[str, str], output: IO[bytes] | int | None = None) -> None:
         """Prepare `python -m dynamix.<name>` with `environ` added to ours; `output` takes its log (None: ours)."""
         self.name = name
-        self._environ = {**os.environ, **environ}
+        # What a deployment left in our environment is for another broker than the one that is given.
+        foreign = NATS_VARIABLES if any(name.startswith(NATS_VARIABLES) for name in environ) else ()
+        ours = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+        self._environ = {**ours, **environ}
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
 

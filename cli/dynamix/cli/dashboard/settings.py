@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from dynamix.runtime.input_files import read_regular
 from dynamix.runtime.settings import MAX_PORT
 
 DEFAULT_PORT = 8650
@@ -42,7 +43,8 @@ def token_of(settings: DashboardSettings) -> str:
         OSError: when the file cannot be read.
         ValueError: when the token is too short.
     """
-    token = Path(settings.token_file).read_text().strip() if settings.token_file else settings.token
+    file = settings.token_file
+    token = read_regular(Path(file)).decode(errors="replace").strip() if file else settings.token
     if not token and not settings.token_file and is_loopback(settings.host):
         return ""
     if not token and not settings.token_file:

@@ -35,17 +35,23 @@ class StoreJudge:
     def __init__(self) -> None:
         self._since_s: float | None = None
         self._acted_s: float | None = None
+        self._was_full = False
 
     def judge(self, num_unanswered: int, free_bytes: int, now_s: float) -> Verdict:
-        """What to do, at most every `AGAIN_AFTER_S`: nothing while all is stored, or for less than `PATIENCE_S`."""
+        """What to do, at most every `AGAIN_AFTER_S`: nothing while all is stored, or for less than `PATIENCE_S`.
+
+        Once a full disk has room, the restart is due at once.
+        """
         if not num_unanswered:
             self._since_s = None
             return ""
         self._since_s = now_s if self._since_s is None else self._since_s
-        if now_s - self._since_s < PATIENCE_S or (self._acted_s is not None and now_s - self._acted_s < AGAIN_AFTER_S):
+        has_room = free_bytes >= MIN_ROOM_BYTES
+        acts_again = self._acted_s is None or now_s - self._acted_s >= AGAIN_AFTER_S or (self._was_full and has_room)
+        if now_s - self._since_s < PATIENCE_S or not acts_again:
             return ""
-        self._acted_s = now_s
-        return "restart" if free_bytes >= MIN_ROOM_BYTES else "full"
+        self._acted_s, self._was_full = now_s, not has_room
+        return "restart" if has_room else "full"
 
 
 async def watch_store(bus: Bus, server: EmbeddedServer, store: Path, say: Callable[[str, str], None]) -> None:

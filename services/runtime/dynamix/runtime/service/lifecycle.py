@@ -17,7 +17,7 @@ import structlog
 import uvloop
 
 from dynamix.runtime import log as logs
-from dynamix.runtime.bus import Bus, BusError, Identity, PermissionDeniedError, StreamMissingError
+from dynamix.runtime.bus import Bus, BusError, Identity, PermissionDeniedError, PublishError, StreamMissingError
 from dynamix.runtime.health.heartbeat import send_heartbeats
 from dynamix.runtime.health.watchdog import Watchdog
 from dynamix.runtime.metrics import MetricsServer, ServiceMetrics
@@ -204,7 +204,7 @@ class _Life(Generic[S]):
         for error in errors:
             if isinstance(error, StartError):
                 self._log.error("cannot start", reason=str(error))
-            elif isinstance(error, PermissionDeniedError | StreamMissingError):
+            elif isinstance(error, PermissionDeniedError | StreamMissingError | PublishError):
                 self._log.error("cannot go on", reason=str(error))
             else:
                 self._log.error("failed", exc_info=error)
