@@ -52,7 +52,7 @@ class User(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     keys: tuple[str, ...] = ()
     """Public keys that it may log in with, the newest last; none: the password NATS_PASSWORD_<NAME>."""
     account: int = 0
-    """Of a trainer of certain jobs, the number of its account; 0 until it is written."""
+    """The number of the account of a trainer of certain jobs; 0 until it is written."""
 
     def __post_init__(self) -> None:
         for token in (self.name, *self.jobs, *self.nodes, *self.instances):
