@@ -202,3 +202,8 @@ def test_an_update_in_numbers_that_are_too_large_is_refused(
     outcome = updating.update(file.to_bytes(), [Lesson("job:0", recording("time-aware"), terminated=True)])
     assert outcome.content is None
     assert outcome.refused[0].startswith("job:0: ")
+
+
+def test_a_learner_of_a_policy_in_code_is_refused_before_it_starts() -> None:
+    with pytest.raises(ValueError, match="policy 'rule' is one in code: give the learned one another name"):
+        LearnerSettings(policy="rule")

@@ -177,3 +177,13 @@ async def test_a_policy_is_put_on_the_bus_when_that_is_asked_for(
     stored, content = await PolicyStore(bus).get("mine")
     assert stored.version == 1
     assert content == output.read_bytes()
+
+
+def test_without_a_broker_nothing_is_learned_that_shall_be_published(
+    scenarios: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DYNAMIX_NATS_URL", "nats://127.0.0.1:1")
+    monkeypatch.setattr("dynamix.cli.commands.learn.learning.learn", _must_not_run)
+    command = ["learn", "--scenarios", str(scenarios), "--policy", "mine", "-o", str(tmp_path / "x.safetensors")]
+    assert main([*command, "--publish", *TINY]) == 1
+    assert "no broker at nats://127.0.0.1:1" in capsys.readouterr().err

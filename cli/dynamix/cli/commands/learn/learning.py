@@ -15,7 +15,7 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.cli.connection import connected, find
-from dynamix.cli.errors import INTERRUPTED, MISUSED, MisuseError, explained
+from dynamix.cli.errors import INTERRUPTED, MISUSED, CommandError, MisuseError, explained
 from dynamix.cli.output import POLICY, write_result
 from dynamix.lab.experiments.episodes.pool import EpisodeError
 from dynamix.lab.experiments.episodes.suite import TRAIN, read_suite, suite_named
@@ -23,6 +23,7 @@ from dynamix.lab.experiments.learning import PRESETS, LearningPlan, LearningResu
 from dynamix.lab.experiments.learning.history import KIND, LearningCheckpointError
 from dynamix.reward.formula import TIME_ONLY, Weights
 from dynamix.runtime import output_files
+from dynamix.runtime.bus import BusError
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import Message
 
@@ -41,6 +42,7 @@ def learn_policy(arguments: argparse.Namespace) -> int:
         if arguments.restart:
             checkpoint.unlink(missing_ok=True)
         reporter = _LearningReporter(plan, find(os.environ) if arguments.publish else None)
+        reporter.check()
         try:
             learned = learn(
                 plan,
@@ -57,8 +59,9 @@ def learn_policy(arguments: argparse.Namespace) -> int:
         output_files.write(output, learned.file.to_bytes(), streams=False)
         if learned.finished:
             checkpoint.unlink(missing_ok=True)
-            reporter.store(learned, output)
         write_result(_as_json(learned), _summary(learned, output, checkpoint), arguments.json)
+        if learned.finished:
+            reporter.store(learned, output)
     return 0
 
 
@@ -132,6 +135,11 @@ class _LearningReporter:
         self._plan = plan
         self._bus = bus
 
+    def check(self) -> None:
+        """See that the bus is there, before anything is learned. Raises CommandError."""
+        if self._bus is not None:
+            asyncio.run(_publish(self._bus, ()))
+
     def report(self, row: LearningUpdate, begun: Sequence[Finding]) -> None:
         """Print one update, and publish the failure signatures that began with it."""
         validated = "" if row.validation_vs_rule is None else f", validated {row.validation_vs_rule:.3f}"
@@ -152,7 +160,10 @@ class _LearningReporter:
                 found.event(job=self._plan.policy, generation=0, window=row.num_episodes, service=SERVICE)
                 for found in begun
             ]
-            asyncio.run(_publish(self._bus, events))
+            try:
+                asyncio.run(_publish(self._bus, events))
+            except (CommandError, BusError) as error:
+                print(f"  not published: {error}; learning goes on", file=sys.stderr)
 
     def store(self, learned: LearningResult, output: Path) -> None:
         """Store the policy on the bus, when that was asked for."""

@@ -14,6 +14,7 @@ from msgspec import Meta
 from dynamix.arbitrator.deciding.signatures import reward_signatures, value_signature
 from dynamix.arbitrator.learned.policy_file import SHIPPED_VERSION, PolicyFile, PolicyMetadata, shipped_policy
 from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.runtime.bus import (
     Bus,
     BusError,
@@ -83,7 +84,8 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ValueError for a name that cannot be a policy's."""
-        check_token(self.policy)
+        if check_token(self.policy) in policy_names():
+            raise ValueError(f"policy {self.policy!r} is one in code: give the learned one another name")
 
 
 async def serve(context: Context[LearnerSettings, Bus]) -> None:
