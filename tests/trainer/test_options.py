@@ -8,7 +8,7 @@ import torch
 from tests.support.job_options import job_options
 
 from dynamix.trainer import Exchange
-from dynamix.trainer.arguments.checks import policy_options_of, share, sizes_of
+from dynamix.trainer.arguments.checks import names_of, policy_options_of, share, sizes_of
 from dynamix.trainer.job.family import job_family
 from dynamix.trainer.job.options import bounds_of, family_of, fewest_samples
 from dynamix.trainer.job.policy_name import warn_of_policy
@@ -212,6 +212,15 @@ def test_a_family_is_a_name_or_a_fingerprint_of_what_is_trained(monkeypatch: pyt
     assert job_family("mnist", [model], [], []) == "mnist"
     with pytest.raises(ValueError, match="family='My model': use 'auto', or 1 to 63"):
         job_family("My model", [model], [], [])
+    with pytest.raises(ValueError, match="family=0: use 'auto'"):
+        job_family(0, [model], [], [])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["learning_rate", None, 3])
+def test_what_a_run_may_try_out_is_a_list(given: object) -> None:
+    assert names_of("explores", ["learning_rate"]) == names_of("explores", ("learning_rate",)) == ("learning_rate",)
+    with pytest.raises(TypeError, match=rf"explores={given!r} is .*: pass a list, such as \['learning_rate'\]"):
+        names_of("explores", given)
 
 
 def test_only_a_family_can_explore() -> None:

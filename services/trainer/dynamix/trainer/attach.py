@@ -14,7 +14,7 @@ from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, Explored, Objective
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY, GlobalBatch
 
-from .arguments.checks import policy_options_of, sizes_of, whole_number
+from .arguments.checks import names_of, policy_options_of, sizes_of, whole_number
 from .bus_connection import Connect, bus_settings, transport_of
 from .communication.gradient_servers import GradientServers
 from .communication.job_exchange import JobExchange
@@ -254,7 +254,7 @@ def attach(
         supports_exchange=averaging == "hook" and base_hook is None and codec == EXACT.codec,
         table_share=table_share(models),
         family=job_family(family, models, optimizers, dataset, learning_rate_rule),
-        explores=tuple(explores),
+        explores=names_of("explores", explores),
         objective=objective,
     )
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)

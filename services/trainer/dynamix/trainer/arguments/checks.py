@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 from dynamix.schemas.messages.allocation import OtherCodec, option_number
@@ -22,6 +22,17 @@ def whole_number(name: str, value: Any, instead: str = "a whole number") -> int:
         except TypeError:
             pass
     raise TypeError(f"{name}={value!r} is {_type_of(value)}: pass {instead}")
+
+
+def names_of(argument: str, value: Any) -> tuple[Any, ...]:
+    """A list of names as a tuple.
+
+    Raises:
+        TypeError: for one name alone, which would be taken for its letters, and for what is no list.
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{argument}={value!r} is {_type_of(value)}: pass a list, such as ['learning_rate']")
+    return tuple(value)
 
 
 def number(name: str, value: Any) -> float:

@@ -32,7 +32,7 @@ def job_family(
     Raises:
         ValueError: for a name that cannot be part of a subject.
     """
-    if not family:
+    if family is None or family == "":
         return ""
     if family != AUTO:
         if isinstance(family, str) and is_token(family):
