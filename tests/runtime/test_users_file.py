@@ -176,3 +176,12 @@ def test_a_user_that_cannot_be_is_refused(changes: dict[str, object], reason: st
 def test_a_file_that_is_none_is_refused_by_its_line(text: str, reason: str) -> None:
     with pytest.raises(UsersFileError, match=reason):
         read_users(text)
+
+
+def test_a_file_of_which_a_change_would_lose_a_part_is_refused() -> None:
+    text = write_users([*DEFAULT, trainer_of("alice", 1)])
+    with pytest.raises(UsersFileError, match="its end is missing: restore it from a copy"):
+        read_users(text[: text.index("exports:") + 20])
+    added = text.replace("users: [", "users: [\n  { user: guest, password: $GUEST }", 1)
+    with pytest.raises(UsersFileError, match=r"line 6 lets in guest, whom `dynamix keys` does not know: put it into"):
+        read_users(added)

@@ -144,7 +144,20 @@ def read_users(text: str) -> list[User]:
                 raise UsersFileError(f"line {number} is no user: {error}") from error
     if not users:
         raise UsersFileError("it has no users: it is not a file of `dynamix keys`")
+    _check_whole(text, users)
     return users
+
+
+def _check_whole(text: str, users: Sequence[User]) -> None:
+    """Refuse a file of which the next change would keep only a part: one that is cut off, or has logins of others."""
+    if "users: [" in text and not text.rstrip().endswith("]"):
+        raise UsersFileError("its end is missing: restore it from a copy")
+    known = {user.name for user in users} | {key for user in users for key in user.keys}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.replace(",", " ").replace("{", " ").split()
+        if words[:1] in (["user:"], ["nkey:"]) and words[1:] and words[1] not in known:
+            fix = "put it into another file, which nats.conf includes in an account of its own"
+            raise UsersFileError(f"line {number} lets in {words[1]}, whom `dynamix keys` does not know: {fix}")
 
 
 def write_users(users: Iterable[User]) -> str:
