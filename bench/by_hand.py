@@ -31,6 +31,8 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "deploy/README.md"
 ADDRESS, PORT, JOB, ANOTHERS_JOB = "127.0.0.1", 4222, "alice-1", "bob-1"
 READY = "ready"
+NAMESPACES = ("unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""When the shell ends, everything that it started does."""
 CHANGED = ("etc", "opt", "var")
 OVERLAYS = """mount -t tmpfs none /mnt
 for name in {names}; do
@@ -117,7 +119,7 @@ def deploy(directory: Path) -> list[Step]:
     """Type the document, and have a job decided for."""
     found: list[Step] = []
     with subprocess.Popen(
-        ["unshare", "--mount", "--propagation", "private", "bash", "-ec", script(DOCUMENT.read_text())],
+        [*NAMESPACES, "bash", "-ec", script(DOCUMENT.read_text())],
         cwd=directory,
         env={"PATH": os.environ["PATH"], "HOME": str(directory), **_of_pip()},
         stdin=subprocess.PIPE,
