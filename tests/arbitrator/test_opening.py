@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -54,6 +54,16 @@ async def decisions(bus: Bus, job: str, count: int) -> list[int]:
             if len(found) >= count:
                 return found
     raise AssertionError("the consumer ended")
+
+
+def noting(goes_on: asyncio.Event) -> Callable[[Wanted, BusMessage, int], None]:
+    """`note_state`, which also says that a state was noted for a job that is being opened."""
+
+    def note(wanted: Wanted, message: BusMessage, generation: int) -> None:
+        held_jobs.note_state(wanted, message, generation)
+        goes_on.set()
+
+    return note
 
 
 async def test_a_crowd_of_new_jobs_does_not_delay_one_that_is_open(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,12 +227,8 @@ async def test_a_job_of_before_the_start_is_opened_once_though_a_state_comes_mea
         await goes_on.wait()
         return await opened(job, *arguments)  # type: ignore[arg-type]
 
-    def note(wanted: Wanted, message: BusMessage, generation: int) -> None:
-        held_jobs.note_state(wanted, message, generation)
-        goes_on.set()
-
     monkeypatch.setattr(JobLog, "open", slow)
-    monkeypatch.setattr(service, "note_state", note)
+    monkeypatch.setattr(service, "note_state", noting(goes_on))
     await bus.publish(HONEST)
     await bus.publish(state_of(HONEST))
     async with arbitrator_here(bus) as context:
@@ -246,12 +252,8 @@ async def test_a_state_that_comes_while_a_job_is_found_to_have_none_is_decided(
             await goes_on.wait()
         return found
 
-    def note(wanted: Wanted, message: BusMessage, generation: int) -> None:
-        held_jobs.note_state(wanted, message, generation)
-        goes_on.set()
-
     monkeypatch.setattr(Bus, "last", late)
-    monkeypatch.setattr(service, "note_state", note)
+    monkeypatch.setattr(service, "note_state", noting(goes_on))
     await bus.publish(HONEST)
     async with arbitrator_here(bus):
         await asked.wait()

@@ -218,9 +218,10 @@ def test_a_family_is_a_name_or_a_fingerprint_of_what_is_trained(monkeypatch: pyt
 
 @pytest.mark.parametrize("given", ["learning_rate", None, 3])
 def test_what_a_run_may_try_out_is_a_list(given: object) -> None:
-    assert names_of("explores", ["learning_rate"]) == names_of("explores", ("learning_rate",)) == ("learning_rate",)
+    for value in (["learning_rate"], ("learning_rate",)):
+        assert names_of("explores", value, "learning_rate") == ("learning_rate",)
     with pytest.raises(TypeError, match=rf"explores={given!r} is .*: pass a list, such as \['learning_rate'\]"):
-        names_of("explores", given)
+        names_of("explores", given, "learning_rate")
 
 
 def test_only_a_family_can_explore() -> None:

@@ -254,7 +254,7 @@ def attach(
         supports_exchange=averaging == "hook" and base_hook is None and codec == EXACT.codec,
         table_share=table_share(models),
         family=job_family(family, models, optimizers, dataset, learning_rate_rule),
-        explores=names_of("explores", explores),
+        explores=names_of("explores", explores, "learning_rate"),
         objective=objective,
     )
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)

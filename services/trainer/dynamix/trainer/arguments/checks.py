@@ -24,14 +24,14 @@ def whole_number(name: str, value: Any, instead: str = "a whole number") -> int:
     raise TypeError(f"{name}={value!r} is {_type_of(value)}: pass {instead}")
 
 
-def names_of(argument: str, value: Any) -> tuple[Any, ...]:
+def names_of(argument: str, value: Any, example: str) -> tuple[Any, ...]:
     """A list of names as a tuple.
 
     Raises:
         TypeError: for one name alone, which would be taken for its letters, and for what is no list.
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{argument}={value!r} is {_type_of(value)}: pass a list, such as ['learning_rate']")
+        raise TypeError(f"{argument}={value!r} is {_type_of(value)}: pass a list, such as {[example]}")
     return tuple(value)
 
 
