@@ -113,20 +113,64 @@ async def publish_windows(bus: Bus, *windows: int, job: str = examples.JOB) -> N
             await bus.publish(reward(node, ranks, window, job=job))
 
 
+async def followed(fleet: Fleet, windows: int) -> None:
+    """Wait until the page's server heard all of the example job: so many windows and a decision."""
+    async with asyncio.timeout(30):
+        while True:
+            news = fleet.news
+            if (board := fleet.boards.get(examples.JOB)) is not None and board.job is not None:
+                points = board.timeline.points
+                nodes = {len(found) for point in points for found in (point.nodes, point.rewards)}
+                if (len(points), nodes, len(board.timeline.decisions)) == (windows, {2}, 1):
+                    return
+            await news.wait()
+
+
 async def test_a_reader_gets_what_was_stored_before_and_then_only_what_changed(page: Page) -> None:
     await page.bus.publish(examples.job())
     await publish_windows(page.bus, 0, 1)
     await page.bus.publish(examples.action(1))
+    await followed(page.fleet, 2)
     stream = events(page.server, examples.JOB)
     overview = await first(stream, "overview", lambda data: data["jobs"])
     assert [(job["name"], job["phase"]) for job in overview["jobs"]] == [(examples.JOB, "running")]
     assert overview["services_missing"] == ["collector", "reward", "arbitrator"]
-    whole = await first(stream, "job", lambda data: len(data["curves"]) == 2 or data["decisions"])
-    assert whole["job"]["num_ranks"] == 4
+    whole = await first(stream, "job")
+    assert (whole["is_whole"], whole["job"]["num_ranks"]) == (True, 4)
+    assert (len(whole["curves"]), len(whole["decisions"])) == (2, 1)
     await publish_windows(page.bus, 2)
     changed = await first(stream, "job", lambda data: [point["window"] for point in data["curves"]] == [2])
     assert changed["is_whole"] is False
     await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_what_comes_while_an_event_is_sent_is_in_the_next_one(page: Page) -> None:
+    await page.bus.publish(examples.job())
+    await publish_windows(page.bus, 0, 1)
+    await page.bus.publish(examples.action(1))
+    await followed(page.fleet, 2)
+    sent: list[Any] = []
+    done = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        kind, _, data = message.get("body", b"").partition(b"\ndata: ")
+        if kind == b"event: job":
+            sent.append(json.loads(data))
+            if len(sent) == 1:  # a slow reader
+                await publish_windows(page.bus, 2)
+                await followed(page.fleet, 3)
+            else:
+                done.set()
+
+    async def receive() -> Any:
+        await done.wait()
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": "GET", "path": "/api/events", "query_string": f"job={examples.JOB}".encode()}
+    headers = [(b"host", f"127.0.0.1:{page.server.port}".encode())]
+    async with asyncio.timeout(30):
+        await page.server.application({**scope, "headers": headers, "client": ("127.0.0.1", 1)}, receive, send)
+    assert [[point["window"] for point in event["curves"]] for event in sent] == [[0, 1], [2]]
 
 
 async def test_an_action_reaches_the_reader(page: Page) -> None:

@@ -149,9 +149,9 @@ class DashboardServer:
                 yield _event("overview", _overview(fleet))
             board = fleet.opened(name)  # without waiting: a broker that is away is to be said
             if board is not None and board.revision != seen:
-                seen = board.revision
-                yield _event("job", _job_event(board, revision))
-                revision = board.timeline.revision
+                document = _job_event(board, revision)
+                seen, revision = board.revision, board.timeline.revision  # before a slow reader lets time pass
+                yield _event("job", document)
             await self._wait(MIN_INTERVAL_S)
             await self._wait(max(0.0, next_overview_s - time.monotonic()), news)
 
