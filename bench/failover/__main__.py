@@ -36,12 +36,12 @@ from bench.failover.servers import NUM_SERVERS, CopiesMissingError, ThreeServers
 from bench.failover.trial import FAULTS, PARTITION, Fault, Scene, Trial, run_trial
 from bench.harness.broker import run_with_uvloop
 from bench.harness.command import BenchmarkError, BenchmarkReport, Target, benchmark_parser, run_benchmark
+from bench.harness.document import TablePlace
 from bench.harness.steady_job import SteadyJobError, running_job
-from bench.harness.tables import formatted, markdown, replaced
+from bench.harness.tables import formatted
 from bench.hosts import Hosts, HostsError
 
 from dynamix.cli.output import output_path
-from dynamix.runtime import output_files
 from dynamix.runtime.bus import Bus, BusError
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServerError
@@ -162,6 +162,8 @@ def _servers_for(faults: Sequence[Fault]) -> Iterator[ThreeServers]:
 def report_of(options: argparse.Namespace) -> BenchmarkReport:
     """Measure, and write the table into a document that has a place for it."""
     faults = options.fault or [fault for fault in FAULTS if fault != PARTITION]
+    is_partition = list(faults) == [PARTITION]
+    place = TablePlace(options.document, BEGIN_PARTITION if is_partition else BEGIN, END)
     kept = KeptOutcomes(faults, options.trials, Path(options.keep) if options.keep else None)
     if kept.missing:
         with _servers_for(faults) as servers:
@@ -169,15 +171,9 @@ def report_of(options: argparse.Namespace) -> BenchmarkReport:
     trials = kept.trials
     if not trials:
         raise BenchmarkError("; ".join(["no trial could be ended", *kept.failures]))
-    if faults == [PARTITION]:
-        rows, columns, begin = partition_summary(trials), PARTITION_COLUMNS, BEGIN_PARTITION
-    else:
-        rows, columns, begin = summary(trials), COLUMNS, BEGIN
-    if options.document:
-        path = Path(options.document)
-        cells = [[cell.format_map(row) for cell in columns.values()] for row in rows]
-        text = replaced(path.read_text(), begin, END, f"\n{markdown([*columns], cells, num_left=1)}\n")
-        output_files.write(path, text.encode())
+    rows, columns = (partition_summary(trials), PARTITION_COLUMNS) if is_partition else (summary(trials), COLUMNS)
+    cells = [[cell.format_map(row) for cell in columns.values()] for row in rows]
+    place.write([*columns], cells, num_left=1)
     lost = sum(trial.lost for trial in trials)
     targets = [
         Target(name="acknowledged messages lost", value=lost, at_most=0),

@@ -22,7 +22,6 @@ Every window must be decided once and in order. With a flood of full size no del
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 from bench.failover.servers import NUM_SERVERS
@@ -31,9 +30,9 @@ from bench.floods.roles import HOSTILE_USERS, ONLY_BY_ROLE, RoleReport, RoleResu
 from bench.floods.senders import FLOODS
 from bench.harness.broker import run_with_uvloop
 from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run_benchmark
-from bench.harness.tables import aligned, markdown, replaced
+from bench.harness.document import TablePlace
+from bench.harness.tables import aligned
 
-from dynamix.runtime import output_files
 from dynamix.runtime.bus import BusError
 from dynamix.runtime.embedded import EmbeddedServerError
 
@@ -108,6 +107,7 @@ def _targets(name: str, delays: Delays, num_out_of_chain: int) -> list[Target]:
 
 def report_of(options: argparse.Namespace) -> BenchmarkReport:
     """Run the floods, and write the table into a document that has a place for it."""
+    place = TablePlace(options.document, BEGIN_KEYS if options.keys else BEGIN, END)
     results = []
     for name in options.flood or [name for name, flood in FLOODS.items() if flood.with_key == options.keys]:
         count = max(1, round(FLOODS[name].full * options.size))
@@ -116,22 +116,21 @@ def report_of(options: argparse.Namespace) -> BenchmarkReport:
         results.append(run_with_uvloop(measure(name, count, with_keys=with_keys, **settings)))
         sys.stderr.write(f"floods: {' | '.join(cells_of(results[-1]))}\n")
     cells = [cells_of(result) for result in results]
-    if options.document:
-        _write_table(Path(options.document), BEGIN_KEYS if options.keys else BEGIN, HEADINGS, cells, num_left=1)
+    place.write(HEADINGS, cells, num_left=1)
     figures = {"floods": [msgspec.to_builtins(result) for result in results]}
     return BenchmarkReport(figures, aligned(HEADINGS, cells), targets_of(results))
 
 
 def report_of_roles(options: argparse.Namespace) -> BenchmarkReport:
     """The same for the keys of some roles."""
+    place = TablePlace(options.document, BEGIN_ROLES, END)
     reports, times = [], {"calm_s": options.calm, "after_s": options.after}
     for role in HOSTILE_USERS if ALL in options.role else options.role:
         work = measure_role(role, size=options.size, only=options.flood or (), **times)
         reports.append(run_with_uvloop(work))
         sys.stderr.write("".join(f"floods: {' | '.join(row)}\n" for row in role_cells(reports[-1])))
     cells = [row for report in reports for row in role_cells(report)]
-    if options.document:
-        _write_table(Path(options.document), BEGIN_ROLES, ROLE_HEADINGS, cells, num_left=2)
+    place.write(ROLE_HEADINGS, cells, num_left=2)
     targets = [
         target
         for report in reports
@@ -139,13 +138,6 @@ def report_of_roles(options: argparse.Namespace) -> BenchmarkReport:
         for target in _targets(f"{one.role}, {one.flood}", one.flooded, one.num_out_of_chain)
     ]
     return BenchmarkReport({"roles": msgspec.to_builtins(reports)}, aligned(ROLE_HEADINGS, cells), targets)
-
-
-def _write_table(
-    path: Path, begin: str, headings: Sequence[str], cells: Sequence[Sequence[str]], num_left: int
-) -> None:
-    text = replaced(path.read_text(), begin, END, f"\n{markdown(headings, cells, num_left=num_left)}\n")
-    output_files.write(path, text.encode())
 
 
 def main() -> int:

@@ -22,13 +22,13 @@ import msgspec
 from bench.floods.senders import SMALL_RANKS, job_on_one_node, measured_of
 from bench.harness.broker import broker_with_bus, run_with_uvloop
 from bench.harness.command import BenchmarkError, BenchmarkReport, Target, benchmark_parser, run_benchmark
+from bench.harness.document import TablePlace
 from bench.harness.steady_job import SteadyJob, running_services
-from bench.harness.tables import aligned, markdown, replaced
+from bench.harness.tables import aligned
 from bench.messages.load import Parcel, parcel
 
 from dynamix.arbitrator.service import ArbitratorSettings
 from dynamix.cli.services import SERVICES, ServiceProcess, hear
-from dynamix.runtime import output_files
 from dynamix.runtime.bus import Bus, BusError
 from dynamix.runtime.embedded import EmbeddedServerError
 from dynamix.schemas.messages import Live
@@ -200,16 +200,14 @@ def targets_of(results: Sequence[RestartResult]) -> list[Target]:
 
 def report_of(options: argparse.Namespace) -> BenchmarkReport:
     """Measure each crowd, and write the table into a document that has a place for it."""
+    place = TablePlace(options.document, BEGIN, END)
     results = []
     for num_jobs, ranks_of_each in CROWDS:
         crowd = Crowd(round(num_jobs * options.size), ranks_of_each)
         results.append(run_with_uvloop(measure(crowd, options.restarts)))
         sys.stderr.write(f"floods.restart: {' | '.join(cells_of(results[-1]))}\n")
     cells = [cells_of(result) for result in results]
-    if options.document:
-        path = Path(options.document)
-        text = replaced(path.read_text(), BEGIN, END, f"\n{markdown(HEADINGS, cells, num_left=1)}\n")
-        output_files.write(path, text.encode())
+    place.write(HEADINGS, cells, num_left=1)
     figures = {"restarts": [msgspec.to_builtins(result) for result in results]}
     return BenchmarkReport(figures, aligned(HEADINGS, cells), targets_of(results))
 
