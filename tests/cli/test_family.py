@@ -11,10 +11,11 @@ import pytest
 from tests.support import examples
 from tests.support.deployed_broker import DeployedBroker, become, deployed_broker
 
+from dynamix.cli.commands.family.stored import StoredFamily, details
 from dynamix.cli.connection import find
 from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus
-from dynamix.schemas.messages import Message
+from dynamix.schemas.messages import ArmRecord, ExploredArm, Message
 
 
 @pytest.fixture
@@ -46,6 +47,13 @@ def result_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     capsys.readouterr()
     assert main(["family", *arguments, "--json", "-"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def test_what_was_tried_is_shown_over_the_first_run() -> None:
+    arms = ArmRecord(ExploredArm(), 1, 0, (2.0, 4.0, 8.0)), ArmRecord(ExploredArm(1.5), 1, 0, (1.0, 2.0, 4.0))
+    family = StoredFamily(family="f", num_bytes=1, stored_at_ns=0, profile=examples.profile(arms=arms))
+    assert "8 s to the last of 3 levels\n" in details(family)
+    assert "learning rate x 1.5: 1 runs, 4 s to the last of 3 levels, 0.50 of the first" in details(family)
 
 
 def test_families_are_listed_shown_and_forgotten_by_provision_only(

@@ -99,6 +99,19 @@ def test_the_decision_its_adoption_and_the_refusals_are_there() -> None:
     assert "adopted   of window 0, from window 2 on   refused: 2 stale" in text
 
 
+def test_a_long_reason_takes_up_to_three_lines() -> None:
+    board = board_with()
+    board.fold(examples.action(3, reason="begins with what run 7 of the family taught, and tries out more " * 2))
+    lines = shown(board, width=60, height=40).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("because   begins with what run 7"))
+    assert all(line.startswith(" " * 10) for line in lines[at + 1 : at + 3])
+    assert " ".join(line[10:].strip() for line in lines[at : at + 3]).endswith("tries out more")
+    board.fold(examples.action(4, reason="word " * 100))
+    lines = shown(board, width=60, height=40).splitlines()
+    assert [line[:10].strip() for line in lines if "word" in line] == ["because", "", ""]
+    assert next(line for line in reversed(lines) if "word" in line).endswith(" …")
+
+
 def test_a_job_without_decisions_is_told_where_the_reason_is() -> None:
     board = Board(examples.JOB)
     board.fold(examples.job())

@@ -1,11 +1,13 @@
 """The profiles of job families on the bus, and the same as text."""
 
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from dynamix.arbitrator.families.profile import UnusableProfileError, read_profile
+from dynamix.arbitrator.policies.model.exploration import FIRST, score
 from dynamix.cli.errors import CommandError
 from dynamix.runtime.bus import Bus, BusMessage, StreamMissingError
 from dynamix.schemas import subjects
@@ -101,8 +103,8 @@ def details(one: StoredFamily) -> str:
             _line("last allocation", f"{_sizes(profile)} ({profile.split}), {profile.exchange.label}"),
             _line("times", f"{len(profile.memory):,} bytes" if profile.memory else "none"),
             _line("noise scale", f"{', '.join(curve)} samples seen" if curve else "unknown"),
-            *(_line("tried", _record(each, "s")) for each in profile.arms),
-            *(_line("tried, by energy", _record(each, "J")) for each in profile.energy_arms),
+            *(_line("tried", text) for text in _records(profile.arms, "s")),
+            *(_line("tried, by energy", text) for text in _records(profile.energy_arms, "J")),
         ]
     return "\n".join(lines)
 
@@ -139,6 +141,14 @@ def _row(one: StoredFamily) -> tuple[str, ...]:
     policy = f"{profile.policy} {profile.policy_version}"
     counts = (str(profile.world_size), str(profile.num_windows))
     return (one.family, str(profile.run), profile.job, policy, *counts, _sizes(profile), size)
+
+
+def _records(records: Sequence[ArmRecord], unit: str) -> Iterator[str]:
+    """What each arm took, and over what the first run's took, by which they are compared."""
+    first = next((record for record in records if record.arm == FIRST), None)
+    for record in records:
+        ratio = math.nan if first is None or record is first else score(record, first)
+        yield _record(record, unit) + ("" if math.isnan(ratio) else f", {ratio:.2f} of the first")
 
 
 def _record(record: ArmRecord, unit: str) -> str:

@@ -1,5 +1,6 @@
 """One frame of the view: the board as lines of text for a terminal of a given size. Pure."""
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -15,6 +16,8 @@ from .rank_table import rank_lines
 
 TWO_COLUMNS_FROM = 72
 LABEL, VALUE = 13, 12
+LABEL_WIDTH = 10
+MOST_REASON_LINES = 3
 MIN_TABLE = 8
 """Lines reserved for the table of ranks; curves get what is left."""
 STALE_AFTER_S = 30.0
@@ -45,7 +48,7 @@ def frame(
         return _cut([*_empty(board, missing), Text(), *below], width, height)
     rule = Text("─" * width, "dim")
     lacking = _collectors(board, heartbeats, now_s)
-    below = [rule, *_decision(board), *_reward(board, width), *_event(board), *_network(board), *lacking, *below]
+    below = [rule, *_decision(board, width), *_reward(board, width), *_event(board), *_network(board), *lacking, *below]
     tiles = _tiles(board, width)[: max(2, height - len(below) - MIN_TABLE)]
     above = [_title(board, now_ns, width), rule, *tiles, rule]
     room = height - len(above) - len(below)
@@ -119,7 +122,7 @@ def _tile(label: str, value: str, picture: Sequence[float] | float | None, style
     return line.append(" " * max(0, room - line.cell_len))
 
 
-def _decision(board: Board) -> Iterator[Text]:
+def _decision(board: Board, width: int) -> Iterator[Text]:
     action, applied = board.action, board.applied
     if board.exchange != EXACT:
         yield _labelled("gradients", (board.exchange.label, "bold"))
@@ -133,8 +136,9 @@ def _decision(board: Board) -> Iterator[Text]:
     by = f"  of window {action.window} by {action.policy}{version}"
     missing = ", inputs missing" if action.gap else ""
     yield _labelled("decision", (_changes(action.deltas), "bold"), (by, "dim"), (missing, "yellow"))
-    if board.reason:
-        yield _labelled("because", (board.reason, "dim"))
+    room = max(1, width - LABEL_WIDTH)
+    for at, line in enumerate(textwrap.wrap(board.reason, room, max_lines=MOST_REASON_LINES, placeholder=" …")):
+        yield _labelled("" if at else "because", (line, "dim"))
     if applied is not None:
         adopted = f"of window {applied.decided_window}, from window {applied.effective_window} on"
         refused = ", ".join(f"{count} {reason}" for reason, count in applied.num_refused.items() if count)
@@ -207,7 +211,7 @@ def _services(heartbeats: Heartbeats, now_s: float) -> Text:
 
 
 def _labelled(label: str, *parts: Text | str | tuple[str, str]) -> Text:
-    return Text.assemble((label.ljust(10), "dim"), *parts)
+    return Text.assemble((label.ljust(LABEL_WIDTH), "dim"), *parts)
 
 
 def _cut(lines: list[Text], width: int, height: int) -> list[Text]:
