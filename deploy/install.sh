@@ -120,12 +120,12 @@ if [ -z "$node" ]; then
     users=$root/etc/dynamix/users/users.conf
     if [ ! -e "$users" ]; then
         install -d -m 755 "$root/etc/dynamix/users"
-        install -m 644 "$deploy/users/users.conf" "$deploy/users/users-jobs.conf" "$root/etc/dynamix/users/"
-    elif ! cmp -s "$deploy/users/users.conf" "$users" || [ ! -e "${users%.conf}-jobs.conf" ]; then
+        install -m 644 "$deploy/users/users.conf" "$deploy/users/users-accounts.conf" "$root/etc/dynamix/users/"
+    elif ! cmp -s "$deploy/users/users.conf" "$users" || [ ! -e "${users%.conf}-accounts.conf" ]; then
         "$root$prefix/bin/python" -m dynamix.cli.main keys refresh --users "$users"
     fi
     for users in "$root"/etc/dynamix/users/shard-*.conf; do
-        case $users in *-jobs.conf) continue ;; esac
+        case $users in *-accounts.conf) continue ;; esac
         [ ! -e "$users" ] || "$root$prefix/bin/python" -m dynamix.cli.main keys refresh --users "$users"
     done
     sh "$deploy/make-secrets.sh" "$root/etc/dynamix/credentials"
@@ -214,7 +214,10 @@ systemctl --quiet enable $broker $services $instances
 { [ -n "$start" ] && [ -z "$wanting" ]; } || exit 0
 if [ -n "$broker" ]; then
     systemctl start dynamix-nats
-    systemctl reload dynamix-nats # it may run with the permissions of before
+    for _ in 1 2; do # it may run with the permissions of before; accounts new to it work from the second reload on
+        systemctl reload dynamix-nats
+        sleep 1
+    done
     systemctl restart dynamix-provision # brings the streams up to date
 fi
 # shellcheck disable=SC2086

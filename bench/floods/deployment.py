@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 from bench.failover.servers import free_ports, until_current
 from bench.floods.senders import ALL_JOBS
 from bench.harness.command import BenchmarkError
@@ -18,7 +17,7 @@ from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.broker.nkeys import UserKey, new_seed
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.bus.users.permissions import PROVISION, inbox_of
-from dynamix.runtime.bus.users.users_file import User, users_files
+from dynamix.runtime.bus.users.users_file import User, users_files, with_first_key
 from dynamix.runtime.embedded import server_binary
 from dynamix.runtime.key_file import key_file_text
 from dynamix.runtime.settings import BusSettings
@@ -130,8 +129,10 @@ def _with_key(directory: Path, user: User) -> User:
     seed = new_seed()
     file = directory / f"{user.name}.nkey"
     file.touch(mode=0o600)
-    file.write_text(key_file_text(seed, name=user.name, inbox=inbox_of(user.role, user.name), jobs=user.jobs))
-    return msgspec.structs.replace(user, keys=(UserKey(seed).public,))
+    user, inbox = with_first_key(user, UserKey(seed).public), inbox_of(user.role, user.name)
+    text = key_file_text(seed, name=user.name, inbox=inbox, jobs=user.jobs, api=user.api, consumer=user.consumer)
+    file.write_text(text)
+    return user
 
 
 def _address(directory: Path, process: subprocess.Popen[bytes], log: Path) -> str:

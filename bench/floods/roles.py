@@ -19,9 +19,9 @@ from bench.messages.load import Parcel
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamix.cli.services import SERVICES
-from dynamix.runtime.bus.broker.requests import API
+from dynamix.runtime.bus.broker.login import API
 from dynamix.runtime.bus.users.users_file import User
-from dynamix.runtime.settings import BusSettings
+from dynamix.runtime.settings import BusSettings, key_of
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.kinds import KINDS, WATCHER, Kind
@@ -237,6 +237,8 @@ def _own_kinds(role: str, count: int) -> Iterator[Parcel]:
 
 
 async def _request(settings: BusSettings, count: int) -> Sent:
-    one = Parcel(f"{API}STREAM.INFO.{FEED.name}", b"", "")
+    credential = key_of(settings)
+    api = credential.api if credential and credential.api else API
+    one = Parcel(f"{api}STREAM.INFO.{FEED.name}", b"", "")
     sent = await unheard(lambda count: itertools.repeat(one, count), is_answered=True)(settings, count)
     return msgspec.structs.replace(sent, accepted=count - sent.denied, refused=sent.denied)

@@ -62,8 +62,30 @@ def test_the_list_shows_limits_and_public_keys(users: Path, capsys: pytest.Captu
     assert listed[-1]["jobs"] == ["alice-1"]
     assert keys(users, "list") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["user", "role", "limited", "to", "logs", "in", "with"]
-    assert lines[-1].split() == ["alice", "trainer", "jobs", "alice-1", listed[-1]["keys"][0]]
+    assert lines[0].split() == [*["user", "role", "limited", "to", "in", "the", "account", "of", "logs", "in", "with"]]
+    assert lines[1].split() == [*["trainer", "trainer", "all", "jobs", "the", "streams", "a", "password"]]
+    assert lines[-1].split() == [*["alice", "trainer", "jobs", "alice-1", "its", "own"], listed[-1]["keys"][0]]
+
+
+def test_a_services_consumers_have_names_that_only_its_key_and_the_broker_know(
+    users: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [("node-a", "--role", "collector", "--node", "node-a"), ("reward-1", "--role", "reward", "--instance", "1")]
+    endings = set()
+    for name, *words in made:
+        assert keys(users, "create", name, *words) == 0
+        key = read_key_file(Path(f"{name}.nkey"))
+        endings.add(key.consumer)
+        assert keys(users, "rotate", name) == 0
+        assert read_key_file(Path(f"{name}.nkey")).consumer == key.consumer
+        assert len(key.consumer) == 16
+        durable = f"collector-node-a-{key.consumer}" if name == "node-a" else f"reward-1-{key.consumer}"
+        assert f'"dynamix.api.CONSUMER.RESET.FEED.{durable}"' in users.with_name("users-accounts.conf").read_text()
+    assert len(endings) == 2
+    capsys.readouterr()
+    for words in (["list"], ["list", "--json", "-"]):
+        assert keys(users, *words) == 0
+        assert not any(ending in capsys.readouterr().out for ending in endings)
 
 
 def test_a_rotation_ends_no_key_before_the_old_ones_are_revoked(
@@ -132,28 +154,27 @@ def test_a_missing_or_foreign_file_of_users_is_said_with_the_fix(
 def test_the_last_user_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broker").mkdir()
     path = tmp_path / "broker" / "users.conf"
-    path.write_text('#: {"name": "watcher", "role": "watcher"}\n')
+    path.write_text('#: {"name": "watcher", "role": "watcher"}\nusers: []\n')
     assert "the broker would let anyone in" in refused(path, capsys, "revoke", "watcher")
 
 
-def test_a_key_for_certain_jobs_is_refused_where_the_broker_would_not_read_it(
-    users: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_key_is_refused_where_the_broker_would_not_read_it(users: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its configuration is of an earlier version, and was edited."""
     config = users.parent.parent / "nats.conf"
     config.write_text('accounts { DYNAMIX { include "broker/users.conf" } }\n')
     said = refused(users, capsys, "create", "alice", "--role", "trainer", "--job", "alice-1")
-    assert f'{config} does not include the accounts of keys for certain jobs: add the line `include "broker/' in said
+    assert f"{config} does not include the accounts of keys, without which the broker will not start: " in said
+    assert 'add the line `include "broker/users-accounts.conf"` to its `accounts`' in said
     assert not Path("alice.nkey").exists()
-    assert keys(users, "create", "node-a", "--role", "collector", "--node", "node-a") == 0
-    config.write_text(config.read_text() + 'include "broker/users-jobs.conf"\n')
+    assert "does not include" in refused(users, capsys, "refresh")
+    config.write_text(config.read_text() + 'include "broker/users-accounts.conf"\n')
     assert keys(users, "create", "alice", "--role", "trainer", "--job", "alice-1") == 0
-    assert "nkey: " in users.with_name("users-jobs.conf").read_text()
+    assert "nkey: " in users.with_name("users-accounts.conf").read_text()
 
 
 def test_no_shard_has_the_name_of_anothers_accounts(users: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert keys(users, "shard", "b-jobs") == 2
-    assert "no shard's name ends with -jobs" in capsys.readouterr().err
+    assert keys(users, "shard", "b-accounts") == 2
+    assert "no shard's name ends with -accounts" in capsys.readouterr().err
 
 
 def test_a_key_that_cannot_be_written_replaces_none(

@@ -61,7 +61,7 @@ def test_one_node_is_one_node_whatever_the_script_is_told(arguments: list[str]) 
 def test_a_credential_says_which_jobs_can_be_trained(tmp_path: Path) -> None:
     def bus(*jobs: str) -> BusSettings:
         file = tmp_path / "alice.nkey"
-        file.write_text(key_file_text("SUA", name="alice", inbox="alice", jobs=jobs))
+        file.write_text(key_file_text("SUA", name="alice", inbox="alice", jobs=jobs, api=""))
         return BusSettings(nkey_file=str(file))
 
     assert train.permitted("", None, bus("alice-1")) == "alice-1"

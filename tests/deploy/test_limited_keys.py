@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 
+import msgspec
 import pytest
 from tests.support import examples
 from tests.support.brokers import connected, consumer_names
@@ -15,11 +16,11 @@ from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import encode
+from dynamix.schemas.codec import encode, message_id
 from dynamix.schemas.kinds import KINDS, Kind
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-MINE, OTHERS = examples.JOB, "other-1"
+MINE, OTHERS, QUIET = examples.JOB, "other-1", "quiet-1"
 NODE, OTHER_NODE = "node-a", "node-b"
 HARMLESS = {"$SYS.REQ.USER.INFO"}
 """The server answers it to every user, about itself."""
@@ -166,17 +167,21 @@ async def test_a_collector_reads_reports_of_its_own_node_only_and_by_one_consume
     collector: Bus, trainer: Bus, operator: Bus
 ) -> None:
     own, other = (f"dynamix.v1.report.*.{node}" for node in (NODE, OTHER_NODE))
-    create = "$JS.API.CONSUMER.CREATE.FEED"
+    name = collector._connection.durable_named(f"collector-{NODE}")
+    create = "dynamix.api.CONSUMER.CREATE.FEED"
     wrong = [
         f"{create}.collector-{OTHER_NODE}.{own}",
-        f"{create}.collector-{NODE}.{other}",
-        f"{create}.collector-{NODE}.dynamix.v1.report.>",
-        f"{create}.collector-{NODE}.dynamix.v1.state.*.{NODE}",
-        f"{create}.collector-{NODE}",
+        f"{create}.collector-{NODE}.{own}",
+        f"{create}.{name}.{other}",
+        f"{create}.{name}.dynamix.v1.report.>",
+        f"{create}.{name}.dynamix.v1.state.*.{NODE}",
+        f"{create}.{name}",
         f"{create}.mine.{own}",
-        f"$JS.API.CONSUMER.MSG.NEXT.FEED.collector-{OTHER_NODE}",
-        f"$JS.API.CONSUMER.DELETE.FEED.collector-{NODE}",
+        f"dynamix.api.CONSUMER.MSG.NEXT.FEED.collector-{OTHER_NODE}",
+        f"dynamix.api.CONSUMER.DELETE.FEED.{name}",
+        f"$JS.API.CONSUMER.MSG.NEXT.FEED.{name}",
         f"$JS.ACK.FEED.collector-{OTHER_NODE}.1.1.1.1.1",
+        f"$JS.ACK.FEED.collector-{OTHER_NODE}.FEED.{name}.1.1.1",
     ]
     assert await refused(collector, *wrong) == [True] * len(wrong)
     before = collector.counters["permission_denials"]
@@ -185,13 +190,13 @@ async def test_a_collector_reads_reports_of_its_own_node_only_and_by_one_consume
         batch = await anext(reports)
         assert batch[0].payload == encode(examples.report(node=NODE, window=3))
         await reports.ack(batch[-1])
-    assert await consumer_names(operator, FEED.name) == [f"collector-{NODE}"]
+    assert await consumer_names(operator, FEED.name) == [name]
     assert collector.counters["permission_denials"] == before
 
 
 async def test_a_consumer_with_another_filter_than_its_subject_says_is_not_made(collector: Bus, operator: Bus) -> None:
     """The permission is for the request's subject; the server compares it with what the request asks for."""
-    own, name = f"dynamix.v1.report.*.{NODE}", f"collector-{NODE}"
+    own, name = f"dynamix.v1.report.*.{NODE}", collector._connection.durable_named(f"collector-{NODE}")
     before = await consumer_names(operator, FEED.name)
     for config in (
         {"name": name, "filter_subject": "dynamix.v1.>"},
@@ -255,3 +260,32 @@ async def test_what_the_broker_refused_is_in_its_log_with_user_and_subject(
     lines = [line for line in broker.log.read_text().splitlines() if subjects.of("action", "logged-1") in line]
     assert len(lines) == 1
     assert "Publish Violation" in lines[0]
+
+
+async def test_no_message_is_dropped_as_a_duplicate_of_a_hostile_one(
+    trainer: Bus, collector: Bus, operator: Bus, broker: DeployedBroker
+) -> None:
+    """A stream compares the identities of all messages: who guesses one could have stored another with it before."""
+    report = examples.report(NODE, (0,), 7, job=QUIET)
+    state = msgspec.structs.replace(examples.state(NODE, (0,), 7), job=QUIET)
+    job = examples.job({"node-a": (0,)}, job=QUIET)
+    for message, own in (
+        (report, subjects.of("report", MINE, NODE)),
+        (state, subjects.of("report", MINE, NODE)),
+        (job, subjects.of("job", MINE)),
+    ):
+        header = {"Nats-Msg-Id": message_id(message)}
+        assert await trainer._connection.send(own, b"junk", f"{trainer._connection.inbox}.x", header)
+    await trainer._connection.round_trip(30.0)
+    async with connected(broker.settings("trainer"), "trainer-2") as victim:
+        await victim.publish(job)
+        await victim.publish(report)
+        assert victim.counters["duplicates"] == 0
+        await victim.publish(report)
+        assert victim.counters["duplicates"] == 1, "its own are dropped"
+    await collector.publish(state)
+    assert collector.counters["duplicates"] == 0
+    for stream, message in ((JOBS, job), (FEED, report), (FEED, state)):
+        stored = await operator.last(stream.name, subjects.subject_of(message))
+        assert stored is not None
+        assert stored.payload == encode(message)

@@ -123,7 +123,7 @@ def test_a_real_server_would_take_the_configuration_of_the_cluster(
         assert main(["keys", "shard", shard, *key]) == 0
         lines = re.findall(r"^  (SHARD_.*|include .*)$", capsys.readouterr().err, re.MULTILINE)
         write_config_map(tmp_path, "\n  ".join(lines))
-        for name in ("shard-b.conf", "shard-b-jobs.conf"):
+        for name in ("shard-b.conf", "shard-b-accounts.conf"):
             shutil.copy(users.with_name(name), tmp_path)
         assert 'include "shard-b.conf"' in (tmp_path / "dynamix.conf").read_text()
     (tmp_path / "chart.conf").write_text(configuration(tmp_path, cluster=True))

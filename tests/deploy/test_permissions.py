@@ -171,11 +171,13 @@ async def test_a_consumer_cannot_be_made_to_publish_for_its_maker(connect: Any) 
         f"$JS.API.DIRECT.GET.JOBS.{subjects.of('job', 'forged')}",
         own,
     )
-    async with collector.subscribe(own) as deliveries:
-        for index, target in enumerate(targets):
-            await push_consumer(collector, f"pushed-{index}", target, subjects.of("report", "pushed", "node-a"))
-        await publish(trainer, "report", "pushed")
-        await anext(deliveries)  # so the others were delivered, too, if they are at all
+    delivered = asyncio.Event()
+    await collector._connection.subscribe(own, lambda *_: delivered.set())
+    for index, target in enumerate(targets):
+        await push_consumer(collector, f"pushed-{index}", target, subjects.of("report", "pushed", "node-a"))
+    await publish(trainer, "report", "pushed")
+    async with asyncio.timeout(30):
+        await delivered.wait()  # so the others were delivered, too, if they are at all
     await provisioner._connection.round_trip(5.0)
     assert [await provisioner.stream_state(stream.name) for stream in STREAMS if stream is not FEED] == kept
 

@@ -31,7 +31,7 @@ def add_shard(capsys: pytest.CaptureFixture[str]) -> Callable[[Path], None]:
         said = capsys.readouterr().err
         lines = re.findall(r"^  (SHARD_.*|include .*)$", said, re.MULTILINE)
         shard = 'SHARD_B { jetstream: enabled, include "users/shard-b.conf" }'
-        assert lines == [shard, 'include "users/shard-b-jobs.conf"']
+        assert lines == [shard, 'include "users/shard-b-accounts.conf"']
         accounts = "\n  ".join(lines)
         assert "2 GB more in `max_file_store`, such as 4GB instead of 2GB" in said
         config = directory / "nats.conf"
@@ -120,7 +120,11 @@ def test_a_shard_is_made_once_and_named_before_it_is_used(
     assert "make the shard with `dynamix keys shard NAME`" in capsys.readouterr().err
     assert main(["keys", "shard", "B", "--users", str(users)]) == 2
     assert main(["keys", "shard", "b", "--users", str(users)]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["b-provision.nkey", "shard-b-jobs.conf", "shard-b.conf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "b-provision.nkey",
+        "shard-b-accounts.conf",
+        "shard-b.conf",
+    ]
     assert (tmp_path / "b-provision.nkey").stat().st_mode & 0o777 == 0o600
     capsys.readouterr()
     assert main(["keys", "shard", "b", "--users", str(users)]) == 1

@@ -42,8 +42,8 @@ def test_what_is_no_seed_of_a_user_is_refused_without_showing_it(seed: str, reas
 
 def test_a_credential_is_read_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "alice.nkey"
-    file.write_text(key_file_text(SEED, name="alice", inbox="alice", jobs=("alice-1", "alice-2")))
-    assert read_key_file(file) == KeyFile(SEED, "alice", "alice", ("alice-1", "alice-2"))
+    file.write_text(key_file_text(SEED, name="alice", inbox="alice", jobs=("alice-1", "alice-2"), api="x.api."))
+    assert read_key_file(file) == KeyFile(SEED, "alice", "alice", ("alice-1", "alice-2"), "x.api.")
     assert SEED not in repr(read_key_file(file))
 
 

@@ -36,6 +36,7 @@ def test_both_forms_of_acknowledgement_subjects_parse_alike(reply: bytes) -> Non
     ("headers", "expected"),
     [
         (b"NATS/1.0\r\nNats-Msg-Id: state:job-1:0:7:node-a\r\n\r\n", "state:job-1:0:7:node-a"),
+        (b"NATS/1.0\r\nNats-Msg-Id: report:job-1:node-a:0:7#0123456789abcdef\r\n\r\n", "report:job-1:node-a:0:7"),
         (b"NATS/1.0\r\ntraceparent: nats-msg-id: no\r\nnats-msg-id:x\r\n\r\n", "x"),
         (b"NATS/1.0\r\ntraceparent: 00\r\n\r\n", ""),
         (b"NATS/1.0\r\nNats-Msg-Id: \xff\r\n\r\n", "\ufffd"),

@@ -7,6 +7,7 @@ import pytest
 from tests.support import examples
 from tests.support.brokers import STATE, ConfiguredServer, connected, publish_states, until
 from tests.support.proxy import Proxy
+from tests.support.reading import read
 
 from dynamix.runtime.bus import Bus, ConnectionClosedError, PublishError, StaleWriterError, StreamMissingError
 from dynamix.runtime.bus.provision import provision
@@ -35,6 +36,23 @@ async def test_equal_content_is_stored_once(bus: Bus) -> None:
     assert await bus.publish(examples.state()) == await bus.publish(examples.state()) == 1
     assert (await bus.stream_state("FEED")).num_messages == 1
     assert bus.counters["duplicates"] == 1
+
+
+async def test_an_identity_is_signed_where_one_user_sends_such_messages_and_read_without(
+    server: ConfiguredServer, bus: Bus
+) -> None:
+    """The signature is the same after a restart, and in another process of the same user."""
+    state, reward = examples.state(), examples.reward("node-a", (0, 1))
+    wanted = [subjects.all_of("state"), subjects.all_of("reward")]
+    async with bus.consume("FEED", wanted, start="all") as consumer:
+        await bus.publish(state)
+        await bus.publish(reward)
+        async with connected(server.settings) as again:
+            await again.publish(state)
+            assert again.counters["duplicates"] == 1
+        found = await read(consumer, 2)
+    assert [message.message_id for message in found] == [codec.message_id(state), codec.message_id(reward)]
+    assert [b"#" in message.headers for message in found] == [True, False]
 
 
 async def test_messages_whose_acknowledgements_are_lost_are_retransmitted_and_stored_once(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.runtime.bus.users.permissions import ROLES, permissions_of
+from dynamix.runtime.bus.users.permissions import PROVISION, ROLES, common, permissions_of, requests
 from dynamix.runtime.bus.users.users_file import (
     DEFAULT,
     SPARE_ACCOUNTS,
@@ -14,6 +14,7 @@ from dynamix.runtime.bus.users.users_file import (
     numbered,
     read_users,
     users_files,
+    with_first_key,
     write_users,
 )
 
@@ -30,13 +31,13 @@ def test_the_shipped_file_is_generated_from_the_table_of_kinds() -> None:
 def test_users_are_read_back_as_they_were_written() -> None:
     users = [
         *DEFAULT,
-        User(name="alice", role="trainer", jobs=("alice-1", "alice-2"), keys=(KEY, KEY[::-1])),
+        User(name="alice", role="trainer", jobs=("alice-1", "alice-2"), keys=(KEY, KEY[::-1]), account=2),
         User(name="node-a", role="collector", nodes=("node-a",), keys=(KEY,)),
         User(name="reward-1", role="reward", instances=("1",), keys=(KEY[1:] + "A",)),
     ]
-    text = write_users(users)
+    text = write_users(users, "DYNAMIX")
     assert read_users(text) == users
-    assert text.count(f"nkey: {KEY}\n") == 1, "alice logs in to an account of her own"
+    assert text.count(f"nkey: {KEY}\n") == 1, "alice logs in to an account of her own, the others' are of before"
     assert text.count("password: $NATS_PASSWORD_") == len(ROLES)
 
 
@@ -57,17 +58,75 @@ def test_an_account_has_one_user_and_what_is_of_its_jobs_and_some_are_empty() ->
     path = Path("users/shard-b.conf")
     texts = users_files(path, [*DEFAULT, trainer_of("alice")])
     accounts = texts[accounts_file(path)]
-    assert accounts_file(path) == Path("users/shard-b-jobs.conf")
-    own, _, rest = accounts.partition("SHARD_B_JOBS_1 {")[2].partition("\n}\n")
+    assert accounts_file(path) == Path("users/shard-b-accounts.conf")
+    own, _, rest = accounts.partition("SHARD_B_jobs_1 {")[2].partition("\n}\n")
     assert own.count("nkey: ") == 1
     assert '{ service: { account: SHARD_B, subject: "dynamix.v1.report.alice-1.*" } }' in own
     assert '{ stream: { account: SHARD_B, subject: "dynamix.v1.stored.action.alice-1" } }' in own
-    assert rest.split("\n")[0] == "SHARD_B_JOBS_2 { users: [] }"
+    assert rest.split("\n")[0] == "SHARD_B_jobs_2 { users: [] }"
     assert rest.count("{ users: [] }") == SPARE_ACCOUNTS
     assert read_users(texts[path])[-1] == trainer_of("alice", 1)
     exported = texts[path].partition("exports: [")[2]
     assert '{ service: "dynamix.v1.report.*.*" }' in exported
-    assert "_INBOX" not in exported
+    assert exported.count("_INBOX") == exported.count("_INBOX.watcher.>") == 2, "for answers to discovery"
+
+
+@pytest.mark.parametrize("role", [role for role in ROLES if role not in ("trainer", PROVISION)])
+def test_a_service_with_a_key_asks_jetstream_by_another_prefix(role: str) -> None:
+    """The server answers what begins with $JS.API in each account by itself."""
+    user = with_first_key(User(name="mine", role=role), KEY)
+    texts = users_files(Path("users/users.conf"), [*DEFAULT, user])
+    own = texts[Path("users/users-accounts.conf")].partition(f"DYNAMIX_{role} {{")[2].partition("\n}\n")[0]
+    permitted, _, crossing = own.partition("exports: [")
+    imported = crossing.partition("imports: [")[2]
+    assert user.api == "dynamix.api."
+    assert "$JS.API." not in permitted
+    assert '"dynamix.api.CONSUMER.MSG.NEXT.' in permitted
+    asked = [line for line in imported.splitlines() if "$JS.API." in line]
+    assert len(asked) == permitted.partition("subscribe:")[0].count('"dynamix.api.')
+    assert all('to: "dynamix.api.' in line for line in asked)
+
+
+@pytest.mark.parametrize("role", [role for role in ROLES if role != PROVISION])
+def test_no_two_imports_of_a_role_take_the_same_subject(role: str) -> None:
+    """A request would be carried out twice; an acknowledgement may be."""
+    found = requests(role, permissions_of(role, role))
+    taken = [one for one in found if not one.local.startswith("$JS.ACK.")]
+    pairs = [(a.local, b.local) for a in taken for b in taken if a is not b and overlap(a.local, b.local)]
+    assert pairs == []
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether some subject is matched by both."""
+    for a, b in zip(one.split("."), other.split("."), strict=False):
+        if ">" in (a, b):
+            return True
+        if a != b and "*" not in (a, b):
+            return False
+    return one.count(".") == other.count(".")
+
+
+@pytest.mark.parametrize(
+    ("heard", "said", "both"),
+    [
+        ("dynamix.v1.live.*.*", "dynamix.v1.live.reward.*", "dynamix.v1.live.reward.*"),
+        ("dynamix.v1.trace.job-1.*", "dynamix.v1.trace.*.*", "dynamix.v1.trace.job-1.*"),
+        ("$SRV.PING", "$SRV.>", "$SRV.PING"),
+        ("$SRV", "$SRV.>", None),
+        ("dynamix.v1.trace.*.*", "dynamix.v1.reward.*.*", None),
+        ("dynamix.v1.trace.*", "dynamix.v1.trace.*.*", None),
+        ("dynamix.v1.trace.*.b", "dynamix.v1.trace.a.*", None),
+    ],
+)
+def test_what_two_filters_have_in_common_is_the_narrower_one(heard: str, said: str, both: str | None) -> None:
+    assert common(heard, said) == both
+
+
+def test_an_operators_key_and_that_of_an_earlier_service_stay_with_the_streams() -> None:
+    operator = with_first_key(User(name="admin", role=PROVISION), KEY)
+    earlier = User(name="node-a", role="collector", nodes=("node-a",), keys=(KEY,))
+    assert [user.account for user in numbered([operator, earlier])] == [0, 0]
+    assert (operator.api, earlier.api) == ("", "")
 
 
 def test_a_trainer_of_one_job_may_do_this_and_nothing_else() -> None:
@@ -105,7 +164,7 @@ def test_a_collector_of_one_node_may_do_this_and_nothing_else() -> None:
         "$JS.API.CONSUMER.INFO.FEED.collector-node-a",
         "$JS.API.CONSUMER.RESET.FEED.collector-node-a",
         "$JS.ACK.FEED.collector-node-a.>",
-        "$JS.ACK.*.*.FEED.collector-node-a.>",
+        "$JS.ACK._.*.FEED.collector-node-a.>",
         "_INBOX.watcher.>",
     )
     assert subscribe[:2] == ("_INBOX.node-a.>", "dynamix.v1.live.collector.node-a")
@@ -124,7 +183,7 @@ def test_a_reward_service_of_one_instance_reaches_no_consumer_but_its_own() -> N
         "$JS.API.CONSUMER.INFO.FEED.reward-1",
         "$JS.API.CONSUMER.RESET.FEED.reward-1",
         "$JS.ACK.FEED.reward-1.>",
-        "$JS.ACK.*.*.FEED.reward-1.>",
+        "$JS.ACK._.*.FEED.reward-1.>",
         "_INBOX.watcher.>",
     )
     assert subscribe[:2] == ("_INBOX.reward-a.>", "dynamix.v1.live.reward.1")
@@ -179,9 +238,11 @@ def test_a_file_that_is_none_is_refused_by_its_line(text: str, reason: str) -> N
 
 
 def test_a_file_of_which_a_change_would_lose_a_part_is_refused() -> None:
-    text = write_users([*DEFAULT, trainer_of("alice", 1)])
+    text = write_users([*DEFAULT, trainer_of("alice", 1)], "DYNAMIX")
     with pytest.raises(UsersFileError, match="its end is missing: restore it from a copy"):
         read_users(text[: text.index("exports:") + 20])
+    with pytest.raises(UsersFileError, match="its end is missing"):
+        read_users(text[: text.index("users: [")])
     added = text.replace("users: [", "users: [\n  { user: guest, password: $GUEST }", 1)
-    with pytest.raises(UsersFileError, match=r"line 6 lets in guest, whom `dynamix keys` does not know: put it into"):
+    with pytest.raises(UsersFileError, match=r"line 16 lets in guest, whom `dynamix keys` does not know: put it into"):
         read_users(added)

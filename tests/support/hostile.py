@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from dynamix.runtime.bus import Bus, PermissionDeniedError
+from dynamix.runtime.bus.broker.login import API
 from dynamix.schemas.kinds import KINDS, Kind
 from dynamix.schemas.subjects import ROOT
 
@@ -25,12 +26,16 @@ async def refused(bus: Bus, *subjects: str, payload: bytes = b"{}") -> list[bool
 
 async def send_answers_to(bus: Bus, subject: str, content: bytes, own: str) -> None:
     """Let JetStream answer on a subject: with what it stored of a job of our own, and with acknowledgements."""
-    connection, asked = bus._connection, f"$JS.API.DIRECT.GET.JOBS.{ROOT}.job.{own}"
-    assert await connection.send(f"{ROOT}.job.{own}", content, f"{connection.inbox}.x")
-    await connection.round_trip(30.0)
-    for request, payload in ((asked, b""), (f"{ROOT}.job.{own}", content), (f"{ROOT}.applied.{own}", b"junk")):
-        assert await connection.send(request, payload, subject)
-        await connection.round_trip(30.0)
+    asked = f"{API}DIRECT.GET.JOBS.{ROOT}.job.{own}"
+    await answered_to(bus, f"{bus._connection.inbox}.x", (f"{ROOT}.job.{own}", content))
+    await answered_to(bus, subject, (asked, b""), (f"{ROOT}.job.{own}", content), (f"{ROOT}.applied.{own}", b"junk"))
+
+
+async def answered_to(bus: Bus, subject: str, *requests: tuple[str, bytes]) -> None:
+    """Make requests whose answers shall go to a subject."""
+    for request, payload in requests:
+        assert await bus._connection.send(request, payload, subject)
+        await bus._connection.round_trip(30.0)
 
 
 async def is_heard(bus: Bus, subject: str) -> bool:
@@ -50,8 +55,12 @@ def subjects_of_kind(kind: Kind, places: dict[str, Iterable[str]]) -> Iterator[s
         yield ".".join((ROOT, kind.name, *tokens))
 
 
-def api_operations() -> list[str]:
-    """Requests to JetStream and to the server that read or change more than one's own."""
+def api_operations(api: str = API) -> list[str]:
+    """Requests to JetStream and to the server that read or change more than one's own; JetStream's by a prefix."""
+    return [operation.replace(API, api) for operation in _operations()]
+
+
+def _operations() -> list[str]:
     subjects = [subject for kind in KINDS for subject in subjects_of_kind(kind, {})]
     return [
         *(f"$JS.API.STREAM.{operation}.{stream}" for operation in STREAM_OPERATIONS for stream in STREAMS),

@@ -36,6 +36,11 @@ class Kind(NamedTuple):
     """Which rank of a job sends or receives it, where the trainer does."""
 
     @property
+    def has_one_sender(self) -> bool:
+        """Whether no two users send the same message: not so where services stand in for each other."""
+        return self.senders in {("trainer",), ("collector",)}
+
+    @property
     def carrier(self) -> str:
         """Name of the stream that keeps it, or `core NATS`."""
         return "core NATS" if self.stream is None else self.stream.name

@@ -68,6 +68,14 @@ def announced(subject: str) -> str:
     return ANNOUNCED + subject.removeprefix(ROOT)
 
 
+def covers(wide: str, narrow: str) -> bool:
+    """Whether a filter takes all that another one, or a subject, stands for."""
+    one, other = wide.split("."), narrow.split(".")
+    if one[-1] == ">" and len(other) >= len(one):
+        one, other = one[:-1], other[: len(one) - 1]
+    return len(one) == len(other) and all(a in (ANY, b) for a, b in zip(one, other, strict=True))
+
+
 def subject_of(message: Message) -> str:
     """Subject of a message, from its own fields; not of a dead letter, whose tokens describe what it holds."""
     kind = BY_STRUCT[type(message)]

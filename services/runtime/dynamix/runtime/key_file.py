@@ -27,6 +27,10 @@ class KeyFile(NamedTuple):
     """What follows `_INBOX` in the inbox that the user may listen to."""
     jobs: tuple[str, ...] = ()
     """The jobs that it is for; none: the file does not say."""
+    api: str = ""
+    """Prefix of requests to JetStream in the account that it is for; empty: the server's own."""
+    consumer: str = ""
+    """What the names of its durable consumers end with, which no other user knows; empty: nothing."""
 
     def __repr__(self) -> str:
         return f"KeyFile(name={self.name!r}, seed=***)"
@@ -39,10 +43,19 @@ def read_key_file(path: Path) -> KeyFile:
     if seed is None:
         raise ValueError("it holds no line that begins with SU, the seed of a user's nkey")
     fields = dict(_FIELD.findall(text))
-    return KeyFile(seed[1], fields.get("name", ""), fields.get("inbox", ""), tuple(fields.get("jobs", "").split()))
+    return KeyFile(
+        seed=seed[1],
+        name=fields.get("name", ""),
+        inbox=fields.get("inbox", ""),
+        jobs=tuple(fields.get("jobs", "").split()),
+        api=fields.get("api", ""),
+        consumer=fields.get("consumer", ""),
+    )
 
 
-def key_file_text(seed: str, *, name: str, inbox: str, jobs: Sequence[str]) -> str:
+def key_file_text(
+    seed: str, *, name: str, inbox: str, jobs: Sequence[str] = (), api: str = "", consumer: str = ""
+) -> str:
     """The content of a credential's file."""
-    fields = {"name": name, "inbox": inbox, "jobs": " ".join(jobs)}
+    fields = {"name": name, "inbox": inbox, "jobs": " ".join(jobs), "api": api, "consumer": consumer}
     return FIRST_LINE + "".join(f"# {key}: {value}\n" for key, value in fields.items() if value) + f"{seed}\n"

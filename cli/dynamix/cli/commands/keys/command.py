@@ -2,7 +2,7 @@
 
   dynamix keys create alice --role trainer --job alice-1 --job alice-2
   dynamix keys create node-a --role collector --node node-a
-  dynamix keys create reward --role reward --instance node-a
+  dynamix keys create reward-a --role reward --instance node-a
   dynamix keys rotate alice            # both keys work; then, once the new one is in use: keys revoke alice --old
   dynamix keys revoke alice
   dynamix keys refresh                 # after an upgrade: the permissions that this version needs
@@ -21,6 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from dynamix.cli.errors import CommandError, MisuseError, explained, reading
 from dynamix.cli.output import add_json_argument, add_list, add_output_argument, write_result, writing
@@ -28,13 +29,17 @@ from dynamix.runtime import output_files
 from dynamix.runtime.bus.broker.nkeys import UserKey, new_seed
 from dynamix.runtime.bus.users.permissions import PROVISION, ROLES, inbox_of
 from dynamix.runtime.bus.users.users_file import (
+    ACCOUNTS_SUFFIX,
     DEFAULT,
+    ROLE_ACCOUNT,
     User,
     UsersFileError,
     account_of,
     accounts_file,
+    accounts_in,
     read_users,
     users_files,
+    with_first_key,
 )
 from dynamix.runtime.input_files import read_regular
 from dynamix.runtime.key_file import FIRST_LINE, key_file_text, read_key_file
@@ -47,6 +52,7 @@ USERS_FILE = Path("/etc/dynamix/users/users.conf")
 KEY = FileKind("a credential of `dynamix keys`", lambda head: head.startswith(FIRST_LINE.encode()))
 ALL = "*"
 IN_FORCE = "in force once the broker has read it: systemctl reload dynamix-nats (in a container: kill -s HUP)"
+TWICE = "reload it twice, some seconds apart: an account that a reload finds new works from the next one on"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -111,16 +117,17 @@ def _users_of(users: Path, shard: str) -> Path:
 
 def _list(arguments: argparse.Namespace) -> None:
     users = _read(arguments.users)
-    rows = [("user", "role", "limited to", "logs in with"), *map(_row, users)]
+    rows = [("user", "role", "limited to", "in the account of", "logs in with"), *map(_row, users)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    write_result({"users": users}, "\n".join(lines), arguments.json)
+    write_result({"users": [_document(user) for user in users]}, "\n".join(lines), arguments.json)
 
 
 def _create(arguments: argparse.Namespace) -> None:
     file = Path(arguments.output or f"{arguments.name}.nkey")
     if file.exists():
-        raise CommandError(f"{file} is there already: name another file with -o, or `rotate` for a new key of a user")
+        fix = "remove it, if its user was revoked; else name another file with -o, or `rotate` for a new key of a user"
+        raise CommandError(f"{file} is there already: {fix}")
     role, jobs, nodes = arguments.role, arguments.job, arguments.node
     for wanted, given, flag in (("trainer", jobs, "--job ID"), ("collector", nodes, "--node NODE")):
         if role == wanted and not given:
@@ -134,12 +141,13 @@ def _create(arguments: argparse.Namespace) -> None:
             jobs=() if ALL in jobs else tuple(jobs),
             nodes=() if ALL in nodes else tuple(nodes),
             instances=tuple(arguments.instance),
-            keys=(UserKey(seed).public,),
         )
+    user = with_first_key(user, UserKey(seed).public)
     with _changing(arguments.users) as users:
         users[:] = changes.added(users, user)
     _write_key(file, seed, user)  # last: no key is written, or replaced, that the broker will not know
-    _say(f"{file} lets in {user.name}, {_limits(user)}: set DYNAMIX_NATS_NKEY_FILE to it where it is used", IN_FORCE)
+    what = f"{user.name}, {_limits(user) or f'a {role}'}"
+    _say(f"{file} lets in {what}: set DYNAMIX_NATS_NKEY_FILE to it where it is used", IN_FORCE)
     shared = next((other for other in users if other.role == role and not other.keys), None)
     if user.is_limited and shared is not None:
         _say(f"{shared.name} still logs in with one password for all: `dynamix keys revoke {shared.name}` ends that")
@@ -157,6 +165,7 @@ def _rotate(arguments: argparse.Namespace) -> None:
         users[:] = changes.rotated(users, name, UserKey(seed).public)
         user = changes.named(users, name)
     _write_key(file, seed, user)
+    _say(*_warnings([user]))
     num_old = len(user.keys) - 1
     old = "the one before stays" if num_old == 1 else f"the {num_old} before stay"
     _say(f"{file} is a new key of {name}; {old} good until `dynamix keys revoke {name} --old`", IN_FORCE)
@@ -171,18 +180,20 @@ def _revoke(arguments: argparse.Namespace) -> None:
 
 def _refresh(arguments: argparse.Namespace) -> None:
     if not arguments.users.exists():
+        _check_included(arguments.users)
         _write_users(arguments.users, DEFAULT)
     else:
-        with _changing(arguments.users):
-            pass  # they are written as they are
+        with _changing(arguments.users) as users:
+            _say(*_warnings(users))  # they are written as they are
     _say(f"{arguments.users} has the permissions of this version", IN_FORCE)
 
 
 def _shard(arguments: argparse.Namespace) -> None:
     """Names of users may be those of other accounts: a key says which account it is of, a password would not."""
     name, users_file = arguments.name, _users_of(arguments.users, arguments.name)
-    if name.endswith("-jobs"):
-        raise MisuseError(f"{name!r} would be the file of another shard's accounts: no shard's name ends with -jobs")
+    if name.endswith(ACCOUNTS_SUFFIX):
+        what = f"no shard's name ends with {ACCOUNTS_SUFFIX}"
+        raise MisuseError(f"{name!r} would be the file of another shard's accounts: {what}")
     file = Path(arguments.output or f"{name}-{PROVISION}.nkey")
     for path in (users_file, file):
         if path.exists():
@@ -204,7 +215,8 @@ def _shard(arguments: argparse.Namespace) -> None:
 
 
 def _write_key(file: Path, seed: str, user: User) -> None:
-    text = key_file_text(seed, name=user.name, inbox=inbox_of(user.role, user.name), jobs=user.jobs)
+    inbox = inbox_of(user.role, user.name)
+    text = key_file_text(seed, name=user.name, inbox=inbox, jobs=user.jobs, api=user.api, consumer=user.consumer)
     with writing(file):
         output_files.write(file, text.encode(), mode=0o600, streams=False)
 
@@ -217,21 +229,29 @@ def _changing(path: Path) -> Iterator[list[User]]:
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
         users = _read(path)
+        _check_included(path)
         yield users
         _write_users(path, users)
     finally:
         os.close(directory)
 
 
-def _write_users(path: Path, users: Iterable[User]) -> None:
-    """Write both files, for all to read: the broker runs as a user of its own. Refused where it would not read one."""
-    texts, config = users_files(path, users), path.resolve().parent.parent / "nats.conf"
+def _check_included(path: Path) -> None:
+    """Refuse to write files of which the broker would read one only, which names the other's accounts."""
+    config = path.resolve().parent.parent / "nats.conf"
     included = f'"{path.resolve().parent.name}/{accounts_file(path).name}"'
-    if any(user.jobs for user in users) and config.exists() and included not in read_regular(config).decode():
-        raise CommandError(
-            f"{config} does not include the accounts of keys for certain jobs: add the line `include {included}` to "
-            "its `accounts`, beside that of the streams"
-        )
+    if config.exists() and included not in read_regular(config).decode():
+        what = "does not include the accounts of keys, without which the broker will not start"
+        fix = f"add the line `include {included}` to its `accounts`, beside that of the streams, in place of any other"
+        raise CommandError(f"{config} {what}: {fix}")
+
+
+def _write_users(path: Path, users: Iterable[User]) -> None:
+    """Write both files, for all to read: the broker runs as a user of its own. Say so where it must read them twice."""
+    texts, accounts = users_files(path, users), accounts_file(path)
+    before = accounts_in(read_regular(accounts).decode()) if accounts.exists() else {}
+    if path.exists() and not {name for name, is_used in accounts_in(texts[accounts]).items() if is_used} <= set(before):
+        _say(TWICE)
     for file, text in texts.items():
         with writing(file):
             output_files.write(file, text.encode(), mode=0o644, streams=False, make_parents=True)
@@ -249,16 +269,36 @@ def _read(path: Path) -> list[User]:
         raise CommandError(f"{path}: {error}") from error
 
 
-def _row(user: User) -> tuple[str, str, str, str]:
-    return user.name, user.role, _limits(user), " or ".join(user.keys) or "a password"
+def _row(user: User) -> tuple[str, str, str, str, str]:
+    logins = " or ".join(user.keys) or "a password"
+    return user.name, user.role, _limits(user) or "nothing", _account(user), logins
+
+
+def _document(user: User) -> dict[str, Any]:
+    """A user as data, without what is not to be known of its consumers."""
+    shown = ("name", "role", "jobs", "nodes", "instances", "keys")
+    return {name: getattr(user, name) for name in shown} | {"account": _account(user)}
+
+
+def _account(user: User) -> str:
+    return "the streams" if not user.account else "its role" if user.account == ROLE_ACCOUNT else "its own"
+
+
+def _warnings(users: Iterable[User]) -> Iterator[str]:
+    """What to say of services whose keys an earlier version wrote: they are in the account of the streams."""
+    for user in users:
+        if user.keys and user.role not in (PROVISION, "trainer") and not user.account:
+            fix = f"once this version's services run, `create` another one, give it to them, and `revoke {user.name}`"
+            yield f"{user.name}'s key is of an earlier version, and as strong as an operator's: {fix}"
 
 
 def _limits(user: User) -> str:
     for what, names in (("jobs", user.jobs), ("node", user.nodes), ("instance", user.instances)):
         if names:
             return f"{what} {', '.join(names)}"
-    return {"trainer": "all jobs", "collector": "all nodes"}.get(user.role, f"the {user.role}")
+    return {"trainer": "all jobs", "collector": "all nodes"}.get(user.role, "")
 
 
 def _say(*lines: str) -> None:
-    print("\n".join(lines), file=sys.stderr)
+    if lines:
+        print("\n".join(lines), file=sys.stderr)

@@ -48,6 +48,7 @@ class BrokerConnection:
         counters: what happened so far, by name.
         connected: set while there is a connection.
         inbox: prefix of every subject that this connection listens to for replies (`Login.inbox`).
+        api: prefix of requests to JetStream (`Login.api`).
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class BrokerConnection:
         self._settings = settings
         self._login = Login(settings, name)
         self.inbox = self._login.inbox
+        self.api = self._login.api
         self._name = name
         self._on_closed = on_closed
         self._client = Client()
@@ -138,6 +140,14 @@ class BrokerConnection:
     def leave_while(self, is_stalled: Callable[[], bool]) -> None:
         """Go to another server, where there is one, when `is_stalled` for `LEAVE_AFTER_S`."""
         self._is_stalled.append(is_stalled)
+
+    def durable_named(self, name: str) -> str:
+        """The whole name of a durable consumer of ours."""
+        return f"{name}-{self._login.consumer}" if self._login.consumer else name
+
+    def sign_id(self, message_id: str) -> str:
+        """What only our user can know of a message's identity."""
+        return self._login.sign_id(message_id)
 
     async def send(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> bool:
         """Hand a message to the socket. False while disconnected: nothing is buffered for later.

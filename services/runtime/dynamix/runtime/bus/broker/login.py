@@ -1,5 +1,7 @@
 """Who we are to the broker: a user with a password, or a key; and what says that it refuses us."""
 
+import hashlib
+import hmac
 import re
 import secrets
 from collections.abc import Callable
@@ -15,6 +17,14 @@ if TYPE_CHECKING:
 
 Sign = Callable[[str], bytes]
 
+SIGNATURE_BYTES = 8
+"""In a message's identity."""
+
+API = "$JS.API."
+"""Prefix of requests to JetStream."""
+OUTSIDE_API = "dynamix.api."
+"""What stands for it in an account without streams, where the server itself answers `$JS.API.>`: it has none."""
+
 
 class Login:
     """The user of one connection. Files are read for each attempt to connect, so that what they hold can be rotated.
@@ -24,6 +34,8 @@ class Login:
         inbox: prefix of every subject that this connection listens to for replies: `_INBOX.<user>.<name>.<random>`.
             The user comes first because the broker's permissions are per user, and a wildcard is a whole token. With a
             key its file says what stands for the user.
+        api: prefix of requests to JetStream: the server's own, or what the key's file says.
+        consumer: what the key's file says that names of durable consumers end with.
         has_key: whether a key signs the broker's challenge, in place of a password.
     """
 
@@ -35,8 +47,18 @@ class Login:
         self.user = settings.user or (key.name if key else "") or unquote(urlsplit(settings.url).username or "")
         owner = key.inbox.split(".") if key and key.inbox else [self.user]
         self.inbox = ".".join(("_INBOX", *(_token(part) for part in (*owner, name) if part), secrets.token_hex(4)))
+        self.api = key.api if key and key.api else API
+        self.consumer = key.consumer if key else ""
+        self._secret: bytes | None = None
         if self.has_key:
             self._key()
+
+    def sign_id(self, message_id: str) -> str:
+        """What only this user can know of a message's identity: the same after a restart, and in all its processes."""
+        if self._secret is None:
+            key = key_of(self._settings)
+            self._secret = (key.seed if key else self.password()).encode() or secrets.token_bytes(32)
+        return hmac.digest(self._secret, message_id.encode(), hashlib.sha256)[:SIGNATURE_BYTES].hex()
 
     def password(self) -> str:
         """The user's password."""

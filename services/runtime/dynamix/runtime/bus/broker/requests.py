@@ -24,7 +24,6 @@ from .errors import (
 
 logger = logging.getLogger(__name__)
 
-API = "$JS.API."
 REQUEST_TIMEOUT_S = 2.0
 RETRY_WAIT_S = 0.25
 LOST_WAIT_S = 0.02
@@ -96,7 +95,7 @@ class Requests:
         self._fail_all(ConnectionClosedError("the connection to the bus is closed"))
 
     async def ask(self, operation: str, body: Any, answer: type[A], *, budget_s: float = BUDGET_S) -> A:
-        """The answer to `$JS.API.<operation>`; asks again for up to `budget_s` while the broker is away or not ready.
+        """The answer to an operation of the API; asks again for up to `budget_s` while the broker is away or not ready.
 
         Ask only what may be done twice.
 
@@ -135,7 +134,7 @@ class Requests:
             del self._asked_at[number]
 
     async def _ask_once(self, operation: str, payload: bytes, answer: type[A]) -> A:
-        reply = await self._round_trip(API + operation, payload)
+        reply = await self._round_trip(self._connection.api + operation, payload)
         if reply is None:
             raise ApiError(f"{operation}: JetStream does not answer (is it enabled?)", 503, 0)
         result = msgspec.json.decode(reply.payload, type=answer)
@@ -147,7 +146,7 @@ class Requests:
         return result
 
     async def _ask_directly_once(self, operation: str) -> bytes | None:
-        reply = await self._round_trip(API + operation, b"")
+        reply = await self._round_trip(self._connection.api + operation, b"")
         if reply is None:
             raise ApiError(f"{operation}: no such stream answers (run `dynamix provision`)", UNAVAILABLE, 0)
         status = parse_status(reply.headers)
@@ -195,3 +194,4 @@ class Requests:
         for _, future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
+                future.exception()  # who asked may have ended

@@ -11,7 +11,7 @@ import msgspec
 
 from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.broker.errors import CONSUMER_NOT_FOUND, ApiError, NoAnswerError, SequenceRegressError
-from dynamix.runtime.bus.broker.requests import API, BUDGET_S, Answer, Requests
+from dynamix.runtime.bus.broker.requests import BUDGET_S, Answer, Requests
 
 from .failover import FailoverWait
 from .message import StreamState
@@ -133,7 +133,7 @@ class BrokerConsumer:
 
     async def forget(self, name: str) -> None:
         """Remove an unnamed consumer. No answer is waited for: the broker removes it anyway when it stays unused."""
-        await self.connection.send(f"{API}CONSUMER.DELETE.{self.stream}.{name}", b"")
+        await self.connection.send(f"{self.connection.api}CONSUMER.DELETE.{self.stream}.{name}", b"")
 
     async def _create_unnamed(self) -> str:
         """Create a consumer under a name that was never asked for before.

@@ -20,7 +20,7 @@ from dynamix.runtime.bus.broker.requests import Requests
 
 from .broker_consumer import BrokerConsumer, Start, StreamPosition
 from .message import BusMessage
-from .pull import HEARTBEAT_S, Pull
+from .pull import HEARTBEAT_S, Pull, new_inbox
 from .statistics import HandlingStatistics
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Consumer:
             requests=requests,
             stream=stream,
             subjects=tuple(subjects),
-            durable=durable,
+            durable=None if durable is None else connection.durable_named(durable),
             position=StreamPosition(start),
         )
         self._buffer: collections.deque[BusMessage] = collections.deque()
@@ -79,6 +79,8 @@ class Consumer:
         self._error: BusError | None = None
         self._ended = False
         self._pull: Pull | None = None
+        self._inbox = new_inbox(connection)
+        """Where all pulls of a durable consumer listen."""
         self._owed = 0
         """The message that the stream's leader had for us at the last look; 0: none."""
         self._keeper: asyncio.Task[None] | None = None
@@ -159,7 +161,7 @@ class Consumer:
         if self._pull is not None:
             pull, self._pull = self._pull, None
             await pull.close()
-            if self._durable is None and self._connection.connected.is_set():
+            if self._durable is None and pull.has_begun and self._connection.connected.is_set():
                 await self._broker_side.forget(pull.consumer)
 
     def _note_handled(self) -> None:
@@ -186,7 +188,7 @@ class Consumer:
     async def _ask_for_more(self) -> None:
         """Ask the broker for as many messages as there is room for, once that is half the capacity."""
         pull = self._pull
-        if pull is None or self._bytes >= MAX_BUFFERED_BYTES:
+        if pull is None or not pull.has_begun or self._bytes >= MAX_BUFFERED_BYTES:
             return
         room = self._capacity - len(self._buffer) - pull.num_asked
         if 2 * room >= self._capacity:
@@ -277,10 +279,11 @@ class Consumer:
             wait_s = min(2 * wait_s, MAX_REOPEN_WAIT_S)
 
     async def _open(self) -> None:
-        if self._pull is not None:
-            await self._pull.close()
+        inbox = self._inbox if self._durable is not None else new_inbox(self._connection)
+        before, self._pull = self._pull, Pull(self._connection, self._stream, inbox, self)
+        await self._pull.listen()
+        if before is not None:
+            await before.close()
         self._unacknowledged.clear()
-        name, expected = await self._broker_side.open()
-        self._pull = Pull(self._connection, self._stream, name, expected, self)
-        await self._pull.open()
+        self._pull.begin(*await self._broker_side.open())
         await self._ask_for_more()

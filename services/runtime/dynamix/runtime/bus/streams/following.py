@@ -11,10 +11,12 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.broker.errors import BusError, PermissionDeniedError
 from dynamix.runtime.bus.broker.requests import Requests
+from dynamix.runtime.rate_limit import RateLimit
 from dynamix.schemas.subjects import announced
 
 from .message import BusMessage
 from .stored import newest_message
+from .subscription import warn_of_stranger
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class Following:
         self._heard_on = announced(subject)
         self._messages: collections.deque[BusMessage] = collections.deque(maxlen=CAPACITY)
         self._newest = b""
+        self._limit = RateLimit(per_s=1.0)
         self._arrived = asyncio.Event()
         self._look_now = asyncio.Event()
         self._was_away = True
@@ -87,7 +90,11 @@ class Following:
         self._ended = True
         self._arrived.set()
 
-    def _on_message(self, _subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+    def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+        """Take what was stored. A consumer can be told to deliver here, but not what subject its messages say."""
+        if subject != self._heard_on.encode():
+            warn_of_stranger(self._limit, subject, self._heard_on)
+            return
         self._has_heard = True
         self._take(payload)
 

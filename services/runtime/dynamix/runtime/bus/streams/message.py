@@ -5,6 +5,8 @@ from typing import NamedTuple
 from .copies import StreamCopies
 
 MESSAGE_ID = "Nats-Msg-Id"
+SIGNED = "#"
+"""Between the content's identity and what only its sender can know: no identity has it."""
 
 _MESSAGE_ID_LINE = f"\r\n{MESSAGE_ID}:".lower().encode()
 _V1_TOKENS = 9
@@ -27,12 +29,12 @@ class BusMessage(NamedTuple):
 
     @property
     def message_id(self) -> str:
-        """The `Nats-Msg-Id` in the headers; empty when there is none."""
+        """The content's identity in the headers, as `codec.message_id` gives it; empty when there is none."""
         start = self.headers.lower().find(_MESSAGE_ID_LINE)
         if start < 0:
             return ""
         value, _, _ = self.headers[start + len(_MESSAGE_ID_LINE) :].partition(b"\r\n")
-        return value.strip().decode(errors="replace")
+        return value.strip().decode(errors="replace").partition(SIGNED)[0]
 
 
 class StreamState(NamedTuple):

@@ -34,8 +34,9 @@ from dynamix.runtime.bus.broker.errors import (
 )
 from dynamix.runtime.bus.broker.requests import Answer, Refusal
 from dynamix.runtime.rate_limit import RateLimit
+from dynamix.schemas.kinds import KINDS
 
-from .message import MESSAGE_ID
+from .message import MESSAGE_ID, SIGNED
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ MAX_INSISTENT = 32
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
-
+_OF_ONE_SENDER = frozenset(kind.name for kind in KINDS if kind.has_one_sender)
 _SUBJECT = re.compile(r"[^\s.*>\x00-\x1f]+(\.[^\s.*>\x00-\x1f]+)*")
 
 
@@ -176,10 +177,15 @@ class Publisher:
     ) -> asyncio.Future[int]:
         """Put a message in flight, waiting while the table is full; the future is its sequence in the stream.
 
+        A stream compares identities over all its subjects: who knows that of a message could publish another one with
+        it before, and the broker would drop this one as a duplicate. So they are signed where one user sends them.
+
         Raises:
             ValueError: when payload and headers together are over the broker's limit.
             BusError: when the connection is closed.
         """
+        if message_id.partition(":")[0] in _OF_ONE_SENDER:
+            message_id += SIGNED + self._connection.sign_id(message_id)
         size = len(payload) + len(message_id)
         if size > self._connection.max_payload - HEADER_ROOM_BYTES:
             # nats-py checks the payload alone; with headers over the limit the broker cuts the connection for good

@@ -1,7 +1,8 @@
 """Pipelined pull: ask the broker for many messages, take them as they come, ask again before they run out.
 
-One `Pull` is one incarnation of a consumer: it has its own inbox, counts what is still owed to it, and is given up at
-the first sign that a delivery was lost.
+One `Pull` is one incarnation of a consumer: it counts what is still owed to it, and is given up at the first sign that
+a delivery was lost. Those of a durable consumer share an inbox: the broker may hold requests of an earlier one for up
+to `EXPIRES_S`, since across accounts it does not see that there is no listener, and gives them what comes next.
 """
 
 import itertools
@@ -13,7 +14,6 @@ from nats.aio.subscription import Subscription as NatsSubscription
 
 from dynamix.runtime.bus.broker.client import HEARTBEAT, NOT_FOUND, REQUEST_EXPIRED, Status, parse_status
 from dynamix.runtime.bus.broker.connection import BrokerConnection
-from dynamix.runtime.bus.broker.requests import API
 
 from .message import parse_delivery
 
@@ -33,35 +33,55 @@ REQUEST_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
 _inboxes = itertools.count(1)
 
 
+def new_inbox(connection: BrokerConnection) -> str:
+    """Where nothing is delivered yet."""
+    return f"{connection.inbox}.p.{next(_inboxes)}"
+
+
 class Pull:
     """Requests for the messages of one consumer.
 
     Attributes:
-        consumer: the consumer's name.
+        consumer: the consumer's name, once it has begun.
         num_asked: messages asked for and not delivered yet.
         quiet_beats: heartbeat intervals since the last message, with an open request.
         subjects: subjects (in small letters) that this pull may be denied.
     """
 
-    def __init__(
-        self, connection: BrokerConnection, stream: str, consumer: str, next_delivery: int, reader: "Consumer"
-    ) -> None:
-        self.consumer = consumer
+    def __init__(self, connection: BrokerConnection, stream: str, inbox: str, reader: "Consumer") -> None:
+        self.consumer = ""
         self.num_asked = 0
         self.quiet_beats = 0
         self._connection = connection
-        self._request_subject = f"{API}CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        self._inbox = f"{connection.inbox}.p.{next(_inboxes)}"
-        self._next_delivery = next_delivery
+        self._stream = stream
+        self._request_subject = ""
+        self._inbox = inbox
+        self._next_delivery = 0
+        self._early: list[tuple[bytes, bytes, bytes, bytes | None]] = []
+        """What came before it is known which delivery is the first."""
         self._reader = reader
         self._stopped = False
         self._silent_beats = 0
         self._subscription: NatsSubscription | None = None
-        self.subjects = frozenset((self._request_subject.lower(), self._inbox.lower()))
+        self.subjects = frozenset((self._inbox.lower(),))
 
-    async def open(self) -> None:
-        """Listen for deliveries."""
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is known which consumer it asks, and from which delivery on."""
+        return bool(self.consumer)
+
+    async def listen(self) -> None:
+        """Keep deliveries until it begins."""
         self._subscription = await self._connection.subscribe(self._inbox, self._on_message)
+
+    def begin(self, consumer: str, next_delivery: int) -> None:
+        """Take deliveries of a consumer from its count `next_delivery` on."""
+        self.consumer, self._next_delivery = consumer, next_delivery
+        self._request_subject = f"{self._connection.api}CONSUMER.MSG.NEXT.{self._stream}.{consumer}"
+        self.subjects |= {self._request_subject.lower()}
+        early, self._early = self._early, []
+        for delivery in early:
+            self._on_message(*delivery)
 
     async def close(self) -> None:
         """Take nothing more, and stop listening."""
@@ -98,17 +118,22 @@ class Pull:
     def _on_message(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         if self._stopped:
             return
+        if not self.has_begun:
+            self._early.append((subject, reply, payload, headers))
+            return
         self._silent_beats = 0
         if not reply:
             self._on_status(parse_status(headers or b""))
             return
         count, message = parse_delivery(subject, payload, reply, headers)
+        if count < self._next_delivery:
+            return  # delivered to an earlier pull, and again since
         if count != self._next_delivery:
             self._reader.break_off(f"delivery {self._next_delivery} was lost")
             return
         self._next_delivery += 1
         self.quiet_beats = 0
-        self.num_asked -= 1
+        self.num_asked = max(0, self.num_asked - 1)  # it may be of a request that an earlier pull made
         self._reader.accept(message, reply)
 
     def _on_status(self, status: Status) -> None:

@@ -10,12 +10,20 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.broker.errors import PermissionDeniedError
 from dynamix.runtime.rate_limit import RateLimit
+from dynamix.schemas.subjects import covers
 
 from .message import BusMessage
 
 logger = logging.getLogger(__name__)
 
 CAPACITY = 1024
+
+
+def warn_of_stranger(limit: RateLimit, subject: bytes, heard_on: str) -> None:
+    """Say that a message came which says another subject than we listen to: a consumer was told to deliver it here."""
+    if limit.allow("stranger"):
+        what = "left out: some client lets the broker deliver there"
+        logger.warning("a message of %s came on %s, %s", subject.decode(errors="replace"), heard_on, what)
 
 
 class Subscription:
@@ -69,6 +77,9 @@ class Subscription:
         self._arrived.set()
 
     def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+        if not covers(self._subject, subject.decode(errors="replace")):
+            warn_of_stranger(self._limit, subject, self._subject)
+            return
         if len(self._messages) == CAPACITY:
             self.num_dropped += 1
             self._counters["dropped_received"] += 1

@@ -6,10 +6,11 @@
   consumer's filter is part of the request's subject, and the server checks that both agree: with
   `CONSUMER.CREATE.FEED.*.dynamix.v1.report.*.*` one can read reports and nothing else of FEED.
 - JetStream sends an answer to whatever subject the request names for it, with its own rights: to a subject of a stream,
-  where it is stored, or to one of its API, where it is carried out. Trainers of certain jobs are kept from that by
-  accounts of their own (`crossings`); all other users can do it, and are to be trusted with the broker.
+  where it is stored, or to one of its API, where it is carried out. Keys are kept from that by accounts without
+  streams (`outside`, `requests`): answers stay in them. Users with a password are not, nor is `provision`.
 - Durable consumers (collector, reward) are also looked up, reset and acknowledged; acknowledgements come in two forms,
-  without and with domain and account. Unnamed ones are deleted after use.
+  the second with a domain (`_`: none) and an account. A wildcard for the domain would let in acknowledgements of the
+  first form for any consumer. Unnamed ones are deleted after use.
 - A trainer has no consumer: what it receives is heard as it is published (actions: as they are stored), and the newest
   message of a subject is asked for on a subject of its own (DIRECT.GET), so that both can be limited to its jobs.
 - Learned policies are files in an object store: chunks on `$O.<bucket>.C.*`, descriptions on `$O.<bucket>.M.*`. The
@@ -17,28 +18,30 @@
 - `nats micro ls` asks on $SRV.PING, INFO and STATS, each for all services, for those of a name, and for one. Only the
   watcher may ask; a service answers to the watcher's inbox. There is no allow_responses: it would let a service publish
   on any reply subject that a request names.
-- A wildcard is a whole token, and the name of a consumer is one: a user whose consumers have no fixed name could make,
-  change, drain or delete another user's consumer of a stream that it reads, and so stop the services. Names are fixed
-  for a collector of certain nodes and a reward service of certain instances; these are denied to all others.
+- Who knows the name of a consumer can do harm to it: a wildcard is a whole token, and the name is one; and a consumer
+  of one's own can be told to deliver to a request of the API that names another. So names of durable consumers, of
+  users with keys, end with 64 random bits, and those of unnamed ones with 32; no user is told another's.
 """
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dynamix.runtime.bus.broker.requests import API
+from dynamix.runtime.bus.broker.login import API, OUTSIDE_API
 from dynamix.runtime.bus.discovery import PREFIX, VERBS
 from dynamix.schemas import subjects
 from dynamix.schemas.kinds import BY_NAME, KINDS, SERVICES, WATCHER, Kind
-from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, POLICIES, Stream
+from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, POLICIES, PROFILES, Stream
 from dynamix.schemas.subjects import ANY
 
 PROVISION = "provision"
 ROLES = (*SERVICES, PROVISION, WATCHER)
 INBOX = "_INBOX"
+_WATCHERS_INBOX = f"{INBOX}.{WATCHER}.>"
 
-_DURABLE = ("collector", "reward")
-_LOOKS_UP = {"arbitrator": (JOBS, FEED, ACTIONS), "learner": (JOBS, FEED, ACTIONS)}
+DURABLE = ("collector", "reward")
+"""Roles that read by consumers which stay."""
+_LOOKS_UP = {"arbitrator": (JOBS, FEED, ACTIONS, PROFILES), "learner": (JOBS, FEED, ACTIONS)}
 _READS_WHOLE = {"learner": FEED}
 """By one consumer with several filters, which permissions cannot limit."""
 
@@ -54,7 +57,13 @@ class Permissions(NamedTuple):
 
 
 def permissions_of(
-    role: str, name: str, *, jobs: Sequence[str] = (), nodes: Sequence[str] = (), instances: Sequence[str] = ()
+    role: str,
+    name: str,
+    *,
+    jobs: Sequence[str] = (),
+    nodes: Sequence[str] = (),
+    instances: Sequence[str] = (),
+    consumer: str = "",
 ) -> Permissions:
     """What a user of a role needs, and no more.
 
@@ -64,6 +73,7 @@ def permissions_of(
         jobs: of a trainer; none: all.
         nodes: of a collector; none: all.
         instances: of a reward service; none: all.
+        consumer: what the names of its durable consumers end with.
     """
     inbox = f"{INBOX}.{inbox_of(role, name)}.>"
     if role == PROVISION:  # it forgets families of jobs, too
@@ -77,46 +87,84 @@ def permissions_of(
         places |= {"node": nodes, "instance": nodes}
     if instances:
         places["instance"] = instances
-    publish = [*_sent(role, places), *_read(role, places)]
+    names = [f"{name}-{consumer}" if consumer else name for name in fixed_consumers(role, nodes, instances)]
+    publish = [*_sent(role, places), *_read(role, places, names or [ANY])]
     subscribe = [inbox, *_heard(role, places)]
     if role != "trainer":
-        publish.append(f"{INBOX}.{WATCHER}.>")
+        publish.append(_WATCHERS_INBOX)
         subscribe += _asked(role)
-    return Permissions(tuple(publish), tuple(subscribe))
+    return Permissions(tuple(dict.fromkeys(publish)), tuple(dict.fromkeys(subscribe)))
 
 
-def crossings(trainers: Permissions) -> Iterator[tuple[str, str]]:
-    """What passes between an account of a trainer and that of the streams: `service` or `stream`, and the subject.
+class Request(NamedTuple):
+    """A subject that an account without streams sends on to that of the streams; answers come back, and stay in it."""
 
-    Answers come back to the trainer's own account, wherever it wants them. Heartbeats only leave it.
+    subject: str
+    local: str
+    """In the account without streams."""
+
+    @property
+    def has_many_answers(self) -> bool:
+        """Whether one request has a stream of answers."""
+        return self.subject.startswith(f"{API}CONSUMER.MSG.NEXT.")
+
+
+def api_of(role: str) -> str:
+    """Prefix of a role's requests to JetStream outside the streams' account; a trainer's need no other there."""
+    return API if role == "trainer" else OUTSIDE_API
+
+
+def outside(role: str, permissions: Permissions) -> Permissions:
+    """The same in an account without streams."""
+    publish = (_with_prefix(subject, api_of(role)) for subject in permissions.publish)
+    return Permissions(tuple(publish), permissions.subscribe)
+
+
+def requests(role: str, permissions: Permissions) -> Iterator[Request]:
+    """All that a role publishes, and what follows from it, but for questions to services."""
+    for subject in permissions.publish:
+        if not subject.startswith(PREFIX):
+            yield Request(subject, _with_prefix(subject, api_of(role)))
+
+
+def said_by(role: str) -> Iterator[str]:
+    """What users of other roles hear of a role as it is published.
+
+    What comes to the streams' account by a request is not passed on from there: accounts take it from each other.
     """
-    yield from (("service", subject) for subject in trainers.publish)
-    live = subjects.of("live", "trainer", ANY)
-    yield from (
-        ("stream", subject) for subject in trainers.subscribe if not subject.startswith(INBOX) and subject != live
-    )
+    if role == WATCHER:
+        yield f"{PREFIX}.>"
+        return
+    yield subjects.of("live", role, ANY)
+    for kind in KINDS:
+        if role in kind.senders and "trainer" in kind.receivers and kind.stream and not kind.stream.announces:
+            yield from _subjects(kind, {})
+    if role != "trainer":
+        yield _WATCHERS_INBOX
 
 
-def fixed_consumers(role: str, *, nodes: Sequence[str] = (), instances: Sequence[str] = ()) -> list[str]:
+def heard_by(role: str, permissions: Permissions) -> Iterator[str]:
+    """What a role hears of others as it is published, its own inbox left out."""
+    for subject in permissions.subscribe:
+        if subject not in permissions.publish and (role == WATCHER or not subject.startswith(INBOX)):
+            yield subject
+
+
+def common(heard: str, said: str) -> str | None:
+    """The narrower one of two filters of which one covers the other, `None` where none does."""
+    return said if subjects.covers(heard, said) else heard if subjects.covers(said, heard) else None
+
+
+def _with_prefix(subject: str, api: str) -> str:
+    return api + subject.removeprefix(API) if subject.startswith(API) else subject
+
+
+def fixed_consumers(role: str, nodes: Sequence[str] = (), instances: Sequence[str] = ()) -> list[str]:
     """The names of a user's consumers where it may use no others: of a collector's nodes, a reward service's instances.
 
-    They are durable, and what is done to them decides whether its service reads anything.
+    They are durable. A user's own ending is not in them.
     """
     return [f"{role}-{place}" for place in {"collector": nodes, "reward": instances}.get(role, ())]
-
-
-def denied(role: str, others: Sequence[str]) -> Iterator[str]:
-    """What a user whose consumers may have any name must not publish: requests that name one of `others`.
-
-    Args:
-        role: of the user. An operator's may do anything; a trainer has no consumer.
-        others: consumers with fixed names. Those of its own role are its own, as when a shared password is given up.
-    """
-    if role in ("trainer", PROVISION):
-        return
-    for name in others:
-        if not name.startswith(f"{role}-"):
-            yield from (f"{API}CONSUMER.*.*.{name}", f"{API}CONSUMER.*.*.{name}.>", f"{API}CONSUMER.MSG.NEXT.*.{name}")
 
 
 def inbox_of(role: str, name: str) -> str:
@@ -132,8 +180,8 @@ def _sent(role: str, places: _Places) -> Iterator[str]:
         yield from (f"$O.{POLICIES.bucket}.C.*", f"$O.{POLICIES.bucket}.M.*")
 
 
-def _read(role: str, places: _Places) -> Iterator[str]:
-    """Requests to JetStream's API."""
+def _read(role: str, places: _Places, names: Sequence[str]) -> Iterator[str]:
+    """Requests to JetStream's API, by durable consumers of these names."""
     if role == "trainer":
         for name in ("job", "action"):
             for subject in _subjects(BY_NAME[name], places):
@@ -145,8 +193,7 @@ def _read(role: str, places: _Places) -> Iterator[str]:
         if role in kind.receivers and kind.stream is not None and kind.stream is not whole:
             filters.setdefault(kind.stream.name, []).extend(_subjects(kind, places))
     for stream, wanted in filters.items():
-        names = fixed_consumers(role, nodes=places.get("node", ()), instances=places.get("instance", ())) or [ANY]
-        yield from _durable(stream, wanted, names) if role in _DURABLE else _unnamed(stream, wanted)
+        yield from _durable(stream, wanted, names) if role in DURABLE else _unnamed(stream, wanted)
     if role == "arbitrator":  # for alerts, it counts all users' requests, and what each stream takes
         yield from (f"{API}INFO", f"{API}STREAM.INFO.{DEAD.name}")
     for looked_up in _LOOKS_UP.get(role, ()):
@@ -160,7 +207,7 @@ def _durable(stream: str, wanted: Sequence[str], names: Sequence[str]) -> Iterat
     for name in names:
         yield from (f"{API}CONSUMER.CREATE.{stream}.{name}.{subject}" for subject in wanted)
         yield from (f"{API}CONSUMER.{what}.{stream}.{name}" for what in ("MSG.NEXT", "INFO", "RESET"))
-        yield from (f"$JS.ACK.{stream}.{name}.>", f"$JS.ACK.*.*.{stream}.{name}.>")
+        yield from (f"$JS.ACK.{stream}.{name}.>", f"$JS.ACK._.*.{stream}.{name}.>")
 
 
 def _unnamed(stream: str, wanted: Sequence[str]) -> Iterator[str]:

@@ -1,37 +1,63 @@
-"""The files of users that the broker includes: written as a whole, and read back to change them; they hold no secret.
+"""The files of users that the broker includes: written as a whole, and read back to change them.
+
+They hold no secret but the endings of consumers' names.
 
 Each user is a comment that begins with `#: ` and says in JSON who it is, and what nats-server reads: a block for each
 of its keys, or one with the variable of its password. Only the comments are read back.
 
-A trainer of certain jobs logs in to an account of its own, in a second file. JetStream sends its answers to whatever
-subject a client names for them, and asks no permission for that: within one account a client could have them stored as
-messages of others, or carried out as requests. From an account of its own nothing reaches the streams' account but what
-that account imports, which is what is of its jobs.
+A user with a key logs in to an account without streams, in a second file: a trainer of certain jobs to one of its own,
+a service to that of its role. Only an operator (`provision`) and users with a password are in that of the streams.
+JetStream sends its answers to whatever subject a client names for them, and asks no permission for that: in one account
+with the streams a client could have them stored as messages of others, or carried out as requests. From another account
+nothing reaches the streams but what that imports; and what comes in as an answer is no request.
 """
 
 import json
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from dynamix.schemas.kinds import WATCHER
 from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 
-from .permissions import ROLES, crossings, denied, fixed_consumers, permissions_of
+from .permissions import (
+    DURABLE,
+    PROVISION,
+    ROLES,
+    Permissions,
+    api_of,
+    common,
+    heard_by,
+    outside,
+    permissions_of,
+    requests,
+    said_by,
+)
 
 MARK = "#: "
 HEAD = """\
 # The users of the broker and what each may do: included by nats.conf, written by `dynamix keys`, with permissions
-# generated from the table of kinds (dynamix.schemas.kinds). It holds public keys and names of variables, no secret.
+# generated from the table of kinds (dynamix.schemas.kinds). It holds public keys and names of variables; the names of
+# consumers in it are not to be known to other users of the broker.
 # nats-server reads it when it starts and when it is told to (SIGHUP); `dynamix keys --help` says how to change it.
 """
-JOBS_HEAD = """\
-# An account for each key that is for certain jobs, included by nats.conf beside the account of the streams; written by
-# `dynamix keys` with the file of users. The last ones are empty: an account that a reload finds new takes a second one.
+ACCOUNTS_HEAD = """\
+# Accounts without streams, included by nats.conf beside that of the streams, written by `dynamix keys` with the file of
+# users: one for the keys of each role, and one for each key that is for certain jobs. The last ones of these are empty:
+# an account that a reload finds new takes a second reload.
 """
+ACCOUNTS_SUFFIX = "-accounts"
 SPARE_ACCOUNTS = 32
-"""Keys that can be made between two reloads of the broker."""
+"""Keys for certain jobs that can be made between two reloads of the broker."""
+CONSUMER_BYTES = 8
+"""Random ones in the name of a durable consumer."""
+ROLE_ACCOUNT = -1
+"""In place of a number: the account of the user's role."""
+
+_ROLES_WITH_KEYS = tuple(role for role in ROLES if role != PROVISION)
 
 
 class UsersFileError(ValueError):
@@ -52,7 +78,9 @@ class User(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     keys: tuple[str, ...] = ()
     """Public keys that it may log in with, the newest last; none: the password NATS_PASSWORD_<NAME>."""
     account: int = 0
-    """The number of the account of a trainer of certain jobs; 0 until it is written."""
+    """Where it logs in: the number of its own account, or `ROLE_ACCOUNT`; 0: in that of the streams."""
+    consumer: str = ""
+    """What the names of its durable consumers end with, which only its key's file says."""
 
     def __post_init__(self) -> None:
         for token in (self.name, *self.jobs, *self.nodes, *self.instances):
@@ -74,24 +102,38 @@ class User(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
         return bool(self.jobs or self.nodes or self.instances)
 
     @property
-    def fixed_consumers(self) -> list[str]:
-        """The names of its consumers, which no other user shall touch; none where they may be any."""
-        return fixed_consumers(self.role, nodes=self.nodes, instances=self.instances)
+    def api(self) -> str:
+        """Prefix of its requests to JetStream, where that is not the server's own."""
+        return api_of(self.role) if self.account and self.role != "trainer" else ""
 
 
 DEFAULT = tuple(User(name=role, role=role) for role in ROLES)
 """One user per role, with a password: no job is kept from another."""
 
 
+def with_first_key(user: User, key: str) -> User:
+    """A new user with a public key."""
+    account = ROLE_ACCOUNT if user.role != PROVISION and not user.jobs else 0
+    consumer = secrets.token_hex(CONSUMER_BYTES) if user.role in DURABLE else ""
+    return msgspec.structs.replace(user, keys=(key,), account=account, consumer=consumer)
+
+
 def users_files(path: Path, users: Iterable[User]) -> Mapping[Path, str]:
     """The texts of the file of users, and of that of their accounts beside it."""
     users = numbered(users)
-    return {accounts_file(path): write_accounts(users, account_of(path)), path: write_users(users)}
+    streams = account_of(path)
+    return {accounts_file(path): write_accounts(users, streams), path: write_users(users, streams)}
 
 
 def accounts_file(path: Path) -> Path:
     """The file of accounts beside a file of users."""
-    return path.with_name(f"{path.stem}-jobs.conf")
+    return path.with_name(f"{path.stem}{ACCOUNTS_SUFFIX}.conf")
+
+
+def accounts_in(text: str) -> dict[str, bool]:
+    """The accounts in the text of a file of accounts by name, and whether there is anything in them."""
+    heads = [line for line in text.splitlines() if line and line[0] not in " #}"]
+    return {line.split()[0]: line.endswith("{") for line in heads}
 
 
 def account_of(path: Path) -> str:
@@ -101,36 +143,76 @@ def account_of(path: Path) -> str:
 
 
 def numbered(users: Iterable[User]) -> list[User]:
-    """With a number for each account; one that has a number keeps it, since a user that moves is disconnected."""
+    """With an account for each trainer that has a key, of this version or before; those of certain jobs have numbers.
+
+    One that has a number keeps it, since a user that moves is disconnected.
+    """
     found: list[User] = []
     users = list(users)
     taken = {user.account for user in users}
+    given: set[int] = set()
     for user in users:
-        number = user.account
-        if user.jobs and number == 0:
-            number = next(free for free in range(1, len(taken) + 2) if free not in taken)
+        number = 0 if user.account in given else user.account
+        if user.role == "trainer" and user.keys and number == 0:
+            number = next(free for free in range(1, len(taken) + 2) if free not in taken) if user.jobs else ROLE_ACCOUNT
             taken.add(number)
+        given |= {number} if number > 0 else set()
         found.append(msgspec.structs.replace(user, account=number))
     return found
 
 
-def write_accounts(users: Iterable[User], account: str) -> str:
-    """The text of the file of accounts. The users have their numbers."""
-    tenants = {user.account: user for user in users if user.jobs}
-    lines = [JOBS_HEAD]
-    for number in range(1, max(tenants, default=0) + SPARE_ACCOUNTS + 1):
-        user = tenants.get(number)
-        if user is None:
-            lines.append(f"{account}_JOBS_{number} {{ users: [] }}")
-            continue
-        lines += [f"{account}_JOBS_{number} {{", "  users: ["]
-        for login in _logins(user):
-            lines += ["  {", f"    {login}", *_permissions(user, ()), "  }"]
-        lines += ["  ]", "  imports: ["]
-        for kind, subject in crossings(permissions_of(user.role, user.name, jobs=user.jobs)):
-            lines.append(f"    {{ {kind}: {{ account: {account}, subject: {json.dumps(subject)} }} }}")
-        lines += ["  ]", "}"]
+def write_accounts(users: Iterable[User], streams: str) -> str:
+    """The text of the file of accounts, beside the account `streams`. The users have their numbers."""
+    users, lines = list(users), [ACCOUNTS_HEAD]
+    owners = {user.account: user for user in users if user.account > 0}
+    for role in _ROLES_WITH_KEYS:
+        within = [user for user in users if user.role == role and user.account == ROLE_ACCOUNT]
+        jobs = [_of_jobs(streams, number) for number in sorted(owners)] if role == WATCHER else []
+        lines += _block(_of_role(streams, role), _account(streams, User(name=role, role=role), within, jobs))
+    for number in range(1, max(owners, default=0) + SPARE_ACCOUNTS + 1):
+        name, owner = _of_jobs(streams, number), owners.get(number)
+        if owner is None:
+            lines.append(f"{name} {{ users: [] }}")
+        else:
+            lines += _block(name, _account(streams, owner, [owner]))
     return "\n".join([*lines, ""])
+
+
+def _account(streams: str, needs: User, users: Sequence[User], trainers: Sequence[str] = ()) -> Iterator[str]:
+    """An account with what a user needs; `trainers` are the accounts of certain jobs, where it hears those."""
+    role, allowed = needs.role, _allowed(needs)
+    yield from _users(users)
+    yield from ("exports: [", *(f"  {{ stream: {json.dumps(subject)} }}" for subject in said_by(role)), "]")
+    yield "imports: ["
+    for one in requests(role, allowed):
+        local = "" if one.local == one.subject else f", to: {json.dumps(one.local)}"
+        yield f"  {{ service: {{ account: {streams}, subject: {json.dumps(one.subject)} }}{local} }}"
+    for heard in heard_by(role, allowed):
+        yield _stream(streams, heard)
+        for other in (other for other in _ROLES_WITH_KEYS if other != role):
+            found = (common(heard, said) for said in said_by(other))
+            yield from (_stream(_of_role(streams, other), subject) for subject in found if subject is not None)
+    yield from (_stream(trainer, subject) for trainer in trainers for subject in said_by("trainer"))
+    yield "]"
+
+
+def _block(name: str, lines: Iterable[str]) -> Iterator[str]:
+    yield f"{name} {{"
+    yield from (f"  {line}" for line in lines)
+    yield "}"
+
+
+def _stream(account: str, subject: str) -> str:
+    return f"  {{ stream: {{ account: {account}, subject: {json.dumps(subject)} }} }}"
+
+
+def _of_role(streams: str, role: str) -> str:
+    """In small letters, which no shard has."""
+    return f"{streams}_{role}"
+
+
+def _of_jobs(streams: str, number: int) -> str:
+    return f"{streams}_jobs_{number}"
 
 
 def read_users(text: str) -> list[User]:
@@ -150,7 +232,7 @@ def read_users(text: str) -> list[User]:
 
 def _check_whole(text: str, users: Sequence[User]) -> None:
     """Refuse a file of which the next change would keep only a part: one that is cut off, or has logins of others."""
-    if "users: [" in text and not text.rstrip().endswith("]"):
+    if "users: [" not in text or not text.rstrip().endswith("]"):
         raise UsersFileError("its end is missing: restore it from a copy")
     known = {user.name for user in users} | {key for user in users for key in user.keys}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -160,18 +242,28 @@ def _check_whole(text: str, users: Sequence[User]) -> None:
             raise UsersFileError(f"line {number} lets in {words[1]}, whom `dynamix keys` does not know: {fix}")
 
 
-def write_users(users: Iterable[User]) -> str:
-    """The text of the file of users; the logins of those with an account of their own are in the file of accounts."""
-    users, lines = list(users), [HEAD, "users: ["]
-    fixed = sorted({name for user in users for name in user.fixed_consumers})
-    for user in users:
-        lines.append(f"  {MARK}{msgspec.json.encode(user).decode()}")
-        for login in () if user.jobs else _logins(user):
-            lines += ["  {", f"    {login}", *_permissions(user, fixed), "  }"]
-    lines += ["]", "", "# What accounts of trainers may import, each what is of its jobs.", "exports: ["]
-    for kind, subject in crossings(permissions_of("trainer", "trainer")):
-        lines.append(f"  {{ {kind}: {json.dumps(subject)} }}")
+def write_users(users: Iterable[User], streams: str) -> str:
+    """The text of the file of users; the logins of those outside the account `streams` are in the file of accounts."""
+    users = list(users)
+    lines = [HEAD, *(f"{MARK}{msgspec.json.encode(user).decode()}" for user in users), ""]
+    lines += [*_users(user for user in users if not user.account), ""]
+    lines += ["# What accounts without streams may import, each what its users may do.", "exports: ["]
+    allowed = {role: permissions_of(role, role) for role in _ROLES_WITH_KEYS}
+    for one in dict.fromkeys(one for role in allowed for one in requests(role, allowed[role])):
+        answers = ", response: stream" if one.has_many_answers else ""
+        lines.append(f"  {{ service: {json.dumps(one.subject)}{answers} }}")
+    for heard in dict.fromkeys(heard for role in allowed for heard in heard_by(role, allowed[role])):
+        lines.append(f"  {{ stream: {json.dumps(heard)} }}")
+    lines += ["]", "imports: [", *(_stream(_of_role(streams, WATCHER), said) for said in said_by(WATCHER))]
     return "\n".join([*lines, "]", ""])
+
+
+def _users(users: Iterable[User]) -> Iterator[str]:
+    yield "users: ["
+    for user in users:
+        for login in _logins(user):
+            yield from ("  {", f"    {login}", *_permissions(user), "  }")
+    yield "]"
 
 
 def password_variable(name: str) -> str:
@@ -185,18 +277,20 @@ def _logins(user: User) -> Iterator[str]:
     yield from (f"nkey: {key}" for key in user.keys)
 
 
-def _permissions(user: User, fixed: Sequence[str]) -> Iterator[str]:
-    allowed = permissions_of(user.role, user.name, jobs=user.jobs, nodes=user.nodes, instances=user.instances)
+def _allowed(user: User) -> Permissions:
+    limits = {"jobs": user.jobs, "nodes": user.nodes, "instances": user.instances}
+    return permissions_of(user.role, user.name, **limits, consumer=user.consumer)
+
+
+def _permissions(user: User) -> Iterator[str]:
+    allowed = outside(user.role, _allowed(user)) if user.account else _allowed(user)
     yield "    permissions {"
-    refused = () if user.is_limited else tuple(denied(user.role, fixed))
-    yield from _list("publish: { allow: [" if refused else "publish: [", allowed.publish, "]")
-    if refused:
-        yield from _list("deny: [", refused, "] }")
-    yield from _list("subscribe: [", allowed.subscribe, "]")
+    yield from _list("publish", allowed.publish)
+    yield from _list("subscribe", allowed.subscribe)
     yield "    }"
 
 
-def _list(head: str, subjects: Iterable[str], end: str) -> Iterator[str]:
-    yield f"      {head}"
-    yield from (f"        {json.dumps(subject)}" for subject in dict.fromkeys(subjects))
-    yield f"      {end}"
+def _list(what: str, subjects: Iterable[str]) -> Iterator[str]:
+    yield f"      {what}: ["
+    yield from (f"        {json.dumps(subject)}" for subject in subjects)
+    yield "      ]"
