@@ -80,8 +80,9 @@ class Pull:
         self._request_subject = f"{self._connection.api}CONSUMER.MSG.NEXT.{self._stream}.{consumer}"
         self.subjects |= {self._request_subject.lower()}
         early, self._early = self._early, []
-        for delivery in early:
-            self._on_message(*delivery)
+        for subject, reply, payload, headers in early:
+            if reply and parse_delivery(subject, payload, reply)[0] >= next_delivery:  # an older one comes again
+                self._on_message(subject, reply, payload, headers)
 
     async def close(self) -> None:
         """Take nothing more, and stop listening."""
@@ -126,8 +127,6 @@ class Pull:
             self._on_status(parse_status(headers or b""))
             return
         count, message = parse_delivery(subject, payload, reply, headers)
-        if count < self._next_delivery:
-            return  # delivered to an earlier pull, and again since
         if count != self._next_delivery:
             self._reader.break_off(f"delivery {self._next_delivery} was lost")
             return
