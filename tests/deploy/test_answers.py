@@ -13,7 +13,6 @@ from tests.support.hostile import answered_to
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.key_file import read_key_file
-from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
@@ -62,10 +61,6 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedBroker]
         yield running
 
 
-def key(broker: DeployedBroker, name: str) -> BusSettings:
-    return BusSettings(url=broker.url, nkey_file=str(broker.directory / f"{name}.nkey"))
-
-
 @pytest.fixture
 async def operator(broker: DeployedBroker) -> AsyncIterator[Bus]:
     """Streams, with something in them; a collector's consumer; and one by which the roles read."""
@@ -76,7 +71,7 @@ async def operator(broker: DeployedBroker) -> AsyncIterator[Bus]:
         async with (
             connected(broker.settings("trainer"), "trainer-1") as trainer,
             connected(broker.settings("collector"), "collector-2") as collector,
-            connected(key(broker, "node-b"), "collector-1") as victim,
+            connected(broker.with_key("node-b"), "collector-1") as victim,
             victim.consume(FEED.name, ["dynamix.v1.report.*.node-b"], start="new", durable=VICTIM),
         ):
             await trainer.publish(examples.job())
@@ -129,7 +124,7 @@ async def test_what_a_key_has_answered_elsewhere_is_neither_stored_nor_carried_o
 ) -> None:
     before = await seen(operator, broker)
     assert before["consumers"] == [victims_consumer(broker)]
-    async with connected(key(broker, f"my-{role}"), f"{role}-1") as bus:
+    async with connected(broker.with_key(f"my-{role}"), f"{role}-1") as bus:
         requests = requests_of(bus, role)
         for target in TARGETS:
             await answered_to(bus, target.replace(VICTIM, victims_consumer(broker)), *requests)
@@ -160,8 +155,8 @@ async def test_an_answer_is_no_message_of_another_user_of_the_same_account(
     assert operator.is_connected
     forged = subjects.of(kind, OTHERS, "node-b")
     async with (
-        connected(key(broker, "my-trainer"), "trainer-1") as trainer,
-        connected(key(broker, f"my-{role}"), f"{role}-1") as bus,
+        connected(broker.with_key("my-trainer"), "trainer-1") as trainer,
+        connected(broker.with_key(f"my-{role}"), f"{role}-1") as bus,
         trainer.subscribe(forged) as heard,
     ):
         await trainer._connection.round_trip(10.0)

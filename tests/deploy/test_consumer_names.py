@@ -16,7 +16,6 @@ from dynamix.runtime.bus import Bus, Consumer
 from dynamix.runtime.bus.broker.login import API, OUTSIDE_API
 from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import encode
 from dynamix.schemas.streams import ACTIONS, FEED
@@ -58,16 +57,12 @@ async def operator(broker: DeployedBroker) -> AsyncIterator[Bus]:
         yield bus
 
 
-def key(broker: DeployedBroker, name: str) -> BusSettings:
-    return BusSettings(url=broker.url, nkey_file=str(broker.directory / f"{name}.nkey"))
-
-
 @contextlib.asynccontextmanager
 async def read_by_services(broker: DeployedBroker) -> AsyncIterator[tuple[Bus, Consumer, Consumer]]:
     """A collector and a reward service that read, each by its key."""
     async with (
-        connected(key(broker, "victim"), "collector-1") as collector,
-        connected(key(broker, "reward-1"), "reward-1") as reward,
+        connected(broker.with_key("victim"), "collector-1") as collector,
+        connected(broker.with_key("reward-1"), "reward-1") as reward,
         collector.consume(FEED.name, [REPORTS], start="new", durable=COLLECTORS) as reports,
         reward.consume(FEED.name, [WINDOWS], start="new", durable=REWARDS) as windows,
     ):
@@ -96,7 +91,7 @@ async def make_consumer(bus: Bus, name: str, wanted: str, **config: object) -> N
 async def test_no_role_is_told_the_names_of_others_consumers(broker: DeployedBroker, operator: Bus, role: str) -> None:
     """Not by lists, not by what the broker says of one's own permissions, and not by denials."""
     assert operator.is_connected
-    async with read_by_services(broker) as (collector, _, _), connected(key(broker, f"my-{role}"), "1") as bus:
+    async with read_by_services(broker) as (collector, _, _), connected(broker.with_key(f"my-{role}"), "1") as bus:
         name = collector._connection.durable_named(COLLECTORS)
         assert len(name) == len(COLLECTORS) + 1 + 16
         lists = [f"{api}CONSUMER.{what}.FEED" for what in ("LIST", "NAMES") for api in (API, OUTSIDE_API)]
@@ -113,7 +108,10 @@ async def test_no_role_is_told_the_names_of_others_consumers(broker: DeployedBro
 async def test_the_names_that_can_be_guessed_are_of_no_consumer(
     broker: DeployedBroker, operator: Bus, role: str
 ) -> None:
-    async with read_by_services(broker) as (collector, reports, windows), connected(key(broker, f"my-{role}")) as bus:
+    async with (
+        read_by_services(broker) as (collector, reports, windows),
+        connected(broker.with_key(f"my-{role}")) as bus,
+    ):
         before = await states_of(operator)
         assert collector._connection.durable_named(COLLECTORS) in before
         assert (len(before), set(before) & {COLLECTORS, REWARDS}) == (2, set())
@@ -137,12 +135,12 @@ async def test_a_consumer_that_delivers_to_the_api_moves_no_other_without_its_na
 ) -> None:
     """The broker carries out what a consumer delivers to the API; with the name, the attempt is seen to work."""
     wanted = READS.get(role, STATES)
-    async with connected(key(broker, "victim"), "collector-1") as collector:
+    async with connected(broker.with_key("victim"), "collector-1") as collector:
         secret = collector._connection.durable_named(COLLECTORS)
         await make_consumer(collector, secret, REPORTS, durable_name=secret, ack_policy="all")  # which reads nothing
     before = await states_of(operator)
     async with (
-        connected(key(broker, f"my-{role}"), "1") as bus,
+        connected(broker.with_key(f"my-{role}"), "1") as bus,
         connected(broker.settings("trainer"), "trainer-1") as trainer,
         connected(broker.settings("collector"), "collector-2") as publisher,
     ):
@@ -176,7 +174,7 @@ async def test_what_is_delivered_to_a_trainer_by_a_consumer_is_no_action(
         connected(broker.settings("trainer"), "trainer-2") as other,
         connected(broker.settings("collector"), "collector-2") as publisher,
         connected(broker.settings("arbitrator"), "arbitrator-1") as arbitrator,
-        connected(key(broker, f"my-{role}"), "1") as bus,
+        connected(broker.with_key(f"my-{role}"), "1") as bus,
         victim.follow(ACTIONS.name, subjects.of("action", "bob-1")) as actions,
     ):
         await victim._connection.round_trip(10.0)

@@ -14,7 +14,6 @@ from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.broker.errors import ApiError
 from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import encode, message_id
 from dynamix.schemas.kinds import KINDS, Kind
@@ -35,10 +34,6 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedBroker]
         yield running
 
 
-def key(broker: DeployedBroker, name: str) -> BusSettings:
-    return BusSettings(url=broker.url, nkey_file=str(broker.directory / f"{name}.nkey"))
-
-
 @pytest.fixture
 async def operator(broker: DeployedBroker) -> AsyncIterator[Bus]:
     async with connected(broker.settings("provision"), "provision-1") as bus:
@@ -50,7 +45,7 @@ async def operator(broker: DeployedBroker) -> AsyncIterator[Bus]:
 async def trainer(broker: DeployedBroker, operator: Bus) -> AsyncIterator[Bus]:
     """With the key of job `MINE`."""
     assert operator.is_connected
-    async with connected(key(broker, "mallory"), "trainer-1") as bus:
+    async with connected(broker.with_key("mallory"), "trainer-1") as bus:
         yield bus
 
 
@@ -58,7 +53,7 @@ async def trainer(broker: DeployedBroker, operator: Bus) -> AsyncIterator[Bus]:
 async def collector(broker: DeployedBroker, operator: Bus) -> AsyncIterator[Bus]:
     """With the key of node `NODE`."""
     assert operator.is_connected
-    async with connected(key(broker, "node-a"), "collector-1") as bus:
+    async with connected(broker.with_key("node-a"), "collector-1") as bus:
         yield bus
 
 

@@ -45,7 +45,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedBroker]
 def login(broker: DeployedBroker, role: str, by: str) -> BusSettings:
     if by == "password":
         return broker.settings(role)
-    return BusSettings(url=broker.url, nkey_file=str(broker.directory / f"my-{role}.nkey"))
+    return broker.with_key(f"my-{role}")
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ async def test_traces_and_rewards_are_heard_once_by_the_trainer(
 ) -> None:
     role = "collector" if kind == "trace" else "reward"
     subject = subjects.of(kind, examples.JOB, "node-a")
-    key = BusSettings(url=broker.url, nkey_file=str(broker.directory / f"{trainer}.nkey"))
+    key = broker.with_key(trainer)
     async with (
         connected(broker.settings("trainer") if trainer == "password" else key, "trainer-1") as listener,
         connected(login(broker, role, by), f"{role}-1") as bus,

@@ -11,7 +11,6 @@ from tests.support.hostile import api_operations, refused, subjects_of_kind
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.broker.login import API, OUTSIDE_API
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.kinds import BY_NAME, KINDS
 from dynamix.schemas.streams import FEED
 
@@ -20,7 +19,7 @@ ROLES = ("reward", "arbitrator", "learner", "watcher", "provision")
 HARMLESS = {"$SYS.REQ.USER.INFO"}
 """The server answers it to every user, about itself."""
 PREFIXES = {role: API if role == "provision" else OUTSIDE_API for role in ROLES}
-"""Of requests to JetStream, in the account that the key is for."""
+"""What requests to JetStream begin with, in the account that the key is for."""
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +32,9 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedBroker]
         yield running
 
 
-def key(broker: DeployedBroker, role: str) -> BusSettings:
-    return BusSettings(url=broker.url, nkey_file=str(broker.directory / f"my-{role}.nkey"))
-
-
 @pytest.fixture
 async def operator(broker: DeployedBroker) -> AsyncIterator[Bus]:
-    async with connected(key(broker, "provision"), "provision-1") as bus:
+    async with connected(broker.with_key("my-provision"), "provision-1") as bus:
         await provision(bus)
         yield bus
 
@@ -96,7 +91,7 @@ async def test_a_key_is_refused_every_operation_but_those_of_its_role(
     assert operator.is_connected
     tried = dict.fromkeys([*api_operations(), *api_operations(OUTSIDE_API)])
     operations = [operation for operation in tried if operation not in HARMLESS]
-    async with connected(key(broker, role), f"{role}-1") as bus:
+    async with connected(broker.with_key(f"my-{role}"), f"{role}-1") as bus:
         found = await refused(bus, *operations, payload=b"no JSON")
     assert {one for one, no in zip(operations, found, strict=True) if not no} == {
         operation.replace(API, PREFIXES[role]) for operation in MAY[role]
@@ -106,7 +101,7 @@ async def test_a_key_is_refused_every_operation_but_those_of_its_role(
 @pytest.mark.parametrize("role", ROLES)
 async def test_a_key_publishes_the_kinds_of_its_role_only(broker: DeployedBroker, operator: Bus, role: str) -> None:
     assert operator.is_connected
-    async with connected(key(broker, role), f"{role}-1") as bus:
+    async with connected(broker.with_key(f"my-{role}"), f"{role}-1") as bus:
         for kind in KINDS:
             place = {"service": (role,), "instance": ("1",)}
             for subject in subjects_of_kind(kind, place):
@@ -128,8 +123,8 @@ async def test_a_reward_key_of_one_instance_cannot_touch_the_consumer_of_a_colle
         "dynamix.v1.live.reward.2",
     ]
     async with (
-        connected(key(broker, "collector"), "collector-1") as collector,
-        connected(key(broker, "reward"), "reward-1") as reward,
+        connected(broker.with_key("my-collector"), "collector-1") as collector,
+        connected(broker.with_key("my-reward"), "reward-1") as reward,
         collector.consume(FEED.name, [reports], start="new", durable=others),
     ):
         assert await refused(reward, *wrong) == [True] * len(wrong)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamix.runtime.bus.broker.login import Login
 from dynamix.runtime.bus.broker.nkeys import UserKey, new_seed
 from dynamix.runtime.key_file import KeyFile, key_file_text, read_key_file
 from dynamix.runtime.settings import BusSettings, check_bus, key_of
@@ -80,3 +81,18 @@ def test_a_certificates_key_needs_the_certificate(tmp_path: Path) -> None:
         check_bus(BusSettings(certificate_key_file=str(tmp_path / "key.pem")))
     with pytest.raises(ValueError, match=r"CERTIFICATE_FILE='/none' and .* cannot be used: No such file"):
         check_bus(BusSettings(certificate_file="/none"))
+
+
+def test_an_identity_is_signed_alike_by_all_who_have_the_secret_and_otherwise_by_others(tmp_path: Path) -> None:
+    """Also where the password's file is gone meanwhile: then by none but this connection."""
+    password, key, gone = tmp_path / "password", tmp_path / "key", tmp_path / "gone"
+    password.write_text("secret\n")
+    key.write_text(SEED)
+    ways = [{"password_file": str(password)}, {"nkey_file": str(key)}, {"password_file": str(gone)}]
+    for path in (password, key):
+        path.chmod(0o600)
+    pairs = [[Login(BusSettings(user="u", **way), "x").sign_id("report:1") for _ in range(2)] for way in ways]
+    assert [first == second for first, second in pairs] == [True, True, False]
+    assert len({pair[0] for pair in pairs}) == 3
+    one = Login(BusSettings(user="u", **ways[2]), "x")
+    assert one.sign_id("report:1") == one.sign_id("report:1") != one.sign_id("report:2")

@@ -44,9 +44,13 @@ class DeployedBroker:
 
     def key(self, *words: str) -> BusSettings:
         """A new user with a key, made by `dynamix keys create`; the broker does not know it before `reload`."""
-        file = self.directory / f"{words[0]}.nkey"
-        self.keys("create", *words, "-o", str(file))
-        return BusSettings(url=self.url, nkey_file=str(file))
+        settings = self.with_key(words[0])
+        self.keys("create", *words, "-o", settings.nkey_file)
+        return settings
+
+    def with_key(self, name: str) -> BusSettings:
+        """How to connect as a user whose key was made before."""
+        return BusSettings(url=self.url, nkey_file=str(self.directory / f"{name}.nkey"))
 
     def keys(self, *words: str) -> None:
         """Run `dynamix keys` on this broker's users."""

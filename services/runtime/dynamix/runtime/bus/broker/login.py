@@ -1,5 +1,6 @@
 """Who we are to the broker: a user with a password, or a key; and what says that it refuses us."""
 
+import contextlib
 import hashlib
 import hmac
 import re
@@ -49,15 +50,16 @@ class Login:
         self.inbox = ".".join(("_INBOX", *(_token(part) for part in (*owner, name) if part), secrets.token_hex(4)))
         self.api = key.api if key and key.api else API
         self.consumer = key.consumer if key else ""
-        self._secret: bytes | None = None
+        self._secret = key.seed.encode() if key else b""
         if self.has_key:
             self._key()
 
     def sign_id(self, message_id: str) -> str:
         """What only this user can know of a message's identity: the same after a restart, and in all its processes."""
-        if self._secret is None:
-            key = key_of(self._settings)
-            self._secret = (key.seed if key else self.password()).encode() or secrets.token_bytes(32)
+        if not self._secret:
+            with contextlib.suppress(OSError):  # a file that is gone now: after a restart identities are others
+                self._secret = self.password().encode()
+            self._secret = self._secret or secrets.token_bytes(32)
         return hmac.digest(self._secret, message_id.encode(), hashlib.sha256)[:SIGNATURE_BYTES].hex()
 
     def password(self) -> str:
