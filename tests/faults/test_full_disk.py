@@ -26,7 +26,7 @@ from dynamix.runtime.metrics import MetricsServer, ServiceMetrics
 from dynamix.runtime.service.shown import ServiceState
 from dynamix.schemas.messages import Live
 
-REPORT = "dynamix.v1.report.job-1.node-a"
+REPORT = "dynamix.v1.report.job.1.node-a"
 DISK_MIB = 48
 """A broker that has just begun takes 6, and is started again where 16 are free."""
 

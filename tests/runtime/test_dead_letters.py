@@ -9,7 +9,7 @@ from dynamix.runtime.health.dead_letters import DeadLetters, tokens_of
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Dead
 
-SUBJECT = "dynamix.v1.state.job-1.node-a"
+SUBJECT = "dynamix.v1.state.job.1.node-a"
 
 
 def message(subject: str = SUBJECT, payload: bytes = b"garbage", sequence: int = 7) -> BusMessage:
@@ -20,7 +20,7 @@ async def test_a_dead_letter_keeps_origin_reason_and_the_first_4_kb(bus: Bus) ->
     counters: dict[str, int] = {}
     await DeadLetters(bus, "arbitrator", counters).set_aside(message(payload=bytes(10_000)), "not a message of ours")
     assert await bus.flush()
-    stored = await bus.last("DEAD", "dynamix.v1.dead.state.job-1")
+    stored = await bus.last("DEAD", "dynamix.v1.dead.state.job.1")
     assert stored is not None
     dead = codec.decode(Dead, stored.subject, stored.payload)
     assert dead == Dead(
@@ -45,7 +45,7 @@ async def test_all_are_counted_and_about_ten_a_second_of_a_kind_are_kept(
     letters = DeadLetters(bus, "arbitrator", counters)
     for number in range(50):
         await letters.set_aside(message(sequence=number), "bad")
-    await letters.set_aside(message("dynamix.v1.report.job-1.node-a"), "bad")
+    await letters.set_aside(message("dynamix.v1.report.job.1.node-a"), "bad")
     assert await bus.flush()
     assert (await bus.stream_state("DEAD")).num_messages == 11
     assert counters == {"dead_letters": 51, "dead_letters_not_kept": 40}
@@ -55,7 +55,7 @@ async def test_a_long_reason_and_subject_are_cut_to_what_a_message_holds(bus: Bu
     letters = DeadLetters(bus, "arbitrator", {})
     await letters.set_aside(message("dynamix.v1.state." + "x" * 5000), "y" * 5000)
     assert await bus.flush()
-    stored = await bus.last("DEAD", "dynamix.v1.dead.state.unknown")
+    stored = await bus.last("DEAD", "dynamix.v1.dead.state.unknown._")
     assert stored is not None
     dead = codec.decode(Dead, stored.subject, stored.payload)
     assert (len(dead.subject), len(dead.reason)) == (1024, 1024)
@@ -75,11 +75,11 @@ async def test_a_bus_that_cannot_keep_it_does_not_end_the_service(server: Config
     ("subject", "tokens"),
     [
         (SUBJECT, ("state", "job-1")),
-        ("dynamix.v1.action.job-1", ("action", "job-1")),
+        ("dynamix.v1.action.job.1", ("action", "job-1")),
         ("dynamix.v1.policy.ppo", ("policy", "ppo")),
         ("dynamix.v1.state", ("state", "unknown")),
         ("dynamix.v1.state.Job_1.node", ("state", "unknown")),
-        ("dynamix.v1.nonsense.job-1", ("unknown", "unknown")),
+        ("dynamix.v1.nonsense.job.1", ("unknown", "unknown")),
         ("elsewhere.state.job-1", ("unknown", "unknown")),
         ("", ("unknown", "unknown")),
     ],

@@ -103,7 +103,7 @@ async def test_a_quiet_reader_asks_a_cluster_and_stays_when_there_is_nothing_for
     async with bus.consume(FEED.name, [*STATES, "dynamix.v1.window.>"], start="all") as reader:
         reader._broker_side.num_replicas = num_replicas
         assert numbers(await read(reader, 3)) == [0, 1, 2]
-        await publish_states(bus, range(3), "dynamix.v1.report.job-1.node-a")
+        await publish_states(bus, range(3), "dynamix.v1.report.job.1.node-a")
         assert await read_for(reader, 2.0) == []
         await publish_states(bus, range(3, 5))
         assert numbers(await read(reader, 2)) == [3, 4]
@@ -114,7 +114,7 @@ async def test_a_quiet_reader_asks_a_cluster_and_stays_when_there_is_nothing_for
 async def test_what_a_reader_is_owed_is_the_next_message_of_any_of_its_subjects(bus: Bus) -> None:
     async with bus.consume(FEED.name, ["dynamix.v1.window.>", *STATES], start="new") as reader:
         assert await reader._broker_side.find_owed() == 0
-        await publish_states(bus, range(2), "dynamix.v1.report.job-1.node-a")
+        await publish_states(bus, range(2), "dynamix.v1.report.job.1.node-a")
         assert await reader._broker_side.find_owed() == 0
         await publish_states(bus, range(2))
         assert len(await read(reader, 2)) == 2

@@ -50,7 +50,7 @@ async def test_sigterm_ends_the_intake_and_everything_published_is_stored(server
     assert code == 0
     assert [line["event"] for line in lines][-2:] == ["intake ended", "stopped"]
     assert lines[-2]["stop"] is True
-    last = await bus.last("FEED", "dynamix.v1.window.job-1.node-a")
+    last = await bus.last("FEED", "dynamix.v1.window.job.1.node-a")
     assert last is not None
 
 

@@ -12,8 +12,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "subjects.md"
 
 
 def test_subjects_are_spelled_as_documented() -> None:
-    assert subjects.of("action", "mnist-0a1b2c3d") == "dynamix.v1.action.mnist-0a1b2c3d"
-    assert subjects.of("state", "j", subjects.ANY) == "dynamix.v1.state.j.*"
+    assert subjects.of("action", "mnist-0a1b2c3d") == "dynamix.v1.action.mnist.0a1b2c3d"
+    assert subjects.of("state", "j", subjects.ANY) == "dynamix.v1.state.j._.*"
+    assert subjects.of("state", subjects.ANY, "node-a") == "dynamix.v1.state.*.*.node-a"
     assert subjects.of("live", "arbitrator", "node-a") == "dynamix.v1.live.arbitrator.node-a"
 
 
@@ -29,8 +30,15 @@ def test_every_subject_is_parsed_back(job: str, node: str) -> None:
     assert subjects.parse(subjects.of("applied", job)) == ("applied", (job,))
 
 
+def test_two_jobs_never_share_a_subject_and_the_runs_of_a_name_share_its_token() -> None:
+    ids = ["a", "a-b", "a-b-c", "a-", "-a", "-", "a--b"]
+    assert len({subjects.of("job", job) for job in ids}) == len(ids)
+    assert [job for job in ids if subjects.of("job", job).split(".")[3] == "a"] == ["a", "a-b"]
+
+
 @pytest.mark.parametrize(
-    "subject", ["dynamix.v2.job.a", "dynamix.v1.job", "dynamix.v1.job.a.b", "dynamix.v1.x.a", "$JS"]
+    "subject",
+    ["dynamix.v2.job.a.b", "dynamix.v1.job", "dynamix.v1.job.a", "dynamix.v1.job.a.b-c", "dynamix.v1.x.a", "$JS"],
 )
 def test_foreign_subjects_are_refused(subject: str) -> None:
     with pytest.raises(ValueError, match="subject"):

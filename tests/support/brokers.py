@@ -14,7 +14,7 @@ from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.settings import BusSettings
 
-STATE = "dynamix.v1.state.job-1.node-a"
+STATE = "dynamix.v1.state.job.1.node-a"
 
 
 class ConfiguredServer(EmbeddedServer):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from dynamix.runtime.bus import BusMessage, Consumer
 
-OTHER = "dynamix.v1.state.job-1.node-b"
+OTHER = "dynamix.v1.state.job.1.node-b"
 STATES = ["dynamix.v1.state.>"]
 
 

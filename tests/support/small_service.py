@@ -30,7 +30,7 @@ async def main(context: Context[SmallSettings, Bus]) -> None:
             for message in batch:
                 context.count("states_seen")
                 await context.bus.publish_bytes_soon(
-                    "dynamix.v1.window.job-1.node-a", message.payload, f"window:{message.sequence}"
+                    "dynamix.v1.window.job.1.node-a", message.payload, f"window:{message.sequence}"
                 )
     context.log.info("intake ended", stop=context.stop.is_set())
 

@@ -16,7 +16,7 @@ from .codec import HEADER_BYTES, MAGIC, MAX_MESSAGE_BYTES, VERSION
 from .kinds import KINDS, SERVICES, WATCHER, Kind
 from .messages import Message
 from .messages.fields import TOKEN_PATTERN
-from .subjects import ROOT, template
+from .subjects import ROOT, template, token_names
 
 ASYNCAPI_VERSION = "3.0.0"
 CONTENT_TYPE = "application/x-msgpack"
@@ -32,6 +32,11 @@ have a default may be left out. At most {MAX_MESSAGE_BYTES >> 10} KiB in all; ev
 subject counts: a message that says another goes to `{ROOT}.dead`."""
 
 _ENDING = re.compile(r"\\Z\Z")
+_PATTERN = _ENDING.sub("$", TOKEN_PATTERN)
+_OF_JOB = {
+    "name": "Of the message's `job`, what precedes the last dash",
+    "run": "Of the message's `job`, what follows the last dash, or `_`",
+}
 _SHOWN = ("max_age_s", "max_bytes", "max_messages_per_subject", "duplicate_window_s", "deny_delete", "discard")
 _HEADERS = {
     "type": "object",
@@ -71,20 +76,21 @@ def text() -> str:
 
 def _channel(kind: Kind) -> dict[str, Any]:
     channel: dict[str, Any] = {
-        "address": template(kind, "{{{}}}"),
+        "address": template(kind, "{{{}}}".format),
         "messages": {kind.struct.__name__: {"$ref": f"#/components/messages/{kind.struct.__name__}"}},
         "title": kind.meaning,
         "description": f"From {kind.sent_by} to {kind.read_by}; carried by {kind.carrier}.",
         "parameters": {
-            token: {"description": f"The message's own `{token}`; matches {_ENDING.sub('$', TOKEN_PATTERN)}"}
-            for token in kind.tokens
+            token: {"description": _OF_JOB.get(token, f"The message's own `{token}`") + f"; matches {_PATTERN}"}
+            for token in token_names(kind)
         },
         "servers": [{"$ref": "#/servers/nats"}],
     }
     if kind.name == "dead":
         channel["parameters"] = {
             "kind": {"description": "The kind of message that could not be used, or `unknown`."},
-            "job": {"description": "Its job, or `unknown`."},
+            "name": {"description": "The name of its job, or `unknown`."},
+            "run": {"description": "The run of its job, or `_`."},
         }
     if kind.stream is not None:
         channel["x-jetstream"] = {"stream": kind.stream.name} | {name: getattr(kind.stream, name) for name in _SHOWN}

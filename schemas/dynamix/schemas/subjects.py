@@ -1,7 +1,12 @@
-"""Subjects: the only place that spells them and checks their tokens."""
+"""Subjects: the only place that spells them and checks their tokens.
+
+A job stands in a subject as two tokens, its name and its run, so that a key for a name covers all its runs: job
+`mnist-0a1b2c3d` is `mnist.0a1b2c3d`. The run is what follows the last dash; `_` stands for none (job `mnist`).
+"""
 
 import re
 import secrets
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,8 +24,12 @@ RUN_ID_BYTES = 4
 MAX_NAME = 63 - 1 - 2 * RUN_ID_BYTES
 """Characters of a job's name: its id is the name, a dash and a run id, in one token."""
 
+NO_RUN = "_"
+"""In place of the run of a job id without a dash; no token of ours has this character."""
+
 _TOKEN = re.compile(TOKEN_PATTERN)
-_DEPTH = {kind.name: len(kind.tokens) for kind in KINDS}
+_RUN = re.compile(r"[a-z0-9]+\Z")
+_TOKENS = {kind.name: kind.tokens for kind in KINDS}
 
 
 class Address(NamedTuple):
@@ -58,8 +67,20 @@ def of(kind: str, *tokens: str) -> str:
     Raises:
         ValueError: for a token that cannot stand in a subject.
     """
-    assert _DEPTH[kind] == len(tokens), f"{kind} has {_DEPTH[kind]} tokens, not {len(tokens)}"
-    return ".".join((ROOT, kind, *(token if token == ANY else check_token(token) for token in tokens)))
+    pairs = zip(_TOKENS[kind], tokens, strict=True)
+    return ".".join((ROOT, kind, *(_job(token) if name == "job" else _one(token) for name, token in pairs)))
+
+
+def _one(token: str) -> str:
+    return token if token == ANY else check_token(token)
+
+
+def _job(job: str) -> str:
+    """The two tokens of a job."""
+    if job == ANY:
+        return f"{ANY}.{ANY}"
+    name, _, run = check_token(job).rpartition("-")
+    return f"{name}.{run}" if name and run else f"{job}.{NO_RUN}"
 
 
 def announced(subject: str) -> str:
@@ -92,9 +113,14 @@ def kept_by(stream: Stream) -> list[str]:
     return [all_of(kind.name) for kind in KINDS if kind.carrier == stream.name]
 
 
-def template(kind: Kind, token: str) -> str:
-    """Subject of a kind with placeholders: `template(kind, "<{}>")` is `dynamix.v1.action.<job>`."""
-    return ".".join((ROOT, kind.name, *map(token.format, kind.tokens)))
+def token_names(kind: Kind) -> list[str]:
+    """What stands in a kind's subjects after it: the fields of its message, with `name` and `run` for its job."""
+    return [name for field in kind.tokens for name in (("name", "run") if field == "job" else (field,))]
+
+
+def template(kind: Kind, place: Callable[[str], str]) -> str:
+    """Subject of a kind, by what `place` gives for each of its `token_names`."""
+    return ".".join((ROOT, kind.name, *map(place, token_names(kind))))
 
 
 @lru_cache(maxsize=4096)
@@ -103,9 +129,16 @@ def parse(subject: str) -> Address:
     prefix = ROOT + "."
     if not subject.startswith(prefix):
         raise ValueError(f"subject {subject!r} does not start with {prefix!r}")
-    kind, *tokens = subject[len(prefix) :].split(".")
-    if _DEPTH.get(kind) != len(tokens):
+    kind, *parts = subject[len(prefix) :].split(".")
+    names = _TOKENS.get(kind, ())
+    if len(parts) != len(names) + ("job" in names) or not names:
         raise ValueError(f"subject {subject!r} is of no known kind")
-    for token in tokens:
+    if "job" in names:
+        place = names.index("job")
+        name, run = parts[place : place + 2]
+        if run != NO_RUN and not _RUN.match(run):  # a dash would make it the job of another name
+            raise ValueError(f"subject {subject!r} has {run!r} where a job's run stands: use a-z and 0-9 only")
+        parts[place : place + 2] = [name if run == NO_RUN else f"{name}-{run}"]
+    for token in parts:
         check_token(token)
-    return Address(kind, tuple(tokens))
+    return Address(kind, tuple(parts))

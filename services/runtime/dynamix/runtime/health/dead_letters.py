@@ -74,9 +74,7 @@ def tokens_of(subject: str) -> tuple[str, str]:
     """Kind and job in a subject that may be foreign; `unknown` for what is not ours or cannot be a token."""
     tokens = subject.removeprefix(subjects.ROOT + ".").split(".")
     kind = tokens[0] if subject.startswith(subjects.ROOT + ".") and tokens[0] in BY_NAME else UNKNOWN
-    if kind == UNKNOWN or len(tokens) < 2:
-        return kind, UNKNOWN
     try:
-        return kind, subjects.check_token(tokens[1])
+        return kind, subjects.parse(subject).tokens[0]
     except ValueError:
         return kind, UNKNOWN

@@ -252,4 +252,4 @@ def _subjects(kind: Kind, places: _Places) -> Iterator[str]:
 
 
 def _any(kind: str) -> str:
-    return subjects.template(BY_NAME[kind], ANY)
+    return subjects.template(BY_NAME[kind], lambda _: ANY)
