@@ -11,11 +11,10 @@ from tests.support.small_suites import write_suite
 from tests.support.virtual import action, cluster, data, scenario
 
 from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.lab.experiments.comparison.baselines import OmniLearn, known_policy
-from dynamix.lab.experiments.comparison.contenders import Setting
-from dynamix.lab.experiments.comparison.evaluation import run_task
-from dynamix.lab.experiments.comparison.runs import RunTask
-from dynamix.lab.simulator.clairvoyant import ClairvoyantCluster, ComputeTimes, best_split
+from dynamix.lab.comparison.omnilearn import OmniLearn
+from dynamix.lab.comparison.rows import Row, known_policy
+from dynamix.lab.comparison.runs import RunTask, run_task
+from dynamix.lab.simulator.cluster import ClairvoyantCluster, ComputeTimes, best_split
 from dynamix.lab.simulator.scenario import SpeedChange, Stragglers, Workers
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 
@@ -117,7 +116,7 @@ def test_runs_at_a_constant_batch_are_fastest_under_the_oracle_and_slowest_undiv
     job = write_suite(tmp_path, mixed=1000).scenarios[0]
     times_s = []
     for policy in ("oracle", "omnilearn", "static"):
-        task = RunTask(scenario=job, setting=Setting(policy=policy, initial_local_batch_size=32), seed=0)
+        task = RunTask(scenario=job, setting=Row(policy=policy, local_batch_size=32), seed=0)
         done = run_task(task)
         assert done.evaluated_samples == sorted(done.evaluated_samples)
         assert len(done.evaluated_samples) == len(done.evaluations)
@@ -128,7 +127,7 @@ def test_runs_at_a_constant_batch_are_fastest_under_the_oracle_and_slowest_undiv
 
 def test_the_learning_rate_of_a_run_is_the_scenarios_times_its_factor() -> None:
     job = scenario(learning_rate=0.1)
-    task = RunTask(scenario=job, setting=Setting(policy="static", learning_rate_factor=0.5), seed=0)
-    assert task.ruling_scenario.learning_rate == pytest.approx(0.05)
-    assert task.key != RunTask(scenario=job, setting=Setting(policy="static"), seed=0).key
-    assert msgspec.structs.replace(task.ruling_scenario, learning_rate=0.1) == job
+    task = RunTask(scenario=job, setting=Row(policy="static", learning_rate_factor=0.5), seed=0)
+    assert task.effective_scenario.learning_rate == pytest.approx(0.05)
+    assert task.key != RunTask(scenario=job, setting=Row(policy="static"), seed=0).key
+    assert msgspec.structs.replace(task.effective_scenario, learning_rate=0.1) == job

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 import pytest
+from dynamix.lab.calibration.changes import find_shifts
+from dynamix.lab.calibration.observations import Array64, Observations, observe
 from tests.support.calibration_job import COMMUNICATION_S, WORKERS, known_job, known_scenario
 
 from dynamix.lab.calibration import Calibration, CalibrationSettings, calibrate
-from dynamix.lab.calibration.changes import find_shifts
 from dynamix.lab.calibration.fit import fit_observations
-from dynamix.lab.calibration.observations import Array64, Observations, observe
 from dynamix.lab.simulator.scenario import Scenario, SpeedChange, Stragglers
 from dynamix.schemas.messages import MetricWindow
 

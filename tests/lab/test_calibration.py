@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from dynamix.lab.calibration.exposure import exposed, fit_exposure
+from dynamix.lab.calibration.lines import fit_line
+from dynamix.lab.calibration.observations import observe
 from tests.support.calibration_job import COMMUNICATION_S, NETWORK, WORKERS, known_job, known_scenario
 
 from dynamix.lab.calibration import Calibration, CalibrationSettings, NotEnoughWindowsError, calibrate, scenario_text
-from dynamix.lab.calibration.exposure import exposed, fit_exposure
 from dynamix.lab.calibration.fit import fit_dwell_times
-from dynamix.lab.calibration.lines import fit_line
-from dynamix.lab.calibration.observations import observe
 from dynamix.lab.simulator.scenario import Congestion, Scenario, Stragglers, scenarios_in
 from dynamix.schemas.messages import MetricWindow
 from dynamix.schemas.messages.allocation import Exchange

@@ -9,12 +9,11 @@ from tests.support import learned, learning, virtual
 
 from dynamix.arbitrator.deciding.signatures import Finding
 from dynamix.arbitrator.learned.policy import LearnedPolicy
-from dynamix.lab.experiments.episodes.episode import run_episode
-from dynamix.lab.experiments.episodes.pool import EpisodeError
-from dynamix.lab.experiments.learning import LearningPlan, LearningUpdate, learn, plan_named
-from dynamix.lab.experiments.learning.episodes import EpisodeResult, EpisodeTask, end_of, play
-from dynamix.lab.experiments.learning.history import LearningCheckpoint, LearningCheckpointError
-from dynamix.lab.experiments.learning.plan import SCORE_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
+from dynamix.lab.learning import LearningPlan, LearningUpdate, learn, plan_named
+from dynamix.lab.learning.episodes import EpisodeResult, EpisodeTask, end_of, play
+from dynamix.lab.learning.plan import SCORE_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
+from dynamix.lab.learning.run import LearningCheckpoint, LearningCheckpointError
+from dynamix.lab.simulator.episode import EpisodeError, run_episode
 from dynamix.reward.formula import TIME_ONLY
 
 
@@ -149,7 +148,7 @@ def test_scenarios_that_may_not_be_learned_from_are_never_played(monkeypatch: py
         played.append(task)
         return play(task)
 
-    monkeypatch.setattr("dynamix.lab.experiments.learning.run.play", noted)
+    monkeypatch.setattr("dynamix.lab.learning.run.play", noted)
     learn(learning.plan(num_episodes=4), num_workers=1)
     assert {task.scenario.name for task in played} == {"two-speeds", "slow-start"}
     with pytest.raises(ValueError, match="no scenario to learn from"):

@@ -8,17 +8,16 @@ import msgspec
 import pytest
 from tests.support.small_suites import write_suite
 
-from dynamix.lab.experiments.comparison.contenders import Setting
-from dynamix.lab.experiments.comparison.evaluation import outcomes
-from dynamix.lab.experiments.comparison.runs import RunOutcome, RunTask
-from dynamix.lab.experiments.episodes.pool import EpisodeError, EpisodePool
+from dynamix.lab.comparison.rows import Row
+from dynamix.lab.comparison.runs import RunOutcome, RunTask, outcomes
+from dynamix.lab.simulator.episode import EpisodeError, run_in_order
 
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> list[RunTask]:
     (scenario,) = write_suite(tmp_path / "suite", mixed=1000).scenarios
     return [
-        RunTask(scenario=scenario, setting=Setting(policy=policy), seed=seed)
+        RunTask(scenario=scenario, setting=Row(policy=policy), seed=seed)
         for policy in ("static", "random")
         for seed in (0, 1)
     ]
@@ -41,11 +40,10 @@ def test_workers_find_what_one_process_finds_and_end_when_the_iterator_is_closed
 
 
 def test_results_of_a_pool_are_in_the_order_of_its_tasks(tasks: list[RunTask]) -> None:
-    with EpisodePool(2) as pool:
-        assert pool.run_all(operator.attrgetter("name"), tasks) == [task.name for task in tasks]
+    assert run_in_order(operator.attrgetter("name"), tasks, jobs=2) == [task.name for task in tasks]
 
 
 def test_a_run_that_fails_is_named(tasks: list[RunTask]) -> None:
-    broken = msgspec.structs.replace(tasks[0], setting=Setting(policy="no-such-policy"))
+    broken = msgspec.structs.replace(tasks[0], setting=Row(policy="no-such-policy"))
     with pytest.raises(EpisodeError, match="no-such-policy in scenario mixed-2, seed 0: ValueError: no policy"):
         list(outcomes([broken], jobs=1))

@@ -7,8 +7,18 @@ import msgspec
 import pytest
 from tests.support.small_suites import MIXED, write_suite
 
-from dynamix.lab.experiments.episodes.suite import digest_of, is_control, is_homogeneous, read_suite, suite_named
-from dynamix.lab.simulator.scenario import Congestion, Scenario, SpeedChange, Stragglers, Workers
+from dynamix.lab.simulator.scenario import (
+    Congestion,
+    Scenario,
+    SpeedChange,
+    Stragglers,
+    Workers,
+    digest_of,
+    is_control,
+    is_homogeneous,
+    read_suite,
+    suite_named,
+)
 
 
 def test_scenarios_are_grouped_by_family(tmp_path: Path) -> None:

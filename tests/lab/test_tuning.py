@@ -5,18 +5,17 @@ from pathlib import Path
 import pytest
 from tests.support.small_suites import made_up, write_suite
 
-from dynamix.lab.experiments.comparison import evaluation, tuning
-from dynamix.lab.experiments.comparison.contenders import parse_contender
-from dynamix.lab.experiments.comparison.runs import Ledger, RunTask
-from dynamix.lab.experiments.comparison.tuned import Choice, Tuned, read_tuned, to_toml
-from dynamix.lab.experiments.episodes.suite import Suite
+from dynamix.lab.comparison import tuning
+from dynamix.lab.comparison.rows import Choice, Tuned, parse_rows, read_tuned, to_toml
+from dynamix.lab.comparison.runs import Ledger, RunTask
+from dynamix.lab.simulator.scenario import Suite
 
 BEST = {"mixed": 128, "alike": 64}
 
 
 def time_s(task: RunTask) -> float | None:
     """Best at a size per family; 32 is missed, other sizes take twice as long."""
-    size = task.setting.initial_local_batch_size
+    size = task.setting.local_batch_size
     if size == 32:
         return None
     return 0.5 if size == BEST[task.scenario.family] else 1.0
@@ -29,16 +28,14 @@ def train(tmp_path: Path) -> Suite:
 
 @pytest.fixture
 def tuned(train: Suite, monkeypatch: pytest.MonkeyPatch) -> Tuned:
-    monkeypatch.setattr(evaluation, "outcomes", made_up(time_s))
+    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(time_s))
     with Ledger() as ledger:
         return tuning.tune(train, ledger, seeds=[10_000, 10_001], command="dynamix tune")
 
 
-def test_every_baseline_has_the_same_number_of_settings_that_its_policy_understands() -> None:
+def test_every_baseline_has_the_same_number_of_settings() -> None:
     for settings in (*tuning.GRID.values(), *tuning.EXCHANGE_GRID.values()):
-        assert len(set(settings)) == tuning.NUM_SETTINGS
-        for text in settings:
-            parse_contender(text)
+        assert len({row.label for row in settings}) == tuning.NUM_SETTINGS
 
 
 def test_the_best_setting_is_chosen_per_family(tuned: Tuned) -> None:
@@ -80,16 +77,16 @@ def test_what_has_no_settings_is_not_tuned(train: Suite) -> None:
 
 def test_what_decides_exchanges_is_tuned_in_jobs_that_permit_it(train: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     def of_setting(task: RunTask) -> float:
-        assert task.ruling_scenario.exchange == "local"
+        assert task.effective_scenario.exchange == "local"
         return 0.5 if task.setting.options.get("every") == 16.0 else 1.0
 
-    monkeypatch.setattr(evaluation, "outcomes", made_up(of_setting))
+    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(of_setting))
     with Ledger() as ledger:
         tuned = tuning.tune(train, ledger, seeds=[10_000], baselines=["diloco", "static+local"], exchange="local")
-        with pytest.raises(ValueError, match="does not permit: --exchange local, or /exchange=local"):
+        with pytest.raises(ValueError, match="does not permit: use --exchange local"):
             tuning.tune(train, ledger, seeds=[10_000], baselines=["diloco"])
     assert tuned.overall["diloco"].options["every"] == 16.0
     both = Tuned(overall={"static": Choice(initial_local_batch_size=8)}).with_choices(tuned)
-    local = parse_contender("best-static+track:every=4,codec=int8").settings("mixed", both)[0]
-    assert local.initial_local_batch_size == tuned.overall["static+local"].initial_local_batch_size == 8
+    local = parse_rows("best-static:track=1,every=4,codec=int8")[0].settings("mixed", both)[0]
+    assert local.local_batch_size == tuned.overall["static+local"].initial_local_batch_size == 8
     assert local.options == {"codec": 5.0, "every": 4.0, "track": 1.0}

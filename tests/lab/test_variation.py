@@ -5,9 +5,9 @@ import pytest
 from bench.results.levers import HELD_OUT
 from tests.support import learned, learning, virtual
 
-from dynamix.lab.experiments.learning import learn
-from dynamix.lab.experiments.learning.episodes import EpisodeTask, play
-from dynamix.lab.experiments.learning.variation import FAMILIES, drawn_scenarios
+from dynamix.lab.learning import learn
+from dynamix.lab.learning.episodes import EpisodeTask, play
+from dynamix.lab.learning.plan import FAMILIES, drawn_scenarios
 from dynamix.lab.simulator.scenario import Network
 
 

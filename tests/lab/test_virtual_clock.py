@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamix.lab.simulator.clock import VirtualClock
-from dynamix.lab.simulator.disturbances import Conditions
+from dynamix.lab.simulator.clock import Conditions, VirtualClock
 from dynamix.lab.simulator.scenario import DecisionCost, Network, Scenario, Workers
 
 CALM = Conditions(np.ones(4), np.ones(4), np.zeros(4, dtype=bool))

@@ -5,8 +5,7 @@ import torch
 from tests.support import virtual
 from tests.support.virtual import FREE, action, cluster, data, scenario
 
-from dynamix.lab.simulator.cluster import VirtualCluster
-from dynamix.lab.simulator.ranks import training_part
+from dynamix.lab.simulator.cluster import VirtualCluster, training_part
 from dynamix.lab.simulator.scenario import Congestion, Network, SpeedChange, Stragglers, Workers
 from dynamix.lab.workloads import OPTIMIZERS, Part, make_optimizer
 from dynamix.schemas.messages import Report

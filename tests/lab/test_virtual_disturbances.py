@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from tests.support import virtual
 
-from dynamix.lab.simulator.disturbances import SLOW, Disturbances, Jitter, Switching
+from dynamix.lab.simulator.clock import SLOW, Disturbances, Jitter, Switching
 from dynamix.lab.simulator.scenario import Congestion, SpeedChange, Stragglers
 
 EIGHT = (virtual.Workers(count=8, samples_per_s=1000.0),)

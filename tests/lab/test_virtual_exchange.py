@@ -11,15 +11,18 @@ from tests.support import virtual
 from torch import nn
 
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.lab.experiments.episodes.episode import run_episode
-from dynamix.lab.simulator.clock import VirtualClock
+from dynamix.lab.simulator.clock import Conditions, VirtualClock
 from dynamix.lab.simulator.cluster import VirtualCluster
-from dynamix.lab.simulator.disturbances import Conditions
-from dynamix.lab.simulator.exchange.layout import GradientLayout
-from dynamix.lab.simulator.exchange.stacked import StackedInt8
-from dynamix.lab.simulator.exchange.timing import ready_times_s
-from dynamix.lab.simulator.exchange.traffic import StepTraffic, run_counted
-from dynamix.lab.simulator.exchange.virtual import RuledStep, VirtualExchange
+from dynamix.lab.simulator.episode import run_episode
+from dynamix.lab.simulator.exchange import (
+    GradientLayout,
+    RuledStep,
+    StackedInt8,
+    StepTraffic,
+    VirtualExchange,
+    ready_times_s,
+    run_counted,
+)
 from dynamix.lab.simulator.scenario import Coding, Network, Scenario, Workers
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Allocation, Exchange
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Member

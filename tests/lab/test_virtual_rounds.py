@@ -7,10 +7,9 @@ import pytest
 import torch
 from tests.support import virtual
 
-from dynamix.lab.simulator.clock import VirtualClock
+from dynamix.lab.simulator.clock import Conditions, VirtualClock
 from dynamix.lab.simulator.cluster import VirtualCluster
-from dynamix.lab.simulator.disturbances import Conditions
-from dynamix.lab.simulator.exchange.traffic import BucketTraffic, CodedAs, CollectiveTraffic, StepTraffic
+from dynamix.lab.simulator.exchange import BucketTraffic, CodedAs, CollectiveTraffic, StepTraffic
 from dynamix.lab.simulator.scenario import Network, Scenario, Workers
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 

@@ -1,4 +1,4 @@
-"""A scenario from a fit: its keys, its errors on windows that the fit has not seen, and what could not be determined."""
+"""A scenario from a fit: its keys, its errors on windows that the fit has not seen, and what is not identifiable."""
 
 import json
 import math
@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from dynamix.lab.simulator.clock import VirtualClock, sent_bytes
-from dynamix.lab.simulator.disturbances import Conditions
+from dynamix.lab.simulator.clock import Conditions, VirtualClock, sent_bytes
 from dynamix.lab.simulator.scenario import (
     BYTES_PER_MBIT,
     Congestion,
@@ -358,8 +357,8 @@ def _not_identifiable(fit: CalibrationFit, scenario: Scenario, seen: Observation
     if hidden := [rank for rank, line in lines if line.is_distinct and not line.saturation and least[rank] > 1]:
         fewest = int(min(least[rank] for rank in hidden))
         yield (
-            f"a saturation of {_ranks(hidden)} below the observed batches, of {fewest} samples or more, so smaller ones "
-            "are assumed to cost less"
+            f"a saturation of {_ranks(hidden)} below the observed batches, of {fewest} samples or more, so smaller "
+            "ones are assumed to cost less"
         )
     if fit.exposure is None:
         return

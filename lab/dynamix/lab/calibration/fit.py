@@ -1,8 +1,8 @@
 """Fit the formulas of the virtual clock to the metric windows of a real job, robust to disturbed windows. Pure.
 
-`observe` makes arrays of the windows, `fit_line` fits a rank's compute time, `find_shifts` finds ranks that became slower
-or faster for good, `fit_exposure` fits the communication, and `fit_observations` applies all of them in order and adds
-jitter, stragglers and congestion. The formulas are those of `simulator.clock`: a change there needs a change here.
+`observe` makes arrays of the windows, `fit_line` fits a rank's compute time, `find_shifts` finds lasting changes of
+speed, `fit_exposure` fits the communication, and `fit_observations` applies all of them in order and adds jitter,
+stragglers and congestion. The formulas are those of `simulator.clock`: a change there needs a change here.
 """
 
 import math
@@ -265,7 +265,9 @@ def _line(x: Array64, y: Array64, trial: _LineFit) -> ComputeTimeLine | None:
         return None
     if saturation and errors[2] > MAX_SATURATION_ERROR * saturation:
         return None
-    return ComputeTimeLine(trial.overhead_s, trial.s_per_sample, saturation, *errors, is_distinct=True)
+    return ComputeTimeLine(
+        trial.overhead_s, trial.s_per_sample, saturation, errors[0], errors[1], errors[2], is_distinct=True
+    )
 
 
 def _saturated(x: Array64, y: Array64, plain: _LineFit) -> _LineFit | None:

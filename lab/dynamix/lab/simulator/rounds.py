@@ -18,8 +18,7 @@ from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps.outer import outer_step
 from dynamix.trainer.local_steps.round_times import mean_counts
 
-from .exchange.traffic import StepTraffic, all_reduced
-from .exchange.virtual import RuledStep, VirtualExchange
+from .exchange import RuledStep, StepTraffic, VirtualExchange, all_reduced
 from .gradients import Gradients, StepSums, WorkerDrift, WorkerNorms
 
 Array64 = npt.NDArray[np.float64]

@@ -3,12 +3,16 @@
 Times are seconds of the virtual clock, rates and bandwidths are per second of it.
 """
 
+import hashlib
+import math
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 import msgspec
 
@@ -16,20 +20,84 @@ from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.messages.allocation import ExchangePermission
 from dynamix.schemas.messages.fields import MAX_RANKS
+from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import Rule
 
-from .checks import (
-    AtLeastOne,
-    Factor,
-    Limits,
-    NotNegative,
-    Positive,
-    Share,
-    WholeNumber,
-    explain_decode_error,
-    limits_of,
-)
+
+class Limits(NamedTuple):
+    """What a number may be: finite, and within these bounds."""
+
+    low: float = 0
+    high: float = math.inf
+    is_open: bool = False
+    """Whether `low` itself is too low."""
+
+    def check(self, key: str, value: float) -> None:
+        """Raise ValueError when the number of that key is outside."""
+        if math.isfinite(value) and self.low <= value <= self.high and not (self.is_open and value == self.low):
+            return
+        if not math.isfinite(value):
+            raise ValueError(f"{key} = {value:g}: it must be a finite number")
+        limit = f"between {self.low:g} and {self.high:g}" if self.high < math.inf else f"at least {self.low:g}"
+        raise ValueError(f"{key} = {value:g}: it must be {f'above {self.low:g}' if self.is_open else limit}")
+
+
+NotNegative = Annotated[float, Limits()]
+Positive = Annotated[float, Limits(is_open=True)]
+Share = Annotated[float, Limits(0, 1)]
+Factor = Annotated[float, Limits(1)]
+WholeNumber = Annotated[int, Limits()]
+AtLeastOne = Annotated[int, Limits(1)]
+
+
+@cache
+def limits_of(table: type[msgspec.Struct]) -> dict[str, Limits]:
+    """The limits that a table's fields are annotated with, by key."""
+    return {
+        field.name: limits
+        for field in msgspec.structs.fields(table)
+        for part in (field.type, *get_args(field.type))
+        for limits in getattr(part, "__metadata__", ())
+    }
+
+
+def explain_decode_error(message: str, content: Mapping[str, Any], tables: Mapping[str, type[msgspec.Struct]]) -> str:
+    """A decoder's message with the value that it complains of, or with the nearest known key.
+
+    Args:
+        message: of a `msgspec.ValidationError`.
+        content: what was decoded.
+        tables: the structs by name of table; the outermost one's is empty.
+    """
+    text, _, place = message.partition(" - at ")
+    path = place.strip("`").removeprefix("$").removeprefix(".")
+    if unknown := re.search(r"unknown field `(.*)`", text):
+        table = tables[re.sub(r"\[.*", "", path)]
+        return f"unknown key {_joined(path, unknown[1])!r}{suggestion(unknown[1], table.__struct_fields__)}"
+    if missing := re.search(r"missing required field `(.*)`", text):
+        return f"the key {_joined(path, missing[1])!r} is missing"
+    if text.startswith("Invalid enum value"):
+        text = f"it must be one of {', '.join(map(repr, _choices(path, tables)))}"
+    if not path or not text.startswith(("Expected", "it must")):
+        return text
+    return f"{path} = {_value_at(content, path)!r}: {text[0].lower()}{text[1:]}"
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _choices(path: str, tables: Mapping[str, type[msgspec.Struct]]) -> tuple[str, ...]:
+    table, _, key = re.sub(r"\[\d+\]", "", path).rpartition(".")
+    return next(get_args(field.type) for field in msgspec.structs.fields(tables[table]) if field.name == key)
+
+
+def _value_at(content: Any, path: str) -> Any:
+    for key, index in re.findall(r"(\w+)|\[(\d+)\]", path):
+        content = content[key] if key else content[int(index)]
+    return content
+
 
 BYTES_PER_MBIT = 1e6 / 8
 MAX_EVALUATIONS = 1_000_000
@@ -380,3 +448,85 @@ def scenarios_in(directory: str | Path) -> list[Scenario]:
         if first.name == second.name:
             raise ValueError(f"{directory} holds two scenarios of the name {first.name!r}: names tell runs apart")
     return found
+
+
+TRAIN = "train"
+HELD_OUT = "heldout"
+SUITES = (HELD_OUT, TRAIN)
+TUNED_FILE = "tuned.toml"
+TUNED_EXCHANGE_FILE = "tuned-exchange.toml"
+
+
+class Suite(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Scenarios that are evaluated together."""
+
+    name: str
+    scenarios: tuple[Scenario, ...]
+
+    @cached_property
+    def families(self) -> dict[str, tuple[Scenario, ...]]:
+        """The scenarios of each family, families in alphabetical order."""
+        names = sorted({scenario.family for scenario in self.scenarios})
+        return {name: tuple(found for found in self.scenarios if found.family == name) for name in names}
+
+    @property
+    def heterogeneous_families(self) -> list[str]:
+        """Names of the families that are not a control."""
+        return [name for name, scenarios in self.families.items() if not is_control(scenarios)]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the content of all its scenarios."""
+        return hashlib.sha256("".join(sorted(map(digest_of, self.scenarios))).encode()).hexdigest()
+
+
+def digest_of(scenario: Scenario) -> str:
+    """Return the SHA-256 of a scenario's content; comments and the order of keys do not change it."""
+    return hashlib.sha256(msgspec.json.encode(scenario.content, order="sorted")).hexdigest()
+
+
+def is_homogeneous(scenario: Scenario) -> bool:
+    """Whether all workers are alike and stay alike: no stragglers, congestion or changes. Jitter is allowed."""
+    kinds = {msgspec.structs.replace(workers, count=1) for workers in scenario.workers}
+    disturbances = (scenario.stragglers, scenario.congestion)
+    alike = len(kinds) == 1 and not scenario.speed_changes
+    return alike and all(disturbance is None or disturbance.factor == 1.0 for disturbance in disturbances)
+
+
+def is_control(scenarios: Sequence[Scenario]) -> bool:
+    """Whether a family is the control: nothing in any of its scenarios can be improved by a controller."""
+    return all(map(is_homogeneous, scenarios))
+
+
+def scenario_root() -> Path:
+    """Directory of the scenarios that come with the package, or of this checkout.
+
+    Raises:
+        ValueError: when neither is there.
+    """
+    here = Path(__file__).resolve()
+    places = (here.parents[1] / "scenarios", here.parents[4] / "scenarios")
+    for place in places:
+        if place.is_dir():
+            return place
+    raise ValueError(f"no scenarios in {places[0]} nor {places[1]}: name a directory with --scenarios DIR")
+
+
+def suite_named(name: str) -> Suite:
+    """One of the suites that come with the package: `heldout` or `train`.
+
+    Raises:
+        ValueError: when it is neither, or one of its files is no scenario.
+    """
+    if name not in SUITES:
+        raise ValueError(f"no suite is called {name!r}: choose {' or '.join(SUITES)}, or a directory with --scenarios")
+    return read_suite(scenario_root() / name, name)
+
+
+def read_suite(directory: Path, name: str | None = None) -> Suite:
+    """The scenarios of a directory's *.toml files, sorted by name.
+
+    Raises:
+        ValueError: when there is none, or a file is no scenario; the text names the file.
+    """
+    return Suite(name=name or directory.resolve().name, scenarios=tuple(scenarios_in(directory)))

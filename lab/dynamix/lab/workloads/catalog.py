@@ -20,9 +20,19 @@ from .datasets import (
     read_text,
     standardised,
 )
-from .embeddings import FilteringShape, NeuralCollaborativeFiltering, RecurrentLanguageModel, RecurrentShape
 from .generated import ChoiceShape, TextShape, choices, sequences
-from .models import Transformer, TransformerShape, mlp, resnet, small_cnn, vgg11
+from .models import (
+    FilteringShape,
+    NeuralCollaborativeFiltering,
+    RecurrentLanguageModel,
+    RecurrentShape,
+    Transformer,
+    TransformerShape,
+    mlp,
+    resnet,
+    small_cnn,
+    vgg11,
+)
 
 GRADIENT_BYTES_PER_PARAMETER = 4
 """Gradients travel as float32."""
