@@ -170,16 +170,6 @@ def test_folders_never_import_each_other_in_a_circle() -> None:
     assert edges == {}, "each of these folders imports another of them"
 
 
-def test_no_two_classes_have_the_same_name() -> None:
-    names = Counter(
-        node.name
-        for path in product_files()
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    )
-    assert sorted(name for name, count in names.items() if count > 1) == []
-
-
 def test_a_docstring_stands_alone_as_hover_text() -> None:
     """It says what something is or returns; "Of ..." and "As ..." can only be read below the line before."""
     found = [

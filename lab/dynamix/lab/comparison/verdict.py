@@ -61,7 +61,7 @@ class MeanInterval(msgspec.Struct, frozen=True):
 
 
 def relative_spread(times_PCS: Array64) -> float | None:
-    """Return standard deviation over mean of the times in a scenario, averaged; `None` below two runs each."""
+    """Standard deviation over mean of the times in a scenario, averaged; `None` below two runs each."""
     known_C = (scenario[~np.isnan(scenario)] for scenario in np.moveaxis(times_PCS, 1, 0))
     spreads = [np.std(times, ddof=1) / times.mean() for times in known_C if times.size > 1]
     return float(np.mean(spreads)) if spreads else None
@@ -70,7 +70,7 @@ def relative_spread(times_PCS: Array64) -> float | None:
 def paired_ratio(
     times_PCS: Array64, base_CS: Array64, *, families: Sequence[str] | None = None
 ) -> RatioInterval | None:
-    """Return the geometric mean ratio of a row's times to a baseline's, paired by scenario and seed.
+    """The geometric mean ratio of a row's times to a baseline's, paired by scenario and seed.
 
     Args:
         times_PCS: the row's counted times, NaN where a run is missing.
@@ -91,13 +91,11 @@ def paired_ratio(
     own_families = [family for family, is_known in zip(all_families, known_C.tolist(), strict=True) if is_known]
     num_P, _, num_S = logs_PCS.shape
     (center,) = _means(logs_PCS, weights[None], np.ones((1, num_P)), np.ones((1, num_S)))
-    low, high = _interval(logs_PCS, weights)
-    family_low, family_high = _family_interval(logs_PCS, own_families)
-    return RatioInterval(float(np.exp(center)), low, high, family_low, family_high)
+    return RatioInterval(float(np.exp(center)), *_intervals(logs_PCS, weights, own_families))
 
 
 def crossed_mean(values_PCS: Array64) -> MeanInterval | None:
-    """Return the mean with Student's interval for policy seeds crossed with scenario seeds; `None` without a value.
+    """The mean with Student's interval for policy seeds crossed with scenario seeds; `None` without a value.
 
     Runs that share a policy or a seed are not independent: the variance is that of the means per policy seed plus that
     of the means per scenario seed, its degrees of freedom are Satterthwaite's. Scenarios are fixed.
@@ -116,56 +114,55 @@ def crossed_mean(values_PCS: Array64) -> MeanInterval | None:
 
 
 def family_weights(families: list[str]) -> Array64:
-    """Return weights of scenarios, given their families, by which all families count equally; they sum to 1."""
+    """Weights of scenarios, given their families, by which all families count equally; they sum to 1."""
     counts = {family: families.count(family) for family in families}
     return np.array([1 / (len(counts) * counts[family]) for family in families])
 
 
 def expanded_tail(num_draws: float, confidence: float = CONFIDENCE) -> float:
-    """Return the share of resamples to leave out at each end: below (1 - confidence) / 2 for few draws.
+    """The share of resamples to leave out at each end: below (1 - confidence) / 2 for few draws.
 
     Phi(-sqrt(n / (n - 1)) t(n - 1)), Hesterberg's equation for the expanded percentile interval.
     """
     return float(ndtr(-math.sqrt(num_draws / (num_draws - 1)) * stdtrit(num_draws - 1, (1 + confidence) / 2)))
 
 
-def _interval(logs_PCS: Array64, weights_C: Array64) -> tuple[float, float] | tuple[None, None]:
+def _intervals(
+    logs_PCS: Array64, weights_C: Array64, families: Sequence[str]
+) -> tuple[float | None, float | None, float | None, float | None]:
+    """The interval over seeds, and the one with families drawn, too, and scenarios within each family."""
     num_P, _, num_S = logs_PCS.shape
     if num_S == 1:
-        return None, None
+        return None, None, None, None
     generator = np.random.default_rng(_RESAMPLE_SEED)
-    counts_BP = _multiplicities(generator, num_P)
-    counts_BS = _multiplicities(generator, num_S)
-    means = _means(logs_PCS, weights_C[None], counts_BP, counts_BS)
-    return _quantiles(means, _effective_draws(_variances(logs_PCS)))
 
+    def multiplicities(number: int) -> Array64:
+        """How often each of `number` was drawn, per resample."""
+        return generator.multinomial(number, np.full(number, 1 / number), size=NUM_RESAMPLES).astype(np.float64)
 
-def _family_interval(logs_PCS: Array64, families: Sequence[str]) -> tuple[float, float] | tuple[None, None]:
-    """Return the interval with families drawn, too, and scenarios within each family, as often as there are."""
-    num_P, _, num_S = logs_PCS.shape
-    names = sorted(set(families))
-    if num_S == 1 or len(names) == 1:
-        return None, None
-    generator = np.random.default_rng(_RESAMPLE_SEED)
-    counts_BP = _multiplicities(generator, num_P)
-    counts_BS = _multiplicities(generator, num_S)
+    def interval(weights_BC: Array64, variances: Sequence[tuple[float, int]]) -> tuple[float, float]:
+        tail = expanded_tail(_effective_draws(variances))
+        low, high = np.nanquantile(_means(logs_PCS, weights_BC, counts_BP, counts_BS), (tail, 1 - tail))
+        return float(np.exp(low)), float(np.exp(high))
+
+    counts_BP, counts_BS = multiplicities(num_P), multiplicities(num_S)
+    over_seeds, names = interval(weights_C[None], _variances(logs_PCS)), sorted(set(families))
+    if len(names) == 1:
+        return *over_seeds, None, None
     weights_BC = np.zeros((NUM_RESAMPLES, len(families)))
-    counts_BF = _multiplicities(generator, len(names))
-    for name, counts_B in zip(names, counts_BF.T, strict=True):
+    for name, counts_B in zip(names, multiplicities(len(names)).T, strict=True):
         own_C = [place for place, family in enumerate(families) if family == name]
-        weights_BC[:, own_C] = counts_B[:, None] * _multiplicities(generator, len(own_C)) / len(own_C)
-    means = _means(logs_PCS, weights_BC, counts_BP, counts_BS)
-    return _quantiles(means, _effective_draws([*_variances(logs_PCS), _family_variance(logs_PCS, families)]))
-
-
-def _quantiles(means_B: Array64, num_draws: float) -> tuple[float, float]:
-    tail = expanded_tail(num_draws)
-    low, high = np.nanquantile(means_B, (tail, 1 - tail))
-    return float(np.exp(low)), float(np.exp(high))
+        weights_BC[:, own_C] = counts_B[:, None] * multiplicities(len(own_C)) / len(own_C)
+    means_C = np.nanmean(logs_PCS, axis=(0, 2))
+    means = [
+        np.mean([mean for mean, own in zip(means_C, families, strict=True) if own == name]) for name in set(families)
+    ]
+    of_families = float(np.var(means, ddof=1)) / len(means), len(means)
+    return *over_seeds, *interval(weights_BC, [*_variances(logs_PCS), of_families])
 
 
 def _effective_draws(pairs: Sequence[tuple[float, int]]) -> float:
-    """Return the number of draws behind a mean's variance, by Satterthwaite's formula over its sources."""
+    """The number of draws behind a mean's variance, by Satterthwaite's formula over its sources."""
     total = sum(variance for variance, _ in pairs)
     if total == 0:  # no spread at all: any tail gives the same interval
         return float(max(size for _, size in pairs))
@@ -173,39 +170,15 @@ def _effective_draws(pairs: Sequence[tuple[float, int]]) -> float:
     return 1 + degrees
 
 
-def _family_variance(logs_PCS: Array64, families: Sequence[str]) -> tuple[float, int]:
-    """Return the variance of the mean by families, with their number."""
-    means_C = np.nanmean(logs_PCS, axis=(0, 2))
-    means = [
-        np.mean([mean for mean, own in zip(means_C, families, strict=True) if own == name]) for name in set(families)
-    ]
-    return float(np.var(means, ddof=1)) / len(means), len(means)
-
-
 def _variances(values_PCS: Array64) -> list[tuple[float, int]]:
-    """Return the variances of the mean by policy seeds and by scenario seeds, each with the number of seeds."""
-    return [
-        (float(np.var(means, ddof=1)) / means.size, means.size)
-        for means in (_marginal_means(values_PCS, keep=0), _marginal_means(values_PCS, keep=2))
-        if means.size > 1
-    ]
-
-
-def _marginal_means(logs_PCS: Array64, *, keep: int) -> Array64:
-    """Return means over all axes but one, after subtracting the mean of each scenario."""
-    centred = logs_PCS - np.nanmean(logs_PCS, axis=(0, 2), keepdims=True)
-    others = tuple(axis for axis in range(3) if axis != keep)
-    means: Array64 = np.nanmean(centred, axis=others)
-    return means
-
-
-def _multiplicities(generator: np.random.Generator, number: int) -> Array64:
-    """Return how often each of `number` seeds was drawn, per resample."""
-    return generator.multinomial(number, np.full(number, 1 / number), size=NUM_RESAMPLES).astype(np.float64)
+    """The variances of the mean by policy seeds and by scenario seeds, each with the number of seeds."""
+    centred = values_PCS - np.nanmean(values_PCS, axis=(0, 2), keepdims=True)
+    marginal = (np.nanmean(centred, axis=(1, 2)), np.nanmean(centred, axis=(0, 1)))
+    return [(float(np.var(means, ddof=1)) / means.size, means.size) for means in marginal if means.size > 1]
 
 
 def _means(logs_PCS: Array64, weights_BC: Array64, counts_BP: Array64, counts_BS: Array64) -> Array64:
-    """Return per resample the weighted mean over scenarios of their mean log ratios; NaN without a run.
+    """Per resample the weighted mean over scenarios of their mean log ratios; NaN without a run.
 
     One row of weights serves all resamples.
     """
@@ -240,26 +213,24 @@ class OutcomeTable:
             if (outcome := ledger.get(cell.task)) is not None:
                 self._known.setdefault(cell.label, []).append((cell, outcome))
         for row in rows:
-            if row.best_of:
-                self._choose(row.label, [part.label for part in row.best_of])
+            if parts := [part.label for part in row.best_of]:
+                self._choose(row.label, parts)
 
     def _choose(self, label: str, parts: Sequence[str]) -> None:
         """Make a row of the best other one in each scenario, where every run of all of them is known."""
         chosen = self.chosen[label] = {}
         self._known[label] = []
         for scenario in self._scenarios:
-            runs = {part: self._runs_in(scenario, part) for part in parts}
-            if not runs[parts[0]] or len({len(found) for found in runs.values()}) > 1:
-                continue
-            best = min(parts, key=lambda part: sum(math.log(_time_s(*run)) for run in runs[part]))
-            chosen[scenario.name] = best
-            self._known[label] += runs[best]
-
-    def _runs_in(self, scenario: Scenario, label: str) -> list[tuple[ComparisonCell, RunOutcome]]:
-        return [run for run in self._known.get(label, []) if run[0].task.scenario == scenario]
+            runs = {
+                part: [run for run in self._known.get(part, []) if run[0].task.scenario == scenario] for part in parts
+            }
+            if runs[parts[0]] and len({len(found) for found in runs.values()}) == 1:
+                best = min(parts, key=lambda part: sum(math.log(_time_s(*run)) for run in runs[part]))
+                chosen[scenario.name] = best
+                self._known[label] += runs[best]
 
     def outcomes(self, label: str, families: Sequence[str]) -> list[RunOutcome]:
-        """Return all outcomes of a row in some families."""
+        """All outcomes of a row in some families."""
         return [outcome for cell, outcome in self._known.get(label, []) if cell.family in families]
 
     def num_misses(self, label: str, families: Sequence[str]) -> int:
@@ -267,13 +238,13 @@ class OutcomeTable:
         return sum(outcome.time_to_target_s is None for outcome in self.outcomes(label, families))
 
     def times(self, label: str, families: Sequence[str]) -> Array64:
-        """Return times to the target in seconds; a miss counts as the time limit."""
+        """Times to the target in seconds; a miss counts as the time limit."""
         return self._array(label, families, _time_s)
 
     def mean(
         self, label: str, families: Sequence[str], number: Callable[[RunOutcome], float | None]
     ) -> MeanInterval | None:
-        """Return the mean of a number of each outcome, `None` left out, with its interval over all seeds."""
+        """The mean of a number of each outcome, `None` left out, with its interval over all seeds."""
 
         def known(_: ComparisonCell, outcome: RunOutcome) -> float:
             found = number(outcome)
@@ -282,7 +253,7 @@ class OutcomeTable:
         return crossed_mean(self._array(label, families, known))
 
     def ratio(self, label: str, base: str, families: Sequence[str]) -> RatioInterval | None:
-        """Return the paired ratio of times to another row, families weighted equally; `None` without a pair."""
+        """The paired ratio of times to another row, families weighted equally; `None` without a pair."""
         names = [scenario.family for scenario in self._of(families)]
         return paired_ratio(self.times(label, families), self.times(base, families)[0], families=names)
 
@@ -297,7 +268,7 @@ class OutcomeTable:
         return most
 
     def accuracy_at_equal_samples(self, label: str, families: Sequence[str]) -> float | None:
-        """Return the mean validation accuracy after as many samples for all rows, interpolated; `None` if unknown."""
+        """The mean validation accuracy after as many samples for all rows, interpolated; `None` if unknown."""
         found = []
         for family in families:
             samples = self.equal_samples(family)
@@ -310,13 +281,13 @@ class OutcomeTable:
         return float(np.mean(found)) if found else None
 
     def curves(self, label: str, scenario: str) -> list[list[tuple[float, float]]]:
-        """Return accuracy over virtual time, for each run of a row in one scenario."""
+        """Accuracy over virtual time, for each run of a row in one scenario."""
         return [
             outcome.evaluations for cell, outcome in self._known.get(label, []) if cell.task.scenario.name == scenario
         ]
 
     def target_accuracy(self, scenario: str) -> float:
-        """Return the target accuracy of a scenario."""
+        """The target accuracy of a scenario."""
         return next(found.target_accuracy for found in self._scenarios if found.name == scenario)
 
     def _array(
@@ -340,7 +311,7 @@ def _time_s(cell: ComparisonCell, outcome: RunOutcome) -> float:
 
 
 def counted_time_s(time_to_target_s: float | None, time_limit_s: float) -> float:
-    """Return the time to the target; the limit for a run that missed it."""
+    """The time to the target; the limit for a run that missed it."""
     return time_limit_s if time_to_target_s is None else min(time_to_target_s, time_limit_s)
 
 
@@ -454,7 +425,7 @@ class VerdictBuilder:
         self._notes = {row.label: note_on(row, suite) for row in rows}
 
     def verdict(self, command: str) -> Verdict:
-        """Return the verdict on all outcomes in the ledger."""
+        """The verdict on all outcomes in the ledger."""
         heterogeneous = self.suite.heterogeneous_families
         some_family = next(iter(self.suite.families))
         return Verdict(
@@ -481,18 +452,10 @@ class VerdictBuilder:
 
     def _against(self, base: str) -> HeadlineRow:
         """The default policy against a row, where both were run."""
-        families = list(self.suite.families)
-        heterogeneous = self.suite.heterogeneous_families
-        control = [name for name in families if name not in heterogeneous]
-        return HeadlineRow(
-            against=base,
-            all_families=self._default_ratio(base, families),
-            heterogeneous=self._default_ratio(base, heterogeneous),
-            control=self._default_ratio(base, control),
-        )
-
-    def _default_ratio(self, base: str, families: Sequence[str]) -> RatioInterval | None:
-        return self.table.ratio(DEFAULT_POLICY, base, families) if families else None
+        families, heterogeneous = list(self.suite.families), self.suite.heterogeneous_families
+        parts = families, heterogeneous, [name for name in families if name not in heterogeneous]
+        ratios = (self.table.ratio(DEFAULT_POLICY, base, part) if part else None for part in parts)
+        return HeadlineRow(against=base, **dict(zip(("all_families", "heterogeneous", "control"), ratios, strict=True)))
 
     def _family(self, name: str) -> VerdictFamily:
         scenarios = self.suite.families[name]
@@ -542,7 +505,7 @@ class VerdictBuilder:
 
 
 def note_on(row: Row, suite: Suite) -> str:
-    """Return a caveat on the row of a learned policy: no file, or learned on this suite; else empty."""
+    """A caveat on the row of a learned policy: no file, or learned on this suite; else empty."""
     if not row.is_learned:
         return ""
     if not row.policy_files:

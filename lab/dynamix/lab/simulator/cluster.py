@@ -37,7 +37,7 @@ from dynamix.trainer.steering.run import field_of
 from dynamix.trainer.steering.tracking import FastLoop, Tracker
 
 from .clock import LABELS, Conditions, Disturbances, StepTiming, VirtualClock, generator
-from .exchange import NOTHING, RuledStep, StepTraffic, VirtualExchange
+from .exchange import NOTHING, ActiveExchange, StepTraffic, VirtualExchange
 from .gradients import StepSums, gradients_of
 from .rounds import VirtualRounds
 from .scenario import Scenario
@@ -58,10 +58,10 @@ NO_PROCESS = ProcessIdentity(pid=0, start_ticks=0, namespace=0, uid=0)
 def job_options(
     scenario: Scenario, seed: int, policy: str, policy_options: Mapping[str, float], sizes: tuple[int, ...]
 ) -> JobOptions:
-    """What `attach` would have been told.
+    """The options of `attach` for such a job.
 
     Raises:
-        ValueError: when the policy lets gradients travel from the first step on as this job cannot have it.
+        ValueError: when the policy begins with a codec or local steps that this job does not support.
     """
     options = JobOptions(
         local_batch_sizes=sizes,
@@ -89,7 +89,7 @@ def job_options(
     first = options.initial_allocation.exchange
     if first != EXACT and not scenario.supports_exchange:
         raise ValueError(
-            f"policy {policy!r} asks for gradients {first.label}, which parameter servers cannot exchange: use "
+            f"policy {policy!r} begins with {first.label}, which parameter servers do not support: use "
             'network.topology = "ring", or the policy without these options'
         )
     return options
@@ -99,17 +99,6 @@ def job_options(
 def _table_share(workload: str) -> float:
     with torch.device("meta"):  # no memory, and no random number
         return table_share([workload_named(workload).model()])
-
-
-def identity_of(scenario: Scenario, job: str) -> JobIdentity:
-    """What the ranks would have agreed on when they attached."""
-    return JobIdentity(
-        job=job,
-        generation=0,
-        attempt=Attempt(launch="virtual", restarts=0, max_restarts=0),
-        nodes=scenario.nodes,
-        max_local_batch_sizes=scenario.max_local_batch_sizes,
-    )
 
 
 def training_part(scenario: Scenario, data: Data, seed: int) -> Part:
@@ -123,14 +112,6 @@ def training_part(scenario: Scenario, data: Data, seed: int) -> Part:
         flat[wrong] = (flat[wrong] + drawn.integers(1, num_classes, size=len(flat))[wrong]) % num_classes
         labels = torch.from_numpy(flat).view(labels.shape).to(inputs.device)
     return Part(inputs, labels)
-
-
-def reporters_of(options: JobOptions, identity: JobIdentity) -> list[Reporter]:
-    """One reporter per node, as each node's local rank 0 has one."""
-    return [
-        Reporter(options, identity, Place(node.ranks[0], 0, node.node, tuple(node.ranks)), options.initial_allocation)
-        for node in identity.nodes
-    ]
 
 
 class WindowRecorder:
@@ -210,7 +191,41 @@ class WindowRecorder:
         window = coded.since(self._coded_before)
         self._coded_before = coded
         each = CodedSquares(window.wanted / count, window.sent / count)
-        rows = [self._row(rank, held_out_accuracy, learning_rate, each) for rank in range(count)]
+        link_bytes, rows = self._num_rings * self._tx_bytes_per_step, []
+        for rank, local_rank in enumerate(self._local_ranks):
+            compute_s, sending_s = float(self._compute_s[rank]), self._sending_s[rank]
+            energy_j, link, sockets = UNKNOWN, None, None
+            if self._busy_w.size:
+                idle_s = self._time_s - compute_s
+                energy_j = float(self._busy_w[rank] * compute_s + self._idle_w[rank] * idle_s)
+            if self._is_ring and sending_s > 0:  # how fast it sent to the next rank
+                link = float(link_bytes / sending_s), (rank + 1) % count
+            if self._tx_bytes_per_step:  # cumulative counters; a rank alone has no socket
+                sockets = SocketCounters(
+                    tx_bytes=int(self._tx_bytes[rank]),
+                    rx_bytes=int(self._rx_bytes[rank]),
+                    retransmits=int(self._retransmits[rank]),
+                    srtt_us=self._round_trip_us * float(self._weighted_round_trip[rank]) / self._time_s,
+                )
+            rows.append(
+                make_row(
+                    local_rank,
+                    NO_PROCESS,
+                    num_samples=int(self._num_samples[rank]),
+                    loss_sum=float(self._loss[rank]),
+                    num_correct=float(self._num_correct[rank]),
+                    times=[StepTimes(0.0, compute_s, float(self._sync_s[rank]), self._update_s)],
+                    times_split=True,
+                    noise=self._noise[rank],
+                    sockets=sockets,
+                    held_out_accuracy=held_out_accuracy,
+                    drift=(float(self._drift_own[rank]), self._drift_mean),
+                    learning_rate=learning_rate,
+                    coded=each,
+                    link=link,
+                    energy_j=energy_j,
+                )
+            )
         busy = self._compute_s / self._time_s
         memory = self._largest / self._memory_sizes
         simulated = [
@@ -219,50 +234,6 @@ class WindowRecorder:
         ]
         self._begin()
         return rows, simulated
-
-    def _row(self, rank: int, held_out_accuracy: float | None, learning_rate: float, coded: CodedSquares) -> Row:
-        times = StepTimes(0.0, float(self._compute_s[rank]), float(self._sync_s[rank]), self._update_s)
-        return make_row(
-            self._local_ranks[rank],
-            NO_PROCESS,
-            num_samples=int(self._num_samples[rank]),
-            loss_sum=float(self._loss[rank]),
-            num_correct=float(self._num_correct[rank]),
-            times=[times],
-            times_split=True,
-            noise=self._noise[rank],
-            sockets=self._sockets(rank),
-            held_out_accuracy=held_out_accuracy,
-            drift=(float(self._drift_own[rank]), self._drift_mean),
-            learning_rate=learning_rate,
-            coded=coded,
-            link=self._link(rank),
-            energy_j=self._energy_j(rank),
-        )
-
-    def _energy_j(self, rank: int) -> float:
-        if not self._busy_w.size:
-            return UNKNOWN
-        busy_s = float(self._compute_s[rank])
-        return float(self._busy_w[rank] * busy_s + self._idle_w[rank] * (self._time_s - busy_s))
-
-    def _link(self, rank: int) -> tuple[float, int] | None:
-        """How fast a worker sent to the next one; unknown where gradients did not travel around the ring."""
-        if not self._is_ring or not self._sending_s[rank] > 0:
-            return None
-        sent = self._num_rings * self._tx_bytes_per_step
-        return float(sent / self._sending_s[rank]), (rank + 1) % len(self._local_ranks)
-
-    def _sockets(self, rank: int) -> SocketCounters | None:
-        """Cumulative counters; a worker alone has no socket."""
-        if self._tx_bytes_per_step == 0:
-            return None
-        return SocketCounters(
-            tx_bytes=int(self._tx_bytes[rank]),
-            rx_bytes=int(self._rx_bytes[rank]),
-            retransmits=int(self._retransmits[rank]),
-            srtt_us=self._round_trip_us * float(self._weighted_round_trip[rank]) / self._time_s,
-        )
 
 
 class Evaluation(NamedTuple):
@@ -316,12 +287,22 @@ class VirtualCluster:
             raise ValueError(
                 f"scenario {scenario.name!r} has no energy to compare runs by: add a table [[power]] per [[workers]]"
             )
-        self._identity = identity_of(scenario, job or f"{scenario.name or scenario.family}-{seed}")
+        self._identity = JobIdentity(
+            job=job or f"{scenario.name or scenario.family}-{seed}",
+            generation=0,
+            attempt=Attempt(launch="virtual", restarts=0, max_restarts=0),
+            nodes=scenario.nodes,
+            max_local_batch_sizes=scenario.max_local_batch_sizes,
+        )
         self._data = training_part(scenario, data, seed)
         self._evaluated = Part(*(tensor[: scenario.evaluation_samples or None] for tensor in data.validation))
         self._test = data.test
         self._make_training()
-        self._reporters = reporters_of(self._options, self._identity)
+        first = self._options.initial_allocation
+        self._reporters = [
+            Reporter(self._options, self._identity, Place(node.ranks[0], 0, node.node, tuple(node.ranks)), first)
+            for node in self._identity.nodes
+        ]
         self.job = self._reporters[0].specification(total_samples=None)
 
     def _make_training(self) -> None:
@@ -386,7 +367,7 @@ class VirtualCluster:
         return self._is_ended or self.time_s >= limit
 
     def end(self) -> None:
-        """Let the run be over now, wherever its clock is."""
+        """Stop the run."""
         self._is_ended = True
 
     @property
@@ -440,7 +421,7 @@ class VirtualCluster:
         following = self.position.after(plan)
         if following.step % self.scenario.window_steps == 0 and self.scenario.lag_windows > 0:
             self._adopt(following.step)  # before the window's last step: a real rank knows by then what follows
-        step = self._ruled(plan.step)
+        step = self._active(plan.step)
         sums, traffic = self._train(plan, step, ends_epoch=self._sampler.is_over(following))
         sizes = np.asarray(plan.counts.values, dtype=np.float64)
         begun_s = self._rounds.computed_s
@@ -467,16 +448,16 @@ class VirtualCluster:
             # a loader without workers has drawn nothing yet
             self._fast_loop.observe_times(seconds, self.position.step, counts)
 
-    def _ruled(self, step: int) -> RuledStep:
-        """How gradients travel; those of a worker alone stay where they are."""
+    def _active(self, step: int) -> ActiveExchange:
+        """The exchange that is active in a step; a worker alone sends nothing."""
         if self.scenario.world_size == 1:
-            return RuledStep(EXACT, EXACT)
-        return RuledStep(*(self._schedule.allocation_at(each).exchange for each in (step, step + 1)))
+            return ActiveExchange(EXACT, EXACT)
+        return ActiveExchange(*(self._schedule.allocation_at(each).exchange for each in (step, step + 1)))
 
-    def _train(self, plan: StepPlan, step: RuledStep, *, ends_epoch: bool) -> tuple[StepSums, StepTraffic | None]:
-        """Leave the gradient of a step, or let each worker make a step of its own; what is evaluated stays as it was.
+    def _train(self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool) -> tuple[StepSums, StepTraffic | None]:
+        """Compute the gradient of a step, or a local step of each worker; evaluated parameters stay as they were.
 
-        Returns what was sent, where it is not what exact training sends: `None` also where nothing was.
+        Returns what was sent; `None` for exact training, and where nothing was sent.
         """
         chosen = torch.from_numpy(self._orders.order_of(plan.epoch)[plan.offset : plan.offset + plan.counts.total])
         inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
@@ -512,7 +493,7 @@ class VirtualCluster:
         return len(newest) == looks and sum(newest) / looks >= self.scenario.target_accuracy
 
     def _adopt(self, first_step: int) -> None:
-        """Let the newest action that is old enough rule from the window on that begins with a step."""
+        """Apply the newest action that is old enough from the window that begins with this step."""
         window = first_step // self.scenario.window_steps
         due = window - 1 - self.scenario.lag_windows
         while self._waiting and self._waiting[0].window <= due:
@@ -532,7 +513,7 @@ class VirtualCluster:
         self._decided = self._schedule.newest != before  # a policy that changes nothing pays nothing
 
     def _follow_traces(self, first_step: int, window: int, due: int) -> None:
-        """Let the sizes rule that follow from the traces of windows up to `due`, where traces rule."""
+        """Apply the sizes that follow from the traces of windows up to `due`, for a policy of traces."""
         if self._field is None:
             return
         self._newest_traces.update((trace.node, trace) for trace in self._traces if trace.window <= due)

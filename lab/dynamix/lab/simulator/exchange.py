@@ -1,9 +1,12 @@
-"""Timing: how long the buckets of an exchange take, over links and through two lanes. Pure.
+"""Communication of virtual ranks where it is not plain all-reduces: the trainer's codecs on each rank's own gradient.
 
-A bucket goes through two lanes, as in the trainer: what a rank codes before its first collective and that collective in
-the first one, all that follows in the second. Each lane takes the buckets in their order, so that the sums of one come
-back while the next is on its way. But a link sends, and receives, one byte at a time: the buckets from any one on take
-no less than all their bytes over the busiest direction of the slowest link.
+In: one gradient per rank, or how far its parameters moved, and the exchange that is active in the step. Out: the sum as
+real ranks would have it, bit for bit, and the time that it takes, by the bytes that each collective sends.
+
+A bucket goes through two lanes, as in the trainer: coding before the first collective and that collective in the first
+lane, all that follows in the second. Each lane takes the buckets in order, so that the sums of one come back while the
+next one is sent. But a link sends, and receives, one byte at a time: the buckets from any one on take no less than all
+their bytes over the busiest direction of the slowest link.
 
     lane 1: end1_k = max(end1_(k-1), ready_k) + coding_k / 2 + first collective
     lane 2: end2_k = max(end2_(k-1), end1_k) + coding_k / 2 + further collectives
@@ -12,15 +15,14 @@ no less than all their bytes over the busiest direction of the slowest link.
     all to all:       max_i (l_i + congestion_i * max(sent_i, received_i) / bandwidth_i)
     coding: max slowdown * (seconds per byte * gradient bytes + seconds per message * messages)
 
-Gradients as they are over owners travel in chunks of each bucket, which are ready together (`owners.chunks_of`). A
-bucket that goes through one all-reduce and no more is sent as it is, and not coded: by `none`, and where a codec
-without loss by-passes it. Coding costs what it costs an idle core: that it takes time from the model's own computing
-where cores are few is not in the formulas.
+Uncoded gradients over owners are sent in chunks of each bucket, which are ready together (`owners.chunks_of`). A bucket
+with a single all-reduce is not coded: by `none`, and where a lossless codec falls back to it. Coding costs what it
+costs an idle core; that it takes time from the model's computing where cores are few is not in the formulas.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,11 +41,13 @@ from dynamix.trainer.exchange.codec import (
     MeasuredCodec,
     Member,
 )
-from dynamix.trainer.exchange.collectives import Collective, Leg, Trade, run_alike
+from dynamix.trainer.exchange.collectives import Leg, Trade, run_alike
 from dynamix.trainer.exchange.int8 import Int8
 from dynamix.trainer.exchange.lossy import BLOCK
 from dynamix.trainer.exchange.owners import OwnedRange, chunks_of, owned_ranges
 from dynamix.trainer.exchange.registry import exchange_codec
+
+from .scenario import Coding
 
 Array64 = npt.NDArray[np.float64]
 
@@ -121,44 +125,29 @@ def all_reduced(num_bytes: float, world_size: int) -> StepTraffic:
     return StepTraffic((BucketTraffic((ring,), CodedAs("none", 0.0)),))
 
 
-class _RankTraffic(NamedTuple):
-    """What one rank's part of a collective was."""
-
-    sent: float
-    received: float
-    is_ring: bool
-    num_messages: int
-
-
 def run_counted(legs: Sequence[Leg]) -> tuple[CollectiveTraffic, ...]:
     """Run legs as `run_alike` does; returns the bytes of each collective."""
-    seen: list[list[_RankTraffic]] = [[] for _ in legs]
-    run_alike([_watched(leg, rank, len(legs), seen[rank]) for rank, leg in enumerate(legs)])
-    return tuple(
-        CollectiveTraffic(
-            np.array([each.sent for each in of_ranks]),
-            np.array([each.received for each in of_ranks]),
-            of_ranks[0].is_ring,
-            max(each.num_messages for each in of_ranks),
-        )
-        for of_ranks in zip(*seen, strict=True)
-    )
+    world_size = len(legs)
+    seen: list[list[tuple[float, float, bool, int]]] = [[] for _ in legs]
 
+    def watched(leg: Leg, rank: int) -> Leg:
+        for collective in leg:
+            if isinstance(collective, Trade):
+                sizes = collective.sent_sizes, collective.received_sizes
+                others = [[size for other, size in enumerate(each) if other != rank] for each in sizes]
+                sent, received = (collective.sent.element_size() * sum(each) for each in others)
+                seen[rank].append((sent, received, False, sum(size > 0 for each in others for size in each)))
+            else:
+                each_way = 2 * (world_size - 1) / world_size * collective.tensor.nbytes
+                seen[rank].append((each_way, each_way, True, 0))
+            yield collective
 
-def _watched(leg: Leg, rank: int, world_size: int, seen: list[_RankTraffic]) -> Leg:
-    for collective in leg:
-        seen.append(_counted(collective, rank, world_size))
-        yield collective
-
-
-def _counted(collective: Collective, rank: int, world_size: int) -> _RankTraffic:
-    if not isinstance(collective, Trade):
-        each_way = 2 * (world_size - 1) / world_size * collective.tensor.nbytes
-        return _RankTraffic(each_way, each_way, True, 0)
-    sizes = collective.sent_sizes, collective.received_sizes
-    others = [[size for other, size in enumerate(each) if other != rank] for each in sizes]
-    sent, received = (collective.sent.element_size() * sum(each) for each in others)
-    return _RankTraffic(sent, received, False, sum(size > 0 for each in others for size in each))
+    run_alike([watched(leg, rank) for rank, leg in enumerate(legs)])
+    found = []
+    for of_ranks in zip(*seen, strict=True):
+        sent, received, is_ring, num_messages = zip(*of_ranks, strict=True)
+        found.append(CollectiveTraffic(np.array(sent), np.array(received), is_ring[0], max(num_messages)))
+    return tuple(found)
 
 
 def _total(arrays: Sequence[Array64]) -> Array64:
@@ -173,17 +162,6 @@ class LinkSpeeds(NamedTuple):
     latency_s: Array64
 
 
-class CodingCost(Protocol):
-    """What codecs cost a rank that nothing slows, in seconds."""
-
-    @property
-    def message_s(self) -> float:
-        """Seconds for each message to and from another rank."""
-
-    def s_per_byte(self, codec: str) -> float:
-        """Seconds for each byte of the gradient."""
-
-
 class BucketTimes(NamedTuple):
     """What one bucket costs, in seconds."""
 
@@ -192,9 +170,24 @@ class BucketTimes(NamedTuple):
     link_s: float
 
 
-def bucket_times(traffic: StepTraffic, links: LinkSpeeds, coding: CodingCost, slowdown: float) -> list[BucketTimes]:
-    """What each bucket of a step costs."""
-    return [_of_bucket(bucket, links, slowdown * _coding_s(bucket, coding)) for bucket in traffic.buckets]
+def bucket_times(traffic: StepTraffic, links: LinkSpeeds, coding: Coding, slowdown: float) -> list[BucketTimes]:
+    """The times of each bucket of a step."""
+    found = []
+    for bucket in traffic.buckets:
+        collectives, coding_s = bucket.collectives, 0.0
+        if not collectives:
+            found.append(BucketTimes(0.0, 0.0, 0.0))
+            continue
+        if len(collectives) > 1 or not collectives[0].is_ring:
+            num_messages = sum(each.num_messages for each in collectives)
+            per_byte_s = coding.s_per_byte(bucket.coded.codec)
+            coding_s = slowdown * (per_byte_s * bucket.coded.gradient_bytes + coding.message_s * num_messages)
+        first_s, *further_s = (_collective_s(each, links) for each in collectives)
+        sent = np.sum([each.sent for each in collectives], axis=0)
+        received = np.sum([each.received for each in collectives], axis=0)
+        link_s = float((np.maximum(sent, received) / links.bandwidth).max())
+        found.append(BucketTimes(coding_s / 2 + first_s, coding_s / 2 + sum(further_s), link_s))
+    return found
 
 
 def finish_s(buckets: Sequence[BucketTimes], ready_s: Sequence[float]) -> float:
@@ -216,20 +209,6 @@ def ready_times_s(traffic: StepTraffic, computed_s: float, overlap: float) -> li
     return [whole[number] for number in numbers]
 
 
-def _of_bucket(bucket: BucketTraffic, links: LinkSpeeds, coding_s: float) -> BucketTimes:
-    if not bucket.collectives:
-        return BucketTimes(0.0, 0.0, 0.0)
-    first, *further = (_collective_s(each, links) for each in bucket.collectives)
-    return BucketTimes(coding_s / 2 + first, coding_s / 2 + sum(further), _link_s(bucket.collectives, links))
-
-
-def _coding_s(bucket: BucketTraffic, coding: CodingCost) -> float:
-    if len(bucket.collectives) == 1 and bucket.collectives[0].is_ring:
-        return 0.0
-    num_messages = sum(each.num_messages for each in bucket.collectives)
-    return coding.s_per_byte(bucket.coded.codec) * bucket.coded.gradient_bytes + coding.message_s * num_messages
-
-
 def _collective_s(collective: CollectiveTraffic, links: LinkSpeeds) -> float:
     num_ranks = len(links.bandwidth)
     if collective.is_ring:
@@ -238,12 +217,6 @@ def _collective_s(collective: CollectiveTraffic, links: LinkSpeeds) -> float:
         return num_rounds * max(float((links.latency_s + sending_s).mean()), float(sending_s.max()))
     busiest = np.maximum(collective.sent, collective.received)
     return float((links.latency_s + busiest / links.bandwidth).max())
-
-
-def _link_s(collectives: Sequence[CollectiveTraffic], links: LinkSpeeds) -> float:
-    sent = np.sum([each.sent for each in collectives], axis=0)
-    received = np.sum([each.received for each in collectives], axis=0)
-    return float((np.maximum(sent, received) / links.bandwidth).max())
 
 
 T = TypeVar("T")
@@ -386,7 +359,7 @@ def _traffic(narrowing: Int8, ranges: Sequence[OwnedRange]) -> tuple[CollectiveT
     )
 
 
-class RuledStep(NamedTuple):
+class ActiveExchange(NamedTuple):
     """How the gradients of one step travel."""
 
     exchange: Exchange
@@ -422,22 +395,22 @@ class VirtualExchange:
                 found = found.and_more(codec.coded())
         return found
 
-    def sum_gradients(self, gradients: Tensor, step: RuledStep, total: Tensor) -> StepTraffic:
+    def sum_gradients(self, gradients: Tensor, step: ActiveExchange, total: Tensor) -> StepTraffic:
         """Write into `total` what the ranks make of their weighted gradients, the rows of `gradients`.
 
         Costs what N ranks code: N (N - 1) messages per bucket by codecs that send to owners, but not by `int8`.
         """
         return self._sum(gradients, step, total, self._gradients)
 
-    def sum_moves(self, moves: Tensor, step: RuledStep, total: Tensor) -> StepTraffic:
+    def sum_moves(self, moves: Tensor, step: ActiveExchange, total: Tensor) -> StepTraffic:
         """The same of how far each rank's parameters moved in a round of local steps, weighted."""
         return self._sum(moves, step, total, self._moves)
 
     def sum_plainly(self, numbers: Tensor, total: Tensor) -> StepTraffic:
         """The same of anything as large as the model, as it is."""
-        return self._sum(numbers, RuledStep(EXACT, EXACT), total, self._moves)
+        return self._sum(numbers, ActiveExchange(EXACT, EXACT), total, self._moves)
 
-    def _sum(self, rows: Tensor, step: RuledStep, total: Tensor, layout: GradientLayout) -> StepTraffic:
+    def _sum(self, rows: Tensor, step: ActiveExchange, total: Tensor, layout: GradientLayout) -> StepTraffic:
         exchange, sent = step.exchange, layout.as_sent(rows)
         flushes = exchange.codec in LOSSY_CODECS and not keeps_residuals(exchange, step.following)
         members = [member_of(exchange, rank, self.world_size) for rank in range(self.world_size)]
@@ -454,16 +427,23 @@ class VirtualExchange:
                 else:
                     seen = self._sum_bucket(exchange.codec, views, members, flushes=flushes)
                 coded = CodedAs(coded_as, factor * views[0].flat.nbytes)
-                travelled = BucketTraffic(_pretended(seen, members[0], factor), coded)
-                buckets += travelled.in_chunks(_num_chunks(exchange, views[0], coded.gradient_bytes))
+                is_chunked = exchange.route == "shares" and exchange.codec == EXACT.codec  # same bits in one piece
+                num_chunks = len(chunks_of(views[0], coded.gradient_bytes)) if is_chunked else 1
+                buckets += BucketTraffic(_pretended(seen, members[0], factor), coded).in_chunks(num_chunks)
             layout.as_model(sent[0], total)
         return StepTraffic(tuple(buckets))
 
     def _sum_bucket(
         self, codec: str, views: Sequence[BucketView], members: Sequence[Member], *, flushes: bool = False
     ) -> tuple[CollectiveTraffic, ...]:
-        of_ranks = zip(self._codecs_of(codec), views, members, strict=True)
-        return run_counted([_leg(*each, flushes=flushes) for each in of_ranks])
+        if codec not in self._codecs:
+            self._codecs[codec] = [exchange_codec(codec) for _ in range(self.world_size)]
+        return run_counted(
+            [
+                own.flush(view, member) if flushes and isinstance(own, ErrorFeedbackCodec) else own.reduce(view, member)
+                for own, view, member in zip(self._codecs[codec], views, members, strict=True)
+            ]
+        )
 
     def _sum_stacked(
         self,
@@ -482,17 +462,6 @@ class VirtualExchange:
         seen, is_finite = stacked.reduce(rows, members[0])
         return seen if is_finite else seen + self._sum_bucket(EXACT.codec, views, members)
 
-    def _codecs_of(self, name: str) -> list[ExchangeCodec]:
-        """One per rank."""
-        if name not in self._codecs:
-            self._codecs[name] = [exchange_codec(name) for _ in range(self.world_size)]
-        return self._codecs[name]
-
-
-def _num_chunks(exchange: Exchange, view: BucketView, num_bytes: float) -> int:
-    """Chunks of a bucket that counts so many bytes; the sum has the same bits in one piece."""
-    return len(chunks_of(view, num_bytes)) if exchange.route == "shares" and exchange.codec == EXACT.codec else 1
-
 
 def _pretended(seen: tuple[CollectiveTraffic, ...], member: Member, factor: float) -> tuple[CollectiveTraffic, ...]:
     """What was counted, of a gradient that is larger by a factor than the model's.
@@ -509,9 +478,3 @@ def _pretended(seen: tuple[CollectiveTraffic, ...], member: Member, factor: floa
         found.append(scaled if each.is_ring else scaled.dealt(shares / shares.sum(), is_push=is_push))
         is_push = is_push if each.is_ring else not is_push
     return tuple(found)
-
-
-def _leg(codec: ExchangeCodec, view: BucketView, member: Member, *, flushes: bool) -> Leg:
-    if flushes and isinstance(codec, ErrorFeedbackCodec):
-        return codec.flush(view, member)
-    return codec.reduce(view, member)

@@ -18,7 +18,7 @@ from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps.outer import outer_step
 from dynamix.trainer.local_steps.round_times import mean_counts
 
-from .exchange import RuledStep, StepTraffic, VirtualExchange, all_reduced
+from .exchange import ActiveExchange, StepTraffic, VirtualExchange, all_reduced
 from .gradients import Gradients, StepSums, WorkerDrift, WorkerNorms
 
 Array64 = npt.NDArray[np.float64]
@@ -95,7 +95,7 @@ class VirtualRounds:
         self._sketch_bytes = sketch.cells.nbytes
         return WorkerNorms(torch.linalg.vector_norm(means, dim=1).double().numpy() ** 2, sketch.reduced())
 
-    def update(self, plan: StepPlan, step: RuledStep, *, ends_epoch: bool) -> RoundEnd | None:
+    def update(self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool) -> RoundEnd | None:
         """Let each rank make its step; returns what a round's last one brings. What is shown stays as it was."""
         ranks = self._begun()
         ranks.optimizer.step()
@@ -121,7 +121,7 @@ class VirtualRounds:
             traffic = self._average_optimizers(ranks, weights, traffic)
         return RoundEnd(traffic, WorkerDrift(own.numpy(), float(torch.dot(total, total))))
 
-    def _outer_step(self, moved: Tensor, step: RuledStep) -> Tensor:
+    def _outer_step(self, moved: Tensor, step: ActiveExchange) -> Tensor:
         """How far all go, after how far they moved on the mean."""
         if step.exchange.outer_momentum and self._velocity is None:
             self._velocity = torch.zeros_like(moved)
@@ -130,7 +130,7 @@ class VirtualRounds:
             self._velocity = None
         return found
 
-    def end_step(self, compute_s: Array64, step: RuledStep) -> None:
+    def end_step(self, compute_s: Array64, step: ActiveExchange) -> None:
         """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""
         self.computed_s = self.computed_s + compute_s if self._num_steps else np.zeros_like(compute_s)
         self._show_mean()

@@ -72,36 +72,27 @@ def explain_decode_error(message: str, content: Mapping[str, Any], tables: Mappi
     """
     text, _, place = message.partition(" - at ")
     path = place.strip("`").removeprefix("$").removeprefix(".")
+    prefix = f"{path}." if path else ""
     if unknown := re.search(r"unknown field `(.*)`", text):
         table = tables[re.sub(r"\[.*", "", path)]
-        return f"unknown key {_joined(path, unknown[1])!r}{suggestion(unknown[1], table.__struct_fields__)}"
+        return f"unknown key {prefix + unknown[1]!r}{suggestion(unknown[1], table.__struct_fields__)}"
     if missing := re.search(r"missing required field `(.*)`", text):
-        return f"the key {_joined(path, missing[1])!r} is missing"
+        return f"the key {prefix + missing[1]!r} is missing"
     if text.startswith("Invalid enum value"):
-        text = f"it must be one of {', '.join(map(repr, _choices(path, tables)))}"
+        name, _, key = re.sub(r"\[\d+\]", "", path).rpartition(".")
+        choices = next(get_args(field.type) for field in msgspec.structs.fields(tables[name]) if field.name == key)
+        text = f"it must be one of {', '.join(map(repr, choices))}"
     if not path or not text.startswith(("Expected", "it must")):
         return text
-    return f"{path} = {_value_at(content, path)!r}: {text[0].lower()}{text[1:]}"
-
-
-def _joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
-def _choices(path: str, tables: Mapping[str, type[msgspec.Struct]]) -> tuple[str, ...]:
-    table, _, key = re.sub(r"\[\d+\]", "", path).rpartition(".")
-    return next(get_args(field.type) for field in msgspec.structs.fields(tables[table]) if field.name == key)
-
-
-def _value_at(content: Any, path: str) -> Any:
+    value: Any = content
     for key, index in re.findall(r"(\w+)|\[(\d+)\]", path):
-        content = content[key] if key else content[int(index)]
-    return content
+        value = value[key] if key else value[int(index)]
+    return f"{path} = {value!r}: {text[0].lower()}{text[1:]}"
 
 
 BYTES_PER_MBIT = 1e6 / 8
 MAX_EVALUATIONS = 1_000_000
-"""How often a run may look at its accuracy: it keeps each of them."""
+"""How often a run may evaluate its accuracy: it keeps each of them."""
 NODE_NAME = "virtual-{}"
 
 
@@ -319,7 +310,11 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
         Limits(0, self.max_local_batch_size).check("min_local_batch_size", self.min_local_batch_size)
         Limits(least, self.max_local_batch_size).check("initial_local_batch_size", self.initial_local_batch_size)
         self._check_exchange()
-        self._check_speed_changes()
+        for change in self.speed_changes:
+            Limits(0, self.world_size - 1).check("speed_changes.rank", change.rank)
+        for first, second in pairwise(sorted((change.rank, change.at_s) for change in self.speed_changes)):
+            if first == second:
+                raise ValueError(f"speed_changes: rank {first[0]} changes twice at {first[1]:g} s: remove one of them")
         if len(self.power) not in (0, len(self.workers)):
             raise ValueError(
                 f"{len(self.power)} tables [[power]] for {len(self.workers)} tables [[workers]]: one for each, or none"
@@ -328,32 +323,21 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
             if group.max_local_batch_size is not None:
                 Limits(least).check("workers.max_local_batch_size", group.max_local_batch_size)
 
-    def _check_speed_changes(self) -> None:
-        for change in self.speed_changes:
-            Limits(0, self.world_size - 1).check("speed_changes.rank", change.rank)
-        for first, second in pairwise(sorted((change.rank, change.at_s) for change in self.speed_changes)):
-            if first == second:
-                raise ValueError(
-                    f"speed_changes: rank {first[0]} changes twice at {first[1]:g} s: leave one of them out"
-                )
-
     def _check_exchange(self) -> None:
-        if self.exchange == "exact":
-            return
-        if self.network.topology != "ring":
+        if self.exchange != "exact" and self.network.topology != "ring":
             raise ValueError(
-                f'exchange = "{self.exchange}": only workers that reduce gradients among themselves can exchange them '
-                'otherwise, use network.topology = "ring"'
+                f'exchange = "{self.exchange}": parameter servers support neither codecs nor local steps; use '
+                'network.topology = "ring"'
             )
-        if self.lag_windows < 1:
+        if self.exchange != "exact" and self.lag_windows < 1:
             raise ValueError(
-                f'lag_windows = {self.lag_windows}: with exchange = "{self.exchange}" the last step before another '
-                "exchange sends what is still kept, so it must be known by then: use at least 1"
+                f'lag_windows = {self.lag_windows}: with exchange = "{self.exchange}" the last step before a change of '
+                "codec sends the residuals, so the change must be known by then: use at least 1"
             )
 
     @property
     def supports_exchange(self) -> bool:
-        """Whether the workers can carry out decisions on how gradients travel."""
+        """Whether the workers support codecs and local steps."""
         return self.network.topology == "ring"
 
     @property
@@ -373,9 +357,9 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
         try:
             content = tomllib.loads(read_regular(file).decode())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file}: this is not TOML: {error}") from error
+            raise ValueError(f"{file}: not TOML: {error}") from error
         except RecursionError as error:
-            raise ValueError(f"{file}: this is no scenario: its values are nested too deeply") from error
+            raise ValueError(f"{file}: not a scenario: its values are nested too deeply") from error
         try:
             return msgspec.convert({"name": file.stem, **content}, cls)
         except msgspec.ValidationError as error:
