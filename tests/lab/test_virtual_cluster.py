@@ -73,13 +73,13 @@ def test_what_does_not_fit_is_refused_and_counted() -> None:
 def test_every_sample_is_used_once_per_epoch_whatever_the_sizes_do() -> None:
     run = cluster(scenario(lag_windows=0, window_steps=3, **LONG), data=_numbered(500))
     used: list[torch.Tensor] = []
-    step = run._gradients.step
+    step = run.gradients.step
 
     def spy(inputs: torch.Tensor, labels: torch.Tensor, *rest: object, **named: bool) -> object:
         used.append(inputs[:, 0, 0, 0].clone())
         return step(inputs, labels, *rest, **named)  # type: ignore[arg-type]
 
-    run._gradients.step = spy  # type: ignore[method-assign,assignment]
+    run.gradients.step = spy  # type: ignore[method-assign,assignment]
     while run.position.epoch < 3:
         run.run_window()
         run.offer(action(run.job, run.window - 1, OTHER if run.window % 2 else (32, 9, 8, 70)))
@@ -174,7 +174,7 @@ def test_the_grid_of_virtual_time_sees_the_parameters_in_force() -> None:
 
 
 def _accuracy(run: VirtualCluster) -> float:
-    return run._gradients.accuracy(data().validation)
+    return run.gradients.accuracy(data().validation)
 
 
 def test_a_run_goes_on_to_the_fixed_time_and_ends_at_the_limit_without_the_target() -> None:
@@ -190,7 +190,7 @@ def test_a_run_goes_on_to_the_fixed_time_and_ends_at_the_limit_without_the_targe
     assert missed.time_to_target_s is None
     assert missed.time_s >= 1.5
     assert missed.evaluations[-1].time_s <= 1.5
-    assert reached.test_accuracy() == reached._gradients.accuracy(data().test) > 0.5
+    assert reached.test_accuracy() == reached.gradients.accuracy(data().test) > 0.5
 
 
 def test_the_target_is_reached_by_the_mean_of_as_many_looks_as_the_scenario_says() -> None:
@@ -357,7 +357,7 @@ def test_virtual_ranks_have_the_parameters_of_real_ones(permission: str, num_win
         exact.run_window()
     expected = ruling(permission, num_windows)
     assert ruled == expected
-    found, plain = (cluster._gradients.parameters.detach() for cluster in (run, exact))
+    found, plain = (cluster.gradients.parameters.detach() for cluster in (run, exact))
     for of_rank, ruled_there in real:
         assert ruled_there == expected
         assert float((of_rank - found).abs().max()) < 1e-9

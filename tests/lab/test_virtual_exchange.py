@@ -51,7 +51,7 @@ def start_with(exchange: Exchange, of: Scenario, **arguments: Any) -> VirtualClu
 
 
 def parameters(run: VirtualCluster) -> torch.Tensor:
-    return run._gradients.parameters.detach().clone()
+    return run.gradients.parameters.detach().clone()
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_codecs_without_loss_train_as_exact_training_does(name: str) -> None:
 
 def kept(run: VirtualCluster) -> float:
     """The largest number that a rank has not sent yet."""
-    return max(each.largest_residual for each in run._exchange._stacked.values())
+    return max(each.largest_residual for each in run.exchange._stacked.values())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 9])
@@ -358,9 +358,8 @@ def started(every: int, of: Scenario, **arguments: Any) -> VirtualCluster:
 
 def own_parameters(run: VirtualCluster) -> torch.Tensor:
     """The parameters of all ranks, a row each."""
-    ranks = run._rounds._ranks
-    assert ranks is not None
-    return ranks.parameters.detach()
+    assert run.rounds.parameters is not None
+    return run.rounds.parameters
 
 
 def test_a_round_takes_as_long_as_the_rank_that_computed_longest_in_all_of_it() -> None:
@@ -398,11 +397,11 @@ def test_what_is_evaluated_between_two_averagings_is_the_mean_by_samples() -> No
     rows = own_parameters(run).clone()
     assert not torch.equal(rows[0], rows[1])
     run.run_window()
-    shown = run._gradients.parameters.detach()
+    shown = run.gradients.parameters.detach()
     weights = (2 * torch.full((4,), 32.0) + sizes) / (3 * 128)
     assert torch.allclose(shown, weights @ own_parameters(run), atol=1e-6)
     run.run_window()
-    assert all(torch.equal(row, run._gradients.parameters.detach()) for row in own_parameters(run))
+    assert all(torch.equal(row, run.gradients.parameters.detach()) for row in own_parameters(run))
 
 
 def test_a_round_ends_with_an_epoch_and_before_another_exchange_rules() -> None:
@@ -413,8 +412,8 @@ def test_a_round_ends_with_an_epoch_and_before_another_exchange_rules() -> None:
             run.offer(virtual.action(run.job, 1, (32,) * 4, exchange=EXACT))
         for _ in range(4):
             run._step()
-            if run._rounds._num_steps == 0:
-                ends.append((run.position.step, run._rounds.is_begun))
+            if run.rounds.num_steps == 0:
+                ends.append((run.position.step, run.rounds.parameters is not None))
     assert [(applied.exchange, applied.effective_step) for applied in run.applied] == [(EXACT, 16)]
     assert ends == [(8, True), (16, False)]
 
@@ -456,8 +455,8 @@ def test_the_noise_is_that_of_ranks_which_have_the_same_parameters() -> None:
 def test_drift_is_how_far_ranks_came_apart_over_how_far_their_mean_moved() -> None:
     run = started(4, local_steps(window_steps=4))
     moves = []
-    sum_moves = run._exchange.sum_moves
-    run._exchange.sum_moves = lambda rows, *others: (moves.append(4 * rows), sum_moves(rows, *others))[1]  # type: ignore[method-assign,func-returns-value]
+    sum_moves = run.exchange.sum_moves
+    run.exchange.sum_moves = lambda rows, *others: (moves.append(4 * rows), sum_moves(rows, *others))[1]  # type: ignore[method-assign,func-returns-value]
     drift = run.run_window()[0].totals.drift
     assert drift is not None
     mean = moves[0].mean(0)

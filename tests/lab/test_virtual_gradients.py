@@ -58,7 +58,7 @@ def test_steps_of_unequal_workers_equal_steps_on_one_big_batch(workload: Workloa
 
 
 def _parameters(cluster: VirtualCluster) -> torch.Tensor:
-    return cluster._gradients.parameters.detach()
+    return cluster.gradients.parameters.detach()
 
 
 def _one_big_batch(workload: Workload, optimizer: str, sizes: Sequence[int]) -> torch.Tensor:

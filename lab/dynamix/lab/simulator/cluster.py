@@ -309,25 +309,25 @@ class VirtualCluster:
         scenario, seed = self.scenario, self.seed
         workload = workload_named(scenario.workload)
         inputs = self._data.inputs
-        self._gradients = gradients_of(workload, seed=seed, like=inputs)
+        self.gradients = gradients_of(workload, seed=seed, like=inputs)
         self._schedule = Schedule(self._options.initial_allocation)
         self._orders = Permutations(len(inputs), seed, shuffle=True)
         self._sampler = PlanSampler(self._orders, self._schedule, division=Division(0))
         self._disturbances = Disturbances(scenario, seed)
         self._clock = VirtualClock(scenario, workload.gradient_bytes)
         self._recorder = WindowRecorder(scenario, self._clock.tx_bytes_per_step, self._clock.link_rates)
-        self._exchange = VirtualExchange(
-            self._gradients.model,
+        self.exchange = VirtualExchange(
+            self.gradients.model,
             scenario.world_size,
             num_buckets=scenario.network.num_buckets,
             gradient_bytes=self._clock.gradient_bytes,
         )
         self._noise = NoiseAverage(NOISE_DECAY)
-        self._optimizer = self._make_optimizer(self._gradients.parameters)
-        self._rounds = VirtualRounds(
-            self._gradients,
+        self._optimizer = self._make_optimizer(self.gradients.parameters)
+        self.rounds = VirtualRounds(
+            self.gradients,
             self._optimizer,
-            self._exchange,
+            self.exchange,
             self._make_optimizer,
             noise_every=scenario.noise_every,
         )
@@ -405,7 +405,7 @@ class VirtualCluster:
         if not self.over:
             raise RuntimeError(f"the test part is scored when the run is over, not at {self.time_s:g} s")
         if self._test_accuracy is None:
-            self._test_accuracy = self._gradients.accuracy(self._test)
+            self._test_accuracy = self.gradients.accuracy(self._test)
         return self._test_accuracy
 
     def ended(self, reason: str = "completed") -> Job:
@@ -424,7 +424,7 @@ class VirtualCluster:
         step = self._active(plan.step)
         sums, traffic = self._train(plan, step, ends_epoch=self._sampler.is_over(following))
         sizes = np.asarray(plan.counts.values, dtype=np.float64)
-        begun_s = self._rounds.computed_s
+        begun_s = self.rounds.computed_s
         if step.is_local:
             timing = self._clock.local_step(sizes, conditions, begun_s, decided=decided, traffic=traffic)
         else:
@@ -434,7 +434,7 @@ class VirtualCluster:
         )
         self._evaluate(self.time_s + timing.step_s)  # what was due before the step's end saw the parameters before it
         if step.is_local:
-            self._rounds.end_step(timing.compute_s, step)
+            self.rounds.end_step(timing.compute_s, step)
         else:
             self._optimizer.step()
         self.time_s += timing.step_s
@@ -444,7 +444,7 @@ class VirtualCluster:
         if times_are_shared and self._schedule.allocation_at(plan.step).split == "tracking":
             seconds, counts = timing.seconds_per_sample(plan.counts.values), plan.counts.values
             if step.is_local:
-                seconds, counts = self._rounds.ended_times(begun_s + timing.compute_s)
+                seconds, counts = self.rounds.ended_times(begun_s + timing.compute_s)
             # a loader without workers has drawn nothing yet
             self._fast_loop.observe_times(seconds, self.position.step, counts)
 
@@ -462,18 +462,18 @@ class VirtualCluster:
         chosen = torch.from_numpy(self._orders.order_of(plan.epoch)[plan.offset : plan.offset + plan.counts.total])
         inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
         if step.is_local:
-            sums = self._rounds.compute(inputs, labels, plan)
-            ended = self._rounds.update(plan, step, ends_epoch=ends_epoch)
+            sums = self.rounds.compute(inputs, labels, plan)
+            ended = self.rounds.update(plan, step, ends_epoch=ends_epoch)
             return (sums, None) if ended is None else (sums._replace(drift=ended.drift), ended.traffic)
         measured = is_measured(plan.step, self.scenario.noise_every)
         if step.exchange == EXACT:
-            return self._gradients.step(inputs, labels, plan, measured=measured), None
-        gradient = self._gradients.parameters.grad
+            return self.gradients.step(inputs, labels, plan, measured=measured), None
+        gradient = self.gradients.parameters.grad
         assert gradient is not None, "made with the model"
         of_each = gradient.new_empty(self.scenario.world_size, len(gradient))
-        sums = self._gradients.step_of_each(inputs, labels, plan, of_each)
-        traffic = self._exchange.sum_gradients(of_each / plan.counts.total, step, gradient)
-        return sums._replace(norms=self._gradients.norms_of(of_each) if measured else None), traffic
+        sums = self.gradients.step_of_each(inputs, labels, plan, of_each)
+        traffic = self.exchange.sum_gradients(of_each / plan.counts.total, step, gradient)
+        return sums._replace(norms=self.gradients.norms_of(of_each) if measured else None), traffic
 
     def _evaluate(self, before_s: float) -> None:
         """Fill the grid up to a time, exclusively: it costs no virtual time, and the parameters stay the same."""
@@ -482,7 +482,7 @@ class VirtualCluster:
             if due_s > scenario.time_limit_s:
                 return
             if accuracy is None:
-                accuracy = self._gradients.accuracy(self._evaluated)
+                accuracy = self.gradients.accuracy(self._evaluated)
             self.evaluations.append(Evaluation(due_s, accuracy, self.position.samples_seen))
             if self.time_to_target_s is None and self._is_at_target():
                 self.time_to_target_s = due_s
@@ -527,7 +527,7 @@ class VirtualCluster:
         sizes = self._schedule.counts_at(self.position.step - 1)
         accuracy = self.evaluations[-1].accuracy if self.evaluations else None
         rate = self.scenario.learning_rate * self._rate_factor(self.position.step - 1)
-        rows, simulated = self._recorder.take_rows(accuracy, rate, self._exchange.coded())
+        rows, simulated = self._recorder.take_rows(accuracy, rate, self.exchange.coded())
         self._noise.observe_window(window_moments(row.noise for row in rows))
         totals = job_totals(
             rows,

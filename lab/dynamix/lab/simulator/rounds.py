@@ -65,16 +65,17 @@ class VirtualRounds:
         self._velocity: Tensor | None = None
         """Momentum of outer steps, where they have any."""
         self._num_samples: Array64 = np.zeros(exchange.world_size)
-        self._num_steps = 0
+        self.num_steps = 0
+        """In the round so far."""
         self.computed_s: Array64 = np.zeros(exchange.world_size)
         """What each rank has computed in the round so far, in seconds."""
         self._ended: tuple[Array64, int] = self._num_samples, 1
         """Samples by rank and steps of the newest round that ended."""
 
     @property
-    def is_begun(self) -> bool:
-        """Whether ranks have parameters of their own."""
-        return self._ranks is not None
+    def parameters(self) -> Tensor | None:
+        """The parameters of all ranks, a row each; `None` while they have them in common."""
+        return None if self._ranks is None else self._ranks.parameters.detach()
 
     def compute(self, inputs: Tensor, labels: Tensor, plan: StepPlan) -> StepSums:
         """Compute the mean gradient of each rank's samples at its own parameters, and show the mean of these."""
@@ -84,7 +85,7 @@ class VirtualRounds:
         counts = ranks.parameters.grad.new_tensor(plan.counts.values).clamp_(min=1)
         ranks.parameters.grad.div_(counts[:, None])
         self._show_mean()
-        if self._measurement.measures(plan.step, begins_round=self._num_steps == 0):
+        if self._measurement.measures(plan.step, begins_round=self.num_steps == 0):
             return sums._replace(norms=self._norms(ranks.parameters.grad, plan))
         return sums
 
@@ -99,10 +100,10 @@ class VirtualRounds:
         """Let each rank make its step; returns what a round's last one brings. What is shown stays as it was."""
         ranks = self._begun()
         ranks.optimizer.step()
-        self._num_steps += 1
+        self.num_steps += 1
         self._num_samples = self._num_samples + np.asarray(plan.counts.values)
         exchange, following = step.exchange, step.following
-        if self._num_steps < exchange.every and exchange == following and not ends_epoch:
+        if self.num_steps < exchange.every and exchange == following and not ends_epoch:
             return None
         weights = self._weights()
         moved = (ranks.parameters.detach() - self._start) * weights[:, None]
@@ -111,8 +112,8 @@ class VirtualRounds:
         traffic = self._exchange.sum_moves(moved, step, total)
         self._start.add_(self._outer_step(total, step))
         ranks.parameters.data.copy_(self._start.expand_as(ranks.parameters))
-        self._ended = self._num_samples, self._num_steps
-        self._num_steps = 0
+        self._ended = self._num_samples, self.num_steps
+        self.num_steps = 0
         self._num_samples = np.zeros_like(self._num_samples)
         if self._sketch_bytes:
             traffic = traffic.and_then(all_reduced(self._sketch_bytes, len(weights)))
@@ -132,10 +133,10 @@ class VirtualRounds:
 
     def end_step(self, compute_s: Array64, step: ActiveExchange) -> None:
         """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""
-        self.computed_s = self.computed_s + compute_s if self._num_steps else np.zeros_like(compute_s)
+        self.computed_s = self.computed_s + compute_s if self.num_steps else np.zeros_like(compute_s)
         self._show_mean()
         if step.following.every == 1:
-            assert self._num_steps == 0, "a round ends before another exchange rules"
+            assert self.num_steps == 0, "a round ends before another exchange rules"
             self._ranks = None
 
     def ended_times(self, computed_s: Array64) -> tuple[list[float], tuple[int, ...]]:
@@ -150,7 +151,7 @@ class VirtualRounds:
     def _show_mean(self) -> None:
         """Put the mean of the ranks' parameters, weighted by their samples in the round, where it is evaluated."""
         shown, ranks = self._gradients.parameters.data, self._begun()
-        if self._num_steps == 0:
+        if self.num_steps == 0:
             shown.copy_(self._start)
         else:
             torch.mv(ranks.parameters.detach().t(), self._weights(), out=shown)
