@@ -1,4 +1,4 @@
-"""How gradients travel between virtual ranks: by the trainer's codecs, with real ranks' bytes and parameters."""
+"""Communication between virtual ranks: by the trainer's codecs, with real ranks' bytes and parameters."""
 
 from itertools import pairwise
 from typing import Any

@@ -166,7 +166,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     learning_rate_factor: Annotated[float, Meta(gt=0)] | Literal["best"] = 1.0
     """On the scenario's learning rate."""
     exchange: ExchangePermission | None = None
-    """What the job permits for the communication of gradients; `None`: the scenario's."""
+    """Permission of the job for codecs and local steps; `None`: the scenario's."""
     files: tuple[str, ...] = ()
     """Files of a learned policy, one per policy seed; by default the shipped ones."""
     name: str = ""
@@ -257,7 +257,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return settings
 
     def identity(self) -> dict[str, object]:
-        """What determines the decisions of a setting: everything except the file's path."""
+        """Everything that determines the decisions of a setting, except the file's path."""
         about: dict[str, object] = {
             "policy": self.policy,
             "policy_digest": file_digest(self.files[0]) if self.files else "",

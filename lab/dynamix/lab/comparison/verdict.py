@@ -373,7 +373,7 @@ class HeadlineRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What `dynamix evaluate --json` writes."""
+    """The result that `dynamix evaluate --json` writes."""
 
     suite: str
     default_policy: str
@@ -394,7 +394,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     headline: list[HeadlineRow] = []
     """The default policy against each of `rows.BASES` that was run."""
     core_minutes: float = 0.0
-    """What the runs took, of one core."""
+    """Duration of the runs, of one core."""
     against: list[str] = []
     """Rows that all rows were asked to be compared with, beside best static and goodput."""
 

@@ -35,7 +35,7 @@ POLICY_OPTIONS = {"learned": 1.0}
 
 
 class AgentChoice(NamedTuple):
-    """What one agent chose in one window."""
+    """Choice of one agent in one window."""
 
     inputs_I: Array32
     action: int
@@ -67,9 +67,9 @@ class ExploringAgents:
 
 
 def trajectory_of_agents(agents: ExploringAgents, episode: Episode, end: End) -> Trajectory | None:
-    """The trajectory of an episode; `None` when it was over before a choice ruled a window.
+    """The trajectory of an episode; `None` when it was over before a choice applied to a window.
 
-    The trace of window t rules from window t + 1 + lag on, until that of the next window in which agents chose. A
+    The trace of window t applies from window t + 1 + lag on, until that of the next window in which agents chose. A
     transition collects the rewards of the windows in between.
     """
     rewards = _mean_rewards(episode.rewards)
@@ -135,7 +135,7 @@ class EpisodeResult(NamedTuple):
     """To the target; a miss counts as the time limit."""
     missed: bool
     trajectory: Trajectory | None
-    """`None` when nothing was sampled, or the target was reached before the first decision ruled."""
+    """`None` when nothing was sampled, or the target was reached before the first decision applied."""
 
 
 def play(task: EpisodeTask) -> EpisodeResult:
@@ -174,7 +174,7 @@ TRACK = MappingProxyType({"track": 1.0})
 
 
 class _Deciding(NamedTuple):
-    """What decides in an episode."""
+    """Policy of an episode, and its agents."""
 
     policy: Policy
     options: Mapping[str, float] = MappingProxyType({})

@@ -287,7 +287,7 @@ class _LearningRun:
         trajectories = [found.trajectory for found in played if found.trajectory is not None]
         if not trajectories:
             raise EpisodeError(
-                f"{tasks[0].name}, and all other episodes of update {number + 1}: over before a decision ruled a "
+                f"{tasks[0].name}, and all other episodes of update {number + 1}: over before a decision applied to a "
                 "window; raise target_accuracy, or lower window_steps"
             )
         learned = self._agent.learn(trajectories, progress=number / plan.num_updates)

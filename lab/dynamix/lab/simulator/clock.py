@@ -7,7 +7,7 @@
     step    = max_i compute_i + exposed + decision
 
 l_i = congestion_i * latency is a message's latency on a worker's link, and s_i the time that the link takes to send its
-part, an N-th of a bucket. A gradient of M bytes travels in K buckets, one after the other. The first is ready when the
+part, an N-th of a bucket. A gradient of M bytes is sent in K buckets, one after the other. The first is ready when the
 share `overlap` of the slowest worker's computing is left, the last when it ends, the others evenly between them: what
 is longer than that share is exposed, and the last bucket always is.
 
@@ -17,8 +17,8 @@ C = 2 (N - 1) / N * M / bandwidth + 2 (N - 1) K latency; one slow link hides the
 workers push to and pull from each server at once: its link carries N parts (incast), and is congested (congestion_0)
 where the whole network is. A congested link has its bandwidth divided and its latency multiplied.
 
-Where another exchange than exact training by all-reduces rules, `exchange.timing` has the formulas of C and of what is
-exposed; a ring's are the same there.
+Where a codec, local steps or another route is active, `exchange` has the formulas of C and of the exposed part; those
+of a ring are the same.
 
 A straggler, the jitter of a step and a lasting change of speed slow all of a worker's computing, its overhead too, and
 such a change may add `exchange_s` to each exchange of gradients. The parts are those of the real clock
@@ -41,14 +41,14 @@ Array64 = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 SLOW, CONGESTED, JITTER, LABELS = range(4)
-"""Kinds of random numbers: each has generators of its own."""
+"""Kinds of random numbers, each with separate generators."""
 
 JITTER_BLOCK = 256
 """Steps drawn at once: a generator costs some 20 us to make."""
 
 
 class Conditions(NamedTuple):
-    """What each worker meets in one step; float64, one per worker."""
+    """Conditions of each worker in one step; float64, one per worker."""
 
     slowdown: Array64
     """Factor on its compute time: straggling, jitter and a lasting change of its speed."""
@@ -82,7 +82,7 @@ class Disturbances:
         self._speeds = SpeedChanges(count, scenario.speed_changes)
 
     def at(self, step: int, time_s: float) -> Conditions:
-        """What rules a step that begins at `time_s`; it does not change until its end."""
+        """The conditions of a step that begins at `time_s`, until its end."""
         slowdown = self._ones if self._jitter is None else self._jitter.of_step(step)
         if self._slow is not None:
             slowdown = np.where(self._slow.at(time_s), self._slow_factor * slowdown, slowdown)
@@ -183,7 +183,7 @@ class StepTiming(NamedTuple):
     """C, the exposed part and the hidden one."""
 
     def seconds_per_sample(self, sizes: Sequence[int]) -> list[float]:
-        """What the workers would tell each other: compute time over samples; 0 where a worker had none."""
+        """Compute time over samples, as workers exchange it; 0 where a worker had none."""
         return [time_s / size if size else 0.0 for time_s, size in zip(self.compute_s.tolist(), sizes, strict=True)]
 
 
@@ -215,7 +215,7 @@ class VirtualClock:
     ) -> StepTiming:
         """One step with these local batch sizes; `decided` when another allocation begins to rule with it.
 
-        `traffic` is what the ranks sent, where it is not their gradients as they are, by all-reduces.
+        `traffic` is what the ranks sent, unless that was uncoded gradients by all-reduces.
         """
         compute_s = self._compute_s(sizes, conditions)
         slowest_s = float(compute_s.max())

@@ -157,7 +157,7 @@ class WindowRecorder:
         conditions: Conditions,
         traffic: StepTraffic | None = None,
     ) -> None:
-        """Add a step; `traffic` is what was sent in it, where it is not gradients as they are, by all-reduces."""
+        """Add a step; `traffic` is what was sent in it, unless that was uncoded gradients by all-reduces."""
         sizes = np.asarray(plan.counts.values)
         self._num_samples += sizes
         self._largest = np.maximum(self._largest, sizes)

@@ -111,7 +111,7 @@ GRID_TOLERANCE_S = 1e-9
 
 
 class EpisodeMessages(NamedTuple):
-    """What the services would have published, in that order."""
+    """Messages that the services would have published, in that order."""
 
     windows: list[MetricWindow]
     states: list[State]
@@ -169,7 +169,7 @@ def run_episode(
 ) -> Episode:
     """Run a job to its end; data, options and initial size are as `VirtualCluster` takes them.
 
-    The seed rules weights, order of the data and disturbances: equal seeds make policies comparable in pairs. `reward`
+    The seed determines weights, data order and disturbances: equal seeds make policies comparable in pairs. `reward`
     is the formula (`None`: the published one for the optimizer) and its weights; without it nothing is rewarded.
     `keep_messages` keeps windows, states and rewards. Policies that sample draw by the name of the job, by default of
     scenario and seed. `on_window` is called with the reports of each window. A job of a family begins with the
@@ -227,7 +227,7 @@ class ControlPlane:
         self._sequence = 0
 
     def of_window(self, reports: list[Report]) -> tuple[EpisodeMessages, list[Action]]:
-        """What is published on one window's reports, and the actions that follow; reports in the order of nodes."""
+        """Messages published on one window's reports, and the actions that follow; reports in the order of nodes."""
         windows = [simulated_window(report) for report in reports]
         states = [state_of(window) for window in windows]
         rewards = []

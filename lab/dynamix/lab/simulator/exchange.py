@@ -74,7 +74,7 @@ class CollectiveTraffic(NamedTuple):
 
 
 class CodedAs(NamedTuple):
-    """What a rank codes and decodes of a bucket."""
+    """Coding work of a rank for a bucket."""
 
     codec: str
     gradient_bytes: float
@@ -115,11 +115,11 @@ class StepTraffic(NamedTuple):
 
 
 NOTHING = StepTraffic(())
-"""What ranks send in a step that ends no round."""
+"""Traffic of a step that does not end a round."""
 
 
 def all_reduced(num_bytes: float, world_size: int) -> StepTraffic:
-    """What an all-reduce of so many bytes sends, which are no part of the gradient."""
+    """Traffic of an all-reduce of so many bytes that are not part of the gradient."""
     each_way = np.full(world_size, 2 * (world_size - 1) / world_size * num_bytes)
     ring = CollectiveTraffic(each_way, each_way, is_ring=True, num_messages=0)
     return StepTraffic((BucketTraffic((ring,), CodedAs("none", 0.0)),))
@@ -155,7 +155,7 @@ def _total(arrays: Sequence[Array64]) -> Array64:
 
 
 class LinkSpeeds(NamedTuple):
-    """What the links of all ranks do now; float64, one per rank."""
+    """Current speeds of all links; float64, one per rank."""
 
     bandwidth: Array64
     """Bytes per second, each way."""
@@ -163,7 +163,7 @@ class LinkSpeeds(NamedTuple):
 
 
 class BucketTimes(NamedTuple):
-    """What one bucket costs, in seconds."""
+    """Times of one bucket, in seconds."""
 
     first_s: float
     second_s: float
@@ -223,7 +223,7 @@ T = TypeVar("T")
 
 
 class BucketLayout(NamedTuple):
-    """One bucket, as a range of the vector in which it travels."""
+    """One bucket, as a range of the vector that is sent."""
 
     start: int
     stop: int
@@ -247,11 +247,11 @@ class GradientLayout:
         self.buckets = [BucketLayout(first, stop, _parts(whole, first, stop)) for first, stop in pairwise(cuts)]
 
     def as_sent(self, gradients: Tensor) -> Tensor:
-        """A copy of flat gradients, one per row, in the order in which they travel."""
+        """A copy of flat gradients, one per row, in the order in which they are sent."""
         return torch.cat(self._ordered(torch.split(gradients, self._sizes, dim=-1)), dim=-1)
 
     def as_model(self, sent: Tensor, gradient: Tensor) -> None:
-        """Write a vector that travelled back in the order of the model."""
+        """Write a received vector back in the order of the model."""
         places = self._ordered(torch.split(gradient, self._sizes))
         for place, part in zip(places, torch.split(sent, self._ordered(self._sizes)), strict=True):
             place.copy_(part)
@@ -272,7 +272,7 @@ def _cut(whole: Sequence[BucketPart], target: int) -> int:
 
 
 def _parts(whole: Sequence[BucketPart], first: int, stop: int) -> tuple[BucketPart, ...]:
-    """What lies in a bucket: parameters, and rows of parameters under keys that say which."""
+    """Contents of a bucket: parameters, and rows of parameters under keys that name the rows."""
     found = []
     for part in whole:
         start, end = max(part.start, first), min(part.stop, stop)
@@ -338,7 +338,7 @@ class StackedInt8:
         return _traffic(self._narrowing, ranges), True
 
     def _narrowed(self, values: Tensor) -> Tensor:
-        """What arrives of numbers; what they lack is left in them."""
+        """The numbers as received; the residuals are left in `values`."""
         flat = values.view(-1)
         message = flat.new_empty(self._narrowing.message_bytes(len(flat)), dtype=torch.uint8)
         self._narrowing.write(flat, message)
@@ -348,7 +348,7 @@ class StackedInt8:
 
 
 def _traffic(narrowing: Int8, ranges: Sequence[OwnedRange]) -> tuple[CollectiveTraffic, ...]:
-    """What goes to the owners, and back."""
+    """Traffic to the owners, and back."""
     sizes = np.array([narrowing.message_bytes(each.length) for each in ranges], dtype=np.float64)
     away, home = sizes.sum() - sizes, (len(sizes) - 1) * sizes
     owners = (sizes > 0).astype(np.int64)
@@ -360,11 +360,11 @@ def _traffic(narrowing: Int8, ranges: Sequence[OwnedRange]) -> tuple[CollectiveT
 
 
 class ActiveExchange(NamedTuple):
-    """How the gradients of one step travel."""
+    """The exchange that is active in one step."""
 
     exchange: Exchange
     following: Exchange
-    """What rules the next step, which all ranks know by now."""
+    """Active in the next step, which all ranks know by now."""
 
     @property
     def is_local(self) -> bool:
@@ -376,7 +376,7 @@ class VirtualExchange:
     """Sums the gradients of virtual ranks as real ranks would, and counts what they would send."""
 
     def __init__(self, model: nn.Module, world_size: int, *, num_buckets: int, gradient_bytes: int) -> None:
-        """Let a gradient count as many bytes as it pretends to have."""
+        """`gradient_bytes` is the pretended size of a gradient."""
         self._gradients = GradientLayout(model, num_buckets)
         self._moves = GradientLayout(model, num_buckets, forwards=True)
         self.world_size = world_size
@@ -464,7 +464,7 @@ class VirtualExchange:
 
 
 def _pretended(seen: tuple[CollectiveTraffic, ...], member: Member, factor: float) -> tuple[CollectiveTraffic, ...]:
-    """What was counted, of a gradient that is larger by a factor than the model's.
+    """The counted traffic, for a gradient that is larger by a factor than the model's.
 
     Owners own whole blocks, which of a small model are few, so that some own twice as much as others; where a larger
     one is pretended, its owners own what they should.

@@ -48,7 +48,7 @@ class WorkerDrift(NamedTuple):
 
 
 class StepSums(NamedTuple):
-    """What N workers saw in one step; float64, one per worker."""
+    """Sums of N workers over one step; float64, one per worker."""
 
     loss: Array64
     """Sum over the worker's samples."""
@@ -226,7 +226,7 @@ class _Layer(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """What a forward and backward pass leaves."""
+    """Result of a forward and backward pass."""
 
     inputs: list[Tensor]
     """A of each layer: samples x inputs."""

@@ -1,7 +1,7 @@
-"""Local steps of virtual ranks: each has parameters and optimizer state of its own, as a row of one matrix.
+"""Local steps of virtual ranks: each has its own parameters and optimizer state, as a row of one matrix.
 
-The rules are those of `dynamix.trainer.local_steps`. An optimizer of the catalog does to each number what it
-does to any other, so that one of them on the matrix is one for each rank. With N ranks that takes the memory of the
+The semantics are those of `dynamix.trainer.local_steps`. The optimizers of the catalog work elementwise, so that one of
+them on the matrix is one for each rank. With N ranks that takes the memory of the
 model and its optimizer's state N times, and the CPU a forward and backward pass per rank.
 """
 
@@ -26,14 +26,14 @@ MakeOptimizer = Callable[[nn.Parameter], torch.optim.Optimizer]
 
 
 class _Ranks(NamedTuple):
-    """What each rank has, rows by rank."""
+    """State of the ranks, a row each."""
 
     parameters: nn.Parameter
     optimizer: torch.optim.Optimizer
 
 
 class RoundEnd(NamedTuple):
-    """What the last step of a round brought."""
+    """Result of the last step of a round."""
 
     traffic: StepTraffic
     drift: WorkerDrift
@@ -54,7 +54,7 @@ class VirtualRounds:
         """`optimizer` is that of the ranks in common, `make` one for rows, of the same kind and rate."""
         self._measurement = RoundMeasurement(noise_every)
         self._sketch_bytes = 0
-        """Size of the sketch that travels with the end of this round."""
+        """Size of the sketch that is sent at the end of this round."""
         self._gradients = gradients
         self._common = optimizer
         self._exchange = exchange
@@ -68,7 +68,7 @@ class VirtualRounds:
         self.num_steps = 0
         """In the round so far."""
         self.computed_s: Array64 = np.zeros(exchange.world_size)
-        """What each rank has computed in the round so far, in seconds."""
+        """Compute time of each rank in the round so far, in seconds."""
         self._ended: tuple[Array64, int] = self._num_samples, 1
         """Samples by rank and steps of the newest round that ended."""
 
@@ -90,14 +90,14 @@ class VirtualRounds:
         return sums
 
     def _norms(self, means: Tensor, plan: StepPlan) -> WorkerNorms:
-        """What real ranks know of a gradient that none of them has; the sum of their sketches is that of the sum."""
+        """Norms as real ranks measure them, of a gradient that none of them has (sketches add up)."""
         sketch = NormSketch(plan.step, 1.0)
         sketch.add(torch.mv(means.t(), means.new_tensor(plan.counts.values) / plan.counts.total), 0)
         self._sketch_bytes = sketch.cells.nbytes
         return WorkerNorms(torch.linalg.vector_norm(means, dim=1).double().numpy() ** 2, sketch.reduced())
 
     def update(self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool) -> RoundEnd | None:
-        """Let each rank make its step; returns what a round's last one brings. What is shown stays as it was."""
+        """Update each rank; returns the round's result after its last step. Evaluated parameters stay as they were."""
         ranks = self._begun()
         ranks.optimizer.step()
         self.num_steps += 1
@@ -136,7 +136,7 @@ class VirtualRounds:
         self.computed_s = self.computed_s + compute_s if self.num_steps else np.zeros_like(compute_s)
         self._show_mean()
         if step.following.every == 1:
-            assert self.num_steps == 0, "a round ends before another exchange rules"
+            assert self.num_steps == 0, "a round ends before another exchange is active"
             self._ranks = None
 
     def ended_times(self, computed_s: Array64) -> tuple[list[float], tuple[int, ...]]:
@@ -174,7 +174,7 @@ class VirtualRounds:
         return self._ranks
 
     def _average_optimizers(self, ranks: _Ranks, weights: Tensor, traffic: StepTraffic) -> StepTraffic:
-        """Let all ranks have the weighted mean of their optimizers' states, for the common one as well."""
+        """Replace all optimizers' states by their weighted mean, that of the common one as well."""
         common = self._gradients.parameters
         for name, value in ranks.optimizer.state[ranks.parameters].items():
             if isinstance(value, Tensor) and value.shape == ranks.parameters.shape:

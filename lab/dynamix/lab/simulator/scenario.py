@@ -26,7 +26,7 @@ from dynamix.trainer.gradient.learning_rate import Rule
 
 
 class Limits(NamedTuple):
-    """What a number may be: finite, and within these bounds."""
+    """Bounds of a finite number."""
 
     low: float = 0
     high: float = math.inf
@@ -116,9 +116,9 @@ class Network(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     latency_s: NotNegative = 5e-5
     """One way, of one message: a ring pays 2 (N - 1) for each bucket."""
     overlap: Share = 0.5
-    """Share of the slowest worker's compute time beside which gradients already travel, 0 ... 1."""
+    """Share of the slowest worker's compute time during which gradients are already sent, 0 ... 1."""
     num_buckets: AtLeastOne = 4
-    """Buckets a gradient travels in: the last one is ready when computing ends, and never hidden."""
+    """Buckets of a gradient: the last one is ready when computing ends, and never hidden."""
     num_servers: AtLeastOne = 1
     """Parameter servers; each holds an equal part of the gradient."""
     gradient_bytes: WholeNumber = 0
@@ -142,7 +142,7 @@ class Workers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Power(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What each worker of a kind draws: while it computes, and in all other time of its steps."""
+    """Power of each worker of a kind: while it computes, and in all other time of its steps."""
 
     busy_w: NotNegative
     idle_w: NotNegative = 0.0
@@ -177,7 +177,7 @@ class SpeedChange(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_field
 
     rank: WholeNumber
     at_s: NotNegative
-    """Virtual time: it rules all steps that begin then, or later."""
+    """Virtual time: it applies to all steps that begin then, or later."""
     factor: Positive
     """Compute time from then on, the overhead included, over that by the worker's table."""
     exchange_s: NotNegative = 0.0
@@ -188,7 +188,7 @@ class SpeedChange(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Coding(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What it costs a rank that nothing slows to code and decode its gradient, in seconds per million bytes of it.
+    """Cost of coding and decoding a gradient on an undisturbed rank, in seconds per million bytes of it.
 
     The defaults were measured with our codecs, as CPU time of one core (2026), on buckets of 1 and 4 MB over 4 and 8
     ranks; for `rows` and `sketch` with 5 % of the rows, drawn by each rank. Only that of `powersgd` is an estimate.
@@ -211,7 +211,7 @@ class Coding(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class DecisionCost(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What another allocation costs the step at which it begins to rule: cost_s + cost_per_doubling_s * log2 N.
+    """Cost of another allocation in its first step: cost_s + cost_per_doubling_s * log2 N.
 
     A decision that leaves the allocation as it is costs nothing, nor does a new split by the fast loop.
     """
@@ -272,7 +272,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     window_steps: AtLeastOne = 10
     """k: steps between two decisions."""
     lag_windows: Annotated[int, Limits(0, 16)] = 1
-    """The action of window t rules from window t + 1 + lag_windows on."""
+    """The action of window t applies from window t + 1 + lag_windows on."""
     initial_local_batch_size: int = 64
     min_local_batch_size: int = 1
     max_local_batch_size: AtLeastOne = 1024
@@ -290,7 +290,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     """In any order; one for each rank and time."""
     decision: DecisionCost = DecisionCost()
     exchange: ExchangePermission = "exact"
-    """What decisions may do to how gradients travel, as `attach` has it."""
+    """Permission of decisions for codecs and local steps, as in `attach`."""
     coding: Coding = Coding()
     power: tuple[Power, ...] = ()
     """One table for each of the workers', in their order: then the energy of windows is known."""
@@ -350,7 +350,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The scenario in a TOML file.
 
         Raises:
-            ValueError: when it is no scenario; the text names file, key and value.
+            ValueError: when it is not a scenario; the text names file, key and value.
             OSError: when the file cannot be read.
         """
         file = Path(path)
@@ -387,7 +387,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def power_per_worker(self) -> tuple[Power, ...]:
-        """What each worker draws, in rank order; nothing where it is not known."""
+        """Power of each worker, in rank order; empty where it is not known."""
         return tuple(each for group, each in zip(self.workers, self.power, strict=False) for _ in range(group.count))
 
     @property
@@ -421,7 +421,7 @@ def scenarios_in(directory: str | Path) -> list[Scenario]:
     """The scenarios of a directory's .toml files, sorted by name.
 
     Raises:
-        ValueError: when there is none, two have one name, or a file is no scenario.
+        ValueError: when there is none, two have one name, or a file is not a scenario.
         OSError: when a file cannot be read.
     """
     files = sorted(Path(directory).glob("*.toml"))
@@ -500,7 +500,7 @@ def suite_named(name: str) -> Suite:
     """One of the suites that come with the package: `heldout` or `train`.
 
     Raises:
-        ValueError: when it is neither, or one of its files is no scenario.
+        ValueError: when it is neither, or one of its files is not a scenario.
     """
     if name not in SUITES:
         raise ValueError(f"no suite is called {name!r}: choose {' or '.join(SUITES)}, or a directory with --scenarios")
@@ -511,6 +511,6 @@ def read_suite(directory: Path, name: str | None = None) -> Suite:
     """The scenarios of a directory's *.toml files, sorted by name.
 
     Raises:
-        ValueError: when there is none, or a file is no scenario; the text names the file.
+        ValueError: when there is none, or a file is not a scenario; the text names the file.
     """
     return Suite(name=name or directory.resolve().name, scenarios=tuple(scenarios_in(directory)))
