@@ -55,7 +55,7 @@ class CaptureWriter:
             RefusedOutputError: when it is no regular file: a capture grows, and is cut off before it begins.
             OSError: when it cannot be written.
         """
-        output_files.check(self._path, streams=False)
+        output_files.check(self._path)
         self._file = self._path.open(self._mode)  # type: ignore[assignment] # a binary mode
         self._write(layout.PREAMBLE)
         self._write_frame(layout.HEADER, msgspec.json.encode(self._header))

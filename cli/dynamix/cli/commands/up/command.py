@@ -213,10 +213,10 @@ def _check_places(store: Path, connection_file: Path) -> None:
     with explained():
         try:
             output_files.check_directory(store)
-            output_files.check(store / LOCK, streams=False, make_parents=True)
+            output_files.check(store / LOCK, make_parents=True)
         except output_files.RefusedOutputError as error:
             raise MisuseError(f"{error}: pass --store-dir DIR, or set HOME to a directory of yours") from error
-        output_files.check(connection_file, streams=False, make_parents=True)
+        output_files.check(connection_file, make_parents=True)
 
 
 def _make_directory(directory: Path, fix: str) -> None:
