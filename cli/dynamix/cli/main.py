@@ -85,10 +85,13 @@ class StandardOutput(io.FileIO):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     _replace_closed()
-    if sys.stdout is sys.__stdout__:
-        output = io.BufferedWriter(StandardOutput(sys.stdout.fileno(), "w", closefd=False))
-        unbuffered = {"line_buffering": sys.stdout.line_buffering, "write_through": sys.stdout.write_through}
-        sys.stdout = io.TextIOWrapper(output, sys.stdout.encoding, **unbuffered)
+    if (given := sys.stdout) is sys.__stdout__ and isinstance(given, io.TextIOWrapper):
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(StandardOutput(given.fileno(), "w", closefd=False)),
+            encoding=given.encoding,
+            line_buffering=given.line_buffering,
+            write_through=given.write_through,
+        )
     for stream in (sys.stdout, sys.stderr):  # a locale that lacks a character shows `?` instead of ending us
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -151,12 +151,12 @@ class CaptureReader:
                 raise self._damage("it goes on beyond the end of the file") from error
             raise
         if index != self._frame_index:
-            error = self._damage(f"block {index} stands here")
+            misplaced = self._damage(f"block {index} stands here")
             if index > self._frame_index:  # some are missing: the next call reads this one
                 self._offset = self._frame_offset
                 self._opened.seek(self._offset)
             self._frame_index = max(self._frame_index, index) - 1
-            raise error
+            raise misplaced
         if index == 0:
             self._seed = digest
         return kind, body
