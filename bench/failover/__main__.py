@@ -190,7 +190,7 @@ def main() -> int:
     parser.add_argument("--fault", choices=FAULTS, action="append", help="only this one (may be repeated)")
     parser.add_argument("--document", metavar="FILE", help="write the table into this Markdown file, between its marks")
     what = "keep each trial's result in this file, and run none again that is in it; a fresh name begins again"
-    parser.add_argument("--keep", metavar="FILE", type=output_path(KEPT, streams=False, make_parents=True), help=what)
+    parser.add_argument("--keep", metavar="FILE", type=output_path(KEPT, make_parents=True), help=what)
     options = parser.parse_args()
     cannot = (*CANNOT_END, EmbeddedServerError, HostsError)
     return run_benchmark("failover", options, lambda: report_of(options), cannot=cannot)

@@ -65,7 +65,7 @@ async def _reached(settings: BusSettings, need: Need, *, configured: bool) -> li
                 passed("broker", need, redact_url(settings.url)),
                 await _streams(connection, need),
                 *await _copies(connection),
-                await _services(connection),
+                *await _services(connection),
             ]
     except CommandError as error:
         return [failed("broker", need, str(error), HOW_TO_CONNECT if configured else "start one with `dynamix up`")]
@@ -115,24 +115,27 @@ async def _copies(connection: Bus) -> list[DoctorCheck]:
     return [failed("copies", "failover", found, HOW_TO_CATCH_UP)]
 
 
-async def _services(connection: Bus) -> DoctorCheck:
+async def _services(connection: Bus) -> list[DoctorCheck]:
+    """Whether each service is heard; and, apart from that, what those that are heard complain of."""
     heartbeats = Heartbeats()
     try:
         await listen(connection, heartbeats, LISTEN_S)
     except BusError as error:
-        return failed("services", "training", str(error), HOW_TO_LOOK)
-    missing = heartbeats.missing(time.monotonic())
-    heard = ", ".join(beat.live.service for beat in heartbeats.recent(time.monotonic()))
-    if missing:
+        return [failed("services", "training", str(error), HOW_TO_LOOK)]
+    now_s = time.monotonic()
+    if missing := heartbeats.missing(now_s):
         fix = "start them: `dynamix up`, or deploy/"
-        return failed("services", "training", f"not heard: {', '.join(missing)}", fix)
-    if lost := heartbeats.num_not_stored(time.monotonic()):
-        found = f"{heard}; the broker did not store or answer {lost} of their messages and requests"
-        return failed("services", "training", found, "make room on the broker's disk, then start the broker again")
-    if refused := heartbeats.count("refused_logs", time.monotonic()):
-        found = f"{heard}; the arbitrator refuses the stored actions of {refused} generation(s)"
-        return failed("services", "training", found, "its log names the jobs; `dynamix doctor --actions JOB`")
-    return passed("services", "training", heard)
+        found = [failed("services", "training", f"not heard: {', '.join(missing)}", fix)]
+    else:
+        found = [passed("services", "training", ", ".join(beat.live.service for beat in heartbeats.recent(now_s)))]
+    if lost := heartbeats.num_not_stored(now_s):
+        what = f"the broker did not store or answer {lost} messages and requests"
+        found.append(failed("storage", "training", what, "make room on the broker's disk, then start the broker again"))
+    if refused := heartbeats.count("refused_logs", now_s):
+        what = f"the arbitrator refuses the stored actions of {refused} generation(s); it steers all other jobs"
+        fix = "its log names the jobs; `dynamix doctor --actions JOB`"
+        found.append(failed("actions", "training", what, fix))
+    return found
 
 
 async def actions(settings: BusSettings, job: str) -> DoctorCheck:

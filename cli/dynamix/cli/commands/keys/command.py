@@ -85,10 +85,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_list(creating, "--node", "NODE", "a node that this collector is for; may be repeated ('*': all nodes)")
     what = "a reward service that this key is for: its DYNAMIX_INSTANCE, else its node; may be repeated (none: all)"
     add_list(creating, "--instance", "NAME", what)
-    add_output_argument(sharding, KEY, "where to write that key (default: NAME-provision.nkey here)", streams=False)
+    add_output_argument(sharding, KEY, "where to write that key (default: NAME-provision.nkey here)")
     for one in (creating, rotating):
         what = "where to write the key, with mode 0600 (default: NAME.nkey here)"
-        add_output_argument(one, KEY, what, streams=False)
+        add_output_argument(one, KEY, what)
     revoking.add_argument("--old", action="store_true", help="only what its newest key replaced: all its older ones")
 
 
@@ -218,7 +218,7 @@ def _write_key(file: Path, seed: str, user: User) -> None:
     inbox = inbox_of(user.role, user.name)
     text = key_file_text(seed, name=user.name, inbox=inbox, jobs=user.jobs, api=user.api, consumer=user.consumer)
     with writing(file):
-        output_files.write(file, text.encode(), mode=0o600, streams=False)
+        output_files.write(file, text.encode(), mode=0o600)
 
 
 @contextlib.contextmanager
@@ -254,7 +254,7 @@ def _write_users(path: Path, users: Iterable[User]) -> None:
         _say(TWICE)
     for file, text in texts.items():
         with writing(file):
-            output_files.write(file, text.encode(), mode=0o644, streams=False, make_parents=True)
+            output_files.write(file, text.encode(), mode=0o644, make_parents=True)
 
 
 def _read(path: Path) -> list[User]:

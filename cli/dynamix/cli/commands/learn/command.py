@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--policy", default="ppo", help="ppo, ppo-paper, levers, stigmergy (its agents), or another name: ppo's preset"
     )
     add_option(parser, "--seed", 0, "of the learning", type=seed)
-    add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors", streams=False)
+    add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors")
     parser.add_argument("--episodes", type=int, help="to play (default: the preset's)")
     parser.add_argument("--minutes", type=number(0), help="stop sooner, after this time; the same command continues")
     add_option(parser, "--workers", 2, "processes")

@@ -174,9 +174,9 @@ def _old(path: Path) -> Path:
 
 
 def _check(path: Path, *, resume: bool) -> None:
-    output_files.check(path, LEDGER, streams=False, make_parents=True)
+    output_files.check(path, LEDGER, make_parents=True)
     if not resume and path.exists():
-        output_files.check(_old(path), LEDGER, streams=False)
+        output_files.check(_old(path), LEDGER)
 
 
 def _open(path: Path, *, resume: bool) -> IO[bytes]:

@@ -44,7 +44,7 @@ def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence
     `/metrics`, `/livez` and `/readyz` where a port is set. systemd is notified where it asks. On SIGTERM
     or SIGINT it sets `context.stop` and ends the intake, waits for `main` to return, and drains. Codes: 0 after a
     signal or when `main` is done, 1 when `main` or the connection failed or the event loop was stuck, 2 for settings
-    that cannot be used.
+    that cannot be used (also `StartError`).
     """
     given = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(given):
@@ -175,7 +175,7 @@ class _Life(Generic[S]):
                     task.cancel()
         except* Exception as errors:  # noqa: BLE001 - whatever it is ends this service, with its traceback in the log
             self._complain(errors.exceptions)
-            code = EXIT_FAILED
+            code = EXIT_USAGE if errors.subgroup(StartError) else EXIT_FAILED
         finally:
             await bus.drain(0.0 if self._closed.done() else STOP_TIMEOUT_S)
             self._log.info("stopped")
