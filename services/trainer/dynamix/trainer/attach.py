@@ -48,6 +48,7 @@ from .job.options import (
     check_local_options,
     family_of,
     fewest_samples,
+    warn_of_two_momenta,
 )
 from .job.other_codecs import other_codecs
 from .job.served_exchange import served_exchange
@@ -398,6 +399,7 @@ def _warn(
     """Warn in rank 0 of what trains wrong; returns what warns of it later, where batches can differ."""
     if rank != 0:
         return None
+    warn_of_two_momenta(options.initial_allocation.exchange, optimizers)
     sizes = options.local_batch_sizes
     if len(sizes) == 1 or (options.policy == "static" and len(set(sizes)) == 1):
         return None
