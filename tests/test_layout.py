@@ -116,9 +116,6 @@ def test_nothing_happens_on_import(package: str) -> None:
 
 # --- what keeps the folders easy to enter ----------------------------------------------------------------------------
 
-MAX_MODULES = 14
-"""Modules of one folder: more, and it wants to become two."""
-
 
 def product_files() -> list[Path]:
     """Every module of the product and of the benchmarks."""
@@ -156,11 +153,6 @@ def absolute_imports(name: str, path: Path) -> Iterator[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             where = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{where}.{alias.name}" for alias in node.names)
-
-
-def test_no_folder_has_too_many_modules() -> None:
-    counts = Counter(path.parent for path in product_files())
-    assert {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MAX_MODULES} == {}
 
 
 def test_folders_never_import_each_other_in_a_circle() -> None:

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, Explored, Objective
@@ -30,6 +30,7 @@ from .gradient.accumulation import check_accumulation, needs_equal_steps
 from .gradient.codecs import find_codec
 from .gradient.covered import CoveredModels
 from .gradient.learning_rate import FACTORS, Rule
+from .gradient.losses import LossWarnings
 from .gradient.models import Weighting, averaging_of, unwrapped, unwrapped_optimizer, world_size_of
 from .gradient.noise import SecondMoments
 from .gradient.schedulers import Schedulers, StepScheduleWarning
@@ -47,6 +48,7 @@ from .job.options import (
     check_local_options,
     family_of,
     fewest_samples,
+    warn_of_two_momenta,
 )
 from .job.other_codecs import other_codecs
 from .job.served_exchange import served_exchange
@@ -279,14 +281,25 @@ def attach(
 
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
     orders.connect(met.collectives)
-    division = Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps)
     plan_sampler = sampler_of(
         *(orders, run.schedule),
-        SamplerOptions(division=division, drop_last=drop_last, shares_tail=global_batch == "adaptive"),
+        SamplerOptions(
+            division=Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
+            drop_last=drop_last,
+            shares_tail=global_batch == "adaptive",
+        ),
     )
     loader = Loader(dataset, plan_sampler, options=loader_options, look_ahead=look_ahead, count_tokens=count_tokens)
     gradient_servers = GradientServers(servers, met.identity.job, met.place.rank, world_size)
     exchanges = JobExchange(run.schedule, gradient_servers, is_decided=options.supports_exchange)
+    losses = _warn(
+        options,
+        models,
+        optimizers,
+        rank=met.place.rank,
+        has_equal_data=shuffle and sampler is None and not isinstance(dataset, IterableDataset),
+        weighs_samples=count_tokens is None and token_counts is None,
+    )
     adaptive = weakref.WeakSet(optimizers if noise_metric == "adam" else ())  # a session ends with its last name
 
     def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
@@ -301,6 +314,7 @@ def attach(
             base_state=base_hook_state,
             codec=find_codec(codec),
             exchange=exchanges.of_model(covered),
+            losses=losses,
         )
 
     weights = StepWeights(
@@ -314,6 +328,7 @@ def attach(
         weights,
         exchanges,
         weighs_alone=averaging == "none" and (accumulates or reduction == "sum"),
+        losses=losses,
     )
     schedulers = Schedulers()
     updates = Updates(
@@ -339,7 +354,7 @@ def attach(
     )
     transport = transport_of(connect, bus, met, environment, hears_traces=run.traces is not None)
     history = MetricHistory(metric_loggers, transport)
-    window_end = WindowEnd(run, meter, met.collectives, transport, history)
+    window_end = WindowEnd(run, meter, met.collectives, transport, history, losses=losses)
     exchanges.on_connect = window_end.expect_sockets
     return Session(
         run,
@@ -362,6 +377,7 @@ def attach(
             noise_every=noise_every if noise_metric == "gradient" else None,
         ),
         schedulers=schedulers,
+        losses=losses,
         needs_scaling=averaging == "loss",
         memory_caps=caps,
         exit_rules=ExitRules(
@@ -369,6 +385,33 @@ def attach(
             may_restart=environment.launch.restart_count < environment.launch.max_restarts,
         ),
     )
+
+
+def _warn(
+    options: JobOptions,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    rank: int,
+    has_equal_data: bool,
+    weighs_samples: bool,
+) -> LossWarnings | None:
+    """Warn in rank 0 of what trains wrong; returns what warns of it later, where batches can differ."""
+    if rank != 0:
+        return None
+    warn_of_two_momenta(options.initial_allocation.exchange, optimizers)
+    sizes = options.local_batch_sizes
+    if len(sizes) == 1 or (options.policy == "static" and len(set(sizes)) == 1):
+        return None
+    losses = LossWarnings(
+        is_sum=options.reduction == "sum",
+        weighs_samples=weighs_samples,
+        is_joint=needs_equal_steps(models),
+        has_equal_data=has_equal_data,
+        is_in_parts=options.micro_batch_size is not None,
+    )
+    losses.look_at_modules(models)
+    return losses
 
 
 def _cover(

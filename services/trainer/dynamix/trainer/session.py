@@ -20,6 +20,7 @@ from .data.sampler import MicroBatch
 from .gradient.buckets import NOT_MEASURED
 from .gradient.covered import CoveredModels
 from .gradient.halving import OUT_OF_MEMORY
+from .gradient.losses import LossWarnings
 from .gradient.models import unwrapped, unwrapped_optimizer
 from .gradient.schedulers import Schedulers
 from .gradient.updates import Updates
@@ -56,6 +57,7 @@ class Session(SessionView):
         updates: Updates,
         local_steps: LocalSteps,
         schedulers: Schedulers,
+        losses: LossWarnings | None,
         needs_scaling: bool,
         memory_caps: MemoryCaps,
         exit_rules: ExitRules,
@@ -72,6 +74,7 @@ class Session(SessionView):
         self._local = local_steps
         self._schedulers = schedulers
         self._scaled = ScaledResiduals(lambda: models.exchanges, warns=run.place.rank == 0)
+        self._losses = losses
         self._needs_scaling = needs_scaling
         self._memory_caps = memory_caps
         self._exit_rules = exit_rules
@@ -139,6 +142,8 @@ class Session(SessionView):
         if self._needs_scaling and not self._loss_scaled:
             raise RuntimeError("the gradient of this batch is not weighted: use session.scale_loss(loss).backward()")
         self._loss_scaled = False
+        if self._losses is not None:
+            self._losses.look_at_loss(loss)
         if batch.is_last:
             self._end_step(batch, loss, num_correct)
         else:

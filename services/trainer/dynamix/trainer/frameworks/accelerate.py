@@ -41,17 +41,24 @@ def attach(
     Call `session.step(loss)` as the last thing of each batch, outside of `accelerator.accumulate`.
 
     Args:
-        accelerator: what prepared them; its `gradient_accumulation_steps` are kept.
+        accelerator: what prepared them; its `gradient_accumulation_steps` are kept. With 1, `options` may name another
+            number, for a loop that divides each loss itself.
         model: one model, or a list.
         optimizer: one optimizer, or a list.
         loader: the training loader, prepared or not: data set, batch size, order and workers are read from it.
         options: for `dynamix.trainer.attach`. A `local_batch_size` counts all samples of a rank's step.
 
     Raises:
-        ValueError: when the loader makes batches in a way of its own, or for what `dynamix.trainer.attach` refuses.
+        ValueError: when the loader makes batches in a way of its own, two numbers of accumulation steps contradict each
+            other, or for what `dynamix.trainer.attach` refuses.
     """
     traits = traits_of(loader, accelerator.num_processes)
-    steps = accelerator.gradient_accumulation_steps
+    steps = options.get("gradient_accumulation_steps", accelerator.gradient_accumulation_steps)
+    if accelerator.gradient_accumulation_steps not in (1, steps):
+        raise ValueError(
+            f"gradient_accumulation_steps={steps}, but the accelerator divides each loss by its own "
+            f"{accelerator.gradient_accumulation_steps}: leave the argument out, or make the accelerator without it"
+        )
     defaults = {
         **traits.options,
         "local_batch_size": traits.micro_batch_size * steps,

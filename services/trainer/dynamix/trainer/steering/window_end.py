@@ -10,6 +10,7 @@ from dynamix.schemas.messages import JobTotals
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.data.schedule import Counts
+from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.noise import window_moments
 from dynamix.trainer.loggers.history import MetricHistory
 from dynamix.trainer.loggers.window_metrics import window_metrics
@@ -30,13 +31,21 @@ class WindowEnd:
     """One rank's side of ending windows."""
 
     def __init__(
-        self, run: Run, meter: RankMeter, collectives: AnyCollectives, transport: Transport, history: MetricHistory
+        self,
+        run: Run,
+        meter: RankMeter,
+        collectives: AnyCollectives,
+        transport: Transport,
+        history: MetricHistory,
+        *,
+        losses: LossWarnings | None = None,
     ) -> None:
         self._run = run
         self._meter = meter
         self._collectives = collectives
         self._transport = transport
         self._history = history
+        self._losses = losses
         self._posted: tuple[Position, Counts, Allocation] | None = None
         """Where the window ended whose rows are on their way, and what ruled its last step."""
         self._sockets_due = False
@@ -58,6 +67,8 @@ class WindowEnd:
         if posted is None:
             return
         (position, sizes, ruling), run, rows = posted, self._run, self._collectives.take_rows()
+        if self._losses is not None:
+            self._losses.observe_window([row.num_samples for row in rows], [row.loss_sum for row in rows])
         run.noise.observe_window(window_moments(row.noise for row in rows))
         window = run.windows.window_of(position.step - 1)
         num_steps, stretch = run.windows.num_steps(window), run.windows.stretch(window)
