@@ -278,7 +278,7 @@ def attach(
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
 
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
-    orders.connect(met.collectives)
+    orders.connect(met.collectives, dataset, loader_options)
     division = Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps)
     plan_sampler = sampler_of(
         *(orders, run.schedule),

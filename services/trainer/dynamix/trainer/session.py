@@ -386,6 +386,7 @@ class Session(SessionView):
         if self._closed:
             return
         self._closed = True
+        self._loader.close()
         self._updates.remove()
         self._models.remove()
         self._steering.collectives.close()
