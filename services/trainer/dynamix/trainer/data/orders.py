@@ -163,7 +163,7 @@ class SampledOrders(Orders):
         if getattr(sampler, "num_replicas", 1) != 1:
             raise ValueError(
                 f"sampler: {self._name} gives each rank a part of the samples, which session.loader does itself: pass "
-                "what it samples from, or nothing"
+                "what it samples from, or nothing, and not the shuffle=False that a DataLoader has beside it"
             )
         self._sampler = sampler
         self._seed = seed
