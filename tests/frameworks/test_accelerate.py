@@ -44,6 +44,20 @@ def _train(directory: Path, *, resume: bool, num_batches: int) -> list[int]:
     return used
 
 
+def test_skipping_batches_of_a_session_is_refused_with_what_to_write() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-frameworks")
+    from dynamix.trainer.frameworks.accelerate import attach  # noqa: PLC0415 - where it is installed
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain: DataLoader[Any] = DataLoader(Numbered(100), batch_size=16, shuffle=True)
+    session, loader = attach(accelerator, model, optimizer, plain, connect=False)
+    with pytest.raises(AttributeError, match=r"in place of skip_first_batches call accelerator.register_for_checkpo"):
+        accelerate.skip_first_batches(loader, 3)
+    session.close()
+
+
 def test_a_run_resumed_from_its_checkpoint_uses_what_is_left_of_the_epoch(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-frameworks")
     first = _train(tmp_path, resume=False, num_batches=3)

@@ -1,14 +1,17 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
+import logging
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, Explored, Objective
@@ -21,7 +24,7 @@ from .communication.job_exchange import JobExchange
 from .communication.lent_tensors import forget_imports
 from .data.division import Division
 from .data.loader import CountTokens, Loader, LoaderOptions, check_loader_options, drawn_ahead
-from .data.orders import OwnSampler
+from .data.orders import Orders, OwnSampler
 from .data.sampler import SamplerOptions
 from .data.source import orders_of, sampler_of
 from .exchange.codec import CodedSquares
@@ -63,9 +66,12 @@ from .session import Session
 from .session_end import ExitRules
 from .settings import read_environment
 from .steering.adoption import Adoption
+from .steering.collectives import AnyCollectives
 from .steering.run import Run
 from .steering.steering import Steering
 from .steering.window_end import WindowEnd
+
+_log = logging.getLogger("dynamix.trainer")
 
 SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""
@@ -280,7 +286,7 @@ def attach(
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
 
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
-    orders.connect(met.collectives)
+    _connect(orders, met.collectives, dataset, loader_options, sys._getframe(1))  # noqa: SLF001 - the script that calls
     plan_sampler = sampler_of(
         *(orders, run.schedule),
         SamplerOptions(
@@ -426,6 +432,22 @@ def _cover(
         updates.cover(optimizer)
     if covered_models.has_hooks:
         covered_models.watch_others()
+
+
+def _connect(
+    orders: Orders, collectives: AnyCollectives, dataset: Dataset[Any], options: LoaderOptions, caller: FrameType
+) -> None:
+    """Connect the orders of all ranks, and warn of a shuffle=False that a script has kept from beside a sampler."""
+    orders.connect(collectives, dataset, options)
+    if orders.identity.shuffle or orders.identity.sampler or collectives.rank > 0:
+        return
+    values = [*caller.f_globals.values(), *caller.f_locals.values()]
+    if any(value is DistributedSampler or type(value) is DistributedSampler for value in values):
+        _log.warning(
+            "shuffle=False uses the samples in the data set's order in every epoch, but this script knows a "
+            "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave shuffle=False "
+            "out of attach to shuffle as it does"
+        )
 
 
 def _before_update(

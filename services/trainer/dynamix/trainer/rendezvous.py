@@ -90,7 +90,7 @@ def meet_ranks(
             last_generation=_last_generation(job, environment, bus) if collectives.rank == 0 else None,
             connections=sockets.candidates(),
             memory_caps=caps.read(),
-            options=options.fingerprint | {"data": data},
+            options=options.fingerprint | data._asdict(),
             energy=None if energy is None else energy.offer,
         )
     )

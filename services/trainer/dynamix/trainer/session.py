@@ -13,7 +13,15 @@ from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 
 from .arguments.checks import share, whole_number
-from .checkpoint import outer_momentum_of, residuals_of, restore, save, warn_of_missing_state, warn_of_used_samples
+from .checkpoint import (
+    outer_momentum_of,
+    residuals_of,
+    restore,
+    save,
+    warn_of_fewer_epochs,
+    warn_of_missing_state,
+    warn_of_used_samples,
+)
 from .communication.scaled_residuals import GradientScaler, ScaledResiduals
 from .data.loader import Loader
 from .data.sampler import MicroBatch
@@ -104,13 +112,19 @@ class Session(SessionView):
         return self._loader
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """The numbers of the epochs that are left, 0 to `num_epochs` - 1; after the last one the job is over."""
+        """The numbers of the epochs that are left, 0 to `num_epochs` - 1; after the last one the job is over.
+
+        A resumed run passes the number of epochs of the whole run, not of those that are left.
+        """
         num_epochs = whole_number("session.epochs(num_epochs)", num_epochs)
         self._run.total_samples = num_epochs * self._run.data.size or None
         loader = self._loader
         first = loader.position.epoch + (1 if loader.epoch_is_over else 0)
-        if not (self._state_loaded or self._has_epochs):
+        if self._state_loaded and not self._has_epochs:
+            warn_of_fewer_epochs(self._run, num_epochs, first)
+        elif not self._has_epochs:
             warn_of_used_samples(self._run, first, self.position)
+        self._run.num_epochs = num_epochs
         self._has_epochs = True
         for epoch in range(first, num_epochs):
             loader.begin_epoch(epoch)
@@ -391,6 +405,7 @@ class Session(SessionView):
         if self._closed:
             return
         self._closed = True
+        self._loader.close()
         self._updates.remove()
         self._models.remove()
         self._steering.collectives.close()

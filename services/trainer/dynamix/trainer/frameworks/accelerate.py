@@ -26,7 +26,15 @@ class AcceleratedBatches:
         self._device = device
 
     def __len__(self) -> int:
+        """Batches of an epoch: whole steps, so with N accumulation steps up to N - 1 more than the plain script has."""
         return len(self._session.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the batches of a session have no {name}, they are no DataLoader; in place of skip_first_batches call "
+            "accelerator.register_for_checkpointing(session) and accelerator.load_state(...): then they go on behind "
+            "the last batch that was trained on"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._session.loader:

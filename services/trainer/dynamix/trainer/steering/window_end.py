@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from dynamix.schemas.messages import JobTotals
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.data.fingerprint import ONE_PART
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.data.schedule import Counts
 from dynamix.trainer.gradient.losses import LossWarnings
@@ -49,6 +50,8 @@ class WindowEnd:
         self._posted: tuple[Position, Counts, Allocation] | None = None
         """Where the window ended whose rows are on their way, and what ruled its last step."""
         self._sockets_due = False
+        self.differing: str | None = None
+        """What is wrong with the data, where the ranks have read different streams."""
 
     @property
     def is_posted(self) -> bool:
@@ -69,6 +72,12 @@ class WindowEnd:
         (position, sizes, ruling), run, rows = posted, self._run, self._collectives.take_rows()
         if self._losses is not None:
             self._losses.observe_window([row.num_samples for row in rows], [row.loss_sum for row in rows])
+        differing = [rank for rank, row in enumerate(rows) if row.data_digest != rows[0].data_digest]
+        if differing:
+            self.differing = (
+                f"rank {differing[0]} has read other samples of the stream than rank 0 by step {position.step}: "
+                f"it {ONE_PART}"
+            )
         run.noise.observe_window(window_moments(row.noise for row in rows))
         window = run.windows.window_of(position.step - 1)
         num_steps, stretch = run.windows.num_steps(window), run.windows.stretch(window)
