@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from tests.support import learned
-from tests.support.deployed_broker import DeployedBroker, become, deployed_broker
+from tests.support.deployed_broker import DeployedBroker, become, deployed_broker, reads_without_consumers
 from tests.support.foreign_policy import of_other_features
 
 from dynamix.arbitrator.learned import policy_file
 from dynamix.cli.commands.policy.catalogue import AvailablePolicy, table
 from dynamix.cli.main import main
+from dynamix.runtime.bus.authority import Authority
 
 FIRST, SECOND, OTHER = (
     learned.policy_file(seeds=(seed,), scores={"vs_rule": 0.93}, scenarios=("mixed-8",)).to_bytes()
@@ -49,6 +50,7 @@ def result_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@reads_without_consumers
 def test_what_is_imported_is_listed_shown_and_exported(
     broker: DeployedBroker,
     package: Path,
@@ -103,7 +105,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(
     assert main(["policy", "import", str(good)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("dynamix policy: the broker does not let user 'watcher' publish to $o.policies.c.")
-    broker.password_file("watcher").write_text("wrong")
+    broker.credential("watcher").write_text(Authority.new().issue("watcher", "watcher", [], days=1).text())
     assert main(["policy", "list"]) == 1
     assert "refuses user 'watcher'" in capsys.readouterr().err
 
