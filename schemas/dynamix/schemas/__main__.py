@@ -46,8 +46,8 @@ def _messages() -> str:
 
 def _streams() -> str:
     head = (
-        "| stream | keeps | for | at most | per subject | per message | unused consumers kept "
-        "| duplicates dropped within |\n|---|---|---|---|---|---|---|---|\n"
+        "| stream | keeps | for | at most | per subject | per message | duplicates dropped within |\n"
+        "|---|---|---|---|---|---|---|\n"
     )
     announcing = [kind for kind in KINDS if kind.stream is not None and kind.stream.announces]
     heard = "".join(
@@ -64,8 +64,7 @@ def _row(stream: Stream) -> str:
     count = str(stream.max_messages_per_subject) if stream.max_messages_per_subject > 0 else "no limit"
     size, window = f"{stream.max_bytes >> 20} MiB", f"{stream.duplicate_window_s:g} s"
     one = f"{stream.max_message_bytes >> 10} KiB" if stream.max_message_bytes > 0 else "as the broker"
-    unused = f"{stream.unused_consumer_s:g} s"
-    return f"| {stream.name} | {kept} | {age} | {size} | {count} | {one} | {unused} | {window} |\n"
+    return f"| {stream.name} | {kept} | {age} | {size} | {count} | {one} | {window} |\n"
 
 
 def main(arguments: list[str]) -> int:

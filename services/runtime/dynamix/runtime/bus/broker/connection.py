@@ -141,10 +141,6 @@ class BrokerConnection:
         """Go to another server, where there is one, when `is_stalled` for `LEAVE_AFTER_S`."""
         self._is_stalled.append(is_stalled)
 
-    def durable_named(self, name: str) -> str:
-        """The whole name of a durable consumer of ours."""
-        return f"{name}-{self._login.consumer}" if self._login.consumer else name
-
     def sign_id(self, message_id: str) -> str:
         """What only our user can know of a message's identity."""
         return self._login.sign_id(message_id)
