@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +12,7 @@ from tests.support.brokers import connected, until
 from tests.support.deployed_broker import DeployedBroker, deployed_broker
 
 from dynamix.cli.commands.family.stored import families
-from dynamix.runtime.bus import Bus, Identity
+from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.key_file import read_key_file
 from dynamix.runtime.settings import BusSettings
@@ -117,37 +116,6 @@ async def test_traces_and_rewards_are_heard_once_by_the_trainer(
     ):
         await bus.publish_bytes(subject, b"x", f"{kind}-{trainer}-{by}")
         assert await once(found, bus, listener) == subject
-
-
-@pytest.mark.parametrize("by", LOGINS)
-@pytest.mark.parametrize("watched_by", LOGINS)
-@pytest.mark.parametrize("role", [role for role in SERVICES if role != "trainer"])
-async def test_a_service_is_found_once_by_the_watcher(
-    broker: DeployedBroker, role: str, by: str, watched_by: str
-) -> None:
-    identity = Identity(name=f"dynamix-{role}", version="1.2.3", description="a test", metadata={})
-    async with (
-        connected(login(broker, "watcher", watched_by), "watcher-1") as watcher,
-        connected(login(broker, role, by), f"{role}-1") as bus,
-    ):
-        answering = asyncio.create_task(bus.answer_discovery(identity))
-        await asyncio.sleep(0)  # it has subscribed
-        await bus._connection.round_trip(10.0)
-        inbox = f"{watcher._connection.inbox}.micro"
-        async with watcher.subscribe(inbox) as answers:
-            for subject in ("$SRV.PING", f"$SRV.STATS.dynamix-{role}", f"$SRV.INFO.dynamix-{role}.{identity.id}"):
-                await watcher._connection.send(subject, b"", inbox)
-            found: list[dict[str, Any]] = []
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.5):
-                    while True:
-                        found.append(json.loads((await anext(answers)).payload))
-        answering.cancel()
-        await asyncio.gather(answering, return_exceptions=True)
-    assert sorted(one["type"] for one in found) == [
-        f"io.nats.micro.v1.{verb}_response" for verb in ("info", "ping", "stats")
-    ]
-    assert {one["id"] for one in found} == {identity.id}
 
 
 async def test_the_key_of_a_service_of_an_earlier_version_stays_good_until_it_is_made_again(
