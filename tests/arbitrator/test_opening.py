@@ -3,8 +3,8 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import pytest

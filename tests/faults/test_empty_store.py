@@ -1,4 +1,4 @@
-"""Streams that are made anew while a job runs: the job is steered on, without a restart of any service."""
+"""Streams that are made again while a job runs: the job is steered on, without a restart of any service."""
 
 import asyncio
 import contextlib
@@ -29,8 +29,8 @@ async def empty_store(plane: ControlPlane) -> None:
 
 
 @pytest.mark.parametrize("lose", [delete_streams, empty_store])
-async def test_a_running_job_is_steered_on_after_its_streams_were_made_anew(lose: object) -> None:
-    """Its newest action may be applied, and said so, after the streams were made anew that it was in."""
+async def test_a_running_job_is_steered_on_after_its_streams_were_made_again(lose: object) -> None:
+    """Its newest action may be applied, and said so, after the streams were made again that it was in."""
     async with control_plane("collector", "reward", "arbitrator") as plane:
         job = one_node_job(policy="rule")
         await plane.bus.publish(job)

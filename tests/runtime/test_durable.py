@@ -1,4 +1,4 @@
-"""Where a reader goes on: a durable consumer behind its acknowledgement, a stream made anew, and one that went back."""
+"""Where a reader goes on: a durable consumer behind its acknowledgement, streams made again, and one that went back."""
 
 import asyncio
 import shutil
@@ -109,7 +109,7 @@ async def test_only_a_durable_consumer_acknowledges(bus: Bus) -> None:
 
 
 @pytest.mark.parametrize("durable", [None, "d"])
-async def test_a_stream_that_is_made_anew_is_read_from_its_beginning(
+async def test_a_stream_that_is_made_again_is_read_from_its_beginning(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, durable: str | None
 ) -> None:
     monkeypatch.setattr(reader_module, "CHECK_EVERY_S", 0.2)

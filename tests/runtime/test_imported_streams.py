@@ -43,7 +43,8 @@ class TwoAccounts(ConfiguredServer):
         head, _, _ = super()._config(store).partition("authorization {")
         return (
             f"{head}accounts {{\n"
-            f"STREAMS {{ jetstream: enabled, users: [{{ user: streams, password: s }}], exports: [{', '.join(exports)}] }}\n"
+            f"STREAMS {{ jetstream: enabled, users: [{{ user: streams, password: s }}], "
+            f"exports: [{', '.join(exports)}] }}\n"
             f"EDGE {{ users: [{edge}], imports: [{', '.join(imports)}] }}\n}}\n"
         )
 
@@ -113,18 +114,17 @@ async def test_who_may_not_make_its_consumer_says_who_can(owner: tuple[TwoAccoun
             assert numbers(await read(reader, 1)) == [0]
 
 
-async def test_a_reader_waits_for_its_consumer_where_all_streams_are_made_anew(
+async def test_a_reader_waits_for_its_consumer_where_all_streams_are_made_again(
     owner: tuple[TwoAccounts, Bus], caplog: pytest.LogCaptureFixture
 ) -> None:
     server, streams = owner
     await make_durable(streams.requests, "d", STATES[0], start="all")
-    async with at_edge(server) as bus:
-        async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
-            await publish_states(streams, range(3))
-            assert len(await read(reader, 3)) == 3
-            await operate(streams, "STREAM.DELETE.FEED")
-            await provision(streams)
-            await until(lambda: "has no consumer d" in caplog.text)
-            await make_durable(streams.requests, "d", STATES[0], start="all")
-            await publish_states(streams, range(5, 7))
-            assert numbers(await read(reader, 2)) == [5, 6]
+    async with at_edge(server) as bus, bus.consume("FEED", STATES, start="all", durable="d") as reader:
+        await publish_states(streams, range(3))
+        assert len(await read(reader, 3)) == 3
+        await operate(streams, "STREAM.DELETE.FEED")
+        await provision(streams)
+        await until(lambda: "has no consumer d" in caplog.text)
+        await make_durable(streams.requests, "d", STATES[0], start="all")
+        await publish_states(streams, range(5, 7))
+        assert numbers(await read(reader, 2)) == [5, 6]

@@ -155,9 +155,9 @@ class _Arbitrator:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _begin_anew(self) -> None:
+    async def _begin_again(self) -> None:
         """Forget all jobs: what is known of them is of streams that were there before. Their states come again."""
-        self._context.log.warning("FEED was made anew: all jobs are opened again")
+        self._context.log.warning("FEED was made again: all jobs are opened again")
         await self._stop_work()
         self._queues.changed.set()  # or its waiter would never look at the new ones
         self._tasks.clear()
@@ -219,7 +219,7 @@ class _Arbitrator:
     async def _fold(self, batch: list[BusMessage]) -> None:
         """Fold a batch: jobs concurrently, the states of one job in order. In a replay nothing is read meanwhile."""
         if batch[0].sequence <= self._last or batch[-1].sequence < batch[0].sequence:
-            await self._begin_anew()
+            await self._begin_again()
         self._last = batch[-1].sequence
         decoded = [(message, await self._decoded(State, message)) for message in batch]
         self._queues.add_states((message, state) for message, state in decoded if state is not None)
@@ -393,7 +393,7 @@ class _Arbitrator:
         log = self._logs.get(job)
         self._logs.drop(job)
         if isinstance(error, ActionStoreError) and log is not None and await self._is_of_other_actions(log):
-            self._context.log.warning("ACTIONS was made anew: the job is opened again", job=job, reason=str(error))
+            self._context.log.warning("ACTIONS was made again: the job is opened again", job=job, reason=str(error))
             return
         self._halted.add_job(job, generation)
         self._shown.record_halt(job, generation)

@@ -139,7 +139,7 @@ async def check_receipt(bus: ActionStore, job: Job, newest: Stored | None, messa
     if stored < applied and not (newest is None and await _is_older_than_actions(bus, message)):
         if newest is None and await _began_after(bus, receipt):
             logger.warning(
-                "the streams were made anew after the trainer of %s applied the action for %s", job.job, where
+                "the streams were made again after the trainer of %s applied the action for %s", job.job, where
             )
             return
         if await _is_made_up(bus, receipt):
@@ -240,16 +240,18 @@ async def _is_made_up(bus: ActionStore, receipt: Applied) -> bool:
 
 
 async def _began_after(bus: ActionStore, receipt: Applied) -> bool:
-    """Whether FEED holds no state that the receipt's action was made from: it was made anew, and ACTIONS with it.
+    """Whether FEED begins behind the states that the receipt's action was made from: it was made again, with ACTIONS.
 
     A FEED that is full drops states and receipts of one time together.
     """
     message = await bus.first(FEED.name, subjects.of("state", receipt.job, subjects.ANY))
+    if message is None:
+        return False
     try:
-        oldest = None if message is None else decode(State, message.subject, message.payload)
+        oldest = decode(State, message.subject, message.payload)
     except MalformedMessageError:
         return False
-    return oldest is None or (oldest.generation == receipt.generation and oldest.window > receipt.decided_window)
+    return oldest.generation == receipt.generation and oldest.window > receipt.decided_window
 
 
 async def _is_older_than_actions(bus: ActionStore, receipt: BusMessage) -> bool:

@@ -111,7 +111,7 @@ class JobLog:
             ValueError: when another arbitrator decided first, by a policy that is not there.
         """
         if state.window and not self._has_begun and not self.has_inputs:
-            # no action is stored, nor the states that one would be made from: the streams were made anew meanwhile
+            # no action is stored, nor the states that one would be made from: the streams were made again meanwhile
             self._fold.start_after_gap(sequence - 1)
         self._has_begun = True
         if not self._fold.add_state(sequence, state):

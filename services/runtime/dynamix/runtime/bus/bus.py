@@ -213,7 +213,7 @@ class Bus:
         """Read the messages of some subjects: `async with bus.consume(...) as c: async for batch in c: ...`.
 
         A batch is a list of at least one message: all that are queued, at most `max_batch`, in stream order, each
-        sequence once. Broker restarts and lost connections are bridged without loss; a stream that is made anew is
+        sequence once. Broker restarts and lost connections are bridged without loss; a stream that is made again is
         read from its beginning. Of several subjects those count that are read together: the broker sends all that
         their common filter takes. With `durable` the broker keeps what was acknowledged, by a consumer of this name;
         `start` counts only when it does not know it yet.

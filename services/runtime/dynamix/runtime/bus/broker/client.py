@@ -35,7 +35,7 @@ NO_RESPONDERS = 503
 
 _PREFIX = b"NATS/1.0 "
 _PENDING = (b"nats-pending-messages", b"nats-num-pending")
-"""Of a request to a consumer, and of one to a stream."""
+"""Headers that say how many messages are left, of a request to a consumer and of one to a stream."""
 
 _PARAMETERS = ["self", "sid", "subject", "reply", "data", "headers"]
 

@@ -152,7 +152,7 @@ class DurableReader(Reader):
         await self._requests.ask(f"CONSUMER.RESET.{place}", None, _ConsumerInfo)
         self._lost = ""
 
-    def _begin_anew(self, created_ns: int) -> None:
+    def _begin_again(self, created_ns: int) -> None:
         self._start, self._handled, self._since_ns = "all", 0, created_ns
 
     async def _read_once(self, num_messages: int) -> None:

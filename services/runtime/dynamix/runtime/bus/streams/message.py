@@ -51,7 +51,7 @@ class StreamState(NamedTuple):
     copies: StreamCopies = StreamCopies()
     """Empty where there is no cluster."""
     created: str = ""
-    """When the stream was made: one that was deleted and made anew has another time, and other messages."""
+    """When the stream was made: one that was deleted and made again has another time, and other messages."""
 
 
 def parse_delivery(

@@ -35,7 +35,7 @@ from dynamix.schemas.subjects import ANY, ROOT, announced, covers
 from .failover import FailoverWait
 from .message import BusMessage, StreamState
 from .statistics import HandlingStatistics
-from .stored import nanoseconds, stream_state
+from .stored import find_message, nanoseconds, stream_state
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,8 @@ BETWEEN_S = 0.005
 """From one direct get to the next while there is nothing left to read: together, messages cost less."""
 LAG_WAIT_S = 0.01
 """First wait for a message that was heard of and that the asked copy lacks."""
+LAG_S = 2.0
+"""With a copy that lacks it for longer, the stream's leader is asked: after a partition a copy may lag for minutes."""
 ENDED, NOT_FOUND, TOO_MANY = 204, 404, 413
 
 Start = Literal["new", "all", "last_per_subject"] | int
@@ -233,7 +235,7 @@ class Reader(ABC):
                 wait_s = min(2 * wait_s or REOPEN_WAIT_S, MAX_REOPEN_WAIT_S)
 
     async def _check_stream(self) -> StreamState:
-        """See that the stream still reaches to where we are; one that was made anew is read from its beginning.
+        """See that the stream still reaches to where we are; one that was made again is read from its beginning.
 
         Raises:
             StreamMissingError: when there is no such stream.
@@ -244,9 +246,9 @@ class Reader(ABC):
         while self._created in ("", state.created) and self._last > state.last_sequence and await wait.pause():
             state = await self._state(self._stream)
         if self._created not in ("", state.created):
-            logger.warning("%s was made anew: it is read from its beginning", self._stream)
+            logger.warning("%s was made again: it is read from its beginning", self._stream)
             self._last = 0
-            self._begin_anew(nanoseconds(state.created))
+            self._begin_again(nanoseconds(state.created))
         self._created = state.created
         if self._last > state.last_sequence:
             raise SequenceRegressError(
@@ -259,7 +261,7 @@ class Reader(ABC):
         return state
 
     @abstractmethod
-    def _begin_anew(self, created_ns: int) -> None:
+    def _begin_again(self, created_ns: int) -> None:
         """Forget the sequences of the stream that was there before."""
 
     async def _state(self, stream: str) -> StreamState:
@@ -346,6 +348,8 @@ class DirectReader(Reader):
         """The newest sequence that was heard of."""
         self._heard = asyncio.Event()
         self._lag_wait_s = LAG_WAIT_S
+        self._behind_since: float | None = None
+        """Since when a message is missing that was heard of."""
         self._read_ns = 0
         """When the last message was stored that came."""
         self._is_other = False
@@ -367,7 +371,7 @@ class DirectReader(Reader):
         else:
             self._next = state.last_sequence + 1 if self._start == "new" else 1
 
-    def _begin_anew(self, created_ns: int) -> None:  # noqa: ARG002 - see DurableReader
+    def _begin_again(self, created_ns: int) -> None:  # noqa: ARG002 - see DurableReader
         self._next, self._promised, self._held, self._read_ns = 1, 0, None, 0
 
     async def _read_once(self, num_messages: int) -> None:
@@ -405,6 +409,21 @@ class DirectReader(Reader):
         with suppress(TimeoutError):
             async with asyncio.timeout(self._lag_wait_s if is_behind else LOOK_EVERY_S):
                 await self._heard.wait()
+        if not is_behind:
+            self._behind_since = None
+        elif self._behind_since is None:
+            self._behind_since = begun
+        elif begun > self._behind_since + LAG_S:
+            await self._ask_leader()
+
+    async def _ask_leader(self) -> None:
+        which = {"seq": self._next, "next_by_subj": self._filter}
+        with suppress(BusError):  # our user may not, or the leader is gone
+            found = await find_message(self._requests, self._stream, which, budget_s=SILENT_S)
+            if found is None:
+                self._promised = 0  # it is gone
+            else:
+                self._accept(found)
 
     async def _check_stream(self) -> StreamState:
         state = await super()._check_stream()
@@ -432,14 +451,17 @@ class DirectReader(Reader):
         if before != self._before:
             self._interrupt(LostError(f"message {before} was lost"))
             return
-        self._before, self._alive_at = sequence, time.monotonic()
+        self._before = sequence
+        name, stored_ns = place[1].decode(errors="replace"), nanoseconds(place[3].decode())
+        self._accept(BusMessage(name, payload, sequence, stored_ns, num_pending, headers))
+
+    def _accept(self, message: BusMessage) -> None:
+        self._alive_at, self._read_ns = time.monotonic(), message.timestamp_ns
         if not self._wants_newest:
-            self._next = max(self._next, sequence + 1)
-        name, self._read_ns = place[1].decode(errors="replace"), nanoseconds(place[3].decode())
-        message = BusMessage(name, payload, sequence, self._read_ns, num_pending, headers)
+            self._next = max(self._next, message.sequence + 1)
         if len(self._subjects) == 1 or self._wants_newest:
             self._queue(message)
-        elif any(covers(wanted, name) for wanted in self._subjects):
+        elif any(covers(wanted, message.subject) for wanted in self._subjects):
             if self._held is not None:
                 self._queue(self._held)
             self._held = message
