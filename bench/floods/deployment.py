@@ -17,7 +17,8 @@ from bench.harness.steady_job import NODE, running_services
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.authority import PROVISION, Authority
-from dynamix.runtime.bus.provision import make_durable, provision
+from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.bus.streams.durable import make_durable
 from dynamix.runtime.embedded import server_binary
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.kinds import WATCHER

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support import examples
-from tests.support.deployed_broker import DeployedBroker, become, deployed_broker, reads_without_consumers
+from tests.support.deployed_broker import DeployedBroker, become, deployed_broker
 
 from dynamix.cli.commands.family.stored import StoredFamily, details
 from dynamix.cli.connection import find
@@ -56,7 +56,6 @@ def test_what_was_tried_is_shown_over_the_first_run() -> None:
     assert "learning rate x 1.5: 1 runs, 4 s to the last of 3 levels, 0.50 of the first" in details(family)
 
 
-@reads_without_consumers
 def test_families_are_listed_shown_and_forgotten_by_provision_only(
     broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,7 +86,6 @@ def test_families_are_listed_shown_and_forgotten_by_provision_only(
         assert text in capsys.readouterr().err
 
 
-@reads_without_consumers
 def test_an_unknown_family_is_named_with_those_there_are(
     broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 from tests.support import examples
-from tests.support.deployed_broker import DeployedBroker, reads_without_consumers
+from tests.support.deployed_broker import DeployedBroker
 
 from dynamix.cli.services import bus_environment
 from dynamix.recording import capture
 from dynamix.runtime.bus import Bus
 
 
-@reads_without_consumers
 async def test_a_watcher_may_capture(broker: DeployedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = (("trainer", examples.job()), ("trainer", examples.report()), ("collector", examples.state()))
     for user, message in (*sent, ("arbitrator", examples.action(hash=bytes(32)))):

@@ -3,13 +3,12 @@
 import asyncio
 
 from tests.support import examples
-from tests.support.deployed_broker import DeployedBroker, reads_without_consumers
+from tests.support.deployed_broker import DeployedBroker
 
 from dynamix.cli.board.fleet import Fleet
 from dynamix.runtime.bus import Bus
 
 
-@reads_without_consumers
 async def test_a_watcher_may_follow_all_jobs(broker: DeployedBroker) -> None:
     for user, message in (
         ("trainer", examples.job()),

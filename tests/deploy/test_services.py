@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 from tests.support.control_plane import NODE, one_node_job, report_of
-from tests.support.deployed_broker import INSTANCE, DeployedBroker, reads_without_consumers
+from tests.support.deployed_broker import INSTANCE, DeployedBroker
 
 from dynamix.cli.board.feed import Feed
 from dynamix.cli.commands.doctor.bus import HOW_TO_LOOK, is_alive
@@ -65,7 +65,6 @@ async def test_a_report_becomes_a_window_and_a_reward_with_keys_that_make_nothin
     assert trainer.counters["permission_denials"] == 0
 
 
-@reads_without_consumers
 async def test_a_window_passes_all_services_without_a_denied_permission(broker: DeployedBroker, watcher: Bus) -> None:
     trainer = await Bus.connect(broker.settings("trainer"), name="trainer-1")
     job = one_node_job()

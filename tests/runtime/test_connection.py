@@ -254,14 +254,14 @@ async def test_a_denied_publish_fails_at_once_and_names_the_subject(guarded: Con
             assert await bus.publish(examples.state()) == 1
 
 
-async def test_a_denied_consumer_fails_at_once(guarded: ConfiguredServer) -> None:
+async def test_a_denied_reader_fails_at_once(guarded: ConfiguredServer) -> None:
     async with guarded, connected(guarded.user("admin", "admin-pw")) as admin:
         await provision(admin)
         async with connected(guarded.user("writer", "writer-pw")) as bus, asyncio.timeout(5):
-            with pytest.raises(PermissionDeniedError, match=r"consumer\.create"):
-                async with bus.consume("FEED", ["dynamix.v1.report.>"], start="all"):
+            with pytest.raises(PermissionDeniedError, match=r"consumer\.info"):
+                async with bus.consume("FEED", ["dynamix.v1.report.>"], start="all", durable="d"):
                     pass
-            with pytest.raises(PermissionDeniedError, match=r"msg\.next"):
+            with pytest.raises(PermissionDeniedError, match=r"direct\.get"):
                 async with bus.consume("FEED", ["dynamix.v1.state.>"], start="all") as reader:
                     await anext(reader)
 

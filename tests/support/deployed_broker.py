@@ -8,7 +8,6 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,6 @@ NODE, INSTANCE = "node-a", "1"
 USERS = ROLES
 """Each has a credential; the trainer's is for `JOBS`."""
 JOBS = ("alice", "job", "mnist")
-
-
-reads_without_consumers = pytest.mark.skipif(
-    find_spec("dynamix.runtime.bus.streams.reader") is None,
-    reason="the readers of this version make consumers, which no key but provision's may",
-)
 
 
 class DeployedBroker:

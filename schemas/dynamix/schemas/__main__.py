@@ -51,8 +51,8 @@ def _subject(kind: Kind) -> str:
 
 def _streams() -> str:
     head = (
-        "| stream | keeps | for | at most | per subject | per message | unused consumers kept "
-        "| duplicates dropped within |\n|---|---|---|---|---|---|---|---|\n"
+        "| stream | keeps | for | at most | per subject | per message | duplicates dropped within |\n"
+        "|---|---|---|---|---|---|---|\n"
     )
     heard = "".join(
         f"\n{kind.carrier} sends each `{kind.struct.__name__}` again once it is stored, on "
@@ -69,8 +69,7 @@ def _row(stream: Stream) -> str:
     count = str(stream.max_messages_per_subject) if stream.max_messages_per_subject > 0 else "no limit"
     size, window = f"{stream.max_bytes >> 20} MiB", f"{stream.duplicate_window_s:g} s"
     one = f"{stream.max_message_bytes >> 10} KiB" if stream.max_message_bytes > 0 else "as the broker"
-    unused = f"{stream.unused_consumer_s:g} s"
-    return f"| {stream.name} | {kept} | {age} | {size} | {count} | {one} | {unused} | {window} |\n"
+    return f"| {stream.name} | {kept} | {age} | {size} | {count} | {one} | {window} |\n"
 
 
 def main(arguments: list[str]) -> int:

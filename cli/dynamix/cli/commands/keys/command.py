@@ -41,7 +41,8 @@ from dynamix.runtime.bus.authority import (
     AuthorityError,
     IssuedKey,
 )
-from dynamix.runtime.bus.provision import make_durable, push_accounts, remove_durable
+from dynamix.runtime.bus.provision import push_accounts
+from dynamix.runtime.bus.streams.durable import make_durable, remove_durable
 from dynamix.runtime.credentials import Credential
 from dynamix.runtime.output_files import FileKind
 from dynamix.runtime.settings import BusSettings, SettingsError, SharedSettings, node_name, read

@@ -31,12 +31,13 @@ CLOSE_TIMEOUT_S = 1.0
 USER_AUTHENTICATION = "user authentication"
 """Followed by `expired` or `revoked`: how the broker ends the connections of such a key."""
 
-HEARTBEAT = 100
 NOT_FOUND = 404
 REQUEST_EXPIRED = 408
 NO_RESPONDERS = 503
 
 _PREFIX = b"NATS/1.0 "
+_PENDING = (b"nats-pending-messages", b"nats-num-pending")
+"""Headers that say how many messages are left, of a request to a consumer and of one to a stream."""
 
 _PARAMETERS = ["self", "sid", "subject", "reply", "data", "headers"]
 
@@ -156,7 +157,7 @@ def check_nats_py() -> None:
 
 
 class Status(NamedTuple):
-    """A status: its code, its words, and how many messages of an ended request were not delivered."""
+    """A status: its code, its words, and how many messages an ended request has left over."""
 
     code: int
     text: str
@@ -172,6 +173,6 @@ def parse_status(headers: bytes) -> Status:
     num_pending = 0
     for field in fields:
         name, _, value = field.partition(b":")
-        if name.lower() == b"nats-pending-messages" and value.strip().isdigit():
+        if name.lower() in _PENDING and value.strip().isdigit():
             num_pending = int(value)
     return Status(int(code), text.decode(errors="replace").strip(), num_pending)
