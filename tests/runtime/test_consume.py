@@ -54,7 +54,7 @@ async def test_a_batch_holds_at_most_what_was_asked_for(bus: Bus) -> None:
 async def test_only_the_subjects_asked_for_are_delivered(bus: Bus) -> None:
     await publish_states(bus, range(3), STATE)
     await publish_states(bus, range(3, 6), OTHER)
-    await publish_states(bus, range(6, 9), "dynamix.v1.window.job-1.node-a")
+    await publish_states(bus, range(6, 9), "dynamix.v1.window.job.1.node-a")
     async with bus.consume("FEED", [OTHER, "dynamix.v1.window.>"], start="all") as reader:
         assert numbers(await read(reader, 6)) == [3, 4, 5, 6, 7, 8]
 
