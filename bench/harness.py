@@ -88,7 +88,7 @@ class Table(NamedTuple):
                 line.extend(parts if wide[at] else (cell,))
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / f"{self.name}.csv").open("w", newline="") as file:
-            rows = [["" if cell is None else text(cell) for cell in line] for line in lines]
+            rows = [[f"{cell:.6g}" if isinstance(cell, float) else cell for cell in line] for line in lines]
             csv.writer(file, lineterminator="\n").writerows(rows)
 
 
