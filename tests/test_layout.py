@@ -118,8 +118,8 @@ def test_nothing_happens_on_import(package: str) -> None:
 
 
 def product_files() -> list[Path]:
-    """Every module of the product and of the benchmarks."""
-    return [path for top in (*ROOTS.values(), ROOT / "bench") for path in sorted(top.rglob("*.py"))]
+    """Every module of the product."""
+    return [path for top in ROOTS.values() for path in sorted(top.rglob("*.py"))]
 
 
 def module_name(path: Path) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from bench.harness.command import benchmark_parser
 from tests.support.devices import device_in, identity
 from tests.support.learned import policy_file
 
@@ -210,18 +209,3 @@ def test_a_directory_in_the_connection_files_place_is_said_before_anything_start
     assert main(["up", "--store-dir", str(tmp_path / "store")]) == 2
     assert "connection.json is a directory: name a file" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.parametrize("flag", ["--json", "--png"])
-def test_a_benchmark_refuses_the_same_before_it_measures(
-    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parser = benchmark_parser("some", "measures", has_figure=True)
-    (tmp_path / "train.py").write_bytes(FOREIGN)
-    for path, reason in ((tmp_path, "is a directory"), (tmp_path / "train.py", "would be lost")):
-        with pytest.raises(SystemExit, match="2"):
-            parser.parse_args([flag, str(path)])
-        assert reason in capsys.readouterr().err
-    made = tmp_path / "out" / "figures"
-    assert vars(parser.parse_args([flag, str(made)]))[flag[2:]] == str(made)
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from bench.failover.servers import free_ports
 from tests.support import examples
 from tests.support.brokers import connected, until
 from tests.support.deployed_broker import DEPLOY, STORE, make_authority
 from tests.support.hostile import refused
+from tests.support.server_cluster import free_ports
 
 from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus, PermissionDeniedError

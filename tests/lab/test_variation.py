@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from bench.results.levers import HELD_OUT
 from tests.support import learned, learning, virtual
 
 from dynamix.lab.experiments.learning import learn
@@ -18,16 +17,6 @@ def test_draws_are_equal_for_equal_seeds_and_differ_otherwise(family: str) -> No
     assert len({scenario.workers for scenario in (*first, *other)}) == 6
     assert len({scenario.name for scenario in (*first, *other)}) == 6
     assert drawn_scenarios(family, 5)[:3] == first
-
-
-def test_the_families_that_judge_are_drawn_by_another_seed_and_have_what_no_train_family_has() -> None:
-    train = [scenario for family in FAMILIES for scenario in drawn_scenarios(family, 6)]
-    for family, draw in HELD_OUT.items():
-        for scenario in draw():
-            assert scenario.workers not in [known.workers for known in train], family
-    assert {known.world_size for known in train} == {4}
-    assert all(group.bandwidth_mbit_s is None for known in train for group in known.workers)
-    assert all(known.workload == "fashion-14-mlp" for known in train)
 
 
 def test_episodes_of_untrained_levers_take_as_long_as_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,7 @@
 `ppo` is a bounded residual on `rule`, `levers` chooses one lever per window on its decisions; `ppo-paper` is as
 published; `stigmergy` is a bounded residual on the wish of each agent, for collectors. Only scenarios with learn = true
 are learned from. Killed or interrupted, the same command continues to the same bits. The policy that is written is the
-best by validation (time to the target against `rule`), scored on other seeds; judge it with `dynamix evaluate`, agents
-with `python -m bench.stigmergy`.
+best by validation (time to the target against `rule`), scored on other seeds; judge it with `dynamix evaluate`.
 """
 
 import argparse

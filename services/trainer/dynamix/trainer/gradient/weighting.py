@@ -61,7 +61,7 @@ def gloo_of(group: dist.ProcessGroup) -> Any:
 class GradientHook:
     """The communication hook of one DDP model, in one session.
 
-    `launch` and `wait` are public so that what plain DDP does too can be told apart (bench.overhead).
+    `launch` and `wait` are what plain DDP does, too.
 
     Without a base hook a bucket is scaled and summed over ranks. A base hook averages: its buckets are scaled N times
     as much. A rank without samples zeroes its bucket: its dummy batch may have any gradient, and NaN * 0 is NaN.
