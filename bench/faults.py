@@ -249,8 +249,8 @@ async def _flooded(name: str, count: int, calm_s: float, after_s: float) -> tupl
     keys += [(role, role, []) for role in ("arbitrator", PROVISION, WATCHER)]
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamix-floods-")))
-        for name, role, limits in keys:
-            (directory / f"{name}.creds").write_text(authority.issue(name, role, limits, days=1).text())
+        for holder, role, limits in keys:
+            (directory / f"{holder}.creds").write_text(authority.issue(holder, role, limits, days=1).text())
         url = stack.enter_context(_deployed(directory, authority))
 
         def settings_of(holder: str) -> BusSettings:
