@@ -30,7 +30,7 @@ from dynamix.runtime.bus import Bus
 from dynamix.schemas.codec import decode_any, encode, message_id
 from dynamix.schemas.kinds import BY_STRUCT
 from dynamix.schemas.messages import Job, Message
-from dynamix.schemas.subjects import subject_of
+from dynamix.schemas.subjects import of, subject_of
 
 OTHER = "other-99999999"
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
@@ -226,11 +226,11 @@ async def test_so_many_windows_and_no_more(bus: Bus, tmp_path: Path) -> None:
 async def test_what_cannot_be_decoded_is_kept_as_it_is(bus: Bus, tmp_path: Path) -> None:
     told = story(1)
     await publish(bus, told)
-    await bus.publish_bytes(f"dynamix.v1.report.{examples.JOB}.node-a", b"\xff not ours", "forged")
+    await bus.publish_bytes(of("report", examples.JOB, "node-a"), b"\xff not ours", "forged")
     path = tmp_path / "job.dxc"
     assert await typed("capture", examples.JOB, "--past", "-o", str(path)) == 0
     found = identities(capture.records(path))
-    assert found[-1] == (f"dynamix.v1.report.{examples.JOB}.node-a", "forged", b"\xff not ours")
+    assert found[-1] == (of("report", examples.JOB, "node-a"), "forged", b"\xff not ours")
     assert found[:-1] == expected(told)
 
 
