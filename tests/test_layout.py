@@ -1,7 +1,6 @@
 """The shape of the repository, held: the namespace, who imports whom, and who may touch the outside world."""
 
 import ast
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,16 +159,6 @@ def test_folders_never_import_each_other_in_a_circle() -> None:
     while leaves := {folder for folder in edges if not edges[folder] & edges.keys()}:
         edges = {folder: targets for folder, targets in edges.items() if folder not in leaves}
     assert edges == {}, "each of these folders imports another of them"
-
-
-def test_no_two_classes_have_the_same_name() -> None:
-    names = Counter(
-        node.name
-        for path in product_files()
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    )
-    assert sorted(name for name, count in names.items() if count > 1) == []
 
 
 def test_a_docstring_stands_alone_as_hover_text() -> None:

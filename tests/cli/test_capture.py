@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.support import examples
-from tests.support.brokers import ConfiguredServer, consumer_names
+from tests.support.brokers import ConfiguredServer
 from tests.support.devices import device_in, identity
 from tests.support.examples import applied, event, reward
 
@@ -171,9 +171,9 @@ async def test_a_signal_finishes_the_file(bus: Bus, tmp_path: Path) -> None:
         sys.executable, "-m", "dynamix.cli.main", "capture", examples.JOB, "-o", str(path),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
+    assert command.stderr is not None
     async with asyncio.timeout(30):
-        while not await consumer_names(bus, "ACTIONS"):  # noqa: ASYNC110 - the broker does not announce a new consumer
-            await asyncio.sleep(0.02)
+        await command.stderr.readuntil(b"Capturing")
         command.send_signal(signal.SIGINT)  # else it would go on until the job ends
         output, errors = await command.communicate()
     assert command.returncode == 0, errors

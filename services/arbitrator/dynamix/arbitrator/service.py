@@ -206,7 +206,7 @@ class _Arbitrator:
 
     async def _running_jobs(self) -> list[str]:
         """The jobs whose newest specification says that they run, oldest first."""
-        if (await self._bus.stream_state(JOBS.name)).num_messages == 0:
+        if await self._bus.last(JOBS.name, subjects.of("job", subjects.ANY)) is None:
             return []
         found: dict[str, None] = {}
         async with self._bus.consume(

@@ -25,7 +25,7 @@ class StepPlan(NamedTuple):
     starts: tuple[int, ...] | None = None
     """Where the ranks' samples begin in the epoch's order, one more than there are ranks; `None` without tokens."""
     digest: int | None = None
-    """Of a stream's samples up to the end of the step, from the beginning of the epoch on."""
+    """The digest of a stream's samples from the beginning of the epoch to the end of the step."""
 
     def samples_of(self, rank: int) -> tuple[int, int]:
         """Where a rank's samples begin and end in the epoch's order."""

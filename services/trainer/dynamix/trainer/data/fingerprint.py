@@ -29,12 +29,12 @@ ONE_PART = (
 PROBE_S = 5.0
 """No further sample of a map-style data set is read to compare it after so long."""
 MOST_ELEMENTS = 256
-"""Of a tensor or a text, evenly spread, that are digested."""
+"""How much of a tensor or a text is digested, evenly spread."""
 MOST_NUMBERS = 64
-"""Of these numbers of a tensor with a fraction, that are compared to rounding: nodes differ in their processors."""
+"""How many of these numbers of a tensor with a fraction are compared to rounding: nodes differ in their processors."""
 
 Marks = list["int | list[float] | None"]
-"""Of each part of a sample: its digest, or some of its numbers with a fraction; `None` where it is random."""
+"""The digest of each part of a sample, or some of its numbers with a fraction; `None` where it is random."""
 
 _log = logging.getLogger("dynamix.trainer")
 

@@ -86,7 +86,7 @@ class Loader:
         self._is_exhausted = False
         """Whether the newest loop over this loader came to the end of its epoch."""
         self._digest: int | None = None
-        """Of a stream's samples in the position's epoch, up to the position."""
+        """The digest of a stream's samples in the position's epoch, up to the position."""
         self._dataset = dataset
         self._sampler = sampler
         self._look_ahead = look_ahead

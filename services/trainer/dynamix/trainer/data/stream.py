@@ -273,7 +273,7 @@ class StreamReader(Dataset[Any]):
         """Epoch, and samples of it that were read."""
         self._samples: Iterator[Any] = iter(())
         self._digest = 0
-        """Of the epoch's samples that were read."""
+        """The digest of the epoch's samples that were read."""
         self._numbers: RandomNumbers | None = None
         """The stream's own, so that it is the same on all ranks and in all workers."""
 

@@ -60,7 +60,7 @@ class Row(NamedTuple):
     wall_s: float
     """Since the row before was taken, also between steps."""
     data_digest: float
-    """Of the samples of a stream that were read so far, equal on all ranks; 0 for other data."""
+    """The digest of the samples of a stream that were read so far, equal on all ranks; 0 for other data."""
 
     @property
     def time_s(self) -> float:
