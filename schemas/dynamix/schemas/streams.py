@@ -32,8 +32,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     max_message_bytes: int = MAX_STORED_BYTES
     """The limit of one message with its headers; -1: none but the broker's."""
     unused_consumer_s: float = UNUSED_S
-    """What the broker keeps for a reader is removed after so long without a request, whatever the reader asked for: a
-    client that makes consumers without end would otherwise fill the stream with them."""
+    """What the broker keeps for a reader is removed after so long without a request; 0: never."""
     discard: Literal["old", "new"] = "old"
     announces: bool = False
     """Send each message once more, to those who listen, when it is stored: see `subjects.announced`."""
@@ -54,11 +53,11 @@ FEED = Stream(
     max_age_s=DAY_S,
     max_bytes=1024 * MIB,
     max_messages_per_subject=4096,
-    unused_consumer_s=DAY_S,
+    unused_consumer_s=0,
 )
 """It keeps as many windows of a job and node as ACTIONS has decisions. What is not read yet of one subject is read
 before what comes on others later, so that a client that floods its own subject delays other jobs by so many messages:
-with 100,000 it was 3 s. Collector and reward go on where they were after a day."""
+with 100,000 it was 3 s. The consumers of collectors and reward services are made with their keys, and removed with them."""
 ACTIONS = Stream(
     name="ACTIONS",
     max_age_s=30 * DAY_S,

@@ -28,8 +28,8 @@ LOOKS_AT_COPIES, LOOK_AGAIN_S = 3, 1.0
 LISTEN_S = 1.5
 """A service beats every second."""
 ALIVE_TIMEOUT_S = 5.0
-HOW_TO_CONNECT = "check DYNAMIX_NATS_URL, and _NKEY_FILE or _USER and _PASSWORD_FILE"
-HOW_TO_LOOK = "ask as the user `watcher`, or with a key of `dynamix keys create NAME --role watcher`"
+HOW_TO_CONNECT = "check DYNAMIX_NATS_URL, and _CREDS_FILE or _USER and _PASSWORD_FILE"
+HOW_TO_LOOK = "ask with a key of `dynamix keys create NAME --role watcher`"
 HOW_TO_CATCH_UP = (
     "start the server that is offline; one that was cut off may take two minutes to catch up; after that restart "
     "nats-server there, and until then no other (docs/failover.md)"
@@ -48,7 +48,7 @@ async def bus(settings: BusSettings, *, configured: bool) -> list[DoctorCheck]:
 
 def credential(settings: BusSettings) -> list[DoctorCheck]:
     """The key's file, where others may read it."""
-    file = settings.nkey_file
+    file = settings.creds_file
     try:
         is_open = bool(file) and Path(file).stat().st_mode & stat.S_IROTH
     except OSError:  # the attempt to connect says so

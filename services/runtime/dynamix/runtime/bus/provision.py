@@ -1,15 +1,17 @@
 """Makes the streams what the table in `dynamix.schemas.streams` says. Only an operator's user may; no service does."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from dynamix.schemas.streams import STREAMS, Stream
+from dynamix.schemas.streams import FEED, STREAMS, Stream
 from dynamix.schemas.subjects import announced, kept_by
 
 from . import Bus
-from .broker.errors import ApiError, BusError, StreamMissingError
+from .broker.errors import CONSUMER_NOT_FOUND, ApiError, BusError, StreamMissingError
+from .broker.requests import Answer
 from .objects.layout import all_chunks, all_descriptions
+from .streams.broker_consumer import ACK_WAIT_S, MAX_ACK_PENDING
 from .streams.stored import stream_config, write_stream
 
 
@@ -52,6 +54,7 @@ async def _provision_one(bus: Bus, stream: Stream, num_replicas: int | None) -> 
 def config_of(stream: Stream) -> dict[str, Any]:
     """JetStream's configuration of a stream."""
     kept = [all_chunks(stream.bucket), all_descriptions(stream.bucket)] if stream.bucket else kept_by(stream)
+    unused_ns = int(stream.unused_consumer_s * 1e9)
     return {
         "name": stream.name,
         "subjects": kept,
@@ -63,13 +66,50 @@ def config_of(stream: Stream) -> dict[str, Any]:
         "max_bytes": stream.max_bytes,
         "max_msgs_per_subject": stream.max_messages_per_subject,
         "max_msg_size": stream.max_message_bytes,
-        "consumer_limits": {"inactive_threshold": int(stream.unused_consumer_s * 1e9)},
+        "consumer_limits": {"inactive_threshold": unused_ns} if unused_ns else {},
         "duplicate_window": int(stream.duplicate_window_s * 1e9),
         "deny_delete": stream.deny_delete,
         "deny_purge": stream.deny_delete,
         "allow_direct": True,
         "allow_rollup_hdrs": bool(stream.bucket),  # an object's new description replaces the old one
     }
+
+
+async def make_durable(bus: Bus, name: str, filter_subject: str) -> None:
+    """Make the consumer of FEED that a collector or reward service reads by; one that exists is left alone."""
+    config = {
+        "durable_name": name,
+        "name": name,
+        "filter_subject": filter_subject,
+        "deliver_policy": "all",
+        "ack_policy": "all",
+        "ack_wait": int(ACK_WAIT_S * 1e9),
+        "max_ack_pending": MAX_ACK_PENDING,
+    }
+    try:
+        await bus.requests.ask(f"CONSUMER.INFO.{FEED.name}.{name}", None, Answer)
+    except ApiError as error:
+        if error.err_code != CONSUMER_NOT_FOUND:
+            raise
+        body = {"stream_name": FEED.name, "config": config, "action": "create"}
+        await bus.requests.ask(f"CONSUMER.CREATE.{FEED.name}.{name}.{filter_subject}", body, Answer)
+
+
+async def remove_durable(bus: Bus, name: str) -> None:
+    """Remove such a consumer, where there is one."""
+    try:
+        await bus.requests.ask(f"CONSUMER.DELETE.{FEED.name}.{name}", None, Answer)
+    except ApiError as error:
+        if error.err_code != CONSUMER_NOT_FOUND:
+            raise
+
+
+async def push_accounts(bus: Bus, jwts: Iterable[str]) -> None:
+    """Give the running broker the accounts' JWTs, as a user of its system account. Raises BusError when it refuses."""
+    for jwt in jwts:
+        answer = json.loads(await bus.requests.ask_server("$SYS.REQ.CLAIMS.UPDATE", jwt.encode()))
+        if "error" in answer:
+            raise BusError(f"the broker refuses an account: {answer['error'].get('description')}")
 
 
 async def _write(bus: Bus, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:

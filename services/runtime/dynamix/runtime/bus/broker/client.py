@@ -28,6 +28,8 @@ Handler = Callable[[bytes, bytes, bytes, bytes | None], None]
 """Takes subject, reply subject, payload and raw headers of a message; must not block."""
 
 CLOSE_TIMEOUT_S = 1.0
+USER_AUTHENTICATION = "user authentication"
+"""Followed by `expired` or `revoked`: how the broker ends the connections of such a key."""
 
 HEARTBEAT = 100
 NOT_FOUND = 404
@@ -50,7 +52,7 @@ class Client(nats.aio.client.Client):
         super().__init__()
         self.handlers: dict[int, Handler] = {}
         self.challenge: Callable[[], tuple[str, Callable[[str], bytes]]] | None = None
-        """Called before each connection: our public key, and what signs the broker's challenge."""
+        """Called before each connection: our JWT, and what signs the broker's challenge."""
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         handler = self.handlers.get(sid)
@@ -68,9 +70,17 @@ class Client(nats.aio.client.Client):
             self._transport.close()
         self._transport = _Transport()
         if self.challenge is not None:
-            self._public_nkey, self._signature_cb = self.challenge()
+            jwt, self._signature_cb = self.challenge()
+            self._user_jwt_cb = lambda: bytearray(jwt.encode())
             self._auth_configured = True
         await self._transport.connect(s.uri, nats.aio.client.DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Reconnect where our key has expired or was revoked: its file may hold another one by now."""
+        if USER_AUTHENTICATION in err_msg and not self.is_connecting:
+            await self._process_op_err(nats.errors.AuthorizationError())
+        else:
+            await super()._process_err(err_msg)
 
 
 class _TlsProtocol(asyncio.StreamReaderProtocol):

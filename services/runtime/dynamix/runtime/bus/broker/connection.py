@@ -19,7 +19,7 @@ from dynamix.runtime.settings import BusSettings, check_bus, redact_url, tls_con
 from .certificates import untrusted
 from .client import Client, Handler
 from .errors import BusError, ConnectionClosedError, PermissionDeniedError
-from .login import Login, Sign, is_refused_login
+from .login import API, Login, Sign, is_refused_login
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,9 @@ LEAVE_AFTER_S = 5.0
 """A server that answers pings and stores nothing may be cut off from the others: where there are several, we go to
 another so long after it is noticed. That takes 5 s, and a cluster without a leader elects one in 4 to 9 s."""
 MAX_REFUSED_LOGINS = 3
+DAY_S = 24 * 3600.0
+WARN_BEFORE_S, WARN_EVERY_S = 30 * DAY_S, DAY_S
+"""Of a credential that expires."""
 
 DeniedCallback = Callable[[str, PermissionDeniedError], None]
 """Takes a subject in small letters, as nats-py reports it."""
@@ -48,8 +51,9 @@ class BrokerConnection:
         counters: what happened so far, by name.
         connected: set while there is a connection.
         inbox: prefix of every subject that this connection listens to for replies (`Login.inbox`).
-        api: prefix of requests to JetStream (`Login.api`).
     """
+
+    api = API
 
     def __init__(
         self, settings: BusSettings, name: str, on_closed: Callable[[str], None] | None, *, while_waiting: str = ""
@@ -64,7 +68,6 @@ class BrokerConnection:
         self._settings = settings
         self._login = Login(settings, name)
         self.inbox = self._login.inbox
-        self.api = self._login.api
         self._name = name
         self._on_closed = on_closed
         self._client = Client()
@@ -141,9 +144,10 @@ class BrokerConnection:
         """Go to another server, where there is one, when `is_stalled` for `LEAVE_AFTER_S`."""
         self._is_stalled.append(is_stalled)
 
-    def durable_named(self, name: str) -> str:
-        """The whole name of a durable consumer of ours."""
-        return f"{name}-{self._login.consumer}" if self._login.consumer else name
+    @property
+    def seconds_left(self) -> float | None:
+        """Until our credential expires; `None` where it never does."""
+        return self._login.seconds_left
 
     def sign_id(self, message_id: str) -> str:
         """What only our user can know of a message's identity."""
@@ -243,13 +247,13 @@ class BrokerConnection:
 
     def _challenge(self) -> tuple[str, Sign]:
         """Called before each connection; what signs is called after the server's INFO."""
-        public, sign = self._login.challenge()
+        jwt, sign = self._login.challenge()
 
         def sign_unless_clear(nonce: str) -> bytes:
             self._refuse_clear_text()
             return sign(nonce)
 
-        return public, sign_unless_clear
+        return jwt, sign_unless_clear
 
     def _refuse_clear_text(self) -> None:
         """See, after the server's INFO, that it speaks TLS where that is demanded: the last chance to send nothing."""
@@ -311,8 +315,8 @@ class BrokerConnection:
             self._note_denial(match[1], match[2])
         if is_refused_login(error):
             self._refused_logins += 1
-            if self._refused_logins >= MAX_REFUSED_LOGINS:  # it came back with other passwords: end, to read ours again
-                self._report_closed("the broker refuses our user or password")
+            if self._refused_logins >= MAX_REFUSED_LOGINS:  # it came back with other users: end, to read ours again
+                self._report_closed(self._login.refusal())
         kind = type(error).__name__
         if self._limit.allow(kind) if self.connected.is_set() else self._is_new_reason(error):
             logger.warning("bus: %s", describe(error), extra={"suppressed": self._limit.suppressed(kind)})
@@ -321,7 +325,7 @@ class BrokerConnection:
         self.counters["permission_denials"] += 1
         verb = "publish to" if operation.lower() == "publish" else "listen to"
         denial = PermissionDeniedError(
-            f"the broker does not let user {self._login.user!r} {verb} {subject}: see its permissions in users.conf"
+            f"the broker does not let user {self._login.user!r} {verb} {subject}: see the table of roles in SECURITY.md, and `dynamix keys list`"
         )
         for callback in list(self._on_denied):
             callback(subject.lower(), denial)
@@ -359,7 +363,13 @@ class BrokerConnection:
 
     async def _watch(self) -> None:
         """Notice what nats-py does not report: a close without callback, a dead reconnection."""
+        warn_at = 0.0
         while True:
+            now, left = time.monotonic(), self.seconds_left
+            if left is not None and left < WARN_BEFORE_S and now >= warn_at:
+                warn_at = now + WARN_EVERY_S
+                fix = "replace its file by a new one of `dynamix keys create`"
+                logger.warning("the credential of %s expires in %.1f days: %s", self._login.user, left / DAY_S, fix)
             await asyncio.sleep(WATCH_INTERVAL_S)
             now = time.monotonic()
             if self._client.is_closed:

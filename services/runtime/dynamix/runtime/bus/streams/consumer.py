@@ -67,7 +67,7 @@ class Consumer:
             requests=requests,
             stream=stream,
             subjects=tuple(subjects),
-            durable=None if durable is None else connection.durable_named(durable),
+            durable=durable,
             position=StreamPosition(start),
         )
         self._buffer: collections.deque[BusMessage] = collections.deque()
