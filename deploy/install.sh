@@ -112,6 +112,8 @@ install -d -m 755 "$units"
 for unit in $central $services dynamix-train@; do
     install -m 644 "$deploy/systemd/$unit.service" "$units/"
 done
+[ -z "$hosts" ] || install -D -m 644 "$deploy/systemd/dynamix-nats.service.d/other-machines.conf" \
+    -t "$units/dynamix-nats.service.d"
 [ -z "$ebpf" ] || install -D -m 644 "$deploy/systemd/dynamix-collector.service.d/ebpf.conf" \
     -t "$units/dynamix-collector.service.d"
 
@@ -144,6 +146,9 @@ if [ -n "$central" ]; then
     systemctl start dynamix-nats
     systemctl reload dynamix-nats # it may run with the configuration of before
     systemctl restart dynamix-provision # brings the streams up to date
+    if [ -e /etc/dynamix/authority/authority.json ]; then # permissions of this version, consumers of new keys
+        (set -a && . /etc/dynamix/dynamix.env && "$prefix/bin/dynamix" keys refresh)
+    fi
 fi
 # shellcheck disable=SC2086
 systemctl restart $services # returns once they are ready

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Make everything secret of a deployment in DIRECTORY, or bring it up to date. install.sh and up.sh run it; by hand:
+# Make the certificates and keys of a deployment in DIRECTORY; what is there stays. install.sh and up.sh run it; by hand:
 #
 #   sh deploy/make-secrets.sh [--owner UID] DIRECTORY [HOST ...]
 #
@@ -12,7 +12,8 @@
 # The certificate is for this host's names, localhost, 127.0.0.1, each HOST (a name or an address) and what it was for
 # before. It is made again when a HOST is missing in it or less than 30 days are left; without authority/ca.key it stays.
 # --owner gives credentials and the broker's key to a container's user (as root). DYNAMIX names the command, else it is
-# `dynamix` or, by docker or podman (ENGINE), the image dynamix-cli. KEYS_OPTIONS are for `dynamix keys init`.
+# `dynamix` or, by docker or podman (ENGINE), the image dynamix-cli. The collector's key is for the node DYNAMIX_NODE, else
+# this one.
 set -eu
 umask 077
 fail() {
@@ -87,18 +88,14 @@ keys() {
     else
         engine=${ENGINE:-$(command -v docker || command -v podman)} ||
             fail "neither dynamix nor docker nor podman is here: name a command with DYNAMIX=..."
-        $engine run --rm --network none --cap-drop all --user "$(id -u):$(id -g)" --workdir "$directory" \
+        $engine run --rm --network none --cap-drop all --hostname "$own" --user "$(id -u):$(id -g)" --workdir "$directory" \
             --volume "$directory:$directory" "${CLI_IMAGE:-dynamix-cli:0.1.0}" keys "$@"
     fi
 }
-if [ -s authority/authority.json ]; then
-    keys refresh --authority authority/authority.json
-elif [ -s accounts.conf ]; then
-    echo "authority/authority.json is elsewhere: run \`dynamix keys refresh\` there, and bring accounts.conf here" >&2
-else
-    # shellcheck disable=SC2086
-    keys init --authority authority/authority.json --credentials credentials ${KEYS_OPTIONS:-}
+if [ ! -e accounts.conf ]; then
+    keys init --authority authority/authority.json --credentials credentials ${DYNAMIX_NODE:+--node "$DYNAMIX_NODE"}
+    mv credentials/collector-*.creds credentials/collector.creds
 fi
 chmod 755 "$directory"
 chmod 644 ca.pem accounts.conf
-[ -z "$owner" ] || chown -R "$owner" credentials tls
+[ -z "$owner" ] || chown "$owner" credentials/*.creds tls/*.pem

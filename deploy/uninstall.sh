@@ -47,7 +47,8 @@ done
 if [ -n "$running" ] && [ -e "$units/dynamix-train@.service" ]; then
     systemctl stop 'dynamix-train@*'
 fi
-rm -f "$units/dynamix-train@.service" "$units"/dynamix-collector.service.d/ebpf.conf
+rm -f "$units/dynamix-train@.service" "$units/dynamix-collector.service.d/ebpf.conf" \
+    "$units/dynamix-nats.service.d/other-machines.conf"
 for directory in "$units"/dynamix-*.service.d; do
     [ ! -d "$directory" ] || rmdir --ignore-fail-on-non-empty "$directory"
 done
