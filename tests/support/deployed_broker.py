@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -57,8 +58,6 @@ class DeployedBroker:
 
     def varz(self, page: str = "varz") -> dict[str, object]:
         """What the server's monitoring page says."""
-        import urllib.request
-
         with urllib.request.urlopen(f"{self.monitor}/{page}", timeout=5) as answer:
             found: dict[str, object] = json.load(answer)
             return found

@@ -57,7 +57,8 @@ FEED = Stream(
 )
 """It keeps as many windows of a job and node as ACTIONS has decisions. What is not read yet of one subject is read
 before what comes on others later, so that a client that floods its own subject delays other jobs by so many messages:
-with 100,000 it was 3 s. The consumers of collectors and reward services are made with their keys, and removed with them."""
+with 100,000 it was 3 s. The consumers of collectors and reward services are made with their keys, and removed
+with them."""
 ACTIONS = Stream(
     name="ACTIONS",
     max_age_s=30 * DAY_S,

@@ -1,9 +1,8 @@
 """NATS credentials: nkeys (Ed25519 keys in NATS's spelling), the JWTs that they sign, and the file that holds both.
 
 An nkey is base32 without padding of a prefix that names its kind (two bytes in a seed), 32 bytes and a CRC-16 in little
-endian. A credential (`.creds`) is a user's JWT, signed by the broker's authority, and the seed of the key that it names:
-the broker reads from it who this is and what it may do, and needs no entry of its own. nats.py and the `nats` command
-read the same file.
+endian. A credential (`.creds`) is a user's JWT, signed by the broker's authority, and the seed of the key that it is
+about: the broker reads from it who this is, and needs no entry of its own. The `nats` command reads the same file.
 """
 
 import base64
@@ -88,20 +87,24 @@ class Credential(NamedTuple):
 
     def text(self) -> str:
         """The file's content."""
-        blocks = (f"-----BEGIN {what}-----\n{value}\n------END {what}------\n" for what, value in self._values())
-        return "\n".join(blocks)
-
-    def _values(self) -> tuple[tuple[str, str], tuple[str, str]]:
-        return (_JWT, self.jwt), (_USER_SEED, self.seed)
+        parts = ((_JWT, self.jwt), (_USER_SEED, self.seed))
+        return "\n".join(f"-----BEGIN {what}-----\n{value}\n------END {what}------\n" for what, value in parts)
 
 
 def credential_of(jwt: str, seed: str) -> Credential:
-    """What a JWT says of the user who has the seed. Raises ValueError when they are not a user's, or do not fit."""
-    claims = _claims(jwt)
-    if claims.get("sub") != Key(seed).public:
+    """The credential of a JWT, whose signature is for the broker to check, and a seed.
+
+    Raises ValueError when it is no JWT, or of another key.
+    """
+    try:
+        body = jwt.split(".")[1]
+        claims = dict(json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))))
+        name, public, tags = str(claims["name"]), str(claims["sub"]), tuple(claims["nats"].get("tags", ()))
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError("its JWT is damaged") from error
+    if public != Key(seed).public:
         raise ValueError("its JWT is of another key than its seed")
-    tags = tuple(claims.get("nats", {}).get("tags", ()))
-    return Credential(jwt, seed, str(claims.get("name", "")), claims["sub"], tags, claims.get("exp"))
+    return Credential(jwt, seed, name, public, tags, claims.get("exp"))
 
 
 def read_credential(path: Path) -> Credential:
@@ -111,18 +114,6 @@ def read_credential(path: Path) -> Credential:
     if jwt is None or seed is None:
         raise ValueError("it has no NATS USER JWT and USER NKEY SEED")
     return credential_of(jwt[1], seed[1])
-
-
-def _claims(jwt: str) -> dict[str, Any]:
-    """What a JWT says; its signature is for the broker to check."""
-    try:
-        body = jwt.split(".")[1]
-        claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
-    except (IndexError, ValueError) as error:
-        raise ValueError("its JWT is damaged") from error
-    if not isinstance(claims, dict):
-        raise ValueError("its JWT is damaged")
-    return claims
 
 
 def _base64url(value: Mapping[str, Any]) -> str:

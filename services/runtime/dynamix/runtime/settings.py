@@ -288,7 +288,7 @@ def _no_pass_phrase() -> str:
 
 
 def check_bus(settings: BusSettings) -> None:
-    """Refuse what cannot work, before anything connects: see `check_url`, `tls_context`, `credential_in`, and the password.
+    """Refuse what cannot work, before anything connects: URL, TLS, credential and password.
 
     Raises:
         ValueError: naming the setting, its value and the fix.

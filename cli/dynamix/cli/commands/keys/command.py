@@ -178,7 +178,8 @@ def _row(key: IssuedKey) -> tuple[str, str, str, str, str]:
 
 def _read(path: Path) -> Authority:
     if not path.exists():
-        raise CommandError(f"there is no authority at {path}: name it with --authority, or make one with `keys init`")
+        fix = "name it with --authority, or make one with `dynamix keys init`"
+        raise CommandError(f"there is no authority at {path}: {fix}")
     with reading(path):
         return Authority.read(path)
 

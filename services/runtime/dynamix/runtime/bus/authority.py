@@ -1,8 +1,8 @@
 """The broker's authority: who may log in, and what each role may do; NATS's operator mode with scoped signing keys.
 
-One file holds the seeds of the operator, of its accounts and of one signing key per role, and the list of keys that were
-issued. A role's permissions are a template in its account's JWT; a user's JWT only says by its tags for which jobs, node
-or instance they are, so that a new key works at once, without a change at the broker.
+One file holds the seeds of the operator, of its accounts and of one signing key per role, and the list of issued keys.
+A role's permissions are a template in its account's JWT; a user's JWT only says by its tags for which jobs, node or
+instance it is, so that a new key works at once, without a change at the broker.
 
 Accounts keep answers apart. JetStream sends an answer (an acknowledgement, a message that was asked for) to whatever
 subject the request names, with the server's own rights: in the account of the streams it would be stored there as a
@@ -11,6 +11,7 @@ streams but the requests that they import, and an answer that comes back is not 
 """
 
 import itertools
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ DURABLES = {"collector": ("report", "node"), "reward": ("window", "instance")}
 
 API = "$JS.API."
 DAY_S = 24 * 3600
+HEADER_BYTES = 4096
+"""Room for a message's headers, which the broker counts, too."""
 TEMPORARY_S = 300
 """For how long the keys work that `dynamix keys` signs for itself."""
 MAX_TRAINER_CONNECTIONS = 10_000
@@ -45,16 +48,17 @@ MAX_SUBSCRIPTIONS = dict.fromkeys(LIMITED_BY, 32)
 """Others may have 1,000."""
 
 _READS = {
-    "arbitrator": (JOBS, FEED, ACTIONS, PROFILES, POLICIES),
-    "learner": (JOBS, FEED, ACTIONS, POLICIES),
+    "arbitrator": (JOBS.name, FEED.name, ACTIONS.name, PROFILES.name, POLICIES.name),
+    "learner": (JOBS.name, FEED.name, ACTIONS.name, POLICIES.name),
+    WATCHER: (ANY,),
 }
 _UNLIMITED = {
     **dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf", "streams", "consumer"), -1),
     "wildcards": True,
 }
 _HEAD = """\
-# Who may log in: included by nats.conf, written by `dynamix keys`. It holds signed public keys and no secret. The broker
-# reads it when it starts; later changes reach it through its system account, and are kept in the resolver's directory.
+# Who may log in: included by nats.conf, written by `dynamix keys`; it holds signed public keys and no secret. The broker
+# reads it when it starts; later changes reach it by its system account, and are kept in the resolver's directory.
 """
 
 
@@ -224,35 +228,45 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def permissions_of(role: str) -> tuple[list[str], list[str]]:
     """What a role may publish on and subscribe to; `{{tag(job)}}` and the like stand for what its key is for."""
-    publish, subscribe = list[str](), ["_INBOX.{{name()}}.>"]
+    inbox = "_INBOX.{{name()}}.>"
     if role == PROVISION:  # it forgets families of jobs, too
-        return [f"{API}>", subjects.template(BY_NAME["profile"], lambda _: ANY)], subscribe
-    if role == WATCHER:
-        publish += [f"{API}INFO", *(f"{API}{what}.*" for what in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET"))]
-        return publish, [*subscribe, _subject(BY_NAME["live"], role), f"{subjects.ANNOUNCED}.>"]
-    publish += [_subject(kind, role) for kind in KINDS if role in kind.senders]
+        return [f"{API}>", subjects.template(BY_NAME["profile"], lambda _: ANY)], [inbox]
+    sent = [_subject(kind, role) for kind in KINDS if role in kind.senders]
+    if role == "learner":
+        sent += [f"$O.{POLICIES.bucket}.C.*", f"$O.{POLICIES.bucket}.M.*"]
+    return [*sent, *_requests(role)], [inbox, *_heard(role)]
+
+
+def _requests(role: str) -> Iterator[str]:
+    """To JetStream: acknowledgements and questions, which all are for streams, or consumers, that stand in them."""
     if role == "trainer":
         for kind in (BY_NAME["job"], BY_NAME["action"]):
-            publish.append(f"{API}DIRECT.GET.{kind.carrier}.{_subject(kind, role)}")
-    elif role in DURABLES:
+            yield f"{API}DIRECT.GET.{kind.carrier}.{_subject(kind, role)}"
+    if role in DURABLES:
         durable = f"{FEED.name}.{{{{tag(durable)}}}}"
-        publish.append(f"{API}STREAM.INFO.{FEED.name}")
-        publish += [f"{API}CONSUMER.{what}.{durable}" for what in ("INFO", "MSG.NEXT", "RESET")]
-        publish += [f"$JS.ACK.{durable}.>", f"$JS.ACK._.*.{durable}.>"]
+        yield f"{API}STREAM.INFO.{FEED.name}"
+        yield from (f"{API}CONSUMER.{what}.{durable}" for what in ("INFO", "MSG.NEXT", "RESET"))
+        yield from (f"$JS.ACK.{durable}.>", f"$JS.ACK._.*.{durable}.>")
     for stream in _READS.get(role, ()):
-        publish += [f"{API}{what}.{stream.name}" for what in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET")]
-    if role == "arbitrator":  # for alerts, it counts all users' requests, and what each stream takes
-        publish += [f"{API}INFO", f"{API}STREAM.INFO.{DEAD.name}"]
+        yield from (f"{API}{what}.{stream}" for what in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET"))
+    if role in ("arbitrator", WATCHER):  # for alerts, an arbitrator counts all users' requests, and what DEAD takes
+        yield f"{API}INFO"
+    if role == "arbitrator":
+        yield f"{API}STREAM.INFO.{DEAD.name}"
     if role == "learner":
-        publish += [f"$O.{POLICIES.bucket}.C.*", f"$O.{POLICIES.bucket}.M.*", f"{API}STREAM.PURGE.{POLICIES.name}"]
+        yield f"{API}STREAM.PURGE.{POLICIES.name}"
+
+
+def _heard(role: str) -> Iterator[str]:
+    """A trainer hears rewards and traces as they are published; all else is heard as it is stored."""
+    if role == WATCHER:
+        yield f"{subjects.ANNOUNCED}.>"
     if role != "trainer":
-        subscribe.append(_subject(BY_NAME["live"], role))  # its own heartbeat, for health checks
+        yield _subject(BY_NAME["live"], role)  # its own heartbeat, for health checks
     for kind in KINDS:
         if role in kind.receivers and kind.stream is not None:
             wanted = _subject(kind, role)
-            by_the_stream = role != "trainer" or kind.stream.announces
-            subscribe.append(subjects.announced(wanted) if by_the_stream else wanted)
-    return publish, subscribe
+            yield wanted if role == "trainer" and not kind.stream.announces else subjects.announced(wanted)
 
 
 def _subject(kind: Kind, role: str) -> str:
@@ -277,7 +291,7 @@ def _scope(public: str, role: str) -> dict[str, Any]:
         "sub": {"allow": subscribe},
         "subs": MAX_SUBSCRIPTIONS.get(role, 1000),
         "data": -1,
-        "payload": MAX_TRAINER_BYTES if role == "trainer" else -1,
+        "payload": MAX_TRAINER_BYTES + HEADER_BYTES if role == "trainer" else -1,
         "allowed_connection_types": ["STANDARD"],
     }
     return {"kind": "user_scope", "key": public, "role": role, "template": template}
@@ -322,6 +336,7 @@ def _widest(subjects: Iterable[str]) -> list[str]:
 
 
 def _has_many_answers(subject: str) -> bool:
-    return subject.startswith((f"{API}CONSUMER.MSG.NEXT.", f"{API}DIRECT.GET.")) and not subject.endswith(
-        f".{ANY}.{ANY}"
+    return (
+        subject.startswith(f"{API}CONSUMER.MSG.NEXT.")
+        or re.fullmatch(r"\$JS\.API\.DIRECT\.GET\.[^.]+", subject) is not None
     )

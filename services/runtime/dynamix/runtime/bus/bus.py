@@ -104,6 +104,11 @@ class Bus:
         }
 
     @property
+    def seconds_left(self) -> float | None:
+        """Until our credential expires; `None` where it never does."""
+        return self._connection.seconds_left
+
+    @property
     def is_connected(self) -> bool:
         """Whether there is a connection now."""
         return self._connection.connected.is_set()

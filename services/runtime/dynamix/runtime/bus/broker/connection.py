@@ -325,7 +325,8 @@ class BrokerConnection:
         self.counters["permission_denials"] += 1
         verb = "publish to" if operation.lower() == "publish" else "listen to"
         denial = PermissionDeniedError(
-            f"the broker does not let user {self._login.user!r} {verb} {subject}: see the table of roles in SECURITY.md, and `dynamix keys list`"
+            f"the broker does not let user {self._login.user!r} {verb} {subject}: its key is for another role, job, "
+            "node or instance (`dynamix keys list`, SECURITY.md)"
         )
         for callback in list(self._on_denied):
             callback(subject.lower(), denial)

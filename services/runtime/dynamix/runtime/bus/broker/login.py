@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import nats.errors
 
-from dynamix.runtime.credentials import Credential, Key
+from dynamix.runtime.credentials import Key
 from dynamix.runtime.settings import BusSettings, credential_in, password_of, redact_url
 
 Sign = Callable[[str], bytes]
@@ -68,32 +68,27 @@ class Login:
         """The JWT, and what signs with its key; raises nats-py's error where the file is broken or another user's."""
         try:
             credential = credential_in(self._settings)
-            assert credential is not None, "asked with a credential only"
-            if credential.name != self.user:  # whose inbox we may not listen to
-                what = (
-                    f"{self._settings.creds_file} is now {credential.name}'s, not {self.user}'s: restart this process"
-                )
-                raise ValueError(what)
         except ValueError as error:
             raise nats.errors.Error(f"nats: {error}") from error
+        assert credential is not None, "asked with a credential only"
+        if credential.name != self.user:  # whose inbox it may not listen to
+            what = f"{self._settings.creds_file} is now {credential.name}'s, not {self.user}'s"
+            raise nats.errors.Error(f"nats: {what}: restart this process")
         self._credential, key = credential, Key(credential.seed)
         return credential.jwt, lambda nonce: base64.b64encode(key.sign(nonce))
 
     def refusal(self) -> str:
         """What to say where the broker refuses us."""
-        check = "check DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD_FILE"
-        if self._credential is not None:
-            check = self._refusal(self._credential)
+        check, credential = "check DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD_FILE", self._credential
+        if credential is not None:
+            check = f"{self._settings.creds_file} was revoked, or is of another broker's authority"
+            if credential.expires_s is not None and credential.expires_s <= time.time():
+                when = dt.datetime.fromtimestamp(credential.expires_s, dt.UTC)
+                check = f"{self._settings.creds_file} expired on {when:%Y-%m-%d %H:%M} UTC"
+            check += "; replace it by a new one of `dynamix keys create`"
         elif not self.password():
             check = "there is no password: set DYNAMIX_NATS_PASSWORD_FILE, or DYNAMIX_NATS_CREDS_FILE instead"
         return f"{redact_url(self._settings.url)} refuses user {self.user!r}: {check}"
-
-    def _refusal(self, credential: Credential) -> str:
-        fix = "replace the file by a new one of `dynamix keys create`"
-        if credential.expires_s is not None and credential.expires_s <= time.time():
-            when = dt.datetime.fromtimestamp(credential.expires_s, dt.UTC)
-            return f"{self._settings.creds_file} expired on {when:%Y-%m-%d %H:%M} UTC; {fix}"
-        return f"{self._settings.creds_file} was revoked, or is of another broker's authority; {fix}"
 
 
 def is_refused_login(error: Exception) -> bool:
