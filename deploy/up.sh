@@ -11,9 +11,11 @@ compose="${COMPOSE:-docker compose} -f $deploy/compose.yaml"
 export ENGINE="${ENGINE:-docker}"
 $compose build nats provision collector reward arbitrator
 sh "$deploy/make-secrets.sh" --owner 10001 "$deploy/secrets" nats "$@"
-$compose up --detach nats provision
+$compose up --detach nats
+tools="$compose --profile tools run --rm --no-deps -T"
+$tools provision
 if [ -e "$deploy/secrets/authority/authority.json" ]; then
-    $compose --profile tools run --rm --no-deps -T keys refresh # permissions of this version, consumers of new keys
+    $tools keys refresh # permissions of this version, consumers of new keys
 fi
-$compose up --detach
+$compose up --detach --force-recreate collector reward arbitrator # the new images; the broker stays as it is
 echo "running; status: $compose ps"
