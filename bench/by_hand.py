@@ -94,7 +94,7 @@ install -D -m 644 ca.pem /etc/dynamix/ca.pem)""",
         "the collector with its key, shared passwords ended",
         f"""
 kill $(pgrep -P $$ -f dynamix.collector)
-DYNAMIX_NATS_NKEY_FILE=$PWD/node-a.nkey python -m dynamix.collector &
+DYNAMIX_NATS_CREDS_FILE=$PWD/node-a.creds python -m dynamix.collector &
 dynamix keys revoke trainer
 dynamix keys revoke collector
 kill -HUP $broker
@@ -142,7 +142,7 @@ def deploy(directory: Path) -> list[Step]:
             raise BenchmarkError(f"it ended after {[one.name for one in found]}: {_log(directory)}")
         try:
             began = time.monotonic()
-            run_with_uvloop(_check(directory / "clone" / "alice.nkey", Path(f"/proc/{shell.pid}/root/etc/dynamix")))
+            run_with_uvloop(_check(directory / "clone" / "alice.creds", Path(f"/proc/{shell.pid}/root/etc/dynamix")))
             found.append(Step("a job with its key: first decision", time.monotonic() - began))
         finally:
             shell.stdin.close()
@@ -161,9 +161,9 @@ def _log(directory: Path) -> str:
 
 async def _check(key: Path, etc: Path) -> None:
     """The key's job is decided for; another job may not be spoken for."""
-    settings = BusSettings(url=f"tls://{ADDRESS}:{PORT}", ca_file=str(etc / "ca.pem"), nkey_file=str(key))
+    settings = BusSettings(url=f"tls://{ADDRESS}:{PORT}", ca_file=str(etc / "ca.pem"), creds_file=str(key))
     password = etc / "credentials/watcher.password"
-    looking = msgspec.structs.replace(settings, nkey_file="", user="watcher", password_file=str(password))
+    looking = msgspec.structs.replace(settings, creds_file="", user="watcher", password_file=str(password))
     async with asyncio.timeout(60):
         trainer, watcher = [await Bus.connect(one, name=f"trainer-{NODE}") for one in (settings, looking)]
         try:

@@ -2,30 +2,39 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.failover.servers import free_ports, until_current
-from bench.floods.senders import ALL_JOBS
+from bench.floods.senders import ALL_JOBS, MADE_UP_JOBS
 from bench.harness.command import BenchmarkError
 from bench.harness.steady_job import NODE, running_services
 
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.broker.nkeys import UserKey, new_seed
-from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.users.permissions import PROVISION, inbox_of
-from dynamix.runtime.bus.users.users_file import User, users_files, with_first_key
+from dynamix.runtime.bus.authority import PROVISION, Authority
+from dynamix.runtime.bus.provision import make_durable, provision
 from dynamix.runtime.embedded import server_binary
-from dynamix.runtime.key_file import key_file_text
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.kinds import WATCHER
+from dynamix.schemas.subjects import name_and_run
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 STORE, NAME, SYNC = "/var/lib/dynamix-nats", "server_name: dynamix\n", "sync_interval: 200ms"
 START_TIMEOUT_S = 20.0
+
+
+class User(NamedTuple):
+    """Who gets a key."""
+
+    name: str
+    role: str
+    limits: tuple[str, ...] = ()
+    """Names of jobs, or a node, or an instance."""
 
 
 class Deployment:
@@ -53,25 +62,30 @@ class Deployment:
 
     def settings(self, name: str) -> BusSettings:
         """How to connect as a user."""
-        return BusSettings(url=self._url, nkey_file=str(self._directory / f"{name}.nkey"))
+        return BusSettings(url=self._url, creds_file=str(self._directory / f"{name}.creds"))
 
 
 @contextlib.asynccontextmanager
 async def deployment(jobs: Sequence[str], num_servers: int, others: Sequence[User] = ()) -> AsyncIterator[Deployment]:
     """Broker and services, ready; for each job a trainer of its name, which may speak of no other, and one for all."""
     services = [
-        *(User(name=role, role=role) for role in ("arbitrator", PROVISION, WATCHER)),
-        User(name="reward", role="reward", instances=(NODE,)),
-        User(name="collector", role="collector", nodes=(NODE,)),
+        *(User(role, role) for role in ("arbitrator", PROVISION, WATCHER)),
+        User("reward", "reward", (NODE,)),
+        User("collector", "collector", (NODE,)),
     ]
-    trainers = [User(name=ALL_JOBS, role="trainer"), *(User(name=job, role="trainer", jobs=(job,)) for job in jobs)]
-    users = [*services, *trainers, *others]
+    names = [name_and_run(job)[0] for job in jobs]
+    trainers = [User(job, "trainer", (name,)) for job, name in zip(jobs, names, strict=True)]
+    users = [*services, *trainers, User(ALL_JOBS, "trainer", (*set(names), *MADE_UP_JOBS)), *others]
+    authority = Authority.new()
     with (
         tempfile.TemporaryDirectory(prefix="dynamix-floods-") as name,
-        _broker(Path(name), users, num_servers) as running,
+        _broker(Path(name), authority, users, num_servers) as running,
     ):
         async with _bus(running, PROVISION) as operator:
             await provision(operator, num_replicas=num_servers)
+            for key in authority.keys:
+                if key.durable is not None:
+                    await make_durable(operator.requests, key.durable, key.filter)
             if num_servers > 1:
                 await until_current(operator)
         async with (
@@ -91,20 +105,23 @@ async def _bus(running: Deployment, name: str) -> AsyncIterator[Bus]:
 
 
 @contextlib.contextmanager
-def _broker(directory: Path, users: Sequence[User], num_servers: int) -> Iterator[Deployment]:
+def _broker(directory: Path, authority: Authority, users: Sequence[User], num_servers: int) -> Iterator[Deployment]:
     """Servers that keep every stream on all of them, as on Kubernetes where they are three."""
     text = (DEPLOY / "nats.conf").read_text()
     for part in (STORE, NAME, SYNC):
         assert part in text, f"deploy/nats.conf has no {part!r}"
-    with_keys = [_with_key(directory, user) for user in users]
+    text = re.sub(r"^(tls \{.*?^\}|log_file.*?)\n", "", text, flags=re.MULTILINE | re.DOTALL)
+    for user in users:
+        file = directory / f"{user.name}.creds"
+        file.touch(mode=0o600)
+        file.write_text(authority.issue(user.name, user.role, user.limits, days=1).text())
     routes = free_ports(num_servers) if num_servers > 1 else []
     with contextlib.ExitStack() as running:
         started = []
         for number in range(num_servers):
             own = directory / f"server-{number}"
-            (own / "users").mkdir(parents=True)
-            for path, content in users_files(own / "users" / "users.conf", with_keys).items():
-                path.write_text(content)
+            own.mkdir()
+            (own / "accounts.conf").write_text(authority.accounts_conf())
             config = text.replace(STORE, str(own / "store"))
             if routes:
                 config = config.replace(NAME, f"server_name: dynamix-{number}\n").replace(SYNC, "sync_interval: always")
@@ -123,16 +140,6 @@ def _broker(directory: Path, users: Sequence[User], num_servers: int) -> Iterato
 def _cluster(routes: Sequence[int], own: int) -> str:
     others = ", ".join(f'"nats-route://127.0.0.1:{port}"' for port in routes)
     return f'cluster {{ name: dynamix, listen: "127.0.0.1:{routes[own]}", no_advertise: true, routes: [{others}] }}\n'
-
-
-def _with_key(directory: Path, user: User) -> User:
-    seed = new_seed()
-    file = directory / f"{user.name}.nkey"
-    file.touch(mode=0o600)
-    user, inbox = with_first_key(user, UserKey(seed).public), inbox_of(user.role, user.name)
-    text = key_file_text(seed, name=user.name, inbox=inbox, jobs=user.jobs, api=user.api, consumer=user.consumer)
-    file.write_text(text)
-    return user
 
 
 def _address(directory: Path, process: subprocess.Popen[bytes], log: Path) -> str:

@@ -12,14 +12,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from bench.failover.servers import NUM_SERVERS, ThreeServers
-from bench.floods.deployment import Deployment, deployment
+from bench.floods.deployment import Deployment, User, deployment
 from bench.floods.senders import ALL_JOBS, FLOODS, HOSTILE_JOB, Sent, send
 from bench.harness.broker import broker_with_bus
 from bench.harness.steady_job import NODE, SteadyJob, running_job
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.users.users_file import User
 from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.streams import STREAMS

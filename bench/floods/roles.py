@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import msgspec
+from bench.floods.deployment import User
 from bench.floods.measurement import HONEST_JOBS, Delays, Honest, honest_with_keys, send_beside
 from bench.floods.senders import FLOODS, HOSTILE_JOB, SMALL_BYTES, Flood, Sent, consumers_of, unheard
 from bench.harness.broker import run_with_uvloop
@@ -20,8 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dynamix.cli.services import SERVICES
 from dynamix.runtime.bus.broker.login import API
-from dynamix.runtime.bus.users.users_file import User
-from dynamix.runtime.settings import BusSettings, key_of
+from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.kinds import KINDS, WATCHER, Kind
@@ -30,12 +30,12 @@ from dynamix.schemas.streams import FEED, STREAMS
 
 HOSTILE_NODE = "node-z"
 HOSTILE_USERS = {
-    "trainer": User(name="hostile-trainer", role="trainer", jobs=(HOSTILE_JOB,)),
-    "collector": User(name="hostile-collector", role="collector", nodes=(HOSTILE_NODE,)),
-    "reward": User(name="hostile-reward", role="reward", instances=("hostile",)),
-    "arbitrator": User(name="hostile-arbitrator", role="arbitrator"),
-    "learner": User(name="hostile-learner", role="learner"),
-    WATCHER: User(name="hostile-watcher", role=WATCHER),
+    "trainer": User("hostile-trainer", "trainer", (HOSTILE_JOB.partition("-")[0],)),
+    "collector": User("hostile-collector", "collector", (HOSTILE_NODE,)),
+    "reward": User("hostile-reward", "reward", ("hostile",)),
+    "arbitrator": User("hostile-arbitrator", "arbitrator"),
+    "learner": User("hostile-learner", "learner"),
+    WATCHER: User("hostile-watcher", WATCHER),
 }
 """Each with a key as it is given out: for one job, node or instance where it can be. `provision` may remove streams."""
 
@@ -53,8 +53,6 @@ ALERTS = {
 """Alerts by the counter of a service that raises them, as deploy/prometheus/alerts.yaml has them."""
 MIN_FULL_RATIO, MAX_SPAN_S = 0.9, 600.0
 """DynamixFeedFlooded."""
-MANY_CONSUMERS = 500
-"""DynamixConsumersCrowded: so many new ones of a stream; before a flood there are a few."""
 RATES_OVER_S = 120.0
 """DynamixRequestsFlooded and DynamixStreamJunk look so far back; one flood takes less."""
 MAX_REQUESTS_PER_S = 300
@@ -199,10 +197,9 @@ async def _seen(honest: Honest, metrics_port: int) -> Seen:
     feed = states[FEED]
     is_flooded = feed.num_bytes > MIN_FULL_RATIO * FEED.max_bytes and feed.span_s < MAX_SPAN_S
     sums = {alert: sum(beat.get(name, 0) for beat in found.values()) for name, alert in ALERTS.items()}
-    num_crowded = sum(state.num_consumers > MANY_CONSUMERS for state in states.values())
     return Seen(
         time.monotonic(),
-        {**sums, "DynamixFeedFlooded": int(is_flooded), "DynamixConsumersCrowded": num_crowded},
+        {**sums, "DynamixFeedFlooded": int(is_flooded)},
         await honest.watcher.count_requests(),
         sum(state.last_sequence for state in states.values()),
         await asyncio.to_thread(_num_states, metrics_port),
@@ -237,8 +234,6 @@ def _own_kinds(role: str, count: int) -> Iterator[Parcel]:
 
 
 async def _request(settings: BusSettings, count: int) -> Sent:
-    credential = key_of(settings)
-    api = credential.api if credential and credential.api else API
-    one = Parcel(f"{api}STREAM.INFO.{FEED.name}", b"", "")
+    one = Parcel(f"{API}STREAM.INFO.{FEED.name}", b"", "")
     sent = await unheard(lambda count: itertools.repeat(one, count), is_answered=True)(settings, count)
     return msgspec.structs.replace(sent, accepted=count - sent.denied, refused=sent.denied)

@@ -30,6 +30,8 @@ ANSWER_S = 60.0
 HOSTILE_JOB = "hostile-0a1b2c3d"
 ALL_JOBS = "trainer"
 """The user whose key is for all jobs."""
+MADE_UP_JOBS = ("fake", "crowd")
+"""Names."""
 NUM_AT_ONCE = 64
 """Requests to JetStream's API that wait for their answer."""
 

@@ -271,16 +271,16 @@ def test_the_name_of_this_machine_is_said_as_a_collectors_key_needs_it() -> None
 
 
 def test_a_key_that_others_may_read_is_found_and_closed_by_the_fix(tmp_path: Path) -> None:
-    file = tmp_path / "alice.nkey"
+    file = tmp_path / "alice.creds"
     file.touch(mode=0o600)
-    settings = BusSettings(nkey_file=str(file))
+    settings = BusSettings(creds_file=str(file))
     assert credential(settings) == []
     file.chmod(0o604)
     (check,) = credential(settings)
     assert (check.present, check.is_fatal) == (False, False)
     subprocess.run(check.fix.split(), check=True)
     assert credential(settings) == []
-    assert credential(BusSettings()) == credential(BusSettings(nkey_file="/none")) == []
+    assert credential(BusSettings()) == credential(BusSettings(creds_file="/none")) == []
 
 
 def test_a_service_that_does_not_exist_cannot_be_asked_for() -> None:

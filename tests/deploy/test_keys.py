@@ -246,8 +246,8 @@ def test_the_list_shows_every_key_and_no_secret(
     assert broker.keys("list", "--json", str(tmp_path / "keys.json")) == 0
     keys = {key["name"]: key for key in json.loads((tmp_path / "keys.json").read_text())["keys"]}
     assert {"arbitrator", "learner", "provision", "reward", "watcher", "collector-node-a", "trainer"} <= set(keys)
-    assert keys["trainer"]["tags"] == ["job:alice", "job:job"]
-    assert re.search(r"trainer +trainer +job:alice, job:job +\d{4}-\d\d-\d\d +U\w+", capsys.readouterr().out)
+    assert keys["trainer"]["tags"] == ["job:alice", "job:job", "job:mnist"]
+    assert re.search(r"trainer +trainer +job:alice, job:job, job:mnist +\d{4}-\d\d-\d\d +U\w+", capsys.readouterr().out)
 
 
 def test_a_file_that_is_no_credential_is_refused_by_its_setting(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ START_TIMEOUT_S = 15.0
 NODE, INSTANCE = "node-a", "1"
 USERS = ROLES
 """Each has a credential; the trainer's is for `JOBS`."""
-JOBS = ("alice", "job")
+JOBS = ("alice", "job", "mnist")
 
 
 class DeployedBroker:

@@ -45,6 +45,8 @@ class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy_cache: str = ""
     """Directory that keeps the learned policies that were read, by digest; empty: none. With it a restart can continue
     with a version that the bus has lost."""
+    broker_log: str = ""
+    """The log file of nats-server on this machine, in which refused operations are counted; empty: they are not."""
 
 
 class ArbitratorBus(ProfileStore, Protocol):
@@ -70,6 +72,9 @@ async def serve(context: Context[ArbitratorSettings, ArbitratorBus], *, in_step:
         "what streams hold": partial(shown.follow_streams, context.bus.stream_state),
         "how many requests there are": partial(shown.follow_requests, context.bus.count_requests),
     }
+    if context.settings.broker_log:
+        log = Path(context.settings.broker_log)
+        followed["which operations the broker refuses"] = partial(shown.follow_violations, log)
     following = [asyncio.create_task(_follow(context, *one), name=one[0]) for one in followed.items()]
     if not in_step:
         following.append(asyncio.create_task(_keep_profiles(context), name="what runs taught"))

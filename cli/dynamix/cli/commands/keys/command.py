@@ -43,7 +43,6 @@ from dynamix.runtime.bus.authority import (
 )
 from dynamix.runtime.bus.provision import make_durable, push_accounts, remove_durable
 from dynamix.runtime.credentials import Credential
-from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.output_files import FileKind
 from dynamix.runtime.settings import BusSettings, SettingsError, SharedSettings, node_name, read
 
@@ -90,7 +89,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
-    configure_log("critical")  # errors are shown in a sentence
     with explained(AuthorityError, exit_code=MISUSED):
         arguments.act(arguments)
     return 0
@@ -213,10 +211,10 @@ async def _tell(
     if make or remove:
         async with _as(authority.temporary(PROVISION)) as bus:
             for durable in remove:
-                await remove_durable(bus, durable)
+                await remove_durable(bus.requests, durable)
             for key in make:
                 assert key.durable is not None, "only keys with a consumer are passed"
-                await make_durable(bus, key.durable, key.filter)
+                await make_durable(bus.requests, key.durable, key.filter)
 
 
 @contextlib.asynccontextmanager

@@ -57,8 +57,8 @@ _UNLIMITED = {
     "wildcards": True,
 }
 _HEAD = """\
-# Who may log in: included by nats.conf, written by `dynamix keys`; it holds signed public keys and no secret. The broker
-# reads it when it starts; later changes reach it by its system account, and are kept in the resolver's directory.
+# Who may log in: included by nats.conf, written by `dynamix keys`; it holds signed public keys and no secret. The
+# broker reads it when it starts; later changes reach it by its system account, and stay in the resolver's directory.
 """
 
 

@@ -9,7 +9,7 @@ from dynamix.schemas.subjects import announced, kept_by
 
 from . import Bus
 from .broker.errors import CONSUMER_NOT_FOUND, ApiError, BusError, StreamMissingError
-from .broker.requests import Answer
+from .broker.requests import Answer, Requests
 from .objects.layout import all_chunks, all_descriptions
 from .streams.broker_consumer import ACK_WAIT_S, MAX_ACK_PENDING
 from .streams.stored import stream_config, write_stream
@@ -75,30 +75,30 @@ def config_of(stream: Stream) -> dict[str, Any]:
     }
 
 
-async def make_durable(bus: Bus, name: str, filter_subject: str) -> None:
+async def make_durable(requests: Requests, name: str, filter_subject: str) -> None:
     """Make the consumer of FEED that a collector or reward service reads by; one that exists is left alone."""
     config = {
         "durable_name": name,
         "name": name,
         "filter_subject": filter_subject,
-        "deliver_policy": "all",
+        "deliver_policy": "new",
         "ack_policy": "all",
         "ack_wait": int(ACK_WAIT_S * 1e9),
         "max_ack_pending": MAX_ACK_PENDING,
     }
     try:
-        await bus.requests.ask(f"CONSUMER.INFO.{FEED.name}.{name}", None, Answer)
+        await requests.ask(f"CONSUMER.INFO.{FEED.name}.{name}", None, Answer)
     except ApiError as error:
         if error.err_code != CONSUMER_NOT_FOUND:
             raise
         body = {"stream_name": FEED.name, "config": config, "action": "create"}
-        await bus.requests.ask(f"CONSUMER.CREATE.{FEED.name}.{name}.{filter_subject}", body, Answer)
+        await requests.ask(f"CONSUMER.CREATE.{FEED.name}.{name}.{filter_subject}", body, Answer)
 
 
-async def remove_durable(bus: Bus, name: str) -> None:
+async def remove_durable(requests: Requests, name: str) -> None:
     """Remove such a consumer, where there is one."""
     try:
-        await bus.requests.ask(f"CONSUMER.DELETE.{FEED.name}.{name}", None, Answer)
+        await requests.ask(f"CONSUMER.DELETE.{FEED.name}.{name}", None, Answer)
     except ApiError as error:
         if error.err_code != CONSUMER_NOT_FOUND:
             raise
