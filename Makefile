@@ -12,7 +12,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults failover partition floods lint types bench cluster cluster-long cluster-short cluster-equal exchange scale results heldout heldout-exchange adaptdl paper image by-hand dist format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults failover partition floods lint types bench cluster cluster-long cluster-short cluster-equal exchange scale results heldout heldout-exchange adaptdl paper containers dist format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -169,11 +169,8 @@ adaptdl: $(ADAPTDL)/.installed data ## AdaptDL's published goodput code on train
 paper: venv data-cifar ## the paper's models in full, docs/results.md; needs a text in .data/text; hours; killed, it goes on
 	$(BIN)/python -m bench.results --only paper-vgg11 --only paper-resnet20 --only paper-transformer --seeds 1 $(ARGS)
 
-image: venv ## container images without Docker: their sizes, and whether services run closed; root, debootstrap, 5 minutes
-	$(BIN)/python -m bench.image --json out/image.json $(ARGS)
-
-by-hand: venv ## from a clone to a secured deployment by deploy/README.md's commands, timed, three times; root, 5 minutes
-	$(BIN)/python -m bench.by_hand --json docs/by-hand.json $(ARGS)
+containers: venv ## the deployment in containers and under systemd for real, timed: images, keys, crashes, an upgrade; root, podman; 15 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -p no:randomly tests/deploy/test_containers.py $(ARGS)
 
 dist: venv data ## wheel and sdist into dist/, tried in an empty environment: the demo runs from there (ARGS="--windows 5")
 	sh deploy/release.sh dist $(BIN)/python $(DATA) $(ARGS)

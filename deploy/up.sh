@@ -7,12 +7,12 @@
 # COMPOSE is the command (default: docker compose; podman-compose also works), ENGINE the container engine's.
 set -eu
 deploy=$(cd "$(dirname "$0")" && pwd)
-compose="${COMPOSE:-docker compose} -f $deploy/compose.yaml"
+compose="${COMPOSE:-docker compose} -f $deploy/compose.yaml --profile tools"
 export ENGINE="${ENGINE:-docker}"
 $compose build nats provision collector reward arbitrator
 sh "$deploy/make-secrets.sh" --owner 10001 "$deploy/secrets" nats "$@"
 $compose up --detach nats
-tools="$compose --profile tools run --rm --no-deps -T"
+tools="$compose run --rm --no-deps -T"
 $tools provision
 if [ -e "$deploy/secrets/authority/authority.json" ]; then
     $tools keys refresh # permissions of this version, consumers of new keys

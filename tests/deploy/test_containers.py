@@ -129,6 +129,7 @@ def pip_of_this_machine() -> list[str]:
         options["cert"] = "/run/host-certificates.crt"
     for word in " ".join(options.values()).split():
         path = Path(word.removeprefix("file://"))
+        path = path.parent if path.name == "simple" else path  # an index, with its files beside it
         if path.is_absolute() and path.is_dir():
             mounts.append(f"{path}:{path}:ro")
     (WORK / "pip.conf").write_text("[global]\n" + "".join(f"{key} = {value}\n" for key, value in options.items()))
