@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support import examples
-from tests.support.deployed_broker import DeployedBroker, become, deployed_broker
+from tests.support.deployed_broker import DeployedBroker, become, deployed_broker, reads_without_consumers
 
 from dynamix.cli.commands.family.stored import StoredFamily, details
 from dynamix.cli.connection import find
@@ -56,6 +56,7 @@ def test_what_was_tried_is_shown_over_the_first_run() -> None:
     assert "learning rate x 1.5: 1 runs, 4 s to the last of 3 levels, 0.50 of the first" in details(family)
 
 
+@reads_without_consumers
 def test_families_are_listed_shown_and_forgotten_by_provision_only(
     broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,7 +75,7 @@ def test_families_are_listed_shown_and_forgotten_by_provision_only(
     assert "learning rate x 1.5: 1 runs, 1 stopped, 1.25 s to the last of 1 levels" in shown
     assert "50 at 1.02e+03, 75 at 2.05e+03 samples seen" in shown
     assert main(["family", "forget", "other"]) == 1
-    assert "publish to dynamix.v1.profile.other: see its permissions" in capsys.readouterr().err
+    assert "publish to dynamix.v1.profile.other: its key is for another role" in capsys.readouterr().err
     become(monkeypatch, broker, "provision")
     assert result_of(capsys, "forget", "other") == {"family": "other", "versions_forgotten": 1}
     become(monkeypatch, broker, "watcher")
@@ -86,6 +87,7 @@ def test_families_are_listed_shown_and_forgotten_by_provision_only(
         assert text in capsys.readouterr().err
 
 
+@reads_without_consumers
 def test_an_unknown_family_is_named_with_those_there_are(
     broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

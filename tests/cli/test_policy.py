@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support import learned
-from tests.support.deployed_broker import DeployedBroker, become, deployed_broker
+from tests.support.deployed_broker import DeployedBroker, become, deployed_broker, reads_without_consumers
 from tests.support.foreign_policy import of_other_features
 
 from dynamix.arbitrator.learned import policy_file
@@ -50,6 +50,7 @@ def result_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@reads_without_consumers
 def test_what_is_imported_is_listed_shown_and_exported(
     broker: DeployedBroker,
     package: Path,

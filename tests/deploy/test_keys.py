@@ -17,6 +17,8 @@ from dynamix.runtime.bus import Bus, PermissionDeniedError, authority
 from dynamix.runtime.bus.authority import DAY_S, Authority
 from dynamix.runtime.bus.broker import connection
 from dynamix.runtime.credentials import Credential, read_credential
+from dynamix.runtime.health import heartbeat
+from dynamix.runtime.health.watchdog import Watchdog
 from dynamix.runtime.settings import BusSettings
 
 REPORT = "dynamix.v1.report.{}.r1.node-a"
@@ -95,16 +97,20 @@ async def test_a_key_that_expires_within_30_days_is_warned_of(
     broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[str] = []
-    monkeypatch.setattr(connection.logger, "warning", lambda text, *values: found.append(text % values))
+    monkeypatch.setattr(heartbeat.logger, "warning", lambda text, *values: found.append(text % values))
     for days in (29, 31):
         settings = broker.key(f"in-{days}", "--role", "trainer", "--job", "x", "--days", str(days))
         bus = await Bus.connect(settings, name="test-1")
-        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await heartbeat.send_heartbeats(
+                    bus, Watchdog(0), dict, service="trainer", instance="t", node="n", started_s=0
+                )
         assert bus.seconds_left is not None
         assert days - 1 < bus.seconds_left / DAY_S <= days
         await bus.close()
     (warning,) = found
-    assert warning.startswith("the credential of in-29 expires in 29.0 days: replace its file")
+    assert warning.startswith("the credential of this trainer expires in 29.0 days: replace its file")
 
 
 async def test_a_file_that_is_another_users_now_is_not_used(broker: DeployedBroker) -> None:

@@ -2,11 +2,10 @@
 
 import json
 from collections.abc import AsyncIterator
-from importlib.util import find_spec
 
 import pytest
 from tests.support.brokers import until
-from tests.support.deployed_broker import DeployedBroker
+from tests.support.deployed_broker import DeployedBroker, reads_without_consumers
 from tests.support.raw_client import RawClient, raw_client
 
 from dynamix.runtime.bus import Bus
@@ -287,9 +286,7 @@ async def test_an_answer_that_is_sent_to_another_trainer_says_what_it_is(broker:
     assert b"Nats-Stream: JOBS\r\nNats-Subject: dynamix.v1.job.alice.r9\r\n" in headers
 
 
-@pytest.mark.skipif(
-    find_spec("dynamix.runtime.bus.streams.reader") is None, reason="following does not look at headers"
-)
+@reads_without_consumers
 async def test_who_follows_actions_does_not_take_an_answer_for_one(broker: DeployedBroker, bob: Bus) -> None:
     async with bob.follow("ACTIONS", f"{V1}action.bob.r1") as actions:
         await bob._connection.round_trip(2)

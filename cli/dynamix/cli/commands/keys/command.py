@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from dynamix.cli.connection import connected
-from dynamix.cli.errors import MISUSED, CommandError, explained, reading
+from dynamix.cli.errors import MISUSED, CommandError, check_counts, explained, reading
 from dynamix.cli.output import add_json_argument, add_list, add_output_argument, write_result, writing
 from dynamix.runtime import output_files
 from dynamix.runtime.bus import Bus
@@ -89,6 +89,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
+    if "days" in arguments:
+        check_counts(arguments, "days")
     with explained(AuthorityError, exit_code=MISUSED):
         arguments.act(arguments)
     return 0
@@ -129,13 +131,13 @@ def _create(arguments: argparse.Namespace) -> None:
     limits = getattr(arguments, LIMITED_BY[role]) if role in LIMITED_BY else []
     with _changing(arguments.authority) as authority:
         credential = authority.issue(arguments.name, role, limits, days=arguments.days)
-        with writing(file):
-            _write(file, credential)
+    with writing(file):  # last: a key that is not in the list could not be revoked
+        _write(file, credential)
     until = dt.datetime.fromtimestamp(credential.expires_s or 0, dt.UTC)
     _say(f"{file} lets in {arguments.name} until {until:%Y-%m-%d}: set DYNAMIX_NATS_CREDS_FILE to it where it is used")
     if role in DURABLES:
         try:
-            asyncio.run(_tell(authority, make=authority.keys[-1:]))
+            asyncio.run(_durables(authority, make=authority.keys[-1:]))
         except CommandError as error:
             _say(f"the consumer that it reads by is missing: run `dynamix keys refresh` later ({error})")
 
@@ -145,33 +147,32 @@ def _revoke(arguments: argparse.Namespace) -> None:
         revoked = authority.revoke(arguments.name, only_old=arguments.old)
     _say(f"revoked {len(revoked)} key(s) of {arguments.name}")
     kept = {key.durable for key in authority.keys if key.is_valid}
-    unused = [key.durable for key in revoked if key.durable and key.durable not in kept]
     try:
-        asyncio.run(_tell(authority, push=True, remove=unused))
+        asyncio.run(_push(authority))
     except CommandError as error:
         what = "but the broker does not know it yet: restart it, or run `dynamix keys refresh` once it answers"
         raise CommandError(f"it is written, {what} ({error})") from error
+    asyncio.run(_durables(authority, remove=[key.durable for key in revoked if key.durable not in kept]))
 
 
 def _refresh(arguments: argparse.Namespace) -> None:
     with _changing(arguments.authority) as authority:
         pass  # writing it signs the accounts again
-    asyncio.run(_tell(authority, push=True, make=[key for key in authority.keys if key.is_valid and key.durable]))
+    asyncio.run(_push(authority))
+    asyncio.run(_durables(authority, make=[key for key in authority.keys if key.is_valid]))
     _say("the broker has the permissions of this version")
 
 
 def _list(arguments: argparse.Namespace) -> None:
     keys = _read(arguments.authority).keys
-    rows = [("name", "role", "for", "works until", "public key"), *map(_row, keys)]
+    rows = [("name", "role", "for", "works until", "public key")]
+    for key in keys:
+        limits = ", ".join(tag for tag in key.tags if not tag.startswith("durable:")) or "all"
+        until = "revoked" if key.revoked else f"{dt.datetime.fromtimestamp(key.expires, dt.UTC):%Y-%m-%d}"
+        rows.append((key.name, key.role, limits, until, key.public))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     write_result({"keys": [msgspec.to_builtins(key) for key in keys]}, "\n".join(lines), arguments.json)
-
-
-def _row(key: IssuedKey) -> tuple[str, str, str, str, str]:
-    limits = [tag for tag in key.tags if not tag.startswith("durable:")]
-    until = "revoked" if key.revoked else f"{dt.datetime.fromtimestamp(key.expires, dt.UTC):%Y-%m-%d}"
-    return key.name, key.role, ", ".join(limits) or "all", until, key.public
 
 
 def _read(path: Path) -> Authority:
@@ -201,25 +202,25 @@ def _write(file: Path, credential: Credential) -> None:
     output_files.write(file, credential.text().encode(), mode=0o600, streams=False)
 
 
-async def _tell(
-    authority: Authority, *, push: bool = False, make: Sequence[IssuedKey] = (), remove: Sequence[str] = ()
-) -> None:
-    """Tell the running broker, by keys that are signed now and expire in minutes. Raises CommandError."""
-    if push:
-        async with _as(authority.temporary(SYSTEM_ACCOUNT)) as bus:
-            await push_accounts(bus, authority.account_jwts().values())
-    if make or remove:
+async def _push(authority: Authority) -> None:
+    async with _as(authority.temporary(SYSTEM_ACCOUNT)) as bus:
+        await push_accounts(bus, authority.account_jwts().values())
+
+
+async def _durables(authority: Authority, *, make: Sequence[IssuedKey] = (), remove: Sequence[str | None] = ()) -> None:
+    """Make and remove consumers of keys; nothing for keys without one."""
+    made, removed = [key for key in make if key.durable], [name for name in remove if name]
+    if made or removed:
         async with _as(authority.temporary(PROVISION)) as bus:
-            for durable in remove:
-                await remove_durable(bus.requests, durable)
-            for key in make:
-                assert key.durable is not None, "only keys with a consumer are passed"
-                await make_durable(bus.requests, key.durable, key.filter)
+            for name in removed:
+                await remove_durable(bus.requests, name)
+            for key in made:
+                await make_durable(bus.requests, key.durable or "", key.filter)
 
 
 @contextlib.asynccontextmanager
 async def _as(credential: Credential) -> AsyncIterator[Bus]:
-    """A bus with this credential, at the broker of the environment."""
+    """A bus with a key that was signed for this, at the broker of the environment. Raises CommandError."""
     with explained(SettingsError, exit_code=MISUSED):
         settings = read(BusSettings, "nats", os.environ)
     with tempfile.TemporaryDirectory(prefix="dynamix-keys-") as folder:

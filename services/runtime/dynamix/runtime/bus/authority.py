@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -56,6 +56,8 @@ _UNLIMITED = {
     **dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf", "streams", "consumer"), -1),
     "wildcards": True,
 }
+_MANY_ANSWERS = r"\$JS\.API\.(CONSUMER\.MSG\.NEXT\..+|DIRECT\.GET\.[^.]+)"
+"""Requests that have more than one."""
 _HEAD = """\
 # Who may log in: included by nats.conf, written by `dynamix keys`; it holds signed public keys and no secret. The
 # broker reads it when it starts; later changes reach it by its system account, and stay in the resolver's directory.
@@ -129,7 +131,8 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         content = msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
         output_files.write(path, content, mode=0o600, streams=False)
         accounts = path.absolute().parent.parent / "accounts.conf"
-        output_files.write(accounts, self.accounts_conf().encode(), mode=0o644, streams=False)
+        output_files.write(accounts, self.accounts_conf().encode(), streams=False)
+        accounts.chmod(0o644)  # whatever the umask: the broker runs as another user
 
     def issue(self, name: str, role: str, limits: Sequence[str], *, days: int) -> Credential:
         """Issue a key for `limits`: names of jobs, nodes or instances, by role.
@@ -155,11 +158,10 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if role in DURABLES:
             tags += (f"durable:{role}-{limits[0]}",)
         now = int(time.time())
-        credential = self._sign(name, role, tags, now + days * DAY_S)
-        issued = IssuedKey(
-            name=name, role=role, public=credential.public, tags=tags, issued=now, expires=now + days * DAY_S
-        )
-        self.keys.append(issued)
+        expires = now + days * DAY_S
+        credential = self._sign(name, role, tags, expires)
+        public = credential.public
+        self.keys.append(IssuedKey(name=name, role=role, public=public, tags=tags, issued=now, expires=expires))
         return credential
 
     def temporary(self, role: str) -> Credential:
@@ -216,13 +218,14 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             claims["revocations"] = revoked
         exchanged = list(_exchange())
         for kind in ("service", "stream"):
-            for subject in _widest(one.subject for one in exchanged if (one.exporter, one.kind) == (name, kind)):
-                many = {"response_type": "Stream"} if _has_many_answers(subject) else {}
+            exported = [subject for exporter, _, subject, what in exchanged if (exporter, what) == (name, kind)]
+            for subject in _widest(exported):
+                many = {"response_type": "Stream"} if re.fullmatch(_MANY_ANSWERS, subject) else {}
                 claims["exports"].append({"name": subject, "subject": subject, "type": kind} | many)
-        for one in exchanged:
-            if one.importer == name:
-                imported = {"name": one.subject, "subject": one.subject, "type": one.kind}
-                claims["imports"].append(imported | {"account": public[one.exporter]})
+        for exporter, importer, subject, kind in exchanged:
+            if importer == name:
+                imported = {"name": subject, "subject": subject, "type": kind}
+                claims["imports"].append(imported | {"account": public[exporter]})
         return claims
 
 
@@ -297,30 +300,21 @@ def _scope(public: str, role: str) -> dict[str, Any]:
     return {"kind": "user_scope", "key": public, "role": role, "template": template}
 
 
-class _Exchanged(NamedTuple):
-    """What one account takes from another: requests that go there, or what is heard from there."""
-
-    exporter: str
-    importer: str
-    subject: str
-    kind: Literal["service", "stream"]
-    """NATS's words: requests, and what is heard."""
-
-
-def _exchange() -> Iterator[_Exchanged]:
+def _exchange() -> Iterator[tuple[str, str, str, str]]:
+    """What accounts take from each other: exporter, importer, subject, and `service` (requests) or `stream` (heard)."""
     for account in (TRAINERS_ACCOUNT, SERVICES_ACCOUNT):
         roles = [role for role in ROLES if _account_of(role) == account]
         asked = [subject for role in roles for subject in permissions_of(role)[0]]
         live = subjects.template(BY_NAME["live"], lambda _: ANY)
         for subject in _widest(subject for subject in asked if not covers(live, _any(subject))):
-            yield _Exchanged(STREAMS_ACCOUNT, account, subject, "service")
+            yield (STREAMS_ACCOUNT, account, subject, "service")
         heard = [subject for role in roles for subject in permissions_of(role)[1]]
         for subject in _widest(subject for subject in heard if subject.startswith(f"{subjects.ANNOUNCED}.")):
-            yield _Exchanged(STREAMS_ACCOUNT, account, subject, "stream")
+            yield (STREAMS_ACCOUNT, account, subject, "stream")
     for kind in KINDS:
         if "trainer" in kind.receivers and kind.stream is not None and not kind.stream.announces:
-            yield _Exchanged(SERVICES_ACCOUNT, TRAINERS_ACCOUNT, subjects.template(kind, lambda _: ANY), "stream")
-    yield _Exchanged(TRAINERS_ACCOUNT, SERVICES_ACCOUNT, _any(_subject(BY_NAME["live"], "trainer")), "stream")
+            yield (SERVICES_ACCOUNT, TRAINERS_ACCOUNT, subjects.template(kind, lambda _: ANY), "stream")
+    yield (TRAINERS_ACCOUNT, SERVICES_ACCOUNT, _any(_subject(BY_NAME["live"], "trainer")), "stream")
 
 
 def _any(subject: str) -> str:
@@ -333,10 +327,3 @@ def _widest(subjects: Iterable[str]) -> list[str]:
     found = list(dict.fromkeys(map(_any, subjects)))
     narrow = {one for wide, one in itertools.permutations(found, 2) if covers(wide, one)}
     return [subject for subject in found if subject not in narrow]
-
-
-def _has_many_answers(subject: str) -> bool:
-    return (
-        subject.startswith(f"{API}CONSUMER.MSG.NEXT.")
-        or re.fullmatch(r"\$JS\.API\.DIRECT\.GET\.[^.]+", subject) is not None
-    )

@@ -34,9 +34,6 @@ LEAVE_AFTER_S = 5.0
 """A server that answers pings and stores nothing may be cut off from the others: where there are several, we go to
 another so long after it is noticed. That takes 5 s, and a cluster without a leader elects one in 4 to 9 s."""
 MAX_REFUSED_LOGINS = 3
-DAY_S = 24 * 3600.0
-WARN_BEFORE_S, WARN_EVERY_S = 30 * DAY_S, DAY_S
-"""Of a credential that expires."""
 
 DeniedCallback = Callable[[str, PermissionDeniedError], None]
 """Takes a subject in small letters, as nats-py reports it."""
@@ -364,13 +361,7 @@ class BrokerConnection:
 
     async def _watch(self) -> None:
         """Notice what nats-py does not report: a close without callback, a dead reconnection."""
-        warn_at = 0.0
         while True:
-            now, left = time.monotonic(), self.seconds_left
-            if left is not None and left < WARN_BEFORE_S and now >= warn_at:
-                warn_at = now + WARN_EVERY_S
-                fix = "replace its file by a new one of `dynamix keys create`"
-                logger.warning("the credential of %s expires in %.1f days: %s", self._login.user, left / DAY_S, fix)
             await asyncio.sleep(WATCH_INTERVAL_S)
             now = time.monotonic()
             if self._client.is_closed:
