@@ -125,8 +125,8 @@ def pip_of_this_machine() -> list[str]:
     options = {key.rpartition(".")[2]: value.strip("'\"") for key, _, value in lines}
     mounts = []
     if cert := options.get("cert"):
-        mounts.append(f"{cert}:/run/host-certificates.crt:ro")
-        options["cert"] = "/run/host-certificates.crt"
+        mounts.append(f"{cert}:/etc/host-certificates.crt:ro")
+        options["cert"] = "/etc/host-certificates.crt"
     for word in " ".join(options.values()).split():
         path = Path(word.removeprefix("file://"))
         path = path.parent if path.name == "simple" else path  # an index, with its files beside it
@@ -147,7 +147,7 @@ def make_base(podman: Podman) -> None:
     with tempfile.TemporaryDirectory(dir=WORK) as folder:
         script = (
             f"unshare --mount --propagation private debootstrap --variant=minbase bookworm {folder}/base && "
-            f"rm -rf {folder}/base/usr/share/doc {folder}/base/var/cache/apt/* && "
+            f"cd {folder}/base && rm -rf usr/share/doc/* usr/share/man/* usr/share/locale/* var/lib/apt/lists/* && "
             f"tar -C {folder}/base -c . | podman import - {BASE}"
         )
         podman.sh("base image by debootstrap", "sh", "-c", script)
@@ -261,6 +261,76 @@ def test_a_deployment_from_nothing_is_closed_and_decides_through_crashes_and_an_
         print(f"image {image:<54} {size / 1e6:6.0f} MB")
 
 
+def test_the_installation_under_systemd_is_secured_by_one_command_and_taken_back(podman: Podman) -> None:
+    """Two machines, each a container with systemd: the broker's, and one that only trains."""
+    make_base(podman)
+    packages = "systemd python3-venv openssl procps"
+    (podman.clone / "Systemd").write_text(
+        f"FROM {BASE}\nRUN apt-get update && apt-get install --yes --no-install-recommends {packages}\n"
+    )
+    environ = {**podman.environ, "CONTAINERS_CONF": str(WORK / "build.conf")}
+    build = ["podman", "build", "--isolation", "oci", "-f", "Systemd", "--tag", "systemd", "."]
+    subprocess.run(build, cwd=podman.clone, env=environ, check=True, capture_output=True)
+    podman("network", "create", "machines")
+    mounts = [f"--volume={mount}" for mount in [*pip_of_this_machine(), f"{podman.clone}:/src:ro"]]
+    for name in ("broker-a", "node-b"):
+        machine = ["--name", name, "--hostname", name, "--network", "machines", "--privileged", "--systemd=always"]
+        boot = "mount --make-rshared / && exec /lib/systemd/systemd"  # as on a machine: credentials are mounts
+        podman("run", "--detach", *machine, *mounts, "localhost/systemd", "sh", "-c", boot)
+        state = ("podman", "exec", name, "systemctl", "is-system-running")
+        wait(lambda s=state: podman.run(*s).stdout.strip() in ("running", "degraded"), f"{name} boots")  # type: ignore[misc]
+
+    def on(machine: str, *words: str) -> str:
+        return podman("exec", machine, *words)
+
+    def ready(machine: str, *services: str) -> None:
+        for name in services:
+            wait(lambda n=name: on_state(machine, n) == "active", f"{name} is active")  # type: ignore[misc]
+            pid = on(machine, "systemctl", "show", "--value", "--property=MainPID", f"dynamix-{name}")
+            status = on(machine, "cat", f"/proc/{pid}/status").splitlines()
+            fields = dict(line.split(":\t", 1) for line in status if ":\t" in line)
+            assert "0" not in fields["Uid"].split(), name
+            assert int(fields["CapEff"], 16) == int(fields["CapBnd"], 16) == 0, name
+
+    def on_state(machine: str, name: str) -> str:
+        return podman.run("podman", "exec", machine, "systemctl", "is-active", f"dynamix-{name}").stdout.strip()
+
+    install = ("podman", "exec", "broker-a", "sh", "/src/deploy/install.sh", "--host", "broker-a")
+    podman.sh("systemd, clone to secured deployment: sh deploy/install.sh", *install)
+    ready("broker-a", "nats", *SERVICES)
+    authority = on("broker-a", "cat", "/etc/dynamix/authority/authority.json")
+    for name in ("nats", *SERVICES):
+        on("broker-a", "systemctl", "kill", "--signal=KILL", f"dynamix-{name}")
+        wait(lambda n=name: on_state("broker-a", n) != "active", f"{name} is seen dead", 30)  # type: ignore[misc]
+        began = time.monotonic()
+        ready("broker-a", name)
+        podman.times[f"systemd, {name}: killed, ready after"] = time.monotonic() - began
+    podman.sh("systemd, upgrade: sh deploy/install.sh", *install[:-2])
+    ready("broker-a", "nats", *SERVICES)
+    assert on("broker-a", "cat", "/etc/dynamix/authority/authority.json") == authority
+
+    node = ("podman", "exec", "node-b", "sh", "/src/deploy/install.sh", "--node", "broker-a")
+    podman.sh("systemd, a machine that only trains", *node)
+    bus = ". /etc/dynamix/dynamix.env; export DYNAMIX_NATS_URL DYNAMIX_NATS_CA_FILE PATH=/opt/dynamix/bin:$PATH"
+    name = on("node-b", "/opt/dynamix/bin/python", "-c", NODE_NAME)
+    on("broker-a", "sh", "-c", f"{bus}; dynamix keys create b --role collector --node {name} -o /root/collector.creds")
+    for file, place in (("/root/collector.creds", "credentials/collector.creds"), ("/etc/dynamix/ca.pem", "ca.pem")):
+        copy = podman.clone / Path(place).name
+        podman("cp", f"broker-a:{file}", str(copy))
+        podman("cp", str(copy), f"node-b:/etc/dynamix/{place}")
+    on("node-b", "systemctl", "start", "dynamix-collector")
+    ready("node-b", "collector")
+
+    on("broker-a", "sh", "/src/deploy/uninstall.sh", "--purge")
+    left = on(
+        "broker-a", "sh", "-c", "ls -d /etc/dynamix /opt/dynamix /var/lib/*dynamix* /etc/systemd/system/dynamix*; true"
+    )
+    assert left == ""
+
+
+NODE_NAME = "from dynamix.runtime.settings import SharedSettings, node_name; print(node_name(SharedSettings()))"
+
+
 def check_secrets(secrets: Path) -> None:
     """Nothing secret can be read by others, and each container's user has its own key."""
     public = {"ca.pem", "accounts.conf"}
@@ -297,8 +367,8 @@ def check_broker_refuses(podman: Podman) -> None:
     assert not alive(DYNAMIX_NATS_CA_FILE="/etc/ssl/certs/none.pem")
     assert not alive(DYNAMIX_NATS_CREDS_FILE="")
     greeted = http.client.HTTPConnection("127.0.0.1", 4222, timeout=5)
+    greeted.request("GET", "/")
     with pytest.raises(http.client.BadStatusLine):
-        greeted.request("GET", "/")
         greeted.getresponse()
 
 
@@ -371,8 +441,8 @@ def check_pods(podman: Podman, directory: Path, goes_on: Callable[[], None]) -> 
         file.write_text(yaml.safe_dump(manifest))
         podman("play", "kube", "--network", NETWORK, "--configmap", str(directory / "environment.yaml"), str(file))
     containers = {name: f"dynamix-{name}-pod-0-{name}" for name in ("reward", "arbitrator")}
+    ready = "from urllib.request import urlopen; urlopen('http://127.0.0.1:9601/readyz', timeout=10)"
     for name, container in containers.items():
-        ready = "from urllib.request import urlopen; urlopen('http://127.0.0.1:9601/readyz', timeout=10)"
         wait(
             lambda c=container: podman.run("podman", "exec", c, "python3", "-c", ready).returncode == 0,  # type: ignore[misc]
             f"pod {name} is ready",
