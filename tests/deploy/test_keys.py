@@ -207,7 +207,7 @@ def test_init_replaces_no_authority(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["create", "x.y", "--role", "watcher"], "use 1 to 63 of the characters"),
         (["create", "reward", "--role", "watcher"], "choose another name"),
         (["create", "collector-node-a", "--role", "watcher"], "are a collector's: choose another name"),
-        (["revoke", "nobody"], "nobody has no key that the broker lets in"),
+        (["revoke", "eve"], "eve has no key that the broker lets in"),
         (["revoke", "watcher", "--old"], "watcher has no older key"),
     ],
 )

@@ -19,8 +19,8 @@ HEADER_BYTES = 4
 MAX_MESSAGE_BYTES = 512 * 1024
 """Half of NATS's default limit: headers and growth have room."""
 MAX_TRAINER_BYTES = 256 * 1024
-"""Of what only trainers send: the specification of a job of 10,000 ranks, 8 to a node, has 199 KiB. The broker closes
-the connection of a trainer that sends more."""
+"""The limit for what only trainers send: the specification of a job of 10,000 ranks, 8 to a node, has 199 KiB. The
+broker closes the connection of a trainer that sends more."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind.name: msgspec.msgpack.Decoder(kind.struct) for kind in KINDS}

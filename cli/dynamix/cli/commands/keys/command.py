@@ -134,7 +134,7 @@ def _create(arguments: argparse.Namespace) -> None:
     with writing(file):  # last: a key that is not in the list could not be revoked
         _write(file, credential)
     until = dt.datetime.fromtimestamp(credential.expires_s or 0, dt.UTC)
-    _say(f"{file} lets in {arguments.name} until {until:%Y-%m-%d}: set DYNAMIX_NATS_CREDS_FILE to it where it is used")
+    _say(f"{file} is a key of {arguments.name} until {until:%Y-%m-%d}: name it in DYNAMIX_NATS_CREDS_FILE")
     if role in DURABLES:
         try:
             asyncio.run(_durables(authority, make=authority.keys[-1:]))

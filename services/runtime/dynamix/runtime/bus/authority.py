@@ -110,7 +110,7 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def new(cls) -> "Authority":
-        """An authority that nobody has a key of yet."""
+        """A new authority, without users."""
         names = (STREAMS_ACCOUNT, TRAINERS_ACCOUNT, SERVICES_ACCOUNT, SYSTEM_ACCOUNT)
         return cls(
             operator=Key.generate("operator").seed,
