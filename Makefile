@@ -170,7 +170,9 @@ paper: venv data-cifar ## the paper's models in full, docs/results.md; needs a t
 	$(BIN)/python -m bench.results --only paper-vgg11 --only paper-resnet20 --only paper-transformer --seeds 1 $(ARGS)
 
 containers: venv ## the deployment in containers and under systemd for real, timed: images, keys, crashes, an upgrade; root, podman; 15 minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -p no:randomly tests/deploy/test_containers.py $(ARGS)
+	rm -f out/containers/figures.txt
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_containers.py $(ARGS)
+	cat out/containers/figures.txt
 
 dist: venv data ## wheel and sdist into dist/, tried in an empty environment: the demo runs from there (ARGS="--windows 5")
 	sh deploy/release.sh dist $(BIN)/python $(DATA) $(ARGS)
