@@ -6,7 +6,6 @@ and networks are removed. Where no registry can be reached, debootstrap makes th
 
 import contextlib
 import fcntl
-import http.client
 import itertools
 import json
 import os
@@ -42,7 +41,13 @@ def missing() -> str:
     """What this machine lacks, or nothing."""
     if os.geteuid() != 0:
         return "not root"
-    needed = ("podman", "runc", "netavark:/usr/lib/podman/netavark", "aardvark-dns:/usr/lib/podman/aardvark-dns")
+    needed = (
+        "podman",
+        "runc",
+        "catatonit",
+        "netavark:/usr/lib/podman/netavark",
+        "aardvark-dns:/usr/lib/podman/aardvark-dns",
+    )
     lacking = [name for name, _, path in (one.partition(":") for one in needed) if not shutil.which(path or name)]
     return f"missing: apt-get install {' '.join(lacking)}" if lacking else ""
 
@@ -257,7 +262,8 @@ def test_a_deployment_from_nothing_is_closed_and_decides_through_crashes_and_an_
         goes_on()
 
     before = {name: podman.inspect(f"dynamix_{name}_1")["Image"] for name in ("nats", *SERVICES)}
-    (podman.clone / "schemas/dynamix/schemas/__init__.py").open("a").write("# a newer version\n")
+    with (podman.clone / "schemas/dynamix/schemas/__init__.py").open("a") as source:
+        source.write("# a newer version\n")
     authority = (podman.clone / "deploy/secrets/authority/authority.json").read_text()
     podman.sh("upgrade: sh deploy/up.sh", "sh", "deploy/up.sh", HOST)
     after = {name: podman.inspect(f"dynamix_{name}_1")["Image"] for name in ("nats", *SERVICES)}
@@ -383,10 +389,6 @@ def check_broker_refuses(podman: Podman) -> None:
     assert not alive(DYNAMIX_NATS_URL="nats://nats:4222", DYNAMIX_NATS_CA_FILE="")
     assert not alive(DYNAMIX_NATS_CA_FILE="/etc/ssl/certs/none.pem")
     assert not alive(DYNAMIX_NATS_CREDS_FILE="")
-    greeted = http.client.HTTPConnection("127.0.0.1", 4222, timeout=5)
-    greeted.request("GET", "/")
-    with pytest.raises(http.client.BadStatusLine):
-        greeted.getresponse()
 
 
 def check_memory_limit(podman: Podman) -> None:
