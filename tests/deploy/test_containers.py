@@ -68,6 +68,7 @@ class Podman:
         self.times: dict[str, float] = {}
         plain, build = WORK / "containers.conf", WORK / "build.conf"
         engine = '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\n[network]\nnetwork_backend = "netavark"\n'
+        engine += f'network_config_dir = "{WORK}/networks"\n'
         limits = '[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]\n'
         plain.write_text(limits + engine)
         build.write_text(limits + f"volumes = {json.dumps(pip_of_this_machine())}\n" + engine)
@@ -450,9 +451,11 @@ def check_pods(podman: Podman, directory: Path, goes_on: Callable[[], None]) -> 
             copy = shutil.copy(secrets / Path(file).relative_to("secrets"), written / made["name"] / key)
             os.chown(copy, 10001, 10001)
     (directory / "environment.yaml").write_text(yaml.safe_dump(config_map))
-    for name in ("reward", "arbitrator"):
+    for number, name in enumerate(("reward", "arbitrator")):
         manifest = find(base(), "Deployment", f"dynamix-{name}")
         manifest["spec"]["replicas"] = 1  # podman 4 names all containers of a Deployment alike
+        (container,) = manifest["spec"]["template"]["spec"]["containers"]
+        container["ports"][0]["hostPort"] = 19601 + number  # else podman 4 publishes each at its own port
         for volume in manifest["spec"]["template"]["spec"]["volumes"]:
             if secret := volume.pop("secret", None):  # podman 4 knows no volumes of secrets
                 volume["hostPath"] = {"path": str(written / secret["secretName"]), "type": "Directory"}
@@ -461,9 +464,9 @@ def check_pods(podman: Podman, directory: Path, goes_on: Callable[[], None]) -> 
         podman("play", "kube", "--network", NETWORK, "--configmap", str(directory / "environment.yaml"), str(file))
     containers = {name: f"dynamix-{name}-pod-0-{name}" for name in ("reward", "arbitrator")}
     ready = "from urllib.request import urlopen; urlopen('http://127.0.0.1:9601/readyz', timeout=10)"
-    for name, container in containers.items():
-        wait(partial(podman.succeeds, "exec", container, "python3", "-c", ready), f"pod {name} is ready")
-        check_closed(podman, container, 1 << 30)
+    for name, named in containers.items():
+        wait(partial(podman.succeeds, "exec", named, "python3", "-c", ready), f"pod {name} is ready")
+        check_closed(podman, named, 1 << 30)
     goes_on()
     with contextlib.suppress(AssertionError):
         for name in containers:
