@@ -1,177 +1,622 @@
-"""How fast a virtual cluster trains: `python -m bench.virtual [--json FILE] [--pairs N]`, about half a minute.
+"""The tables of docs/results.md from virtual clusters: `python -m bench.virtual [--only NAME ...] [--scale full]`.
 
-Fashion-MNIST's 14 x 14 perceptron on made-up images, 8 workers x 64 samples, SGD with momentum, one thread. Each arm is
-run in pairs with plain PyTorch training of the same model on the same 512 samples per step; ratios are of CPU time,
-which a busy machine does not change much. Targets are steps per second of CPU time of one core.
+Gradients, data and accuracy are real, the clock is a model (scenarios/README.md). `EXPERIMENTS` lists all: an
+experiment compares policies, as `dynamix evaluate` spells them, on clusters that are a few changes of one mixed
+cluster. Each writes its table to docs/results/NAME.csv (--csv) and its curves to NAME.png beside it. Runs and learned
+policies are kept in --work: a second start goes on where the first one was killed.
 
-every step    the cluster alone; per-worker gradient norms on every step
-every 4th     norms on every fourth step
-steered       as the first, with collector, reward and arbitrator as functions under the policy `proportional`, which
-              keeps the global batch
+`reduced` takes a few minutes each on a core, `full` is for many cores and a long night; `smoke` shows that it runs.
+Some run only when --only names them: `heldout` and `exchange-heldout` are `dynamix evaluate` on held-out scenarios,
+`adaptdl` needs AdaptDL's packages (`make adaptdl`), `paper-...` are the paper's models at their own size (hours;
+CIFAR-10 and a text).
 """
 
+import argparse
+import importlib.metadata
+import math
+import statistics
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-import torch
-from bench.harness.command import BenchmarkReport, Target, benchmark_parser, run_benchmark
-from bench.harness.rounds import Rounds, Timed
-from bench.harness.tables import formatted
-from torch import nn
+import msgspec
+import numpy as np
+from bench.harness import ROOT, BenchmarkError, Cell, Interval, Panel, Table, draw
 
-from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.lab.experiments.episodes.episode import ControlPlane
-from dynamix.lab.simulator.cluster import VirtualCluster
-from dynamix.lab.simulator.scenario import Network, Scenario, Stragglers, Workers
-from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
+from dynamix.cli.main import main as dynamix
+from dynamix.cli.progress import ProgressLine
+from dynamix.lab.comparison.figure import CURVE_POINTS, mean_curve
+from dynamix.lab.comparison.rows import Tuned, parse_rows, read_tuned
+from dynamix.lab.comparison.runs import TYPICAL_RUN_S, ComparisonProgress, Ledger, as_published, estimate, fill, plan
+from dynamix.lab.comparison.verdict import OutcomeTable, Verdict
+from dynamix.lab.learning import LearningUpdate, learn, plan_named
+from dynamix.lab.simulator.episode import code_digest
+from dynamix.lab.simulator.scenario import (
+    TUNED_FILE,
+    Network,
+    Scenario,
+    Stragglers,
+    Suite,
+    Workers,
+    scenario_root,
+    suite_named,
+)
+from dynamix.lab.workloads import workload_named
+from dynamix.lab.workloads.datasets import MissingDataError
 from dynamix.reward.formula import Weights
+from dynamix.runtime.extensions import extension_names
 
-WORKLOAD = "fashion-14-mlp"
-NUM_WORKERS = 8
-LOCAL_BATCH_SIZE = 64
-NUM_SAMPLES = 50_000
-TARGET_STEPS_PER_S = 350.0
-FAR_S = 1e9
-COLUMNS = {
-    "": "{name}",
-    "ours": "{steps_per_s:.0f}",
-    "plain": "{plain_steps_per_s:.0f}",
-    "ours/CPU": "{steps_per_cpu_s:.0f}",
-    "plain/CPU": "{plain_steps_per_cpu_s:.0f}",
-    "ratio": "{ratio:.2f}",
-    "range": "{ratio_min:.2f}-{ratio_max:.2f}",
+Changes = Mapping[str, Any]
+"""Of fields of a scenario, or of a learning plan."""
+
+
+# --- the experiments -------------------------------------------------------------------------------------------------
+
+SPEEDS = (4000.0, 2000.0, 1000.0, 500.0)
+"""Samples per second of the four kinds of workers."""
+LEARNING_RATES = {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
+"""For a global batch of 512, as in the scenarios."""
+BASE = "static@64"
+"""What every time to a target is compared with."""
+STATICS = ("static@32", "static@64", "static@128")
+"""The published baselines."""
+ROWS = (BASE, "random", "goodput", "rule")
+LEARNED_ROWS = (BASE, "static@32", "static@128", "random", "rule")
+PAPER, OURS = "ppo-paper", "ppo"
+IMAGE: Changes = {"workload": "fashion-14-cnn", "target_accuracy": 0.82, "time_limit_s": 90.0}
+"""Stands in for VGG11 on CIFAR-10, whose step takes seconds on a core; `paper-vgg11` is that."""
+ADAM: Changes = {"optimizer": "adam"}
+TEXT: Changes = {
+    "workload": "text-transformer",
+    "optimizer": "adamw",
+    "learning_rate": 0.003,
+    "base_global_batch_size": 256,
+    "initial_local_batch_size": 32,
+    "target_accuracy": 0.28,  # what a letter before the next one tells; 0.2 is there at the second look
+    "fixed_time_s": 2.0,
+    "time_limit_s": 20.0,
+    "evaluation_samples": 500,
+    "noise_every": 10,
+}
+SMOKE: Changes = {
+    "workload": "fashion-14-mlp",
+    "num_train_samples": 2000,
+    "evaluation_samples": 500,
+    "target_accuracy": 0.8,
+    "fixed_time_s": 1.0,
+    "time_limit_s": 6.0,
+    "evaluate_every_s": 0.25,
 }
 
-Arm = Callable[[int], None]
+
+class Learning(NamedTuple):
+    """A policy that is learned before it is compared, once per learning seed."""
+
+    policy: str
+    name: str
+    """Of the cluster that it is learned on."""
+    cluster: Changes = MappingProxyType({})
+    plan: Changes = MappingProxyType({})
+    """Of the learning plan, such as `weights`."""
+    per_update: int = 1
+    """Episodes of an update; as many times the scale's episodes are learned from."""
+    reduced_episodes: int = 0
+    """Episodes at the scale `reduced`; 0: the scale's own."""
 
 
-def made_data() -> Data:
-    """Images of noise: what they show does not change what a step costs."""
-    generator = torch.Generator().manual_seed(1)
+class Group(NamedTuple):
+    """Rows of a table: policies on one cluster."""
 
-    def part(count: int) -> Part:
-        images = torch.randn(count, 1, 14, 14, generator=generator)
-        return Part(images, torch.randint(0, 10, (count,), generator=generator))
-
-    return Data(part(NUM_SAMPLES), part(1000), part(1000))
-
-
-def scenario(noise_every: int) -> Scenario:
-    """Equal workers that jitter and straggle, and a run without end or evaluation."""
-    return Scenario(
-        name="bench",
-        family="bench",
-        workload=WORKLOAD,
-        workers=(Workers(count=NUM_WORKERS, samples_per_s=4000.0, overhead_s=0.002),),
-        target_accuracy=1.0,
-        fixed_time_s=FAR_S,
-        time_limit_s=FAR_S,
-        evaluate_every_s=FAR_S,
-        noise_every=noise_every,
-        initial_local_batch_size=LOCAL_BATCH_SIZE,
-        network=Network(gradient_bytes=8_000_000),
-        stragglers=Stragglers(factor=2.0, mean_normal_s=10.0, mean_slow_s=2.0, jitter=0.05),
-    )
+    titles: tuple[Cell, ...]
+    """First cells of each row."""
+    name: str
+    """Of the cluster."""
+    rows: Sequence[str]
+    cluster: Changes = MappingProxyType({})
+    learned: tuple[Learning, ...] = ()
+    shown: tuple[str, ...] = ()
+    """Rows of the table, if not all."""
 
 
-def plain(data: Data) -> Arm:
-    """A plain PyTorch training loop, on indices drawn once per epoch."""
+class Experiment(NamedTuple):
+    """Groups of rows, all against `BASE` in the same cluster."""
 
-    def train(num_steps: int) -> None:
-        torch.manual_seed(0)
-        workload = workload_named(WORKLOAD)
-        model, criterion = workload.model(), nn.CrossEntropyLoss()
-        optimizer = make_optimizer("sgd", model.parameters(), 0.05)
-        total = NUM_WORKERS * LOCAL_BATCH_SIZE
-        for step in range(num_steps):
-            start = step * total % NUM_SAMPLES
-            if step == 0 or start < total:
-                order = torch.randperm(NUM_SAMPLES)
-            batch = order[start : start + total]
-            optimizer.zero_grad()
-            criterion(model(data.train.inputs[batch]), data.train.labels[batch]).backward()
-            optimizer.step()
-
-    return train
+    about: str
+    titles: tuple[str, ...]
+    """Headings of the groups' titles."""
+    groups: Sequence[Group]
+    part_of: str = "results"
+    reference_s: float = 0.0
+    """Where it is given, the target is what `BASE` reaches in that time under a seed of its own, in whole percent."""
+    typical_run_s: float = TYPICAL_RUN_S
+    panels: tuple[str, ...] = ()
+    """Clusters whose accuracy is drawn over time."""
 
 
-def alone(data: Data, noise_every: int) -> Arm:
-    """The cluster without decisions."""
-
-    def train(num_steps: int) -> None:
-        cluster = VirtualCluster(scenario(noise_every), data, seed=0, policy="static")
-        while cluster.position.step < num_steps:
-            cluster.run_window()
-
-    return train
+def _on_images(policy: str = PAPER) -> Learning:
+    return Learning(policy, "image-sgd", IMAGE, reduced_episodes=100)  # 20, as in the paper, show no trend
 
 
-def steered(data: Data) -> Arm:
-    """The cluster under a policy that keeps the global batch."""
-
-    def train(num_steps: int) -> None:
-        cluster = VirtualCluster(scenario(1), data, seed=0, policy="proportional")
-        control = ControlPlane(cluster.job, policy_named("proportional"), reward=(None, Weights()))
-        while cluster.position.step < num_steps:
-            for action in control.of_window(cluster.run_window())[1]:
-                cluster.offer(action)
-
-    return train
+_BOTH = (Learning(PAPER, "home"), Learning(OURS, "home", per_update=8))
+_HOME_ROWS = (PAPER, OURS, *LEARNED_ROWS)
+_WEIGHTS = Weights()
 
 
-def compare(name: str, arm: Arm, raw: Arm, *, num_pairs: int, num_steps: int) -> dict[str, Any]:
-    """One row: pairs of ours and plain training; setting a run up counts, too."""
-    rounds = Rounds(("ours", "plain"), num_pairs, label=name)
-    for which in rounds:
-        with Timed(num_steps) as done:
-            (arm if which == "ours" else raw)(num_steps)
-        rounds.record(done.timing)
-    per_s, per_cpu_s = rounds.medians("per_s"), rounds.medians("per_cpu_s")
-    return {
-        "name": name,
-        "steps_per_s": per_s["ours"],
-        "steps_per_cpu_s": per_cpu_s["ours"],
-        "plain_steps_per_s": per_s["plain"],
-        "plain_steps_per_cpu_s": per_cpu_s["plain"],
-        **rounds.ratios("per_cpu_s"),
+def _weights(**changes: float) -> Changes:
+    return {"weights": msgspec.structs.replace(_WEIGHTS, **changes)}
+
+
+def _sensitivity() -> list[Group]:
+    """Each weight at 0, 1 and 10 times its default, the others unchanged, and k at 5, 10, 20; eta with Adam."""
+    groups = []
+    for parameter in ("alpha", "beta", "delta", "eta"):
+        name, cluster = ("home-adam", ADAM) if parameter == "eta" else ("home", {})
+        for factor in (0.0, 1.0, 10.0):
+            value = factor * getattr(_WEIGHTS, parameter)
+            learned = Learning(PAPER, name, cluster, _weights(**{parameter: value}))
+            groups.append(Group((parameter, value), name, (PAPER, BASE), cluster, (learned,), (PAPER,)))
+    for steps in (5, 10, 20):
+        name, cluster = ("home", {}) if steps == 10 else (f"home-k{steps}", {"window_steps": steps})
+        learned = Learning(PAPER, name, cluster, _weights())
+        groups.append(Group(("k", float(steps)), name, (PAPER, BASE), cluster, (learned,), (PAPER,)))
+    return groups
+
+
+def _rewards() -> list[Group]:
+    """Episodes that end at the target or after a fixed time, with single terms of the reward taken out."""
+    variants = {
+        "as published": _weights(),
+        "no size penalty": _weights(delta=0.0),
+        "no time penalty": _weights(beta=0.0),
+        "no level of accuracy": _weights(accuracy=0.0),
+        "time and rise only": _weights(accuracy=0.0, delta=0.0),
     }
-
-
-def measure(num_pairs: int, num_steps: int) -> BenchmarkReport:
-    """All comparisons."""
-    torch.set_num_threads(1)
-    data = made_data()
-    raw = plain(data)
-    rows = [
-        compare(name, arm, raw, num_pairs=num_pairs, num_steps=num_steps) | {"target": target}
-        for name, arm, target in (
-            ("every step", alone(data, 1), TARGET_STEPS_PER_S),
-            ("every 4th", alone(data, 4), None),
-            ("steered", steered(data), TARGET_STEPS_PER_S),
+    return [
+        Group(
+            (words, title),
+            "home",
+            (PAPER, BASE),
+            {},
+            (Learning(PAPER, "home", {}, {**weights, "episode_end": end}),),
+            (PAPER,),
         )
+        for end, words in (("target", "target"), ("fixed", "fixed time"))
+        for title, weights in variants.items()
     ]
-    title = f"{WORKLOAD}, {NUM_WORKERS} workers x {LOCAL_BATCH_SIZE}, {num_steps} steps a run; steps per second\n"
-    sizes = {"num_workers": NUM_WORKERS, "local_batch_size": LOCAL_BATCH_SIZE, "num_steps": num_steps}
-    targets = [
-        Target(name=f"{row['name']}, steps per CPU second", value=row["steps_per_cpu_s"], at_least=row["target"])
-        for row in rows
-        if row["target"]
-    ]
-    return BenchmarkReport(
-        {"workload": WORKLOAD, **sizes, "comparisons": rows}, title + formatted(rows, COLUMNS), targets
-    )
 
 
-def main() -> int:
-    """Run from the command line; exit code 1 when a target is missed."""
-    parser = benchmark_parser(
-        "virtual", __doc__, ("--pairs", 7, "pairs per comparison"), ("--steps", 500, "steps per run")
+def _slow_network(**changes: Any) -> Changes:
+    network = Network(bandwidth_mbit_s=1000.0, gradient_bytes=8_000_000, **changes)
+    return {"network": network, "fixed_time_s": 60.0, "time_limit_s": 600.0, "evaluate_every_s": 1.0}
+
+
+def _paper(about: str, name: str, reference_s: float, typical_run_s: float, **job: Any) -> Experiment:
+    cluster = {
+        "network": Network(),
+        "fixed_time_s": reference_s / 4,
+        "time_limit_s": 3 * reference_s,
+        "evaluate_every_s": reference_s / 40,
+        **job,
+    }
+    group = Group((), f"paper-{name}", (*STATICS, "rule"), cluster)
+    return Experiment(about, (), [group], "paper", reference_s, typical_run_s, (f"paper-{name}",))
+
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+    "static": Experiment(
+        "static 32, 64 and 128 per worker with SGD, and the default policy",
+        (),
+        [Group((), "image-sgd", (*STATICS, "rule"), IMAGE)],
+        panels=("image-sgd",),
+    ),
+    "adam": Experiment(
+        "the policy learned with SGD, unchanged, on the same job with Adam",
+        ("job",),
+        [
+            Group(("SGD, as learned",), "image-sgd", (PAPER, *LEARNED_ROWS), IMAGE, (_on_images(),)),
+            Group(("Adam, unchanged",), "image-adam", (PAPER, *LEARNED_ROWS), {**IMAGE, **ADAM}, (_on_images(),)),
+        ],
+    ),
+    "workers": Experiment(
+        "8 to 128 workers of the same four speeds",
+        ("workers",),
+        [Group((count,), f"n{count}", ROWS, {"num_workers": count}) for count in (8, 16, 32, 64, 128)],
+    ),
+    "transfer": Experiment(
+        "policies learned with one model, SGD and 8 workers, unchanged, elsewhere",
+        ("job",),
+        [
+            Group(("as learned",), "home", _HOME_ROWS, {}, _BOTH),
+            Group(
+                ("28 x 28 MLP",),
+                "other-image",
+                _HOME_ROWS,
+                {"workload": "fashion-28-mlp", "target_accuracy": 0.875},
+                _BOTH,
+            ),
+            Group(("Transformer",), "text", _HOME_ROWS, TEXT, _BOTH),
+            Group(("Adam",), "adam", _HOME_ROWS, ADAM, _BOTH),
+            Group(("128 workers",), "many", _HOME_ROWS, {"num_workers": 128}, _BOTH),
+        ],
+    ),
+    "sensitivity": Experiment(
+        "the weights of the published reward, and the window", ("parameter", "value"), _sensitivity()
+    ),
+    "topology": Experiment(
+        "ring all-reduce against parameter servers, on a network of 1 Gbit/s with gradients of 8 MB",
+        ("network",),
+        [
+            Group(("ring all-reduce",), "ring-all-reduce", ROWS, _slow_network()),
+            Group(
+                ("1 parameter server",),
+                *("1-parameter-server", ROWS, _slow_network(topology="parameter-server", num_servers=1)),
+            ),
+            Group(
+                ("8 parameter servers",),
+                *("8-parameter-servers", ROWS, _slow_network(topology="parameter-server", num_servers=8)),
+            ),
+        ],
+    ),
+    "reward": Experiment("why the published reward does what it does", ("episode ends at", "reward"), _rewards()),
+    "paper-vgg11": _paper(  # it has no norm: at the 0.1 of the others it is at 20 % after 70,000 samples
+        *("VGG11 on CIFAR-10, in full", "vgg11", 25.0, 1000.0),
+        workload="cifar10-vgg11",
+        learning_rate=0.04,
+        evaluation_samples=1000,
+    ),
+    "paper-resnet20": _paper(
+        *("ResNet-20 on CIFAR-10, in full", "resnet20", 12.0, 450.0),
+        workload="cifar10-resnet20",
+        evaluation_samples=1000,
+    ),
+    "paper-transformer": _paper(
+        *("a Transformer on a text, with AdamW", "transformer", 20.0, 250.0),
+        workload="text-transformer",
+        optimizer="adamw",
+    ),
+}
+
+EVALUATIONS: Mapping[str, Sequence[str]] = {
+    "heldout": ("--seeds", "6", "--rows", str(ROOT / "scenarios/rows/heldout.toml")),
+    "exchange-heldout": ("--exchange", "local", "--rows", str(ROOT / "scenarios/rows/exchange.toml")),
+}
+"""Held-out comparisons, as arguments of `dynamix evaluate`."""
+
+
+# --- running them ----------------------------------------------------------------------------------------------------
+
+
+class Scale(NamedTuple):
+    """How much is run."""
+
+    name: str
+    num_seeds: int
+    num_policy_seeds: int
+    num_episodes: int
+    """Episodes of each learning."""
+
+
+SCALES = {
+    "smoke": Scale("smoke", num_seeds=2, num_policy_seeds=1, num_episodes=2),
+    "reduced": Scale("reduced", num_seeds=6, num_policy_seeds=3, num_episodes=20),
+    "full": Scale("full", num_seeds=12, num_policy_seeds=5, num_episodes=120),
+}
+COLUMNS = ["median time to target, s", "missed", "accuracy at fixed time", "test accuracy", "mean local batch"]
+
+
+class LearningRun(NamedTuple):
+    """A policy that was learned, with the course of its learning."""
+
+    path: str
+    history: list[LearningUpdate]
+
+
+class Laboratory:
+    """Runs episodes and learns policies; what was done before is not done again."""
+
+    def __init__(self, scale: Scale, directory: Path, jobs: int, data: Path | None) -> None:
+        self.scale, self._directory, self._jobs, self._data = scale, directory, jobs, data
+        chosen = scenario_root() / TUNED_FILE
+        self.tuned_by_family = read_tuned(chosen) if chosen.exists() else Tuned()
+        """What `dynamix tune` chose, for experiments on its own scenarios."""
+        self._tuned = Tuned(overall=self.tuned_by_family.overall)
+        """What it chose over all families: the clusters of most experiments are no family of its."""
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def cluster(self, name: str, changes: Changes) -> Scenario:
+        """A cluster with as many workers of each speed, on a fast network; any key of a scenario can be changed."""
+        own = dict(changes)
+        if self.scale.name == "smoke":
+            own |= SMOKE
+        count = own.pop("num_workers", 8) // len(SPEEDS)
+        scenario = Scenario(
+            family=name,
+            name=name,
+            workload="fashion-14-mlp",
+            workers=tuple(Workers(samples_per_s=speed, count=count, overhead_s=0.002) for speed in SPEEDS),
+            learning_rate=LEARNING_RATES[own.get("optimizer", "sgd")],
+            base_global_batch_size=512,
+            initial_local_batch_size=64,
+            target_accuracy=0.86,
+            fixed_time_s=10.0,
+            time_limit_s=240.0,
+            evaluate_every_s=0.25,
+            evaluation_samples=5000,
+            noise_every=4,
+            network=Network(gradient_bytes=8_000_000),
+            stragglers=Stragglers(jitter=0.05),
+        )
+        made = msgspec.structs.replace(scenario, **own)
+        workload_named(made.workload).load(self._data)  # what is missing is reported before hours of learning
+        return made
+
+    def compare(
+        self,
+        scenarios: Iterable[Scenario],
+        labels: Iterable[str],
+        learned: Mapping[str, Sequence[LearningRun]] = MappingProxyType({}),
+        *,
+        tuned: Tuned | None = None,
+        seeds: Sequence[int] = (),
+        typical_run_s: float = TYPICAL_RUN_S,
+    ) -> OutcomeTable:
+        """Run rows in scenarios under all seeds; `typical_run_s` of a core is expected of the first runs."""
+        files = {policy: [run.path for run in runs] for policy, runs in learned.items()}
+        suite = Suite(name="results", scenarios=tuple(scenarios))
+        rows = parse_rows(",".join(map(_row_text, labels)), files)
+        cells = plan(suite, rows, seeds or range(self.scale.num_seeds), tuned or self._tuned)
+        line = ProgressLine(30.0)
+
+        def show(progress: ComparisonProgress) -> None:
+            left = "" if progress.left_s is None else f", {progress.left_s / 60:.0f} minutes left"
+            line.show(f"  {progress.num_done}/{progress.num_total} runs{left}; newest: {progress.newest}")
+
+        with Ledger(self._directory / "runs.jsonl") as ledger:
+            print(f"  {estimate(cells, ledger, typical_run_s=typical_run_s).text(self._jobs)}", flush=True)
+            fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=show)
+            return OutcomeTable(suite.scenarios, cells, ledger, rows)
+
+    def learned(self, wanted: Learning) -> list[LearningRun]:
+        """A policy learned once per policy seed; a killed learning goes on where it was."""
+        num_episodes = wanted.per_update * self.scale.num_episodes
+        if self.scale.name == "reduced" and wanted.reduced_episodes:
+            num_episodes = wanted.reduced_episodes
+        changes = {"num_episodes": num_episodes, "validate_every": num_episodes, **wanted.plan}
+        if wanted.per_update > 1:
+            changes["episodes_per_update"] = wanted.per_update
+        scenarios = (as_published(wanted.policy, self.cluster(wanted.name, wanted.cluster)),)
+        return [self._learned(wanted.policy, scenarios, seed, changes) for seed in range(self.scale.num_policy_seeds)]
+
+    def _learned(self, policy: str, scenarios: tuple[Scenario, ...], seed: int, changes: Changes) -> LearningRun:
+        """The last version counts: validation chooses nothing here."""
+        wanted = plan_named(policy, scenarios, seed=seed, num_score_seeds=1, select="last", **changes)
+        stem = self._directory / f"{policy}-{wanted.digest[:12]}-{code_digest()[:12]}"
+        path, history = stem.with_suffix(".safetensors"), stem.with_suffix(".history.json")
+        if not (path.exists() and history.exists()):
+            print(f"  learning {stem.name}: {wanted.num_episodes} episodes", flush=True)
+            checkpoint = stem.with_suffix(".checkpoint")
+            done = learn(
+                wanted, num_workers=self._jobs, checkpoint=checkpoint, data=self._data, observer=lambda *_: None
+            )
+            path.write_bytes(done.file.to_bytes())
+            history.write_bytes(msgspec.json.encode(done.history))
+        return LearningRun(str(path), msgspec.json.decode(history.read_bytes(), type=list[LearningUpdate]))
+
+
+def _row_text(label: str) -> str:
+    """What `dynamix evaluate` takes for a row, from its label in tables: `goodput+track@32`."""
+    head, _, size = label.partition("@")
+    name, _, options = head.partition(":")
+    name, track, _ = name.partition("+track")
+    keys = [
+        *(["track=1"] if track else []),
+        *([options] if options else []),
+        *([f"local_batch_size={size}"] if size else []),
+    ]
+    return f"{name}:{','.join(keys)}" if keys else name
+
+
+Result = tuple[Table, list[Panel]]
+
+
+def run_experiment(name: str, experiment: Experiment, laboratory: Laboratory) -> Result:
+    """Learn and run what is not known yet; the rows of all groups."""
+    rows, panels = list[list[Cell]](), list[Panel]()
+    groups = experiment.groups[:1] if laboratory.scale.name == "smoke" and name == "workers" else experiment.groups
+    notes = [f"Seeds 0 to {laboratory.scale.num_seeds - 1}, scale {laboratory.scale.name}; brackets: 95 % interval."]
+    for group in groups:
+        scenario = laboratory.cluster(group.name, group.cluster)
+        if experiment.reference_s:
+            scenario = _with_target(scenario, experiment, laboratory)
+            notes.append(
+                f"Target: {scenario.target_accuracy:.0%}, what {BASE} reached in {experiment.reference_s:g} s."
+            )
+        learned = {one.policy: laboratory.learned(one) for one in group.learned}
+        table = laboratory.compare([scenario], group.rows, learned, typical_run_s=experiment.typical_run_s)
+        for label in group.shown or group.rows:
+            own: list[Cell] = [*group.titles, *([] if group.shown else [label])]
+            rows.append([*own, *_cells(table, label, scenario)])
+        if group.name in experiment.panels:
+            panels.append(_accuracy_panel(table, group.rows, scenario))
+    titles = [*experiment.titles, *([] if experiment.groups[0].shown else ["policy"])]
+    return Table(name, [*titles, *COLUMNS, f"time vs {BASE}"], rows, notes), panels
+
+
+def _with_target(scenario: Scenario, experiment: Experiment, laboratory: Laboratory) -> Scenario:
+    reference = msgspec.structs.replace(
+        scenario,
+        name=f"{scenario.name}-reference",
+        target_accuracy=1.0,
+        fixed_time_s=scenario.time_limit_s / 3,
+        time_limit_s=scenario.time_limit_s / 3,
     )
-    options = parser.parse_args()
-    if options.pairs < 1 or options.steps < 1:
-        parser.error("--pairs and --steps must be at least 1")
-    return run_benchmark("virtual", options, lambda: measure(options.pairs, options.steps))
+    seeds = [100]  # no row is run under it
+    table = laboratory.compare([reference], [BASE], seeds=seeds, typical_run_s=experiment.typical_run_s)
+    (run,) = table.outcomes(BASE, [scenario.family])
+    return msgspec.structs.replace(scenario, target_accuracy=math.floor(100 * run.evaluations[-1][1]) / 100)
+
+
+def _cells(table: OutcomeTable, label: str, scenario: Scenario) -> list[Cell]:
+    families = [scenario.family]
+    outcomes = table.outcomes(label, families)
+    sizes = [run.samples_seen / run.num_steps / scenario.world_size for run in outcomes]
+    return [
+        float(np.nanmedian(table.times(label, families))),
+        f"{table.num_misses(label, families)} of {len(outcomes)}",
+        _interval(table.mean(label, families, lambda run: run.accuracy_at_fixed_time)),
+        _interval(table.mean(label, families, lambda run: run.test_accuracy)),
+        float(np.mean(sizes)),
+        _ratio(table, label, BASE, families),
+    ]
+
+
+def _interval(found: Any) -> Interval | None:
+    return None if found is None else Interval(found.value, found.low, found.high)
+
+
+def _ratio(table: OutcomeTable, label: str, base: str, families: Sequence[str]) -> Interval | None:
+    """Time to target of a contender over that of another, in pairs."""
+    found = table.ratio(label, base, families)
+    return None if found is None else Interval(found.ratio, found.low, found.high)
+
+
+def _accuracy_panel(table: OutcomeTable, labels: Sequence[str], scenario: Scenario) -> Panel:
+    """Mean validation accuracy over virtual time."""
+    curves: dict[str, Sequence[tuple[float, float]]] = {}
+    for label in labels:
+        runs = [curve for curve in table.curves(label, scenario.name) if curve]
+        times_s = np.linspace(0, max(curve[-1][0] for curve in runs), CURVE_POINTS)
+        curves[label] = list(zip(times_s.tolist(), mean_curve(runs, times_s).tolist(), strict=True))
+    return Panel(scenario.name, "virtual time [s]", "validation accuracy", curves, limit=scenario.target_accuracy)
+
+
+# --- those with tables of their own ----------------------------------------------------------------------------------
+
+
+def learning(laboratory: Laboratory) -> Result:
+    """Episodes of learning by the published method with the published reward, one curve per learning seed."""
+    rows, curves = list[list[Cell]](), dict[str, Sequence[tuple[float, float]]]()
+    for seed, run in enumerate(laboratory.learned(_on_images())):
+        returns = [update.mean_return for update in run.history]
+        times_s = [statistics.fmean(update.times_s) for update in run.history]
+        ends = [statistics.fmean(some) for values in (returns, times_s) for some in (values[:5], values[-5:])]
+        rows.append([seed, len(returns), *ends])
+        curves[f"learning seed {seed}"] = [(float(update.num_episodes), update.mean_return) for update in run.history]
+    columns = [
+        "learning seed",
+        "episodes",
+        "return, first 5",
+        "return, last 5",
+        "time to target, first 5, s",
+        "last 5, s",
+    ]
+    return Table("learning", columns, rows), [Panel("Cumulative reward of an episode", "episode", "return", curves)]
+
+
+ADAPTDL = "adaptdl"
+ADAPTDL_ROWS = (
+    *("best-static", ADAPTDL, f"{ADAPTDL}:slowest=1", f"{ADAPTDL}+track", f"{ADAPTDL}:slowest=1@32"),
+    *(f"{ADAPTDL}+track@32", "goodput+track", "rule"),
+)
+ADAPTDL_SCENARIOS = ("mixed-8", "stragglers-8", "slow-link-8", "congestion-8", "adam-8", "homogeneous-8")
+
+
+def adaptdl(laboratory: Laboratory) -> Result:
+    """AdaptDL's published goodput code (bench/adaptdl) on train scenarios, dividing equally and with our fast loop."""
+    if ADAPTDL not in extension_names("dynamix.policies"):
+        raise BenchmarkError("AdaptDL's package is not installed: run this experiment with `make adaptdl`")
+    known = {scenario.name: scenario for scenario in suite_named("train").scenarios}
+    scenarios = [known[name] for name in ADAPTDL_SCENARIOS]
+    if laboratory.scale.name == "smoke":
+        scenarios = [msgspec.structs.replace(scenarios[0], **SMOKE)]
+    table = laboratory.compare(scenarios, ADAPTDL_ROWS, tuned=laboratory.tuned_by_family)
+    families, rows = [scenario.family for scenario in scenarios], list[list[Cell]]()
+    for label in ADAPTDL_ROWS:
+        sizes = [
+            run.samples_seen / run.num_steps / scenario.world_size
+            for scenario in scenarios
+            for run in table.outcomes(label, [scenario.family])
+        ]
+        rows.append(
+            [
+                *(label, *(_ratio(table, label, base, families) for base in ("best-static", "goodput+track"))),
+                *(f"{table.num_misses(label, families)} of {len(sizes)}", float(np.mean(sizes))),
+                *(_ratio(table, label, "best-static", [family]) for family in families),
+            ]
+        )
+    columns = ["policy", "vs best static", "vs goodput+track", "missed", "mean local batch", *families]
+    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("adaptdl", "autograd"))
+    return Table(ADAPTDL, columns, rows, [packages]), []
+
+
+OTHERS: Mapping[str, Callable[[Laboratory], Result]] = {"learning": learning, ADAPTDL: adaptdl}
+
+
+def evaluated(name: str, options: argparse.Namespace) -> Result:
+    """Run `dynamix evaluate` on the held-out scenarios; every policy over all families and in each."""
+    path, image = options.work / f"{name}.json", options.csv / f"{name}.png"
+    options.csv.mkdir(parents=True, exist_ok=True)
+    arguments = ["evaluate", "--resume", "--results", str(options.work / f"{name}.jsonl"), *EVALUATIONS[name]]
+    arguments += ["--json", str(path), "--png", str(image), "--jobs", str(options.jobs)]
+    if options.seeds:
+        arguments += ["--seeds", str(options.seeds)]
+    if code := dynamix(arguments):
+        raise BenchmarkError(f"dynamix {' '.join(arguments)} ended with code {code}")
+    verdict = msgspec.json.decode(path.read_bytes(), type=Verdict)
+    bases = verdict.against or ["best-static", "goodput"]
+    places = {"heterogeneous": verdict.policies, **{name: one.policies for name, one in verdict.families.items()}}
+    rows: list[list[Cell]] = []
+    for place, policies in places.items():
+        for row in policies:
+            known = {"best-static": row.vs_best_static, "goodput": row.vs_goodput, **row.against}
+            ratios = [
+                None if (one := known.get(base)) is None else Interval(one.ratio, one.low, one.high) for base in bases
+            ]
+            rows.append(
+                [place, row.policy, row.median_time_to_target_s, row.misses, row.num_runs, row.test_accuracy, *ratios]
+            )
+    columns = ["families", "policy", "median time to target, s", "missed", "runs", "test accuracy"]
+    return Table(name, [*columns, *(f"over {base}" for base in bases)], rows, [verdict.command]), []
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for; 2 when data or a package is missing."""
+    made = argparse.ArgumentParser(
+        prog="python -m bench.virtual", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [*EVALUATIONS, *EXPERIMENTS, *OTHERS]
+    made.add_argument("--only", action="append", choices=names, help="an experiment; may be repeated")
+    made.add_argument("--scale", choices=SCALES, default="reduced", help="(default: %(default)s)")
+    made.add_argument("--seeds", type=int, default=0, help="scenario seeds (default: as the scale has it)")
+    made.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
+    made.add_argument("--data", type=Path, help="directory with the data sets (default: the usual places)")
+    made.add_argument("--csv", type=Path, default=ROOT / "docs" / "results", help="(default: docs/results)")
+    made.add_argument("--work", type=Path, default=ROOT / "out" / "virtual", help="keeps runs (default: out/virtual)")
+    options = made.parse_args(arguments)
+    scale = SCALES[options.scale]
+    scale = scale._replace(num_seeds=options.seeds or scale.num_seeds)
+    laboratory = Laboratory(scale, options.work / options.scale, options.jobs, options.data)
+    usual = [name for name, one in EXPERIMENTS.items() if one.part_of == "results"] + ["learning"]
+    for name in options.only or usual:
+        about = EXPERIMENTS[name].about if name in EXPERIMENTS else (OTHERS[name].__doc__ if name in OTHERS else "")
+        print(f"{name}: {about}", flush=True)
+        try:
+            if name in EVALUATIONS:
+                table, panels = evaluated(name, options)
+            elif name in EXPERIMENTS:
+                table, panels = run_experiment(name, EXPERIMENTS[name], laboratory)
+            else:
+                table, panels = OTHERS[name](laboratory)
+        except (MissingDataError, BenchmarkError) as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 2
+        print(f"\n{table.markdown()}\n", flush=True)
+        table.write(options.csv)
+        if panels:
+            draw(panels, options.csv / f"{name}.png")
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 #
 #   sh deploy/uninstall.sh [--purge]      # or, without a clone, sh /opt/dynamix/share/dynamix/uninstall.sh
 #
-#   --purge   also the configuration, the passwords, the streams of the broker and what training jobs stored
+#   --purge   also the configuration, the authority with all keys, the streams of the broker and what training jobs stored
 #
 # A second run changes nothing. Units and drop-ins of the operator's own stay. DESTDIR=DIRECTORY as in install.sh.
 set -eu
@@ -41,18 +41,14 @@ disable() {
 }
 for service in collector reward arbitrator learner provision nats; do
     unit=dynamix-$service
-    for shard in "$units/multi-user.target.wants/$unit"@*.service; do
-        [ ! -L "$shard" ] || disable "$(basename "$shard")"
-    done
-    rm -f "$units/$unit@.service" "$units/$unit@.service.d/shard.conf"
     [ ! -e "$units/$unit.service" ] || disable "$unit.service"
     rm -f "$units/$unit.service"
 done
 if [ -n "$running" ] && [ -e "$units/dynamix-train@.service" ]; then
     systemctl stop 'dynamix-train@*'
 fi
-rm -f "$units/dynamix-train@.service" "$units/dynamix-nats.service.d/tls.conf" \
-    "$units"/dynamix-collector.service.d/ebpf.conf "$units"/dynamix-collector@.service.d/ebpf.conf
+rm -f "$units/dynamix-train@.service" "$units/dynamix-collector.service.d/ebpf.conf" \
+    "$units/dynamix-nats.service.d/other-machines.conf"
 for directory in "$units"/dynamix-*.service.d; do
     [ ! -d "$directory" ] || rmdir --ignore-fail-on-non-empty "$directory"
 done
@@ -63,7 +59,6 @@ if [ -n "$purge" ]; then
     for place in lib/dynamix-nats lib/dynamix-train cache/dynamix-arbitrator; do
         rm -rf "$root/var/$place" "$root/var/$(dirname "$place")/private/$(basename "$place")"
     done
-    rm -rf "$root"/var/cache/dynamix-arbitrator@* "$root"/var/cache/private/dynamix-arbitrator@*
 elif [ -d "$root/etc/dynamix" ]; then
     echo "kept: $root/etc/dynamix and the streams in $root/var/lib/dynamix-nats; --purge removes them"
 fi

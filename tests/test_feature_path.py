@@ -72,7 +72,7 @@ def _state(changed: Metrics) -> State:
     return state_of(msgspec.structs.replace(window, ranks=ranks, node_metrics=node))
 
 
-@pytest.mark.parametrize("column", Row._fields)
+@pytest.mark.parametrize("column", sorted({*Row._fields} - {"data_digest"}))  # ranks compare that one
 def test_every_column_of_a_row_reaches_a_message(column: str) -> None:
     def messages(row: Row) -> Any:
         totals = job_totals([row], window=0, num_steps=1, global_batch_size=64)

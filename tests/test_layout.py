@@ -1,7 +1,6 @@
 """The shape of the repository, held: the namespace, who imports whom, and who may touch the outside world."""
 
 import ast
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,13 +115,10 @@ def test_nothing_happens_on_import(package: str) -> None:
 
 # --- what keeps the folders easy to enter ----------------------------------------------------------------------------
 
-MAX_MODULES = 14
-"""Modules of one folder: more, and it wants to become two."""
-
 
 def product_files() -> list[Path]:
-    """Every module of the product and of the benchmarks."""
-    return [path for top in (*ROOTS.values(), ROOT / "bench") for path in sorted(top.rglob("*.py"))]
+    """Every module of the product."""
+    return [path for top in ROOTS.values() for path in sorted(top.rglob("*.py"))]
 
 
 def module_name(path: Path) -> str:
@@ -156,11 +152,6 @@ def absolute_imports(name: str, path: Path) -> Iterator[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             where = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{where}.{alias.name}" for alias in node.names)
-
-
-def test_no_folder_has_too_many_modules() -> None:
-    counts = Counter(path.parent for path in product_files())
-    assert {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MAX_MODULES} == {}
 
 
 def test_folders_never_import_each_other_in_a_circle() -> None:

@@ -80,7 +80,7 @@ async def test_an_action_with_another_hash_than_its_contents_is_refused(bus: Bus
     forged = msgspec.structs.replace(sealed, local_batch_sizes=(32, 1024))
     await bus.publish_action(forged, expected_last=0)
     with pytest.raises(
-        ActionStoreError, match=r"action\.first-0 at 1 is not as it was written: its hash does not match its content"
+        ActionStoreError, match=r"action\.first\.0 at 1 is not as it was written: its hash does not match its content"
     ):
         await opened(bus)
 

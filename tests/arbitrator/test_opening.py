@@ -3,8 +3,8 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -16,9 +16,8 @@ from dynamix.arbitrator import service, state_queues
 from dynamix.arbitrator.deciding import held_jobs
 from dynamix.arbitrator.deciding.held_jobs import HeldJobs, WaitingJobs, Wanted
 from dynamix.arbitrator.deciding.job_log import JobLog
-from dynamix.arbitrator.deciding.own_states import NUM_ALONE
 from dynamix.arbitrator.service import MAX_OPENING, ArbitratorSettings
-from dynamix.runtime.bus import Bus, BusMessage, Consumer
+from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
@@ -159,28 +158,6 @@ async def test_a_generation_that_comes_while_a_job_is_opened_is_opened_next(
         goes_on.set()
         assert await decisions(bus, HONEST.job, 2) == [0, 0]
         await until_counter(context, "dead_letters", 1)  # generation 5 has no specification
-
-
-@pytest.mark.parametrize(("num_states", "num_consumers"), [(1, 0), (NUM_ALONE, 0), (NUM_ALONE + 1, 1), (20, 1)])
-async def test_only_a_job_with_many_states_is_opened_by_a_consumer(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch, num_states: int, num_consumers: int
-) -> None:
-    """A crowd of new jobs has few states each, and a consumer takes as many requests as all else."""
-    made, consume = [], Bus.consume
-
-    def noted(self: Bus, stream: str, wanted: Sequence[str], **options: Any) -> Consumer:
-        made.append((stream, *wanted))
-        return consume(self, stream, wanted, **options)
-
-    await bus.publish(HONEST)
-    for window in range(num_states):
-        await bus.publish(state_of(HONEST, window))
-    monkeypatch.setattr(Bus, "consume", noted)
-    async with arbitrator_here(bus) as context:
-        await until_counter(context, "decided", num_states)
-        await until_counter(context, "jobs_waiting", 0)
-    assert made.count((FEED.name, subjects.of("state", HONEST.job, subjects.ANY))) == num_consumers
-    assert await decisions(bus, HONEST.job, num_states) == list(range(num_states))
 
 
 async def test_a_restart_decides_for_all_jobs_and_opens_none_without_states(bus: Bus) -> None:

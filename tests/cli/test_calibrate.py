@@ -74,7 +74,7 @@ def test_a_capture_that_is_cut_off_is_used_as_far_as_it_goes(file: Path, capsys:
     whole = from_capture(file)
     file.write_bytes(file.read_bytes()[:-1])
     assert from_capture(file) == whole
-    assert "records before it are good; going on with them" in capsys.readouterr().err
+    assert "records before it are good" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["my_run.toml", "Mine.toml", "my.scenario.toml"])
@@ -94,7 +94,7 @@ def test_servers_of_a_ring_are_refused(file: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("command", "instead"),
     [
-        (["calibrate", "job", "--workload", "fashion-14-mlp", "-o", "-"], "name a file, or /dev/stdout"),
+        (["calibrate", "job", "--workload", "fashion-14-mlp", "-o", "-"], "name a file"),
         (["capture", "job", "-o", "-"], "name a file\n"),
     ],
 )

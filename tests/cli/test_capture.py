@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.support import examples
-from tests.support.brokers import ConfiguredServer, consumer_names
+from tests.support.brokers import ConfiguredServer
 from tests.support.devices import device_in, identity
 from tests.support.examples import applied, event, reward
 
@@ -30,7 +30,7 @@ from dynamix.runtime.bus import Bus
 from dynamix.schemas.codec import decode_any, encode, message_id
 from dynamix.schemas.kinds import BY_STRUCT
 from dynamix.schemas.messages import Job, Message
-from dynamix.schemas.subjects import subject_of
+from dynamix.schemas.subjects import of, subject_of
 
 OTHER = "other-99999999"
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
@@ -171,9 +171,9 @@ async def test_a_signal_finishes_the_file(bus: Bus, tmp_path: Path) -> None:
         sys.executable, "-m", "dynamix.cli.main", "capture", examples.JOB, "-o", str(path),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
+    assert command.stderr is not None
     async with asyncio.timeout(30):
-        while not await consumer_names(bus, "ACTIONS"):  # noqa: ASYNC110 - the broker does not announce a new consumer
-            await asyncio.sleep(0.02)
+        await command.stderr.readuntil(b"Capturing")
         command.send_signal(signal.SIGINT)  # else it would go on until the job ends
         output, errors = await command.communicate()
     assert command.returncode == 0, errors
@@ -226,11 +226,11 @@ async def test_so_many_windows_and_no_more(bus: Bus, tmp_path: Path) -> None:
 async def test_what_cannot_be_decoded_is_kept_as_it_is(bus: Bus, tmp_path: Path) -> None:
     told = story(1)
     await publish(bus, told)
-    await bus.publish_bytes(f"dynamix.v1.report.{examples.JOB}.node-a", b"\xff not ours", "forged")
+    await bus.publish_bytes(of("report", examples.JOB, "node-a"), b"\xff not ours", "forged")
     path = tmp_path / "job.dxc"
     assert await typed("capture", examples.JOB, "--past", "-o", str(path)) == 0
     found = identities(capture.records(path))
-    assert found[-1] == (f"dynamix.v1.report.{examples.JOB}.node-a", "forged", b"\xff not ours")
+    assert found[-1] == (of("report", examples.JOB, "node-a"), "forged", b"\xff not ours")
     assert found[:-1] == expected(told)
 
 

@@ -1,5 +1,6 @@
 """Who may read the page, and what those who may not get to see."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ pytest.importorskip("starlette", reason="starlette is not installed: make venv")
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from dynamix.cli.dashboard.access import COOKIE, HEADERS, Gate
+from dynamix.cli.dashboard.access import COOKIE, HEADERS, SESSION_S, Gate
 from dynamix.cli.dashboard.settings import DashboardSettings, token_of
 
 TOKEN = "a-token-of-24-characters"
@@ -19,7 +20,9 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
     await PlainTextResponse("the page")(scope, receive, send)
 
 
-async def answer(token: str, path: str = "/", host: str = "127.0.0.1:8650", **headers: str) -> tuple[int, str, dict]:
+async def answer(
+    token: str, path: str = "/", host: str = "127.0.0.1:8650", gate: Gate | None = None, **headers: str
+) -> tuple[int, str, dict]:
     """Status, text and headers of what a GET gets."""
     path, _, query = path.partition("?")
     given = {"host": host, **headers}
@@ -39,7 +42,7 @@ async def answer(token: str, path: str = "/", host: str = "127.0.0.1:8650", **he
     async def receive() -> Message:
         return {"type": "http.request"}
 
-    await Gate(application, token)(scope, receive, send)
+    await (gate or Gate(application, token))(scope, receive, send)
     found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]).decode(), found
 
@@ -73,13 +76,22 @@ async def test_the_bearer_of_the_token_may_read_under_any_host() -> None:
     assert (await answer(TOKEN, host="10.0.0.7", authorization=f"Bearer {TOKEN}"))[:2] == (200, "the page")
 
 
-async def test_the_token_in_the_url_becomes_a_cookie_that_does_not_hold_it() -> None:
-    status, _, headers = await answer(TOKEN, f"/?token={TOKEN}")
-    assert (status, headers["location"]) == (303, "/")
-    cookie = headers["set-cookie"]
-    assert TOKEN not in cookie
-    assert {"HttpOnly", "SameSite=strict"} <= {part.strip() for part in cookie.split(";")}
-    assert (await answer(TOKEN, cookie=cookie.partition(";")[0]))[0] == 200
+async def test_the_token_in_the_url_becomes_a_session_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(application, TOKEN)
+    cookies = []
+    for _ in range(2):
+        status, _, headers = await answer(TOKEN, f"/?token={TOKEN}", gate=gate)
+        assert (status, headers["location"]) == (303, "/")
+        parts = {part.strip() for part in headers["set-cookie"].split(";")}
+        assert {"HttpOnly", "SameSite=strict", f"Max-Age={SESSION_S}"} <= parts
+        cookies.append(headers["set-cookie"].partition(";")[0])
+        assert TOKEN not in cookies[-1]
+    assert cookies[0] != cookies[1]
+    assert [(await answer(TOKEN, gate=gate, cookie=one))[0] for one in cookies] == [200, 200]
+    assert (await answer(TOKEN, cookie=cookies[0]))[0] == 401, "another process knows no session of this one"
+    now_s = time.monotonic()
+    monkeypatch.setattr("dynamix.cli.dashboard.access.time.monotonic", lambda: now_s + SESSION_S + 1)
+    assert (await answer(TOKEN, gate=gate, cookie=cookies[0]))[0] == 401
 
 
 @pytest.mark.parametrize(

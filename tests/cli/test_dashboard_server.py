@@ -20,7 +20,7 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed: make venv")
 
 from dynamix.cli.board.fleet import Fleet
 from dynamix.cli.dashboard.captured import CapturedJob
-from dynamix.cli.dashboard.server import DashboardServer
+from dynamix.cli.dashboard.server import MIN_INTERVAL_S, DashboardServer
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
 from dynamix.runtime.bus import Bus
@@ -171,6 +171,46 @@ async def test_what_comes_while_an_event_is_sent_is_in_the_next_one(page: Page) 
     async with asyncio.timeout(30):
         await page.server.application({**scope, "headers": headers, "client": ("127.0.0.1", 1)}, receive, send)
     assert [[point["window"] for point in event["curves"]] for event in sent] == [[0, 1], [2]]
+
+
+async def test_a_reader_beyond_the_limit_is_refused_until_one_leaves(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamix.cli.dashboard.server.MAX_READERS", 2)
+    readers = [events(page.server, examples.JOB) for _ in range(2)]
+    for one in readers:
+        await first(one, "overview")
+    refused = await ask(page.server, "/api/events")
+    assert (refused.status, int(refused.headers["retry-after"]) > 0) == (503, True)
+    assert (await ask(page.server, "/api/source")).status == 200
+    await readers[0].aclose()  # type: ignore[attr-defined]
+    status = b""
+    async with asyncio.timeout(30):
+        while b" 200 " not in status:
+            reader, writer = await _sent(page.server, "/api/events", "GET")
+            status = await reader.readline()
+            writer.close()
+
+
+async def test_readers_share_what_is_encoded(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    await page.bus.publish(examples.job())
+    await publish_windows(page.bus, 0, 1)
+    await page.bus.publish(examples.action(1))
+    await followed(page.fleet, 2)
+    num_encoded = 0
+
+    def counted(kind: str, document: Any) -> bytes:
+        nonlocal num_encoded
+        num_encoded += 1
+        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(document) + b"\n\n"
+
+    monkeypatch.setattr("dynamix.cli.dashboard.server._event", counted)
+    readers = [events(page.server, examples.JOB) for _ in range(50)]
+    begun_s = time.monotonic()
+    wholes = await asyncio.gather(*[first(one, "job") for one in readers])
+    assert all(len(one["curves"]) == 2 for one in wholes)
+    num_rounds = (time.monotonic() - begun_s) / MIN_INTERVAL_S + 1
+    assert num_encoded <= 2 * num_rounds + 2
 
 
 async def test_an_action_reaches_the_reader(page: Page) -> None:

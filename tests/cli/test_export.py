@@ -4,6 +4,7 @@ import asyncio
 import csv
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,12 @@ def test_parquet_without_pyarrow_names_the_extra(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert main(["export", str(DEMO), "-o", str(tmp_path / "job.parquet")]) == 1
     assert "pip install 'dynamix-batch[tables]'" in capsys.readouterr().err
+
+
+def test_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
+    fifo = tmp_path / "table.csv"
+    os.mkfifo(fifo)
+    assert main(["export", str(DEMO), "-o", str(fifo)]) == 2
 
 
 def test_a_capture_that_is_cut_off_is_exported_with_a_warning(

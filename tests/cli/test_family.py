@@ -74,7 +74,7 @@ def test_families_are_listed_shown_and_forgotten_by_provision_only(
     assert "learning rate x 1.5: 1 runs, 1 stopped, 1.25 s to the last of 1 levels" in shown
     assert "50 at 1.02e+03, 75 at 2.05e+03 samples seen" in shown
     assert main(["family", "forget", "other"]) == 1
-    assert "publish to dynamix.v1.profile.other: see its permissions" in capsys.readouterr().err
+    assert "publish to dynamix.v1.profile.other: its key is for another role" in capsys.readouterr().err
     become(monkeypatch, broker, "provision")
     assert result_of(capsys, "forget", "other") == {"family": "other", "versions_forgotten": 1}
     become(monkeypatch, broker, "watcher")

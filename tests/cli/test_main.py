@@ -1,12 +1,15 @@
 """The command line itself: help without heavy imports, suggestions, exit codes."""
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
+from tests.support.recordings import DEMO
 
 from dynamix.cli import main as cli
 from dynamix.cli.errors import CommandError
@@ -128,6 +131,20 @@ def test_a_reader_that_left_is_no_error(arguments: str) -> None:
     pipeline = f"{sys.executable} -m dynamix.cli.main {arguments} | true"
     done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("buffering", [{}, {"PYTHONUNBUFFERED": "1"}])
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "top --help", "doctor", f"inspect {DEMO}", f"replay {DEMO}"]
+)
+def test_a_full_standard_output_is_a_sentence_and_1(arguments: str, buffering: dict[str, str]) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | buffering
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "dynamix.cli.main", *arguments.split()]
+        done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("dynamix: standard output cannot be written")
 
 
 def test_a_package_that_only_some_commands_need_is_named_with_its_extra(capsys: pytest.CaptureFixture[str]) -> None:

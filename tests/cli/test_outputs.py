@@ -8,27 +8,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from bench.harness.command import benchmark_parser
-from tests.support.devices import device_in, identity, terminal
+from tests.support.devices import device_in, identity
 from tests.support.learned import policy_file
 
 from dynamix.cli import main as cli
 from dynamix.cli.connection import path as connection_file
 from dynamix.cli.main import main
-from dynamix.cli.output import write_json
 
 FOREIGN = b"import os\n\nprint('hours of work')\n"
 OUTPUTS = {"--json", "--png", "--output", "--results", "--log"}
 WITHOUT = {"train", "serve-gradients", "up", "dashboard", "trace"}
 """Commands without a file of output; `up` has a directory, see below."""
-GROWING = {
-    ("capture", "--output"),
-    ("learn", "--output"),
-    ("evaluate", "--results"),
-    ("tune", "--results"),
-    ("keys", "--output"),
-}
-"""What is appended to, or read again, cannot be a device."""
 
 
 class Option(NamedTuple):
@@ -80,7 +70,6 @@ def refused(option: Option, path: Path, capsys: pytest.CaptureFixture[str]) -> s
 def test_every_command_has_its_outputs_in_this_test() -> None:
     assert {option.words[0] for option in ALL} == set(cli.COMMANDS) - WITHOUT
     assert {option.flag for option in ALL} == OUTPUTS
-    assert {option.name for option in ALL} >= GROWING
 
 
 @pytest.mark.parametrize("option", FILES, ids=named)
@@ -108,7 +97,7 @@ def test_a_file_of_the_users_stays_as_it_is(option: Option, tmp_path: Path, caps
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-@pytest.mark.parametrize("option", [option for option in FILES if option.name in GROWING], ids=named)
+@pytest.mark.parametrize("option", FILES, ids=named)
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_device_stays_a_device(
     option: Option, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, linked: bool
@@ -121,14 +110,6 @@ def test_a_device_stays_a_device(
     sentence = refused(option, path, capsys)
     assert any(f"{path} is a {kind}: name a file" in sentence for kind in ("device", "FIFO"))
     assert (identity(device), sorted(tmp_path.iterdir())) == (before, held)
-
-
-def test_json_goes_into_a_device() -> None:
-    with terminal() as device:
-        before = identity(device.path)
-        write_json({}, str(device.path))
-        assert os.read(device.reader, 10) == b"{}\r\n"
-        assert identity(device.path) == before
 
 
 def test_curves_go_into_a_directory_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,18 +209,3 @@ def test_a_directory_in_the_connection_files_place_is_said_before_anything_start
     assert main(["up", "--store-dir", str(tmp_path / "store")]) == 2
     assert "connection.json is a directory: name a file" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.parametrize("flag", ["--json", "--png"])
-def test_a_benchmark_refuses_the_same_before_it_measures(
-    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parser = benchmark_parser("some", "measures", has_figure=True)
-    (tmp_path / "train.py").write_bytes(FOREIGN)
-    for path, reason in ((tmp_path, "is a directory"), (tmp_path / "train.py", "would be lost")):
-        with pytest.raises(SystemExit, match="2"):
-            parser.parse_args([flag, str(path)])
-        assert reason in capsys.readouterr().err
-    made = tmp_path / "out" / "figures"
-    assert vars(parser.parse_args([flag, str(made)]))[flag[2:]] == str(made)
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

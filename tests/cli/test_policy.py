@@ -13,6 +13,7 @@ from tests.support.foreign_policy import of_other_features
 from dynamix.arbitrator.learned import policy_file
 from dynamix.cli.commands.policy.catalogue import AvailablePolicy, table
 from dynamix.cli.main import main
+from dynamix.runtime.bus.authority import Authority
 
 FIRST, SECOND, OTHER = (
     learned.policy_file(seeds=(seed,), scores={"vs_rule": 0.93}, scenarios=("mixed-8",)).to_bytes()
@@ -103,7 +104,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(
     assert main(["policy", "import", str(good)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("dynamix policy: the broker does not let user 'watcher' publish to $o.policies.c.")
-    broker.password_file("watcher").write_text("wrong")
+    broker.credential("watcher").write_text(Authority.new().issue("watcher", "watcher", [], days=1).text())
     assert main(["policy", "list"]) == 1
     assert "refuses user 'watcher'" in capsys.readouterr().err
 

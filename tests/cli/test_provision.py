@@ -1,13 +1,16 @@
 """`dynamix provision` on a real broker."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.deployed_broker import DeployedBroker, become, deployed_broker
+from tests.support.raw_client import raw_client
 
 from dynamix.cli.main import main
+from dynamix.runtime.bus.authority import Authority
 from dynamix.schemas.streams import STREAMS
 
 
@@ -38,15 +41,36 @@ def test_a_service_that_tries_is_told_whose_work_it_is(
     assert "does not let user 'reward' publish to" in capsys.readouterr().err
 
 
-def test_a_wrong_password_is_said_to_be_wrong(
+def test_a_key_of_another_authority_is_refused(
     broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broker.password_file("provision").write_text("wrong")
+    stranger = Authority.new().issue("provision", "provision", [], days=1)
+    broker.credential("provision").write_text(stranger.text())
     monkeypatch.setenv("DYNAMIX_LOG_LEVEL", "error")
     assert main(["provision", "--wait", "5"]) == 1
     error = capsys.readouterr().err
     assert "refuses user 'provision'" in error
-    assert "wrong" not in error
+    assert stranger.seed not in error
+
+
+def test_what_was_stored_on_a_subject_is_removed_and_decisions_never_are(
+    broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def store() -> None:
+        async with raw_client(broker.settings("trainer")) as client:
+            for run in ("r1", "r2"):
+                await client.ask(f"dynamix.v1.report.alice.{run}.node-a", b"x")
+            await client.ask("dynamix.v1.report.job.r1.node-a", b"x")
+
+    assert main(["provision"]) == 0
+    asyncio.run(store())
+    capsys.readouterr()
+    assert main(["provision", "--purge", "dynamix.v1.report.alice.*.*"]) == 0
+    assert capsys.readouterr().out == "FEED: 2 messages removed\n"
+    assert main(["provision", "--purge", "dynamix.v1.action.alice.*"]) == 1
+    assert main(["provision", "--purge", "dynamix.v1.live.>"]) == 2
+    become(monkeypatch, broker, "watcher")
+    assert main(["provision", "--purge", "dynamix.v1.report.>"]) == 1
 
 
 def test_a_broker_that_is_away_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

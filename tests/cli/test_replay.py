@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.support import examples
-from tests.support.recordings import DEMO, JobRecording, changed
+from tests.support.recordings import DEMO, JobRecording, Matching, changed
 
 from dynamix.cli.main import main
 from dynamix.recording.capture import CaptureWriter, Record, read_header, records
@@ -35,6 +35,19 @@ def with_other_sizes(record: Record) -> Record:
 def test_equal_is_zero(into: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert played(DEMO, "--into", into) == 0
     assert "EQUAL: of" in capsys.readouterr().out
+
+
+def test_what_cannot_all_be_compared_is_one_and_not_called_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    middle = next(record.sequence for record in records(DEMO) if Matching("report", 10)(record))
+    later = changed(
+        DEMO, tmp_path / "later.dxc", lambda one: one if one.stream != "FEED" or one.sequence >= middle else None
+    )
+    assert played(later) == 1
+    output = capsys.readouterr().out
+    assert "INCOMPLETE: of 19" in output
+    assert "11 recorded actions and events were not compared" in output
 
 
 def test_different_is_one_and_shows_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

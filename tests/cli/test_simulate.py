@@ -89,9 +89,12 @@ def test_missing_data_is_said_with_the_way_to_get_it(
     assert "make data" in capsys.readouterr().err
 
 
-def test_a_device_that_nobody_knows_is_said(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", scenario, "--device", "abacus", "--data", str(DATA)]) == 1
-    assert "--device 'abacus': PyTorch knows no such device; use cpu" in capsys.readouterr().err
+@pytest.mark.parametrize("device", ["abacus", "meta", "cuda:99"])
+def test_a_device_that_cannot_compute_is_refused(
+    device: str, scenario: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", scenario, "--device", device, "--data", str(DATA)]) == 1
+    assert f"dynamix simulate: --device '{device}'" in capsys.readouterr().err
 
 
 def test_scenarios_that_are_shipped_have_names() -> None:

@@ -11,7 +11,7 @@ import pytest
 from dynamix.cli.commands.train import command as train
 from dynamix.cli.errors import CommandError
 from dynamix.cli.main import main
-from dynamix.runtime.key_file import key_file_text
+from dynamix.runtime.bus.authority import Authority
 from dynamix.runtime.settings import BusSettings
 
 TORCHRUN = ["--standalone", "--nproc-per-node", "1"]
@@ -59,18 +59,19 @@ def test_one_node_is_one_node_whatever_the_script_is_told(arguments: list[str]) 
 
 
 def test_a_credential_says_which_jobs_can_be_trained(tmp_path: Path) -> None:
-    def bus(*jobs: str) -> BusSettings:
-        file = tmp_path / "alice.nkey"
-        file.write_text(key_file_text("SUA", name="alice", inbox="alice", jobs=jobs, api=""))
-        return BusSettings(nkey_file=str(file))
+    def bus(*names: str, role: str = "trainer") -> BusSettings:
+        file = tmp_path / "alice.creds"
+        file.write_text(Authority.new().issue("alice", role, names, days=1).text())
+        return BusSettings(creds_file=str(file))
 
-    assert train.permitted("", None, bus("alice-1")) == "alice-1"
-    assert train.permitted("alice-2", "mnist", bus("alice-1", "alice-2")) == "alice-2"
-    assert train.permitted("any", None, bus()) == "any"
-    assert train.permitted("any", None, BusSettings()) == "any"
-    for given, name in (("", None), ("bob-1", None), ("", "mnist")):
-        with pytest.raises(CommandError, match="is for alice-1, alice-2 only: pass one of them with --job") as caught:
-            train.permitted(given, name, bus("alice-1", "alice-2"))
+    assert train.permitted("", None, bus("mnist")) == "mnist"
+    assert train.permitted("", "mnist", bus("mnist", "resnet")) == "mnist"
+    assert train.permitted("resnet-0a1b2c3d", None, bus("mnist", "resnet")) is None
+    assert train.permitted("any-1", None, bus(role="watcher")) is None
+    assert train.permitted("any-1", None, BusSettings()) is None
+    for given, name in (("", None), ("bob-1", None), ("", "bob"), ("bob-1", "mnist")):
+        with pytest.raises(CommandError, match="is for jobs named mnist, resnet only: pass one of them") as caught:
+            train.permitted(given, name, bus("mnist", "resnet"))
         assert caught.value.exit_code == 2
 
 

@@ -170,6 +170,18 @@ async def test_a_misspelt_setting_is_a_usage_error(environ: dict[str, str]) -> N
         await wrong.says("never")
 
 
+@pytest.mark.parametrize(
+    "setting", ["DYNAMIX_NODE=a b", "DYNAMIX_COLLECTOR_PROBE=none", "DYNAMIX_COLLECTOR_AGENTS=/no"]
+)
+async def test_it_ends_when_a_service_cannot_use_its_settings(setting: str, environ: dict[str, str]) -> None:
+    name, _, value = setting.partition("=")
+    up = await start({**environ, name: value})
+    _, said = await asyncio.wait_for(up.process.communicate(), 30)
+    assert up.process.returncode
+    assert b"starting it again" not in said
+    assert said.decode().splitlines()[-1].startswith("dynamix up: ")
+
+
 async def test_with_a_port_of_metrics_each_service_has_one(environ: dict[str, str]) -> None:
     first = free_port()
     up = await start(environ, "--metrics-port", str(first))

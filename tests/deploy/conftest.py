@@ -1,5 +1,6 @@
 """A broker with the deployed configuration, one for all tests of a module, and services that are scraped."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,15 +18,23 @@ from dynamix.runtime.bus.provision import provision
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedBroker]:
-    """One for a module: nothing that a test is refused can disturb another."""
+    """One for a module, with its streams: nothing that a test is refused can disturb another."""
     directory: Path = tmp_path_factory.mktemp("broker")
     with deployed_broker(directory) as running:
+        asyncio.run(_provision(running))
+        assert running.keys("refresh") == 0
         yield running
+
+
+async def _provision(broker: DeployedBroker) -> None:
+    bus = await Bus.connect(broker.settings("provision"), name="test-1")
+    await provision(bus)
+    await bus.close()
 
 
 @pytest.fixture
 async def connect(broker: DeployedBroker) -> AsyncIterator[Any]:
-    """`await connect(user)`: a bus as that user; the streams exist."""
+    """`await connect(user)`: a bus as that user."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def connect_as(user: str, name: str = "test-1") -> Bus:
@@ -33,7 +42,6 @@ async def connect(broker: DeployedBroker) -> AsyncIterator[Any]:
             stack.push_async_callback(bus.close)
             return bus
 
-        await provision(await connect_as("provision"))
         yield connect_as
 
 

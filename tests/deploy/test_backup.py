@@ -6,13 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-from bench.failover.bystander import Bystander
-from bench.failover.servers import NUM_SERVERS, ThreeServers
-from bench.harness.steady_job import running_job
+from bench.jobs import running_job
 from tests.support.brokers import connected, until
 from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
 from tests.support.decision_checks import check_chain, check_decisions
 from tests.support.deployed_broker import DEPLOY
+from tests.support.server_cluster import NUM_SERVERS, Bystander, ThreeServers
 
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer

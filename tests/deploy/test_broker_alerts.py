@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.support import examples
-from tests.support.alert_trials import Phase, Recorded, Sample, check_alerts, needs
+from tests.support.alert_trials import Phase, Sample, check_alerts, needs
 from tests.support.brokers import ConfiguredServer, connected, publish_states, publish_unstored, until
 from tests.support.control_plane import NODE, one_node_job
 from tests.support.lagging_copy import LaggingCopy
@@ -19,7 +19,7 @@ from tests.support.services_here import services_here
 from dynamix.arbitrator import shown as arbitrator_shown
 from dynamix.cli.commands.doctor import bus as doctor
 from dynamix.cli.commands.doctor.check import DoctorCheck
-from dynamix.runtime.bus.broker.requests import Answer
+from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
@@ -88,37 +88,41 @@ async def test_a_feed_that_is_flooded(plane: ScrapedPlane, tmp_path: Path, monke
     )
 
 
-@pytest.mark.parametrize(("stream", "wanted"), [("FEED", ("state", "any", "x")), ("ACTIONS", ("action", "any"))])
-async def test_a_stream_with_consumers_without_end(
-    plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str, wanted: tuple[str, ...]
-) -> None:
-    """A client with an operator's key makes them, at once or little by little."""
-    monkeypatch.setattr(arbitrator_shown, "STREAMS_EVERY_S", 0.05)
-    name, filtered = f'stream_consumers{{component="arbitrator",stream="{stream}"}} ', subjects.of(*wanted)
-    await plane.scraped("arbitrator", lambda text: name in text)
+async def test_an_operation_that_the_broker_refuses_another_client(plane: ScrapedPlane, tmp_path: Path) -> None:
+    log = tmp_path / "nats.log"
+    log.write_text("[ERR] an older Publish Violation\n")
+    shown = arbitrator_shown.ShownDecisions(plane.services["arbitrator"].context.metrics)
+    following = asyncio.create_task(shown.follow_violations(log))
+    name = 'broker_violations_total{component="arbitrator"}'
+    await plane.scraped("arbitrator", lambda text: f"{name} 0.0" in text)
     before = await plane.record()
 
-    async def make(name: str) -> None:
-        config = {"name": name, "ack_policy": "none", "mem_storage": True, "filter_subject": filtered}
-        body = {"stream_name": stream, "config": config, "action": "create"}
-        await plane.bus.requests.ask(f"CONSUMER.CREATE.{stream}.{name}.{filtered}", body, Answer)
+    async def be_refused() -> None:
+        with log.open("a") as lines:
+            lines.write('[INF] something else\n[ERR] Publish Violation - JWT User "U1", Subject "x"\n')
+        await plane.scraped("arbitrator", lambda text: f"{name} 1.0" in text)
+        log.rename(tmp_path / "nats.log.1")
+        log.write_text("[ERR] Subscription Violation\n")
+        await plane.scraped("arbitrator", lambda text: f"{name} 2.0" in text)
 
-    for start in range(0, 550, 50):
-        await asyncio.gather(*[make(f"crowd-{number}") for number in range(start, start + 50)])
-    await plane.scraped("arbitrator", lambda text: f"{name}55" in text)
-    crowded = await plane.record()
-    scraped = crowded["arbitrator"].after
-    assert scraped is not None
-    (counted,) = [key for key in scraped if "stream_consumers" in key and f'"{stream}"' in key]
-    many = scraped | {counted: Sample(is_counter=False, value=4501.0)}
+    refused = await plane.record(be_refused())
     check_alerts(
         tmp_path,
         Phase(20, before, set()),
-        Phase(10, crowded, {"DynamixConsumersCrowded"}),
-        Phase(20, crowded, set()),
-        Phase(30, {**crowded, "arbitrator": Recorded(many, many, 1.0)}, {"DynamixConsumersCrowded"}),
-        Phase(20, before, set()),
+        Phase(5, refused, {"DynamixOperationsRefused"}),
+        Phase(25, await plane.record(), set()),
     )
+    following.cancel()
+
+
+async def test_a_credential_that_expires_soon(
+    plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = []
+    for days in (31, 29):
+        monkeypatch.setattr(BrokerConnection, "seconds_left", days * 86400.0)
+        recorded.append(await plane.record())
+    check_alerts(tmp_path, Phase(20, recorded[0], set()), Phase(20, recorded[1], {"DynamixCredentialExpires"}))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`dynamix capture` as the user `watcher` of deploy/nats.conf, who may publish nothing."""
+"""`dynamix capture` with a watcher's key, who may publish nothing."""
 
 import asyncio
 import sys
@@ -11,14 +11,10 @@ from tests.support.deployed_broker import DeployedBroker
 from dynamix.cli.services import bus_environment
 from dynamix.recording import capture
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.provision import provision
 
 
 async def test_a_watcher_may_capture(broker: DeployedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = (("trainer", examples.job()), ("trainer", examples.report()), ("collector", examples.state()))
-    bus = await Bus.connect(broker.settings("provision"), name="test-1")
-    await provision(bus)
-    await bus.close()
     for user, message in (*sent, ("arbitrator", examples.action(hash=bytes(32)))):
         bus = await Bus.connect(broker.settings(user), name="test-1")
         await bus.publish(message)

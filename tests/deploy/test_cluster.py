@@ -1,10 +1,10 @@
 """nats-cluster.conf and make-cluster.sh: three real servers, every stream three times; strangers stay outside."""
 
+import asyncio
 import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from bench.failover.servers import free_ports
 from tests.support import examples
 from tests.support.brokers import connected, until
-from tests.support.deployed_broker import DEPLOY, STORE, make_secrets
+from tests.support.deployed_broker import DEPLOY, STORE, make_authority
 from tests.support.hostile import refused
+from tests.support.server_cluster import free_ports
 
 from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus, PermissionDeniedError
@@ -32,19 +32,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 START_TIMEOUT_S = 60.0
-RELOADED = "Reloaded server configuration"
 LISTEN = '"0.0.0.0:6222"'
 
 
 class Deployment:
-    """Certificates, passwords and the three files of variables; servers are started one by one."""
+    """Certificates, keys and the three files of variables; servers are started one by one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._secrets = directory / "secrets"
         self._ports = free_ports(3)
         self._certificate = certificate(directory)
-        self._variables = make_secrets(self._secrets)
+        make_authority(directory)
         addresses = [f"localhost:{port}" for port in self._ports]
         self.said = make_cluster(self._secrets, *addresses).stdout
         self.urls: dict[int, str] = {}
@@ -52,32 +51,16 @@ class Deployment:
     def settings(self, user: str) -> BusSettings:
         return BusSettings(
             url=",".join(self.urls.values()),
-            user=user,
-            password_file=str(self._secrets / f"{user}.password"),
+            creds_file=str(self._directory / "credentials" / f"{user}.creds"),
             ca_file=str(self._certificate),
         )
 
-    def key(self, name: str) -> BusSettings:
-        """With a key of `dynamix keys` that `copied` may have brought to the servers."""
-        file = self._directory / f"{name}.nkey"
-        return BusSettings(url=",".join(self.urls.values()), nkey_file=str(file), ca_file=str(self._certificate))
-
     def keys(self, *words: str) -> None:
-        """Run `dynamix keys` on the first server's users."""
-        assert main(["keys", *words, "--users", str(self._directory / "1" / "users" / "users.conf")]) == 0
-
-    def copied(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
-        """Copy the first server's users to the others, and reload those that run, as deploy/README.md says."""
-        for number in (2, 3):
-            for file in (self._directory / "1" / "users").iterdir():
-                shutil.copy(file, self._directory / str(number) / "users" / file.name)
-        for number, process in processes.items():
-            before = self.log(number).count(RELOADED)
-            process.send_signal(signal.SIGHUP)
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while self.log(number).count(RELOADED) == before:
-                assert time.monotonic() < deadline, self.log(number)[-2000:]
-                time.sleep(0.01)
+        """Run `dynamix keys`, which tells one of the servers."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DYNAMIX_NATS_URL", ",".join(self.urls.values()))
+            patch.setenv("DYNAMIX_NATS_CA_FILE", str(self._certificate))
+            assert main(["keys", *words, "--authority", str(self._directory / "authority" / "authority.json")]) == 0
 
     def log(self, number: int) -> str:
         return (self._directory / str(number) / "log").read_text()
@@ -86,12 +69,13 @@ class Deployment:
     def server(self, number: int, **changes: str) -> Iterator[subprocess.Popen[bytes]]:
         """Run server 1, 2 or 3 with what make-cluster.sh wrote for it."""
         home = self._directory / str(number)
-        (home / "users").mkdir(parents=True)
-        for file in (*DEPLOY.glob("*.conf"), *DEPLOY.glob("users/*.conf")):
+        home.mkdir()
+        shutil.copy(self._directory / "accounts.conf", home)
+        for file in DEPLOY.glob("*.conf"):
             text = file.read_text().replace(STORE, str(home / "store"))
-            (home / file.relative_to(DEPLOY)).write_text(text.replace(LISTEN, f'"127.0.0.1:{self._ports[number - 1]}"'))
+            (home / file.name).write_text(text.replace(LISTEN, f'"127.0.0.1:{self._ports[number - 1]}"'))
         tls = {"CERTIFICATE": self._certificate, "KEY": self._certificate.with_suffix(".key"), "CA": self._certificate}
-        environ = {**os.environ, **self._variables, **variables_of(self._secrets / f"cluster-{number}.env")}
+        environ = {**os.environ, **variables_of(self._secrets / f"cluster-{number}.env")}
         environ |= {f"NATS_TLS_{name}": str(path) for name, path in tls.items()} | changes
         options = ["-p", "-1", "-m", "-1", "--ports_file_dir", str(home), "-l", str(home / "log"), "-a", "127.0.0.1"]
         command = [str(server_binary()), "-c", str(home / "nats-cluster.conf"), *options]
@@ -139,8 +123,7 @@ def provision(settings: BusSettings) -> dict[str, Any]:
     """`dynamix provision --replicas 3`, as an operator runs it."""
     environ: Mapping[str, str] = {
         "DYNAMIX_NATS_URL": settings.url,
-        "DYNAMIX_NATS_USER": settings.user,
-        "DYNAMIX_NATS_PASSWORD_FILE": settings.password_file,
+        "DYNAMIX_NATS_CREDS_FILE": settings.creds_file,
         "DYNAMIX_NATS_CA_FILE": settings.ca_file,
     }
     command = [sys.executable, "-m", "dynamix.cli.main", "provision", "--replicas", "3", "--json", "-"]
@@ -159,6 +142,7 @@ async def test_three_servers_keep_what_they_acknowledged_when_one_is_killed(tmp_
         made = provision(deployment.settings("provision"))["streams"]
         assert [one["stream"] for one in made] == [stream.name for stream in STREAMS]
         assert {one["result"] for one in made} == {"created"}
+        await asyncio.to_thread(deployment.keys, "refresh")
         bus = await Bus.connect(deployment.settings("trainer"), name="trainer-1")
         try:
             sequences = [await bus.publish(examples.report(window=window)) for window in range(20)]
@@ -168,11 +152,14 @@ async def test_three_servers_keep_what_they_acknowledged_when_one_is_killed(tmp_
         finally:
             await bus.close()
         assert sequences == list(range(1, 41))
-        reader = await Bus.connect(deployment.settings("collector"), name="collector-1")
+        reader = await Bus.connect(deployment.settings("collector-node-a"), name="collector-1")
         try:
             found = []
             async with reader.consume(
-                FEED.name, [subjects.of("report", subjects.ANY, "node-a")], start="all", durable="test"
+                FEED.name,
+                [subjects.of("report", subjects.ANY, "node-a")],
+                start="all",
+                durable="collector-node-a",
             ) as consumer:
                 async for batch in consumer:
                     found += [message.sequence for message in batch]
@@ -185,45 +172,42 @@ async def test_three_servers_keep_what_they_acknowledged_when_one_is_killed(tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_keys_are_made_rotated_and_revoked_on_three_servers_while_they_run(tmp_path: Path) -> None:
-    """One key is good at each of the three; a rotation disturbs no connection; a revocation ends it at each."""
+async def test_keys_are_made_and_revoked_on_three_servers_while_they_run(tmp_path: Path) -> None:
+    """One key is good at each of the three at once; a revocation that one is told ends it at all."""
     deployment = Deployment(tmp_path)
     with contextlib.ExitStack() as running:
-        processes = {number: running.enter_context(deployment.server(number)) for number in (1, 2, 3)}
-        provision(deployment.settings("provision"))
-        file = str(tmp_path / "alice.nkey")
-        deployment.keys("create", "alice", "--role", "trainer", "--job", examples.JOB, "-o", file)
-        deployment.copied(processes)
         for number in (1, 2, 3):
-            own = msgspec.structs.replace(deployment.key("alice"), url=deployment.urls[number])
-            async with connected(own, "trainer-1") as bus:
+            running.enter_context(deployment.server(number))
+        provision(deployment.settings("provision"))
+        name = subjects.name_and_run(examples.JOB)[0]
+        alice = deployment.settings("alice")
+        await asyncio.to_thread(
+            deployment.keys, *f"create alice --role trainer --job {name} -o".split(), alice.creds_file
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            closed: list[str] = []
+            for number in (1, 2, 3):
+                own = msgspec.structs.replace(alice, url=deployment.urls[number])
+                bus = await stack.enter_async_context(connected(own, "trainer-1", on_closed=closed.append))
                 assert await bus.publish(examples.report(window=number)) == number
                 assert await refused(bus, subjects.of("job", "other-1")) == [True]
-        async with connected(deployment.key("alice"), "trainer-1") as bus:
-            deployment.keys("rotate", "alice", "-o", file)
-            deployment.copied(processes)
-            async with connected(deployment.key("alice"), "trainer-2") as newer:
-                deployment.keys("revoke", "alice", "--old")
-                deployment.copied(processes)
-                await until(lambda: bus.counters["reconnects"] == 1)  # it read the new key, and goes on with it
-                assert await bus.publish(examples.report(window=4)) == 4
-                assert newer.counters["reconnects"] == 0
-        deployment.keys("revoke", "alice")
-        deployment.copied(processes)
+            await asyncio.to_thread(deployment.keys, "revoke", "alice")
+            await until(lambda: len(closed) == 3)
         for url in deployment.urls.values():
             with pytest.raises(PermissionDeniedError):
-                await Bus.connect(msgspec.structs.replace(deployment.key("alice"), url=url), name="trainer-1")
+                await Bus.connect(msgspec.structs.replace(alice, url=url), name="trainer-1")
 
 
-def test_a_server_with_another_password_is_refused(tmp_path: Path) -> None:
+def test_a_server_with_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path)
-    own = variables_of(tmp_path / "secrets" / "cluster-2.env")
-    changed = {key: value.replace(own["NATS_CLUSTER_PASSWORD"], "another") for key, value in own.items()}
-    with deployment.server(1), deployment.server(2, **changed):
+    (tmp_path / "other").mkdir()
+    other = certificate(tmp_path / "other")
+    changed = {"CERTIFICATE": other, "KEY": other.with_suffix(".key")}
+    with deployment.server(1), deployment.server(2, **{f"NATS_TLS_{key}": str(file) for key, file in changed.items()}):
         deadline = time.monotonic() + START_TIMEOUT_S
-        while "authentication error" not in deployment.log(1).lower() and time.monotonic() < deadline:
+        while "tls handshake failure" not in deployment.log(1).lower() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert "authentication error" in deployment.log(1).lower()
+        assert "tls handshake failure" in deployment.log(1).lower()
 
 
 def test_the_files_of_the_three_differ_in_their_name_only(tmp_path: Path) -> None:
@@ -234,11 +218,8 @@ def test_the_files_of_the_three_differ_in_their_name_only(tmp_path: Path) -> Non
     found = [variables_of(tmp_path / f"cluster-{number}.env") for number in (1, 2, 3)]
     assert [one.pop("NATS_SERVER_NAME") for one in found] == ["dynamix-1", "dynamix-2", "dynamix-3"]
     assert found[0] == found[1] == found[2]
-    hosts = [found[0][f"NATS_ROUTE_{number}"].rpartition("@")[2] for number in (1, 2, 3)]
+    hosts = [found[0][f"NATS_ROUTE_{number}"].removeprefix("nats-route://") for number in (1, 2, 3)]
     assert hosts == ["a.example:6222", "b.example:7000", "10.0.0.3:6222"]
-    assert make_cluster(tmp_path, "a.example", "b.example:7000", "10.0.0.3").returncode == 0
-    assert variables_of(tmp_path / "cluster-1.env")["NATS_CLUSTER_PASSWORD"] == found[0]["NATS_CLUSTER_PASSWORD"]
-    assert (tmp_path / "cluster-1.env").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("servers", [(), ("a", "b"), ("a", "b", "c", "d"), ("a", "b", "c d"), ("a", "", "c")])

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(script: str, root: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Without what it depends on: that is for pip."""
+    """Without what it depends on, which is lent from here: that is for pip."""
     environ = {
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
         "DESTDIR": str(root),
         "PYTHON": os.path.realpath(sys.executable),
         "PIP_NO_DEPS": "1",
         "PIP_NO_INDEX": "1",
+        "PYTHONPATH": sysconfig.get_path("purelib"),
     }
     command = ["sh", str(ROOT / "deploy" / script), *arguments]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=check)
@@ -65,6 +67,15 @@ def tree(root: Path) -> dict[str, str]:
     return found
 
 
+def check_modes(etc: Path) -> None:
+    """Others can read what is no secret only."""
+    open_to_others = {path.name for path in etc.rglob("*") if path.stat().st_mode & 0o077}
+    assert open_to_others == {"ca.pem", "accounts.conf", "nats.conf", "dynamix.env", "train"}
+    assert {path.name for path in (etc / "credentials").iterdir()} == {
+        f"{name}.creds" for name in (*SERVICES, "learner", "provision", "watcher")
+    }
+
+
 def units(root: Path) -> set[str]:
     return {path.name for path in (root / UNITS).glob("*.service")}
 
@@ -79,6 +90,7 @@ def test_a_second_run_changes_nothing_and_uninstall_leaves_what_is_the_operators
     assert (root / "etc/dynamix/nats.conf").read_text() == (ROOT / "deploy/nats.conf").read_text()
     assert (root / "etc/dynamix/credentials").stat().st_mode & 0o777 == 0o700
     assert not list((root / UNITS).glob("*.service.d/*")), "drop-ins are asked for"
+    check_modes(root / "etc/dynamix")
 
     run("install.sh", root, str(wheel))
     assert tree(root) == first
@@ -119,32 +131,39 @@ def test_edited_configuration_stays_and_unedited_is_brought_up_to_date(root: Pat
     run("install.sh", root, str(wheel))
     installed = root / "etc/dynamix"
     (installed / "dynamix.env").write_text("DYNAMIX_NODE=node-a\n")
-    before = (installed / "credentials/reward.password").read_text()
-    (installed / "credentials/reward.password").unlink()
     for name in ("etc/dynamix", "opt/dynamix/share/dynamix/installed"):  # as an older version had it
         (root / name / "nats.conf").write_text("# older\n")
+
+    (root / "opt/dynamix/share/dynamix/installed/dynamix.env").write_text("# older\n")
 
     told = run("install.sh", root, str(wheel)).stdout
     assert (installed / "dynamix.env").read_text() == "DYNAMIX_NODE=node-a\n"
     assert (installed / "dynamix.env.new").read_text() == (ROOT / "deploy/systemd/dynamix.env").read_text()
     assert told == f"kept {installed}/dynamix.env, which was edited; the new one is {installed}/dynamix.env.new\n"
     assert (installed / "nats.conf").read_text() == (ROOT / "deploy/nats.conf").read_text()
-    assert (installed / "credentials/reward.password").read_text() != before
+    assert run("install.sh", root, str(wheel)).stdout == "", "it was said once"
 
     shutil.copy(installed / "dynamix.env.new", installed / "dynamix.env")
     assert run("install.sh", root, str(wheel)).stdout == ""
     assert not (installed / "dynamix.env.new").exists()
 
 
-def test_a_machine_that_only_trains_has_the_collector_and_no_password_is_made_up(root: Path, wheel: Path) -> None:
-    run("install.sh", root, "--node", "--ebpf", str(wheel))
+def test_a_machine_that_only_trains_has_the_collector_and_asks_for_two_files(root: Path, wheel: Path) -> None:
+    told = run("install.sh", root, "--node", "broker.example", "--ebpf", str(wheel)).stdout
+    assert "missing: /etc/dynamix/ca.pem /etc/dynamix/credentials/collector.creds" in told
     assert units(root) == {"dynamix-collector.service", "dynamix-train@.service"}
     drop_ins = [str(path.relative_to(root / UNITS)) for path in (root / UNITS).glob("*.d/*.conf")]
     assert drop_ins == ["dynamix-collector.service.d/ebpf.conf"]
-    assert list((root / "etc/dynamix/credentials").iterdir()) == []
+    etc = root / "etc/dynamix"
+    assert list((etc / "credentials").iterdir()) == []
+    assert (etc / "credentials").stat().st_mode & 0o777 == 0o700
+    assert not (etc / "authority").exists()
+    assert "DYNAMIX_NATS_URL=tls://broker.example:4222\n" in (etc / "dynamix.env").read_text()
     before = tree(root)
-    run("install.sh", root, str(wheel))
-    assert tree(root) == before, "the options still hold"
+    for name in ("ca.pem", "credentials/collector.creds"):
+        (etc / name).write_text("from the broker\n")
+    assert run("install.sh", root, str(wheel)).stdout == ""
+    assert tree(root).items() >= before.items(), "the options still hold"
     (root / UNITS / "dynamix-collector.service.d/mine.conf").write_text("[Service]\n")
     run("uninstall.sh", root)
     assert set(tree(root / UNITS)) == {"dynamix-collector.service.d/mine.conf"}
@@ -152,83 +171,40 @@ def test_a_machine_that_only_trains_has_the_collector_and_no_password_is_made_up
 
 @pytest.mark.skipif(shutil.which("systemctl", path="/usr/bin:/bin") is None, reason="systemctl is MISSING here")
 def test_the_services_are_enabled_but_not_the_learner(root: Path, wheel: Path) -> None:
-    run("install.sh", root, "--tls", str(wheel))
+    run("install.sh", root, "--host", "broker.example", str(wheel))
     wanted = {path.name for path in (root / UNITS / "multi-user.target.wants").iterdir()}
     assert wanted == ON_THE_BROKERS_MACHINE - {"dynamix-train@.service"}
-    assert (root / UNITS / "dynamix-nats.service.d/tls.conf").is_file()
+    assert (root / UNITS / "dynamix-nats.service.d/other-machines.conf").is_file()
 
 
-def test_a_shard_has_instances_of_the_units_once_its_keys_are_there(root: Path, wheel: Path) -> None:
-    def instances() -> set[str]:
-        wanted = root / UNITS / "multi-user.target.wants"
-        return {path.name for path in wanted.glob("*@b.service")}
+def test_certificates_have_all_names_and_are_made_again_only_when_one_is_new(root: Path, wheel: Path) -> None:
+    def names() -> set[str]:
+        command = ["openssl", "x509", "-in", str(certificate), "-noout", "-ext", "subjectAltName"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return {word.strip(" ,") for word in shown.splitlines()[1].split(", ")}
 
-    installed = run("install.sh", root, "--ebpf", "--shard", "b", str(wheel))
-    templates = {f"dynamix-{service}@.service" for service in (*SERVICES, "provision")}
-    assert units(root) == ON_THE_BROKERS_MACHINE | templates
-    for name in (*SERVICES, "provision"):
-        template = root / UNITS / f"dynamix-{name}@.service"
-        assert template.read_text() == (ROOT / f"deploy/systemd/dynamix-{name}.service").read_text()
-        assert (root / UNITS / f"dynamix-{name}@.service.d/shard.conf").is_file()
-    assert (root / UNITS / "dynamix-collector@.service.d/ebpf.conf").is_file()
-    credentials = root / "etc/dynamix/credentials"
-    keys = [f"b-{name}.nkey" for name in ("provision", "reward", "arbitrator", "collector")]
-    missing = " ".join(f"/etc/dynamix/credentials/{key}" for key in keys)
-    assert "shard b is not started yet: make its keys (README.md, Shards)" in installed.stdout
-    assert f"run this again with --shard b; missing: {missing}\n" in installed.stdout
-    assert instances() == set()
-
-    for key in keys:
-        (credentials / key).write_text("SU\n")
-    assert "shard b" not in run("install.sh", root, "--shard", "b", "--shard", "b", str(wheel)).stdout
-    if shutil.which("systemctl", path="/usr/bin:/bin"):
-        assert instances() == {name.replace("@", "@b") for name in templates}
-        (credentials / keys[0]).unlink()
-        assert keys[0] in run("install.sh", root, str(wheel)).stdout, "a shard that was enabled is remembered"
-    run("uninstall.sh", root)
-    assert tree(root / UNITS) == {}
-
-
-def test_a_shard_has_a_learner_where_the_machine_has_one_and_its_key_is_there(root: Path, wheel: Path) -> None:
-    learner = root / UNITS / "multi-user.target.wants/dynamix-learner@b.service"
-    credentials = root / "etc/dynamix/credentials"
-    credentials.mkdir(parents=True, mode=0o700)
-    for name in ("provision", "reward", "arbitrator", "collector"):
-        (credentials / f"b-{name}.nkey").write_text("SU\n")
-    run("install.sh", root, "--learner", "--shard", "b", str(wheel))
-    assert (root / UNITS / "dynamix-learner@.service.d/shard.conf").is_file()
-    assert not learner.is_symlink(), "a shard needs none"
-    (credentials / "b-learner.nkey").write_text("SU\n")
+    certificate = root / "etc/dynamix/tls/certificate.pem"
+    run("install.sh", root, "--host", "a.example", "--host", "10.0.0.7", str(wheel))
+    assert {"DNS:a.example", "IP Address:10.0.0.7", "DNS:localhost", "IP Address:127.0.0.1"} <= names()
+    before, authority = certificate.read_text(), (root / "etc/dynamix/ca.pem").read_text()
     run("install.sh", root, str(wheel))
-    assert learner.is_symlink() == (shutil.which("systemctl", path="/usr/bin:/bin") is not None)
-    run("uninstall.sh", root)
-    assert tree(root / UNITS) == {}
-
-
-def test_a_machine_that_only_trains_has_the_collector_of_a_shard(root: Path, wheel: Path) -> None:
-    said = run("install.sh", root, "--node", "--shard", "b", str(wheel)).stdout
-    assert units(root) == {"dynamix-collector.service", "dynamix-collector@.service", "dynamix-train@.service"}
-    assert said.count("\n") == 1, "the first account's password is not asked for"
-    assert said.endswith("missing: /etc/dynamix/credentials/b-collector.nkey\n")
-    (root / "etc/dynamix/credentials/b-collector.nkey").write_text("SU\n")
-    said = run("install.sh", root, "--shard", "b", str(wheel)).stdout
-    wanted = root / UNITS / "multi-user.target.wants"
-    if shutil.which("systemctl", path="/usr/bin:/bin"):
-        assert said == ""
-        assert {path.name for path in wanted.iterdir()} == {"dynamix-collector@b.service"}
+    assert certificate.read_text() == before
+    run("install.sh", root, "--host", "b.example", str(wheel))
+    assert {"DNS:a.example", "IP Address:10.0.0.7", "DNS:b.example"} <= names()
+    assert (root / "etc/dynamix/ca.pem").read_text() == authority
+    check_modes(root / "etc/dynamix")
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--nodes"], "install.sh: unknown option --nodes: see --help"),
-        (["dist"], "install.sh: dist is no wheel: name a file that ends with .whl, or none"),
-        (["--shard"], "install.sh: --shard wants the name of a shard"),
-        (["--shard", "--node"], "install.sh: '--node' is no shard: name it as `dynamix keys shard` did"),
-        (["--shard", "b" * 64], f"install.sh: '{'b' * 64}' is no shard: a name has at most 63 characters"),
-        (["--shard", "B"], "install.sh: 'B' is no shard: name it as `dynamix keys shard` did"),
+        (["dist"], "install.sh: dist is not a wheel: name a file that ends with .whl, or none"),
+        (["--host"], "install.sh: --host needs a host name or an address"),
+        (["--node", "--ebpf"], "install.sh: --node needs a host name or an address"),
+        (["--host", "a/b"], "install.sh: --host needs a host name or an address"),
         (["none.whl"], "install.sh: there is no none.whl"),
-        (["--node", "--tls"], "install.sh: --tls and --learner are for the broker's machine, not for --node"),
+        (["--node", "b", "--learner"], "install.sh: --host and --learner are for the broker's machine, not for --node"),
     ],
 )
 def test_what_cannot_be_installed_is_refused_before_anything_is(
@@ -237,29 +213,6 @@ def test_what_cannot_be_installed_is_refused_before_anything_is(
     refused = run("install.sh", tmp_path, *arguments, check=False)
     assert (refused.returncode, refused.stderr) == (1, sentence + "\n")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_only_the_operator_has_is_named_in_its_order_before_anything_starts(root: Path, wheel: Path) -> None:
-    def wanting(*arguments: str) -> str:
-        return run("install.sh", root, *arguments, str(wheel)).stdout
-
-    assert wanting("--tls").startswith(
-        "nothing is started yet: put the broker's certificate and key into /etc/dynamix/tls"
-    )
-    (root / "etc/dynamix/tls").mkdir()
-    for name in ("certificate.pem", "key.pem"):
-        (root / "etc/dynamix/tls" / name).write_text("-----BEGIN\n")
-    assert wanting().startswith(
-        "nothing is started yet: name the broker in /etc/dynamix/dynamix.env as its certificate"
-    )
-    (root / "etc/dynamix/dynamix.env").write_text("DYNAMIX_NATS_URL=tls://broker.example:4222\n")
-    assert wanting().startswith("kept ")
-
-
-def test_a_machine_that_only_trains_wants_a_password_or_a_key(root: Path, wheel: Path) -> None:
-    assert "copy collector.password" in run("install.sh", root, "--node", str(wheel)).stdout
-    (root / "etc/dynamix/credentials/collector.nkey").write_text("SU\n")
-    assert run("install.sh", root, str(wheel)).stdout == ""
 
 
 @pytest.mark.skipif(Path("/run/systemd/system").is_dir(), reason="systemd runs here: this would install")

@@ -1,22 +1,19 @@
 """The values of the NATS chart: only what the chart knows, and a configuration that a real nats-server takes."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import jsonschema
 import pytest
-from tests.support.deployed_broker import DEPLOY, deployed_broker, make_secrets
-from tests.support.http_get import get
+from tests.support.deployed_broker import DEPLOY
 from tests.support.manifests import KUBERNETES, base, documents, find
 
-from dynamix.cli.main import main
-from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import server_binary
 
 SCHEMA = json.loads((Path(__file__).parent / "nats-values.schema.json").read_text())
@@ -42,23 +39,29 @@ def configuration(directory: Path, *, cluster: bool) -> str:
         },
         **values["merge"],
     }
+    tls = values["nats"]["tls"]
+    assert tls["enabled"]
+    place = "/etc/nats-certs/nats"
+    files = {"cert_file": f"{place}/tls.crt", "key_file": f"{place}/tls.key"}
+    whole["tls"] = {**files, "ca_file": str(directory / "ca.pem"), **tls["merge"]}
     if cluster:
         numbers = range(values["cluster"]["replicas"])
-        routes = [f"nats://dynamix-nats-{number}.dynamix-nats-headless:6222" for number in numbers]
+        routes = [f"tls://dynamix-nats-{number}.dynamix-nats-headless:6222" for number in numbers]
         whole["cluster"] = {"name": "dynamix-nats", "port": 6222, "no_advertise": True, "routes": routes}
+        assert values["cluster"]["tls"] == {"enabled": True, "secretName": "dynamix-nats-tls"}
+        whole["cluster"]["tls"] = {**files, "ca_file": str(directory / "ca.pem")}
     text = json.dumps(whole, indent=2, sort_keys=True)
     text = re.sub(r'".*\$include": "(.*)",?', r"include \1;", text)
     return re.sub(r'"<<\s+(.*?)\s+>>"', r"\1", text)
 
 
-def write_config_map(directory: Path, account: str = "") -> None:
-    """The files of ours, in the one folder of the chart's ConfigMap, as the values' first lines make them."""
-    broker = (DEPLOY / "nats.conf").read_text().replace("  SYS {}", f"  {account}\n  SYS {{}}")
-    (made,) = set(re.findall(r"sed '(.*)' deploy/nats.conf", (KUBERNETES / "nats-values.yaml").read_text()))
-    sed = subprocess.run(["sed", made], input=broker, capture_output=True, text=True, check=True)
-    (directory / "dynamix.conf").write_text(sed.stdout)
-    for file in (DEPLOY / "users").glob("*.conf"):
-        shutil.copy(file, directory)
+def write_config_map(directory: Path) -> None:
+    """The files of the chart's ConfigMap that the command in the values' head adds."""
+    named = dict(
+        re.findall(r"configMap\.merge\.data\.(\w+)\\\.conf=(\S+)'", (KUBERNETES / "nats-values.yaml").read_text())
+    )
+    assert named == {"dynamix": "deploy/nats.conf", "accounts": "deploy/kubernetes/base/secrets/accounts.conf"}
+    shutil.copy(DEPLOY / "nats.conf", directory / "dynamix.conf")
 
 
 def test_the_values_follow_the_schema() -> None:
@@ -95,39 +98,27 @@ def test_no_server_is_root_or_can_write_beyond_its_streams() -> None:
     assert [VALUES[name]["merge"]["securityContext"] for name in ("container", "reloader")] == [closed, closed]
 
 
-async def test_a_real_server_takes_the_users_of_nats_conf_and_the_charts_addresses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cluster", [False, True])
+def test_a_real_server_takes_the_configuration_that_the_chart_makes(tmp_path: Path, *, cluster: bool) -> None:
+    """The same files, variables and places; only the folders of the pod are below the test's."""
+    subprocess.run(
+        ["sh", str(DEPLOY / "make-secrets.sh"), str(tmp_path), "dynamix-nats.dynamix", "*.dynamix-nats-headless"],
+        env={**os.environ, "DYNAMIX": f"{sys.executable} -m dynamix.cli.main"},
+        check=True,
+        capture_output=True,
+    )
     write_config_map(tmp_path)
-    (tmp_path / "chart.conf").write_text(configuration(tmp_path, cluster=False))
-    with deployed_broker(tmp_path, config="chart.conf", environ={"SERVER_NAME": "dynamix-nats-0"}) as broker:
-        shown = json.loads((await get(urlsplit(broker.monitor).port or 0, "/varz"))[1])
-        bus = await Bus.connect(broker.settings("provision"), name="provision-1")
-        try:
-            assert await provision(bus)
-        finally:
-            await bus.close()
-    assert (shown["server_name"], shown["host"], shown["http_host"]) == ("dynamix-nats-0", "0.0.0.0", "0.0.0.0")
-    assert shown["max_payload"] == 1 << 20
-    store = shown["jetstream"]["config"]
-    assert (store["max_storage"], store["store_dir"]) == (2 << 30, str(tmp_path / "data" / "jetstream"))
-    assert store["sync_always"] is True
-
-
-@pytest.mark.parametrize("shard", ["", "b"])
-def test_a_real_server_would_take_the_configuration_of_the_cluster(
-    shard: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_config_map(tmp_path)
-    if shard:
-        users = shutil.copytree(DEPLOY / "users", tmp_path / "users") / "users.conf"
-        key = ["--users", str(users), "-o", str(tmp_path / "b.nkey")]
-        assert main(["keys", "shard", shard, *key]) == 0
-        lines = re.findall(r"^  (SHARD_.*|include .*)$", capsys.readouterr().err, re.MULTILINE)
-        write_config_map(tmp_path, "\n  ".join(lines))
-        for name in ("shard-b.conf", "shard-b-accounts.conf"):
-            shutil.copy(users.with_name(name), tmp_path)
-        assert 'include "shard-b.conf"' in (tmp_path / "dynamix.conf").read_text()
-    (tmp_path / "chart.conf").write_text(configuration(tmp_path, cluster=True))
-    environ = {**make_secrets(tmp_path / "secrets"), "SERVER_NAME": "dynamix-nats-0"}
+    certificates = "/etc/nats-certs/nats"
+    text = configuration(tmp_path, cluster=cluster).replace('"/data', f'"{tmp_path}/data')
+    (tmp_path / "chart.conf").write_text(text.replace(certificates, str(tmp_path / "tls")))
+    for name, file in (("tls.crt", "certificate.pem"), ("tls.key", "key.pem")):
+        (tmp_path / "tls" / file).rename(tmp_path / "tls" / name)
+    variables = {
+        name: value.replace(certificates, str(tmp_path / "tls"))
+        for name, value in VALUES["container"]["env"].items()
+        if name.startswith("NATS_")
+    }
+    environ = {**variables, "SERVER_NAME": "dynamix-nats-0"}
     command = [str(server_binary()), "-t", "-c", str(tmp_path / "chart.conf")]
     told = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert (told.returncode, "is valid" in told.stderr) == (0, True), told.stderr

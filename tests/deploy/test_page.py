@@ -1,4 +1,4 @@
-"""`dynamix dashboard` as the user `watcher` of deploy/nats.conf, who may publish nothing."""
+"""`dynamix dashboard` with a watcher's key, who may publish nothing."""
 
 import asyncio
 
@@ -7,13 +7,9 @@ from tests.support.deployed_broker import DeployedBroker
 
 from dynamix.cli.board.fleet import Fleet
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.provision import provision
 
 
 async def test_a_watcher_may_follow_all_jobs(broker: DeployedBroker) -> None:
-    bus = await Bus.connect(broker.settings("provision"), name="test-1")
-    await provision(bus)
-    await bus.close()
     for user, message in (
         ("trainer", examples.job()),
         ("collector", examples.window()),

@@ -1,341 +1,344 @@
-"""What each user of deploy/users/users.conf may do, tried on the real server: its own work, and nothing else."""
+"""What each role's key may do on the real broker, and what a hostile holder of one may not: SECURITY.md's table."""
 
-import asyncio
 import json
-import urllib.request
-from typing import Any
+from collections.abc import AsyncIterator
 
-import msgspec
 import pytest
-from tests.support import examples
-from tests.support.deployed_broker import USERS, DeployedBroker
+from tests.support.brokers import until
+from tests.support.deployed_broker import DeployedBroker
+from tests.support.raw_client import RawClient, raw_client
 
-from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError
-from dynamix.runtime.bus.broker.requests import Answer
-from dynamix.runtime.bus.objects.layout import description_subject
-from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams.stored import write_stream
-from dynamix.schemas import subjects
-from dynamix.schemas.codec import encode
-from dynamix.schemas.kinds import BY_NAME, KINDS, WATCHER
-from dynamix.schemas.messages import (
-    Applied,
-    Dead,
-    Event,
-    Message,
-    PolicyVersion,
-    RankReward,
-    Reward,
-)
-from dynamix.schemas.streams import ACTIONS, FEED, JOBS, POLICIES, STREAMS, Stream
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.authority import MAX_SUBSCRIPTIONS, ROLES
+from dynamix.schemas.codec import MAX_TRAINER_BYTES
+from dynamix.schemas.streams import STREAMS
 
-STORED = [kind for kind in KINDS if kind.stream is not None]
-MAY_PUBLISH = {kind.name: set(kind.senders) for kind in STORED}
-MAY_PUBLISH["profile"].add("provision")  # it forgets families
-MAY_READ = {kind.name: {*kind.receivers, WATCHER} for kind in STORED}
-for _name in ("report", "window", "trace", "policy", "event"):
-    MAY_READ[_name].add("learner")  # its one consumer of FEED has several filters, which permissions cannot limit
-
-for _name in ("reward", "trace", "action"):
-    MAY_READ[_name].discard("trainer")  # it hears them, and may read no stream
+V1, API = "dynamix.v1.", "$JS.API."
+OWN, OTHER = ("alice.r1", "node-a", "1"), ("bob.r1", "node-b", "2")
+"""Job, node and instance of the keys, and others."""
+NAMES = [stream.name for stream in STREAMS]
+_ANY_JOB = ("alice.r1", "bob.r1")
+_ANY_NODE = [f"{job}.{node}" for job in _ANY_JOB for node in ("node-a", "node-b")]
 
 
-def message(kind: str, job: str = examples.JOB) -> Message:
-    """A message of a kind, of a job."""
-    where: dict[str, Any] = {"job": job, "generation": 0, "window": 0, "node": "node-a"}
-    made_up: dict[str, Message] = {
-        "job": examples.job(job=job),
-        "report": examples.report(job=job),
-        "window": examples.window(job=job),
-        "state": msgspec.structs.replace(examples.state(), job=job),
-        "reward": Reward(**where, formula="paper-sgd", ranks=(RankReward(rank=0, reward=1.0, terms={"alpha": 1.0}),)),
-        "action": examples.action(job=job, hash=bytes(32)),
-        "applied": Applied(
-            job=job,
-            generation=0,
-            decided_window=0,
-            effective_window=2,
-            effective_step=40,
-            local_batch_sizes=(128,) * 4,
-        ),
-        "trace": examples.trace(job=job),
-        "profile": examples.profile(family=job),
-        "policy": PolicyVersion(policy=job, version=1, feature_version=1, digest=b""),
-        "event": Event(
-            job=job,
-            generation=0,
-            window=0,
-            signature="size-stuck",
-            service="test",
-            value=1.0,
-            limit=0.9,
-            explanation="made up",
-        ),
-    }
-    return made_up[kind]
+def subjects_for(job: str, node: str, instance: str) -> list[str]:
+    """All that anybody publishes, and all that JetStream answers, for a job, a node and an instance."""
+    of_a_job = [f"{V1}{kind}.{job}" for kind in ("job", "action", "applied", "event", "dead.report")]
+    live = [f"{V1}live.collector.{node}", f"{V1}live.reward.{instance}"]
+    direct = [f"{API}DIRECT.GET.{stream}.{V1}{kind}.{job}" for stream, kind in (("JOBS", "job"), ("ACTIONS", "action"))]
+    durables = [f"{stream}.{durable}" for stream in ("FEED", "JOBS") for durable in consumers(node, instance)]
+    asked = [f"{API}CONSUMER.{verb}.{one}" for verb in ("INFO", "MSG.NEXT", "RESET") for one in durables]
+    acks = [f"{ack}.{one}.1.1.1.1.1" for ack in ("$JS.ACK", "$JS.ACK._.acc") for one in durables]
+    return [*of_a_job, *live, *direct, *asked, *acks]
 
 
-def subject_of(kind: str, job: str) -> str:
-    return subjects.of("dead", "report", job) if kind == "dead" else subjects.subject_of(message(kind, job))
+def consumers(node: str, instance: str) -> tuple[str, str]:
+    return f"collector-{node}", f"reward-{instance}"
 
 
-async def publish(bus: Bus, kind: str, job: str) -> int:
-    if kind == "dead":
-        dead = Dead(service="test", subject="s", sequence=1, reason="made up", payload=b"")
-        return await bus.publish_bytes(subject_of(kind, job), msgspec.msgpack.encode(dead), f"dead:{job}")
-    return await bus.publish(message(kind, job))
+ANYBODYS = [
+    *(f"{V1}{kind}.{place}" for kind in ("report", "window", "state", "trace", "reward") for place in _ANY_NODE),
+    *(
+        f"{V1}{subject}"
+        for subject in ("policy.p", "profile.f", "live.trainer.t", "live.arbitrator.a", "live.learner.l")
+    ),
+    *(f"{API}{verb}.{name}" for verb in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET") for name in NAMES),
+    "$O.policies.C.1",
+    "$O.policies.M.1",
+    f"{API}INFO",
+    f"{API}STREAM.PURGE.OBJ_policies",
+]
+FORBIDDEN = [
+    *(
+        f"{API}STREAM.{verb}.{name}"
+        for name in NAMES
+        for verb in ("CREATE", "UPDATE", "DELETE", "MSG.DELETE", "SNAPSHOT")
+    ),
+    *(f"{API}STREAM.{verb}.{name}" for name in NAMES for verb in ("RESTORE", "LEADER.STEPDOWN", "PEER.REMOVE")),
+    *(f"{API}STREAM.PURGE.{name}" for name in NAMES if not name.startswith("OBJ_")),
+    *(f"{API}CONSUMER.{verb}.{name}" for name in NAMES for verb in ("CREATE", "LIST", "NAMES")),
+    *(f"{API}CONSUMER.CREATE.{name}.x" for name in NAMES),
+    *(f"{API}CONSUMER.CREATE.{name}.x.{V1}report.alice.r1.node-a" for name in NAMES),
+    *(f"{API}CONSUMER.{verb}.{name}.collector-node-a" for name in NAMES for verb in ("DELETE", "PAUSE", "UNPIN")),
+    *(
+        f"{API}CONSUMER.{verb}.{name}.collector-node-a"
+        for name in NAMES
+        for verb in ("LEADER.STEPDOWN", "DURABLE.CREATE")
+    ),
+    *(f"{API}STREAM.{verb}" for verb in ("LIST", "NAMES", "TEMPLATE.CREATE.x")),
+    *(f"{API}{verb}" for verb in ("SERVER.REMOVE", "META.LEADER.STEPDOWN", "ACCOUNT.PURGE.streams")),
+    *(f"{V1}stored.action.{job}" for job in ("alice.r1", "bob.r1")),
+    "_INBOX.bob.x",
+    "_R_.x",
+    "$SRV.PING",
+    "$SYS.REQ.CLAIMS.UPDATE",
+    "$SYS.REQ.SERVER.PING",
+    "dynamix.v2.anything",
+    "anything",
+]
+"""No key of a trainer, a service or a watcher may; `provision` makes and removes streams and consumers."""
+ALL = [*subjects_for(*OWN), *subjects_for(*OTHER), *ANYBODYS, *FORBIDDEN]
+
+_DEAD = [f"{V1}dead.report.{job}" for job in _ANY_JOB]
 
 
-def wildcard(kind: str) -> str:
-    """All subjects of a kind."""
-    return subjects.template(BY_NAME[kind], subjects.ANY)
+def _durable(name: str) -> set[str]:
+    asked = {f"{API}CONSUMER.{verb}.FEED.{name}" for verb in ("INFO", "MSG.NEXT", "RESET")}
+    return asked | {f"{ack}.FEED.{name}.1.1.1.1.1" for ack in ("$JS.ACK", "$JS.ACK._.acc")}
 
 
-@pytest.mark.parametrize("kind", MAY_PUBLISH)
-async def test_a_kind_of_message_comes_from_its_sender_only(connect: Any, kind: str) -> None:
-    for user in USERS:
-        bus = await connect(user)
-        if user in MAY_PUBLISH[kind]:
-            assert await publish(bus, kind, f"from-{user}") > 0
-        else:
-            with pytest.raises(PermissionDeniedError, match=subject_of(kind, f"from-{user}")):
-                await publish(bus, kind, f"from-{user}")
+def _reads(*streams: str) -> set[str]:
+    return {f"{API}{verb}.{name}" for verb in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET") for name in streams}
 
 
-@pytest.mark.parametrize("kind", MAY_READ)
-async def test_a_kind_of_message_is_read_by_those_who_need_it_only(connect: Any, kind: str) -> None:
-    sender = await connect(min(MAY_PUBLISH[kind]))
-    sequence = await publish(sender, kind, "read-me")
-    stream = BY_NAME[kind].carrier
-    for user in USERS:
-        bus = await connect(user)
-        if user in MAY_READ[kind]:
-            assert await read_up_to(bus, stream, wildcard(kind), sequence) == sequence
-        elif user != "provision":  # it makes consumers, but is told nothing: see below
-            with pytest.raises(PermissionDeniedError):
-                await read_up_to(bus, stream, wildcard(kind), sequence)
+MAY_PUBLISH = {
+    "trainer": {
+        *(f"{V1}{kind}.alice.r1" for kind in ("job", "applied", "dead.report")),
+        f"{V1}report.alice.r1.node-a",
+        f"{V1}report.alice.r1.node-b",
+        f"{V1}live.trainer.t",
+        f"{API}DIRECT.GET.JOBS.{V1}job.alice.r1",
+        f"{API}DIRECT.GET.ACTIONS.{V1}action.alice.r1",
+    },
+    "collector": {
+        *(f"{V1}{kind}.{job}.node-a" for kind in ("window", "state", "trace") for job in _ANY_JOB),
+        *_DEAD,
+        f"{V1}live.collector.node-a",
+        f"{API}STREAM.INFO.FEED",
+        *_durable("collector-node-a"),
+    },
+    "reward": {
+        *(f"{V1}reward.{place}" for place in _ANY_NODE),
+        *_DEAD,
+        f"{V1}live.reward.1",
+        f"{API}STREAM.INFO.FEED",
+        *_durable("reward-1"),
+    },
+    "arbitrator": {
+        *(f"{V1}{kind}.{job}" for kind in ("action", "event") for job in _ANY_JOB),
+        *_DEAD,
+        f"{V1}live.arbitrator.a",
+        f"{V1}profile.f",
+        f"{API}INFO",
+        f"{API}STREAM.INFO.DEAD",
+        *_reads("JOBS", "FEED", "ACTIONS", "PROFILES", "OBJ_policies"),
+    },
+    "learner": {
+        *(f"{V1}event.{job}" for job in _ANY_JOB),
+        *_DEAD,
+        f"{V1}live.learner.l",
+        f"{V1}policy.p",
+        "$O.policies.C.1",
+        "$O.policies.M.1",
+        f"{API}STREAM.PURGE.OBJ_policies",
+        *_reads("JOBS", "FEED", "ACTIONS", "OBJ_policies"),
+    },
+    "watcher": {f"{API}INFO", *_reads(*NAMES)},
+}
+HEARABLE = [
+    *(f"{V1}{kind}.{job}.{node}" for kind in ("reward", "trace", "report") for job, node, _ in (OWN, OTHER)),
+    *(f"{V1}stored.{kind}.{job}" for kind in ("job", "action", "applied", "event") for job, _, _ in (OWN, OTHER)),
+    *(f"{V1}stored.{kind}.{job}.{node}" for kind in ("report", "window", "state") for job, node, _ in (OWN, OTHER)),
+    *(f"{V1}live.{live}" for live in ("trainer.t", "collector.node-a", "collector.node-b", "reward.1", "arbitrator.a")),
+    *(f"{V1}{wild}" for wild in ("action.>", "job.*.*", "stored.action.*.r1", "stored.>", "live.*.*", ">")),
+    *(">", "$JS.API.>", "$JS.ACK.>", "$SYS.>", "$SRV.PING", "_INBOX.>", "_INBOX.bob.>", "_R_.>"),
+]
+MAY_HEAR = {
+    "trainer": {f"{V1}reward.alice.r1.node-a", f"{V1}trace.alice.r1.node-a", f"{V1}stored.action.alice.r1"},
+    "collector": {f"{V1}stored.report.{job}.node-a" for job in ("alice.r1",)} | {f"{V1}live.collector.node-a"},
+    "reward": {f"{V1}stored.window.{job}.{node}" for job, node, _ in (OWN, OTHER)} | {f"{V1}live.reward.1"},
+    "arbitrator": {
+        *(f"{V1}stored.{kind}.{job}" for kind in ("job", "applied") for job in _ANY_JOB),
+        *(f"{V1}stored.state.{job}.{node}" for job, node, _ in (OWN, OTHER)),
+        f"{V1}live.arbitrator.a",
+    },
+    "learner": {
+        *(f"{V1}stored.{kind}.{job}" for kind in ("job", "action", "applied") for job in _ANY_JOB),
+        *(f"{V1}stored.state.{job}.{node}" for job, node, _ in (OWN, OTHER)),
+        f"{V1}stored.action.*.r1",
+    },
+    "watcher": {
+        *(subject for subject in HEARABLE if subject.startswith((f"{V1}stored.", f"{V1}live."))),
+    },
+}
+TESTED = tuple(MAY_PUBLISH)
 
 
-async def read_up_to(bus: Bus, stream: str, subject: str, sequence: int) -> int:
-    async with bus.consume(stream, [subject], start="all") as consumer:
-        async for batch in consumer:
-            if batch[-1].sequence >= sequence:
-                return batch[-1].sequence
-    raise AssertionError("the consumer ended")
-
-
-@pytest.mark.parametrize("user", [user for user in USERS if user != "provision"])
-async def test_only_provision_changes_a_stream(connect: Any, user: str) -> None:
-    bus = await connect(user)
-    with pytest.raises(PermissionDeniedError):
-        await write_stream(bus.requests, "CREATE", {"name": "MINE", "subjects": ["mine"]})
-    with pytest.raises(PermissionDeniedError):
-        await write_stream(bus.requests, "UPDATE", {"name": "FEED", "subjects": ["mine"]})
-    for operation in ("STREAM.DELETE.FEED", "STREAM.PURGE.FEED", "STREAM.MSG.DELETE.ACTIONS"):
-        with pytest.raises(PermissionDeniedError):
-            await bus.requests.ask(operation, {}, Answer)
-
-
-async def test_provision_cannot_delete_an_action(connect: Any) -> None:
-    arbitrator, provisioner = await connect("arbitrator"), await connect("provision")
-    sequence = await publish(arbitrator, "action", "kept")
-    for operation, body in (("STREAM.MSG.DELETE", {"seq": sequence}), ("STREAM.PURGE", {})):
-        with pytest.raises(BusError, match="not permitted"):
-            await provisioner.requests._ask_once(f"{operation}.{ACTIONS.name}", json.dumps(body).encode(), Answer)
-    stored = await arbitrator.last(ACTIONS.name, subjects.of("action", "kept"))
-    assert stored is not None
-    assert stored.sequence == sequence
-
-
-@pytest.mark.parametrize("user", USERS)
-async def test_no_user_subscribes_to_anothers_inbox_or_to_live_messages(connect: Any, user: str) -> None:
-    bus = await connect(user)
-    others = [f"_INBOX.{other}.>" for other in USERS if other != user]
-    for subject in (*others, "_INBOX.>", ">", f"{subjects.ROOT}.>", "$JS.>", wildcard("action"), subjects.ANNOUNCED):
-        with pytest.raises(PermissionDeniedError):
-            async with bus.subscribe(subject) as messages:
-                await anext(messages)
-
-
-async def test_a_consumer_cannot_be_made_to_publish_for_its_maker(connect: Any) -> None:
-    """JetStream lets the maker of a consumer name the subject it delivers to; none but a listening client gets it."""
-    collector, trainer, provisioner = await connect("collector"), await connect("trainer"), await connect("provision")
-    kept = [await provisioner.stream_state(stream.name) for stream in STREAMS if stream is not FEED]
-    own = f"{collector._connection.inbox}.deliveries"
-    policy = description_subject(POLICIES.bucket, "forged/1")
-    targets = (
-        subjects.of("action", "forged"),
-        policy,
-        "$JS.API.STREAM.DELETE.DEAD",
-        "$JS.API.STREAM.PURGE.ACTIONS",
-        f"$JS.API.DIRECT.GET.JOBS.{subjects.of('job', 'forged')}",
-        own,
-    )
-    delivered = asyncio.Event()
-    await collector._connection.subscribe(own, lambda *_: delivered.set())
-    for index, target in enumerate(targets):
-        await push_consumer(collector, f"pushed-{index}", target, subjects.of("report", "pushed", "node-a"))
-    await publish(trainer, "report", "pushed")
-    async with asyncio.timeout(30):
-        await delivered.wait()  # so the others were delivered, too, if they are at all
-    await provisioner._connection.round_trip(5.0)
-    assert [await provisioner.stream_state(stream.name) for stream in STREAMS if stream is not FEED] == kept
-
-
-async def push_consumer(bus: Bus, name: str, target: str, wanted: str) -> None:
-    config = {
-        "name": name,
-        "deliver_subject": target,
-        "headers_only": True,
-        "ack_policy": "none",
-        "deliver_policy": "all",
-        "filter_subject": wanted,
-    }
-    body = {"stream_name": FEED.name, "action": "create", "config": config}
-    await bus.requests.ask(f"CONSUMER.CREATE.{FEED.name}.{name}.{wanted}", body, Answer)
-
-
-@pytest.mark.parametrize(("kind", "sender"), [("reward", "reward"), ("trace", "collector")])
-@pytest.mark.parametrize("user", [user for user in USERS if user != "provision"])
-async def test_rewards_and_traces_are_heard_by_the_trainer_only(
-    connect: Any, user: str, kind: str, sender: str
+@pytest.mark.parametrize("role", TESTED)
+async def test_a_key_may_publish_and_ask_what_the_table_says_and_nothing_else(
+    broker: DeployedBroker, role: str
 ) -> None:
-    source, bus = await connect(sender), await connect(user)
-    async with bus.subscribe(subjects.of(kind, "heard", "*")) as heard:
-        await bus._connection.round_trip(5.0)
-        await publish(source, kind, "heard")
-        if user == "trainer":
-            assert (await anext(heard)).subject == subjects.of(kind, "heard", "node-a")
-        else:
-            with pytest.raises(PermissionDeniedError):
-                await anext(heard)
+    async with raw_client(broker.settings(role)) as client:
+        for subject in ALL:
+            await client.send(subject)
+        await client.settle()
+        refused = {subject for verb, subject in client.refused if verb == "publish"}
+    assert {subject for subject in ALL if subject.lower() not in refused} == MAY_PUBLISH[role]
 
 
-@pytest.mark.parametrize("user", USERS)
-async def test_a_stored_action_is_heard_and_looked_up_by_the_trainer_only(connect: Any, user: str) -> None:
-    arbitrator, bus = await connect("arbitrator"), await connect(user)
-    wanted = subjects.of("action", f"heard-by-{user}")
-    await publish(arbitrator, "action", f"heard-by-{user}")
-    async with bus.follow(ACTIONS.name, wanted) as actions:
-        if user == "trainer":
-            assert (await anext(actions)).subject == wanted
-            again = examples.action(1, job=f"heard-by-{user}", hash=bytes(31))
-            await arbitrator.publish(again)
-            assert (await anext(actions)).payload == encode(again)
-        else:
-            with pytest.raises(PermissionDeniedError):
-                await anext(actions)
+@pytest.mark.parametrize("role", TESTED)
+async def test_a_key_may_listen_to_what_the_table_says_and_nothing_else(broker: DeployedBroker, role: str) -> None:
+    async with raw_client(broker.settings(role)) as client:
+        await client.hear(*HEARABLE)
+        refused = {subject for verb, subject in client.refused if verb == "subscription"}
+    assert {subject for subject in HEARABLE if subject.lower() not in refused} == MAY_HEAR[role]
 
 
-@pytest.mark.parametrize("user", USERS)
-async def test_a_policy_is_stored_by_the_learner_and_read_by_those_who_decide_or_look(connect: Any, user: str) -> None:
-    learner, bus = await connect("learner"), await connect(user)
-    await learner.objects.put(POLICIES.bucket, "kept/1", b"1" * 200_000)
-    if user == "learner":
-        assert (await bus.objects.put(POLICIES.bucket, "own/1", b"2")).size == 1
-        await bus.objects.delete(POLICIES.bucket, "own/1")
-    elif user == "provision":  # it has the rights to see what is there, but not to write
-        with pytest.raises(PermissionDeniedError):
-            await bus.objects.put(POLICIES.bucket, f"by-{user}/1", b"2")
-    else:
-        with pytest.raises(PermissionDeniedError):
-            await bus.objects.put(POLICIES.bucket, f"by-{user}/1", b"2")
-        with pytest.raises(PermissionDeniedError):
-            await bus.objects.delete(POLICIES.bucket, "kept/1")
-    if user in {"arbitrator", "learner", "watcher"}:
-        assert (await bus.objects.get(POLICIES.bucket, "kept/1")).data == b"1" * 200_000
-        assert "kept/1" in {info.name for info in await bus.objects.list_all(POLICIES.bucket)}
-    elif user != "provision":
-        with pytest.raises(PermissionDeniedError):
-            await bus.objects.get(POLICIES.bucket, "kept/1")
+async def test_provision_may_not_speak_for_anybody(broker: DeployedBroker) -> None:
+    theirs = [subject for subject in ALL if not subject.startswith((API, f"{V1}profile."))]
+    async with raw_client(broker.settings("provision")) as client:
+        for subject in theirs:
+            await client.send(subject)
+        await client.settle()
+        assert {subject for _, subject in client.refused} == {subject.lower() for subject in theirs}
 
 
-async def test_a_durable_consumer_works_with_the_collectors_rights(connect: Any) -> None:
-    trainer, collector = await connect("trainer"), await connect("collector")
-    wanted = subjects.of("report", "durable", "node-a")
-    async with collector.consume(FEED.name, [wanted], start="new", durable="collector-node-a") as consumer:
-        first = await publish(trainer, "report", "durable")
-        batch = await anext(consumer)
-        assert [message.sequence for message in batch] == [first]
-        await consumer.ack(batch[-1])
-        await collector._connection.round_trip(5.0)
-    async with collector.consume(FEED.name, [wanted], start="new", durable="collector-node-a") as consumer:
-        report = msgspec.structs.replace(examples.report(), job="durable", window=1)
-        second = await trainer.publish(report)
-        assert [message.sequence for message in await anext(consumer)] == [second]
-    assert collector.counters["permission_denials"] == 0
+def test_the_table_has_every_role() -> None:
+    assert {*TESTED, "provision"} == set(ROLES)
 
 
-async def test_the_arbitrators_compare_and_set_works_with_its_rights(connect: Any) -> None:
-    arbitrator = await connect("arbitrator")
-    first = await arbitrator.publish_action(examples.action(0, job="cas", hash=bytes(32)), expected_last=0)
-    stored = await arbitrator.last(ACTIONS.name, subjects.of("action", "cas"))
-    assert stored is not None
-    assert stored.sequence == first
-    assert await arbitrator.publish_action(examples.action(1, job="cas", hash=bytes(31)), expected_last=first) > first
+@pytest.fixture
+async def provision(broker: DeployedBroker) -> AsyncIterator[RawClient]:
+    """In the account of the streams."""
+    async with raw_client(broker.settings("provision")) as client:
+        yield client
 
 
-@pytest.mark.parametrize("user", USERS)
-async def test_a_jobs_last_start_is_looked_up_by_those_who_need_it_only(connect: Any, user: str) -> None:
-    trainer, bus = await connect("trainer"), await connect(user)
-    sequence = await publish(trainer, "job", "looked-up")
-    if user == "trainer":
-        found = await bus.newest(JOBS.name, subjects.of("job", "looked-up"))
-        assert found is not None
-        assert found.payload == encode(message("job", "looked-up"))
-    elif user in {"arbitrator", "learner", "watcher", "provision"}:
-        stored = await bus.last(JOBS.name, subjects.of("job", "looked-up"))
-        assert stored is not None
-        assert stored.sequence == sequence
-    else:
-        with pytest.raises(PermissionDeniedError):
-            await bus.last(JOBS.name, subjects.of("job", "looked-up"))
+async def num_messages(provision: RawClient) -> dict[str, int]:
+    found = [json.loads((await provision.ask(f"{API}STREAM.INFO.{name}")).data) for name in NAMES]
+    return {one["config"]["name"]: one["state"]["last_seq"] for one in found}
 
 
-@pytest.mark.parametrize(("user", "password"), [("collector", "wrong"), ("unknown", "wrong"), ("", "")])
-async def test_a_wrong_password_is_refused(broker: DeployedBroker, user: str, password: str) -> None:
-    settings = msgspec.structs.replace(broker.settings("collector"), user=user, password=password, password_file="")
-    with pytest.raises(BusError):
-        await Bus.connect(settings, name="test-1", wait=False)
+STEERED = [
+    f"{V1}action.bob.r1",
+    f"{V1}report.bob.r1.node-a",
+    f"{V1}job.bob.r1",
+    f"{API}STREAM.PURGE.FEED",
+    f"{API}STREAM.DELETE.JOBS",
+    f"{API}CONSUMER.DELETE.FEED.collector-node-a",
+    f"{API}CONSUMER.RESET.FEED.collector-node-a",
+    "$JS.ACK.FEED.collector-node-a.1.1.1.1.1",
+    "$O.policies.M.x",
+]
+"""Where a hostile client would have JetStream's answers go."""
 
 
-@pytest.mark.parametrize(("stream", "kind"), [(FEED, "state"), (ACTIONS, "action")])
-async def test_a_thousand_consumers_of_a_stream_keep_no_other_out(connect: Any, stream: Stream, kind: str) -> None:
-    """As a thousand nodes have them in FEED; by itself the server refuses the thousand and first."""
-    watcher, wanted = await connect(WATCHER), subjects.template(BY_NAME[kind], subjects.ANY)
-
-    async def make(name: str) -> None:
-        config = {"name": name, "ack_policy": "none", "mem_storage": True, "filter_subject": wanted}
-        body = {"stream_name": stream.name, "config": config, "action": "create"}
-        await watcher.requests.ask(f"CONSUMER.CREATE.{stream.name}.{name}.{wanted}", body, Answer)
-
-    async def delete(name: str) -> None:
-        await watcher.requests.ask(f"CONSUMER.DELETE.{stream.name}.{name}", None, Answer)
-
-    crowds = [[f"node-{number}" for number in range(start, start + 50)] for start in range(0, 1000, 50)]
-    for crowd in crowds:
-        await asyncio.gather(*map(make, crowd))
-    async with watcher.consume(stream.name, [wanted], start="new"):
-        assert (await watcher.stream_state(stream.name)).num_consumers >= 1001  # other tests have left some
-    for crowd in crowds:
-        await asyncio.gather(*map(delete, crowd))
-
-
-async def test_provisioning_again_changes_nothing(connect: Any) -> None:
-    assert await provision(await connect("provision")) == [f"{stream.name}: unchanged" for stream in STREAMS]
-
-
-def test_the_server_runs_as_the_file_says(broker: DeployedBroker) -> None:
-    shown = monitor(broker, "varz")
-    assert shown["max_payload"] == 1 << 20
-    store = shown["jetstream"]["config"]
-    assert (store["sync_interval"], store.get("sync_always", False)) == (200_000_000, False)
-    assert monitor(broker, "healthz") == {"status": "ok"}
-    assert monitor(broker, "jsz")["limits"] == {"default_max_consumers": 5000}
-    assert not {"mqtt", "websocket", "leaf", "gateway"} & {key for key in shown if (shown[key] or {}) not in ({}, 0)}
+@pytest.mark.parametrize("role", TESTED)
+async def test_an_answer_is_never_stored_nor_carried_out(
+    broker: DeployedBroker, provision: RawClient, role: str
+) -> None:
+    """The rights of an answer are the server's: nothing is refused or logged, but it stays in the key's own account."""
+    stored = f"{V1}report.alice.r1.node-a"
+    async with raw_client(broker.settings("trainer")) as trainer:
+        await trainer.ask(stored, b"a")
+        await trainer.ask(f"{V1}job.alice.r1", b"b")
+    asked = [one for one in MAY_PUBLISH[role] if not one.startswith((f"{V1}live", "$O.", f"{API}STREAM.PURGE"))]
+    async with raw_client(broker.settings(role)) as client:
+        before = await num_messages(provision)
+        for subject in asked:
+            await client.send(subject, b"" if subject.startswith(V1) else b'{"seq":1}', reply=STEERED[0])
+        await client.settle()
+        first = await num_messages(provision)
+        for reply in STEERED[1:]:
+            for subject in asked:
+                await client.send(subject, b"" if subject.startswith(V1) else b'{"seq":1}', reply=reply)
+        await client.settle()
+        assert client.refused == set()
+    after = await num_messages(provision)
+    sent = len([subject for subject in asked if subject.startswith(V1)])
+    assert sum(first.values()) - sum(before.values()) == sent, "what was published, and nothing else"
+    # what has an acknowledgement for its reply is not stored at all
+    assert {name: after[name] - first[name] for name in NAMES} == {
+        name: (first[name] - before[name]) * (len(STEERED) - 2) for name in NAMES
+    }
+    durable = json.loads((await provision.ask(f"{API}CONSUMER.INFO.FEED.collector-node-a")).data)
+    assert "error" not in durable
 
 
-def monitor(broker: DeployedBroker, page: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{broker.monitor}/{page}", timeout=5) as answer:
-        found: dict[str, Any] = json.load(answer)
-        return found
+async def forge_action(broker: DeployedBroker) -> None:
+    """As alice, let JetStream send a message of alice's own to where bob hears actions, with headers like those."""
+    subject, forged = f"{V1}job.alice.r9", {"Nats-Stream": "ACTIONS", "Nats-Subject": f"{V1}action.bob.r1"}
+    async with raw_client(broker.settings("trainer")) as alice:
+        await alice.ask(subject, b"a forged action", **forged)
+        await alice.send(f"{API}DIRECT.GET.JOBS.{subject}", reply=f"{V1}stored.action.bob.r1")
+        await alice.settle()
+
+
+@pytest.fixture
+async def bob(broker: DeployedBroker) -> AsyncIterator[Bus]:
+    settings = broker.settings("bob")
+    if not broker.credential("bob").exists():
+        broker.key("bob", "--role", "trainer", "--job", "bob")
+    bus = await Bus.connect(settings, name="test-1")
+    yield bus
+    await bus.close()
+
+
+async def test_an_answer_that_is_sent_to_another_trainer_says_what_it_is(broker: DeployedBroker, bob: Bus) -> None:
+    """The broker cannot keep a trainer from it: readers refuse what has not exactly the headers that they follow."""
+    heard: list[bytes] = []
+    await bob._connection.subscribe(f"{V1}stored.action.bob.r1", lambda *message: heard.append(message[3] or b""))
+    await bob._connection.round_trip(2)
+    await forge_action(broker)
+    await bob._connection.round_trip(2)
+    (headers,) = heard
+    assert headers.count(b"Nats-Stream:") == headers.count(b"Nats-Subject:") == 2
+    assert b"Nats-Stream: JOBS\r\nNats-Subject: dynamix.v1.job.alice.r9\r\n" in headers
+
+
+async def test_who_follows_actions_does_not_take_an_answer_for_one(broker: DeployedBroker, bob: Bus) -> None:
+    async with bob.follow("ACTIONS", f"{V1}action.bob.r1") as actions:
+        await bob._connection.round_trip(2)
+        await forge_action(broker)
+        async with raw_client(broker.settings("arbitrator")) as arbitrator:
+            await arbitrator.ask(f"{V1}action.bob.r1", b"a real action")
+        assert (await anext(actions)).payload == b"a real action"
+
+
+async def test_a_key_for_two_names_is_for_all_runs_of_both(broker: DeployedBroker) -> None:
+    settings = broker.key("two", "--role", "trainer", "--job", "carol", "--job", "dave")
+    async with raw_client(settings) as client:
+        for name in ("carol", "dave"):
+            for run in ("r1", "r2", "_"):
+                await client.ask(f"{V1}report.{name}.{run}.node-a", b"x")
+        await client.send(f"{V1}report.erin.r1.node-a")
+        await client.settle()
+        assert client.refused == {("publish", f"{V1}report.erin.r1.node-a")}
+
+
+async def test_what_trainers_and_services_hear_of_each_other_comes_once(broker: DeployedBroker) -> None:
+    async with (
+        raw_client(broker.settings("trainer")) as trainer,
+        raw_client(broker.settings("reward")) as reward,
+        raw_client(broker.settings("arbitrator")) as arbitrator,
+        raw_client(broker.settings("watcher")) as watcher,
+    ):
+        await trainer.hear(f"{V1}reward.alice.*.*", f"{V1}stored.action.alice.*")
+        await watcher.hear(f"{V1}live.*.*", f"{V1}stored.action.>")
+        await reward.ask(f"{V1}reward.alice.r1.node-a", b"reward")
+        await arbitrator.ask(f"{V1}action.alice.r1", b"action")
+        await trainer.send(f"{V1}live.trainer.t", b"live")
+        for client in (reward, arbitrator, trainer, watcher):
+            await client.settle()
+    assert [(m.subject, m.data) for m in trainer.heard] == [
+        (f"{V1}reward.alice.r1.node-a", b"reward"),
+        (f"{V1}stored.action.alice.r1", b"action"),
+    ]
+    assert [m.subject for m in watcher.heard] == [f"{V1}stored.action.alice.r1", f"{V1}live.trainer.t"]
+    assert trainer.heard[1].headers is not None
+    assert trainer.heard[1].headers["Nats-Stream"] == "ACTIONS"
+
+
+async def test_a_trainer_with_more_subscriptions_than_it_needs_is_cut_off(broker: DeployedBroker) -> None:
+    async with raw_client(broker.settings("trainer")) as client:
+        await client.hear(*(f"{client.inbox}.{number}" for number in range(MAX_SUBSCRIPTIONS["trainer"])))
+        assert client.errors == []
+        await client.client.subscribe(f"{client.inbox}.one-more")
+        await until(lambda: client.client.is_closed)
+
+
+async def test_the_largest_message_of_a_trainer_passes_and_a_larger_one_cuts_it_off(broker: DeployedBroker) -> None:
+    async with raw_client(broker.settings("trainer")) as client:
+        await client.ask(f"{V1}report.alice.r1.node-a", bytes(MAX_TRAINER_BYTES), **{"Nats-Msg-Id": "x" * 200})
+        await client.send(f"{V1}report.alice.r1.node-a", bytes(2 * MAX_TRAINER_BYTES))
+        await until(lambda: client.client.is_closed)

@@ -90,12 +90,16 @@ async def test_an_operation_that_the_broker_refuses_to_a_service(plane: ScrapedP
     )
 
 
-async def test_messages_that_nothing_can_be_made_of(plane: ScrapedPlane, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "reader"), [("state", "arbitrator"), ("report", "collector")])
+@pytest.mark.parametrize("payload", [b"no message", b""])
+async def test_messages_that_nothing_can_be_made_of(
+    plane: ScrapedPlane, tmp_path: Path, kind: str, reader: str, payload: bytes
+) -> None:
     before = await plane.record()
 
     async def send_garbage() -> None:
-        await publish_unstored(plane.bus, subjects.of("state", "job-1", NODE), b"no message")
-        await until(lambda: plane.services["arbitrator"].context.counters.get("dead_letters"))
+        await publish_unstored(plane.bus, subjects.of(kind, "job-1", NODE), payload)
+        await until(lambda: plane.services[reader].context.counters.get("dead_letters"))
 
     check_alerts(
         tmp_path,

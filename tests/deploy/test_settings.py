@@ -31,7 +31,7 @@ def known_keys() -> set[str]:
 def test_every_key_in_deploy_is_a_setting() -> None:
     files = [path for path in DEPLOY.rglob("*") if path.is_file() and "secrets" not in path.parts]
     used = {key for path in files for key in re.findall(r"\bDYNAMIX_[A-Z_]+\b", path.read_text())}
-    assert {"DYNAMIX_NATS_URL", "DYNAMIX_NATS_PASSWORD_FILE"} <= used
+    assert {"DYNAMIX_NATS_URL", "DYNAMIX_NATS_CREDS_FILE"} <= used
     assert used - known_keys() == set()
 
 

@@ -1,4 +1,4 @@
-"""nats-tls.conf and nats-mtls.conf: the broker for several machines, by TLS 1.3, and by certificates of clients."""
+"""nats.conf: TLS 1.3, and with two of its lines certificates of clients, too."""
 
 import asyncio
 import gc
@@ -36,7 +36,7 @@ def certificate(directory: Path, name: str) -> Path:
 def broker(tmp_path: Path) -> Iterator[DeployedBroker]:
     path = certificate(tmp_path, "localhost")
     environ = {"NATS_TLS_CERTIFICATE": str(path), "NATS_TLS_KEY": str(path.with_suffix(".key"))}
-    with deployed_broker(tmp_path, config="nats-tls.conf", environ=environ) as running:
+    with deployed_broker(tmp_path, environ=environ) as running:
         yield running
 
 
@@ -77,7 +77,7 @@ async def test_an_expired_certificate_is_refused_with_the_fix(tmp_path: Path) ->
     path = signed_certificate(tmp_path, "localhost", certificate(tmp_path, "authority"), days=-1)
     environ = {"NATS_TLS_CERTIFICATE": str(path), "NATS_TLS_KEY": str(path.with_suffix(".key"))}
     with (
-        deployed_broker(tmp_path, config="nats-tls.conf", environ=environ) as broker,
+        deployed_broker(tmp_path, environ=environ) as broker,
         pytest.raises(BusError, match=r"has expired\): look at the clocks of both machines, or give the broker"),
     ):
         await Bus.connect(settings(broker, "tls", tmp_path / "authority.pem"), name="test-1")
@@ -109,8 +109,13 @@ def mutual(tmp_path: Path, authority: Path) -> Iterator[DeployedBroker]:
         "NATS_TLS_KEY": str(tmp_path / "localhost.key"),
         "NATS_TLS_CA": str(authority),
     }
-    with deployed_broker(tmp_path, config="nats-mtls.conf", environ=environ) as running:
+    with deployed_broker(tmp_path, environ=environ, prepare=demand_certificates) as running:
         yield running
+
+
+def demand_certificates(directory: Path) -> None:
+    file = directory / "nats.conf"
+    file.write_text(file.read_text().replace("# ca_file:", "ca_file:").replace("# verify:", "verify:"))
 
 
 def signed_certificate(directory: Path, name: str, authority: Path, *, days: int = 2) -> Path:
@@ -141,12 +146,17 @@ async def test_a_client_with_a_certificate_of_the_authority_connects_by_tls_1_3(
     await bus.close()
 
 
-async def test_a_certificate_does_not_replace_the_password(
+async def test_a_certificate_does_not_replace_the_credential(
     mutual: DeployedBroker, authority: Path, tmp_path: Path
 ) -> None:
     ours = with_certificate(settings(mutual, "tls", authority), tmp_path / "client.pem")
     with pytest.raises(PermissionDeniedError):
-        await Bus.connect(msgspec.structs.replace(ours, password_file="", password="pwrong"), name="test-1", wait=False)
+        await Bus.connect(msgspec.structs.replace(ours, creds_file="", password="pwrong"), name="test-1", wait=False)
+
+
+async def test_a_broker_without_a_certificate_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="did not start"), deployed_broker(tmp_path, environ={}):
+        pass
 
 
 async def test_a_client_without_a_certificate_is_refused(mutual: DeployedBroker, authority: Path) -> None:

@@ -36,8 +36,6 @@ MAX_EXPOSURE = {
 The collector's is with eBPF: its three capabilities, and other users' processes that it looks up.
 """
 EBPF = "dynamix-collector.service.d/ebpf.conf"
-SHARDED = ("provision", "collector", "reward", "arbitrator", "learner")
-SHARD = "shard.conf"
 
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None,
@@ -63,19 +61,10 @@ def installed(tmp_path: Path) -> Path:
         name = unit.name.replace("@.", "@mnist.")  # a template is verified as an instance
         (tmp_path / name).write_text(lines)
     for drop_in in UNITS.glob("*.service.d/*.conf"):
-        if drop_in.name == "tls.conf":
-            continue  # mtls.conf stands in its place
         folder = tmp_path / drop_in.parent.name.replace("@.", "@mnist.")
         folder.mkdir(exist_ok=True)
         lines = re.sub(r"^(ExecStart=)/\S+", r"\1/bin/true", drop_in.read_text(), flags=re.MULTILINE)
         (folder / drop_in.name).write_text(lines)
-    for service in SHARDED:  # as install.sh --shard does
-        instance = tmp_path / f"dynamix-{service}@b.service"
-        instance.write_text((tmp_path / f"dynamix-{service}.service").read_text())
-        folder = tmp_path / f"{instance.name}.d"
-        folder.mkdir()
-        (folder / SHARD).write_text(text(SHARD))
-    shutil.copy(tmp_path / EBPF, tmp_path / "dynamix-collector@b.service.d")
     return tmp_path
 
 
@@ -84,10 +73,6 @@ def verify(directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True, check=False
     )
-
-
-def test_there_are_five_units_beside_the_broker_and_its_streams() -> None:
-    assert {unit.name for unit in UNITS.glob("*.service")} == set(MAX_EXPOSURE)
 
 
 @needs_systemd
@@ -107,9 +92,8 @@ def test_a_misspelt_directive_would_be_found(installed: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "directive"),
     [
-        ("dynamix-nats.service.d/mtls.conf", "LoadCredential"),
+        ("dynamix-nats.service.d/within-cluster.conf", "EnvironmentFile"),
         (EBPF, "AmbientCapabilities"),
-        ("dynamix-reward@b.service.d/shard.conf", "EnvironmentFile"),
     ],
 )
 def test_a_misspelt_directive_of_a_drop_in_would_be_found(installed: Path, file: str, directive: str) -> None:
@@ -126,11 +110,7 @@ def exposure(unit: Path, limit: float) -> subprocess.CompletedProcess[str]:
 
 @needs_systemd
 @pytest.mark.parametrize(
-    ("name", "limit"),
-    [
-        *((name.replace("@.", "@mnist."), limit) for name, limit in MAX_EXPOSURE.items()),
-        *((f"dynamix-{service}@b.service", MAX_EXPOSURE[f"dynamix-{service}.service"]) for service in SHARDED),
-    ],
+    ("name", "limit"), [(name.replace("@.", "@mnist."), limit) for name, limit in MAX_EXPOSURE.items()]
 )
 def test_a_unit_stays_closed(installed: Path, name: str, limit: float) -> None:
     judged = exposure(installed / name, limit)
@@ -176,8 +156,8 @@ def test_a_service_waits_for_its_broker_for_ever_and_the_machines_boot_does_not_
 def test_a_service_runs_its_own_module_with_its_own_credential(service: str) -> None:
     lines = text(f"dynamix-{service}.service").splitlines()
     assert f"ExecStart=/opt/dynamix/bin/python -m {MODULES[service]}" in lines
-    assert f"Environment=DYNAMIX_NATS_USER={service}" in lines
-    assert f"LoadCredential=password:/etc/dynamix/credentials/{service}.password" in lines
+    assert "Environment=DYNAMIX_NATS_CREDS_FILE=%d/key" in lines
+    assert f"LoadCredential=key:/etc/dynamix/credentials/{service}.creds" in lines
 
 
 def test_each_service_has_a_port_of_metrics_of_its_own_on_loopback() -> None:
@@ -201,40 +181,3 @@ def test_ebpf_takes_three_capabilities_and_one_system_call_and_nothing_else() ->
         "SystemCallFilter=bpf",
         "LimitMEMLOCK=infinity",
     ]
-
-
-@pytest.mark.parametrize("service", SERVICES)
-def test_a_drop_in_lets_a_service_log_in_with_its_own_key_and_no_password(service: str) -> None:
-    assert directives(f"dynamix-{service}.service.d/nkey.conf") == [
-        "[Service]",
-        "Environment=DYNAMIX_NATS_PASSWORD_FILE=",
-        "Environment=DYNAMIX_NATS_NKEY_FILE=%d/nkey",
-        "LoadCredential=",
-        f"LoadCredential=nkey:/etc/dynamix/credentials/{service}.nkey",
-    ]
-
-
-def test_a_drop_in_gives_the_services_of_a_shard_their_own_keys_and_no_port_that_is_taken() -> None:
-    assert directives(SHARD) == [
-        "[Unit]",
-        "Description=DYNAMIX %j of shard %i",
-        "[Service]",
-        "Environment=DYNAMIX_NATS_PASSWORD_FILE=",
-        "Environment=DYNAMIX_NATS_NKEY_FILE=%d/nkey",
-        "LoadCredential=",
-        "LoadCredential=nkey:/etc/dynamix/credentials/%i-%j.nkey",
-        "Environment=DYNAMIX_METRICS_PORT=0",
-        "EnvironmentFile=-/etc/dynamix/shards/%i-%j.env",
-    ]
-
-
-def test_no_instance_shares_a_directory_with_another() -> None:
-    directory = re.compile(r"^(?:Cache|State|Runtime|Logs|Configuration)Directory=(.*)$", re.MULTILINE)
-    assert directory.findall(text("dynamix-arbitrator.service")) == ["%N"]
-    for service in SHARDED[:3]:
-        assert directory.findall(text(f"dynamix-{service}.service")) == []
-
-
-def test_no_password_stands_in_a_unit() -> None:
-    files = [file for file in UNITS.rglob("*") if file.is_file()]
-    assert [file.name for file in files if re.search(r"PASSWORD=", file.read_text())] == []

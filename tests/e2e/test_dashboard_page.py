@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
-from bench.harness.browser import Browser, find_browser
-from bench.messages.load import Load, job_of
+from bench.jobs import Load, job_of
 from tests.support import examples
+from tests.support.browser import Browser, find_browser
 from tests.support.capture_files import write
 from tests.support.examples import applied, event
 from tests.support.recordings import DEMO

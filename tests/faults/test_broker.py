@@ -5,11 +5,11 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
-from bench.failover.bystander import Bystander
 from tests.support.bus_watch import watching
 from tests.support.control_plane import ControlPlane, control_plane, one_node_job, report_of
 from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
+from tests.support.server_cluster import Bystander
 
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Job

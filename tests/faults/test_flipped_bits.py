@@ -6,9 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from bench.messages.stored import stored_messages
 from tests.support.arbitrators import Crew, crew, feed_states, two_node_job
-from tests.support.bus_watch import BusWatch, watching
+from tests.support.bus_watch import BusWatch, stored_messages, watching
 from tests.support.control_plane import ControlPlane, control_plane
 from tests.support.decision_checks import recorded_states
 from tests.support.examples import applied

@@ -82,6 +82,21 @@ def test_with_an_adaptive_batch_an_epoch_ends_with_its_samples_and_validation_ru
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-9)
 
 
+def test_the_session_still_answers_after_fit_and_is_saved_with_later_checkpoints(
+    lightning: Any, tmp_path: Path
+) -> None:
+    steering = _callback()
+    trainer = _trainer(lightning, [steering], max_epochs=1)
+    trainer.fit(_classifier(lightning), *_loaders())
+    assert (steering.session.step_index, len(steering.session.metrics())) == (7, 7)
+    trainer.save_checkpoint(tmp_path / "later.ckpt")
+    first, second = steering.session, _classifier(lightning)
+    trainer = _trainer(lightning, [steering], max_epochs=2)
+    trainer.fit(second, *_loaders(), ckpt_path=tmp_path / "later.ckpt", weights_only=False)
+    assert steering.session is not first
+    assert Counter(second.used) == Counter(range(NUM_SAMPLES))
+
+
 def test_a_schedule_that_asks_for_a_number_of_adaptive_steps_is_refused(lightning: Any) -> None:
     trainer = _trainer(lightning, [_callback(global_batch="adaptive")], max_epochs=1)
     with pytest.raises(RuntimeError, match="estimated_stepping_batches is unknown with global_batch='adaptive'"):

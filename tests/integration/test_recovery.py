@@ -42,8 +42,8 @@ async def publish_raw(plane: ControlPlane, subject: bytes, payload: bytes) -> No
 async def test_a_subject_that_is_not_utf8_is_a_dead_letter_and_reading_continues() -> None:
     async with control_plane("collector", "arbitrator") as plane:
         job = one_node_job(policy="static")
-        await publish_raw(plane, b"dynamix.v1.job.\xff\xfe", b"?")
-        await publish_raw(plane, b"dynamix.v1.report.\xff\xfe.node-a", b"?")
+        await publish_raw(plane, b"dynamix.v1.job.\xff\xfe.a", b"?")
+        await publish_raw(plane, b"dynamix.v1.report.\xff\xfe.a.node-a", b"?")
         plane.services["arbitrator"].kill()
         await plane.start("arbitrator")
         await plane.bus.publish(job)
@@ -95,7 +95,7 @@ async def test_an_action_log_of_another_run_halts_only_that_job() -> None:
         await plane.bus.publish_action(
             seal(examples.action(5, local_batch_sizes=(64, 64), deltas=(0, 0)), b""), expected_last=0
         )
-        await publish_raw(plane, b"dynamix.v1.action.third-00000000", b"no action at all")
+        await publish_raw(plane, b"dynamix.v1.action.third.00000000", b"no action at all")
         for job in (one_node_job(), one_node_job(job="third-00000000"), other):
             await plane.bus.publish(job)
             await plane.bus.publish(report_of(job, 0, SIZES, SPEEDS))

@@ -45,7 +45,7 @@ async def test_a_job_with_crashes_and_a_restart_replays_byte_for_byte(tmp_path: 
     for into in ("collector", "reward", "arbitrator"):
         outcome = await replay(ReplayRequest(path, into))
         assert outcome.bytes_equal, outcome.counts.first
-        compared[into] = (outcome.counts.num_compared, outcome.counts.num_equal, outcome.counts.num_outside)
+        compared[into] = (outcome.counts.num_compared, outcome.counts.num_equal, outcome.counts.num_uncompared)
     assert compared == {
         "collector": (4 * NUM_WINDOWS, 4 * NUM_WINDOWS, 0),
         "reward": (2 * NUM_WINDOWS, 2 * NUM_WINDOWS, 0),

@@ -138,7 +138,8 @@ async def test_a_capture_from_the_middle_of_a_job_continues_from_an_action(tmp_p
         changed(DEMO, tmp_path / "middle.dxc", lambda record: record if later(record) else None)
     )
     counts = outcome.counts
-    assert (counts.num_compared, counts.num_equal) == (19, 19)
+    assert (counts.num_compared, counts.num_equal, counts.num_uncompared) == (19, 19, 11)
+    assert not outcome.is_equal()
     assert "begins after the action at 11" in counts.notes[0], "that for window 9 needs the state of window 9"
 
 
@@ -156,7 +157,8 @@ async def test_an_earlier_generation_without_its_specification_is_left_out(tmp_p
     first = next(record for record in records(recording.path) if record.stream == JOBS.name)
     newest = changed(recording.path, tmp_path / "newest.dxc", lambda record: None if record == first else record)
     outcome = await into_arbitrator(newest)
-    assert (outcome.counts.num_compared, outcome.counts.num_equal, outcome.counts.num_outside) == (6, 6, 6)
+    assert (outcome.counts.num_compared, outcome.counts.num_equal, outcome.counts.num_uncompared) == (6, 6, 6)
+    assert not outcome.is_equal()
 
 
 async def test_stuck_sizes_are_reported_in_the_same_window(tmp_path: Path) -> None:

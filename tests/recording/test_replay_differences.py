@@ -16,7 +16,7 @@ from dynamix.reward.service import RewardSettings
 from dynamix.schemas import codec
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job
-from dynamix.schemas.streams import FEED
+from dynamix.schemas.streams import ACTIONS, FEED
 
 
 async def test_a_changed_action_is_the_first_difference_with_both_sides(tmp_path: Path) -> None:
@@ -126,9 +126,23 @@ async def test_a_missing_reward_is_a_difference_except_at_the_end(tmp_path: Path
     assert (short.counts.num_outside, short.bytes_equal) == (1, True)
 
 
+async def test_windows_that_the_recorded_arbitrator_left_undecided_are_a_difference(tmp_path: Path) -> None:
+    def until_window_19(record: Record) -> Record | None:
+        if record.stream != ACTIONS.name:
+            return record
+        return record if decode(Action, record.subject, record.payload).window < 20 else None
+
+    outcome = await into_arbitrator(changed(DEMO, tmp_path / "undecided.dxc", until_window_19))
+    counts = outcome.counts
+    assert (counts.num_equal, counts.num_outside, counts.num_different) == (20, 2, 8)
+    assert not outcome.is_equal()
+
+
 async def test_the_state_of_a_dropped_window_is_not_compared(tmp_path: Path) -> None:
     outcome = await replay(ReplayRequest(without(DEMO, tmp_path / "shed.dxc", Matching("window", 11)), "collector"))
-    assert (outcome.counts.num_compared, outcome.counts.num_outside, outcome.bytes_equal) == (58, 2, True)
+    assert (outcome.counts.num_compared, outcome.counts.num_uncompared) == (58, 1)
+    assert outcome.bytes_equal
+    assert not outcome.is_equal()
 
 
 async def test_a_changed_feature_is_listed_by_its_name(tmp_path: Path) -> None:

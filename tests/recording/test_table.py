@@ -60,11 +60,16 @@ def test_where_the_collectors_window_is_missing_a_row_has_what_the_rank_reported
     assert (third["probe"], third["reported_unix_s"]) == ("tcp_info", None)
 
 
-def test_a_capture_that_is_cut_off_is_read_as_far_as_it_goes_with_a_warning(tmp_path: Path) -> None:
+def test_what_is_good_of_a_cut_off_or_damaged_capture_is_read_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "cut.dxc"
     path.write_bytes(DEMO.read_bytes()[:-100])
     with pytest.warns(UserWarning, match="cut off here"):
         assert recording.load(path).num_rows > 0
+    data = bytearray(DEMO.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.warns(UserWarning, match="does not match its checksum"):
+        assert recording.load(path).num_rows > 60
     path.write_text("no capture")
     with pytest.raises(CaptureError, match="this is no capture"):
         recording.load(path)

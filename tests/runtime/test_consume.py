@@ -19,15 +19,12 @@ from tests.support.brokers import (
 from tests.support.proxy import Proxy
 from tests.support.reading import OTHER, STATES, numbers, read
 
-from dynamix.runtime.bus import (
-    Bus,
-    BusMessage,
-    Start,
-    StreamMissingError,
-)
-from dynamix.runtime.bus.broker.errors import NoAnswerError
+from dynamix.runtime.bus import Bus, BusMessage, Reader, Start, StreamMissingError
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams import consumer, pull
+from dynamix.runtime.bus.streams import durable as durable_module
+from dynamix.runtime.bus.streams import reader as reader_module
+from dynamix.runtime.bus.streams.durable import DurableReader
+from dynamix.runtime.bus.streams.reader import DirectReader
 from dynamix.runtime.settings import BusSettings
 
 
@@ -57,7 +54,7 @@ async def test_a_batch_holds_at_most_what_was_asked_for(bus: Bus) -> None:
 async def test_only_the_subjects_asked_for_are_delivered(bus: Bus) -> None:
     await publish_states(bus, range(3), STATE)
     await publish_states(bus, range(3, 6), OTHER)
-    await publish_states(bus, range(6, 9), "dynamix.v1.window.job-1.node-a")
+    await publish_states(bus, range(6, 9), "dynamix.v1.window.job.1.node-a")
     async with bus.consume("FEED", [OTHER, "dynamix.v1.window.>"], start="all") as reader:
         assert numbers(await read(reader, 6)) == [3, 4, 5, 6, 7, 8]
 
@@ -95,7 +92,7 @@ async def test_nothing_is_lost_or_repeated_over_two_killed_brokers(server: Confi
         found = await reading
     assert [message.sequence for message in found] == list(range(1, 601))
     assert sorted(numbers(found)) == list(range(600))
-    assert bus.counters["consumer_resets"] >= 2
+    assert bus.counters["reconnects"] >= 2
 
 
 async def test_nothing_is_lost_or_repeated_when_deliveries_vanish_with_the_connection(server: ConfiguredServer) -> None:
@@ -119,41 +116,44 @@ async def test_nothing_is_lost_or_repeated_when_deliveries_vanish_with_the_conne
     assert numbers(found) == list(range(90))
 
 
-async def test_a_lost_delivery_is_detected_and_read_again(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, seen = pull.parse_delivery, 0
-
-    def losing_the_fifth(subject: bytes, payload: bytes, reply: bytes, headers: bytes | None) -> tuple[int, BusMessage]:
-        nonlocal seen
-        seen += 1
-        count, message = original(subject, payload, reply, headers)
-        return (count + (seen >= 5)) if seen < 8 else count, message
-
-    monkeypatch.setattr(pull, "parse_delivery", losing_the_fifth)
+@pytest.mark.parametrize("durable", [None, "d"])
+async def test_a_lost_message_is_detected_and_read_again(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, durable: str | None
+) -> None:
     await publish_states(bus, range(20))
-    async with bus.consume("FEED", STATES, start="all") as reader:
+    kind, num_seen = (DirectReader if durable is None else DurableReader), 0
+    take = kind._on_message
+
+    def losing_the_fifth(self: Any, subject: bytes, *rest: Any) -> None:
+        nonlocal num_seen
+        num_seen += 1
+        if num_seen != 5:
+            take(self, subject, *rest)
+
+    monkeypatch.setattr(kind, "_on_message", losing_the_fifth)
+    async with bus.consume("FEED", STATES, start="all", durable=durable) as reader:
         found = await read(reader, 20)
     assert numbers(found) == list(range(20))
     assert bus.counters["consumer_resets"] >= 1
 
 
-async def test_a_deleted_consumer_is_recreated(server: ConfiguredServer, bus: Bus) -> None:
-    async with bus.consume("FEED", STATES, start="all") as reader:
+async def test_a_deleted_durable_consumer_is_made_again(server: ConfiguredServer, bus: Bus) -> None:
+    async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
         await publish_states(bus, range(3))
         assert numbers(await read(reader, 3)) == [0, 1, 2]
         async with connected(server.settings, "operator") as operator:
-            names = await consumer_names(operator, "FEED")
-            assert len(names) == 1
-            await operate(operator, f"CONSUMER.DELETE.FEED.{names[0]}")
+            await operate(operator, "CONSUMER.DELETE.FEED.d")
         await publish_states(bus, range(3, 6))
         assert numbers(await read(reader, 3)) == [3, 4, 5]
 
 
-async def test_a_silent_broker_is_detected_by_missing_heartbeats(
-    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("durable", [None, "d"])
+async def test_a_silent_broker_is_noticed(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, durable: str | None
 ) -> None:
-    monkeypatch.setattr(pull, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(consumer, "HEARTBEAT_S", 0.1)
-    async with bus.consume("FEED", STATES, start="all") as reader:
+    monkeypatch.setattr(reader_module, "SILENT_S", 0.1)
+    monkeypatch.setattr(durable_module, "EXPIRES_S", 0.1)
+    async with bus.consume("FEED", STATES, start="all", durable=durable) as reader:
         server.pause()
         await until(lambda: bus.counters["consumer_resets"])
         server.go_on()
@@ -161,35 +161,65 @@ async def test_a_silent_broker_is_detected_by_missing_heartbeats(
         assert numbers(await read(reader, 3)) == [0, 1, 2]
 
 
-async def test_a_consumer_that_a_dead_server_should_keep_is_asked_for_under_another_name(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
+async def test_of_more_subjects_than_the_broker_lists_each_ones_newest_message_still_comes(bus: Bus) -> None:
+    """It lists 1,024; then all messages come, each subject's newest one last."""
+    for number in range(1030):
+        await bus.publish_bytes_soon(f"dynamix.v1.state.job-{number}.a", b"1", f"{number}")
+    await bus.flush()
+    await publish_states(bus, range(2), "dynamix.v1.state.job-7.a")
+    async with bus.consume("FEED", STATES, start="last_per_subject") as reader:
+        found = {message.subject: message for message in await read(reader, 1032)}
+    assert (len(found), found["dynamix.v1.state.job-7.a"].sequence) == (1030, 1032)
+
+
+@pytest.mark.parametrize("durable", [None, "d"])
+async def test_a_quiet_stream_is_not_taken_for_a_silent_broker(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, durable: str | None
 ) -> None:
-    """A cluster answers nothing for the first name until that server is back."""
-    ask, asked = bus.requests.ask, list[str]()
-
-    async def first_unanswered(operation: str, body: Any, answer: Any, **options: Any) -> Any:
-        if operation.startswith("CONSUMER.CREATE"):
-            asked.append(body["config"]["name"])
-            if len(asked) == 1:
-                raise NoAnswerError(f"no answer to {operation} within {options['budget_s']} s")
-        return await ask(operation, body, answer, **options)
-
-    monkeypatch.setattr(bus.requests, "ask", first_unanswered)
-    await publish_states(bus, range(2))
-    async with bus.consume("FEED", STATES, start="all") as reader:
-        assert numbers(await read(reader, 2)) == [0, 1]
-    assert len(set(asked)) == 2
-
-
-async def test_a_quiet_stream_is_not_taken_for_a_silent_broker(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(pull, "EXPIRES_S", 0.3)
-    monkeypatch.setattr(consumer, "HEARTBEAT_S", 0.1)
-    async with bus.consume("FEED", STATES, start="all") as reader:
-        await asyncio.sleep(1.0)  # several heartbeats, and three requests that expire
+    monkeypatch.setattr(reader_module, "SILENT_S", 0.3)
+    monkeypatch.setattr(durable_module, "EXPIRES_S", 0.2)
+    async with bus.consume("FEED", STATES, start="all", durable=durable) as reader:
+        await asyncio.sleep(1.0)  # several requests that expire
         await publish_states(bus, range(2))
         assert numbers(await read(reader, 2)) == [0, 1]
     assert bus.counters["consumer_resets"] == 0
+
+
+async def test_what_is_stored_is_heard_of_at_once_and_otherwise_looked_for(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "LOOK_EVERY_S", 60.0)
+    async with asyncio.timeout(10), bus.consume("FEED", STATES, start="new") as reader:
+        await anext_after(bus, reader)
+        monkeypatch.setattr(DirectReader, "_on_hint", lambda *_: None)
+    monkeypatch.setattr(reader_module, "LOOK_EVERY_S", 0.1)
+    async with asyncio.timeout(10), bus.consume("FEED", STATES, start="new") as reader:
+        await anext_after(bus, reader)
+
+
+async def anext_after(bus: Bus, reader: Reader) -> None:
+    """Read what is stored once the reader waits."""
+    await asyncio.sleep(0.3)
+    number = (await bus.stream_state("FEED")).last_sequence
+    await publish_states(bus, range(number, number + 1))
+    assert numbers(await anext(reader)) == [number]
+
+
+async def test_the_last_message_of_several_subjects_says_that_nothing_is_pending(bus: Bus) -> None:
+    """Also where others follow that their common filter takes."""
+    await publish_states(bus, range(2), OTHER)
+    await publish_states(bus, range(2, 5))
+    async with bus.consume("FEED", [OTHER, "dynamix.v1.window.>"], start="all") as reader:
+        found = await read(reader, 2)
+    assert (numbers(found), found[-1].num_pending) == ([0, 1], 0)
+
+
+async def test_what_a_sender_writes_in_headers_of_the_brokers_is_not_believed(bus: Bus) -> None:
+    forged = {"Nats-Sequence": "77", "Nats-Subject": "dynamix.v1.state.victim.a", "Nats-Stream": "FEED"}
+    await (await bus._publisher.publish(STATE, b"0", "m", None, forged))
+    async with bus.consume("FEED", STATES, start="all") as reader:
+        (message,) = await read(reader, 1)
+    assert (message.subject, message.sequence) == (STATE, 1)
 
 
 async def test_a_blocked_event_loop_loses_nothing_even_when_the_broker_cuts_the_connection() -> None:
@@ -212,18 +242,22 @@ async def test_a_blocked_event_loop_loses_nothing_even_when_the_broker_cuts_the_
         assert bus.counters["reconnects"] >= 1
 
 
-async def test_a_slow_reader_is_sent_no_more_than_it_has_room_for(bus: Bus) -> None:
+@pytest.mark.parametrize("durable", [None, "d"])
+async def test_a_slow_reader_is_sent_no_more_than_it_has_room_for(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, durable: str | None
+) -> None:
+    monkeypatch.setattr(reader_module, "MIN_CAPACITY", 1024)
     await publish_states(bus, range(4000))  # FEED keeps 4,096 of a subject
-    async with bus.consume("FEED", STATES, start="all", max_batch=16) as reader:
-        await until(lambda: len(reader._buffer) == consumer.MIN_CAPACITY)
+    async with bus.consume("FEED", STATES, start="all", max_batch=16, durable=durable) as reader:
+        await until(lambda: len(reader._buffer) == 1024)
         await asyncio.sleep(0.1)
-        assert len(reader._buffer) == consumer.MIN_CAPACITY
+        assert len(reader._buffer) == 1024
         assert numbers(await read(reader, 4000)) == list(range(4000))
 
 
 async def test_a_request_is_bounded_in_bytes(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull, "MAX_BYTES", 10_000)
-    monkeypatch.setattr(consumer, "MAX_BUFFERED_BYTES", 10_000)
+    monkeypatch.setattr(reader_module, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(reader_module, "MAX_BUFFERED_BYTES", 10_000)
     for number in range(40):
         await bus.publish_bytes(STATE, bytes(3000), f"m{number}")
     async with bus.consume("FEED", STATES, start="all") as reader:
@@ -259,12 +293,11 @@ async def test_stopping_the_intake_ends_the_loops_over_consumers_and_subscriptio
     assert await asyncio.gather(*loops) == ["subscription ended", "consumer ended"]
 
 
-async def test_a_closed_consumer_leaves_nothing_at_the_broker(bus: Bus) -> None:
-    async with bus.consume("FEED", STATES, start="all"):
-        assert len(await consumer_names(bus, "FEED")) == 1
-    async with asyncio.timeout(10):
-        while await consumer_names(bus, "FEED"):
-            pass
+async def test_a_reader_without_a_name_keeps_nothing_at_the_broker(bus: Bus) -> None:
+    await publish_states(bus, range(1))
+    async with bus.consume("FEED", STATES, start="all") as reader:
+        assert await read(reader, 1)
+        assert await consumer_names(bus, "FEED") == []
 
 
 async def test_the_second_form_of_acknowledgement_subjects_is_understood() -> None:

@@ -1,14 +1,20 @@
-"""Where a reader goes on: a durable consumer behind its acknowledgement, and no reader on a stream that went back."""
+"""Where a reader goes on: a durable consumer behind its acknowledgement, streams made again, and one that went back."""
 
+import asyncio
+import shutil
+
+import msgspec
 import pytest
 from tests.support.brokers import STATE, ConfiguredServer, connected, operate, publish_states
 from tests.support.reading import OTHER, STATES, numbers, read
 
-from dynamix.runtime.bus import Bus, BusMessage, SequenceRegressError, StreamMissingError
-from dynamix.runtime.bus.broker.requests import Requests
+from dynamix.runtime.bus import Bus, BusMessage, SequenceRegressError
+from dynamix.runtime.bus.broker.requests import Answer, Requests
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams import broker_consumer, failover
+from dynamix.runtime.bus.streams import failover
+from dynamix.runtime.bus.streams import reader as reader_module
 from dynamix.runtime.bus.streams.message import StreamState
+from dynamix.runtime.bus.streams.reader import LostError
 
 
 async def test_a_durable_consumer_goes_on_behind_its_last_acknowledgement(bus: Bus) -> None:
@@ -39,15 +45,59 @@ async def test_a_durable_consumer_loses_and_repeats_nothing_over_a_killed_broker
         assert [message.sequence for message in found] == list(range(1, 301))
 
 
-async def test_a_durable_consumer_takes_other_subjects_when_asked_to(bus: Bus) -> None:
+async def test_a_durable_consumer_takes_another_subject_when_asked_to(bus: Bus) -> None:
     await publish_states(bus, range(2), STATE)
     async with bus.consume("FEED", [STATE], start="all", durable="d") as reader:
-        found = await read(reader, 2)
-        await reader.ack(found[-1])
+        await reader.ack((await read(reader, 2))[-1])
         assert await bus.stream_state("FEED")
     await publish_states(bus, range(2, 4), OTHER)
-    async with bus.consume("FEED", [STATE, OTHER], start="all", durable="d") as reader:
+    async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
         assert numbers(await read(reader, 2)) == [2, 3]
+
+
+async def test_what_was_handled_and_comes_again_is_acknowledged(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An acknowledgement that is lost, and the consumer that delivers the same again and nothing after it."""
+    await publish_states(bus, range(3))
+    async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
+        found = await read(reader, 3)
+        with monkeypatch.context() as lost:
+            lost.setattr(bus._connection, "send", unsent)
+            await reader.ack(found[-1])
+        reader._interrupt(LostError("a test"))
+        async with asyncio.timeout(20):
+            while (await acknowledged(bus, "d")) < 3:  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.05)
+    assert bus.counters["received_twice"] == 3
+
+
+async def unsent(*_arguments: object) -> bool:
+    return True
+
+
+class _Floor(msgspec.Struct):
+    stream_seq: int = 0
+
+
+class _Info(Answer):
+    ack_floor: _Floor = msgspec.field(default_factory=_Floor)
+
+
+async def acknowledged(bus: Bus, durable: str) -> int:
+    return (await bus.requests.ask(f"CONSUMER.INFO.FEED.{durable}", None, _Info)).ack_floor.stream_seq
+
+
+async def test_a_second_process_of_a_name_goes_on_where_the_first_one_ends(server: ConfiguredServer, bus: Bus) -> None:
+    await publish_states(bus, range(4))
+    async with connected(server.settings, "second") as other:
+        async with other.consume("FEED", STATES, start="all", durable="d") as second:
+            async with bus.consume("FEED", STATES, start="all", durable="d") as first:
+                found = [*await read(second, 4)]
+                await second.ack(found[1])
+                assert await other.stream_state("FEED")
+            await second.close()
+            assert first is not second
+        async with bus.consume("FEED", STATES, start="all", durable="d") as first:
+            assert numbers(await read(first, 2)) == [2, 3]
 
 
 async def test_only_a_durable_consumer_acknowledges(bus: Bus) -> None:
@@ -58,36 +108,47 @@ async def test_only_a_durable_consumer_acknowledges(bus: Bus) -> None:
             await reader.ack(message)
 
 
-async def test_a_stream_that_went_back_is_an_error_not_a_silent_gap(server: ConfiguredServer, bus: Bus) -> None:
+@pytest.mark.parametrize("durable", [None, "d"])
+async def test_a_stream_that_is_made_again_is_read_from_its_beginning(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, durable: str | None
+) -> None:
+    monkeypatch.setattr(reader_module, "CHECK_EVERY_S", 0.2)
+    monkeypatch.setattr(reader_module, "LOOK_EVERY_S", 0.1)
     await publish_states(bus, range(10))
-    async with bus.consume("FEED", STATES, start="all") as reader:
-        assert len(await read(reader, 10)) == 10
+    async with bus.consume("FEED", STATES, start="new" if durable is None else "all", durable=durable) as reader:
+        if durable is not None:
+            await reader.ack((await read(reader, 10))[-1])
         async with connected(server.settings, "operator") as operator:
             await operate(operator, "STREAM.DELETE.FEED")
+            await asyncio.sleep(0.5)
             await provision(operator)
-        with pytest.raises((SequenceRegressError, StreamMissingError)):
-            await read(reader, 1)
+        await publish_states(bus, range(20, 23))
+        assert numbers(await read(reader, 3)) == [20, 21, 22]
 
 
-async def test_a_durable_consumer_sees_that_its_stream_went_back(server: ConfiguredServer, bus: Bus) -> None:
-    await publish_states(bus, range(10))
-    async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
-        batch = await read(reader, 10)
-        await reader.ack(batch[-1])
-        async with connected(server.settings, "operator") as operator:
-            await operate(operator, "STREAM.DELETE.FEED")
-            await provision(operator)
-        await publish_states(bus, range(3))
-        with pytest.raises((SequenceRegressError, StreamMissingError)):
-            await read(reader, 1)
+@pytest.mark.parametrize("durable", [None, "d"])
+async def test_an_empty_broker_in_place_of_the_old_one_is_read_from_its_beginning(durable: str | None) -> None:
+    async with ConfiguredServer() as server, connected(server.settings) as bus:
+        await provision(bus)
+        await publish_states(bus, range(10))
+        async with bus.consume("FEED", STATES, start="all", durable=durable) as reader:
+            assert len(await read(reader, 10)) == 10
+            await server.kill()
+            shutil.rmtree(server._directory / "store")
+            await server.start()
+            async with connected(server.settings) as operator:
+                await provision(operator)
+                await publish_states(operator, range(20, 23))
+            assert numbers(await read(reader, 3)) == [20, 21, 22]
 
 
 @pytest.mark.parametrize("num_replicas", [3, 1])
+@pytest.mark.parametrize("durable", [None, "d"])
 async def test_of_several_servers_one_that_says_less_than_was_read_is_asked_again(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch, num_replicas: int
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, num_replicas: int, durable: str | None
 ) -> None:
     """It was cut off, and answers before it has heard of the new leader; a single one has lost what it does not say."""
-    real, num_asked = broker_consumer.stream_state, 0
+    real, num_asked = reader_module.stream_state, 0
 
     async def stale(requests: Requests, stream: str) -> StreamState:
         nonlocal num_asked
@@ -96,15 +157,14 @@ async def test_of_several_servers_one_that_says_less_than_was_read_is_asked_agai
         return state._replace(last_sequence=4) if num_asked < 3 else state
 
     await publish_states(bus, range(10))
-    async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
-        found = await read(reader, 10)
-        await reader.ack(found[-1])
+    async with bus.consume("FEED", STATES, start="all", durable=durable) as reader:
+        assert len(await read(reader, 10)) == 10
         monkeypatch.setattr(failover, "PAUSE_S", 0.05)
-        monkeypatch.setattr(broker_consumer, "stream_state", stale)
+        monkeypatch.setattr(reader_module, "stream_state", stale)
         if num_replicas > 1:
-            await reader._broker_side.open()
+            await reader._check_stream()
             assert num_asked == 3
         else:
             with pytest.raises(SequenceRegressError, match="FEED ends at 4, but 10 was already read"):
-                await reader._broker_side.open()
+                await reader._check_stream()
             assert num_asked == 2, "the state, and the number of copies"

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected, consumer_names, until
@@ -47,6 +48,23 @@ async def test_a_refused_action_is_heard_by_no_one(bus: Bus) -> None:
             await bus.publish_action(action(1), expected_last=0)
         await bus.publish_action(action(2), expected_last=first)
         assert [(await anext(messages)).payload for _ in range(2)] == [encode(action(0)), encode(action(2))]
+
+
+async def test_an_answer_of_the_broker_that_a_client_has_sent_there_is_left_out(
+    bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stored message of the client's own job, on a subject where another job hears actions or rewards."""
+    other = msgspec.structs.replace(action(9), job="other-1")
+    await bus.publish(other)
+    get, rewards = f"$JS.API.DIRECT.GET.ACTIONS.{subjects.subject_of(other)}", "dynamix.v1.live.a.b"
+    async with bus.follow(ACTIONS.name, SUBJECT) as messages, bus.subscribe(rewards) as heard:
+        await bus._connection.send(get, b"", subjects.announced(SUBJECT))
+        await bus._connection.send(get, b"", rewards)
+        await until(lambda: caplog.text.count("left out: some client lets the broker deliver there") == 2)
+        await bus.publish(action(1))
+        await bus._connection.send(rewards, b"live")
+        assert (await anext(messages)).payload == encode(action(1))
+        assert (await anext(heard)).payload == b"live"
 
 
 async def test_nothing_is_kept_for_it_at_the_broker(bus: Bus) -> None:

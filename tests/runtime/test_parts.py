@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from dynamix.runtime import log, rate_limit
 from dynamix.runtime.bus.broker.client import parse_status
-from dynamix.runtime.bus.streams.broker_consumer import Start, StreamPosition
 from dynamix.runtime.bus.streams.message import BusMessage, parse_delivery
-from dynamix.runtime.bus.streams.stored import _nanoseconds
+from dynamix.runtime.bus.streams.reader import common_filter
+from dynamix.runtime.bus.streams.stored import nanoseconds
 from dynamix.runtime.rate_limit import RateLimit
+from dynamix.schemas.subjects import covers
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,7 @@ def test_arbitrary_deliveries_are_parsed_or_raise_value_error(data: bytes) -> No
     [
         (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 3\r\n\r\n", (100, "Idle Heartbeat", 0)),
         (b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 17\r\n\r\n", (408, "Request Timeout", 17)),
+        (b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 5\r\n\r\n", (204, "EOB", 5)),
         (b"NATS/1.0 503\r\n\r\n", (503, "", 0)),
         (b"NATS/1.0\r\nNats-Msg-Id: a\r\n\r\n", (0, "", 0)),
         (b"", (0, "", 0)),
@@ -78,37 +80,24 @@ def test_a_status_line_is_read(headers: bytes, status: tuple[int, str, int]) -> 
 
 
 @pytest.mark.parametrize(
-    ("start", "policy"),
+    ("subjects", "common"),
     [
-        ("all", {"deliver_policy": "all"}),
-        ("last_per_subject", {"deliver_policy": "last_per_subject"}),
-        (7, {"deliver_policy": "by_start_sequence", "opt_start_seq": 7}),
-        (0, {"deliver_policy": "by_start_sequence", "opt_start_seq": 1}),
+        (["a.b.*"], "a.b.*"),
+        (["a.b.c", "a.x.c"], "a.*.c"),
+        (["a.b.c", "a.b"], "a.>"),
+        (["a.b.c.d", "a.x.>"], "a.*.>"),
+        (["a.>", "a.b.c"], "a.>"),
     ],
 )
-def test_a_position_begins_where_it_is_told_and_goes_on_behind_the_last_message(
-    start: Start, policy: dict[str, object]
-) -> None:
-    position = StreamPosition(start)
-    assert position.policy() == policy
-    assert position.accepts(12)
-    assert not position.accepts(12)
-    assert not position.accepts(11)
-    assert position.policy() == {"deliver_policy": "by_start_sequence", "opt_start_seq": 13}
-
-
-def test_new_is_pinned_to_what_was_last_at_the_opening() -> None:
-    position = StreamPosition("new")
-    assert position.needs_pin
-    position.pin(40)
-    assert not position.needs_pin
-    assert position.policy() == {"deliver_policy": "by_start_sequence", "opt_start_seq": 41}
+def test_a_common_filter_covers_all_subjects(subjects: list[str], common: str) -> None:
+    assert common_filter(subjects) == common
+    assert all(covers(common, subject) for subject in subjects)
 
 
 def test_nanoseconds_of_a_stored_time_are_exact() -> None:
-    assert _nanoseconds("2023-11-14T22:13:20.123456789Z") == 1_700_000_000_123_456_789
-    assert _nanoseconds("2023-11-14T22:13:20Z") == 1_700_000_000_000_000_000
-    assert _nanoseconds("2023-11-14T22:13:20.5Z") == 1_700_000_000_500_000_000
+    assert nanoseconds("2023-11-14T22:13:20.123456789Z") == 1_700_000_000_123_456_789
+    assert nanoseconds("2023-11-14T22:13:20Z") == 1_700_000_000_000_000_000
+    assert nanoseconds("2023-11-14T22:13:20.5Z") == 1_700_000_000_500_000_000
 
 
 def test_a_rate_limit_lets_a_burst_and_then_so_many_a_second_through(monkeypatch: pytest.MonkeyPatch) -> None:

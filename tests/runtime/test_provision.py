@@ -1,7 +1,6 @@
 """Streams from the table: made, left alone, changed, refused."""
 
 import asyncio
-from typing import Any
 
 import msgspec
 import pytest
@@ -9,10 +8,7 @@ from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected
 
 from dynamix.runtime.bus import Bus, PublishError
-from dynamix.runtime.bus.broker.errors import ApiError
-from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.bus.provision import ProvisionError, provision
-from dynamix.runtime.bus.streams.stored import stream_config, write_stream
 from dynamix.schemas import subjects
 from dynamix.schemas.kinds import KINDS
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS, STREAMS
@@ -90,33 +86,6 @@ async def test_a_full_stream_that_refuses_new_messages_is_an_error_for_the_publi
             await bus.publish_bytes("dynamix.v1.state.a.b", bytes(500), f"m{number}")
         with pytest.raises(PublishError, match="maximum bytes exceeded"):
             await bus.publish_bytes("dynamix.v1.state.a.b", bytes(1500), "large")
-
-
-class _ConsumerConfig(Answer):
-    config: dict[str, Any] = msgspec.field(default_factory=dict)
-
-
-async def test_a_consumer_that_is_not_used_is_removed_whatever_its_maker_asked_for(bus: Bus) -> None:
-    config = {"durable_name": "flood", "ack_policy": "explicit", "filter_subject": "dynamix.v1.action.x"}
-    body = {"stream_name": "ACTIONS", "config": config, "action": "create"}
-    made = await bus.requests.ask("CONSUMER.CREATE.ACTIONS.flood.dynamix.v1.action.x", body, _ConsumerConfig)
-    assert made.config["inactive_threshold"] == 300 * 10**9
-    body = {"stream_name": "ACTIONS", "config": {**config, "durable_name": "b", "inactive_threshold": 10**15}}
-    with pytest.raises(ApiError, match="inactive threshold"):
-        await bus.requests.ask("CONSUMER.CREATE.ACTIONS.b.dynamix.v1.action.x", body, _ConsumerConfig)
-
-
-async def test_streams_with_durable_readers_of_before_get_the_limits(server: ConfiguredServer) -> None:
-    """An earlier version provisioned them so."""
-    async with connected(server.settings) as bus:
-        await provision(bus)
-        without = {**(await stream_config(bus.requests, "FEED")), "consumer_limits": {}, "max_msg_size": -1}
-        await write_stream(bus.requests, "UPDATE", without)
-        config = {"durable_name": "reward-a", "ack_policy": "all", "filter_subject": "dynamix.v1.window.*.*"}
-        body = {"stream_name": "FEED", "config": config, "action": "create"}
-        operation = "CONSUMER.CREATE.FEED.reward-a.dynamix.v1.window.*.*"
-        assert not (await bus.requests.ask(operation, body, _ConsumerConfig)).config.get("inactive_threshold")
-        assert (await provision(bus, [FEED]))[0].startswith("FEED: updated max_msg_size -1 -> 532480")
 
 
 async def test_a_message_over_the_limit_of_its_stream_is_refused(bus: Bus) -> None:

@@ -79,7 +79,7 @@ async def test_a_service_whose_work_fails_exits_with_1_and_says_why(server: Conf
 async def test_a_start_error_is_one_sentence_in_the_log(server: ConfiguredServer) -> None:
     async with started(server, "--mode", "refuse") as process:
         code, _, lines = await end(process)
-    assert code == 1
+    assert code == 2
     (failure,) = [line for line in lines if line["level"] == "error"]
     assert (failure["event"], failure["reason"]) == ("cannot start", "made to refuse: use another mode")
     assert "exception" not in failure

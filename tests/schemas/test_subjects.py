@@ -1,11 +1,11 @@
 from pathlib import Path
 
 import pytest
+from docs.subjects import document
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamix.schemas import subjects
-from dynamix.schemas.__main__ import document
 from dynamix.schemas.kinds import KINDS
 
 DOCS = Path(__file__).parents[2] / "docs" / "subjects.md"
@@ -53,5 +53,5 @@ def test_each_kind_has_its_own_code_and_a_subject_of_its_own_tokens() -> None:
 
 
 def test_docs_subjects_is_what_the_table_generates() -> None:
-    """When this fails: python -m dynamix.schemas > docs/subjects.md."""
+    """When this fails: python docs/subjects.py > docs/subjects.md."""
     assert DOCS.read_text() == document()

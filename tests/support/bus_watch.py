@@ -1,11 +1,11 @@
-"""Watches the bus: every action as it is stored, and every service's newest heartbeat."""
+"""Watches the bus: every action as it is stored, every service's newest heartbeat, what a stream has of a subject."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
-from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Live
@@ -76,3 +76,16 @@ async def watching(bus: Bus, job: str) -> AsyncIterator[BusWatch]:
         yield watch
         for task in following:
             task.cancel()
+
+
+async def stored_messages(bus: Bus, stream: str, subject: str) -> list[BusMessage]:
+    """All messages of a subject or filter, up to the newest one now."""
+    newest, found = await bus.last(stream, subject), list[BusMessage]()
+    if newest is None:
+        return found
+    async with bus.consume(stream, [subject], start="all") as consumer:
+        async for batch in consumer:
+            found += batch
+            if batch[-1].sequence >= newest.sequence:
+                break
+    return found

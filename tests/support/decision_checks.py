@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 
-from bench.messages.stored import stored_messages
+from tests.support.bus_watch import stored_messages
 from tests.support.reference_fold import Decided, reference_decisions
 
 from dynamix.arbitrator.policies.registry import policy_named

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
-from bench.failover.servers import NUM_SERVERS, ClusterServer, ThreeServers, free_ports
+from tests.support.server_cluster import NUM_SERVERS, ClusterServer, ThreeServers, free_ports
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.broker.requests import Answer

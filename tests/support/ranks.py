@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from bench.hosts import Host
-from bench.hosts.namespace import Namespace
+from bench.hosts import Host, Namespace
 
 TIMEOUT_S = 90.0
 START = multiprocessing.get_context("forkserver")

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Sequence
 
-from dynamix.runtime.bus import BusMessage, Consumer
+from dynamix.runtime.bus import BusMessage, Reader
 
 OTHER = "dynamix.v1.state.job.1.node-b"
 STATES = ["dynamix.v1.state.>"]
 
 
-async def read(reader: Consumer, count: int) -> list[BusMessage]:
+async def read(reader: Reader, count: int) -> list[BusMessage]:
     """The first messages, at least `count` of them."""
     found: list[BusMessage] = []
     async with asyncio.timeout(20):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
-from bench.messages.recording import StreamRecorder
+from bench.jobs import StreamRecorder
 from tests.support import examples
 
 from dynamix.arbitrator.deciding.fold import Fold

@@ -32,7 +32,7 @@ def shown_names() -> set[str]:
     standing = JobStanding(0, 3, 0.0, window_s=1.0, decided_window=2, global_batch_size=512, num_refused={"stale": 1})
     decisions._jobs.record("a", standing)
     decisions._streams[FEED.name] = StreamState(1, 1, 1, 1, copies=StreamCopies("a", (StreamCopy("b"),)))
-    decisions._num_requests = 1
+    decisions._num_requests = decisions._num_violations = 1
     for number in range(3):
         decisions._runs.record_window(f"mnist-{number}", 1.0, 0.5)
         decisions._runs.end_run(f"mnist-{number}", "rule")
@@ -54,7 +54,10 @@ def _show_service(metrics: ServiceMetrics) -> None:
     statistics.of_subjects("dynamix.v1.state.*.*")
     state = ServiceState("node-a", "node-a", asyncio.Event(), Watchdog(0.0))
     state.bus = SimpleNamespace(  # type: ignore[assignment]
-        counters=dict.fromkeys((*BUS_COUNTERS, *BUS_GAUGES), 0), statistics=statistics, is_connected=True
+        counters=dict.fromkeys((*BUS_COUNTERS, *BUS_GAUGES), 0),
+        statistics=statistics,
+        is_connected=True,
+        seconds_left=1.0,
     )
     metrics.add(state.show)
     metrics.add(lambda scrape: metrics.show_counters(scrape, {}))

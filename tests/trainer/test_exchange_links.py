@@ -76,7 +76,7 @@ def _cut(hosts: Hosts, directory: Path, wait: Callable[[], object]) -> None:
         (directory / "cut").touch()
         wait()
     finally:
-        hosts[1].restore()
+        hosts[1].cut(is_cut=False)
 
 
 @pytest.mark.bpf

@@ -14,6 +14,7 @@ from tests.support.whole_numbers import (
     distributed,
 )
 
+from dynamix import trainer
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.data.orders import epoch_order
 from dynamix.trainer.exchange.registry import CODECS
@@ -104,6 +105,18 @@ def test_a_round_ends_with_an_outer_nesterov_step(codec: str) -> None:
         assert torch.equal(first["parameters"][step], second["parameters"][step])
         assert torch.allclose(first["parameters"][step], place, atol=1e-2 if codec == "int8" else 2e-6)
     assert not torch.allclose(expected[-1], _alone([4] * 5 + [2])[-1], atol=1e-2), "it makes no difference"
+
+
+def test_outer_momentum_besides_momentum_of_the_optimizer_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    num_warnings = {}
+    for outer, inner in ((0.9, 0.9), (0.0, 0.9), (0.9, 0.0)):
+        model, data = torch.nn.Linear(2, 1), torch.randn(8, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=inner)
+        exchange = Exchange(every=4, outer_rate=0.7, outer_momentum=outer)
+        caplog.clear()
+        trainer.attach(model, optimizer, data, local_batch_size=4, exchange=exchange, connect=False).close()
+        num_warnings[outer, inner] = len(caplog.messages)
+    assert num_warnings == {(0.9, 0.9): 1, (0.0, 0.9): 0, (0.9, 0.0): 0}
 
 
 def test_without_an_outer_step_what_moved_stays_what_it_is() -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.training import Numbered
 from torch.utils.data import WeightedRandomSampler
 
 from dynamix.schemas.messages.allocation import Allocation
@@ -99,7 +100,7 @@ def test_a_sampler_draws_by_the_epoch_and_leaves_random_numbers_as_they_were() -
         np.random.seed(1)  # noqa: NPY002 - what samplers may use
         random.seed(1)
         orders = SampledOrders(WeightedRandomSampler(weights, 50, generator=own), seed=5)
-        orders.connect(SoloCollectives())
+        orders.connect(SoloCollectives(), Numbered(4), {})
         drawn.append([orders.order_of(epoch).tolist() for epoch in (0, 1)])
         found = torch.rand(1).item(), np.random.rand(), random.random()  # noqa: NPY002
         torch.manual_seed(1)

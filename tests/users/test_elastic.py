@@ -1,4 +1,4 @@
-"""An elastic job: torchrun --nnodes 1:2, one node killed for good while it trains."""
+"""Jobs of plain torchrun: one node killed for good while it trains, and a rank killed once."""
 
 import json
 import os
@@ -18,6 +18,31 @@ from tests.support.steady_job import NUM_SAMPLES
 from tests.support.steady_training import SCRIPT
 
 NUM_EPOCHS = 1
+
+KILLED_ONCE = """
+import os, signal, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from dynamix.trainer import attach
+
+is_first, rank = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0", int(os.environ["RANK"])
+if rank == 0 and not is_first:
+    time.sleep(3)  # rank 1 looks for rank 0 before rank 0 has published where it is
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session = attach(model, optimizer, torch.randn(64, 4), local_batch_size=4, connect=False)
+for step, inputs in enumerate(session.loader):
+    if rank == 1 and is_first and step == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss = model(inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    session.step(loss)
+session.close()
+dist.destroy_process_group()
+"""
 
 
 def _free_port() -> int:
@@ -98,3 +123,16 @@ def test_a_job_goes_on_with_the_ranks_that_are_left_at_the_same_global_batch(tmp
     used = Counter(index for step in kept for index in step["indices"])
     assert used == Counter(range(NUM_SAMPLES))
     assert {step["generation"] for step in alone} != {step["generation"] for step in steps if step not in alone}
+
+
+@pytest.mark.slow
+def test_restarted_ranks_of_plain_torchrun_find_each_other(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(KILLED_ONCE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("DYNAMIX_", "TORCH_"))}
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = subprocess.run(
+        [*command, str(script)], env={**environ, **settings}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]

@@ -53,6 +53,25 @@ def test_a_snapshot_without_the_sessions_state_is_warned_about(
         assert "call session.load_state_dict(...) on all ranks" in caplog.text
 
 
+def test_a_resumed_run_that_is_asked_for_the_epochs_that_are_left_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, session = _start(torch.optim.SGD)
+    for epoch in session.epochs(6):
+        _two_steps(model, optimizer, session)
+        if epoch == 1:
+            break
+    state = session.state_dict()
+    session.close()
+    left = {}
+    for asked in (6, 4, 1):
+        again = _start(torch.optim.SGD)[2]
+        again.load_state_dict(state)
+        left[asked] = [len(list(again.epochs(asked))), len(caplog.messages)]
+        again.close()
+    assert left == {6: [5, 0], 4: [3, 1], 1: [0, 2]}
+    assert "session.epochs(4) after a resume trains 3 more epochs" in caplog.text
+    assert "pass session.epochs(6)" in caplog.text
+
+
 def test_noise_averages_of_a_state_of_version_4_are_taken_over_and_speeds_are_measured_again() -> None:
     model, optimizer, session = _start(torch.optim.SGD)
     saved = session.state_dict() | {"version": 4, "noise": [1.9, 0.38, 0.19], "speeds": [[0.001], [0]]}

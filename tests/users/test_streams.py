@@ -1,19 +1,23 @@
 """Streams (`IterableDataset`): every rank reads the same one, and each of its samples is trained on exactly once."""
 
+import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import RankError, run_ranks
 from tests.support.training import Numbered, distribute, gather, make_model, offer
 from torch import nn
-from torch.utils.data import IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from dynamix import trainer as dynamix
 from dynamix.trainer import Session
+from dynamix.trainer.data.random_numbers import RandomNumbers
 
 SIZES = [(9, 4), (13, 0), (3, 20), (17, 17)]
 
@@ -57,6 +61,11 @@ def _train_batch(session: Session, model: nn.Module, optimizer: Any, batch: Any)
         offer(session, SIZES[(session.step_index + 1) % len(SIZES)])
     session.step()
     return used
+
+
+def _train_epoch(session: Session, model: nn.Module, optimizer: Any) -> None:
+    for batch in session.loader:
+        _train_batch(session, model, optimizer, batch)
 
 
 def _everything(mine: list[int]) -> list[int]:
@@ -164,21 +173,115 @@ def test_streams_that_cannot_work_are_refused_with_the_fix() -> None:
     run_ranks(_refusals, 2)
 
 
+class Part(Dataset[Any]):
+    """What a script's own class makes of its files: `files[rank::2]`, or a random change of each sample."""
+
+    def __init__(self, indices: Sequence[int], change: Callable[[torch.Tensor], Any] = torch.clone) -> None:
+        self.data = Numbered(40)
+        self.indices = indices
+        self.change = change
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, _, number = self.data[self.indices[index]]
+        return self.change(inputs), number
+
+
 def _divided(rank: int) -> None:
-    data = Numbered(40)
-    part = TensorDataset(data.inputs[rank::2], data.targets[rank::2])
-    for parts in (
-        Stream(40, parts=True),
-        part,
-        Subset(data, range(rank, 40, 2)),
-        [data[i] for i in range(rank, 40, 2)],
+    data, indices = Numbered(40), range(rank, 40, 2)
+    augmented = Part(indices, lambda inputs: inputs + np.random.default_rng().normal(size=inputs.shape))
+    for parts, num_workers in (
+        (Stream(40, parts=True), 0),
+        (TensorDataset(data.inputs[rank::2], data.targets[rank::2]), 0),
+        (Subset(data, indices), 0),
+        ([data[i] for i in indices], 0),
+        (Part(indices), 0),
+        (Part(indices), 2),
+        (augmented, 0),
     ):
         with pytest.raises(ValueError, match=r"differs between ranks.*must be the same on all ranks.*its division by"):
-            _attach(parts)
+            _attach(parts, num_workers=num_workers)
+    with pytest.raises(ValueError, match=r"rank 1's data set has 20 samples, rank 0's 40: every rank needs the whole"):
+        _attach(Part(range(40) if rank == 0 else indices))
 
 
 def test_data_that_were_divided_by_rank_are_refused_on_all_ranks() -> None:
     run_ranks(_divided, 2)
+
+
+def _changed(rank: int, num_workers: int) -> list[str]:
+    """What is said of data that are the same on all ranks, however random: and training sees the same numbers."""
+
+    def own(inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + np.random.default_rng().normal(size=inputs.shape)
+
+    def rounded(inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * (1 + 1e-6 * rank)
+
+    def failing(_: torch.Tensor) -> torch.Tensor:
+        raise OSError("not mounted yet")
+
+    said: list[str] = []
+    logging.getLogger("dynamix.trainer").addFilter(lambda record: said.append(record.getMessage()) or False)  # type: ignore[func-returns-value]
+    for change in (lambda inputs: inputs + torch.randn(6) + random.random(), rounded, failing, own):
+        assert not said
+        model = distribute(make_model())
+        before = RandomNumbers.capture()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = Part(range(40), change)
+        dynamix.attach(model, optimizer, data, local_batch_size=4, connect=False, num_workers=num_workers).close()
+        after = RandomNumbers.capture()
+        assert torch.equal(before.of_torch, after.of_torch)
+        assert before.of_python == after.of_python
+        assert str(before.of_numpy) == str(after.of_numpy)
+    return said
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_random_data_that_are_the_same_on_all_ranks_are_taken(num_workers: int) -> None:
+    said, nothing = run_ranks(_changed, 2, num_workers)
+    assert [message.startswith("the samples of the Part are random by other numbers") for message in said] == [True]
+    assert nothing == []
+
+
+class Unequal(IterableDataset[Any]):
+    """Yields samples that numbers of its own choose, or more of them on one rank than on another."""
+
+    def __init__(self, num_samples: int, keep: Callable[[], bool] = lambda: True) -> None:
+        self.num_samples = num_samples
+        self.data = Numbered(400)
+        self.keep = keep
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[index] for index in range(self.num_samples) if index == 0 or self.keep())
+
+
+def _read_unequal(rank: int, num_workers: int) -> None:
+    chooser = random.Random(rank)
+    data = Unequal(400, lambda: chooser.random() < 0.8)
+    session, model, optimizer = _attach(data, local_batch_size=4, window_steps=4, num_workers=num_workers)
+    with pytest.raises(ValueError, match="rank 1 has read other samples of the stream than rank 0 by step 4: it must"):
+        _train_epoch(session, model, optimizer)
+    assert session.step_index == 5
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ranks_that_read_other_samples_of_a_stream_end_with_the_next_window(num_workers: int) -> None:
+    run_ranks(_read_unequal, 2, num_workers)
+
+
+def _read_to_unequal_ends(rank: int, more: int) -> None:
+    session, model, optimizer = _attach(Unequal(80 + more * rank), local_batch_size=4, global_batch="fixed")
+    _train_epoch(session, model, optimizer)
+
+
+@pytest.mark.parametrize("more", [3, 8, 30])
+def test_ranks_whose_streams_end_after_different_numbers_of_samples_do_not_wait_for_each_other(more: int) -> None:
+    """In the same step, in the next one, or while the other rank waits for a gradient."""
+    with pytest.raises(RankError, match="the stream ends after 80 samples of epoch 0 on one rank, but rank 1 has read"):
+        run_ranks(_read_to_unequal_ends, 2, more, timeout=timedelta(seconds=60))
 
 
 class Counting(Stream):
@@ -205,6 +308,6 @@ def _counting(_rank: int) -> None:
     next(iter(session.loader))
 
 
-def test_a_stream_that_begins_otherwise_than_in_the_saved_run_is_refused() -> None:
-    with pytest.raises(RankError, match="begins epoch 0 with another sample than before"):
+def test_a_stream_that_yields_others_than_in_the_saved_run_is_refused() -> None:
+    with pytest.raises(RankError, match="the first 13 samples of epoch 0 of the stream are others than before"):
         run_ranks(_counting, 1)

@@ -134,7 +134,7 @@ def published(settings: BusSettings, environ: Mapping[str, str]) -> Iterator[Pat
     file = path(environ)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     content = ConnectionFile(url=settings.url, user=settings.user, password=settings.password, pid=os.getpid())
-    output_files.write(file, msgspec.json.encode(content), mode=0o600, streams=False)
+    output_files.write(file, msgspec.json.encode(content), mode=0o600)
     try:
         yield file
     finally:

@@ -35,9 +35,10 @@ async def find_job(bus: Bus, wanted: str) -> Job:
 async def known_jobs(bus: Bus) -> dict[str, Job]:
     """The newest specification of every job on the broker, oldest first; what cannot be decoded is left out."""
     jobs: dict[str, Job] = {}
-    if (await bus.stream_state(JOBS.name)).num_messages == 0:
+    wanted = [subjects.of("job", subjects.ANY)]
+    if await bus.last(JOBS.name, *wanted) is None:
         return jobs
-    async with bus.consume(JOBS.name, [subjects.of("job", subjects.ANY)], start="last_per_subject") as consumer:
+    async with bus.consume(JOBS.name, wanted, start="last_per_subject") as consumer:
         async for batch in consumer:
             for message in batch:
                 try:

@@ -30,17 +30,14 @@ class OutputPath(str):
     __slots__ = ()
 
 
-def output_path(
-    kind: FileKind | None, *, streams: bool = True, make_parents: bool = False
-) -> Callable[[str], OutputPath]:
+def output_path(kind: FileKind | None, *, make_parents: bool = False) -> Callable[[str], OutputPath]:
     """An argument's type: the path of a file to write; an unfit one is an error of usage. See `output_files.check`."""
 
     def checked(text: str) -> OutputPath:
         if text == STANDARD_OUTPUT:
-            instead = "name a file, or /dev/stdout" if streams else "name a file"
-            raise argparse.ArgumentTypeError(f"'-' does not stand for standard output here: {instead}")
+            raise argparse.ArgumentTypeError("'-' does not stand for standard output here: name a file")
         try:
-            output_files.check(Path(text), kind, streams=streams, make_parents=make_parents)
+            output_files.check(Path(text), kind, make_parents=make_parents)
         except RefusedOutputError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
         return OutputPath(text)
@@ -67,7 +64,7 @@ def check_distinct(arguments: argparse.Namespace) -> None:
     """Refuse two outputs to one file. Raises CommandError, naming it."""
     seen: set[Path] = set()
     for value in vars(arguments).values():
-        if isinstance(value, OutputPath) and not output_files.is_stream(Path(value)):
+        if isinstance(value, OutputPath):
             place = Path(value).resolve()
             if place in seen:
                 raise CommandError(f"{value} is named for two outputs: name another file for one of them", exit_code=2)
@@ -98,11 +95,10 @@ def add_png_argument(parser: argparse.ArgumentParser, what: str, default: str | 
 
 
 def add_output_argument(
-    parser: argparse.ArgumentParser, kind: FileKind | None, what: str, *, streams: bool = True, required: bool = False
+    parser: argparse.ArgumentParser, kind: FileKind | None, what: str, *, required: bool = False
 ) -> None:
-    """Declare `-o FILE`; `streams` as for `output_files.check`."""
-    kind_of = output_path(kind, streams=streams)
-    parser.add_argument("-o", "--output", metavar="FILE", type=kind_of, required=required, help=what)
+    """Declare `-o FILE`."""
+    parser.add_argument("-o", "--output", metavar="FILE", type=output_path(kind), required=required, help=what)
 
 
 def write_result(value: Any, text: str, destination: str | None) -> None:

@@ -24,7 +24,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, results: str) -> None:
     """Declare the arguments of a command that runs many episodes."""
     add_option(parser, "--jobs", NUM_JOBS, "worker processes")
     add_data_argument(parser)
-    ledger = output_path(LEDGER, streams=False, make_parents=True)
+    ledger = output_path(LEDGER, make_parents=True)
     what = "the results of all runs, one per line; only such a file is replaced"
     add_option(parser, "--results", results, what, metavar="FILE", type=ledger)
     parser.add_argument(

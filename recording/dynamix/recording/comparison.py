@@ -79,8 +79,10 @@ class OutputCounts(msgspec.Struct, kw_only=True):
     """Another decision, or missing on one side."""
     num_repeated: int = 0
     """Recorded twice: published again after the broker had forgotten the first message id."""
+    num_uncompared: int = 0
+    """Recorded outputs that were not compared: what they follow from is not in the capture, or cannot be decoded."""
     num_outside: int = 0
-    """Not compared: the inputs or the counterparts are not in the capture."""
+    """Replayed outputs at the edges of the capture, whose counterparts it may have been ended before."""
     first: Difference | None = None
     """The first difference."""
     first_disagreeing: Difference | None = None
@@ -165,7 +167,7 @@ class OutputPairing:
         elif identity in self._paired:
             self._counts.num_repeated += 1
         elif key.window > 0 and key == self._first:  # the capture begins in the middle of this window
-            self._counts.num_outside += 1
+            self._counts.num_uncompared += 1
         else:
             self._counts.count_missing("only recorded", record.subject, key, record.sequence)
 

@@ -12,7 +12,7 @@ import msgspec
 
 from dynamix.collector.probes import Traffic
 from dynamix.collector.window import Observation, metric_window
-from dynamix.recording.capture import CaptureReader, CutOffError, Record
+from dynamix.recording.capture import CaptureReader, Record
 from dynamix.schemas import codec
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages import (
@@ -52,15 +52,18 @@ def load(path: str | Path) -> "CaptureTable":
     collector's window is missing, the row has what the rank reported. Rows are in the order of generation, window and
     rank; what is not known is `None`.
 
-    A file that is cut off is read as far as it goes, and messages that cannot be decoded are left out, both with a
-    warning.
+    Damaged blocks, what follows where the file is cut off, and messages that cannot be decoded are left out, each with
+    a warning.
 
     Raises:
-        CaptureError: when the file is no capture, or damaged.
+        CaptureError: when the file is no capture.
         OSError: when it cannot be read.
     """
     with CaptureReader(path) as reader:
-        return table_of(reader.header.job, _as_far_as_it_goes(reader), str(path))
+        table = table_of(reader.header.job, reader.good_records(), str(path))
+    for fault in reader.faults:
+        warnings.warn(str(fault), stacklevel=2)
+    return table
 
 
 def table_of(job: str, records: Iterable[Record], origin: str) -> "CaptureTable":
@@ -70,13 +73,6 @@ def table_of(job: str, records: Iterable[Record], origin: str) -> "CaptureTable"
     if num_malformed:
         warnings.warn(f"{origin}: {num_malformed} messages cannot be decoded, rows may lack them", stacklevel=3)
     return builder.table(job)
-
-
-def _as_far_as_it_goes(reader: CaptureReader) -> Iterator[Record]:
-    try:
-        yield from reader
-    except CutOffError as error:
-        warnings.warn(str(error), stacklevel=4)
 
 
 class CaptureTable(Mapping[str, Sequence[Value]]):

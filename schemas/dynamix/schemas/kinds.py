@@ -1,6 +1,6 @@
 """The kinds of message: the one table of what each is, how it travels, and who sends and reads it.
 
-Subjects, the streams' contents, codec, AsyncAPI and docs/subjects.md are derived from it; tests/deploy holds the
+Subjects, the streams' contents, codec and docs/subjects.md are derived from it; tests/deploy holds the
 broker's permissions against it.
 """
 

@@ -12,8 +12,6 @@ MIB = 1 << 20
 DAY_S = 24 * 3600
 MAX_STORED_BYTES = 520 * KIB
 """The codec's limit and its headers: a client that goes round the codec may not store more either."""
-UNUSED_S = 300.0
-"""A reader that has ended is forgotten by the broker after so long."""
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,12 +29,11 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     """Refuse to delete or purge single messages: the log of decisions is append-only."""
     max_message_bytes: int = MAX_STORED_BYTES
     """The limit of one message with its headers; -1: none but the broker's."""
-    unused_consumer_s: float = UNUSED_S
-    """What the broker keeps for a reader is removed after so long without a request, whatever the reader asked for: a
-    client that makes consumers without end would otherwise fill the stream with them."""
     discard: Literal["old", "new"] = "old"
     announces: bool = False
     """Send each message once more, to those who listen, when it is stored: see `subjects.announced`."""
+    hints: bool = False
+    """The same with its headers only: readers then know that there is something to read."""
     bucket: str = ""
     """The object store that this stream is, in JetStream's standard layout; it then keeps no messages of ours."""
 
@@ -47,6 +44,7 @@ JOBS = Stream(
     max_bytes=64 * MIB,
     max_messages_per_subject=1,
     max_message_bytes=260 * KIB,
+    hints=True,
 )
 """Rank 0 publishes its specification again when it is gone."""
 FEED = Stream(
@@ -54,11 +52,11 @@ FEED = Stream(
     max_age_s=DAY_S,
     max_bytes=1024 * MIB,
     max_messages_per_subject=4096,
-    unused_consumer_s=DAY_S,
+    hints=True,
 )
 """It keeps as many windows of a job and node as ACTIONS has decisions. What is not read yet of one subject is read
 before what comes on others later, so that a client that floods its own subject delays other jobs by so many messages:
-with 100,000 it was 3 s. Collector and reward go on where they were after a day."""
+with 100,000 it was 3 s."""
 ACTIONS = Stream(
     name="ACTIONS",
     max_age_s=30 * DAY_S,
@@ -75,6 +73,7 @@ PROFILES = Stream(
     max_bytes=32 * MIB,
     max_messages_per_subject=8,
     max_message_bytes=100 * KIB,
+    hints=True,
 )
 """A version per run of each family; `dynamix family forget` purges a subject."""
 POLICIES = Stream(

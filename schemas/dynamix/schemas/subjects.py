@@ -68,19 +68,21 @@ def of(kind: str, *tokens: str) -> str:
         ValueError: for a token that cannot stand in a subject.
     """
     pairs = zip(_TOKENS[kind], tokens, strict=True)
-    return ".".join((ROOT, kind, *(_job(token) if name == "job" else _one(token) for name, token in pairs)))
+    return ".".join(
+        (ROOT, kind, *(".".join(name_and_run(token)) if name == "job" else _one(token) for name, token in pairs))
+    )
 
 
 def _one(token: str) -> str:
     return token if token == ANY else check_token(token)
 
 
-def _job(job: str) -> str:
-    """The two tokens of a job."""
+def name_and_run(job: str) -> tuple[str, str]:
+    """The two tokens of a job. Raises ValueError for what cannot stand in a subject."""
     if job == ANY:
-        return f"{ANY}.{ANY}"
+        return ANY, ANY
     name, _, run = check_token(job).rpartition("-")
-    return f"{name}.{run}" if name and run else f"{job}.{NO_RUN}"
+    return (name, run) if name and run else (job, NO_RUN)
 
 
 def announced(subject: str) -> str:

@@ -6,7 +6,7 @@ import time
 
 from dynamix.cli.jobs import NO_JOB, known_jobs, newest_job, none_called
 from dynamix.cli.services import hear
-from dynamix.runtime.bus import Bus, BusError, BusMessage, Consumer
+from dynamix.runtime.bus import Bus, BusError, BusMessage, Reader
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Job, Live
@@ -127,7 +127,7 @@ class Feed:
             if (message := await self._bus.last(stream.name, subject)) is not None:
                 self._fold(board, [message])
 
-    async def _consume_feed(self, board: Board) -> Consumer:
+    async def _consume_feed(self, board: Board) -> Reader:
         """Read FEED from `HISTORY_MESSAGES` before the job's newest window on, else before the end."""
         newest = await self._bus.last(FEED.name, subjects.of("window", board.name, subjects.ANY))
         last = newest.sequence if newest is not None else (await self._bus.stream_state(FEED.name)).last_sequence

@@ -90,9 +90,9 @@ class Fleet:
         self._notify()
 
     async def _follow_jobs(self) -> None:
-        if (await self._bus.stream_state(JOBS.name)).num_messages == 0:
-            self._jobs_known.set()
         wanted = [subjects.of("job", subjects.ANY)]
+        if await self._bus.last(JOBS.name, *wanted) is None:
+            self._jobs_known.set()
         async with self._bus.consume(JOBS.name, wanted, start="last_per_subject") as consumer:
             async for batch in consumer:
                 self._fold(batch)

@@ -1,7 +1,8 @@
 """Who may read the page: without a token this machine only, with one who knows it; everything else gets 401 or 403.
 
 A token comes as `Authorization: Bearer TOKEN`, or once as `?token=TOKEN`, which is exchanged for a cookie so that it
-does not stay in the browser's history. The cookie is a hash of the token. All comparisons take constant time.
+does not stay in the browser's history. The cookie is random; this process knows for how long it is good. Tokens and
+cookies are compared by their digests, so that the time tells nothing of them.
 
 Without a token the `Host` of a request must be this machine's: a page of another site, whose name was made to point
 here (DNS rebinding), would have its own name there.
@@ -9,6 +10,8 @@ here (DNS rebinding), would have its own name there.
 
 import hashlib
 import hmac
+import secrets
+import time
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs
@@ -20,7 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .settings import is_loopback
 
 COOKIE = "dynamix-dashboard"
-COOKIE_AGE_S = 30 * 24 * 3600
+SESSION_S = 12 * 3600
+"""So long a cookie is good, unless the server ends before."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -42,8 +46,9 @@ class Gate:
     def __init__(self, app: ASGIApp, token: str) -> None:
         """Let pass who knows `token`; an empty one lets pass what asks for this machine by its own name."""
         self._app = app
-        self._token = token.encode()
-        self._cookie = hashlib.sha256(b"dynamix dashboard " + self._token).hexdigest()
+        self._token = token
+        self._sessions: dict[bytes, float] = {}
+        """By the digest of a cookie: until when it is good, on the monotonic clock."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or hand it on."""
@@ -61,28 +66,35 @@ class Gate:
         if self._is_known(headers):
             return None
         given = parse_qs(scope.get("query_string", b"").decode("ascii", "replace")).get("token", [""])[0]
-        if scope["method"] == "GET" and self._matches(given.encode(errors="replace")):
+        if scope["method"] == "GET" and self._matches(given):
             return self._with_cookie(scope)
         return PlainTextResponse(NO_TOKEN, 401, {"WWW-Authenticate": "Bearer"})
 
     def _is_known(self, headers: Headers) -> bool:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._matches(bearer.strip().encode(errors="replace")):
+        if scheme.lower() == "bearer" and self._matches(bearer.strip()):
             return True
         try:
             cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
         except CookieError:
             return False
-        return cookie is not None and hmac.compare_digest(cookie.value.encode(errors="replace"), self._cookie.encode())
+        return cookie is not None and self._sessions.get(_digest(cookie.value), 0.0) > time.monotonic()
 
-    def _matches(self, given: bytes) -> bool:
-        """Digests are compared, so that the time tells nothing of the token's length either."""
-        return hmac.compare_digest(hashlib.sha256(given).digest(), hashlib.sha256(self._token).digest())
+    def _matches(self, given: str) -> bool:
+        return hmac.compare_digest(_digest(given), _digest(self._token))
 
     def _with_cookie(self, scope: Scope) -> Response:
+        """Begin a session."""
+        now_s, cookie = time.monotonic(), secrets.token_urlsafe(32)
+        self._sessions = {known: until_s for known, until_s in self._sessions.items() if until_s > now_s}
+        self._sessions[_digest(cookie)] = now_s + SESSION_S
         response = RedirectResponse(scope["path"], 303)
-        response.set_cookie(COOKIE, self._cookie, max_age=COOKIE_AGE_S, httponly=True, samesite="strict", path="/")
+        response.set_cookie(COOKIE, cookie, max_age=SESSION_S, httponly=True, samesite="strict", path="/")
         return response
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode(errors="replace")).digest()
 
 
 def _with_headers(send: Send) -> Send:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dynamix.cli.board.board import Board
 from dynamix.cli.board.timeline import Timeline
 from dynamix.cli.output import Document
-from dynamix.recording.capture import CaptureReader, CutOffError
+from dynamix.recording.capture import CaptureReader
 from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Message
 
@@ -30,25 +30,23 @@ class CapturedJob:
     """All of one capture that a board folds, in memory."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file as far as it goes. Raises CaptureError when it is no capture or damaged, and OSError."""
+        """Read what is good of the file. Raises CaptureError when it is no capture, and OSError."""
         self.path = path
         self.notes: list[str] = []
         self._messages: list[TimedMessage] = []
         num_malformed = 0
         with CaptureReader(path) as reader:
             self.job = reader.header.job
-            try:
-                for record in reader:
-                    if record.subject.split(".")[2:3][0] not in SHOWN_KINDS:
-                        continue
-                    try:
-                        message = decode_any(record.subject, record.payload)
-                    except MalformedMessageError:
-                        num_malformed += 1
-                        continue
-                    self._messages.append(TimedMessage(record.timestamp_ns, message))
-            except CutOffError as error:
-                self.notes.append(str(error))
+            for record in reader.good_records():
+                if record.subject.split(".")[2:3][0] not in SHOWN_KINDS:
+                    continue
+                try:
+                    message = decode_any(record.subject, record.payload)
+                except MalformedMessageError:
+                    num_malformed += 1
+                    continue
+                self._messages.append(TimedMessage(record.timestamp_ns, message))
+            self.notes += [str(fault) for fault in reader.faults]
         if num_malformed:
             self.notes.append(f"{num_malformed} messages cannot be decoded and are left out")
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from dynamix.cli.board.board import Board
 from dynamix.cli.board.fleet import Fleet
@@ -39,8 +40,10 @@ TYPES = {
     "": "text/plain",
 }
 MIN_INTERVAL_S = 0.25
-"""Events of one reader are no closer than this, however fast windows come."""
+"""Events are no closer than this, however fast windows come."""
 OVERVIEW_EVERY_S = 1.0
+MAX_READERS = 256
+"""Streams of events at once, each some 100 kB."""
 STOP_TIMEOUT_S = 2
 
 
@@ -64,6 +67,14 @@ class DashboardServer:
         self._captures = captures
         self._token = token
         self._stopping = asyncio.Event()
+        self._num_readers = 0
+        self._round = asyncio.Event()
+        """Set when a new round of events is due, and replaced; in a round all readers get what is encoded once."""
+        self._overview, self._overview_due_s = b"", 0.0
+        self._revisions: dict[str, tuple[int, int]] = {}
+        """By job: revision of its board and of its timeline, in this round."""
+        self._changes: dict[tuple[str, int], bytes] = {}
+        """The events of this round, by job and by the timeline's revision that its reader has."""
         self._socket = _listening(host, port)
         where = f"[{host}]" if ":" in host else host
         self.port: int = self._socket.getsockname()[1]
@@ -84,12 +95,15 @@ class DashboardServer:
         )
         self._server = _QuietServer(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="dashboard")
+        self._beginning = asyncio.create_task(self._begin_rounds(), name="rounds of events")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._stopping.set()
+        self._round.set()
+        self._beginning.cancel()
         self._server.should_exit = True
-        await asyncio.gather(self._serving, return_exceptions=True)
+        await asyncio.gather(self._serving, self._beginning, return_exceptions=True)
         self._socket.close()
 
     def _routes(self) -> Starlette:
@@ -132,37 +146,67 @@ class DashboardServer:
     async def _events(self, request: Request) -> Response:
         if self._fleet is None:
             return PlainTextResponse("404: captures have no events\n", 404)
-        return StreamingResponse(
-            self._event_stream(self._fleet, request.query_params.get("job", "")),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
-        )
+        if self._num_readers >= MAX_READERS:
+            text = f"503: {MAX_READERS} readers have the page open already: close one, or try again later\n"
+            return PlainTextResponse(text, 503, {"Retry-After": "10"})
+        self._num_readers += 1
+        return _Events(self._event_stream(self._fleet, request.query_params.get("job", "")), self._leave)
+
+    def _leave(self) -> None:
+        self._num_readers -= 1
+
+    async def _begin_rounds(self) -> None:
+        """Begin a round of events with news, at most every `MIN_INTERVAL_S`, and each second for the ages in them."""
+        while self._fleet is not None:
+            news = self._fleet.news
+            self._revisions.clear()
+            self._changes.clear()
+            before, self._round = self._round, asyncio.Event()
+            before.set()
+            await asyncio.sleep(MIN_INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(OVERVIEW_EVERY_S - MIN_INTERVAL_S):
+                    await news.wait()
 
     async def _event_stream(self, fleet: Fleet, name: str) -> AsyncIterator[bytes]:
-        """What changed since the last event, at most every `MIN_INTERVAL_S`; the ages in it each second."""
+        """What changed since the reader's last event, a round after the other."""
         yield b"retry: 1000\n\n"
-        next_overview_s, seen, revision = 0.0, -1, 0
+        overview, seen, since = b"", -1, 0
         while not self._stopping.is_set():
-            news, now_s = fleet.news, time.monotonic()
-            if now_s >= next_overview_s:
-                next_overview_s = now_s + OVERVIEW_EVERY_S
-                yield _event("overview", _overview(fleet))
+            begun = self._round
+            if overview is not (newest := self._overview_event(fleet)):
+                overview = newest
+                yield overview
             board = fleet.opened(name)  # without waiting: a broker that is away is to be said
-            if board is not None and board.revision != seen:
-                document = _job_event(board, revision)
-                seen, revision = board.revision, board.timeline.revision  # before a slow reader lets time pass
-                yield _event("job", document)
-            await self._wait(MIN_INTERVAL_S)
-            await self._wait(max(0.0, next_overview_s - time.monotonic()), news)
+            if board is not None:
+                revisions = self._revisions.setdefault(name, (board.revision, board.timeline.revision))
+                if revisions[0] != seen:
+                    if (name, since) not in self._changes:
+                        self._changes[name, since] = _event("job", _job_event(board, since))
+                    change = self._changes[name, since]
+                    seen, since = revisions  # before a slow reader lets time pass
+                    yield change
+            await begun.wait()
 
-    async def _wait(self, timeout_s: float, news: asyncio.Event | None = None) -> None:
-        """Wait for news or the end, at most so long."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._stopping, news) if event is not None]
+    def _overview_event(self, fleet: Fleet) -> bytes:
+        if (now_s := time.monotonic()) >= self._overview_due_s:
+            self._overview, self._overview_due_s = _event("overview", _overview(fleet)), now_s + OVERVIEW_EVERY_S
+        return self._overview
+
+
+class _Events(StreamingResponse):
+    """Server-sent events; `left` is called once the reader has gone."""
+
+    def __init__(self, events: AsyncIterator[bytes], left: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._left = left
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await super().__call__(scope, receive, send)
         finally:
-            for wait in waits:
-                wait.cancel()
+            self._left()
 
 
 def _overview(fleet: Fleet) -> Document:

@@ -11,7 +11,6 @@ from dynamix.recording.capture import (
     CaptureEnd,
     CaptureHeader,
     CaptureReader,
-    CutOffError,
     Fingerprint,
     Record,
     differences,
@@ -35,8 +34,8 @@ class Inspection(msgspec.Struct):
     """Keep metrics and rewards of every rank."""
     end: CaptureEnd | None = None
     """`None` where the capture is cut off."""
-    cut_off: str = ""
-    """Why there is no end, empty where there is one."""
+    faults: list[str] = []
+    """What is wrong with the file: damaged blocks, and where it is cut off."""
     num_records: int = 0
     num_payload_bytes: int = 0
     kinds: Counter[str] = msgspec.field(default_factory=Counter)
@@ -53,6 +52,11 @@ class Inspection(msgspec.Struct):
     first_ns: int = 0
     """When the broker stored the first message, 0 without one."""
     last_ns: int = 0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the file is whole, and every message in it can be used."""
+        return not (self.faults or self.malformed or self.chain_fault)
 
     @property
     def nodes(self) -> dict[int, set[str]]:
@@ -122,14 +126,12 @@ class Inspection(msgspec.Struct):
 
 
 def inspect(path: Path, *, keep_details: bool = False) -> Inspection:
-    """Read a capture, as far as it goes when it is cut off. Raises CaptureError when it is damaged, and OSError."""
+    """Read what is good of a capture. Raises CaptureError when it is none, and OSError."""
     with CaptureReader(path) as reader:
         inspection = Inspection(reader.header, keep_details=keep_details)
-        try:
-            for record in reader:
-                inspection.record(record)
-        except CutOffError as error:
-            inspection.cut_off = str(error)
+        for record in reader.good_records():
+            inspection.record(record)
+        inspection.faults = [str(fault) for fault in reader.faults]
         inspection.end = reader.end
     return inspection
 
@@ -140,7 +142,7 @@ def document(inspection: Inspection, here: Fingerprint, windows: Iterable[Captur
     return {
         "capture": msgspec.to_builtins(inspection.header),
         "end": msgspec.to_builtins(inspection.end),
-        "cut_off": inspection.cut_off or None,
+        "faults": inspection.faults,
         "fingerprint_differences": differences(inspection.header.fingerprint, here),
         "num_records": inspection.num_records,
         "num_payload_bytes": inspection.num_payload_bytes,

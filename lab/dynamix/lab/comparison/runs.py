@@ -172,9 +172,9 @@ class Ledger:
             self._file.flush()
 
     def _check(self, path: Path) -> None:
-        output_files.check(path, LEDGER, streams=False, make_parents=True)
+        output_files.check(path, LEDGER, make_parents=True)
         if not self._resume and path.exists():
-            output_files.check(path.with_name(path.name + ".old"), LEDGER, streams=False)
+            output_files.check(path.with_name(path.name + ".old"), LEDGER)
 
     def _open(self, path: Path) -> IO[bytes]:
         """Open for appending, behind the last whole line."""

@@ -127,7 +127,7 @@ class LearningCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def write(self, path: Path) -> None:
         """Replace the file at once, after its content is on the disk: killed at any moment, a whole one is there."""
-        output_files.write(path, msgspec.msgpack.encode(self), streams=False)
+        output_files.write(path, msgspec.msgpack.encode(self))
 
     @classmethod
     def read(cls, path: Path, plan: LearningPlan) -> Self | None:

@@ -40,7 +40,7 @@ def convert(package: Path, directory: Path) -> None:
             records = [labels[first : first + len(pixels), None], pixels.reshape(len(pixels), -1)]
             content = np.concatenate(records, axis=1).tobytes()
             file.check(content, source)
-            output_files.write(directory / file.name, content, streams=False)
+            output_files.write(directory / file.name, content)
             first += len(pixels)
 
 

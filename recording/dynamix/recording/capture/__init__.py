@@ -7,7 +7,7 @@ with CaptureWriter(path, header) as writer:   # records in, in the order in whic
 for record in records(path):                  # checked as they are read; CaptureError names block and byte
     ...
 
-`layout` is the byte format (docs/replay.md); a change of it needs a new `VERSION`, and old files must stay readable.
+`layout` is the byte format (docs/replay.md); a change of it needs a new `VERSION`.
 """
 
 from .fingerprint import Fingerprint, differences, fingerprint

@@ -1,17 +1,17 @@
-"""The bytes of a capture: frames with a running digest, and records packed into blocks. No I/O.
+"""The bytes of a capture: frames with a digest each, and records packed into blocks. No I/O.
 
 A file is `MAGIC`, a version byte, then frames: one header, blocks, one end. All numbers are little-endian.
 
-    frame    kind (1 byte: H, B or E), length (4), body, digest (32)
-    digest   SHA-256 of every byte of the file before it
+    frame    marker (8 bytes), kind (1: H, B or E), index (4: 0 for the header), length (4), body, digest (32)
+    digest   SHA-256 of the header's digest (of `PREAMBLE` for the header itself) and of the frame before it
     header   JSON, a CaptureHeader
     block    zlib, of records one after the other
     record   stream (1: index into the header's streams), length of subject (1), of message id (2), of payload (4),
              sequence (8), time in ns (8), subject, message id, payload
     end      JSON, a CaptureEnd
 
-A block is used only after its digest was checked. The digest covers all blocks before it, so that none can be changed,
-left out, doubled or copied from another file. Each length has a limit that is checked before memory is allocated.
+A block is used only after its digest was checked, and by itself: a reader that meets a damaged one goes on at the next
+marker. Each length has a limit that is checked before memory is allocated.
 """
 
 import struct
@@ -22,16 +22,17 @@ from .record import MAX_MESSAGE_ID_BYTES, MAX_PAYLOAD_BYTES, Record
 
 MAGIC = b"\x89DXC\r\n\x1a\n"
 """Not text, and damaged by any tool that converts line ends."""
-VERSION = 1
+VERSION = 2
 PREAMBLE = MAGIC + bytes((VERSION,))
 
+MARKER = b"\x89DXF\r\n\x1a\n"
 HEADER, BLOCK, END = b"H", b"B", b"E"
-FRAME = struct.Struct("<cI")
+FRAME = struct.Struct("<8scII")
 DIGEST_BYTES = 32
 RECORD = struct.Struct("<BBHIQQ")
 
-BLOCK_BYTES = 256 * 1024
-"""A block is closed when its records have this many bytes: a second of a large job, minutes of a small one."""
+BLOCK_BYTES = 16 * 1024
+"""A block is closed when its records have this many bytes: so much is lost by a damaged one."""
 MAX_BLOCK_BYTES = BLOCK_BYTES + RECORD.size + 256 + MAX_MESSAGE_ID_BYTES + MAX_PAYLOAD_BYTES
 """The last record of a block may be a large one."""
 MAX_BODY_BYTES = {

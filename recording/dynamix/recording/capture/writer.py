@@ -39,9 +39,10 @@ class CaptureWriter:
         self._streams = {stream: index for index, stream in enumerate(header.streams)}
         self._ranges: dict[str, StreamRange] = {}
         self._block = bytearray()
-        self._digest = hashlib.sha256()
+        self._seed = layout.PREAMBLE
         self._file: BinaryIO | None = None
         self._is_finished = False
+        self._num_frames = 0
         self.num_records = 0
         self.num_bytes = 0
         self.num_left_out = 0
@@ -54,7 +55,7 @@ class CaptureWriter:
             RefusedOutputError: when it is no regular file: a capture grows, and is cut off before it begins.
             OSError: when it cannot be written.
         """
-        output_files.check(self._path, streams=False)
+        output_files.check(self._path)
         self._file = self._path.open(self._mode)  # type: ignore[assignment] # a binary mode
         self._write(layout.PREAMBLE)
         self._write_frame(layout.HEADER, msgspec.json.encode(self._header))
@@ -123,12 +124,15 @@ class CaptureWriter:
     def _write_frame(self, kind: bytes, body: bytes) -> None:
         if len(body) > layout.MAX_BODY_BYTES[kind]:
             raise ValueError(f"a frame of {len(body)} bytes is over the limit of {layout.MAX_BODY_BYTES[kind]}")
-        self._write(layout.FRAME.pack(kind, len(body)) + body)
-        self._write(self._digest.digest())
+        frame = layout.FRAME.pack(layout.MARKER, kind, self._num_frames, len(body)) + body
+        digest = hashlib.sha256(self._seed + frame).digest()
+        if kind == layout.HEADER:
+            self._seed = digest
+        self._write(frame + digest)
+        self._num_frames += 1
 
     def _write(self, data: bytes) -> None:
         self._opened.write(data)
-        self._digest.update(data)
         self.num_bytes += len(data)
 
     @property

@@ -1,7 +1,7 @@
 """Replay: a capture in, the service that made it run over it, an outcome that compares every output out.
 
 outcome = await replay(ReplayRequest(path, "arbitrator"))
-outcome.bytes_equal
+outcome.is_equal()
 
 `session` sets a service up, `stateless` has the bus of collector and reward service, `arbitrator` that of the
 arbitrator. A service is run unchanged; what it reads that no capture holds (kernel counters, policy files) comes from

@@ -85,10 +85,15 @@ class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
         """Whether every output says the same as the recorded one: decisions equal, numbers equal to six digits."""
         return not self.counts.num_different
 
-    @property
-    def is_as_promised(self) -> bool:
-        """Equal bytes where build and processor are the same; elsewhere equal decisions."""
-        return self.decisions_equal if self.fingerprint_differences else self.bytes_equal
+    def is_equal(self, *, strict: bool = False) -> bool:
+        """Whether every recorded output was compared and is as promised.
+
+        Promised are equal bytes where build and processor are the same; elsewhere equal decisions. `strict` requires
+        equal bytes everywhere, and a whole capture.
+        """
+        if self.counts.num_uncompared or (strict and self.cut_off):
+            return False
+        return self.decisions_equal if self.fingerprint_differences and not strict else self.bytes_equal
 
 
 async def replay(
@@ -175,7 +180,7 @@ class _ReplaySession:
     async def _replay_arbitrator(self, start: StartPoint) -> None:
         """Let the recorded policy decide, and compare."""
         checkpoint = 0 if start.checkpoint is None else start.checkpoint.record.sequence
-        recorded = RecordedActions(self._request.path, after=checkpoint)
+        recorded = RecordedActions(self._request.path)
         actions = ComparedActions(recorded, self.counts, lambda action: self._on_stored(bus, action))
         events = EventComparer(self.counts)
         policies = ReplayPolicyFiles(self._request.policy_files, actions)

@@ -135,7 +135,7 @@ class CollectorTraffic:
             return self._report_of(record)
         self._pending.setdefault(_node_window(record), [record])
         if len(self._pending) > MAX_PENDING:
-            self._counts.num_outside += len(self._pending.pop(next(iter(self._pending))))
+            self._counts.num_uncompared += len(self._pending.pop(next(iter(self._pending)))) - 1
         return []
 
     def outputs_of(self, record: Record) -> list[Record]:
@@ -161,8 +161,8 @@ class CollectorTraffic:
         return observation_in(window)
 
     def finish(self) -> None:
-        """Count what belongs to windows that are not in the capture."""
-        self._counts.num_outside += sum(len(pending) for pending in self._pending.values())
+        """Count the states and traces of windows that are not in the capture."""
+        self._counts.num_uncompared += sum(len(pending) - 1 for pending in self._pending.values())
         self._pending.clear()
 
     def _report_of(self, record: Record) -> list[BusMessage]:

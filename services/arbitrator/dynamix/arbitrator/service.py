@@ -18,7 +18,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Job, State
 from dynamix.schemas.messages.fields import MAX_GENERATION
-from dynamix.schemas.streams import FEED, JOBS
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 from .deciding.action_store import ActionsEndEarlyError, ActionStoreError, Stored
 from .deciding.family_ends import FamilyEnds, ProfileStore
@@ -45,6 +45,8 @@ class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy_cache: str = ""
     """Directory that keeps the learned policies that were read, by digest; empty: none. With it a restart can continue
     with a version that the bus has lost."""
+    broker_log: str = ""
+    """The log file of nats-server on this machine, in which refused operations are counted; empty: they are not."""
 
 
 class ArbitratorBus(ProfileStore, Protocol):
@@ -70,6 +72,9 @@ async def serve(context: Context[ArbitratorSettings, ArbitratorBus], *, in_step:
         "what streams hold": partial(shown.follow_streams, context.bus.stream_state),
         "how many requests there are": partial(shown.follow_requests, context.bus.count_requests),
     }
+    if context.settings.broker_log:
+        log = Path(context.settings.broker_log)
+        followed["which operations the broker refuses"] = partial(shown.follow_violations, log)
     following = [asyncio.create_task(_follow(context, *one), name=one[0]) for one in followed.items()]
     if not in_step:
         following.append(asyncio.create_task(_keep_profiles(context), name="what runs taught"))
@@ -131,9 +136,13 @@ class _Arbitrator:
         self._tasks: set[asyncio.Task[None]] = set()
         """Those that open jobs, until their end was looked at."""
         self._halted = HaltedJobs(settings.max_jobs)
+        self._last = 0
+        """The last sequence of FEED that was read."""
+        self._actions_created = ""
 
     async def run(self) -> None:
         last = (await self._bus.stream_state(FEED.name)).last_sequence  # first: later states are read below
+        self._actions_created = (await self._bus.stream_state(ACTIONS.name)).created
         for job in reversed(await self._running_jobs()):  # the newest first, where not all can wait
             self._waiting.add_job(job, newest=last)
         states = subjects.of("state", subjects.ANY, subjects.ANY)
@@ -143,10 +152,24 @@ class _Arbitrator:
                 self._context.counters["ready"] = 1
                 await self._take_turns(consumer)
         finally:
-            await self._queues.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._stop_work()
+
+    async def _stop_work(self) -> None:
+        await self._queues.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _begin_again(self) -> None:
+        """Forget all jobs: what is known of them is of streams that were there before. Their states come again."""
+        self._context.log.warning("FEED was made again: all jobs are opened again")
+        await self._stop_work()
+        self._queues.changed.set()  # or its waiter would never look at the new ones
+        self._tasks.clear()
+        self._logs.clear()
+        self._waiting.clear()
+        self._halted = HaltedJobs(self._context.settings.max_jobs)
+        self._queues = StateQueues(self._fold_state, self._put_off, may_put_off=not self._in_step)
 
     async def _take_turns(self, consumer: BatchConsumer) -> None:
         """Fold what comes, and open jobs beside that, so that no crowd of jobs delays those that are open."""
@@ -183,7 +206,7 @@ class _Arbitrator:
 
     async def _running_jobs(self) -> list[str]:
         """The jobs whose newest specification says that they run, oldest first."""
-        if (await self._bus.stream_state(JOBS.name)).num_messages == 0:
+        if await self._bus.last(JOBS.name, subjects.of("job", subjects.ANY)) is None:
             return []
         found: dict[str, None] = {}
         async with self._bus.consume(
@@ -200,6 +223,9 @@ class _Arbitrator:
 
     async def _fold(self, batch: list[BusMessage]) -> None:
         """Fold a batch: jobs concurrently, the states of one job in order. In a replay nothing is read meanwhile."""
+        if batch[0].sequence <= self._last or batch[-1].sequence < batch[0].sequence:
+            await self._begin_again()
+        self._last = batch[-1].sequence
         decoded = [(message, await self._decoded(State, message)) for message in batch]
         self._queues.add_states((message, state) for message, state in decoded if state is not None)
         if self._in_step:
@@ -292,6 +318,7 @@ class _Arbitrator:
         """Hold a job's log once it has folded all states of the job that were read so far, unless that halts it."""
         try:
             log = await self._open_log(job, None if earlier is None else earlier.known)
+            log.actions_created = self._actions_created
             await self._check_inputs(log)
             wait, done, until = FailoverWait(self._bus.stream_state, FEED.name), 0, 0
             while until < wanted.newest:  # more may have come meanwhile
@@ -362,9 +389,17 @@ class _Arbitrator:
         except MalformedMessageError as error:
             await self._context.dead_letter(message, str(error))
 
+    async def _is_of_other_actions(self, log: JobLog) -> bool:
+        self._actions_created = (await self._bus.stream_state(ACTIONS.name)).created
+        return self._actions_created != log.actions_created
+
     async def _halt(self, job: str, generation: int, error: Exception) -> None:
         """Decide nothing for this generation of a job: its training continues with the sizes that it has."""
+        log = self._logs.get(job)
         self._logs.drop(job)
+        if isinstance(error, ActionStoreError) and log is not None and await self._is_of_other_actions(log):
+            self._context.log.warning("ACTIONS was made again: the job is opened again", job=job, reason=str(error))
+            return
         self._halted.add_job(job, generation)
         self._shown.record_halt(job, generation)
         self._context.count("halted")

@@ -1,11 +1,14 @@
 """What the arbitrator shows to Prometheus: where each job stands, what was refused, how runs ended and differed."""
 
 import asyncio
+import contextlib
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -44,6 +47,32 @@ OTHER_REASON = "other"
 """Refusals for a reason that no trainer of ours gives."""
 MAX_OVER = 1000
 STREAMS_EVERY_S = 10.0
+VIOLATIONS_EVERY_S = 1.0
+VIOLATION = b"Violation"
+"""In a line of nats-server's log for each refused operation, with the key and the subject; it is nowhere else."""
+MAX_READ_BYTES = 16 << 20
+
+
+class NewLines:
+    """What is appended to a log file from now on, also after the file was moved aside and begun again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode, self._at = 0, 0
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            self._inode, self._at = status.st_ino, status.st_size
+
+    def count(self, word: bytes) -> int:
+        """How many of the lines since the last call have a word. Raises OSError when the file cannot be read."""
+        with self._path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._at:
+                self._inode, self._at = status.st_ino, 0
+            file.seek(self._at)
+            lines = file.read(MAX_READ_BYTES).rpartition(b"\n")[0]
+            self._at += len(lines) + 1 if lines else 0
+        return sum(word in line for line in lines.split(b"\n"))
 
 
 @dataclass
@@ -78,6 +107,7 @@ class ShownDecisions:
         self._runs = RunTimes()
         self._streams: dict[str, StreamState] = {}
         self._num_requests: int | None = None
+        self._num_violations: int | None = None
         metrics.declare(counters=COUNTERS, gauges=GAUGES)
         metrics.add(self.show)
 
@@ -156,6 +186,19 @@ class ShownDecisions:
                 return
             await asyncio.sleep(STREAMS_EVERY_S)
 
+    async def follow_violations(self, log: Path) -> None:
+        """Count the operations that the broker refuses from now on, as its log has them, until cancelled."""
+        lines = await asyncio.to_thread(NewLines, log)
+        self._num_violations, warned = 0, False
+        while True:
+            await asyncio.sleep(VIOLATIONS_EVERY_S)
+            try:
+                self._num_violations += await asyncio.to_thread(lines.count, VIOLATION)
+            except OSError as error:
+                if not warned:
+                    warned, fix = True, "let the arbitrator read it, or unset DYNAMIX_ARBITRATOR_BROKER_LOG"
+                    logger.warning("refused operations are not counted: %s: %s; %s", log, error.strerror, fix)
+
     async def follow_ends(self, bus: ServiceBus) -> None:
         """Note the end of every run until the intake ends."""
         async with bus.consume(JOBS.name, [subjects.of("job", subjects.ANY)], start="new") as consumer:
@@ -199,6 +242,9 @@ class ShownDecisions:
         if self._num_requests is not None:
             what = "requests of all users to JetStream's API since the broker started"
             scrape.counter("broker_requests", what, self._num_requests)
+        if self._num_violations is not None:
+            what = "operations of all clients that the broker refused, by its log"
+            scrape.counter("broker_violations", what, self._num_violations)
         scrape.counter("jobs_not_shown", "jobs left out since too many are active", self._jobs.num_evicted)
 
 

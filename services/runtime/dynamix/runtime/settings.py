@@ -18,8 +18,8 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from dynamix.runtime.credentials import Credential, read_credential
 from dynamix.runtime.input_files import check_regular, read_regular
-from dynamix.runtime.key_file import KeyFile, read_key_file
 from dynamix.runtime.supervisor import Supervisor, read_supervisor
 from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
@@ -48,7 +48,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The user's password; better given as a file."""
     password_file: str = ""
     """A file that holds the password; read again at every connection, so that it can be rotated."""
-    nkey_file: str = ""
+    creds_file: str = ""
     """A credential of `dynamix keys`, in place of user and password; read again at every connection."""
     ca_file: str = ""
     """Certificates (PEM) that the broker's certificate is checked against; demands TLS."""
@@ -229,19 +229,19 @@ def password_of(settings: BusSettings) -> str:
     return read_regular(Path(settings.password_file), max_bytes=MAX_PASSWORD_BYTES).decode(errors="replace").strip()
 
 
-def key_of(settings: BusSettings) -> KeyFile | None:
+def credential_in(settings: BusSettings) -> Credential | None:
     """The credential in force, read now; `None` where there is none.
 
     Raises:
         ValueError: when the file cannot be read, or is none; the text names it.
     """
-    if not settings.nkey_file:
+    if not settings.creds_file:
         return None
     try:
-        return read_key_file(Path(settings.nkey_file))
+        return read_credential(Path(settings.creds_file))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        what = f"DYNAMIX_NATS_NKEY_FILE={settings.nkey_file!r} cannot be used: {reason}"
+        what = f"DYNAMIX_NATS_CREDS_FILE={settings.creds_file!r} cannot be used: {reason}"
         raise ValueError(f"{what}; name a credential of `dynamix keys`") from error
 
 
@@ -288,15 +288,15 @@ def _no_pass_phrase() -> str:
 
 
 def check_bus(settings: BusSettings) -> None:
-    """Refuse what cannot work, before anything connects: see `check_url`, `tls_context`, `key_of`, and the password.
+    """Refuse what cannot work, before anything connects: URL, TLS, credential and password.
 
     Raises:
         ValueError: naming the setting, its value and the fix.
     """
     check_url(settings)
     tls_context(settings)
-    if key_of(settings) is not None and (settings.password or settings.password_file):
-        raise ValueError("DYNAMIX_NATS_NKEY_FILE and a password are set: unset one of them, only one can be used")
+    if credential_in(settings) is not None and (settings.password or settings.password_file):
+        raise ValueError("DYNAMIX_NATS_CREDS_FILE and a password are set: unset one of them, only one can be used")
     try:
         password_of(settings)
     except OSError as error:
@@ -312,10 +312,10 @@ def check_url(settings: BusSettings) -> None:
             raise ValueError(f"DYNAMIX_NATS_URL: {redact_url(url)!r} is no URL: write nats://host:port")
         if parts.scheme not in {"nats", "tls"}:
             raise ValueError(f"{redact_url(url)}: the bus speaks nats:// and tls:// only")
-        has_credentials = bool(settings.user or settings.nkey_file or parts.username)
+        has_credentials = bool(settings.user or settings.creds_file or parts.username)
         if not has_credentials and not _is_loopback(parts.hostname or ""):
             raise ValueError(
-                f"{redact_url(url)} is not this machine: set DYNAMIX_NATS_NKEY_FILE, or DYNAMIX_NATS_USER and "
+                f"{redact_url(url)} is not this machine: set DYNAMIX_NATS_CREDS_FILE, or DYNAMIX_NATS_USER and "
                 "DYNAMIX_NATS_PASSWORD_FILE (beyond loopback the bus is never used without credentials)"
             )
 

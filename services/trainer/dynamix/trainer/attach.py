@@ -1,14 +1,17 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
+import logging
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, Explored, Objective
@@ -21,7 +24,7 @@ from .communication.job_exchange import JobExchange
 from .communication.lent_tensors import forget_imports
 from .data.division import Division
 from .data.loader import CountTokens, Loader, LoaderOptions, check_loader_options, drawn_ahead
-from .data.orders import OwnSampler
+from .data.orders import Orders, OwnSampler
 from .data.sampler import SamplerOptions
 from .data.source import orders_of, sampler_of
 from .exchange.codec import CodedSquares
@@ -30,6 +33,7 @@ from .gradient.accumulation import check_accumulation, needs_equal_steps
 from .gradient.codecs import find_codec
 from .gradient.covered import CoveredModels
 from .gradient.learning_rate import FACTORS, Rule
+from .gradient.losses import LossWarnings
 from .gradient.models import Weighting, averaging_of, unwrapped, unwrapped_optimizer, world_size_of
 from .gradient.noise import SecondMoments
 from .gradient.schedulers import Schedulers, StepScheduleWarning
@@ -47,6 +51,7 @@ from .job.options import (
     check_local_options,
     family_of,
     fewest_samples,
+    warn_of_two_momenta,
 )
 from .job.other_codecs import other_codecs
 from .job.served_exchange import served_exchange
@@ -61,9 +66,12 @@ from .session import Session
 from .session_end import ExitRules
 from .settings import read_environment
 from .steering.adoption import Adoption
+from .steering.collectives import AnyCollectives
 from .steering.run import Run
 from .steering.steering import Steering
 from .steering.window_end import WindowEnd
+
+_log = logging.getLogger("dynamix.trainer")
 
 SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""
@@ -278,15 +286,26 @@ def attach(
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
 
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
-    orders.connect(met.collectives)
-    division = Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps)
+    _connect(orders, met.collectives, dataset, loader_options, sys._getframe(1))  # noqa: SLF001 - the script that calls
     plan_sampler = sampler_of(
         *(orders, run.schedule),
-        SamplerOptions(division=division, drop_last=drop_last, shares_tail=global_batch == "adaptive"),
+        SamplerOptions(
+            division=Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
+            drop_last=drop_last,
+            shares_tail=global_batch == "adaptive",
+        ),
     )
     loader = Loader(dataset, plan_sampler, options=loader_options, look_ahead=look_ahead, count_tokens=count_tokens)
     gradient_servers = GradientServers(servers, met.identity.job, met.place.rank, world_size)
     exchanges = JobExchange(run.schedule, gradient_servers, is_decided=options.supports_exchange)
+    losses = _warn(
+        options,
+        models,
+        optimizers,
+        rank=met.place.rank,
+        has_equal_data=shuffle and sampler is None and not isinstance(dataset, IterableDataset),
+        weighs_samples=count_tokens is None and token_counts is None,
+    )
     adaptive = weakref.WeakSet(optimizers if noise_metric == "adam" else ())  # a session ends with its last name
 
     def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
@@ -301,6 +320,7 @@ def attach(
             base_state=base_hook_state,
             codec=find_codec(codec),
             exchange=exchanges.of_model(covered),
+            losses=losses,
         )
 
     weights = StepWeights(
@@ -314,6 +334,7 @@ def attach(
         weights,
         exchanges,
         weighs_alone=averaging == "none" and (accumulates or reduction == "sum"),
+        losses=losses,
     )
     schedulers = Schedulers()
     updates = Updates(
@@ -339,7 +360,7 @@ def attach(
     )
     transport = transport_of(connect, bus, met, environment, hears_traces=run.traces is not None)
     history = MetricHistory(metric_loggers, transport)
-    window_end = WindowEnd(run, meter, met.collectives, transport, history)
+    window_end = WindowEnd(run, meter, met.collectives, transport, history, losses=losses)
     exchanges.on_connect = window_end.expect_sockets
     return Session(
         run,
@@ -362,6 +383,7 @@ def attach(
             noise_every=noise_every if noise_metric == "gradient" else None,
         ),
         schedulers=schedulers,
+        losses=losses,
         needs_scaling=averaging == "loss",
         memory_caps=caps,
         exit_rules=ExitRules(
@@ -369,6 +391,33 @@ def attach(
             may_restart=environment.launch.restart_count < environment.launch.max_restarts,
         ),
     )
+
+
+def _warn(
+    options: JobOptions,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    rank: int,
+    has_equal_data: bool,
+    weighs_samples: bool,
+) -> LossWarnings | None:
+    """Warn in rank 0 of what trains wrong; returns what warns of it later, where batches can differ."""
+    if rank != 0:
+        return None
+    warn_of_two_momenta(options.initial_allocation.exchange, optimizers)
+    sizes = options.local_batch_sizes
+    if len(sizes) == 1 or (options.policy == "static" and len(set(sizes)) == 1):
+        return None
+    losses = LossWarnings(
+        is_sum=options.reduction == "sum",
+        weighs_samples=weighs_samples,
+        is_joint=needs_equal_steps(models),
+        has_equal_data=has_equal_data,
+        is_in_parts=options.micro_batch_size is not None,
+    )
+    losses.look_at_modules(models)
+    return losses
 
 
 def _cover(
@@ -383,6 +432,22 @@ def _cover(
         updates.cover(optimizer)
     if covered_models.has_hooks:
         covered_models.watch_others()
+
+
+def _connect(
+    orders: Orders, collectives: AnyCollectives, dataset: Dataset[Any], options: LoaderOptions, caller: FrameType
+) -> None:
+    """Connect the orders of all ranks, and warn of a shuffle=False that a script has kept from beside a sampler."""
+    orders.connect(collectives, dataset, options)
+    if orders.identity.shuffle or orders.identity.sampler or collectives.rank > 0:
+        return
+    values = [*caller.f_globals.values(), *caller.f_locals.values()]
+    if any(value is DistributedSampler or type(value) is DistributedSampler for value in values):
+        _log.warning(
+            "shuffle=False uses the samples in the data set's order in every epoch, but this script knows a "
+            "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave shuffle=False "
+            "out of attach to shuffle as it does"
+        )
 
 
 def _before_update(

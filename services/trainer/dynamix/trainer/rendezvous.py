@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -90,10 +90,12 @@ def meet_ranks(
             last_generation=_last_generation(job, environment, bus) if collectives.rank == 0 else None,
             connections=sockets.candidates(),
             memory_caps=caps.read(),
-            options=options.fingerprint | {"data": data},
+            options=options.fingerprint | data._asdict(),
             energy=None if energy is None else energy.offer,
         )
     )
+    if launch.elastic and collectives.rank == 0 and collectives.world_size > 1:
+        _forget_addresses()  # after the gather: all ranks are connected
     check_alike(peers)
     if energy is not None:
         offers = [peer.energy for peer in peers if peer.energy is not None]
@@ -178,9 +180,27 @@ def _foreign_ports(bus: BusSettings | None) -> set[int]:
     ports = set() if bus is None else {urlsplit(url.strip()).port or NATS_PORT for url in bus.url.split(",")}
     if not dist.is_initialized():
         return ports
-    store = distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]  # public, missing in torch's stubs
-        store = store.underlying_store
+    store = _innermost_store()
     if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         ports.add(store.port)
     return ports
+
+
+def _innermost_store() -> Any:
+    store = distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]  # public, missing in torch's stubs
+        store = store.underlying_store
+    return store
+
+
+def _forget_addresses() -> None:
+    """Delete the addresses by which gloo's groups found each other: they have connected.
+
+    torchrun's store outlives a restart of the ranks. A restarted rank that is faster than another one would read the
+    address of a process that is gone, and fail or wait there (torch 2.13).
+    """
+    store = _innermost_store()
+    if isinstance(store, dist.TCPStore) and hasattr(store, "list_keys"):  # type: ignore[attr-defined]
+        for key in store.list_keys():
+            if key.startswith("default_pg/") and "//cpu//" in key:
+                store.delete_key(key)

@@ -13,13 +13,22 @@ from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 
 from .arguments.checks import share, whole_number
-from .checkpoint import outer_momentum_of, residuals_of, restore, save, warn_of_missing_state, warn_of_used_samples
+from .checkpoint import (
+    outer_momentum_of,
+    residuals_of,
+    restore,
+    save,
+    warn_of_fewer_epochs,
+    warn_of_missing_state,
+    warn_of_used_samples,
+)
 from .communication.scaled_residuals import GradientScaler, ScaledResiduals
 from .data.loader import Loader
 from .data.sampler import MicroBatch
 from .gradient.buckets import NOT_MEASURED
 from .gradient.covered import CoveredModels
 from .gradient.halving import OUT_OF_MEMORY
+from .gradient.losses import LossWarnings
 from .gradient.models import unwrapped, unwrapped_optimizer
 from .gradient.schedulers import Schedulers
 from .gradient.updates import Updates
@@ -56,6 +65,7 @@ class Session(SessionView):
         updates: Updates,
         local_steps: LocalSteps,
         schedulers: Schedulers,
+        losses: LossWarnings | None,
         needs_scaling: bool,
         memory_caps: MemoryCaps,
         exit_rules: ExitRules,
@@ -72,6 +82,7 @@ class Session(SessionView):
         self._local = local_steps
         self._schedulers = schedulers
         self._scaled = ScaledResiduals(lambda: models.exchanges, warns=run.place.rank == 0)
+        self._losses = losses
         self._needs_scaling = needs_scaling
         self._memory_caps = memory_caps
         self._exit_rules = exit_rules
@@ -101,13 +112,19 @@ class Session(SessionView):
         return self._loader
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """The numbers of the epochs that are left, 0 to `num_epochs` - 1; after the last one the job is over."""
+        """The numbers of the epochs that are left, 0 to `num_epochs` - 1; after the last one the job is over.
+
+        A resumed run passes the number of epochs of the whole run, not of those that are left.
+        """
         num_epochs = whole_number("session.epochs(num_epochs)", num_epochs)
         self._run.total_samples = num_epochs * self._run.data.size or None
         loader = self._loader
         first = loader.position.epoch + (1 if loader.epoch_is_over else 0)
-        if not (self._state_loaded or self._has_epochs):
+        if self._state_loaded and not self._has_epochs:
+            warn_of_fewer_epochs(self._run, num_epochs, first)
+        elif not self._has_epochs:
             warn_of_used_samples(self._run, first, self.position)
+        self._run.num_epochs = num_epochs
         self._has_epochs = True
         for epoch in range(first, num_epochs):
             loader.begin_epoch(epoch)
@@ -139,6 +156,8 @@ class Session(SessionView):
         if self._needs_scaling and not self._loss_scaled:
             raise RuntimeError("the gradient of this batch is not weighted: use session.scale_loss(loss).backward()")
         self._loss_scaled = False
+        if self._losses is not None:
+            self._losses.look_at_loss(loss)
         if batch.is_last:
             self._end_step(batch, loss, num_correct)
         else:
@@ -386,6 +405,7 @@ class Session(SessionView):
         if self._closed:
             return
         self._closed = True
+        self._loader.close()
         self._updates.remove()
         self._models.remove()
         self._steering.collectives.close()

@@ -27,7 +27,7 @@ from dynamix.cli.output import (
     write_json,
     writing,
 )
-from dynamix.recording.capture import CaptureError, CutOffError, records
+from dynamix.recording.capture import CaptureError, CaptureReader
 from dynamix.runtime import output_files
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
@@ -107,19 +107,18 @@ async def _from_bus(wanted: str) -> CalibrationInput:
 
 
 def from_capture(path: Path) -> CalibrationInput:
-    """What a capture holds; of one that is cut off, what is there."""
-    found: list[Message] = []
-    with reading(path), explained(CaptureError):
+    """What a capture holds; of one that is cut off or damaged, what is good."""
+    with reading(path), explained(CaptureError), CaptureReader(path) as reader:
         try:
-            for record in records(path):
-                if subjects.parse(record.subject).kind in ("job", "window"):
-                    found.append(decode_any(record.subject, record.payload))  # noqa: PERF401 - what came before an error counts
-        except CutOffError as error:
-            print(f"{error}; going on with them", file=sys.stderr)
-        except CaptureError:
-            raise
+            found = [
+                decode_any(record.subject, record.payload)
+                for record in reader.good_records()
+                if subjects.parse(record.subject).kind in ("job", "window")
+            ]
         except ValueError as error:  # of a subject or a message
             raise CommandError(f"{path} holds what cannot be decoded: {error}") from error
+    for fault in reader.faults:
+        print(f"{fault}; going on with what is good", file=sys.stderr)
     return _sorted_out(found)
 
 

@@ -64,7 +64,7 @@ class CaptureCounts:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("job", metavar="JOB", help="the job's id, or how it begins if that is one job")
-    add_output_argument(parser, None, "where to write the capture", streams=False, required=True)
+    add_output_argument(parser, None, "where to write the capture", required=True)
     parser.add_argument("--past", action="store_true", help="only what is stored now, also of a job that runs")
     parser.add_argument("--windows", type=int, metavar="N", help="end after the job's first N stored windows")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")

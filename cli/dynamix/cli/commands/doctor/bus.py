@@ -28,11 +28,11 @@ LOOKS_AT_COPIES, LOOK_AGAIN_S = 3, 1.0
 LISTEN_S = 1.5
 """A service beats every second."""
 ALIVE_TIMEOUT_S = 5.0
-HOW_TO_CONNECT = "check DYNAMIX_NATS_URL, and _NKEY_FILE or _USER and _PASSWORD_FILE"
-HOW_TO_LOOK = "ask as the user `watcher`, or with a key of `dynamix keys create NAME --role watcher`"
+HOW_TO_CONNECT = "check DYNAMIX_NATS_URL, and _CREDS_FILE or _USER and _PASSWORD_FILE"
+HOW_TO_LOOK = "ask with a key of `dynamix keys create NAME --role watcher`"
 HOW_TO_CATCH_UP = (
     "start the server that is offline; one that was cut off may take two minutes to catch up; after that restart "
-    "nats-server there, and until then no other (docs/failover.md)"
+    "nats-server there, and until then no other (docs/measurements.md)"
 )
 HOW_TO_ASK = "ask as the user `watcher`, for a job that `dynamix top` shows"
 HOW_TO_RESTORE = (
@@ -48,7 +48,7 @@ async def bus(settings: BusSettings, *, configured: bool) -> list[DoctorCheck]:
 
 def credential(settings: BusSettings) -> list[DoctorCheck]:
     """The key's file, where others may read it."""
-    file = settings.nkey_file
+    file = settings.creds_file
     try:
         is_open = bool(file) and Path(file).stat().st_mode & stat.S_IROTH
     except OSError:  # the attempt to connect says so
@@ -65,7 +65,7 @@ async def _reached(settings: BusSettings, need: Need, *, configured: bool) -> li
                 passed("broker", need, redact_url(settings.url)),
                 await _streams(connection, need),
                 *await _copies(connection),
-                await _services(connection),
+                *await _services(connection),
             ]
     except CommandError as error:
         return [failed("broker", need, str(error), HOW_TO_CONNECT if configured else "start one with `dynamix up`")]
@@ -115,24 +115,27 @@ async def _copies(connection: Bus) -> list[DoctorCheck]:
     return [failed("copies", "failover", found, HOW_TO_CATCH_UP)]
 
 
-async def _services(connection: Bus) -> DoctorCheck:
+async def _services(connection: Bus) -> list[DoctorCheck]:
+    """Whether each service is heard; and, apart from that, what those that are heard complain of."""
     heartbeats = Heartbeats()
     try:
         await listen(connection, heartbeats, LISTEN_S)
     except BusError as error:
-        return failed("services", "training", str(error), HOW_TO_LOOK)
-    missing = heartbeats.missing(time.monotonic())
-    heard = ", ".join(beat.live.service for beat in heartbeats.recent(time.monotonic()))
-    if missing:
+        return [failed("services", "training", str(error), HOW_TO_LOOK)]
+    now_s = time.monotonic()
+    if missing := heartbeats.missing(now_s):
         fix = "start them: `dynamix up`, or deploy/"
-        return failed("services", "training", f"not heard: {', '.join(missing)}", fix)
-    if lost := heartbeats.num_not_stored(time.monotonic()):
-        found = f"{heard}; the broker did not store or answer {lost} of their messages and requests"
-        return failed("services", "training", found, "make room on the broker's disk, then start the broker again")
-    if refused := heartbeats.count("refused_logs", time.monotonic()):
-        found = f"{heard}; the arbitrator refuses the stored actions of {refused} generation(s)"
-        return failed("services", "training", found, "its log names the jobs; `dynamix doctor --actions JOB`")
-    return passed("services", "training", heard)
+        found = [failed("services", "training", f"not heard: {', '.join(missing)}", fix)]
+    else:
+        found = [passed("services", "training", ", ".join(beat.live.service for beat in heartbeats.recent(now_s)))]
+    if lost := heartbeats.num_not_stored(now_s):
+        what = f"the broker did not store or answer {lost} messages and requests"
+        found.append(failed("storage", "training", what, "make room on the broker's disk, then start the broker again"))
+    if refused := heartbeats.count("refused_logs", now_s):
+        what = f"the arbitrator refuses the stored actions of {refused} generation(s); it steers all other jobs"
+        fix = "its log names the jobs; `dynamix doctor --actions JOB`"
+        found.append(failed("actions", "training", what, fix))
+    return found
 
 
 async def actions(settings: BusSettings, job: str) -> DoctorCheck:

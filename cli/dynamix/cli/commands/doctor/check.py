@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 Need = Literal["always", "training", "demo", "views", "ebpf", "secrecy", "failover"]
-NAME_WIDTH, MARKS = 14, {True: "ok     ", False: "missing"}
+NAME_WIDTH, MARKS = 14, {True: "ok    ", False: "failed"}
 GREEN, YELLOW, RED, BOLD, PLAIN = "\033[32m", "\033[33m", "\033[31m", "\033[1m", "\033[0m"
 PURPOSES = {
     "training": "training",
@@ -95,4 +95,4 @@ def _verdict(checks: Sequence[DoctorCheck]) -> str:
     if not needs:
         return "Everything is there."
     purposes = ", ".join(text for need, text in PURPOSES.items() if need in needs)
-    return f"Everything required is there; something is missing for {purposes}."
+    return f"Everything required is there; checks failed for {purposes}."

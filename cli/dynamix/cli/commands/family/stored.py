@@ -38,10 +38,10 @@ async def families(bus: Bus) -> list[StoredFamily]:
         CommandError: when the broker has no stream for them.
     """
     try:
-        state = await bus.stream_state(PROFILES.name)
+        newest = await bus.last(PROFILES.name, subjects.of("profile", subjects.ANY))
     except StreamMissingError:
         raise CommandError("the broker has no stream for job families: run `dynamix provision`") from None
-    found = [] if state.num_messages == 0 else [_read(message) async for message in _newest(bus)]
+    found = [] if newest is None else [_read(message) async for message in _newest(bus)]
     known = [one for one in found if one.profile is None or not one.profile.is_forgotten]
     return sorted(known, key=lambda one: one.family)
 

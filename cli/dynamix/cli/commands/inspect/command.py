@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read and show; 0 when the capture is complete, 1 when it is cut off or damaged."""
+    """Read and show; 1 when the file is cut off or damaged, or holds messages that cannot be used."""
     if arguments.generation is not None and arguments.window is None:
         raise MisuseError("--generation selects the restart of --window N: add --window")
     from . import view
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         _draw(inspection, arguments.png)
     if arguments.json is not None:
         write_json(document(inspection, here, windows), arguments.json)
-    return 1 if inspection.cut_off else 0
+    return 0 if inspection.is_sound else 1
 
 
 def _chosen(inspection: Inspection, window: int, generation: int | None) -> CapturedWindow:

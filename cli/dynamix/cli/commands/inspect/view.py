@@ -65,8 +65,9 @@ def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
         f"{header.job}, captured {header.created}: {ENDS[end.reason] if end else 'CUT OFF'}; {inspection.num_records} "
         f"messages of {lasted_s:.1f} s, {inspection.num_payload_bytes / 1024:.0f} KiB"
     )
-    if inspection.cut_off:
-        yield f"cut off: {inspection.cut_off}"
+    yield from (f"damaged: {fault}" for fault in inspection.faults)
+    if end and end.num_records > inspection.num_records:
+        yield f"lost: {end.num_records - inspection.num_records} messages of damaged blocks"
     yield from (_job(job, _steps_of(inspection, job)) for job in inspection.jobs)
     yield "messages: " + ", ".join(f"{kind} {count}" for kind, count in sorted(inspection.kinds.items()))
     if end:

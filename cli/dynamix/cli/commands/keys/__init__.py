@@ -1,1 +1,1 @@
-"""Create, rotate, revoke and list keys of the broker's users, each for certain jobs or nodes."""
+"""Create, revoke and list the keys that let users in at the broker."""

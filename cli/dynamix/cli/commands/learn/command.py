@@ -3,8 +3,7 @@
 `ppo` is a bounded residual on `rule`, `levers` chooses one lever per window on its decisions; `ppo-paper` is as
 published; `stigmergy` is a bounded residual on the wish of each agent, for collectors. Only scenarios with learn = true
 are learned from. Killed or interrupted, the same command continues to the same bits. The policy that is written is the
-best by validation (time to the target against `rule`), scored on other seeds; judge it with `dynamix evaluate`, agents
-with `python -m bench.stigmergy`.
+best by validation (time to the target against `rule`), scored on other seeds; judge it with `dynamix evaluate`.
 """
 
 import argparse
@@ -25,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--policy", default="ppo", help="ppo, ppo-paper, levers, stigmergy (its agents), or another name: ppo's preset"
     )
     add_option(parser, "--seed", 0, "of the learning", type=seed)
-    add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors", streams=False)
+    add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors")
     parser.add_argument("--episodes", type=int, help="to play (default: the preset's)")
     parser.add_argument("--minutes", type=number(0), help="stop sooner, after this time; the same command continues")
     add_option(parser, "--workers", 2, "processes")

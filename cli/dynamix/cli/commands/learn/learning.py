@@ -56,7 +56,7 @@ def learn_policy(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print(f"\ninterrupted: the same command continues from {checkpoint}", file=sys.stderr)
             return INTERRUPTED
-        output_files.write(output, learned.file.to_bytes(), streams=False)
+        output_files.write(output, learned.file.to_bytes())
         if learned.finished:
             checkpoint.unlink(missing_ok=True)
         write_result(_as_json(learned), _summary(learned, output, checkpoint), arguments.json)
@@ -69,8 +69,8 @@ def _files(arguments: argparse.Namespace) -> tuple[Path, Path]:
     """The policy file and the checkpoint beside it, checked."""
     output = Path(arguments.output or f"{arguments.policy}-{arguments.seed}.safetensors")
     checkpoint = output.with_name(output.name + ".checkpoint")
-    output_files.check(output, POLICY, streams=False)
-    output_files.check(checkpoint, KIND, streams=False)
+    output_files.check(output, POLICY)
+    output_files.check(checkpoint, KIND)
     return output, checkpoint
 
 

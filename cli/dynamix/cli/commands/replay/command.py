@@ -8,7 +8,8 @@
 The first difference is shown field by field. With another policy it says what that would have decided here. The
 services' own settings are read from DYNAMIX_COLLECTOR_... and DYNAMIX_REWARD_... as the services read them.
 
-0: equal, or a policy was asked; 1: different; 2: it cannot be replayed; 130: interrupted.
+0: equal, or a policy was asked; 1: different, or not every recorded output was compared; 2: it cannot be replayed;
+130: interrupted.
 """
 
 import argparse
@@ -70,15 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
         write_json(_document(outcome, strict=strict), arguments.json)
     if outcome.interrupted:
         return INTERRUPTED
-    is_equal = outcome.bytes_equal and not outcome.cut_off if strict else outcome.is_as_promised
-    return EQUAL if outcome.what_if is not None or is_equal else DIFFERENT
+    return EQUAL if outcome.what_if is not None or outcome.is_equal(strict=strict) else DIFFERENT
 
 
 def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
     """All of it; `equal` is what the exit code says, `null` where another policy was asked or it was interrupted."""
     asked = outcome.what_if is not None or outcome.interrupted
     return {
-        "equal": None if asked else (outcome.bytes_equal if strict else outcome.is_as_promised),
+        "equal": None if asked else outcome.is_equal(strict=strict),
         "bytes_equal": None if asked else outcome.bytes_equal,
         "decisions_equal": None if asked else outcome.decisions_equal,
         "times_real_time": outcome.recorded_s / outcome.wall_s if outcome.wall_s > 0 else None,

@@ -55,15 +55,22 @@ def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
 
 def _compared(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
     counts, what = outcome.counts, CONCERNED[outcome.into]
-    equal = outcome.bytes_equal if strict else outcome.is_as_promised
+    verdict = "EQUAL" if outcome.is_equal(strict=strict) else "DIFFERENT"
+    if counts.num_uncompared and not counts.num_different:
+        verdict = "INCOMPLETE"
     yield (
-        f"{'EQUAL' if equal else 'DIFFERENT'}: of {counts.num_compared} {what} {counts.num_equal} are equal byte for "
+        f"{verdict}: of {counts.num_compared} {what} {counts.num_equal} are equal byte for "
         f"byte, {counts.num_agreeing} in what they say only, {counts.num_different} differ or are missing"
     )
     if counts.num_repeated:
         yield f"{counts.num_repeated} were recorded twice"
+    if counts.num_uncompared:
+        yield (
+            f"{counts.num_uncompared} recorded {what} were not compared: what they follow from is not in the capture, "
+            "or cannot be decoded"
+        )
     if counts.num_outside:
-        yield f"{counts.num_outside} were not compared: what they follow from, or go with, is not in the capture"
+        yield f"{counts.num_outside} replayed ones have no counterpart: the capture ends about there"
     if counts.differing:
         named = [f"{window} ({kind})" for _, window, kind in counts.differing[:12]]
         more = " ..." if counts.num_agreeing + counts.num_different > len(named) else ""

@@ -18,7 +18,8 @@ from pathlib import Path
 from dynamix.cli.connection import find
 from dynamix.cli.errors import CommandError, MisuseError, explained
 from dynamix.cli.services import bus_environment
-from dynamix.runtime.settings import BusSettings, check_bus, key_of, redact_url
+from dynamix.runtime.settings import BusSettings, check_bus, credential_in, redact_url
+from dynamix.schemas import subjects
 from dynamix.schemas.subjects import MAX_NAME, check_token, new_run_id
 
 JOB, NAME, RUN_ID = "DYNAMIX_JOB", "DYNAMIX_TRAINER_NAME", "DYNAMIX_TRAINER_RUN_ID"
@@ -48,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"`{sys.executable} -m pip install torch` (https://pytorch.org says which build fits your GPU)"
         )
     bus = find(os.environ)
-    given = permitted(arguments.job or os.environ.get(JOB, ""), arguments.name, bus)
-    named = identity(words, name=arguments.name, given=given)
+    given = arguments.job or os.environ.get(JOB, "")
+    named = identity(words, name=permitted(given, arguments.name, bus), given=given)
     what, watched = ("job", named[JOB]) if JOB in named else ("run", named[RUN_ID])
     print(
         f"{what} {watched}, bus {redact_url(bus.url)}; watch it with: dynamix top {watched}",
@@ -60,21 +61,23 @@ def run(arguments: argparse.Namespace) -> int:
     os.execve(sys.executable, command, environment(os.environ, named, bus, arguments.policy))  # noqa: S606 - no shell
 
 
-def permitted(given: str, name: str | None, bus: BusSettings) -> str:
-    """The job's id as given; without one, the only one that our credential is for.
+def permitted(given: str, name: str | None, bus: BusSettings) -> str | None:
+    """The job's name as given; without one and without an id, the only one that our credential is for.
 
     Raises:
-        CommandError: when the credential is for other jobs, or the settings of the bus cannot be used: the ranks would
+        CommandError: when the credential is for other names, or the settings of the bus cannot be used: the ranks would
             train without steering, and say so among much else.
     """
     with explained(ValueError):
         check_bus(bus)
-        key = key_of(bus)
-    if key is None or not key.jobs or given in key.jobs:
-        return given
-    if not given and name is None and len(key.jobs) == 1:
-        return key.jobs[0]
-    raise MisuseError(f"{bus.nkey_file} is for {', '.join(key.jobs)} only: pass one of them with --job")
+        key = credential_in(bus)
+        asked = subjects.name_and_run(given)[0] if given else name
+    names = key.limited_to("job") if key else []
+    if asked is None and len(names) == 1:
+        return names[0]
+    if not names or asked in names:
+        return name
+    raise MisuseError(f"{bus.creds_file} is for jobs named {', '.join(names)} only: pass one of them with --name")
 
 
 def identity(arguments: Sequence[str], *, name: str | None, given: str) -> dict[str, str]:

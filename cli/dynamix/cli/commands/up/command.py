@@ -1,7 +1,7 @@
 """Run the broker and the three services on this machine until interrupted.
 
-A process that ends is started again. Other `dynamix` commands of the same user find the broker by themselves; the
-streams are kept for the next start.
+A process that ends is started again, unless its settings cannot be used: then all end. Other `dynamix` commands of the
+same user find the broker by themselves; the streams are kept for the next start.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from dynamix.runtime.bus import Bus, BusError
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
 from dynamix.runtime.log import configure as configure_log
-from dynamix.runtime.settings import MAX_PORT, BusSettings, SettingsError, read
+from dynamix.runtime.settings import MAX_PORT, BusSettings, SettingsError, SharedSettings, read
 
 from .store_watch import watch_store
-from .supervisor import Child, broker, kept, service
+from .supervisor import Child, ChildSettingsError, broker, kept, service
 
 LOCK = "lock"
 
@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         "--metrics-port": arguments.metrics_port,
     }
     with explained(SettingsError, exit_code=MISUSED):
+        read(SharedSettings, "", os.environ)  # the services would refuse it, each by itself
         settings = read(UpSettings, "up", os.environ, [f"{flag}={value}" for flag, value in given.items() if value])
     if (other := running(os.environ)) is not None:
         raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
@@ -110,7 +111,7 @@ async def _run_until_signal(
 ) -> None:
     """The broker outside, then our own connection, then the services: each needs what is around it to end well."""
     restarted = asyncio.Event()
-    with stop_event(signal.SIGHUP) as stop, explained(EmbeddedServerError):
+    with stop_event(signal.SIGHUP) as stop, explained(EmbeddedServerError, ChildSettingsError):
         keeping = kept([broker(server, restarted.set)], _say, stop)
         async with server, keeping, connected(server.settings, "up") as bus:
             await provision(bus)
@@ -212,10 +213,10 @@ def _check_places(store: Path, connection_file: Path) -> None:
     with explained():
         try:
             output_files.check_directory(store)
-            output_files.check(store / LOCK, streams=False, make_parents=True)
+            output_files.check(store / LOCK, make_parents=True)
         except output_files.RefusedOutputError as error:
             raise MisuseError(f"{error}: pass --store-dir DIR, or set HOME to a directory of yours") from error
-        output_files.check(connection_file, streams=False, make_parents=True)
+        output_files.check(connection_file, make_parents=True)
 
 
 def _make_directory(directory: Path, fix: str) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dynamix.cli.services import ServiceProcess
 from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.runtime.service import EXIT_USAGE
 
 MIN_WAIT_S = 0.5
 MAX_WAIT_S = 10.0
@@ -25,6 +26,12 @@ class Child(NamedTuple):
     """Start it, or start it again."""
     stop: Callable[[], Awaitable[None]]
     """Ask it to end, and wait until it has."""
+    exit_code: Callable[[], int | None] = lambda: None
+    """How it ended; `None` where any end is followed by a restart."""
+
+
+class ChildSettingsError(Exception):
+    """A child refused its settings: it would do so after every restart."""
 
 
 def broker(server: EmbeddedServer, restarted: Callable[[], None] | None = None) -> Child:
@@ -48,7 +55,7 @@ def service(process: ServiceProcess) -> Child:
         await asyncio.to_thread(process.stop)  # takes leave of the one that ended
         process.start()
 
-    return Child(process.name, lambda: process.pid, start, lambda: asyncio.to_thread(process.stop))
+    return Child(process.name, lambda: process.pid, start, lambda: asyncio.to_thread(process.stop), process.exit_code)
 
 
 @contextlib.asynccontextmanager
@@ -61,7 +68,10 @@ async def kept(
 ) -> AsyncIterator[asyncio.Event]:
     """Keep started children running until the context ends, or its event is set, then stop them.
 
-    `report` is told by name of every end and start; `stop` is set if the keeping fails.
+    `report` is told by name of every end and start; `stop` is set if the keeping fails, and the context then raises.
+
+    Raises:
+        ChildSettingsError: when a child refused its settings.
     """
     stopping = asyncio.Event()
     tasks = [
@@ -73,7 +83,9 @@ async def kept(
         yield stopping
     finally:
         stopping.set()
-        await asyncio.gather(*tasks)
+        for failure in await asyncio.gather(*tasks, return_exceptions=True):  # after all are stopped
+            if failure is not None:
+                raise failure
 
 
 async def _keep(child: Child, report: Callable[[str, str], None], stopping: asyncio.Event, min_wait_s: float) -> None:
@@ -84,6 +96,8 @@ async def _keep(child: Child, report: Callable[[str, str], None], stopping: asyn
             begin_s = time_s()
             await _end_or_stop(child.pid(), stopping)
             lived_s = time_s() - begin_s
+            if child.exit_code() == EXIT_USAGE:
+                raise ChildSettingsError(f"{child.name} cannot use its settings, and said why: correct them")
             wait_s = min_wait_s if lived_s >= STEADY_AFTER_S else wait_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):

@@ -6,6 +6,7 @@ import { Pane } from "./pane.js";
 const find = (id) => document.getElementById(id);
 const MARKS = { running: "●", silent: "○", ended: "■" };
 const PLAY_S = 30;
+const RETRY_MS = 10000;
 
 class LivePage {
   constructor() {
@@ -30,6 +31,10 @@ class LivePage {
     this.pane?.destroy();
     this.pane = new Pane(name);
     find("content").replaceChildren(this.pane.root);
+    this.listen(name);
+  }
+
+  listen(name) {
     this.events?.close();
     this.events = new EventSource(`/api/events?job=${encodeURIComponent(name)}`);
     this.events.addEventListener("overview", (event) => this.onOverview(JSON.parse(event.data)));
@@ -61,6 +66,10 @@ class LivePage {
     const status = find("status");
     status.className = "error";
     setText(status, "no answer from the page's server: trying again");
+    if (this.events.readyState !== EventSource.CLOSED) return; // the browser tries again by itself
+    setText(status, "refused: too many readers, or the session has ended (open the printed URL again); trying again");
+    const name = this.shown;
+    setTimeout(() => name === this.shown && this.listen(name), RETRY_MS);
   }
 
   listJobs() {

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 from dynamix.arbitrator.deciding.signatures import STUCK_WINDOWS
 from dynamix.recording.capture import CutOffError, Record, WindowKey, records
-from dynamix.recording.comparison import OutputCounts
+from dynamix.recording.comparison import EDGE_WINDOWS, OutputCounts
 from dynamix.recording.playback import bus_message_of
 from dynamix.runtime.bus import BusError, BusMessage, StaleWriterError
 from dynamix.schemas import codec, subjects
@@ -41,9 +41,8 @@ class RecordedAction(NamedTuple):
 class RecordedActions:
     """The actions of a capture one after the other, read ahead of the playback; memory holds one."""
 
-    def __init__(self, path: Path, *, after: int = 0) -> None:
-        """Begin with the first action after a sequence."""
-        self._found = (RecordedAction.of(record) for record in _actions(path) if record.sequence > after)
+    def __init__(self, path: Path) -> None:
+        self._found = (RecordedAction.of(record) for record in _actions(path))
         self._next: RecordedAction | None = None
 
     def peek(self) -> RecordedAction | None:
@@ -125,6 +124,7 @@ class ComparedActions(ReplayedActions):
         self._recorded = recorded
         self._counts = counts
         self._restarted_before = 0
+        self._num_after_last = 0
 
     def _publish_next(self, action: Action, sequence: int) -> int:
         """Compare and store an action.
@@ -135,7 +135,11 @@ class ComparedActions(ReplayedActions):
         """
         found = self._recorded.peek()
         if found is None:  # the capture was ended before the action was stored
-            self._counts.num_outside += 1
+            self._num_after_last += 1
+            if self._num_after_last > EDGE_WINDOWS:
+                self._counts.count_missing("only replayed", subjects.subject_of(action), window_of(action))
+            else:
+                self._counts.num_outside += 1
             return super()._publish_next(action, sequence)
         self._restart_where_recorded(action, found)
         self._recorded.skip()
@@ -153,7 +157,7 @@ class ComparedActions(ReplayedActions):
             if due.action is not None and due.action.generation in self.halted:
                 self._count_missing(due, due.action)
             else:
-                self._counts.num_outside += 1
+                self._counts.num_uncompared += 1
         if found.action is not None:
             self._store(bus_message_of(found.record), found.action)
 
@@ -167,8 +171,10 @@ class ComparedActions(ReplayedActions):
         while (found := self._recorded.peek()) is not None:
             self._recorded.skip()
             if found.action is None:
-                self._counts.num_outside += 1
-            elif until is None or window_of(found.action) <= until:
+                self._counts.num_uncompared += 1
+            elif until is not None and window_of(found.action) > until:
+                return
+            else:
                 self._count_missing(found, found.action)
 
     def _count_missing(self, found: RecordedAction, action: Action) -> None:
@@ -180,7 +186,7 @@ class ComparedActions(ReplayedActions):
         key, record = window_of(action), found.record
         if found.action is not None and key != window_of(found.action):
             self._counts.count_missing("only replayed", record.subject, key)
-            self._counts.num_outside += 1
+            self._counts.num_uncompared += 1
             return False
         return self._counts.count_pair(record, key, payload)
 

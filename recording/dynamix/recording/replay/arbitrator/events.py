@@ -37,6 +37,7 @@ class EventComparer:
         try:
             event = decode(Event, record.subject, record.payload)
         except MalformedMessageError as error:
+            self._counts.num_uncompared += 1
             self._counts.add_note(f"the event at {record.sequence} cannot be decoded: {error}")
             return
         if (event.service, event.signature) != ("arbitrator", SIGNATURE):

@@ -137,6 +137,11 @@ async def check_receipt(bus: ActionStore, job: Job, newest: Stored | None, messa
     stored = (-1, -1) if newest is None else (newest.action.generation, newest.action.window)
     where = f"window {receipt.decided_window} of generation {receipt.generation}"
     if stored < applied and not (newest is None and await _is_older_than_actions(bus, message)):
+        if newest is None and await _began_after(bus, receipt):
+            logger.warning(
+                "the streams were made again after the trainer of %s applied the action for %s", job.job, where
+            )
+            return
         if await _is_made_up(bus, receipt):
             logger.warning("a receipt of %s is for %s, far beyond what its ranks reported: made up", job.job, where)
             return
@@ -232,6 +237,21 @@ async def _is_made_up(bus: ActionStore, receipt: Applied) -> bool:
     except MalformedMessageError:
         return False
     return newest.generation == receipt.generation and receipt.decided_window > newest.window + MAX_SKIP_WINDOWS
+
+
+async def _began_after(bus: ActionStore, receipt: Applied) -> bool:
+    """Whether FEED begins behind the states that the receipt's action was made from: it was made again, with ACTIONS.
+
+    A FEED that is full drops states and receipts of one time together.
+    """
+    message = await bus.first(FEED.name, subjects.of("state", receipt.job, subjects.ANY))
+    if message is None:
+        return False
+    try:
+        oldest = decode(State, message.subject, message.payload)
+    except MalformedMessageError:
+        return False
+    return oldest.generation == receipt.generation and oldest.window > receipt.decided_window
 
 
 async def _is_older_than_actions(bus: ActionStore, receipt: BusMessage) -> bool:

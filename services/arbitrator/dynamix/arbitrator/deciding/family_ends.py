@@ -46,11 +46,15 @@ class FamilyEnds:
 
     async def follow(self) -> None:
         """Store a profile after every end, those of the past first, until the intake ends."""
+        last = 0
         async with self._bus.consume(
             JOBS.name, [subjects.of("job", subjects.ANY)], start="last_per_subject"
         ) as consumer:
             async for batch in consumer:
                 for message in batch:
+                    if message.sequence <= last:
+                        self._stored.clear()  # of a JOBS that was there before this one
+                    last = message.sequence
                     if (job := _ended(message)) is not None and message.sequence > self._stored.get(job.family, 0):
                         await self._record(job, message.sequence)
 

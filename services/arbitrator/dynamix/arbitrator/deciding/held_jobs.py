@@ -66,6 +66,11 @@ class HeldJobs(Generic[L]):
         if (found := self._held.pop(job, None)) is not None:
             self.num_ranks -= found[1].job.world_size
 
+    def clear(self) -> None:
+        """Hold nothing."""
+        self._held.clear()
+        self.num_ranks = 0
+
     def drop_idle(self, now_s: float) -> None:
         """Hold nothing for jobs that were not used for `idle_s`: they ended, died, or pause."""
         while self._held:
@@ -124,6 +129,11 @@ class WaitingJobs:
         note_state(wanted, message, generation)
         self._put(job, wanted)
         return True
+
+    def clear(self) -> None:
+        """Let none wait."""
+        self._waiting.clear()
+        self._by_num_states.clear()
 
     def take(self, num_jobs: int) -> list[tuple[str, Wanted]]:
         """Up to so many jobs, which no longer wait."""

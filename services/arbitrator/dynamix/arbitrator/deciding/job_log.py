@@ -48,9 +48,13 @@ class JobLog:
         self.job = job
         self.known: Stored | None = None
         """The newest action that this process wrote or read."""
+        self.actions_created = ""
+        """When the ACTIONS was made that it is in; empty: not known."""
         self._around = around
         self._log = around.log.bind(job=job.job, generation=job.generation)
         self._superseded = False
+        self._has_begun = False
+        """Whether a state was folded."""
         self._fold = Fold(job, policy, None, profile)
         self._watch = None if job.policy == Static.name else SizeWatch(job)  # static sizes are not stuck
 
@@ -106,6 +110,10 @@ class JobLog:
             ActionStoreError: when the stored actions are not those that this process wrote.
             ValueError: when another arbitrator decided first, by a policy that is not there.
         """
+        if state.window and not self._has_begun and not self.has_inputs:
+            # no action is stored, nor the states that one would be made from: the streams were made again meanwhile
+            self._fold.start_after_gap(sequence - 1)
+        self._has_begun = True
         if not self._fold.add_state(sequence, state):
             self._around.count("late_states")
         while not self._superseded and (action := self._fold.close()) is not None:

@@ -1,4 +1,4 @@
-"""The states of one job that FEED holds: few by single requests, more by a consumer."""
+"""The states of one job that FEED holds."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -11,9 +11,6 @@ from dynamix.schemas.streams import FEED
 
 from .action_store import ActionStore
 
-NUM_ALONE = 4
-"""States that are asked for one by one before a consumer is made to read all others, which takes as many requests."""
-
 
 class StateStore(ServiceBus, ActionStore, Protocol):
     """The part of the bus that it uses."""
@@ -25,13 +22,6 @@ async def own_states(bus: StateStore, job: str, after: int, until: int) -> Async
     Of several servers one that was cut off may answer, which does not know the last of them.
     """
     wanted = subjects.of("state", job, subjects.ANY)
-    for _ in range(NUM_ALONE):
-        message = await bus.first(FEED.name, wanted, start=after + 1)
-        if message is None or message.sequence > until:
-            return
-        yield message
-        if (after := message.sequence) == until:
-            return
     newest = await bus.last(FEED.name, wanted)
     if newest is None or newest.sequence <= after:
         return
@@ -42,5 +32,5 @@ async def own_states(bus: StateStore, job: str, after: int, until: int) -> Async
                     return
                 yield message
                 await asyncio.sleep(0)  # a long way to catch up must not delay the states of others
-            if batch[-1].sequence >= newest.sequence:
+            if batch[-1].sequence >= min(until, newest.sequence):
                 return

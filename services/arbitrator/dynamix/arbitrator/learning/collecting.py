@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from dynamix.arbitrator.families.ends import COMPLETED
-from dynamix.runtime.bus import Bus, BusError, BusMessage, Consumer, FailoverWait
+from dynamix.runtime.bus import Bus, BusError, BusMessage, FailoverWait, Reader
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Action, Applied, Job, Message, Reward, State
@@ -84,14 +84,11 @@ async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Coll
         BusError: when the streams cannot be read.
     """
     reader = _Reader(bus, job, refuse)
-    wanted = [
-        subjects.of("state", job.job, subjects.ANY),
-        subjects.of("reward", job.job, subjects.ANY),
-        subjects.of("applied", job.job),
-    ]
     try:
-        await reader.read(FEED.name, wanted, grace_s)
-        wait, decisions = FailoverWait(bus.stream_state, ACTIONS.name), [subjects.of("action", job.job)]
+        await reader.read(FEED.name, subjects.of("state", job.job, subjects.ANY), 0.0)
+        await reader.read(FEED.name, subjects.of("applied", job.job), 0.0)
+        await reader.read(FEED.name, subjects.of("reward", job.job, subjects.ANY), grace_s)
+        wait, decisions = FailoverWait(bus.stream_state, ACTIONS.name), subjects.of("action", job.job)
         await reader.read(ACTIONS.name, decisions, 0.0)
         while reader.lacks_actions and await wait.pause():  # of several servers one that was cut off may know less
             reader.actions.clear()
@@ -130,15 +127,12 @@ class _Reader:
         last = max((action.window for action in self.actions), default=-1)
         return any(receipt.decided_window > last for receipt in self.applied)
 
-    async def read(self, stream: str, wanted: list[str], grace_s: float) -> None:
-        """Read all stored messages of some subjects, then more until each state has its reward or time is over."""
-        found = [await self._bus.last(stream, subject) for subject in wanted]
-        newest = max((message.sequence for message in found if message is not None), default=0)
-        if not newest:
-            return
-        async with self._bus.consume(stream, wanted, start="all") as consumer:
+    async def read(self, stream: str, wanted: str, grace_s: float) -> None:
+        """Read all stored messages of a filter, then more until each state has its reward or time is over."""
+        newest = await self._bus.last(stream, wanted)
+        async with self._bus.consume(stream, [wanted], start="all") as consumer:
             position = 0
-            while position < newest:
+            while newest is not None and position < newest.sequence:
                 try:
                     position = await self._read_batch(consumer, STALL_TIMEOUT_S)
                 except TimeoutError:
@@ -150,7 +144,7 @@ class _Reader:
                 except TimeoutError:
                     return
 
-    async def _read_batch(self, consumer: Consumer, timeout_s: float) -> int:
+    async def _read_batch(self, consumer: Reader, timeout_s: float) -> int:
         """Record the next batch, which has to come within the time-out; returns its last sequence."""
         async with asyncio.timeout(timeout_s):
             batch = await anext(consumer, None)

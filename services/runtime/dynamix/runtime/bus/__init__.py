@@ -13,27 +13,24 @@ from .broker.errors import (
     StreamMissingError,
 )
 from .bus import Bus
-from .discovery import Identity
 from .objects.layout import ObjectInfo
 from .objects.store import StoredObject
-from .streams.broker_consumer import Start
-from .streams.consumer import Consumer
 from .streams.failover import FailoverWait
 from .streams.message import BusMessage, StreamState
+from .streams.reader import Reader, Start
 
 __all__ = [
     "Bus",
     "BusError",
     "BusMessage",
     "ConnectionClosedError",
-    "Consumer",
     "FailoverWait",
-    "Identity",
     "ObjectBrokenError",
     "ObjectInfo",
     "ObjectMissingError",
     "PermissionDeniedError",
     "PublishError",
+    "Reader",
     "SequenceRegressError",
     "StaleWriterError",
     "Start",

@@ -3,7 +3,7 @@
 import asyncio
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import codec, subjects
@@ -13,18 +13,17 @@ from dynamix.schemas.streams import ACTIONS, PROFILES
 from .broker.connection import BrokerConnection, DeniedCallback
 from .broker.errors import StaleWriterError
 from .broker.requests import Requests
-from .discovery import Discovery, Identity
 from .objects.store import Objects
 from .streams import stored
-from .streams.broker_consumer import Start
-from .streams.consumer import Consumer
+from .streams.durable import DurableReader
 from .streams.following import Following
 from .streams.message import BusMessage, StreamState
 from .streams.publisher import Publisher
+from .streams.reader import DirectReader, Reader, Start
 from .streams.statistics import HandlingStatistics, StatisticsByKind
 from .streams.subscription import Subscription
 
-R = TypeVar("R", Consumer, Subscription, Following)
+R = TypeVar("R", DirectReader, DurableReader, Subscription, Following)
 
 
 class Bus:
@@ -43,8 +42,8 @@ class Bus:
         self._publisher = Publisher(connection)
         connection.leave_while(lambda: bool(self._publisher.num_late or self.requests.num_late))
         self.objects = Objects(self.requests, self._publisher, self._read)
-        self._readers: weakref.WeakSet[Consumer] = weakref.WeakSet()
-        self._intake: weakref.WeakSet[Consumer | Subscription | Following] = weakref.WeakSet()
+        self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+        self._intake: weakref.WeakSet[Reader | Subscription | Following] = weakref.WeakSet()
         self._intake_stopped = False
         self._counters = dict.fromkeys(
             ("received", "received_twice", "consumer_resets", "dropped_live", "dropped_received"), 0
@@ -102,6 +101,11 @@ class Bus:
             **self._counters,
             **self._connection.counters,
         }
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until our credential expires; `None` where it never does."""
+        return self._connection.seconds_left
 
     @property
     def is_connected(self) -> bool:
@@ -210,25 +214,21 @@ class Bus:
         start: Start,
         durable: str | None = None,
         max_batch: int = 512,
-    ) -> Consumer:
+    ) -> Reader:
         """Read the messages of some subjects: `async with bus.consume(...) as c: async for batch in c: ...`.
 
         A batch is a list of at least one message: all that are queued, at most `max_batch`, in stream order, each
-        sequence once. Broker restarts and lost connections are bridged without loss. `start` counts for a durable
-        consumer only when the broker does not know it yet.
+        sequence once. Broker restarts and lost connections are bridged without loss; a stream that is made again is
+        read from its beginning. Of several subjects those count that are read together: the broker sends all that
+        their common filter takes. With `durable` the broker keeps what was acknowledged, by a consumer of this name;
+        `start` counts only when it does not know it yet.
         """
-        consumer = Consumer(
-            self._connection,
-            self.requests,
-            stream,
-            subjects,
-            start=start,
-            durable=durable,
-            max_batch=max_batch,
-            counters=self._counters,
-            statistics=self.statistics.of_subjects(*subjects),
-        )
-        return self._admit(consumer)
+        place = self._connection, self.requests, stream, subjects
+        statistics = self.statistics.of_subjects(*subjects)
+        options: dict[str, Any] = {"start": start, "max_batch": max_batch, "statistics": statistics}
+        if durable is None:
+            return self._admit(DirectReader(*place, counters=self._counters, **options))
+        return self._admit(DurableReader(*place, durable=durable, counters=self._counters, **options))
 
     def follow(self, stream: str, subject: str) -> Following:
         """Follow the newest message of one subject of a stream that announces; nothing is kept for us at the broker.
@@ -240,10 +240,6 @@ class Bus:
     def subscribe(self, subject: str) -> Subscription:
         """Listen on core NATS, where nothing is stored: for `live`. A slow reader loses the oldest, counted."""
         return self._admit(Subscription(self._connection, self._counters, subject))
-
-    async def answer_discovery(self, identity: Identity) -> None:
-        """Let `nats micro` find us and see what we have handled; runs until cancelled."""
-        await Discovery(self._connection, identity, self.statistics).answer()
 
     def stop_intake(self) -> None:
         """Let every loop over a consumer or a subscription end, also one that begins later; publishing still works."""
@@ -276,11 +272,10 @@ class Bus:
             reader.end()
         return reader
 
-    def _read(self, stream: str, subjects: Sequence[str], start: Start) -> Consumer:
-        """A consumer for what has an end: the end of intake lets it finish, only `close` ends it."""
+    def _read(self, stream: str, subjects: Sequence[str], start: Start) -> Reader:
+        """A reader for what has an end: the end of intake lets it finish, only `close` ends it."""
         unseen = HandlingStatistics("object")
-        reader = Consumer(
-            self._connection, self.requests, stream, subjects, start=start, counters=self._counters, statistics=unseen
-        )
+        place = self._connection, self.requests, stream, subjects
+        reader = DirectReader(*place, start=start, counters=self._counters, statistics=unseen)
         self._readers.add(reader)
         return reader

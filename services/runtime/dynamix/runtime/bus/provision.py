@@ -1,11 +1,11 @@
 """Makes the streams what the table in `dynamix.schemas.streams` says. Only an operator's user may; no service does."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from dynamix.schemas.streams import STREAMS, Stream
-from dynamix.schemas.subjects import announced, kept_by
+from dynamix.schemas.subjects import ROOT, announced, kept_by
 
 from . import Bus
 from .broker.errors import ApiError, BusError, StreamMissingError
@@ -55,7 +55,7 @@ def config_of(stream: Stream) -> dict[str, Any]:
     return {
         "name": stream.name,
         "subjects": kept,
-        "republish": {"src": kept[0], "dest": announced(kept[0])} if stream.announces else None,
+        "republish": _republished(stream),
         "retention": "limits",
         "storage": "file",
         "discard": stream.discard,
@@ -63,13 +63,29 @@ def config_of(stream: Stream) -> dict[str, Any]:
         "max_bytes": stream.max_bytes,
         "max_msgs_per_subject": stream.max_messages_per_subject,
         "max_msg_size": stream.max_message_bytes,
-        "consumer_limits": {"inactive_threshold": int(stream.unused_consumer_s * 1e9)},
         "duplicate_window": int(stream.duplicate_window_s * 1e9),
         "deny_delete": stream.deny_delete,
         "deny_purge": stream.deny_delete,
         "allow_direct": True,
         "allow_rollup_hdrs": bool(stream.bucket),  # an object's new description replaces the old one
     }
+
+
+async def push_accounts(bus: Bus, jwts: Iterable[str]) -> None:
+    """Give the running broker the accounts' JWTs, as a user of its system account. Raises BusError when it refuses."""
+    for jwt in jwts:
+        answer = json.loads(await bus.requests.ask_server("$SYS.REQ.CLAIMS.UPDATE", jwt.encode()))
+        if "error" in answer:
+            raise BusError(f"the broker refuses an account: {answer['error'].get('description')}")
+
+
+def _republished(stream: Stream) -> dict[str, Any] | None:
+    """What the stream sends again when it is stored: whole messages, or headers only, which say what there is."""
+    if not (stream.announces or stream.hints):
+        return None
+    everything = f"{ROOT}.>"
+    headers_only = {} if stream.announces else {"headers_only": True}
+    return {"src": everything, "dest": announced(everything), **headers_only}
 
 
 async def _write(bus: Bus, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:

@@ -6,8 +6,8 @@ from typing import Protocol, Self
 
 from dynamix.schemas.messages import Message
 
-from .streams.broker_consumer import Start
 from .streams.message import BusMessage
+from .streams.reader import Start
 from .streams.statistics import StatisticsByKind
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Never
@@ -12,7 +13,12 @@ from dynamix.schemas.messages import Live
 
 from .watchdog import Watchdog
 
+logger = logging.getLogger(__name__)
+
 HEARTBEAT_S = 1.0
+DAY_S = 24 * 3600.0
+WARN_BEFORE_S = 30 * DAY_S
+"""A credential that expires is warned of once a day."""
 
 
 async def send_heartbeats(
@@ -48,9 +54,14 @@ async def send_heartbeats(
         uptime_s = time.monotonic() - started_s
         return Live(service=service, instance=instance, node=node, uptime_s=uptime_s, counters=shown)
 
-    forget = bus.when_denied(note)
+    forget, warn_at = bus.when_denied(note), 0.0
     try:
         while True:
+            left = bus.seconds_left
+            if left is not None and left < WARN_BEFORE_S and time.monotonic() >= warn_at:
+                warn_at = time.monotonic() + DAY_S
+                fix = "replace its file by a new one of `dynamix keys create`"
+                logger.warning("the credential of this %s expires in %.1f days: %s", service, left / DAY_S, fix)
             with contextlib.suppress(BusError):
                 await bus.publish_live(heartbeat())
             if (await asyncio.wait([denied], timeout=HEARTBEAT_S))[0]:

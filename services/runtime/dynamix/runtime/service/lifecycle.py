@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import faulthandler
 import gc
-import importlib.metadata
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ import structlog
 import uvloop
 
 from dynamix.runtime import log as logs
-from dynamix.runtime.bus import Bus, BusError, Identity, PermissionDeniedError, PublishError, StreamMissingError
+from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, PublishError, StreamMissingError
 from dynamix.runtime.health.heartbeat import send_heartbeats
 from dynamix.runtime.health.watchdog import Watchdog
 from dynamix.runtime.metrics import MetricsServer, ServiceMetrics
@@ -40,11 +39,11 @@ def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence
     """Run a service until a signal, an error or a closed connection; returns the exit code of the process.
 
     Reads settings from environment and `arguments` (`sys.argv` by default), sets up logs, connects (waiting for the
-    broker as long as it takes), sends a heartbeat every second and answers `nats micro` while `main` runs, and
+    broker as long as it takes), sends a heartbeat every second while `main` runs, and answers
     `/metrics`, `/livez` and `/readyz` where a port is set. systemd is notified where it asks. On SIGTERM
     or SIGINT it sets `context.stop` and ends the intake, waits for `main` to return, and drains. Codes: 0 after a
     signal or when `main` is done, 1 when `main` or the connection failed or the event loop was stuck, 2 for settings
-    that cannot be used.
+    that cannot be used (also `StartError`).
     """
     given = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(given):
@@ -155,27 +154,18 @@ class _Life(Generic[S]):
             node=self._node,
             started_s=time.monotonic(),
         )
-        identity = Identity(
-            name=f"dynamix-{self._service}",
-            version=importlib.metadata.version("dynamix-batch"),
-            description=f"the {self._service} of DYNAMIX: reads streams, answers no requests",
-            metadata={"node": self._node, "instance": self._instance, "pid": str(os.getpid())},
-        )
         self._log.info("started", pid=os.getpid())
         code = EXIT_FAILED
         try:
             async with asyncio.TaskGroup() as tasks:
-                others = [
-                    tasks.create_task(heartbeats, name="heartbeat"),
-                    tasks.create_task(bus.answer_discovery(identity), name="discovery"),
-                ]
+                beating = tasks.create_task(heartbeats, name="heartbeat")
                 main = tasks.create_task(self._main(context), name="main")
                 code = await self._wait(main, bus, stopped)
-                for task in (*others, main):
-                    task.cancel()
+                beating.cancel()
+                main.cancel()
         except* Exception as errors:  # noqa: BLE001 - whatever it is ends this service, with its traceback in the log
             self._complain(errors.exceptions)
-            code = EXIT_FAILED
+            code = EXIT_USAGE if errors.subgroup(StartError) else EXIT_FAILED
         finally:
             await bus.drain(0.0 if self._closed.done() else STOP_TIMEOUT_S)
             self._log.info("stopped")

@@ -99,6 +99,7 @@ def _show_bus(scrape: Scrape, bus: Bus) -> None:
         scrape.counter(f"bus_{name}", meaning, counted[name])
     for name, meaning in BUS_GAUGES.items():
         scrape.gauge(f"bus_{name}", meaning, counted[name])
+    scrape.gauge("credential_seconds_left", "until the credential expires", bus.seconds_left)
     for kind in bus.statistics.all():
         scrape.counter("messages_handled", "messages of a kind read from a stream", kind.num_messages, kind=kind.kind)
         scrape.counter("messages_unusable", "of those, set aside as dead letters", kind.num_errors, kind=kind.kind)

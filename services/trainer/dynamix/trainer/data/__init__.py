@@ -7,7 +7,7 @@ samples, `sampler` cuts one order shared by all ranks into steps, `division` tho
 `reference_steps` counts in steps of the batch that the script was written for. `source` chooses by the data set.
 
 You may change how an epoch ends or what the loader passes on. What must stay: every sample is used once per epoch,
-all ranks make the same plan for a step without a message (only the order of a script's sampler is one, once per epoch),
-and a saved position resumes at the very sample.
+all ranks make the same plan for a step without a message (only the order of a script's sampler and the end of a stream
+are one, once per epoch), and a saved position resumes at the very sample.
 This room imports no other room of the trainer but `arguments`.
 """

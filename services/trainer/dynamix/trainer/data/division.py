@@ -24,6 +24,8 @@ class StepPlan(NamedTuple):
     """Samples or tokens per rank; their sum is the true B of the step."""
     starts: tuple[int, ...] | None = None
     """Where the ranks' samples begin in the epoch's order, one more than there are ranks; `None` without tokens."""
+    digest: int | None = None
+    """The digest of a stream's samples from the beginning of the epoch to the end of the step."""
 
     def samples_of(self, rank: int) -> tuple[int, int]:
         """Where a rank's samples begin and end in the epoch's order."""

@@ -85,6 +85,8 @@ class Loader:
         """In the user's hands, the one to train on next first: more than one where the script looks ahead."""
         self._is_exhausted = False
         """Whether the newest loop over this loader came to the end of its epoch."""
+        self._digest: int | None = None
+        """The digest of a stream's samples in the position's epoch, up to the position."""
         self._dataset = dataset
         self._sampler = sampler
         self._look_ahead = look_ahead
@@ -176,11 +178,15 @@ class Loader:
             for batch in self._batches:
                 yield self._sampler.drawn.popleft(), batch
             return
+        epoch, offset = self._sampler.start.epoch, self._sampler.start.offset
+        read_before = (self._digest or 0) if offset else 0
         for read in self._batches:
-            micro_batches = self._sampler.take_step(read.num_read, read.first_digest)
-            if not micro_batches:
+            plan = self._sampler.take_step(read, read_before)
+            if plan is None:
                 return
-            yield from zip(micro_batches, read.batches, strict=True)
+            read_before, offset = read.digest, plan.offset + read.num_read
+            yield from zip(self._sampler.micro_batches(plan), read.batches, strict=True)
+        self._sampler.stream.end_epoch(epoch, offset, read_before)
 
     @property
     def current(self) -> MicroBatch | None:
@@ -200,12 +206,18 @@ class Loader:
 
     @property
     def order_digest(self) -> int | None:
-        """Digest of the order of the position's epoch, where a checkpoint needs it."""
-        return self._sampler.orders.digest_of(self.position.epoch)
+        """Digest of the order of the position's epoch, or of what was read of a stream's, for a checkpoint."""
+        drawn = self._sampler.orders.digest_of(self.position.epoch)
+        return self._digest if drawn is None else drawn
+
+    def close(self) -> None:
+        """End the communication with other ranks."""
+        if isinstance(self._sampler, StreamSampler):
+            self._sampler.stream.disconnect()
 
     def go_to(self, position: Position, order_digest: int | None) -> None:
         """Go on where a saved run was; its epoch's order must have this digest."""
-        self.position = position
+        self.position, self._digest = position, order_digest
         self._sampler.orders.expect(position.epoch, order_digest)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -231,7 +243,7 @@ class Loader:
         self.last_finished = done = self._held.popleft()
         self._num_in_step += 1
         if done.is_last:
-            self.position = self.position.after(done.plan)
+            self.position, self._digest = self.position.after(done.plan), done.plan.digest
             self._num_trained, self._num_in_step = self._num_trained + self._num_in_step, 0
 
     def begin_held(self) -> None:

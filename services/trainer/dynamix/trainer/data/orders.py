@@ -6,16 +6,16 @@ sample count twice or never. It draws under generators seeded by the epoch: a re
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
-from .fingerprint import ONE_PART
+from .fingerprint import ObjectExchange, compare_samples
 from .random_numbers import RandomNumbers, seed_all
 
 Order = npt.NDArray[np.int64]
@@ -44,14 +44,11 @@ class DataIdentity(NamedTuple):
         return self.num_samples if self.num_tokens is None else self.num_tokens
 
 
-class OrderExchange(Protocol):
-    """How rank 0's numbers come to all ranks."""
+class OrderExchange(ObjectExchange, Protocol):
+    """How rank 0's numbers come to all ranks, and how they agree on the end of a stream."""
 
-    rank: int
-    world_size: int
-
-    def gather_objects(self, mine: int) -> list[int]:
-        """One number of each rank."""
+    def gather_numbers(self, mine: Sequence[int], meanwhile: Callable[[], None]) -> list[tuple[int, ...]]:
+        """Numbers of each rank; `meanwhile` is called again and again until all have come."""
 
     def share_order(self, order: Order, *, waits: bool = True) -> Order:
         """Rank 0's order; what the others pass says how long it is."""
@@ -62,8 +59,6 @@ class Orders(ABC):
 
     def __init__(self, identity: DataIdentity) -> None:
         self.identity = identity
-        self.fingerprint = 0
-        """Fingerprint of the data set; 0 where none is taken."""
         self._token_counts: Order | None = None
         self._newest: tuple[int, Order] | None = None
         self._ends: tuple[int, Order] | None = None
@@ -74,14 +69,13 @@ class Orders(ABC):
         """Samples of an epoch."""
         return self.identity.num_samples
 
-    def connect(self, exchange: OrderExchange) -> None:
+    def connect(self, exchange: OrderExchange, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
         """Communicate with the other ranks from now on; a collective call.
 
         Raises:
             ValueError: on all ranks, when their data sets are seen to differ.
         """
-        if len(set(exchange.gather_objects(self.fingerprint))) > 1:
-            raise ValueError(f"the data set differs between ranks, it {ONE_PART}")
+        compare_samples(dataset, self.identity.seed, exchange, loader_options)
 
     def count_by_tokens(self, token_counts: Sequence[int], dataset: object, *, most: int) -> None:
         """Let each sample of a data set count by its tokens instead of as one.
@@ -169,7 +163,7 @@ class SampledOrders(Orders):
         if getattr(sampler, "num_replicas", 1) != 1:
             raise ValueError(
                 f"sampler: {self._name} gives each rank a part of the samples, which session.loader does itself: pass "
-                "what it samples from, or nothing"
+                "what it samples from, or nothing, and not the shuffle=False that a DataLoader has beside it"
             )
         self._sampler = sampler
         self._seed = seed
@@ -179,9 +173,9 @@ class SampledOrders(Orders):
             raise ValueError(f"sampler: {self._name} draws no sample")
         super().__init__(DataIdentity(num_samples, seed, shuffle=True, sampler=self._name))
 
-    def connect(self, exchange: OrderExchange) -> None:
+    def connect(self, exchange: OrderExchange, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
         """Share orders with all ranks from now on."""
-        super().connect(exchange)
+        super().connect(exchange, dataset, loader_options)
         self._exchange = exchange
 
     def digest_of(self, epoch: int) -> int | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from .fingerprint import fingerprint_of, stages_of
+from .fingerprint import stages_of
 from .orders import Orders, OwnSampler, Permutations, SampledOrders
 from .sampler import PlanSampler, SamplerOptions
 from .schedule import Schedule
@@ -29,16 +29,13 @@ def orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, s
             raise ValueError("sampler needs a data set with __getitem__: a stream (IterableDataset) has its own order")
         return StreamOrders(dataset, seed)
     if sampler is not None:
-        orders: Orders = SampledOrders(sampler, seed)
-    elif isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and len(dataset) > 0:
-        orders = Permutations(len(dataset), seed, shuffle=shuffle)
-    else:
-        raise ValueError(
-            "the data set must be map-style (__getitem__ by index, and a __len__ of at least 1), or an IterableDataset "
-            "whose __iter__ begins the stream again"
-        )
-    orders.fingerprint = fingerprint_of(dataset)
-    return orders
+        return SampledOrders(sampler, seed)
+    if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and len(dataset) > 0:
+        return Permutations(len(dataset), seed, shuffle=shuffle)
+    raise ValueError(
+        "the data set must be map-style (__getitem__ by index, and a __len__ of at least 1), or an IterableDataset "
+        "whose __iter__ begins the stream again"
+    )
 
 
 def sampler_of(orders: Orders, schedule: Schedule, options: SamplerOptions) -> PlanSampler:

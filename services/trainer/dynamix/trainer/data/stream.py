@@ -1,28 +1,42 @@
 """Streams: data sets that can only be read from the beginning (`IterableDataset`).
 
 Every rank reads the same stream, and in each step keeps the samples of its slice. It reads to the step's last sample,
-also past its own: so all ranks find the end in the same step and know what is left, without a message. A worker reads
-the whole stream as well. What a rank drops costs no more than reading: decode in `collate_fn`, which gets what is kept.
+also past its own: so all ranks find the end in the same step and know what is left. A worker reads the whole stream as
+well. What a rank drops costs no more than reading: decode in `collate_fn`, which gets what is kept.
+
+Every sample is digested where it is read. Each step goes on from the digest of the one before, of another worker or of
+the saved run; the ranks compare theirs with each window's rows, and where an epoch ends.
 """
 
+import logging
+import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
-from itertools import chain, islice
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any, NamedTuple, Unpack
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
+
+from dynamix.schemas.subjects import new_run_id
 
 from .division import Division, StepPlan
 from .fingerprint import ONE_PART, digest, divides_by_rank, makes_batches, seeds_of
 from .orders import DataIdentity, Order, OrderExchange, Orders
 from .random_numbers import RandomNumbers, seed_all
-from .sampler import MicroBatch, PlanSampler, Position, SamplerOptions
+from .sampler import PlanSampler, Position, SamplerOptions
 from .schedule import Counts, Schedule, divide_tail
 
 ENDLESS = 1 << 62
 """Samples of an epoch whose end was not found yet."""
+
+FIX = f"it {ONE_PART}"
+
+_log = logging.getLogger("dynamix.trainer")
 
 
 class StreamRead(NamedTuple):
@@ -30,8 +44,10 @@ class StreamRead(NamedTuple):
 
     batches: list[Any]
     num_read: int
-    first_digest: int
-    """Digest of the epoch's first sample."""
+    before: int
+    """Digest of the epoch's samples before the step."""
+    digest: int
+    """With the step's."""
 
 
 class StreamOrders(Orders):
@@ -42,9 +58,9 @@ class StreamOrders(Orders):
         super().__init__(DataIdentity(num_samples, seed, shuffle=False, sampler="stream"))
         self._dataset = dataset
         self._end: tuple[int, int] | None = None
-        self._begun: tuple[int, int] | None = None
+        self._agreement: StreamEnds | None = None
 
-    def connect(self, exchange: OrderExchange) -> None:
+    def connect(self, exchange: OrderExchange, _dataset: object, _loader_options: Mapping[str, Any]) -> None:
         """Read the first sample, and make sure that all ranks read the same stream; a collective call.
 
         Raises:
@@ -66,33 +82,31 @@ class StreamOrders(Orders):
             raise ValueError(f"the data set, a {type(self._dataset).__name__}, yields nothing")
         if len(set(found)) > 1:
             raise ValueError(f"the data set is a stream that differs between ranks: it {ONE_PART}")
+        if exchange.world_size > 1:
+            self._agreement = StreamEnds(exchange)
+
+    def disconnect(self) -> None:
+        """Let go of the store."""
+        self._agreement = None
 
     def count_by_tokens(self, _token_counts: Sequence[int], _dataset: object, *, most: int) -> None:  # noqa: ARG002
         """Refuse: samples are not known before they are read."""
         raise ValueError("token_counts needs a data set with __getitem__: with a stream use count_tokens")
 
-    def end_epoch(self, epoch: int, num_samples: int) -> None:
-        """An epoch's end was read."""
-        self._end = (epoch, num_samples)
+    def pass_on(self, epoch: int, num_samples: int) -> None:
+        """A step is handed out that is full: the epoch has that many samples at least."""
+        if self._agreement is not None:
+            self._agreement.passed = (epoch, num_samples)
 
-    def begin_epoch(self, epoch: int, first_digest: int) -> None:
-        """An epoch's first sample was read, by this process or by one of its workers.
+    def end_epoch(self, epoch: int, num_samples: int, read: int) -> None:
+        """An epoch's end was read, and samples with the digest `read`; a collective call.
 
         Raises:
-            ValueError: when it was another one before, in the saved run or in another worker.
+            ValueError: when another rank has read other samples, or more.
         """
-        before = self.digest_of(epoch)
-        if before is not None and before != first_digest:
-            raise ValueError(
-                f"the stream begins epoch {epoch} with another sample than before (in the saved run, or in another "
-                "worker), so samples would be repeated or left out: its order may depend on set_epoch and on the "
-                "random numbers of torch, numpy and Python only, not on how often it was read"
-            )
-        self._begun = (epoch, first_digest)
-
-    def digest_of(self, epoch: int) -> int | None:
-        """Digest of the first sample of an epoch that was begun, here or in the saved run."""
-        return next((known[1] for known in (self._expected, self._begun) if known and known[0] == epoch), None)
+        if self._end != (epoch, num_samples) and self._agreement is not None:
+            self._agreement.agree(epoch, num_samples, read)
+        self._end = (epoch, num_samples)
 
     def size_of(self, epoch: int) -> int:
         """Samples of an epoch, as far as is known."""
@@ -104,17 +118,96 @@ class StreamOrders(Orders):
         raise AssertionError("a stream is not indexed")
 
 
+WATCH_S = 0.5
+"""Between two looks of a rank whether another one is at an end that it has passed."""
+
+
+class StreamEnds:
+    """How ranks that read streams of different lengths learn of it, instead of waiting for each other.
+
+    A rank at the end waits for the others to be there, one that reads on for the others' gradients. So each rank has a
+    thread that looks into the store of torch.distributed for an end that this rank has passed, and says so there.
+    """
+
+    def __init__(self, exchange: OrderExchange) -> None:
+        """Begin to watch; a collective call."""
+        self.passed = (0, 0)
+        """Epoch, and how many samples of it this rank has at least."""
+        self._exchange = exchange
+        prefix = exchange.gather_objects(new_run_id())[0]  # sessions of a process follow each other
+        self._store = dist.PrefixStore(f"stream-{prefix}", distributed_c10d._get_default_store())  # type: ignore[attr-defined]  # noqa: SLF001
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=_watch, args=(weakref.ref(self), stop), name="dynamix end of stream", daemon=True
+        )
+        self._stop = weakref.finalize(self, _end_watch, stop, thread)
+        thread.start()
+
+    def agree(self, epoch: int, num_samples: int, read: int) -> None:
+        """Make sure that all ranks are at the end of an epoch with the same samples; a collective call.
+
+        Raises:
+            ValueError: when they are not.
+        """
+        self._store.set(f"end/{epoch}", str(num_samples))
+
+        def look() -> None:
+            if self._store.check([f"passed/{epoch}"]):
+                raise ValueError(_differing_ends(epoch, num_samples, self._store.get(f"passed/{epoch}").decode()))
+
+        ends = self._exchange.gather_numbers((num_samples, read), look)
+        for rank, end in enumerate(ends):
+            if end[0] != ends[0][0]:
+                raise ValueError(_differing_ends(epoch, ends[0][0], f"rank {rank} has read {end[0]}"))
+            if end != ends[0]:
+                raise ValueError(
+                    f"rank {rank} has read other samples than rank 0 in epoch {epoch} of the stream: {FIX}"
+                )
+
+    def watch(self) -> None:
+        """Look whether another rank is at an end that this one has passed, and say so: to it, and in the log."""
+        epoch, num_samples = self.passed
+        if self._store.check([f"end/{epoch}"]):
+            end = int(self._store.get(f"end/{epoch}"))
+            if end < num_samples:
+                more = f"rank {self._exchange.rank} has read {num_samples}"
+                self._store.set(f"passed/{epoch}", more)
+                _log.error("%s", _differing_ends(epoch, end, more))
+                self._stop()
+
+
+def _watch(held: "weakref.ref[StreamEnds]", stop: threading.Event) -> None:
+    with suppress(RuntimeError):  # the store is gone, with the process group
+        while not stop.wait(WATCH_S) and (ends := held()) is not None:
+            ends.watch()
+            del ends
+
+
+def _end_watch(stop: threading.Event, thread: threading.Thread) -> None:
+    """Also at the end of the process: no thread may be in the store while the interpreter is taken down."""
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join(WATCH_S)
+
+
+def _differing_ends(epoch: int, end: int, more: str) -> str:
+    return f"the stream ends after {end} samples of epoch {epoch} on one rank, but {more}: {FIX}"
+
+
 class StreamSampler(PlanSampler):
     """Draws the plans of steps, for a `StreamReader`."""
 
     def __init__(self, orders: StreamOrders, schedule: Schedule, **options: Unpack[SamplerOptions]) -> None:
         super().__init__(orders, schedule, **options)
         self.stream = orders
+        self.start = Position()
+        """Where drawing began."""
         self._plans: deque[StepPlan] = deque()
 
     def rewind(self, position: Position) -> None:
         """Draw on from `position`; what was drawn ahead and not used is forgotten."""
         super().rewind(position)
+        self.start = position
         self._plans.clear()
 
     def __iter__(self) -> Iterator[Any]:
@@ -125,16 +218,29 @@ class StreamSampler(PlanSampler):
             self._plans.append(plan)
             yield plan
 
-    def take_step(self, num_read: int, first_digest: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the oldest plan, of which so many samples were read; none after the end."""
+    def take_step(self, read: StreamRead, before: int) -> StepPlan | None:
+        """The oldest plan as far as its samples could be read; none after the end. `before` is the digest until then.
+
+        Raises:
+            ValueError: when the samples before it were others, or other ranks have read others or more.
+        """
         plan = self._plans.popleft()
-        if num_read:
-            self.stream.begin_epoch(plan.epoch, first_digest)
-        if num_read < plan.counts.total:
-            self.stream.end_epoch(plan.epoch, plan.offset + num_read)
-            if num_read == 0 or self.is_over(Position(plan.step, plan.epoch, plan.offset)):
-                return []
-        return list(self.micro_batches(shortened(plan, num_read)))
+        if plan.offset >= self.stream.size_of(plan.epoch):  # drawn before the end was found
+            return None
+        if read.before != before:
+            raise ValueError(
+                f"the first {plan.offset} samples of epoch {plan.epoch} of the stream are others than before (in the "
+                "saved run, or in another worker), so samples would be repeated or left out: its order may depend on "
+                "set_epoch and on the random numbers of torch, numpy and Python only, not on how often it was read"
+            )
+        end = plan.offset + read.num_read
+        if read.num_read == plan.counts.total:
+            self.stream.pass_on(plan.epoch, end)
+        else:
+            self.stream.end_epoch(plan.epoch, end, read.digest)
+            if read.num_read == 0 or self.is_over(Position(plan.step, plan.epoch, plan.offset)):
+                return None
+        return shortened(plan, read.num_read)._replace(digest=read.digest)
 
     def num_batches_left(self, position: Position) -> int:
         """Batches to the end of the epoch.
@@ -152,7 +258,8 @@ class StepSamples(NamedTuple):
 
     parts: list[list[Any]]
     num_read: int
-    first_digest: int
+    before: int
+    digest: int
 
 
 class StreamReader(Dataset[Any]):
@@ -165,7 +272,8 @@ class StreamReader(Dataset[Any]):
         self._at = (-1, 0)
         """Epoch, and samples of it that were read."""
         self._samples: Iterator[Any] = iter(())
-        self._first_digest = 0
+        self._digest = 0
+        """The digest of the epoch's samples that were read."""
         self._numbers: RandomNumbers | None = None
         """The stream's own, so that it is the same on all ranks and in all workers."""
 
@@ -176,19 +284,21 @@ class StreamReader(Dataset[Any]):
                 self._begin(plan.epoch)
             elif self._numbers is not None:
                 self._numbers.restore()
-            deque(islice(self._samples, plan.offset - self._at[1]), maxlen=0)
+            for sample in islice(self._samples, plan.offset - self._at[1]):
+                self._digest = digest(sample, self._digest)
             samples = list(islice(self._samples, plan.counts.total))
             self._at, self._numbers = (plan.epoch, plan.offset + len(samples)), RandomNumbers.capture()
+        before = self._digest
+        for sample in samples:
+            self._digest = digest(sample, self._digest)
         if not samples:
-            return StepSamples([], 0, 0)
+            return StepSamples([], 0, before, before)
         parts = self._division.parts(shortened(plan, len(samples)))
         mine = [samples[start - plan.offset : stop - plan.offset] or samples[:1] * 2 for start, stop, _ in parts]
-        return StepSamples(mine, len(samples), self._first_digest)
+        return StepSamples(mine, len(samples), before, self._digest)
 
     def _begin(self, epoch: int) -> None:
-        samples = begin_stream(self._dataset, self._seed, epoch)
-        first = list(islice(samples, 1))
-        self._samples, self._at, self._first_digest = chain(first, samples), (epoch, 0), digest(first)
+        self._samples, self._at, self._digest = begin_stream(self._dataset, self._seed, epoch), (epoch, 0), 0
 
 
 class CollateParts:
@@ -200,7 +310,7 @@ class CollateParts:
     def __call__(self, samples: StepSamples) -> StreamRead:
         """The step's batches."""
         batches = [self._collate_fn(part) for part in samples.parts]
-        return StreamRead(batches, samples.num_read, samples.first_digest)
+        return StreamRead(batches, *samples[1:])
 
 
 def shortened(plan: StepPlan, num_read: int) -> StepPlan:

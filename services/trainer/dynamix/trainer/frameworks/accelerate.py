@@ -26,7 +26,15 @@ class AcceleratedBatches:
         self._device = device
 
     def __len__(self) -> int:
+        """Batches of an epoch: whole steps, so with N accumulation steps up to N - 1 more than the plain script has."""
         return len(self._session.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the batches of a session have no {name}, they are no DataLoader; in place of skip_first_batches call "
+            "accelerator.register_for_checkpointing(session) and accelerator.load_state(...): then they go on behind "
+            "the last batch that was trained on"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._session.loader:
@@ -41,17 +49,24 @@ def attach(
     Call `session.step(loss)` as the last thing of each batch, outside of `accelerator.accumulate`.
 
     Args:
-        accelerator: what prepared them; its `gradient_accumulation_steps` are kept.
+        accelerator: what prepared them; its `gradient_accumulation_steps` are kept. With 1, `options` may name another
+            number, for a loop that divides each loss itself.
         model: one model, or a list.
         optimizer: one optimizer, or a list.
         loader: the training loader, prepared or not: data set, batch size, order and workers are read from it.
         options: for `dynamix.trainer.attach`. A `local_batch_size` counts all samples of a rank's step.
 
     Raises:
-        ValueError: when the loader makes batches in a way of its own, or for what `dynamix.trainer.attach` refuses.
+        ValueError: when the loader makes batches in a way of its own, two numbers of accumulation steps contradict each
+            other, or for what `dynamix.trainer.attach` refuses.
     """
     traits = traits_of(loader, accelerator.num_processes)
-    steps = accelerator.gradient_accumulation_steps
+    steps = options.get("gradient_accumulation_steps", accelerator.gradient_accumulation_steps)
+    if accelerator.gradient_accumulation_steps not in (1, steps):
+        raise ValueError(
+            f"gradient_accumulation_steps={steps}, but the accelerator divides each loss by its own "
+            f"{accelerator.gradient_accumulation_steps}: leave the argument out, or make the accelerator without it"
+        )
     defaults = {
         **traits.options,
         "local_batch_size": traits.micro_batch_size * steps,

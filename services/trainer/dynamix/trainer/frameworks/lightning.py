@@ -33,7 +33,7 @@ class DynamixCallback(Callback):
     def __init__(self, *, accuracy: str | None = None, **options: Any) -> None:
         """`accuracy` names a logged metric, 0 ... 1, to report; `options` are those of `dynamix.trainer.attach`."""
         self.session: Session | None = None
-        """Attached where training starts."""
+        """Attached where training starts; after `fit` it is closed, and still answers."""
         self._accuracy = accuracy
         self._options = options
         self._is_adaptive = options.get("global_batch") == "adaptive"
@@ -45,6 +45,7 @@ class DynamixCallback(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the training loader replaced where Lightning hands it to the strategy."""
         if stage == "fit":
+            self.session = self._traits = None
             process = trainer.strategy.process_dataloader
             trainer.strategy.process_dataloader = lambda loader: (
                 self._replace(trainer, process(loader)) if trainer.training else process(loader)
@@ -94,7 +95,6 @@ class DynamixCallback(Callback):
             vars(trainer.strategy).pop("process_dataloader", None)
             if self.session is not None:
                 self.session.close()
-            self.session = self._traits = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the session stands, in Lightning's checkpoints."""

@@ -21,6 +21,7 @@ from dynamix.trainer.data.sampler import MicroBatch
 
 from .buckets import NOT_MEASURED, Arrived, ModelBucket, SentBucket, SquaredNorms, Waitable, squared_norm, view_of
 from .codecs import GradientCodec
+from .losses import LossWarnings
 from .noise import NormSketch, SecondMoments, is_measured
 from .time_slots import TimeSlots
 from .weights import StepWeights
@@ -60,7 +61,7 @@ def gloo_of(group: dist.ProcessGroup) -> Any:
 class GradientHook:
     """The communication hook of one DDP model, in one session.
 
-    `launch` and `wait` are public so that what plain DDP does too can be told apart (bench.overhead).
+    `launch` and `wait` are what plain DDP does, too.
 
     Without a base hook a bucket is scaled and summed over ranks. A base hook averages: its buckets are scaled N times
     as much. A rank without samples zeroes its bucket: its dummy batch may have any gradient, and NaN * 0 is NaN.
@@ -83,6 +84,7 @@ class GradientHook:
         base_state: object = None,
         codec: GradientCodec | None = None,
         exchange: ModelExchange,
+        losses: LossWarnings | None = None,
     ) -> None:
         """`exchange` carries out what decisions say about how gradients travel."""
         self.group = group
@@ -91,6 +93,7 @@ class GradientHook:
         self._clock = clock
         self._weights = weights
         self._reduction = reduction
+        self._losses = losses
         self._base_hook = base_hook
         self._base_state = base_state
         self._codec = codec
@@ -192,6 +195,8 @@ class GradientHook:
         known = self._buckets.get(number)
         if known is None or known.buffer is not buffer:
             known = self._buckets[number] = ModelBucket(buffer)
+        if self._losses is not None:
+            self._losses.gradient_begins()
         if is_last and self._weighs:
             self._clock.gradient_ready()
             self._weights.post()

@@ -170,15 +170,19 @@ def check_alike(peers: Sequence[Peer]) -> None:
         ValueError: naming the first rank that differs from rank 0, on all ranks alike.
     """
     for rank, peer in enumerate(peers):
-        if peer.options != peers[0].options:
-            differing = [
-                f"{name}={ours!r} and not {theirs!r}"
-                for (name, theirs), ours in zip(peers[0].options.items(), peer.options.values(), strict=True)
-                if ours != theirs
-            ]
+        differing = {name: value for name, value in peer.options.items() if value != peers[0].options[name]}
+        if "num_samples" in differing and "sampler" not in differing:
+            what = f"sampler, {peer.options['sampler']}, draws" if peer.options["sampler"] else "data set has"
             raise ValueError(
-                f"rank {rank} attached with other options than rank 0 ({', '.join(differing[:3])}): "
-                "all ranks must call attach alike, on data of the same length"
+                f"rank {rank}'s {what} {differing['num_samples']} samples, rank 0's {peers[0].options['num_samples']}: "
+                "every rank needs the whole data set, session.loader gives each its part; pass the data set before it "
+                "was divided by rank"
+            )
+        if differing:
+            listed = [f"{name}={value!r} and not {peers[0].options[name]!r}" for name, value in differing.items()]
+            raise ValueError(
+                f"rank {rank} attached with other options than rank 0 ({', '.join(listed[:3])}): "
+                "all ranks must call attach alike"
             )
 
 

@@ -43,7 +43,7 @@ class MemoryCaps:
             return None
         file = self._path.with_name(f"{self._path.name}.rank{rank}.json")
         content = json.dumps({"rank": rank, "max_local_batch_size": cap, "failed_at": failed_size}) + "\n"
-        output_files.write(file, content.encode(), streams=False, make_parents=True)
+        output_files.write(file, content.encode(), make_parents=True)
         return cap
 
 

@@ -1,5 +1,6 @@
 """The options of `attach`, checked where they are given."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -41,6 +42,8 @@ from dynamix.trainer.gradient.models import Averaging
 from dynamix.trainer.gradient.weighting import BaseHook, Reduction
 
 NoiseMetric = Literal["gradient", "adam"]
+
+_log = logging.getLogger("dynamix.trainer")
 
 WHOLE_NUMBERS = (
     *("base_global_batch_size", "window_steps", "min_local_batch_size", "max_local_batch_size", "max_lag_windows"),
@@ -336,6 +339,16 @@ def check_local_options(
                 f"local steps need optimizers that update all parameters on every rank, not {names[0]}: use the "
                 'optimizer itself, or exchange="lossy"'
             )
+
+
+def warn_of_two_momenta(exchange: Exchange, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Warn where outer steps add momentum to that of the optimizer."""
+    if exchange.outer_momentum and any(group.get("momentum") for each in optimizers for group in each.param_groups):
+        _log.warning(
+            "outer_momentum=%g adds to the momentum of the optimizer, and both together train much worse than one of "
+            "them: use outer_rate=1 and outer_momentum=0, or an optimizer without momentum such as AdamW",
+            exchange.outer_momentum,
+        )
 
 
 def check_exchange_options(

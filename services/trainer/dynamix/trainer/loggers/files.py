@@ -65,7 +65,7 @@ class CsvLogger:
 def _checked(path: str | Path | None, kind: FileKind) -> Path | None:
     if path is None:
         return None
-    output_files.check(Path(path), kind, streams=False, make_parents=True)
+    output_files.check(Path(path), kind, make_parents=True)
     return Path(path)
 
 
@@ -87,4 +87,4 @@ def _widen(path: Path, columns: list[str]) -> None:
     writer = csv.DictWriter(content, columns)
     writer.writeheader()
     writer.writerows(rows)
-    output_files.write(path, content.getvalue().encode(), streams=False, make_parents=True)
+    output_files.write(path, content.getvalue().encode(), make_parents=True)

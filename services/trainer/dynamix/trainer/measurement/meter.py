@@ -5,6 +5,7 @@ Numbers that are still on a GPU stay there until the window ends: one transfer p
 
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -70,6 +71,7 @@ class RankMeter:
     _taken_s: float = field(default_factory=time.perf_counter, init=False)
     """When the last row was taken."""
     _coded_before: CodedSquares = field(default=CodedSquares(), init=False)
+    _data_digest: int = field(default=0, init=False)
     _batches: list[_Batch] = field(default_factory=list, init=False)
     _drifts: list[RoundDrift] = field(default_factory=list, init=False)
 
@@ -77,6 +79,8 @@ class RankMeter:
         self, batch: MicroBatch, loss: Scalar | None, num_correct: Scalar | None, norms: SquaredNorms
     ) -> None:
         """Record a batch: its loss as the user's criterion reduced it. A dummy batch counts for nothing."""
+        if batch.is_last and batch.plan.digest is not None:
+            self._data_digest = zlib.crc32(batch.plan.digest.to_bytes(4), self._data_digest)
         if batch.weight == 0:
             self._batches.append(_Batch(batch, 0.0, 0.0, norms))
             return
@@ -117,6 +121,7 @@ class RankMeter:
             coded=self._take_coded(),
             energy_j=self.energy_j(),
             wall_s=self._taken_s - taken_s,
+            data_digest=self._data_digest,
         )
 
     def _take_coded(self) -> CodedSquares:

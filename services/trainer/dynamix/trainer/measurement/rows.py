@@ -59,6 +59,8 @@ class Row(NamedTuple):
     """Joules of the devices that this rank counts; 0 where another one counts them."""
     wall_s: float
     """Since the row before was taken, also between steps."""
+    data_digest: float
+    """The digest of the samples of a stream that were read so far, equal on all ranks; 0 for other data."""
 
     @property
     def time_s(self) -> float:
@@ -116,6 +118,7 @@ def make_row(
     link: tuple[float, int] | None = None,
     energy_j: float = UNKNOWN,
     wall_s: float = UNKNOWN,
+    data_digest: int = 0,
 ) -> Row:
     """One rank's row; `device` is its memory in bytes, used and in all. A loss that is not finite is none.
 
@@ -160,6 +163,7 @@ def make_row(
         link_peer=link_peer,
         energy_j=energy_j,
         wall_s=wall_s,
+        data_digest=data_digest,
     )
 
 

@@ -11,6 +11,7 @@ arguments first, 0.1 ms in a process that has just trained.
 
 import contextlib
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 LENGTH_BYTES = 4
 HEAD_BYTES = 256
+MEETING_POLL_S = 0.002
 SIZE_BYTES = 18
 """Most bytes of a broadcast decision: 9 each per size and share in msgpack, and room for every other lever."""
 
@@ -54,6 +56,7 @@ class Collectives:
         self._sharing: tuple[dist.Work, LentTensor] | None = None
         self._numbers = LentTensor(torch.zeros(0, dtype=torch.float64))
         self._summing: dist.Work | None = None
+        self._meeting: dist.Work | None = None
 
     def close(self) -> None:
         """Leave the group, if nothing is under way in it: its threads and connections end. No collective.
@@ -64,7 +67,8 @@ class Collectives:
         group, self._group = self._group, None
         if group is None:
             return
-        under_way = (self._gathering, self._broadcasting, self._summing, self._sharing and self._sharing[0])
+        sharing = self._sharing and self._sharing[0]
+        under_way = (self._gathering, self._broadcasting, self._summing, self._meeting, sharing)
         if all(work is None or work.is_completed() for work in under_way):
             with contextlib.suppress(ValueError):  # the script has destroyed it, with all others
                 dist.destroy_process_group(group)
@@ -149,6 +153,17 @@ class Collectives:
         found = self._gather_now(torch.frombuffer(padded, dtype=torch.uint8))
         return [pickle.loads(bytes(each.tolist())) for each in found]  # noqa: S301 - from the ranks of this job
 
+    def gather_numbers(self, mine: Sequence[int], meanwhile: Callable[[], None]) -> list[tuple[int, ...]]:
+        """Equally many whole numbers of each rank; `meanwhile` is called until all have come, and may raise."""
+        lent = LentTensor(torch.tensor(mine))
+        found = [LentTensor(torch.empty_like(lent.tensor)) for _ in range(self.world_size)]
+        self._meeting = work = self._gather(found, lent)
+        while not work.is_completed():
+            meanwhile()
+            time.sleep(MEETING_POLL_S)
+        work.wait()
+        return [tuple(each.tensor.tolist()) for each in found]
+
     def agree(self, what: str, mine: Sequence[object]) -> None:
         """Make sure that all ranks hold the same, as plain numbers and tuples of them.
 
@@ -220,6 +235,10 @@ class SoloCollectives:
     def gather_objects(self, mine: T) -> list[T]:
         """The only object."""
         return [mine]
+
+    def gather_numbers(self, mine: Sequence[int], _meanwhile: Callable[[], None]) -> list[tuple[int, ...]]:
+        """The only rank's."""
+        return [tuple(mine)]
 
     def agree(self, what: str, mine: Sequence[object]) -> None:
         """Return: there is no other rank to differ from."""

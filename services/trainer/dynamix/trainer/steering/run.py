@@ -45,6 +45,8 @@ class Run:
     ended: bool = False
     held_out_accuracy: float | None = None
     """The newest that the script reported."""
+    num_epochs: int | None = None
+    """What `session.epochs` was asked for, by this script or in the saved run; `None` without it."""
     total_samples: int | None = None
     """Samples of the whole planned run, all epochs; `None` when the end is open."""
 

@@ -64,6 +64,8 @@ class Steering:
     ) -> None:
         """Do what is due after the step that led to `position`; its time counts as the next step's update.
 
+        Raises ValueError, on all ranks, when these have read different streams.
+
         `seconds_per_sample` is what the ranks exchanged in that step; all have the same, or none has.
         `counts` are its samples by rank.
         """
@@ -75,6 +77,8 @@ class Steering:
         times = self.clock.take_times() if ends else []  # waits for a GPU: before the time that is charged
         began = time.perf_counter()
         self.complete_posted()
+        if self.window_end.differing:
+            raise ValueError(self.window_end.differing)
         if seconds_per_sample is not None:  # after `complete_posted`, which may have run before this step on all ranks
             self.adoption.track(position, seconds_per_sample, self._measured_counts(counts))
         self.window_end.match_sockets()

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 from dynamix.schemas.messages import JobTotals
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.data.fingerprint import ONE_PART
 from dynamix.trainer.data.sampler import Position
 from dynamix.trainer.data.schedule import Counts
+from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.noise import window_moments
 from dynamix.trainer.loggers.history import MetricHistory
 from dynamix.trainer.loggers.window_metrics import window_metrics
@@ -30,16 +32,26 @@ class WindowEnd:
     """One rank's side of ending windows."""
 
     def __init__(
-        self, run: Run, meter: RankMeter, collectives: AnyCollectives, transport: Transport, history: MetricHistory
+        self,
+        run: Run,
+        meter: RankMeter,
+        collectives: AnyCollectives,
+        transport: Transport,
+        history: MetricHistory,
+        *,
+        losses: LossWarnings | None = None,
     ) -> None:
         self._run = run
         self._meter = meter
         self._collectives = collectives
         self._transport = transport
         self._history = history
+        self._losses = losses
         self._posted: tuple[Position, Counts, Allocation] | None = None
         """Where the window ended whose rows are on their way, and what ruled its last step."""
         self._sockets_due = False
+        self.differing: str | None = None
+        """What is wrong with the data, where the ranks have read different streams."""
 
     @property
     def is_posted(self) -> bool:
@@ -58,6 +70,14 @@ class WindowEnd:
         if posted is None:
             return
         (position, sizes, ruling), run, rows = posted, self._run, self._collectives.take_rows()
+        if self._losses is not None:
+            self._losses.observe_window([row.num_samples for row in rows], [row.loss_sum for row in rows])
+        differing = [rank for rank, row in enumerate(rows) if row.data_digest != rows[0].data_digest]
+        if differing:
+            self.differing = (
+                f"rank {differing[0]} has read other samples of the stream than rank 0 by step {position.step}: "
+                f"it {ONE_PART}"
+            )
         run.noise.observe_window(window_moments(row.noise for row in rows))
         window = run.windows.window_of(position.step - 1)
         num_steps, stretch = run.windows.num_steps(window), run.windows.stretch(window)

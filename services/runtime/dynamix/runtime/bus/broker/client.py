@@ -28,13 +28,16 @@ Handler = Callable[[bytes, bytes, bytes, bytes | None], None]
 """Takes subject, reply subject, payload and raw headers of a message; must not block."""
 
 CLOSE_TIMEOUT_S = 1.0
+USER_AUTHENTICATION = "user authentication"
+"""Followed by `expired` or `revoked`: how the broker ends the connections of such a key."""
 
-HEARTBEAT = 100
 NOT_FOUND = 404
 REQUEST_EXPIRED = 408
 NO_RESPONDERS = 503
 
 _PREFIX = b"NATS/1.0 "
+_PENDING = (b"nats-pending-messages", b"nats-num-pending")
+"""Headers that say how many messages are left, of a request to a consumer and of one to a stream."""
 
 _PARAMETERS = ["self", "sid", "subject", "reply", "data", "headers"]
 
@@ -50,7 +53,7 @@ class Client(nats.aio.client.Client):
         super().__init__()
         self.handlers: dict[int, Handler] = {}
         self.challenge: Callable[[], tuple[str, Callable[[str], bytes]]] | None = None
-        """Called before each connection: our public key, and what signs the broker's challenge."""
+        """Called before each connection: our JWT, and what signs the broker's challenge."""
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         handler = self.handlers.get(sid)
@@ -68,9 +71,17 @@ class Client(nats.aio.client.Client):
             self._transport.close()
         self._transport = _Transport()
         if self.challenge is not None:
-            self._public_nkey, self._signature_cb = self.challenge()
+            jwt, self._signature_cb = self.challenge()
+            self._user_jwt_cb = lambda: bytearray(jwt.encode())
             self._auth_configured = True
         await self._transport.connect(s.uri, nats.aio.client.DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Reconnect where our key has expired or was revoked: its file may hold another one by now."""
+        if USER_AUTHENTICATION in err_msg and not self.is_connecting:
+            await self._process_op_err(nats.errors.AuthorizationError())
+        else:
+            await super()._process_err(err_msg)
 
 
 class _TlsProtocol(asyncio.StreamReaderProtocol):
@@ -146,7 +157,7 @@ def check_nats_py() -> None:
 
 
 class Status(NamedTuple):
-    """A status: its code, its words, and how many messages of an ended request were not delivered."""
+    """A status: its code, its words, and how many messages an ended request has left over."""
 
     code: int
     text: str
@@ -162,6 +173,6 @@ def parse_status(headers: bytes) -> Status:
     num_pending = 0
     for field in fields:
         name, _, value = field.partition(b":")
-        if name.lower() == b"nats-pending-messages" and value.strip().isdigit():
+        if name.lower() in _PENDING and value.strip().isdigit():
             num_pending = int(value)
     return Status(int(code), text.decode(errors="replace").strip(), num_pending)

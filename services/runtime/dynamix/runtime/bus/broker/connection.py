@@ -19,7 +19,7 @@ from dynamix.runtime.settings import BusSettings, check_bus, redact_url, tls_con
 from .certificates import untrusted
 from .client import Client, Handler
 from .errors import BusError, ConnectionClosedError, PermissionDeniedError
-from .login import Login, Sign, is_refused_login
+from .login import API, Login, Sign, is_refused_login
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,9 @@ class BrokerConnection:
         counters: what happened so far, by name.
         connected: set while there is a connection.
         inbox: prefix of every subject that this connection listens to for replies (`Login.inbox`).
-        api: prefix of requests to JetStream (`Login.api`).
     """
+
+    api = API
 
     def __init__(
         self, settings: BusSettings, name: str, on_closed: Callable[[str], None] | None, *, while_waiting: str = ""
@@ -64,7 +65,6 @@ class BrokerConnection:
         self._settings = settings
         self._login = Login(settings, name)
         self.inbox = self._login.inbox
-        self.api = self._login.api
         self._name = name
         self._on_closed = on_closed
         self._client = Client()
@@ -141,9 +141,10 @@ class BrokerConnection:
         """Go to another server, where there is one, when `is_stalled` for `LEAVE_AFTER_S`."""
         self._is_stalled.append(is_stalled)
 
-    def durable_named(self, name: str) -> str:
-        """The whole name of a durable consumer of ours."""
-        return f"{name}-{self._login.consumer}" if self._login.consumer else name
+    @property
+    def seconds_left(self) -> float | None:
+        """Until our credential expires; `None` where it never does."""
+        return self._login.seconds_left
 
     def sign_id(self, message_id: str) -> str:
         """What only our user can know of a message's identity."""
@@ -243,13 +244,13 @@ class BrokerConnection:
 
     def _challenge(self) -> tuple[str, Sign]:
         """Called before each connection; what signs is called after the server's INFO."""
-        public, sign = self._login.challenge()
+        jwt, sign = self._login.challenge()
 
         def sign_unless_clear(nonce: str) -> bytes:
             self._refuse_clear_text()
             return sign(nonce)
 
-        return public, sign_unless_clear
+        return jwt, sign_unless_clear
 
     def _refuse_clear_text(self) -> None:
         """See, after the server's INFO, that it speaks TLS where that is demanded: the last chance to send nothing."""
@@ -311,8 +312,8 @@ class BrokerConnection:
             self._note_denial(match[1], match[2])
         if is_refused_login(error):
             self._refused_logins += 1
-            if self._refused_logins >= MAX_REFUSED_LOGINS:  # it came back with other passwords: end, to read ours again
-                self._report_closed("the broker refuses our user or password")
+            if self._refused_logins >= MAX_REFUSED_LOGINS:  # it came back with other users: end, to read ours again
+                self._report_closed(self._login.refusal())
         kind = type(error).__name__
         if self._limit.allow(kind) if self.connected.is_set() else self._is_new_reason(error):
             logger.warning("bus: %s", describe(error), extra={"suppressed": self._limit.suppressed(kind)})
@@ -321,7 +322,8 @@ class BrokerConnection:
         self.counters["permission_denials"] += 1
         verb = "publish to" if operation.lower() == "publish" else "listen to"
         denial = PermissionDeniedError(
-            f"the broker does not let user {self._login.user!r} {verb} {subject}: see its permissions in users.conf"
+            f"the broker does not let user {self._login.user!r} {verb} {subject}: its key is for another role, job, "
+            "node or instance (`dynamix keys list`, SECURITY.md)"
         )
         for callback in list(self._on_denied):
             callback(subject.lower(), denial)

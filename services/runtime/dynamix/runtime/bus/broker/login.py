@@ -1,20 +1,20 @@
-"""Who we are to the broker: a user with a password, or a key; and what says that it refuses us."""
+"""Who we are to the broker: a user with a password, or a credential; and what says that it refuses us."""
 
+import base64
 import contextlib
+import datetime as dt
 import hashlib
 import hmac
 import re
 import secrets
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import nats.errors
 
-from dynamix.runtime.settings import BusSettings, key_of, password_of, redact_url
-
-if TYPE_CHECKING:
-    from .nkeys import UserKey
+from dynamix.runtime.credentials import Key
+from dynamix.runtime.settings import BusSettings, credential_in, password_of, redact_url
 
 Sign = Callable[[str], bytes]
 
@@ -23,36 +23,34 @@ SIGNATURE_BYTES = 8
 
 API = "$JS.API."
 """Prefix of requests to JetStream."""
-OUTSIDE_API = "dynamix.api."
-"""What stands for it in an account without streams, where the server itself answers `$JS.API.>`: it has none."""
 
 
 class Login:
-    """The user of one connection. Files are read for each attempt to connect, so that what they hold can be rotated.
+    """The user of one connection. Files are read for each attempt to connect, so that what they hold can be replaced.
 
     Attributes:
         user: its name; empty without one.
         inbox: prefix of every subject that this connection listens to for replies: `_INBOX.<user>.<name>.<random>`.
-            The user comes first because the broker's permissions are per user, and a wildcard is a whole token. With a
-            key its file says what stands for the user.
-        api: prefix of requests to JetStream: the server's own, or what the key's file says.
-        consumer: what the key's file says that names of durable consumers end with.
+            The user comes first because the broker's permissions are per user, and a wildcard is a whole token.
         has_key: whether a key signs the broker's challenge, in place of a password.
     """
 
     def __init__(self, settings: BusSettings, name: str) -> None:
-        """Raises ValueError, naming the file, for a key that cannot be used: now, and not when one waits for it."""
+        """Raises ValueError, naming the file, for a credential that cannot be used."""
         self._settings = settings
-        key = key_of(settings)
-        self.has_key = key is not None
-        self.user = settings.user or (key.name if key else "") or unquote(urlsplit(settings.url).username or "")
-        owner = key.inbox.split(".") if key and key.inbox else [self.user]
-        self.inbox = ".".join(("_INBOX", *(_token(part) for part in (*owner, name) if part), secrets.token_hex(4)))
-        self.api = key.api if key and key.api else API
-        self.consumer = key.consumer if key else ""
-        self._secret = key.seed.encode() if key else b""
-        if self.has_key:
-            self._key()
+        self._credential = credential_in(settings)
+        self.has_key = self._credential is not None
+        owner = self._credential.name if self._credential else unquote(urlsplit(settings.url).username or "")
+        self.user = owner if self.has_key else settings.user or owner
+        parts = (re.sub(r"[^A-Za-z0-9_-]", "-", part) for part in (self.user, name) if part)
+        self.inbox = ".".join(("_INBOX", *parts, secrets.token_hex(8)))
+        self._secret = self._credential.seed.encode() if self._credential else b""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the credential of the last attempt to connect expires; `None` where it never does."""
+        expires_s = self._credential.expires_s if self._credential else None
+        return None if expires_s is None else expires_s - time.time()
 
     def sign_id(self, message_id: str) -> str:
         """What only this user can know of a message's identity: the same after a restart, and in all its processes."""
@@ -67,39 +65,32 @@ class Login:
         return password_of(self._settings) or unquote(urlsplit(self._settings.url).password or "")
 
     def challenge(self) -> tuple[str, Sign]:
-        """The public key, and what signs with the secret one; raises nats-py's error where the file is broken."""
+        """The JWT, and what signs with its key; raises nats-py's error where the file is broken or another user's."""
         try:
-            key = self._key()
+            credential = credential_in(self._settings)
         except ValueError as error:
             raise nats.errors.Error(f"nats: {error}") from error
-        return key.public, key.sign
+        assert credential is not None, "asked with a credential only"
+        if credential.name != self.user:  # whose inbox it may not listen to
+            what = f"{self._settings.creds_file} is now {credential.name}'s, not {self.user}'s"
+            raise nats.errors.Error(f"nats: {what}: restart this process")
+        self._credential, key = credential, Key(credential.seed)
+        return credential.jwt, lambda nonce: base64.b64encode(key.sign(nonce))
 
     def refusal(self) -> str:
         """What to say where the broker refuses us."""
-        check = "check DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD_FILE; `dynamix keys revoke` may have ended this user"
-        if self.has_key:
-            unknown = "the broker may not have read its users again since it was made (systemctl reload dynamix-nats)"
-            check = f"the key in {self._settings.nkey_file} may be revoked, or {unknown}"
+        check, credential = "check DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD_FILE", self._credential
+        if credential is not None:
+            check = f"{self._settings.creds_file} was revoked, or is of another broker's authority"
+            if credential.expires_s is not None and credential.expires_s <= time.time():
+                when = dt.datetime.fromtimestamp(credential.expires_s, dt.UTC)
+                check = f"{self._settings.creds_file} expired on {when:%Y-%m-%d %H:%M} UTC"
+            check += "; replace it by a new one of `dynamix keys create`"
         elif not self.password():
-            check = "there is no password: set DYNAMIX_NATS_PASSWORD_FILE, or DYNAMIX_NATS_NKEY_FILE instead"
+            check = "there is no password: set DYNAMIX_NATS_PASSWORD_FILE, or DYNAMIX_NATS_CREDS_FILE instead"
         return f"{redact_url(self._settings.url)} refuses user {self.user!r}: {check}"
-
-    def _key(self) -> "UserKey":
-        """The key in the file. Raises ValueError, naming the file."""
-        from .nkeys import UserKey  # noqa: PLC0415 - libsodium, only where there is a key
-
-        credential = key_of(self._settings)
-        assert credential is not None, "asked with a key only"
-        try:
-            return UserKey(credential.seed)
-        except ValueError as error:
-            raise ValueError(f"DYNAMIX_NATS_NKEY_FILE={self._settings.nkey_file!r} cannot be used: {error}") from error
 
 
 def is_refused_login(error: Exception) -> bool:
     """Whether nats-py reports that the broker refuses user, password or key."""
     return isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower()
-
-
-def _token(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]", "-", text)

@@ -117,6 +117,16 @@ class Requests:
         operation = f"DIRECT.GET.{stream}.{subject}"
         return await self._until_answered(operation, lambda: self._ask_directly_once(operation), NO_STREAM_S)
 
+    async def ask_server(self, subject: str, payload: bytes) -> bytes:
+        """The answer to a request that is not JetStream's, sent once. Raises NoAnswerError, PermissionDeniedError."""
+        try:
+            reply = await self._round_trip(subject, payload)
+        except TimeoutError:
+            reply = None
+        if reply is None:
+            raise NoAnswerError(f"no answer to {subject} within {REQUEST_TIMEOUT_S:g} s")
+        return reply.payload
+
     async def _until_answered(self, operation: str, once: Callable[[], Awaitable[T]], budget_s: float = BUDGET_S) -> T:
         begun, number = time.monotonic(), next(self._tokens)
         self._asked_at[number] = begun

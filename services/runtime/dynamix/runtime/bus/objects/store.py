@@ -1,7 +1,7 @@
-"""Whole files on the bus: object stores in the standard layout, written in one piece and read by our own pull reader.
+"""Whole files on the bus: object stores in the standard layout, written in one piece and read by our own reader.
 
 nats-py's reader takes an ordered consumer, which can stall in silence, and adds chunk to chunk in quadratic time; this
-one is a plain pull consumer that bridges lost connections, with a limit for the size and a check of the digest.
+one bridges lost connections, with a limit for the size and a check of the digest.
 """
 
 import asyncio
@@ -23,10 +23,9 @@ from dynamix.runtime.bus.broker.errors import (
     StaleWriterError,
 )
 from dynamix.runtime.bus.broker.requests import Requests
-from dynamix.runtime.bus.streams.broker_consumer import Start
-from dynamix.runtime.bus.streams.consumer import Consumer
 from dynamix.runtime.bus.streams.message import BusMessage
 from dynamix.runtime.bus.streams.publisher import Publisher
+from dynamix.runtime.bus.streams.reader import Reader, Start
 from dynamix.runtime.bus.streams.stored import count_messages, last_message, purge_subject
 
 from . import layout
@@ -45,8 +44,8 @@ ROLLUP = {"Nats-Rollup": "sub"}
 """A description replaces its predecessor."""
 
 
-Consume = Callable[[str, Sequence[str], Start], Consumer]
-"""Makes a consumer of some subjects of a stream."""
+Consume = Callable[[str, Sequence[str], Start], Reader]
+"""Makes a reader of some subjects of a stream."""
 
 
 class StoredObject(NamedTuple):
@@ -254,7 +253,7 @@ def _described(bucket: str, message: BusMessage) -> ObjectInfo:
     return info
 
 
-async def _next(consumer: Consumer) -> list[BusMessage]:
+async def _next(consumer: Reader) -> list[BusMessage]:
     """The consumer's next batch. Raises BusError when nothing comes for `STALL_TIMEOUT_S`, or the bus is closed."""
     try:
         async with asyncio.timeout(STALL_TIMEOUT_S):

@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import re
 from typing import Self
 
 from nats.aio.subscription import Subscription as NatsSubscription
@@ -19,6 +20,9 @@ from .stored import newest_message
 from .subscription import warn_of_stranger
 
 logger = logging.getLogger(__name__)
+
+_STREAM = re.compile(rb"\r\nNats-Stream: ?([^\r]*)", re.IGNORECASE)
+_SUBJECT = re.compile(rb"\r\nNats-Subject: ?([^\r]*)", re.IGNORECASE)
 
 LOOK_EVERY_S = 10.0
 """What is only heard can be lost: one small request finds it."""
@@ -90,10 +94,11 @@ class Following:
         self._ended = True
         self._arrived.set()
 
-    def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
-        """Take what was stored. A consumer can be told to deliver here, but not what subject its messages say."""
-        if subject != self._heard_on.encode():
-            warn_of_stranger(self._limit, subject, self._heard_on)
+    def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        """Take what the stream says that it stored: a client can have an answer of the broker sent here."""
+        stream, stored = _STREAM.findall(headers or b""), _SUBJECT.findall(headers or b"")
+        if (subject, stream, stored) != (self._heard_on.encode(), [self._stream.encode()], [self._subject.encode()]):
+            warn_of_stranger(self._limit, b", ".join(stored) or subject, self._heard_on)
             return
         self._has_heard = True
         self._take(payload)

@@ -23,7 +23,7 @@ class BusMessage(NamedTuple):
     timestamp_ns: int
     """When the broker stored it, since the Unix epoch."""
     num_pending: int
-    """Messages of this consumer that the stream still held when this one was sent: how far behind the reader is."""
+    """Messages for this reader that the stream still held when this one was sent: how far behind the reader is."""
     headers: bytes = b""
     """The headers of a delivery, not parsed: most readers have no use for them."""
 
@@ -50,6 +50,8 @@ class StreamState(NamedTuple):
     num_replicas: int = 1
     copies: StreamCopies = StreamCopies()
     """Empty where there is no cluster."""
+    created: str = ""
+    """When the stream was made: one that was deleted and made again has another time, and other messages."""
 
 
 def parse_delivery(

@@ -1,4 +1,4 @@
-"""Statistics of handled messages by kind: numbers, errors, time; shown by `discovery`."""
+"""Statistics of handled messages by kind: numbers, errors, time; shown in /metrics."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,7 @@
 """What the broker says about a stream: its state, its configuration, the last message of a subject."""
 
 import datetime as dt
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -26,6 +27,7 @@ class _State(msgspec.Struct):
 class _StreamInfo(Answer):
     state: _State | None = None
     config: dict[str, Any] = msgspec.field(default_factory=dict)
+    created: str = ""
     cluster: StreamCopies = StreamCopies()
 
 
@@ -62,7 +64,7 @@ async def stream_state(requests: Requests, stream: str) -> StreamState:
     info = await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)
     state = info.state
     assert state is not None, "the API answers with an error or a state"
-    span_ns = _nanoseconds(state.last_ts) - _nanoseconds(state.first_ts) if state.messages else 0
+    span_ns = nanoseconds(state.last_ts) - nanoseconds(state.first_ts) if state.messages else 0
     return StreamState(
         state.first_seq,
         state.last_seq,
@@ -72,6 +74,7 @@ async def stream_state(requests: Requests, stream: str) -> StreamState:
         num_consumers=state.consumer_count,
         num_replicas=info.config.get("num_replicas", 1),
         copies=info.cluster,
+        created=info.created,
     )
 
 
@@ -121,7 +124,7 @@ async def find_message(
         raise
     stored = answer.message
     assert stored is not None, "the API answers with an error or a message"
-    return BusMessage(stored.subject, stored.data, stored.seq, _nanoseconds(stored.time), 0)
+    return BusMessage(stored.subject, stored.data, stored.seq, nanoseconds(stored.time), 0)
 
 
 async def newest_message(requests: Requests, stream: str, subject: str) -> BusMessage | None:
@@ -133,8 +136,12 @@ async def newest_message(requests: Requests, stream: str, subject: str) -> BusMe
     return None if payload is None else BusMessage(subject, payload, 0, 0, 0)
 
 
-def _nanoseconds(time: str) -> int:
+def nanoseconds(time: str) -> int:
     """Since the Unix epoch, of the broker's RFC 3339 time with up to nine digits; `datetime` holds six."""
     seconds, _, fraction = time.removesuffix("Z").partition(".")
-    whole = int(dt.datetime.fromisoformat(seconds).replace(tzinfo=dt.UTC).timestamp())
-    return whole * 10**9 + int(fraction.ljust(9, "0"))
+    return _whole_seconds(seconds) * 10**9 + int(fraction.ljust(9, "0"))
+
+
+@lru_cache(maxsize=64)  # messages that are read together were stored together
+def _whole_seconds(time: str) -> int:
+    return int(dt.datetime.fromisoformat(time).replace(tzinfo=dt.UTC).timestamp())

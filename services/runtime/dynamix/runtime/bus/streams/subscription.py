@@ -20,7 +20,7 @@ CAPACITY = 1024
 
 
 def warn_of_stranger(limit: RateLimit, subject: bytes, heard_on: str) -> None:
-    """Say that a message came which says another subject than we listen to: a consumer was told to deliver it here."""
+    """Say that a message came which is not what is sent here: some client had the broker send it."""
     if limit.allow("stranger"):
         what = "left out: some client lets the broker deliver there"
         logger.warning("a message of %s came on %s, %s", subject.decode(errors="replace"), heard_on, what)
@@ -76,8 +76,9 @@ class Subscription:
         self._ended = True
         self._arrived.set()
 
-    def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
-        if not covers(self._subject, subject.decode(errors="replace")):
+    def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        is_stored = b"\r\nnats-stream:" in (headers or b"").lower()
+        if is_stored or not covers(self._subject, subject.decode(errors="replace")):
             warn_of_stranger(self._limit, subject, self._subject)
             return
         if len(self._messages) == CAPACITY:

@@ -1,1 +1,0 @@
-"""Recurring jobs: runs of one family on virtual clusters, each beginning with what those before it taught."""

@@ -1,0 +1,484 @@
+"""Reading a stream: batches in stream order, each sequence once, whatever happens to connection and broker.
+
+A `Reader` asks for messages, one request at a time, while there is room for them. `DirectReader` asks any copy of the
+stream for what follows a sequence (direct gets): the broker keeps nothing for it. It hears of new messages by what the
+stream sends again when it stores (`Stream.announces`, `Stream.hints`), and looks by itself every second.
+`DurableReader` in `durable` goes on behind what it acknowledged.
+"""
+
+import asyncio
+import collections
+import itertools
+import logging
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import Any, Literal, Self
+
+import msgspec
+from nats.aio.subscription import Subscription as NatsSubscription
+
+from dynamix.runtime.bus.broker.client import parse_status
+from dynamix.runtime.bus.broker.connection import BrokerConnection
+from dynamix.runtime.bus.broker.errors import (
+    BusError,
+    ConnectionClosedError,
+    PermissionDeniedError,
+    SequenceRegressError,
+)
+from dynamix.runtime.bus.broker.requests import Requests
+from dynamix.runtime.rate_limit import RateLimit
+from dynamix.schemas.subjects import ANY, ROOT, announced, covers
+
+from .failover import FailoverWait
+from .message import BusMessage, StreamState
+from .statistics import HandlingStatistics
+from .stored import find_message, nanoseconds, stream_state
+
+logger = logging.getLogger(__name__)
+
+MIN_CAPACITY = 4096
+MAX_BUFFERED_BYTES = 8 << 20
+MAX_BYTES = 4 << 20
+"""Limit of one request: bounds what is in flight. The broker cuts a connection with 64 MB of pending data."""
+SILENT_S = 2.0
+"""A request is lost when nothing came for so long after it should have ended."""
+REOPEN_WAIT_S = 0.25
+MAX_REOPEN_WAIT_S = 2.0
+LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 5.0
+"""How often a reader that hears nothing sees that its stream is still the same one."""
+BETWEEN_S = 0.005
+"""From one direct get to the next while there is nothing left to read: together, messages cost less."""
+LAG_WAIT_S = 0.01
+"""First wait for a message that was heard of and that the asked copy lacks."""
+LAG_S = 2.0
+"""With a copy that lacks it for longer, the stream's leader is asked: after a partition a copy may lag for minutes."""
+ENDED, NOT_FOUND, TOO_MANY = 204, 404, 413
+
+Start = Literal["new", "all", "last_per_subject"] | int
+"""Where to begin: from now on, at the beginning, with each subject's last message, or at a sequence."""
+
+_PLACE = re.compile(
+    rb"\r\nNats-Stream: ?[^\r]*\r\nNats-Subject: ?([^\r]*)\r\nNats-Sequence: ?(\d+)\r\nNats-Time-Stamp: ?([^\r]*)"
+    rb"\r\nNats-Num-Pending: ?(\d+)\r\nNats-Last-Sequence: ?(\d+)\r\n"
+)
+"""What the broker writes behind the headers of a message; its sender may have written the same before."""
+_UP_TO = re.compile(rb"\r\nNats-UpTo-Sequence: ?(\d+)")
+_STORED = re.compile(rb"\r\nNats-Sequence: ?(\d+)\r\nNats-Time-Stamp: ?([^\r]*)")
+"""What it writes so when it sends a message again."""
+
+_inboxes = itertools.count(1)
+
+
+class LostError(BusError):
+    """What was asked for did not come, or not whole: it is asked for again."""
+
+
+class Reader(ABC):
+    """`async with bus.consume(...) as reader: async for batch in reader: ...`; made by `Bus.consume`."""
+
+    def __init__(
+        self,
+        connection: BrokerConnection,
+        requests: Requests,
+        stream: str,
+        subjects: Sequence[str],
+        *,
+        start: Start,
+        max_batch: int = 512,
+        counters: dict[str, int],
+        statistics: HandlingStatistics,
+    ) -> None:
+        if max_batch < 1 or not subjects:
+            raise ValueError(f"a reader needs at least one subject and max_batch >= 1, not {subjects}, {max_batch}")
+        self._connection = connection
+        self._requests = requests
+        self._stream = stream
+        self._subjects = tuple(subjects)
+        self._start = start
+        self._last = 0
+        """The last sequence handed out or queued."""
+        self._created = ""
+        """When the stream was made: another one begins at 1 again."""
+        self._max_batch = max_batch
+        self._capacity = max(MIN_CAPACITY, 2 * max_batch)
+        self._inbox = f"{connection.inbox}.p.{next(_inboxes)}"
+        self._tokens = itertools.count(1)
+        self._answered_on = b""
+        self._answer: asyncio.Future[bytes] | None = None
+        """The headers of the status that ends the present request."""
+        self._num_answers = 0
+        self._buffer: collections.deque[BusMessage] = collections.deque()
+        self._bytes = 0
+        self._arrived = asyncio.Event()
+        self._taken = asyncio.Event()
+        self._is_open = False
+        self._error: BusError | None = None
+        self._ended = False
+        self._keeper: asyncio.Task[None] | None = None
+        self._counters = counters
+        self._statistics = statistics
+        self._handed_out_ns = 0
+        self._stack = AsyncExitStack()
+        self._limit = RateLimit(per_s=0.1)
+
+    async def __aenter__(self) -> Self:
+        lost = LostError("the connection was lost")
+        for forget in (
+            self._connection.when_reconnected(lambda: self._interrupt(lost)),
+            self._connection.when_closed(lambda: self._fail(ConnectionClosedError("the connection is closed"))),
+            self._connection.when_denied(self._on_denied),
+        ):
+            self._stack.callback(forget)
+        try:
+            await self._listen(self._inbox + ".*", self._on_message)
+            await self._open()
+        except BaseException:
+            await self.close()
+            raise
+        self._is_open = True
+        self._keeper = asyncio.create_task(self._keep_reading(), name=f"reader of {self._stream}")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[BusMessage]:
+        """All messages now queued, at least one, at most `max_batch`.
+
+        Raises:
+            BusError: when the stream cannot be read any more; the text says why.
+        """
+        self._note_handled()
+        while not self._ended and self._error is None and not self._buffer:
+            self._arrived.clear()
+            await self._arrived.wait()
+        if self._ended:
+            raise StopAsyncIteration
+        if self._error is not None:
+            raise self._error
+        buffer = self._buffer
+        batch = [buffer.popleft() for _ in range(min(len(buffer), self._max_batch))]
+        self._bytes -= sum(len(message.payload) for message in batch)
+        self._taken.set()
+        self._counters["received"] += len(batch)
+        self._statistics.num_messages += len(batch)
+        self._handed_out_ns = time.monotonic_ns()
+        return batch
+
+    async def ack(self, message: BusMessage) -> None:  # noqa: ARG002 - see DurableReader
+        """Acknowledge this and every earlier message; a restart goes on behind it. Only with `durable`."""
+        raise ValueError("ack() needs a durable consumer: pass durable=NAME to consume()")
+
+    def end(self) -> None:
+        """Let the reader's loop end at once; what is queued is read again after a restart."""
+        self._ended = True
+        self._arrived.set()
+
+    async def close(self) -> None:
+        """End, and stop listening."""
+        self.end()
+        self._note_handled()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._stack.aclose()
+
+    @abstractmethod
+    async def _open(self) -> None:
+        """See where to go on. Raises as `_check_stream`."""
+
+    @abstractmethod
+    async def _read_once(self, num_messages: int) -> None:
+        """Make one request, wait for its end, and until another one makes sense. Raises LostError."""
+
+    @abstractmethod
+    def _on_message(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        """Take what was asked for."""
+
+    async def _listen(self, subject: str, handler: Callable[[bytes, bytes, bytes, bytes | None], None]) -> None:
+        subscription: NatsSubscription = await self._connection.subscribe(subject, handler)
+        self._stack.push_async_callback(self._connection.unsubscribe, subscription)
+
+    async def _keep_reading(self) -> None:
+        """Make requests while there is room, and open again whatever broke, until that cannot work."""
+        wait_s = 0.0
+        while self._error is None:
+            try:
+                if not self._is_open:
+                    await self._connection.connected.wait()
+                    self._is_open = True
+                    await self._open()
+                self._taken.clear()
+                room = self._capacity - len(self._buffer)
+                if 2 * room < self._capacity or self._bytes >= MAX_BUFFERED_BYTES:
+                    await self._taken.wait()
+                else:
+                    await self._read_once(room)
+                    wait_s = 0.0
+            except (PermissionDeniedError, SequenceRegressError, ConnectionClosedError) as error:
+                self._fail(error)
+            except BusError as error:  # a stream that is missing may be provisioned again
+                if isinstance(error, LostError):
+                    logger.info("reading %s begins again: %s", self._stream, error)
+                    self._counters["consumer_resets"] += 1
+                elif self._limit.allow("unreadable"):
+                    logger.warning("cannot read %s yet: %s", self._stream, error)
+                self._is_open = False
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s or REOPEN_WAIT_S, MAX_REOPEN_WAIT_S)
+
+    async def _check_stream(self) -> StreamState:
+        """See that the stream still reaches to where we are; one that was made again is read from its beginning.
+
+        Raises:
+            StreamMissingError: when there is no such stream.
+            SequenceRegressError: when it is the same stream and ends before our position.
+            BusError: as `Requests.ask`.
+        """
+        state, wait = await self._state(self._stream), FailoverWait(self._state, self._stream)
+        while self._created in ("", state.created) and self._last > state.last_sequence and await wait.pause():
+            state = await self._state(self._stream)
+        if self._created not in ("", state.created):
+            logger.warning("%s was made again: it is read from its beginning", self._stream)
+            self._last = 0
+            self._begin_again(nanoseconds(state.created))
+        self._created = state.created
+        if self._last > state.last_sequence:
+            raise SequenceRegressError(
+                f"{self._stream} ends at {state.last_sequence}, but {self._last} was already read from it: the broker "
+                "lost data; restart this service to begin again"
+            )
+        if self._last and self._last + 1 < state.first_sequence:
+            gap = self._last, state.first_sequence
+            logger.warning("%s no longer holds what follows %d; on from %d", self._stream, *gap)
+        return state
+
+    @abstractmethod
+    def _begin_again(self, created_ns: int) -> None:
+        """Forget the sequences of the stream that was there before."""
+
+    async def _state(self, stream: str) -> StreamState:
+        return await stream_state(self._requests, stream)
+
+    async def _exchange(self, operation: str, request: dict[str, Any], expires_s: float = 0.0) -> bytes:
+        """Send a request and let `_on_message` take what comes, up to the status that ends it; its headers.
+
+        Raises:
+            LostError: when it did not end.
+        """
+        if not self._is_open:
+            raise LostError("the connection was lost")
+        to = f"{self._inbox}.{next(self._tokens)}"
+        self._answered_on = to.encode()
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._answer = answer
+        await self._connection.send(self._connection.api + operation, msgspec.json.encode(request), to)
+        while True:
+            before = self._num_answers
+            await asyncio.wait([answer], timeout=expires_s + SILENT_S)
+            if answer.done():
+                return answer.result()
+            if before == self._num_answers:
+                raise LostError("the broker fell silent")
+
+    def _end_exchange(self, headers: bytes) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(headers)
+
+    def _queue(self, message: BusMessage) -> None:
+        self._last = message.sequence
+        self._bytes += len(message.payload)
+        self._buffer.append(message)
+        if not self._arrived.is_set():
+            self._arrived.set()
+
+    def _interrupt(self, error: BusError) -> None:
+        """Give up the present request."""
+        self._is_open = False
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+            self._answer.exception()  # the keeper may have ended
+
+    def _fail(self, error: BusError) -> None:
+        """End the reader's loop with an error."""
+        self._error = self._error or error
+        self._interrupt(error)
+        self._arrived.set()
+        self._taken.set()
+
+    def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
+        if subject in self._deniable():
+            self._fail(denial)
+
+    @abstractmethod
+    def _deniable(self) -> tuple[str, ...]:
+        """Subjects, in small letters, without which nothing can be read."""
+
+    def _note_handled(self) -> None:
+        """The next batch is asked for, or none any more."""
+        if self._handed_out_ns:
+            self._statistics.processing_ns += time.monotonic_ns() - self._handed_out_ns
+            self._handed_out_ns = 0
+
+
+class DirectReader(Reader):
+    """Reads what follows a sequence, from any copy of the stream: one that lags answers later, never with a gap."""
+
+    def __init__(
+        self, connection: BrokerConnection, requests: Requests, stream: str, subjects: Sequence[str], **options: Any
+    ) -> None:
+        super().__init__(connection, requests, stream, subjects, **options)
+        self._filter = common_filter(self._subjects)
+        self._next = 0
+        """The first sequence that may come; 0: not known yet."""
+        self._wants_newest = False
+        """Whether each subject's last message is still to come."""
+        self._before = 0
+        """The last sequence of the present request."""
+        self._held: BusMessage | None = None
+        """With several subjects: the newest message for us, until it is known whether another one follows."""
+        self._promised = 0
+        """The newest sequence that was heard of."""
+        self._heard = asyncio.Event()
+        self._lag_wait_s = LAG_WAIT_S
+        self._behind_since: float | None = None
+        """Since when a message is missing that was heard of."""
+        self._read_ns = 0
+        """When the last message was stored that came."""
+        self._is_other = False
+        """Whether a later message was heard of with an earlier sequence: it is of another stream."""
+        self._alive_at = time.monotonic()
+        """When a message came, or the stream was seen to be the same."""
+
+    async def _open(self) -> None:
+        is_first = not self._created
+        state = await self._check_stream()
+        if not is_first:
+            return
+        for subject in self._subjects:
+            if subject.startswith(ROOT):
+                await self._listen(announced(subject), self._on_hint)
+        self._wants_newest = self._start == "last_per_subject"
+        if isinstance(self._start, int):
+            self._next = max(1, self._start)
+        else:
+            self._next = state.last_sequence + 1 if self._start == "new" else 1
+
+    def _begin_again(self, created_ns: int) -> None:  # noqa: ARG002 - see DurableReader
+        self._next, self._promised, self._held, self._read_ns = 1, 0, None, 0
+
+    async def _read_once(self, num_messages: int) -> None:
+        begun, self._before = time.monotonic(), 0
+        if self._is_other or begun > self._alive_at + CHECK_EVERY_S:
+            await self._check_stream()
+        self._heard.clear()
+        request: dict[str, Any] = {"batch": num_messages, "max_bytes": MAX_BYTES}
+        if self._wants_newest:
+            request |= {"multi_last": self._subjects, "seq": self._last + 1}
+        else:
+            request |= {"next_by_subj": self._filter, "seq": self._next}
+        headers = await self._exchange(f"DIRECT.GET.{self._stream}", request)
+        status = parse_status(headers)
+        if status.code == TOO_MANY:  # each subject's last message then comes behind its earlier ones
+            self._wants_newest = False
+            return
+        if status.code not in (ENDED, NOT_FOUND):
+            raise LostError(f"{status.code} {status.text}".strip())
+        if status.num_pending:
+            return
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._queue(held._replace(num_pending=0))
+        if self._wants_newest:  # up to where the copy that answered has the stream
+            self._wants_newest, up_to = False, _UP_TO.search(headers)
+            self._next = 1 + max(self._last, int(up_to[1]) if up_to else 0)
+            return
+        await self._wait_for_more(begun)
+
+    async def _wait_for_more(self, begun: float) -> None:
+        is_behind = self._next <= self._promised  # the copy that answered lags
+        self._lag_wait_s = min(2 * self._lag_wait_s, LOOK_EVERY_S) if is_behind else LAG_WAIT_S
+        await asyncio.sleep(max(0.0, begun + BETWEEN_S - time.monotonic()))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._lag_wait_s if is_behind else LOOK_EVERY_S):
+                await self._heard.wait()
+        if not is_behind:
+            self._behind_since = None
+        elif self._behind_since is None:
+            self._behind_since = begun
+        elif begun > self._behind_since + LAG_S:
+            await self._ask_leader()
+
+    async def _ask_leader(self) -> None:
+        which = {"seq": self._next, "next_by_subj": self._filter}
+        with suppress(BusError):  # our user may not, or the leader is gone
+            found = await find_message(self._requests, self._stream, which, budget_s=SILENT_S)
+            if found is None:
+                self._promised = 0  # it is gone
+            else:
+                self._accept(found)
+
+    async def _check_stream(self) -> StreamState:
+        state = await super()._check_stream()
+        self._is_other, self._alive_at = False, time.monotonic()
+        return state
+
+    def _on_hint(self, _subject: bytes, _reply: bytes, _payload: bytes, headers: bytes | None) -> None:
+        """A message was stored. What any client could have sent here makes us look, and no more."""
+        if (found := _STORED.search(headers or b"")) is not None:
+            sequence = int(found[1])
+            self._promised = max(self._promised, sequence)
+            if sequence < self._next and nanoseconds(found[2].decode()) > self._read_ns > 0:
+                self._is_other = True
+        self._heard.set()
+
+    def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        if subject != self._answered_on:
+            return  # of a request that was given up
+        self._num_answers += 1
+        place = None if headers is None else _PLACE.match(headers, headers.rfind(b"\r\nNats-Stream:"))
+        if headers is None or place is None:
+            self._end_exchange(headers or b"")
+            return
+        sequence, num_pending, before = int(place[2]), int(place[4]), int(place[5])
+        if before != self._before:
+            self._interrupt(LostError(f"message {before} was lost"))
+            return
+        self._before = sequence
+        name, stored_ns = place[1].decode(errors="replace"), nanoseconds(place[3].decode())
+        self._accept(BusMessage(name, payload, sequence, stored_ns, num_pending, headers))
+
+    def _accept(self, message: BusMessage) -> None:
+        self._alive_at, self._read_ns = time.monotonic(), message.timestamp_ns
+        if not self._wants_newest:
+            self._next = max(self._next, message.sequence + 1)
+        if len(self._subjects) == 1 or self._wants_newest:
+            self._queue(message)
+        elif any(covers(wanted, message.subject) for wanted in self._subjects):
+            if self._held is not None:
+                self._queue(self._held)
+            self._held = message
+
+    def _interrupt(self, error: BusError) -> None:
+        super()._interrupt(error)
+        self._heard.set()
+
+    def _deniable(self) -> tuple[str, ...]:
+        return f"{self._inbox}.*".lower(), f"{self._connection.api}DIRECT.GET.{self._stream}".lower()
+
+
+def common_filter(subjects: Sequence[str]) -> str:
+    """The narrowest filter that covers several: the broker takes one."""
+    merged: list[str] = []
+    for column in itertools.zip_longest(*(subject.split(".") for subject in subjects)):
+        if None in column or ">" in column:
+            return ".".join([*(merged[:-1] if None in column else merged), ">"])
+        merged.append(column[0] if len(set(column)) == 1 else ANY)
+    return ".".join(merged)

@@ -1,0 +1,158 @@
+"""Losses that are not a mean over the rank's samples: found in the first steps, and warned about in rank 0.
+
+Ranks are weighed by their samples. With unequal batches the gradient is then another one than that of one big batch
+where the loss is weighted by class, contains what a collective brought from other ranks, or changes with the size of
+the batch, as a sum or negatives taken from the batch do. Nothing is called or changed to find out: it shows in the
+autograd graph, in the process group's count of collectives, and in the losses that the ranks report anyway.
+"""
+
+import contextlib
+import logging
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+COUNTED_STEP = 3
+"""The step whose collectives are counted. By then DDP has made its buckets: its forward pass only sends buffers."""
+MAX_NODES = 100
+"""Nodes of the autograd graph that are looked at, from the loss on."""
+MIN_SIZE_RATIO = 1.25
+MAX_WINDOWS = 20
+"""The most windows that are looked at, of those whose largest batch is so many times the smallest."""
+
+EQUAL_SIZES = 'keep all batches equal, attach(policy="static", drop_last=True)'
+
+_log = logging.getLogger("dynamix.trainer")
+
+
+class LossWarnings:
+    """Looks at the losses of a job whose ranks may have unequal batches."""
+
+    def __init__(
+        self, *, is_sum: bool, weighs_samples: bool, is_joint: bool, has_equal_data: bool, is_in_parts: bool
+    ) -> None:
+        """`is_sum` and `weighs_samples` are what the script said.
+
+        The forward pass of a model that `is_joint` has collectives of its own. Where the ranks have `equal_data`, only
+        the sizes of their batches tell their losses apart. A step that `is_in_parts` has batches of about one size.
+        """
+        self._is_sum = is_sum
+        self._has_equal_data = has_equal_data
+        self._may_be_weighted = weighs_samples and not is_sum
+        self._may_be_joint = self._may_be_weighted and not is_joint
+        self._num_steps = 0
+        self._group: dist.ProcessGroup | None = None
+        """That of the model whose forward pass has begun, until its gradient comes."""
+        self._num_before = 0
+        """Collectives of that group before the forward pass, and DDP's own in it."""
+        self._slopes = [0.0] * MAX_WINDOWS if is_in_parts else []
+        """How log loss grows with log size, by window: 0 for a mean, 1 for a sum."""
+
+    def look_at_modules(self, models: Iterable[torch.nn.Module]) -> None:
+        """Warn of a class weight in a criterion that is a part of a model, as it may be under Lightning."""
+        for module in (each for model in models for each in model.modules()):
+            if isinstance(module, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss) and module.reduction == "mean":
+                self._note_weight(is_weighted=module.weight is not None)
+
+    def look_at_loss(self, loss: object) -> None:
+        """Warn of a class weight in the first loss, by the nodes of its graph, which may have been freed."""
+        if not self._may_be_weighted:
+            return
+        nodes = [getattr(loss, "grad_fn", None)]
+        for node in nodes:
+            if node is None:
+                continue
+            if node.name().startswith("NllLoss") and node._saved_reduction == 1:  # noqa: SLF001 - the mean
+                self._note_weight(is_weighted=_had_weight(node))
+            if len(nodes) < MAX_NODES:
+                nodes += [each for each, _ in node.next_functions]
+        self._may_be_weighted = False
+
+    def _note_weight(self, *, is_weighted: bool) -> None:
+        if is_weighted and self._may_be_weighted:
+            self._may_be_weighted = False
+            _log.warning(
+                "the loss is a mean weighted by class (weight=...), but ranks are weighed by their samples, so unequal "
+                "batches change the gradient: pass attach(count_tokens=lambda batch: ...), the class weights of the "
+                "batch's targets added up, as a whole number (times 1000, for example)"
+            )
+
+    def begin_step(self) -> None:
+        """Begin a step, with its last batch."""
+        self._num_steps += 1
+        self._group = None
+
+    def forward_begins(self, model: Any) -> None:
+        """Note how many collectives there were, and how many DDP is about to add."""
+        if not self._may_be_joint or self._num_steps != COUNTED_STEP:
+            return
+        if self._group is None:
+            with contextlib.suppress(RuntimeError):  # of a back end that does not count
+                self._num_before = _num_collectives(model.process_group)
+                self._group = model.process_group
+        if model.will_sync_module_buffers():
+            broadcasts = c10d._compute_bucket_assignment_by_size(  # noqa: SLF001 - as DDP does
+                model.modules_buffers, [model.broadcast_bucket_size]
+            )
+            self._num_before += len(broadcasts[0])
+
+    def gradient_begins(self) -> None:
+        """Warn of collectives since the forward pass began."""
+        group, self._group = self._group, None
+        number = 0 if group is None else _num_collectives(group) - self._num_before
+        if number > 0:
+            self._may_be_joint = False
+            _log.warning(
+                "collectives ran (%d) between the beginning of the forward pass and backward(): if the loss depends on "
+                "them, unequal batches change the gradient; divide the loss by a count of this rank alone and pass "
+                "that as attach(count_tokens=...), or, with features of other ranks, %s",
+                number,
+                EQUAL_SIZES,
+            )
+
+    def observe_window(self, sizes: Sequence[float], loss_sums: Sequence[float]) -> None:
+        """Warn of losses that change with the size of the batch, by those of a window's ranks and by their samples."""
+        if len(self._slopes) >= MAX_WINDOWS or not 0 < MIN_SIZE_RATIO * min(sizes) <= max(sizes):
+            return
+        losses = [loss_sum / size for loss_sum, size in zip(loss_sums, sizes, strict=True)]
+        if not all(loss > 0 for loss in losses):  # or unknown
+            return
+        slope = statistics.linear_regression([math.log(size) for size in sizes], [math.log(loss) for loss in losses])[0]
+        self._slopes.append(-slope if self._is_sum else slope)
+        if len(self._slopes) < 3:
+            return
+        mean, error = statistics.fmean(self._slopes), statistics.stdev(self._slopes) / math.sqrt(len(self._slopes))
+        if mean - 3 * error > 0.5:
+            self._warn_of_size(
+                "does not grow with its batch, as a sum over samples would: leave reduction='sum' out"
+                if self._is_sum
+                else "grows in proportion to its batch, as a sum does, but is weighed as a mean: pass "
+                "attach(reduction='sum')"
+            )
+        elif self._has_equal_data and not self._is_sum and len(self._slopes) >= 8 and 0.5 > mean > 0.1 + 5 * error:
+            self._warn_of_size(
+                "grows with its batch, as with negatives taken from the batch, so unequal batches change the "
+                f"gradient: {EQUAL_SIZES}"
+            )
+
+    def _warn_of_size(self, what: str) -> None:
+        _log.warning("the loss of a rank %s", what)
+        self._slopes = [0.0] * MAX_WINDOWS  # once
+
+
+def _num_collectives(group: Any) -> int:
+    """How many collectives a group has begun."""
+    return int(group._get_sequence_number_for_group())  # noqa: SLF001 - no public name
+
+
+def _had_weight(node: Any) -> bool:
+    """Whether a node was given a class weight, also when backward() has freed it: then it cannot be read."""
+    try:
+        return node._saved_weight is not None  # noqa: SLF001 - autograd's names for what a node saved
+    except RuntimeError:
+        return True
