@@ -58,7 +58,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from dynamix.cli.services import ServiceProcess, bus_environment
-from dynamix.lab.experiments.episodes.provenance import EPISODE_PACKAGES, versions
+from dynamix.lab.simulator.episode import EPISODE_PACKAGES, versions
 from dynamix.lab.workloads import Part, make_optimizer, workload_named
 from dynamix.lab.workloads.datasets import MissingDataError
 from dynamix.recording.capture.fingerprint import source_digest

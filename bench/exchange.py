@@ -40,7 +40,7 @@ from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which to
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.collector.procfs.proc import parse_net_dev
-from dynamix.lab.simulator.exchange.traffic import run_counted
+from dynamix.lab.simulator.exchange import run_counted
 from dynamix.lab.simulator.scenario import Coding
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages.allocation import SERVERS

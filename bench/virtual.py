@@ -27,17 +27,22 @@ from bench.harness import ROOT, BenchmarkError, Cell, Interval, Panel, Table, dr
 
 from dynamix.cli.main import main as dynamix
 from dynamix.cli.progress import ProgressLine
-from dynamix.lab.experiments.comparison.contenders import parse_contenders
-from dynamix.lab.experiments.comparison.evaluation import TYPICAL_RUN_S, ComparisonProgress, estimate, fill, plan
-from dynamix.lab.experiments.comparison.figure import CURVE_POINTS, mean_curve
-from dynamix.lab.experiments.comparison.outcomes import OutcomeTable
-from dynamix.lab.experiments.comparison.runs import Ledger, as_published
-from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned
-from dynamix.lab.experiments.comparison.verdict import Verdict
-from dynamix.lab.experiments.episodes.provenance import code_digest
-from dynamix.lab.experiments.episodes.suite import TUNED_FILE, Suite, scenario_root, suite_named
-from dynamix.lab.experiments.learning import LearningUpdate, learn, plan_named
-from dynamix.lab.simulator.scenario import Network, Scenario, Stragglers, Workers
+from dynamix.lab.comparison.figure import CURVE_POINTS, mean_curve
+from dynamix.lab.comparison.rows import Tuned, parse_rows, read_tuned
+from dynamix.lab.comparison.runs import TYPICAL_RUN_S, ComparisonProgress, Ledger, as_published, estimate, fill, plan
+from dynamix.lab.comparison.verdict import OutcomeTable, Verdict
+from dynamix.lab.learning import LearningUpdate, learn, plan_named
+from dynamix.lab.simulator.episode import code_digest
+from dynamix.lab.simulator.scenario import (
+    TUNED_FILE,
+    Network,
+    Scenario,
+    Stragglers,
+    Suite,
+    Workers,
+    scenario_root,
+    suite_named,
+)
 from dynamix.lab.workloads import workload_named
 from dynamix.lab.workloads.datasets import MissingDataError
 from dynamix.reward.formula import Weights
@@ -273,21 +278,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     ),
 }
 
-HELDOUT_ROWS = (
-    "proportional,noise-scale,doubling,omnilearn,best-static+track,static+track@64,"
-    "goodput:hysteresis=0.05,noise_multiplier=1,track=0,best-static/rate=best,best-static+track/rate=best,"
-    "goodput/rate=best,omnilearn/rate=best,rule/rate=best,oracle"
-)
-EXCHANGE_ROWS = (  # accordion's milder codec is none: bf16 of 128 virtual ranks takes more than a second a step
-    "static+track:codec=int8@64,diloco+track:codec=int8,qsr+track:codec=int8,adacomm+track:codec=int8,"
-    "accordion+track:mild=none,gravac+track"
-)
 EVALUATIONS: Mapping[str, Sequence[str]] = {
-    "heldout": ("--seeds", "6", "--policies", HELDOUT_ROWS),
-    "exchange-heldout": (
-        *("--exchange", "local", "--policies", EXCHANGE_ROWS),
-        *("--against", "rule/exchange=exact,best-static+track:every=4,codec=int8,static+track:every=4,codec=int8@64"),
-    ),
+    "heldout": ("--seeds", "6", "--rows", str(ROOT / "scenarios/rows/heldout.toml")),
+    "exchange-heldout": ("--exchange", "local", "--rows", str(ROOT / "scenarios/rows/exchange.toml")),
 }
 """Held-out comparisons, as arguments of `dynamix evaluate`."""
 
@@ -369,11 +362,11 @@ class Laboratory:
         seeds: Sequence[int] = (),
         typical_run_s: float = TYPICAL_RUN_S,
     ) -> OutcomeTable:
-        """Run contenders in scenarios under all seeds; `typical_run_s` of a core is expected of the first runs."""
+        """Run rows in scenarios under all seeds; `typical_run_s` of a core is expected of the first runs."""
         files = {policy: [run.path for run in runs] for policy, runs in learned.items()}
         suite = Suite(name="results", scenarios=tuple(scenarios))
-        contenders = parse_contenders(",".join(labels), files)
-        cells = plan(suite, contenders, seeds or range(self.scale.num_seeds), tuned or self._tuned)
+        rows = parse_rows(",".join(map(_row_text, labels)), files)
+        cells = plan(suite, rows, seeds or range(self.scale.num_seeds), tuned or self._tuned)
         line = ProgressLine(30.0)
 
         def show(progress: ComparisonProgress) -> None:
@@ -383,7 +376,7 @@ class Laboratory:
         with Ledger(self._directory / "runs.jsonl") as ledger:
             print(f"  {estimate(cells, ledger, typical_run_s=typical_run_s).text(self._jobs)}", flush=True)
             fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=show)
-            return OutcomeTable(suite.scenarios, cells, ledger, contenders)
+            return OutcomeTable(suite.scenarios, cells, ledger, rows)
 
     def learned(self, wanted: Learning) -> list[LearningRun]:
         """A policy learned once per policy seed; a killed learning goes on where it was."""
@@ -410,6 +403,19 @@ class Laboratory:
             path.write_bytes(done.file.to_bytes())
             history.write_bytes(msgspec.json.encode(done.history))
         return LearningRun(str(path), msgspec.json.decode(history.read_bytes(), type=list[LearningUpdate]))
+
+
+def _row_text(label: str) -> str:
+    """What `dynamix evaluate` takes for a row, from its label in tables: `goodput+track@32`."""
+    head, _, size = label.partition("@")
+    name, _, options = head.partition(":")
+    name, track, _ = name.partition("+track")
+    keys = [
+        *(["track=1"] if track else []),
+        *([options] if options else []),
+        *([f"local_batch_size={size}"] if size else []),
+    ]
+    return f"{name}:{','.join(keys)}" if keys else name
 
 
 Result = tuple[Table, list[Panel]]

@@ -15,7 +15,7 @@ from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.registry import POLICIES, extension_policy, policy_named, policy_names
-from dynamix.lab.experiments.comparison.contenders import parse_contender
+from dynamix.lab.comparison.rows import parse_rows
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.extensions import ExtensionError
 
@@ -69,9 +69,9 @@ async def test_a_job_is_held_to_the_options_and_the_version_of_an_installed_poli
 
 @pytest.mark.usefixtures("example_extension")
 def test_a_comparison_can_have_an_installed_policy() -> None:
-    assert parse_contender("halving:divisor=4").options == {"divisor": 4}
+    assert parse_rows("halving:divisor=4")[0].options == {"divisor": 4}
     with pytest.raises(ValueError, match="'halving' has no option"):
-        parse_contender("halving+track")
+        parse_rows("halving:track=1")
 
 
 def test_our_own_names_are_never_another_packages(theirs: Write) -> None:

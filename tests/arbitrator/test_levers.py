@@ -15,7 +15,7 @@ from dynamix.arbitrator.policies.model.exchange_memory import LOOK_AGAIN, Exchan
 from dynamix.arbitrator.policies.model.levers import Change, Lever, Wish, changed_exchange
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.lab.experiments.episodes.episode import Episode, run_episode
+from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Network
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Action, Job

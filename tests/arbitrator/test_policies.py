@@ -17,7 +17,7 @@ from dynamix.arbitrator.policies.policy import RecurringPolicy
 from dynamix.arbitrator.policies.proportional import Proportional
 from dynamix.arbitrator.policies.random import DELTAS, Random
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named
-from dynamix.lab.experiments.learning.plan import PRESETS
+from dynamix.lab.learning.plan import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, OtherCodec, initial_exchange
 from dynamix.schemas.messages.policies import (

@@ -17,12 +17,12 @@ from tests.support.small_suites import made_up, tuned_for, write_suite
 
 from dynamix.cli.commands.evaluate import comparison
 from dynamix.cli.main import main
-from dynamix.lab.experiments.comparison import evaluation
-from dynamix.lab.experiments.comparison.runs import RunOutcome, RunTask
-from dynamix.lab.experiments.comparison.tuned import Choice, Tuned, read_tuned, to_toml
-from dynamix.lab.experiments.comparison.tuning import GRID
-from dynamix.lab.experiments.episodes.provenance import code_digest
-from dynamix.lab.experiments.episodes.suite import Scenario, scenario_root, suite_named
+from dynamix.lab.comparison import runs
+from dynamix.lab.comparison.rows import Choice, Tuned, read_tuned, to_toml
+from dynamix.lab.comparison.runs import RunOutcome, RunTask
+from dynamix.lab.comparison.tuning import GRID
+from dynamix.lab.simulator.episode import code_digest
+from dynamix.lab.simulator.scenario import Scenario, scenario_root, suite_named
 
 ROW = {"policy", "median_time_to_target_s", "misses", "vs_best_static", "vs_goodput"}
 
@@ -49,7 +49,7 @@ def verdict(place: Path) -> dict[str, Any]:
 
 
 def test_the_json_has_the_promised_shape(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda task: 0.5 if task.setting.policy == "rule" else 1.0))
+    monkeypatch.setattr(runs, "outcomes", made_up(lambda task: 0.5 if task.setting.policy == "rule" else 1.0))
     assert main(arguments(place, "--seeds", "3", "--jobs", "1", "--png", str(place / "figure.png"))) == 0
     found = verdict(place)
     assert found["suite"] == "suite"
@@ -71,8 +71,8 @@ def test_rows_that_may_exchange_otherwise_are_compared_with_exact_ones(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seconds = {None: 1.5, "exact": 1.0, "local": 0.5}
-    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda task: seconds[task.setting.exchange]))
-    rows = ("--policies", "rule,static:every=4,codec=int8@64", "--against", "rule/exchange=exact")
+    monkeypatch.setattr(runs, "outcomes", made_up(lambda task: seconds[task.setting.exchange]))
+    rows = ("--policies", "rule,static:every=4,codec=int8,local_batch_size=64", "--against", "rule:exchange=exact")
     assert main(arguments(place, *rows, "--exchange", "local", "--seeds", "2", "--png", str(place / "a.png"))) == 0
     found = verdict(place)
     assert found["against"] == ["rule/exchange=exact"]
@@ -80,12 +80,12 @@ def test_rows_that_may_exchange_otherwise_are_compared_with_exact_ones(
     assert ratios["rule"] == ratios["static:every=4,codec=int8@64"] == pytest.approx(0.5)
     assert ratios["goodput"] == pytest.approx(1.5)
     assert "time over that of rule/exchange=exact" in capsys.readouterr().out
-    assert "--exchange local --against rule/exchange=exact" in found["command"]
+    assert "--exchange local --against rule:exchange=exact" in found["command"]
 
 
 def test_a_row_that_needs_a_permission_says_which(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments(place, "--policies", "static:codec=int8@64", "--seeds", "1")) in (1, 2)
-    assert "which scenario alike-2 does not permit: --exchange lossy, or /exchange=lossy" in capsys.readouterr().err
+    assert main(arguments(place, "--policies", "static:codec=int8", "--seeds", "1")) in (1, 2)
+    assert "which scenario alike-2 does not permit: use --exchange lossy" in capsys.readouterr().err
 
 
 def test_an_interrupt_tells_what_there_is_and_resume_goes_on(
@@ -100,7 +100,7 @@ def test_an_interrupt_tells_what_there_is_and_resume_goes_on(
             ran.append(task.key)
             yield task, outcome
 
-    monkeypatch.setattr(evaluation, "outcomes", interrupted)
+    monkeypatch.setattr(runs, "outcomes", interrupted)
     typed = ("--policies", "rule", "--seeds", "2", "--jobs", "1")
     assert main(arguments(place, *typed)) == 130
     assert "best-static" in capsys.readouterr().out
@@ -133,7 +133,7 @@ def test_what_was_typed_wrongly_is_said_in_a_sentence(
 def test_results_of_before_stay_until_there_are_new_ones(
     place: Path, resume: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda _: 1.0))
+    monkeypatch.setattr(runs, "outcomes", made_up(lambda _: 1.0))
     typed = ("--policies", "rule", "--seeds", "1", "--jobs", "1")
     assert main(arguments(place, *typed)) == 0
     results = place / "runs.jsonl"
@@ -144,7 +144,7 @@ def test_results_of_before_stay_until_there_are_new_ones(
     def without_data(*_: object, **__: object) -> Iterator[tuple[RunTask, RunOutcome]]:
         raise ValueError("the data are missing")
 
-    monkeypatch.setattr(evaluation, "outcomes", without_data)
+    monkeypatch.setattr(runs, "outcomes", without_data)
     assert main(arguments(place, *typed, "--seeds", "2", *resume)) == 1
     assert results.read_bytes() == before
     assert not (place / "runs.jsonl.old").exists()
@@ -174,7 +174,7 @@ def test_tune_reads_train_scenarios_only_and_writes_what_evaluate_reads(
         return read(path)
 
     monkeypatch.setattr(Scenario, "read", noted)
-    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda _: 1.0))
+    monkeypatch.setattr(runs, "outcomes", made_up(lambda _: 1.0))
     output = tmp_path / "tuned.toml"
     chosen = ["--baselines", "static,goodput", "--seeds", "1", "-o", str(output)]
     assert main(["tune", *chosen, "--results", str(tmp_path / "runs.jsonl")]) == 0
@@ -201,7 +201,7 @@ def test_tuning_a_part_does_not_take_the_place_of_the_whole(
 def test_what_makes_baselines_worse_than_they_could_be_is_said(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda _: 1.0))
+    monkeypatch.setattr(runs, "outcomes", made_up(lambda _: 1.0))
     typed = ("--policies", "doubling,static,rule", "--seeds", "1", "--jobs", "1")
     assert main(arguments(place, *typed)) == 0
     told = " ".join(capsys.readouterr().err.split())
@@ -220,7 +220,7 @@ def test_what_makes_baselines_worse_than_they_could_be_is_said(
 def test_a_policy_that_meets_what_it_learned_on_is_marked(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluation, "outcomes", made_up(lambda _: 1.0))
+    monkeypatch.setattr(runs, "outcomes", made_up(lambda _: 1.0))
     shutil.copy(scenario_root() / "train" / "mixed-8.toml", place / "suite")
     (place / "mine.safetensors").write_bytes(policy_file(scenarios=("mixed-8",)).to_bytes())
     typed = ("--policies", "rule", "--policy-file", f"mine={place / 'mine.safetensors'}", "--seeds", "1", "--jobs", "1")

@@ -40,7 +40,15 @@ def test_a_run_is_told_as_a_table_as_json_and_as_a_picture(
     scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "run.png"
-    arguments = ["simulate", scenario, "--policy", "proportional:smoothing=1@32", "--data", str(DATA), "--windows"]
+    arguments = [
+        "simulate",
+        scenario,
+        "--policy",
+        "proportional:smoothing=1,local_batch_size=32",
+        "--data",
+        str(DATA),
+        "--windows",
+    ]
     assert main([*arguments, "--json", "-", "--png", str(picture)]) == 0
     shown = capsys.readouterr()
     result = json.loads(shown.out)  # nothing else is on standard output
@@ -62,7 +70,7 @@ def test_a_run_is_told_as_a_table_as_json_and_as_a_picture(
         (["n32"], "scenario 'n32' could be heldout/n32 or train/n32: name one of them"),
         (["train/mixed-8", "--policy", "statik"], "no policy is called 'statik'"),
         (["train/mixed-8", "--policy", "static:speed=2"], "speed"),
-        (["train/mixed-8", "--policy", "oracle@64"], "'oracle' is no policy but several runs: `dynamix evaluate"),
+        (["train/mixed-8", "--policy", "oracle"], "'oracle' stands for several runs: use `dynamix evaluate"),
         (["train/mixed-8", "--seed", "-1"], "argument --seed: -1: it must be 0 to 2147483647"),
         (["train/mixed-8", "--bus", "--policy-file", "a.safetensors"], "on the bus, policies come from there"),
     ],

@@ -13,8 +13,8 @@ from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learning.agent import Agent
 from dynamix.arbitrator.learning.rollout import End, Recording, Trajectory, trajectory_of
 from dynamix.cli.services import wait_until_ready
-from dynamix.lab.experiments.episodes.episode import run_episode
 from dynamix.lab.simulator.cluster import VirtualCluster
+from dynamix.lab.simulator.episode import run_episode
 from dynamix.lab.simulator.lockstep import run_lockstep
 from dynamix.reward.formula import Weights
 from dynamix.schemas import subjects

@@ -10,8 +10,8 @@ from tests.support.control_plane import ControlPlane, control_plane
 
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.collector.agent import trace_of
-from dynamix.lab.experiments.episodes.episode import Episode, run_episode
 from dynamix.lab.simulator.cluster import VirtualCluster
+from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.lab.simulator.lockstep import NoActionError, run_lockstep
 from dynamix.lab.simulator.scenario import Scenario, Stragglers
 from dynamix.reward.formula import Weights

@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -9,11 +10,18 @@ import pytest
 from tests.support.calibration_job import COMMUNICATION_S, NETWORK, WORKERS, known_job, known_scenario
 
 from dynamix.lab.calibration import Calibration, CalibrationSettings, NotEnoughWindowsError, calibrate, scenario_text
-from dynamix.lab.calibration.exposure import exposed, fit_exposure
-from dynamix.lab.calibration.fit import fit_dwell_times
-from dynamix.lab.calibration.lines import fit_line
-from dynamix.lab.calibration.observations import observe
-from dynamix.lab.simulator.scenario import Congestion, Scenario, Stragglers, scenarios_in
+from dynamix.lab.calibration.fit import (
+    Array64,
+    Observations,
+    exposed,
+    find_shifts,
+    fit_dwell_times,
+    fit_exposure,
+    fit_line,
+    fit_observations,
+    observe,
+)
+from dynamix.lab.simulator.scenario import Congestion, Scenario, SpeedChange, Stragglers, scenarios_in
 from dynamix.schemas.messages import MetricWindow
 from dynamix.schemas.messages.allocation import Exchange
 
@@ -35,6 +43,37 @@ def without_sync(window: MetricWindow) -> MetricWindow:
         for rank in window.ranks
     )
     return msgspec.structs.replace(window, ranks=ranks)
+
+
+def observations(samples: Array64, compute_s: Array64, *, exchange_s: float = 0.01) -> Observations:
+    """Windows of the times of every step, windows x steps x ranks; samples are windows x ranks."""
+    steps_s = compute_s.max(axis=2, keepdims=True) + exchange_s
+    count, num_steps, _ = compute_s.shape
+    duration_s = steps_s.sum(axis=(1, 2))
+    unknown = np.full(samples.shape, np.nan)
+    return Observations(
+        window=np.arange(count, dtype=np.float64),
+        begin_s=np.cumsum(duration_s) - duration_s,
+        num_steps=np.full(count, float(num_steps)),
+        samples=samples,
+        busy_s=compute_s.mean(axis=1),
+        sync_s=(steps_s - compute_s).mean(axis=1),
+        step_s=duration_s / num_steps,
+        tx_bytes=unknown,
+        retransmits=unknown,
+        srtt_us=unknown,
+        held_out_accuracy=unknown[:, 0],
+    )
+
+
+SAMPLES = np.random.default_rng(7).integers(8, 128, (30, 2)).astype(np.float64)
+
+
+def steps(samples: Array64, slow: Array64) -> Array64:
+    """Two ranks: 4 ms and 1 ms per sample each, rank 1 slowed by a factor for each of ten steps of a window."""
+    times_s = np.repeat(0.004 + 0.001 * samples[:, None, :], 10, axis=1)
+    times_s[:, :, 1] *= slow.reshape(-1, 10)
+    return times_s
 
 
 def test_speeds_overheads_and_link_of_a_known_cluster_are_found() -> None:
@@ -119,22 +158,25 @@ def test_what_sizes_that_do_not_vary_cannot_tell_is_said() -> None:
     assert {rank.overhead_error_s for rank in found.ranks} == {None}
     assert [worker.overhead_s for worker in found.scenario.workers] == [0.0] * 4
     assert found.remarks[0].startswith("Not identifiable from these windows: overhead and rate of ranks 0, 1, 2, 3, ")
-    assert "`random`" in found.remarks[0]
     assert found.scenario.workers[3].samples_per_s == pytest.approx(64 / (0.004 + 0.064), rel=0.05)
 
 
-def test_one_sentence_says_what_could_not_be_identified() -> None:
-    found = calibrated(known_scenario())
-    assert found.remarks[0] == (
-        "Not identifiable from these windows: a saturation of rank 2 below the batches that were seen, of 6 samples or "
-        "more, so that smaller ones are taken to cost less."
-    )
-    assert sum(remark.startswith("Not identifiable") for remark in found.remarks) == 1
-    assert not any("saturation" in remark for remark in calibrated(known_scenario(min_local_batch_size=1)).remarks)
-    bare = known_scenario(network=msgspec.structs.replace(NETWORK, latency_s=0.004, gradient_bytes=100_000))
-    assert "latency, as messages with the measured round trip times would take longer" in calibrated(bare).remarks[0]
-    slow = known_scenario(network=msgspec.structs.replace(NETWORK, bandwidth_mbit_s=100))
-    assert "the number of buckets, as computing never hid all but the last one" in calibrated(slow).remarks[0]
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "a saturation of rank 2 below the observed batches, of 6 samples or more"),
+        (
+            {"network": msgspec.structs.replace(NETWORK, latency_s=0.004, gradient_bytes=100_000)},
+            "latency, as messages",
+        ),
+        ({"network": msgspec.structs.replace(NETWORK, bandwidth_mbit_s=100)}, "the number of buckets"),
+    ],
+)
+def test_the_first_remark_names_what_could_not_be_identified(changes: dict[str, Any], words: str) -> None:
+    first, *others = calibrated(known_scenario(**changes)).remarks
+    assert first.startswith("Not identifiable from these windows: ")
+    assert words in first
+    assert not any(remark.startswith("Not identifiable") for remark in others)
 
 
 def test_latencies_of_every_bucket_are_told_from_bandwidth_by_round_trip_times() -> None:
@@ -157,10 +199,7 @@ def test_other_bytes_than_the_models_are_remarked_on_and_the_models_own_are_not(
     ]
     blind = calibrate(silent, SETTINGS).scenario  # nor a specification
     assert blind.network.gradient_bytes == 0
-    assert (
-        "latency, as no round trip times were measured, so that 50 us are taken"
-        in calibrate(silent, SETTINGS).remarks[0]
-    )
+    assert "latency, as no round trip times were measured" in calibrate(silent, SETTINGS).remarks[0]
     assert blind.window_steps == 4
     assert 190 <= blind.max_local_batch_size <= 200  # the largest that was seen
 
@@ -291,10 +330,112 @@ def test_a_written_scenario_is_read_as_the_same(part: str, tmp_path: Path) -> No
 def test_a_job_whose_gradients_were_coded_is_refused_and_one_where_they_may_have_been_is_remarked_on() -> None:
     known = known_job(known_scenario())
     coded = msgspec.structs.replace(known.job, exchange="lossy", initial_exchange=Exchange(codec="int8"))
-    with pytest.raises(
-        ValueError, match=r"travelled int8 over all-reduce.*calibrate to a run in which training was exact"
-    ):
+    with pytest.raises(ValueError, match=r"exchanged gradients with int8.*calibrate to a run with exact training"):
         calibrate(known.windows, SETTINGS, coded)
     permitted = msgspec.structs.replace(known.job, exchange="lossy")
-    assert "the fit takes training to have been exact" in calibrate(known.windows, SETTINGS, permitted).remarks[-1]
+    assert "the fit assumes exact training" in calibrate(known.windows, SETTINGS, permitted).remarks[-1]
     assert not any("exact" in remark for remark in calibrate(known.windows, SETTINGS, known.job).remarks)
+
+
+FALL = SpeedChange(rank=2, at_s=30.0, factor=3.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        FALL,
+        SpeedChange(rank=3, at_s=40.0, factor=0.5),
+        SpeedChange(rank=1, at_s=60.3, factor=4.0, exchange_s=0.05),
+        SpeedChange(rank=1, at_s=3.0, factor=4.0),
+    ],
+)
+def test_a_known_change_is_found_with_its_time_and_factor(change: SpeedChange) -> None:
+    found = calibrated(known_scenario(speed_changes=(change,)))
+    (seen,) = found.scenario.speed_changes
+    assert seen.rank == change.rank
+    assert seen.at_s == pytest.approx(change.at_s, abs=0.3)  # steps take 0.1 to 0.6 s
+    assert seen.factor == pytest.approx(change.factor, rel=0.03)
+    assert seen.exchange_s == pytest.approx(change.exchange_s, rel=0.05)
+    for worker, true in zip(found.scenario.workers, (WORKERS[0], *WORKERS), strict=True):
+        assert worker.samples_per_s == pytest.approx(true.samples_per_s, rel=0.05)  # those before it
+    assert found.scenario.stragglers is not None
+    assert found.scenario.stragglers.factor == 1.0
+    assert found.median_error < 0.03
+    if change.exchange_s:
+        assert found.communication_s == pytest.approx(COMMUNICATION_S, rel=0.1)  # that before it
+    remark = next(remark for remark in found.remarks if f"rank {change.rank} took" in remark)
+    assert remark.startswith(f"From {seen.at_s:g} s of training on, until the end, ")
+    assert ("exchanges of gradients" in remark) == (change.exchange_s > 0)
+
+
+def test_two_workers_change_at_times_of_their_own() -> None:
+    later = SpeedChange(rank=2, at_s=50.0, factor=2.0, exchange_s=0.06)
+    found = calibrated(known_scenario(speed_changes=(SpeedChange(rank=1, at_s=20.0, factor=4.0), later)))
+    first, second = found.scenario.speed_changes
+    assert (first.rank, second.rank) == (1, 2)
+    assert [first.at_s, second.at_s] == pytest.approx([20.0, 50.0], abs=0.3)
+    assert [first.factor, second.factor] == pytest.approx([4.0, 2.0], rel=0.03)
+    assert first.exchange_s == 0.0
+    assert second.exchange_s == pytest.approx(0.06, rel=0.1)
+
+
+def test_the_time_of_a_change_counts_windows_that_are_left_out_or_missing() -> None:
+    scenario = known_scenario(speed_changes=(FALL,))
+    windows = [window for window in known_job(scenario).windows if not 4 <= window.window < 20]
+    silent = [without_sync(window) if 24 <= window.window < 30 else window for window in windows if window.window > 1]
+    (seen,) = calibrate(silent, SETTINGS, known_job(scenario).job).scenario.speed_changes
+    assert seen.at_s == pytest.approx(FALL.at_s, rel=0.03)
+    assert seen.factor == pytest.approx(FALL.factor, rel=0.03)
+
+
+@pytest.mark.parametrize(("normal_s", "slow_s", "seed"), [(15, 5, 1), (40, 10, 1), (10, 10, 6), (60, 3, 4)])
+def test_stragglers_that_come_back_are_no_change(normal_s: float, slow_s: float, seed: int) -> None:
+    stragglers = Stragglers(factor=4, mean_normal_s=normal_s, mean_slow_s=slow_s, jitter=0.05)
+    seen, _ = observe(known_job(known_scenario(stragglers=stragglers), seed).windows)
+    fit = fit_observations(seen)
+    assert fit.shifts == (None,) * 4
+    assert fit.stragglers is not None
+    assert fit.stragglers.factor == pytest.approx(4, rel=0.05)
+
+
+@pytest.mark.parametrize("step", [40, 103, 146, 255])
+def test_a_change_within_a_window_is_found_at_its_step(step: int) -> None:
+    times_s = steps(SAMPLES, np.where(np.arange(300) >= step, 3.0, 1.0))
+    ends_s = np.cumsum(times_s.max(axis=2).ravel() + 0.01)
+    first, second = find_shifts(observations(SAMPLES, times_s))
+    assert first is None
+    assert second is not None
+    assert second.at_s == pytest.approx(ends_s[step - 1], abs=1e-3)
+    assert second.factor == pytest.approx(3.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [(270, 300), (100, 270), (0, 30), (60, 90)],
+    ids=["too late", "comes back", "too early", "a spell"],
+)
+def test_what_does_not_last_is_no_change(begin: int, end: int) -> None:
+    number = np.arange(300)
+    times_s = steps(SAMPLES, np.where((begin <= number) & (number < end), 3.0, 1.0))
+    assert find_shifts(observations(SAMPLES, times_s)) == (None, None)
+
+
+def test_times_that_one_line_explains_are_no_change() -> None:
+    sizes = np.where(np.arange(30)[:, None] < 15, 120.0, 10.0) + SAMPLES / 100
+    times_s = np.repeat(0.05 + 0.0002 * sizes[:, None, :], 10, axis=1)  # nearly all of it overhead
+    times_s *= np.random.default_rng(7).lognormal(0.0, 0.02, times_s.shape)
+    assert find_shifts(observations(sizes, times_s)) == (None, None)
+
+
+def test_a_window_with_next_to_nothing_to_do_tells_nothing_of_stragglers() -> None:
+    samples = SAMPLES.copy()
+    samples[::5, 0] = 1.0
+    times_s = np.repeat(0.001 * samples[:, None, :], 10, axis=1)
+    times_s[::5, :, 0] = 0.005  # instead of 1 ms: what a step costs beside its samples
+    fit = fit_observations(observations(samples, times_s))
+    assert not fit.slow(observations(samples, times_s)).any()
+    assert fit.stragglers is None
+    times_s[2::5, :, 0] *= 3
+    slow = fit_observations(observations(samples, times_s)).stragglers
+    assert slow is not None
+    assert slow.factor == pytest.approx(3.0, rel=0.02)

@@ -3,7 +3,7 @@ import pytest
 from tests.support import virtual
 
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.lab.experiments.episodes.episode import Episode, run_episode
+from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Stragglers
 from dynamix.reward.formula import Weights, reward_of
 from dynamix.schemas.chain import is_intact

@@ -12,11 +12,10 @@ from dynamix.arbitrator.deciding.signatures import Finding
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.collector.agent import Chooser
 from dynamix.collector.agent_network import AgentNetwork
-from dynamix.lab.experiments.episodes.episode import Episode, run_episode
-from dynamix.lab.experiments.learning import LearningPlan, LearningUpdate, learn
-from dynamix.lab.experiments.learning.agents import ExploringAgents
-from dynamix.lab.experiments.learning.curriculum import resized
-from dynamix.lab.experiments.learning.episodes import EpisodeTask, play
+from dynamix.lab.learning import LearningPlan, LearningUpdate, learn
+from dynamix.lab.learning.episodes import EpisodeTask, ExploringAgents, play
+from dynamix.lab.learning.plan import resized
+from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.reward.formula import TIME_ONLY
 
 FILE = learned.policy_file("appetite", policy="stigmergy")

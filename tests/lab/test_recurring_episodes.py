@@ -6,7 +6,7 @@ from tests.support import virtual
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.lab.experiments.episodes.episode import Episode, run_episode
+from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Network, Power
 from dynamix.schemas.codec import encode
 from dynamix.schemas.messages import ArmRecord, ExploredArm, JobProfile, Report

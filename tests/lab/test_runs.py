@@ -1,24 +1,35 @@
 """Runs: what their identity covers, and a ledger that a kill cannot spoil."""
 
+import itertools
+import multiprocessing
+import operator
 from importlib import import_module
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+from tests.support import examples
 from tests.support.devices import device_in, identity
 from tests.support.small_suites import outcome, write_suite
+from tests.support.virtual import action, cluster, data, scenario
 
-from dynamix.lab.experiments.comparison.baselines import LABORATORY
-from dynamix.lab.experiments.comparison.contenders import Setting
-from dynamix.lab.experiments.comparison.results_file import HEADER
-from dynamix.lab.experiments.comparison.runs import Ledger, RunTask
+from dynamix.arbitrator.policies.model.observation import Array32
+from dynamix.lab.comparison import HEADER
+from dynamix.lab.comparison.omnilearn import OmniLearn
+from dynamix.lab.comparison.rows import LABORATORY, Row, known_policy
+from dynamix.lab.comparison.runs import Ledger, RunOutcome, RunTask, outcomes, run_task
+from dynamix.lab.simulator.cluster import ClairvoyantCluster, ComputeTimes, best_split
+from dynamix.lab.simulator.episode import EpisodeError, run_in_order
+from dynamix.lab.simulator.scenario import SpeedChange, Stragglers, Workers
 from dynamix.runtime.output_files import RefusedOutputError
+from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 
 
 @pytest.fixture
 def task(tmp_path: Path) -> RunTask:
     (scenario,) = write_suite(tmp_path / "suite", mixed=1000).scenarios
-    return RunTask(scenario=scenario, setting=Setting(policy="static"), seed=3)
+    return RunTask(scenario=scenario, setting=Row(policy="static"), seed=3)
 
 
 def test_everything_that_determines_a_run_is_in_its_identity(task: RunTask) -> None:
@@ -26,24 +37,22 @@ def test_everything_that_determines_a_run_is_in_its_identity(task: RunTask) -> N
     others = [
         replace(task, seed=4),
         replace(task, scenario=replace(task.scenario, learning_rate=0.1)),
-        replace(task, setting=Setting(policy="random")),
-        replace(task, setting=Setting(policy="static", options={"track": 1.0})),
-        replace(task, setting=Setting(policy="static", policy_digest="ab")),
-        replace(task, setting=Setting(policy="static", initial_local_batch_size=64)),
-        replace(task, setting=Setting(policy="static", learning_rate_rule="linear")),
-        replace(task, setting=Setting(policy="static", exchange="local")),
+        replace(task, setting=Row(policy="random")),
+        replace(task, setting=Row(policy="static", options={"track": 1.0})),
+        replace(task, setting=Row(policy="static", local_batch_size=64)),
+        replace(task, setting=Row(policy="static", learning_rate_rule="linear")),
+        replace(task, setting=Row(policy="static", exchange="local")),
     ]
-    assert len({other.key for other in others} | {task.key}) == 9
-    assert replace(task, setting=Setting(policy="static", policy_file="/elsewhere")).key == task.key
+    assert len({other.key for other in others} | {task.key}) == 8
 
 
 def test_a_permission_rules_where_another_exchange_can_be_carried_out(task: RunTask) -> None:
     replace = msgspec.structs.replace
-    asked = replace(task, setting=Setting(policy="static", exchange="local"))
-    assert asked.ruling_scenario.exchange == "local"
+    asked = replace(task, setting=Row(policy="static", exchange="local"))
+    assert asked.effective_scenario.exchange == "local"
     servers = replace(task.scenario, network=replace(task.scenario.network, topology="parameter-server"))
     for unfit in (servers, replace(task.scenario, lag_windows=0)):
-        assert replace(asked, scenario=unfit).ruling_scenario.exchange == "exact"
+        assert replace(asked, scenario=unfit).effective_scenario.exchange == "exact"
 
 
 def test_a_published_policy_does_not_go_below_its_published_sizes(task: RunTask) -> None:
@@ -51,15 +60,15 @@ def test_a_published_policy_does_not_go_below_its_published_sizes(task: RunTask)
     scenario = replace(task.scenario, min_local_batch_size=1, initial_local_batch_size=64)
     for policy, size, least in (("ppo-paper", 64, 32), ("ppo-paper", 16, 16), ("rule", 64, 1)):
         job = replace(scenario, initial_local_batch_size=size)
-        run = replace(task, scenario=job, setting=Setting(policy=policy))
-        assert run.ruling_scenario.min_local_batch_size == least
-    asked = Setting(policy="ppo-paper", initial_local_batch_size=8)
+        run = replace(task, scenario=job, setting=Row(policy=policy))
+        assert run.effective_scenario.min_local_batch_size == least
+    asked = Row(policy="ppo-paper", local_batch_size=8)
     assert replace(task, scenario=scenario, setting=asked).initial_local_batch_size == 32
 
 
 def test_the_code_is_in_the_identity(task: RunTask, monkeypatch: pytest.MonkeyPatch) -> None:
     key = task.key
-    monkeypatch.setattr("dynamix.lab.experiments.comparison.runs.code_digest", lambda: "other code")
+    monkeypatch.setattr("dynamix.lab.comparison.runs.code_digest", lambda: "other code")
     assert msgspec.structs.replace(task).key != key
 
 
@@ -67,7 +76,7 @@ def test_the_code_is_in_the_identity(task: RunTask, monkeypatch: pytest.MonkeyPa
 def test_the_version_of_another_packages_policy_is_in_the_identity(
     task: RunTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = msgspec.structs.replace(task, setting=Setting(policy="halving"))
+    theirs = msgspec.structs.replace(task, setting=Row(policy="halving"))
     key = theirs.key
     monkeypatch.setattr(import_module("example_extension.policy").Halving, "version", 4)
     assert msgspec.structs.replace(theirs).key != key
@@ -76,7 +85,7 @@ def test_the_version_of_another_packages_policy_is_in_the_identity(
 def test_the_version_of_a_baseline_of_the_laboratory_is_in_the_identity(
     task: RunTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    controlled = msgspec.structs.replace(task, setting=Setting(policy="omnilearn"))
+    controlled = msgspec.structs.replace(task, setting=Row(policy="omnilearn"))
     key = controlled.key
     monkeypatch.setattr(LABORATORY["omnilearn"], "version", 4)
     assert msgspec.structs.replace(controlled).key != key
@@ -86,13 +95,16 @@ def test_the_version_of_a_baseline_of_the_laboratory_is_in_the_identity(
 def test_a_size_to_start_with_keeps_to_the_scenarios_bounds(
     task: RunTask, asked: int | None, ruling: int | None
 ) -> None:
-    setting = Setting(policy="static", initial_local_batch_size=asked)
+    setting = Row(policy="static", local_batch_size=asked)
     assert msgspec.structs.replace(task, setting=setting).initial_local_batch_size == ruling
 
 
 def test_a_learning_rate_rule_overrides_the_scenarios(task: RunTask) -> None:
-    linear = msgspec.structs.replace(task, setting=Setting(policy="static", learning_rate_rule="linear"))
-    assert (task.ruling_scenario.learning_rate_rule, linear.ruling_scenario.learning_rate_rule) == ("sqrt", "linear")
+    linear = msgspec.structs.replace(task, setting=Row(policy="static", learning_rate_rule="linear"))
+    assert (task.effective_scenario.learning_rate_rule, linear.effective_scenario.learning_rate_rule) == (
+        "sqrt",
+        "linear",
+    )
 
 
 def test_a_ledger_knows_again_what_it_was_told(task: RunTask, tmp_path: Path) -> None:
@@ -144,20 +156,6 @@ def test_its_first_line_says_what_a_ledger_is(task: RunTask, tmp_path: Path) -> 
     assert second.startswith(b'{"key":"' + task.key.encode())
 
 
-def test_a_ledger_from_before_there_was_such_a_line_is_continued(task: RunTask, tmp_path: Path) -> None:
-    path = tmp_path / "runs.jsonl"
-    later = msgspec.structs.replace(task, seed=4)
-    with Ledger(path) as ledger:
-        ledger.record_outcome(task, outcome(1.5), "first")
-    path.write_bytes(path.read_bytes().partition(b"\n")[2] + b'{"key":"torn')
-    with Ledger(path) as ledger:
-        assert task in ledger
-        ledger.record_outcome(later, outcome(2.5), "second")
-    with Ledger(path) as ledger:
-        assert ledger.get(later) == outcome(2.5)
-    assert len(path.read_bytes().splitlines()) == 2
-
-
 @pytest.mark.parametrize("length", [0, 1, 20, len(HEADER)])
 def test_a_ledger_torn_in_its_first_line_is_an_empty_one(task: RunTask, tmp_path: Path, length: int) -> None:
     path = tmp_path / "runs.jsonl"
@@ -168,9 +166,6 @@ def test_a_ledger_torn_in_its_first_line_is_an_empty_one(task: RunTask, tmp_path
     assert path.read_bytes().startswith(HEADER)
     with Ledger(path) as ledger:
         assert task in ledger
-
-
-FIRST_LINE = b'{"key":"' + b"0" * 64 + b'","about":"'
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -186,20 +181,12 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, content: bytes, *, 
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (HEADER + b"something else\n", "line 2, is no result"),
-        (FIRST_LINE + b'x"}\n', "line 1, is no result"),
-        (FIRST_LINE + b"torn", "no whole line of results"),
-    ],
-)
-def test_a_ledger_with_a_foreign_line_is_not_cut_off(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_ledger_with_a_foreign_line_is_not_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(RefusedOutputError, match=reason):
+    path.write_bytes(HEADER + b"something else\n")
+    with pytest.raises(RefusedOutputError, match="line 2"):
         Ledger(path)
-    assert path.read_bytes() == content
+    assert path.read_bytes() == HEADER + b"something else\n"
 
 
 def test_what_old_results_would_replace_must_be_results(task: RunTask, tmp_path: Path) -> None:
@@ -235,3 +222,154 @@ def test_what_came_in_the_way_after_the_check_is_left_alone(task: RunTask, tmp_p
         with pytest.raises(RefusedOutputError):
             ledger.record_outcome(task, outcome(1.5), "first")
     assert identity(path) == before
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> list[RunTask]:
+    (scenario,) = write_suite(tmp_path / "suite", mixed=1000).scenarios
+    return [
+        RunTask(scenario=scenario, setting=Row(policy=policy), seed=seed)
+        for policy in ("static", "random")
+        for seed in (0, 1)
+    ]
+
+
+def without_clock(outcome: RunOutcome) -> RunOutcome:
+    return msgspec.structs.replace(outcome, wall_s=0.0)
+
+
+def test_workers_find_what_one_process_finds_and_end_when_the_iterator_is_closed(tasks: list[RunTask]) -> None:
+    before = set(multiprocessing.active_children())
+    running = outcomes(tasks, jobs=2)
+    task, outcome = next(running)
+    running.close()  # type: ignore[attr-defined] - it is a generator
+    assert set(multiprocessing.active_children()) <= before
+    ((_, alone),) = outcomes([task], jobs=1)
+    assert without_clock(outcome) == without_clock(alone)
+    assert outcome.time_to_target_s is not None
+    assert outcome.num_steps > 0
+
+
+def test_results_of_a_pool_are_in_the_order_of_its_tasks(tasks: list[RunTask]) -> None:
+    assert run_in_order(operator.attrgetter("name"), tasks, jobs=2) == [task.name for task in tasks]
+
+
+def test_a_run_that_fails_is_named(tasks: list[RunTask]) -> None:
+    broken = msgspec.structs.replace(tasks[0], setting=Row(policy="no-such-policy"))
+    with pytest.raises(EpisodeError, match="no-such-policy in scenario mixed-2, seed 0: ValueError: no policy"):
+        list(outcomes([broken], jobs=1))
+
+
+JOB = examples.job()
+GLOBAL_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
+
+
+def observe(sizes: tuple[int, ...], throughput: tuple[float, ...]) -> Array32:
+    """What ranks show after a window of 10 steps."""
+    obs_WF = np.full((len(sizes), len(RANK_FEATURES)), np.nan, dtype=np.float32)
+    obs_WF[:, RANK_INDEX["num_samples"]] = np.array(sizes) * JOB.window_steps
+    obs_WF[:, RANK_INDEX["compute_time_s"]] = np.array(sizes) / np.array(throughput)
+    obs_WF[:, RANK_INDEX["age_windows"]] = 0
+    obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = sizes
+    return obs_WF
+
+
+def test_omnilearn_divides_the_global_batch_by_throughput_and_begins_to_smooth_again() -> None:
+    decision = OmniLearn().decide(JOB, 0, observe((128,) * 4, (3000.0, 3000.0, 3000.0, 1000.0)), GLOBAL_F, b"")
+    assert decision.allocation.local_batch_sizes == (154, 154, 153, 51)
+    assert decision.allocation.split == "fixed"
+    assert decision.carry == b""
+
+
+def test_omnilearn_smooths_until_a_size_leaves_its_dead_band() -> None:
+    first = OmniLearn().decide(JOB, 0, observe((128,) * 4, (1000.0, 1000.0, 1000.0, 960.0)), GLOBAL_F, b"")
+    assert first.allocation.local_batch_sizes == (128,) * 4  # 124 would be off by 3 %
+    slower = observe((128,) * 4, (1000.0, 1000.0, 1000.0, 840.0))
+    second = OmniLearn().decide(JOB, 1, slower, GLOBAL_F, first.carry)
+    assert second.allocation.local_batch_sizes == (132, 131, 131, 118)  # 900, the mean of both
+
+
+def test_omnilearn_waits_for_the_first_times_of_all() -> None:
+    obs_WF = observe((128,) * 4, (1000.0,) * 4)
+    obs_WF[2, RANK_INDEX["compute_time_s"]] = np.nan
+    decision = OmniLearn().decide(JOB, 0, obs_WF, GLOBAL_F, b"")
+    assert decision.allocation.local_batch_sizes == (128,) * 4
+
+
+def test_baselines_and_policies_are_found_by_name() -> None:
+    assert known_policy("omnilearn").name == "omnilearn"
+    assert known_policy("rule").name == "rule"
+    with pytest.raises(ValueError, match="no policy is called 'omnilearm'"):
+        known_policy("omnilearm")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_split_is_the_best_of_all_there_are(seed: int) -> None:
+    drawn = np.random.default_rng(seed)
+    times = ComputeTimes(drawn.uniform(0, 0.08, 3), drawn.uniform(0, 0.03, 3), drawn.uniform(0.001, 0.02, 3))
+    lower, upper = np.array([1, 2, 0]), np.array([9, 12, 20])
+
+    def slowest_s(sizes: tuple[int, ...]) -> float:
+        return float(np.max(np.maximum(times.least_s, times.fixed_s + times.s_per_sample * np.array(sizes))))
+
+    every = [
+        sizes
+        for sizes in itertools.product(*(range(low, high + 1) for low, high in zip(lower, upper, strict=True)))
+        if sum(sizes) == 20
+    ]
+    found = best_split(20, times, lower, upper)
+    assert found in every
+    assert slowest_s(found) == pytest.approx(min(map(slowest_s, every)))
+    assert best_split(1000, times, lower, upper) == (9, 12, 20)
+    assert best_split(1, times, lower, upper) == (1, 2, 0)
+
+
+def test_a_clairvoyant_cluster_meets_every_slowdown_with_equal_times_and_takes_no_action() -> None:
+    job = scenario(
+        workers=(Workers(samples_per_s=4000, count=2), Workers(samples_per_s=1000, count=2)),
+        stragglers=Stragglers(factor=3.0, mean_normal_s=0.05, mean_slow_s=0.05, jitter=0.1),
+        min_local_batch_size=1,
+        initial_local_batch_size=128,
+    )
+    run = ClairvoyantCluster(job, data(6000), seed=3, policy="static")
+    run.run_window()
+    run.offer(action(run.job, 0, (8, 24, 40, 56)))
+    report = run.run_window()[0]
+    assert run.applied == []
+    assert sum(row.num_samples for row in report.rows) == 5 * 512
+    plain = cluster(job, data=data(6000))
+    plain.run_window()
+    plain.run_window()
+    assert run.time_s < 0.6 * plain.time_s
+    waits = [row.sync_time_s or 0.0 for row in report.rows]
+    assert max(waits) - min(waits) < 0.1 * run.time_s / 10  # whole samples alone keep times apart
+
+
+def test_a_clairvoyant_cluster_divides_by_a_changed_speed_from_the_first_step_that_has_it() -> None:
+    workers = (Workers(samples_per_s=1000, count=2),)
+    change = SpeedChange(rank=1, at_s=0.08, factor=3.0)
+    job = scenario(workers=workers, speed_changes=(change,), initial_local_batch_size=32)
+    rows = ClairvoyantCluster(job, data(6000), seed=3, policy="static").run_window()[0].rows
+    # three steps of 32 ms and some communication begin before 0.08 s, the others divide 64 samples as 48 and 16
+    assert [row.num_samples for row in rows] == [3 * 32 + 2 * 48, 3 * 32 + 2 * 16]
+
+
+def test_runs_at_a_constant_batch_are_fastest_under_the_oracle_and_slowest_undivided(tmp_path: Path) -> None:
+    job = write_suite(tmp_path, mixed=1000).scenarios[0]
+    times_s = []
+    for policy in ("oracle", "omnilearn", "static"):
+        task = RunTask(scenario=job, setting=Row(policy=policy, local_batch_size=32), seed=0)
+        done = run_task(task)
+        assert done.evaluated_samples == sorted(done.evaluated_samples)
+        assert len(done.evaluated_samples) == len(done.evaluations)
+        times_s.append(done.virtual_time_s / done.num_steps)
+    assert times_s[0] < 0.98 * times_s[1]
+    assert times_s[1] < 0.8 * times_s[2]
+
+
+def test_the_learning_rate_of_a_run_is_the_scenarios_times_its_factor() -> None:
+    job = scenario(learning_rate=0.1)
+    task = RunTask(scenario=job, setting=Row(policy="static", learning_rate_factor=0.5), seed=0)
+    assert task.effective_scenario.learning_rate == pytest.approx(0.05)
+    assert task.key != RunTask(scenario=job, setting=Row(policy="static"), seed=0).key
+    assert msgspec.structs.replace(task.effective_scenario, learning_rate=0.1) == job

@@ -4,8 +4,8 @@ import pytest
 from tests.support import virtual
 
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.lab.experiments.episodes.episode import Episode, run_episode
 from dynamix.lab.simulator.cluster import VirtualCluster
+from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Scenario, Stragglers
 from dynamix.schemas.messages import Action, Report, Trace
 

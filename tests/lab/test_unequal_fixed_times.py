@@ -8,7 +8,7 @@ from tests.support import virtual
 
 from dynamix.arbitrator.policies.model.step_time import StepTime
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.lab.experiments.episodes.episode import run_episode
+from dynamix.lab.simulator.episode import run_episode
 from dynamix.lab.simulator.scenario import Network, Workers
 from dynamix.schemas.messages import Job
 from dynamix.schemas.progress import most_worthwhile, progress

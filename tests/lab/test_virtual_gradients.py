@@ -9,8 +9,13 @@ from tests.support import virtual
 from torch import nn
 
 from dynamix.lab.simulator.cluster import VirtualCluster
-from dynamix.lab.simulator.gradients import AutogradGradients, Gradients
-from dynamix.lab.simulator.perceptron import PerceptronGradients, gradients_of, is_perceptron
+from dynamix.lab.simulator.gradients import (
+    AutogradGradients,
+    Gradients,
+    PerceptronGradients,
+    gradients_of,
+    is_perceptron,
+)
 from dynamix.lab.workloads import Data, Part, Workload, make_optimizer, workload_named
 from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.data.orders import epoch_order
@@ -53,7 +58,7 @@ def test_steps_of_unequal_workers_equal_steps_on_one_big_batch(workload: Workloa
 
 
 def _parameters(cluster: VirtualCluster) -> torch.Tensor:
-    return cluster._gradients.parameters.detach()
+    return cluster.gradients.parameters.detach()
 
 
 def _one_big_batch(workload: Workload, optimizer: str, sizes: Sequence[int]) -> torch.Tensor:
@@ -135,7 +140,7 @@ def test_more_workers_than_a_block_holds_are_measured_in_several(monkeypatch: py
     sizes, inputs = (1, 2, 0, 3, 4, 5, 6), virtual.data(200, dtype=torch.float64).train
     plan = StepPlan(0, 0, 0, Counts(sizes))
     whole = gradients_of(MLP, seed=1, like=DOUBLE)
-    monkeypatch.setattr("dynamix.lab.simulator.perceptron.MAX_BLOCK", 3 * whole.parameters.numel())
+    monkeypatch.setattr("dynamix.lab.simulator.gradients.MAX_BLOCK", 3 * whole.parameters.numel())
     parts = gradients_of(MLP, seed=1, like=DOUBLE)
     norms = [each.step(*(t[:21] for t in inputs), plan, measured=True).norms for each in (whole, parts)]
     assert norms[0] is not None

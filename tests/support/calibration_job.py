@@ -6,7 +6,7 @@ from typing import Any
 from tests.support import virtual
 
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.lab.experiments.episodes.episode import Episode, run_episode
+from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Network, Scenario, Stragglers, Workers
 
 WORKERS = (

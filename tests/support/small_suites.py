@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from dynamix.lab.experiments.comparison.runs import RunOutcome, RunTask
-from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
-from dynamix.lab.experiments.episodes.suite import Suite, read_suite
+from dynamix.lab.comparison.rows import Choice, Tuned
+from dynamix.lab.comparison.runs import RunOutcome, RunTask
+from dynamix.lab.simulator.scenario import Suite, read_suite
 
 MIXED = """
 family = "{family}"

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from dynamix import trainer as dynamix
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.lab.experiments.episodes.episode import ControlPlane
+from dynamix.lab.simulator.episode import ControlPlane
 from dynamix.schemas.messages import Message, Report, SystemMetrics
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.wire.transport import Transport

@@ -6,15 +6,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamix.lab.experiments.comparison.results_file import LEDGER
+from dynamix.lab.comparison import LEDGER
 
 from .formatting import bar, duration
 from .output import add_option, output_path
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
-    from dynamix.lab.experiments.comparison.evaluation import ComparisonProgress
-    from dynamix.lab.experiments.episodes.suite import Suite
+    from dynamix.lab.comparison.runs import ComparisonProgress
+    from dynamix.lab.simulator.scenario import Suite
 
 NUM_JOBS = 2
 BAR_WIDTH = 20
@@ -45,7 +45,7 @@ def command_line(*words: str | int) -> str:
 
 def suite_of(arguments: argparse.Namespace, name: str) -> "Suite":
     """The suite of `--scenarios DIR`, else the one called `name`."""
-    from dynamix.lab.experiments.episodes.suite import read_suite, suite_named  # noqa: PLC0415 - torch
+    from dynamix.lab.simulator.scenario import read_suite, suite_named  # noqa: PLC0415 - torch
 
     return read_suite(Path(arguments.scenarios)) if arguments.scenarios else suite_named(name)
 

@@ -1,8 +1,7 @@
 """Simulator: N workers train one model in this process, on a clock made of formulas.
 
 In: a scenario file, a data set, actions. Out: reports, receipts and evaluations, made by the trainer's own code.
-`scenario` is the file, `cluster` the job, `clairvoyant` one that knows the rates of every step, `clock` and
-`disturbances` the time that a step takes, `gradients` and `perceptron` the real gradients, `exchange` how they travel
-where that is decided, `rounds` local steps, `lockstep` the same on a bus, `calibration` fits a scenario to a recorded
-job.
+`scenario` reads files and suites of them, `clock` has the time of a step and the disturbances, `gradients` the real
+gradients, `exchange` their communication where that is decided, `rounds` local steps, `cluster` the job, `episode`
+joins it to the services' functions and runs many in parallel, `lockstep` the same job on a bus.
 """

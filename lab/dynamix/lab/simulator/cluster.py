@@ -5,37 +5,235 @@ totals and reports, which action is adopted. Virtual are the clock and what the 
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
-from dynamix.schemas.messages import Action, Applied, Job, Report, Trace
-from dynamix.schemas.messages.allocation import EXACT, Explored, Objective
+from dynamix.schemas.messages import Action, Applied, Job, Report, SocketCounters, SystemMetrics, Trace
+from dynamix.schemas.messages.allocation import EXACT, Allocation, Explored, Objective
 from dynamix.trainer.data.division import Division, StepPlan
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.sampler import PlanSampler, Position
 from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.exchange.codec import CodedSquares
+from dynamix.trainer.exchange.embedding_tables import table_share
 from dynamix.trainer.gradient.learning_rate import FACTORS, scale_every_step
-from dynamix.trainer.gradient.noise import NoiseAverage, is_measured, window_moments
-from dynamix.trainer.measurement.rows import job_totals
+from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured, window_moments
+from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
+from dynamix.trainer.job.options import JobOptions
+from dynamix.trainer.job.reporting import Reporter
+from dynamix.trainer.measurement.clock import StepTimes
+from dynamix.trainer.measurement.process import ProcessIdentity
+from dynamix.trainer.measurement.rows import UNKNOWN, Row, job_totals, make_row
 from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.run import field_of
 from dynamix.trainer.steering.tracking import FastLoop, Tracker
 
-from .clock import VirtualClock
-from .disturbances import Disturbances
-from .exchange.traffic import NOTHING, StepTraffic
-from .exchange.virtual import RuledStep, VirtualExchange
-from .gradients import StepSums
-from .perceptron import gradients_of
-from .ranks import NOISE_DECAY, WindowRecorder, identity_of, job_options, reporters_of, training_part
+from .clock import LABELS, Conditions, Disturbances, StepTiming, VirtualClock, generator
+from .exchange import NOTHING, ActiveExchange, StepTraffic, VirtualExchange
+from .gradients import StepSums, gradients_of
 from .rounds import VirtualRounds
 from .scenario import Scenario
+
+Array64 = npt.NDArray[np.float64]
+
+MARGIN_STEPS = 2
+"""Steps from knowing of a change to the first step that can follow it, with a real loader without workers."""
+
+NOISE_DECAY = 0.9
+"""The default of `attach`."""
+
+MAX_LAG_WINDOWS = 4
+
+NO_PROCESS = ProcessIdentity(pid=0, start_ticks=0, namespace=0, uid=0)
+
+
+def job_options(
+    scenario: Scenario, seed: int, policy: str, policy_options: Mapping[str, float], sizes: tuple[int, ...]
+) -> JobOptions:
+    """The options of `attach` for such a job.
+
+    Raises:
+        ValueError: when the policy begins with a codec or local steps that this job does not support.
+    """
+    options = JobOptions(
+        local_batch_sizes=sizes,
+        base_global_batch_size=scenario.base_global_batch_size,
+        window_steps=scenario.window_steps,
+        min_local_batch_size=scenario.min_local_batch_size,
+        max_local_batch_size=scenario.max_local_batch_size,
+        max_lag_windows=max(MAX_LAG_WINDOWS, scenario.lag_windows + 1),
+        margin_steps=MARGIN_STEPS,
+        policy=policy,
+        policy_options=policy_options,
+        optimizer_family="sgd" if scenario.optimizer == "sgd" else "adam",
+        learning_rate_rule=scenario.learning_rate_rule,
+        reduction="mean",
+        seed=seed,
+        shuffle=True,
+        drop_last=False,
+        noise_every=scenario.noise_every,
+        noise_decay=NOISE_DECAY,
+        supports_tracking=True,
+        exchange=scenario.exchange,
+        supports_exchange=scenario.supports_exchange,
+        table_share=_table_share(scenario.workload),
+    )
+    first = options.initial_allocation.exchange
+    if first != EXACT and not scenario.supports_exchange:
+        raise ValueError(
+            f"policy {policy!r} begins with {first.label}, which parameter servers do not support: use "
+            'network.topology = "ring", or the policy without these options'
+        )
+    return options
+
+
+@cache
+def _table_share(workload: str) -> float:
+    with torch.device("meta"):  # no memory, and no random number
+        return table_share([workload_named(workload).model()])
+
+
+def training_part(scenario: Scenario, data: Data, seed: int) -> Part:
+    """The training part as the scenario has it: its first samples, some of their labels replaced by another class."""
+    inputs, labels = (tensor[: scenario.num_train_samples or None] for tensor in data.train)
+    if scenario.label_noise > 0:
+        drawn = generator(seed, LABELS, 0)
+        flat = labels.flatten().cpu().numpy().copy()
+        wrong = drawn.random(len(flat)) < scenario.label_noise
+        num_classes = int(flat.max()) + 1
+        flat[wrong] = (flat[wrong] + drawn.integers(1, num_classes, size=len(flat))[wrong]) % num_classes
+        labels = torch.from_numpy(flat).view(labels.shape).to(inputs.device)
+    return Part(inputs, labels)
+
+
+class WindowRecorder:
+    """Sums over the steps of a window, one number per worker in each array."""
+
+    def __init__(
+        self, scenario: Scenario, tx_bytes_per_step: float, link_rates: Callable[[Conditions], Array64]
+    ) -> None:
+        """`link_rates` has bytes per second at which each worker sends to the next one."""
+        self._link_rates = link_rates
+        count = scenario.world_size
+        self._local_ranks = [local_rank for node in scenario.nodes for local_rank in range(len(node.ranks))]
+        self._memory_sizes = np.array(scenario.max_local_batch_sizes, dtype=np.float64)
+        self._tx_bytes_per_step = tx_bytes_per_step
+        power = scenario.power_per_worker
+        self._busy_w, self._idle_w = (
+            np.array([getattr(each, name) for each in power]) for name in ("busy_w", "idle_w")
+        )
+        self._is_ring = scenario.network.topology == "ring"
+        self._round_trip_us = 2e6 * scenario.network.latency_s
+        self._retransmits_per_s = 0.0 if scenario.congestion is None else scenario.congestion.retransmits_per_s
+        self._tx_bytes, self._rx_bytes = np.zeros(count), np.zeros(count)
+        self._retransmits = np.zeros(count)
+        self._coded_before = CodedSquares()
+        self._begin()
+
+    def _begin(self) -> None:
+        count = len(self._local_ranks)
+        self._time_s = self._update_s = 0.0
+        self._compute_s, self._sync_s, self._weighted_round_trip = np.zeros(count), np.zeros(count), np.zeros(count)
+        self._loss, self._num_correct = np.zeros(count), np.zeros(count)
+        self._num_samples = np.zeros(count, dtype=np.int64)
+        self._largest = np.zeros(count)
+        self._noise = [NoiseSums() for _ in range(count)]
+        self._drift_own, self._drift_mean = np.zeros(count), 0.0
+        self._sending_s, self._num_rings = np.zeros(count), 0
+
+    def record_step(
+        self,
+        plan: StepPlan,
+        sums: StepSums,
+        timing: StepTiming,
+        conditions: Conditions,
+        traffic: StepTraffic | None = None,
+    ) -> None:
+        """Add a step; `traffic` is what was sent in it, unless that was uncoded gradients by all-reduces."""
+        sizes = np.asarray(plan.counts.values)
+        self._num_samples += sizes
+        self._largest = np.maximum(self._largest, sizes)
+        self._loss += sums.loss
+        self._num_correct += sums.num_correct
+        self._compute_s += timing.compute_s
+        self._sync_s += timing.sync_s
+        self._update_s += timing.update_s
+        self._time_s += timing.step_s
+        if traffic is None:
+            self._sending_s += self._tx_bytes_per_step / self._link_rates(conditions)
+            self._num_rings += 1
+        self._tx_bytes += self._tx_bytes_per_step if traffic is None else traffic.sent_bytes()
+        self._rx_bytes += self._tx_bytes_per_step if traffic is None else traffic.received_bytes()
+        self._retransmits += conditions.congested * (self._retransmits_per_s * timing.step_s)
+        self._weighted_round_trip += conditions.congestion * timing.step_s
+        if sums.norms is not None:
+            sums.norms.add_to(self._noise, plan.counts)
+        if sums.drift is not None:
+            self._drift_own += sums.drift.own
+            self._drift_mean += sums.drift.mean
+
+    def take_rows(
+        self, held_out_accuracy: float | None, learning_rate: float, coded: CodedSquares
+    ) -> tuple[list[Row], list[SystemMetrics]]:
+        """The rows of all ranks since the last call, and what a kernel would have shown of their processes.
+
+        `coded` is that of all ranks together from the first step on.
+        """
+        count = len(self._local_ranks)
+        window = coded.since(self._coded_before)
+        self._coded_before = coded
+        each = CodedSquares(window.wanted / count, window.sent / count)
+        link_bytes, rows = self._num_rings * self._tx_bytes_per_step, []
+        for rank, local_rank in enumerate(self._local_ranks):
+            compute_s, sending_s = float(self._compute_s[rank]), self._sending_s[rank]
+            energy_j, link, sockets = UNKNOWN, None, None
+            if self._busy_w.size:
+                idle_s = self._time_s - compute_s
+                energy_j = float(self._busy_w[rank] * compute_s + self._idle_w[rank] * idle_s)
+            if self._is_ring and sending_s > 0:  # how fast it sent to the next rank
+                link = float(link_bytes / sending_s), (rank + 1) % count
+            if self._tx_bytes_per_step:  # cumulative counters; a rank alone has no socket
+                sockets = SocketCounters(
+                    tx_bytes=int(self._tx_bytes[rank]),
+                    rx_bytes=int(self._rx_bytes[rank]),
+                    retransmits=int(self._retransmits[rank]),
+                    srtt_us=self._round_trip_us * float(self._weighted_round_trip[rank]) / self._time_s,
+                )
+            rows.append(
+                make_row(
+                    local_rank,
+                    NO_PROCESS,
+                    num_samples=int(self._num_samples[rank]),
+                    loss_sum=float(self._loss[rank]),
+                    num_correct=float(self._num_correct[rank]),
+                    times=[StepTimes(0.0, compute_s, float(self._sync_s[rank]), self._update_s)],
+                    times_split=True,
+                    noise=self._noise[rank],
+                    sockets=sockets,
+                    held_out_accuracy=held_out_accuracy,
+                    drift=(float(self._drift_own[rank]), self._drift_mean),
+                    learning_rate=learning_rate,
+                    coded=each,
+                    link=link,
+                    energy_j=energy_j,
+                )
+            )
+        busy = self._compute_s / self._time_s
+        memory = self._largest / self._memory_sizes
+        simulated = [
+            SystemMetrics(cpu_time_ratio=ratio, memory_ratio=share)
+            for ratio, share in zip(busy.tolist(), memory.tolist(), strict=True)
+        ]
+        self._begin()
+        return rows, simulated
 
 
 class Evaluation(NamedTuple):
@@ -89,37 +287,47 @@ class VirtualCluster:
             raise ValueError(
                 f"scenario {scenario.name!r} has no energy to compare runs by: add a table [[power]] per [[workers]]"
             )
-        self._identity = identity_of(scenario, job or f"{scenario.name or scenario.family}-{seed}")
+        self._identity = JobIdentity(
+            job=job or f"{scenario.name or scenario.family}-{seed}",
+            generation=0,
+            attempt=Attempt(launch="virtual", restarts=0, max_restarts=0),
+            nodes=scenario.nodes,
+            max_local_batch_sizes=scenario.max_local_batch_sizes,
+        )
         self._data = training_part(scenario, data, seed)
         self._evaluated = Part(*(tensor[: scenario.evaluation_samples or None] for tensor in data.validation))
         self._test = data.test
         self._make_training()
-        self._reporters = reporters_of(self._options, self._identity)
+        first = self._options.initial_allocation
+        self._reporters = [
+            Reporter(self._options, self._identity, Place(node.ranks[0], 0, node.node, tuple(node.ranks)), first)
+            for node in self._identity.nodes
+        ]
         self.job = self._reporters[0].specification(total_samples=None)
 
     def _make_training(self) -> None:
         scenario, seed = self.scenario, self.seed
         workload = workload_named(scenario.workload)
         inputs = self._data.inputs
-        self._gradients = gradients_of(workload, seed=seed, like=inputs)
+        self.gradients = gradients_of(workload, seed=seed, like=inputs)
         self._schedule = Schedule(self._options.initial_allocation)
         self._orders = Permutations(len(inputs), seed, shuffle=True)
         self._sampler = PlanSampler(self._orders, self._schedule, division=Division(0))
         self._disturbances = Disturbances(scenario, seed)
         self._clock = VirtualClock(scenario, workload.gradient_bytes)
         self._recorder = WindowRecorder(scenario, self._clock.tx_bytes_per_step, self._clock.link_rates)
-        self._exchange = VirtualExchange(
-            self._gradients.model,
+        self.exchange = VirtualExchange(
+            self.gradients.model,
             scenario.world_size,
             num_buckets=scenario.network.num_buckets,
             gradient_bytes=self._clock.gradient_bytes,
         )
         self._noise = NoiseAverage(NOISE_DECAY)
-        self._optimizer = self._make_optimizer(self._gradients.parameters)
-        self._rounds = VirtualRounds(
-            self._gradients,
+        self._optimizer = self._make_optimizer(self.gradients.parameters)
+        self.rounds = VirtualRounds(
+            self.gradients,
             self._optimizer,
-            self._exchange,
+            self.exchange,
             self._make_optimizer,
             noise_every=scenario.noise_every,
         )
@@ -159,7 +367,7 @@ class VirtualCluster:
         return self._is_ended or self.time_s >= limit
 
     def end(self) -> None:
-        """Let the run be over now, wherever its clock is."""
+        """Stop the run."""
         self._is_ended = True
 
     @property
@@ -197,7 +405,7 @@ class VirtualCluster:
         if not self.over:
             raise RuntimeError(f"the test part is scored when the run is over, not at {self.time_s:g} s")
         if self._test_accuracy is None:
-            self._test_accuracy = self._gradients.accuracy(self._test)
+            self._test_accuracy = self.gradients.accuracy(self._test)
         return self._test_accuracy
 
     def ended(self, reason: str = "completed") -> Job:
@@ -213,10 +421,10 @@ class VirtualCluster:
         following = self.position.after(plan)
         if following.step % self.scenario.window_steps == 0 and self.scenario.lag_windows > 0:
             self._adopt(following.step)  # before the window's last step: a real rank knows by then what follows
-        step = self._ruled(plan.step)
+        step = self._active(plan.step)
         sums, traffic = self._train(plan, step, ends_epoch=self._sampler.is_over(following))
         sizes = np.asarray(plan.counts.values, dtype=np.float64)
-        begun_s = self._rounds.computed_s
+        begun_s = self.rounds.computed_s
         if step.is_local:
             timing = self._clock.local_step(sizes, conditions, begun_s, decided=decided, traffic=traffic)
         else:
@@ -226,7 +434,7 @@ class VirtualCluster:
         )
         self._evaluate(self.time_s + timing.step_s)  # what was due before the step's end saw the parameters before it
         if step.is_local:
-            self._rounds.end_step(timing.compute_s, step)
+            self.rounds.end_step(timing.compute_s, step)
         else:
             self._optimizer.step()
         self.time_s += timing.step_s
@@ -236,36 +444,36 @@ class VirtualCluster:
         if times_are_shared and self._schedule.allocation_at(plan.step).split == "tracking":
             seconds, counts = timing.seconds_per_sample(plan.counts.values), plan.counts.values
             if step.is_local:
-                seconds, counts = self._rounds.ended_times(begun_s + timing.compute_s)
+                seconds, counts = self.rounds.ended_times(begun_s + timing.compute_s)
             # a loader without workers has drawn nothing yet
             self._fast_loop.observe_times(seconds, self.position.step, counts)
 
-    def _ruled(self, step: int) -> RuledStep:
-        """How gradients travel; those of a worker alone stay where they are."""
+    def _active(self, step: int) -> ActiveExchange:
+        """The exchange that is active in a step; a worker alone sends nothing."""
         if self.scenario.world_size == 1:
-            return RuledStep(EXACT, EXACT)
-        return RuledStep(*(self._schedule.allocation_at(each).exchange for each in (step, step + 1)))
+            return ActiveExchange(EXACT, EXACT)
+        return ActiveExchange(*(self._schedule.allocation_at(each).exchange for each in (step, step + 1)))
 
-    def _train(self, plan: StepPlan, step: RuledStep, *, ends_epoch: bool) -> tuple[StepSums, StepTraffic | None]:
-        """Leave the gradient of a step, or let each worker make a step of its own; what is evaluated stays as it was.
+    def _train(self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool) -> tuple[StepSums, StepTraffic | None]:
+        """Compute the gradient of a step, or a local step of each worker; evaluated parameters stay as they were.
 
-        Returns what was sent, where it is not what exact training sends: `None` also where nothing was.
+        Returns what was sent; `None` for exact training, and where nothing was sent.
         """
         chosen = torch.from_numpy(self._orders.order_of(plan.epoch)[plan.offset : plan.offset + plan.counts.total])
         inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
         if step.is_local:
-            sums = self._rounds.compute(inputs, labels, plan)
-            ended = self._rounds.update(plan, step, ends_epoch=ends_epoch)
+            sums = self.rounds.compute(inputs, labels, plan)
+            ended = self.rounds.update(plan, step, ends_epoch=ends_epoch)
             return (sums, None) if ended is None else (sums._replace(drift=ended.drift), ended.traffic)
         measured = is_measured(plan.step, self.scenario.noise_every)
         if step.exchange == EXACT:
-            return self._gradients.step(inputs, labels, plan, measured=measured), None
-        gradient = self._gradients.parameters.grad
+            return self.gradients.step(inputs, labels, plan, measured=measured), None
+        gradient = self.gradients.parameters.grad
         assert gradient is not None, "made with the model"
         of_each = gradient.new_empty(self.scenario.world_size, len(gradient))
-        sums = self._gradients.step_of_each(inputs, labels, plan, of_each)
-        traffic = self._exchange.sum_gradients(of_each / plan.counts.total, step, gradient)
-        return sums._replace(norms=self._gradients.norms_of(of_each) if measured else None), traffic
+        sums = self.gradients.step_of_each(inputs, labels, plan, of_each)
+        traffic = self.exchange.sum_gradients(of_each / plan.counts.total, step, gradient)
+        return sums._replace(norms=self.gradients.norms_of(of_each) if measured else None), traffic
 
     def _evaluate(self, before_s: float) -> None:
         """Fill the grid up to a time, exclusively: it costs no virtual time, and the parameters stay the same."""
@@ -274,7 +482,7 @@ class VirtualCluster:
             if due_s > scenario.time_limit_s:
                 return
             if accuracy is None:
-                accuracy = self._gradients.accuracy(self._evaluated)
+                accuracy = self.gradients.accuracy(self._evaluated)
             self.evaluations.append(Evaluation(due_s, accuracy, self.position.samples_seen))
             if self.time_to_target_s is None and self._is_at_target():
                 self.time_to_target_s = due_s
@@ -285,7 +493,7 @@ class VirtualCluster:
         return len(newest) == looks and sum(newest) / looks >= self.scenario.target_accuracy
 
     def _adopt(self, first_step: int) -> None:
-        """Let the newest action that is old enough rule from the window on that begins with a step."""
+        """Apply the newest action that is old enough from the window that begins with this step."""
         window = first_step // self.scenario.window_steps
         due = window - 1 - self.scenario.lag_windows
         while self._waiting and self._waiting[0].window <= due:
@@ -305,7 +513,7 @@ class VirtualCluster:
         self._decided = self._schedule.newest != before  # a policy that changes nothing pays nothing
 
     def _follow_traces(self, first_step: int, window: int, due: int) -> None:
-        """Let the sizes rule that follow from the traces of windows up to `due`, where traces rule."""
+        """Apply the sizes that follow from the traces of windows up to `due`, for a policy of traces."""
         if self._field is None:
             return
         self._newest_traces.update((trace.node, trace) for trace in self._traces if trace.window <= due)
@@ -319,7 +527,7 @@ class VirtualCluster:
         sizes = self._schedule.counts_at(self.position.step - 1)
         accuracy = self.evaluations[-1].accuracy if self.evaluations else None
         rate = self.scenario.learning_rate * self._rate_factor(self.position.step - 1)
-        rows, simulated = self._recorder.take_rows(accuracy, rate, self._exchange.coded())
+        rows, simulated = self._recorder.take_rows(accuracy, rate, self.exchange.coded())
         self._noise.observe_window(window_moments(row.noise for row in rows))
         totals = job_totals(
             rows,
@@ -344,3 +552,68 @@ class VirtualCluster:
             reports.append(msgspec.structs.replace(report, simulated=own))
             reporter.keep_window(rows, totals)
         return reports
+
+
+Sizes = npt.NDArray[np.int64]
+
+FAR = 2.0**20
+"""Samples: above every saturation, where computing times are straight lines."""
+NUM_HALVINGS = 60
+ROUNDING = 1e-9
+"""Samples: a whole size may come out a little less."""
+
+
+class ComputeTimes(NamedTuple):
+    """Seconds that each worker computes on `size` samples: max(least_s, fixed_s + s_per_sample * size)."""
+
+    least_s: Array64
+    fixed_s: Array64
+    s_per_sample: Array64
+
+    def within(self, time_s: float, lower: Sizes, upper: Sizes) -> Sizes:
+        """The greatest sizes that take no longer than this; the lower bound where even that takes longer."""
+        sizes = np.floor((time_s - self.fixed_s) / self.s_per_sample + ROUNDING)
+        return np.clip(np.where(self.least_s <= time_s, sizes, lower), lower, upper).astype(np.int64)
+
+
+class ClairvoyantCluster(VirtualCluster):
+    """Trains at its initial global batch, divided again for every step; actions are dropped."""
+
+    def offer(self, action: Action) -> None:
+        """Drop it."""
+
+    def _step(self) -> None:
+        step = self.position.step
+        conditions = self._disturbances.at(step, self.time_s)
+
+        def compute_s(sizes: Array64) -> Array64:
+            return self._clock.step(sizes, conditions).compute_s
+
+        initial = self._options.initial_allocation
+        upper = np.array(self._identity.max_local_batch_sizes)
+        lower = np.minimum(self._options.min_local_batch_size, upper)
+        ones = np.ones(len(upper))
+        least_s, near_s, far_s = compute_s(ones), compute_s(FAR * ones), compute_s(2 * FAR * ones)
+        s_per_sample = (far_s - near_s) / FAR
+        times = ComputeTimes(least_s, near_s - FAR * s_per_sample, s_per_sample)
+        split = best_split(sum(initial.local_batch_sizes), times, lower, upper)
+        self._schedule.revise(step, Allocation(split))
+        super()._step()
+
+
+def best_split(total: int, times: ComputeTimes, lower: Sizes, upper: Sizes) -> tuple[int, ...]:
+    """The whole sizes with the shortest slowest time. A total outside of the bounds becomes the nearest within."""
+    total = int(np.clip(total, lower.sum(), upper.sum()))
+    low, high = 0.0, float(np.max(np.maximum(times.least_s, times.fixed_s + times.s_per_sample * upper)))
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        if times.within(middle, lower, upper).sum() >= total:
+            high = middle
+        else:
+            low = middle
+    sizes = times.within(high, lower, upper)
+    while (excess := int(sizes.sum()) - total) > 0:
+        ends_s = np.where(sizes > lower, times.fixed_s + times.s_per_sample * sizes, -np.inf)
+        slowest = np.argsort(-ends_s, kind="stable")[:excess]
+        sizes[slowest[sizes[slowest] > lower[slowest]]] -= 1
+    return tuple(sizes.tolist())

@@ -1,7 +1,7 @@
-"""Local steps of virtual ranks: each has parameters and optimizer state of its own, as a row of one matrix.
+"""Local steps of virtual ranks: each has its own parameters and optimizer state, as a row of one matrix.
 
-The rules are those of `dynamix.trainer.local_steps`. An optimizer of the catalog does to each number what it
-does to any other, so that one of them on the matrix is one for each rank. With N ranks that takes the memory of the
+The semantics are those of `dynamix.trainer.local_steps`. The optimizers of the catalog work elementwise, so that one of
+them on the matrix is one for each rank. With N ranks that takes the memory of the
 model and its optimizer's state N times, and the CPU a forward and backward pass per rank.
 """
 
@@ -18,8 +18,7 @@ from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps.outer import outer_step
 from dynamix.trainer.local_steps.round_times import mean_counts
 
-from .exchange.traffic import StepTraffic, all_reduced
-from .exchange.virtual import RuledStep, VirtualExchange
+from .exchange import ActiveExchange, StepTraffic, VirtualExchange, all_reduced
 from .gradients import Gradients, StepSums, WorkerDrift, WorkerNorms
 
 Array64 = npt.NDArray[np.float64]
@@ -27,14 +26,14 @@ MakeOptimizer = Callable[[nn.Parameter], torch.optim.Optimizer]
 
 
 class _Ranks(NamedTuple):
-    """What each rank has, rows by rank."""
+    """State of the ranks, a row each."""
 
     parameters: nn.Parameter
     optimizer: torch.optim.Optimizer
 
 
 class RoundEnd(NamedTuple):
-    """What the last step of a round brought."""
+    """Result of the last step of a round."""
 
     traffic: StepTraffic
     drift: WorkerDrift
@@ -55,7 +54,7 @@ class VirtualRounds:
         """`optimizer` is that of the ranks in common, `make` one for rows, of the same kind and rate."""
         self._measurement = RoundMeasurement(noise_every)
         self._sketch_bytes = 0
-        """Size of the sketch that travels with the end of this round."""
+        """Size of the sketch that is sent at the end of this round."""
         self._gradients = gradients
         self._common = optimizer
         self._exchange = exchange
@@ -66,16 +65,17 @@ class VirtualRounds:
         self._velocity: Tensor | None = None
         """Momentum of outer steps, where they have any."""
         self._num_samples: Array64 = np.zeros(exchange.world_size)
-        self._num_steps = 0
+        self.num_steps = 0
+        """In the round so far."""
         self.computed_s: Array64 = np.zeros(exchange.world_size)
-        """What each rank has computed in the round so far, in seconds."""
+        """Compute time of each rank in the round so far, in seconds."""
         self._ended: tuple[Array64, int] = self._num_samples, 1
         """Samples by rank and steps of the newest round that ended."""
 
     @property
-    def is_begun(self) -> bool:
-        """Whether ranks have parameters of their own."""
-        return self._ranks is not None
+    def parameters(self) -> Tensor | None:
+        """The parameters of all ranks, a row each; `None` while they have them in common."""
+        return None if self._ranks is None else self._ranks.parameters.detach()
 
     def compute(self, inputs: Tensor, labels: Tensor, plan: StepPlan) -> StepSums:
         """Compute the mean gradient of each rank's samples at its own parameters, and show the mean of these."""
@@ -85,25 +85,25 @@ class VirtualRounds:
         counts = ranks.parameters.grad.new_tensor(plan.counts.values).clamp_(min=1)
         ranks.parameters.grad.div_(counts[:, None])
         self._show_mean()
-        if self._measurement.measures(plan.step, begins_round=self._num_steps == 0):
+        if self._measurement.measures(plan.step, begins_round=self.num_steps == 0):
             return sums._replace(norms=self._norms(ranks.parameters.grad, plan))
         return sums
 
     def _norms(self, means: Tensor, plan: StepPlan) -> WorkerNorms:
-        """What real ranks know of a gradient that none of them has; the sum of their sketches is that of the sum."""
+        """Norms as real ranks measure them, of a gradient that none of them has (sketches add up)."""
         sketch = NormSketch(plan.step, 1.0)
         sketch.add(torch.mv(means.t(), means.new_tensor(plan.counts.values) / plan.counts.total), 0)
         self._sketch_bytes = sketch.cells.nbytes
         return WorkerNorms(torch.linalg.vector_norm(means, dim=1).double().numpy() ** 2, sketch.reduced())
 
-    def update(self, plan: StepPlan, step: RuledStep, *, ends_epoch: bool) -> RoundEnd | None:
-        """Let each rank make its step; returns what a round's last one brings. What is shown stays as it was."""
+    def update(self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool) -> RoundEnd | None:
+        """Update each rank; returns the round's result after its last step. Evaluated parameters stay as they were."""
         ranks = self._begun()
         ranks.optimizer.step()
-        self._num_steps += 1
+        self.num_steps += 1
         self._num_samples = self._num_samples + np.asarray(plan.counts.values)
         exchange, following = step.exchange, step.following
-        if self._num_steps < exchange.every and exchange == following and not ends_epoch:
+        if self.num_steps < exchange.every and exchange == following and not ends_epoch:
             return None
         weights = self._weights()
         moved = (ranks.parameters.detach() - self._start) * weights[:, None]
@@ -112,8 +112,8 @@ class VirtualRounds:
         traffic = self._exchange.sum_moves(moved, step, total)
         self._start.add_(self._outer_step(total, step))
         ranks.parameters.data.copy_(self._start.expand_as(ranks.parameters))
-        self._ended = self._num_samples, self._num_steps
-        self._num_steps = 0
+        self._ended = self._num_samples, self.num_steps
+        self.num_steps = 0
         self._num_samples = np.zeros_like(self._num_samples)
         if self._sketch_bytes:
             traffic = traffic.and_then(all_reduced(self._sketch_bytes, len(weights)))
@@ -122,7 +122,7 @@ class VirtualRounds:
             traffic = self._average_optimizers(ranks, weights, traffic)
         return RoundEnd(traffic, WorkerDrift(own.numpy(), float(torch.dot(total, total))))
 
-    def _outer_step(self, moved: Tensor, step: RuledStep) -> Tensor:
+    def _outer_step(self, moved: Tensor, step: ActiveExchange) -> Tensor:
         """How far all go, after how far they moved on the mean."""
         if step.exchange.outer_momentum and self._velocity is None:
             self._velocity = torch.zeros_like(moved)
@@ -131,12 +131,12 @@ class VirtualRounds:
             self._velocity = None
         return found
 
-    def end_step(self, compute_s: Array64, step: RuledStep) -> None:
+    def end_step(self, compute_s: Array64, step: ActiveExchange) -> None:
         """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""
-        self.computed_s = self.computed_s + compute_s if self._num_steps else np.zeros_like(compute_s)
+        self.computed_s = self.computed_s + compute_s if self.num_steps else np.zeros_like(compute_s)
         self._show_mean()
         if step.following.every == 1:
-            assert self._num_steps == 0, "a round ends before another exchange rules"
+            assert self.num_steps == 0, "a round ends before another exchange is active"
             self._ranks = None
 
     def ended_times(self, computed_s: Array64) -> tuple[list[float], tuple[int, ...]]:
@@ -151,7 +151,7 @@ class VirtualRounds:
     def _show_mean(self) -> None:
         """Put the mean of the ranks' parameters, weighted by their samples in the round, where it is evaluated."""
         shown, ranks = self._gradients.parameters.data, self._begun()
-        if self._num_steps == 0:
+        if self.num_steps == 0:
             shown.copy_(self._start)
         else:
             torch.mv(ranks.parameters.detach().t(), self._weights(), out=shown)
@@ -174,7 +174,7 @@ class VirtualRounds:
         return self._ranks
 
     def _average_optimizers(self, ranks: _Ranks, weights: Tensor, traffic: StepTraffic) -> StepTraffic:
-        """Let all ranks have the weighted mean of their optimizers' states, for the common one as well."""
+        """Replace all optimizers' states by their weighted mean, that of the common one as well."""
         common = self._gradients.parameters
         for name, value in ranks.optimizer.state[ranks.parameters].items():
             if isinstance(value, Tensor) and value.shape == ranks.parameters.shape:

@@ -3,12 +3,16 @@
 Times are seconds of the virtual clock, rates and bandwidths are per second of it.
 """
 
+import hashlib
+import math
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 import msgspec
 
@@ -16,24 +20,79 @@ from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.messages.allocation import ExchangePermission
 from dynamix.schemas.messages.fields import MAX_RANKS
+from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import Rule
 
-from .checks import (
-    AtLeastOne,
-    Factor,
-    Limits,
-    NotNegative,
-    Positive,
-    Share,
-    WholeNumber,
-    explain_decode_error,
-    limits_of,
-)
+
+class Limits(NamedTuple):
+    """Bounds of a finite number."""
+
+    low: float = 0
+    high: float = math.inf
+    is_open: bool = False
+    """Whether `low` itself is too low."""
+
+    def check(self, key: str, value: float) -> None:
+        """Raise ValueError when the number of that key is outside."""
+        if math.isfinite(value) and self.low <= value <= self.high and not (self.is_open and value == self.low):
+            return
+        if not math.isfinite(value):
+            raise ValueError(f"{key} = {value:g}: it must be a finite number")
+        limit = f"between {self.low:g} and {self.high:g}" if self.high < math.inf else f"at least {self.low:g}"
+        raise ValueError(f"{key} = {value:g}: it must be {f'above {self.low:g}' if self.is_open else limit}")
+
+
+NotNegative = Annotated[float, Limits()]
+Positive = Annotated[float, Limits(is_open=True)]
+Share = Annotated[float, Limits(0, 1)]
+Factor = Annotated[float, Limits(1)]
+WholeNumber = Annotated[int, Limits()]
+AtLeastOne = Annotated[int, Limits(1)]
+
+
+@cache
+def limits_of(table: type[msgspec.Struct]) -> dict[str, Limits]:
+    """The limits that a table's fields are annotated with, by key."""
+    return {
+        field.name: limits
+        for field in msgspec.structs.fields(table)
+        for part in (field.type, *get_args(field.type))
+        for limits in getattr(part, "__metadata__", ())
+    }
+
+
+def explain_decode_error(message: str, content: Mapping[str, Any], tables: Mapping[str, type[msgspec.Struct]]) -> str:
+    """A decoder's message with the value that it complains of, or with the nearest known key.
+
+    Args:
+        message: of a `msgspec.ValidationError`.
+        content: what was decoded.
+        tables: the structs by name of table; the outermost one's is empty.
+    """
+    text, _, place = message.partition(" - at ")
+    path = place.strip("`").removeprefix("$").removeprefix(".")
+    prefix = f"{path}." if path else ""
+    if unknown := re.search(r"unknown field `(.*)`", text):
+        table = tables[re.sub(r"\[.*", "", path)]
+        return f"unknown key {prefix + unknown[1]!r}{suggestion(unknown[1], table.__struct_fields__)}"
+    if missing := re.search(r"missing required field `(.*)`", text):
+        return f"the key {prefix + missing[1]!r} is missing"
+    if text.startswith("Invalid enum value"):
+        name, _, key = re.sub(r"\[\d+\]", "", path).rpartition(".")
+        choices = next(get_args(field.type) for field in msgspec.structs.fields(tables[name]) if field.name == key)
+        text = f"it must be one of {', '.join(map(repr, choices))}"
+    if not path or not text.startswith(("Expected", "it must")):
+        return text
+    value: Any = content
+    for key, index in re.findall(r"(\w+)|\[(\d+)\]", path):
+        value = value[key] if key else value[int(index)]
+    return f"{path} = {value!r}: {text[0].lower()}{text[1:]}"
+
 
 BYTES_PER_MBIT = 1e6 / 8
 MAX_EVALUATIONS = 1_000_000
-"""How often a run may look at its accuracy: it keeps each of them."""
+"""How often a run may evaluate its accuracy: it keeps each of them."""
 NODE_NAME = "virtual-{}"
 
 
@@ -57,9 +116,9 @@ class Network(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     latency_s: NotNegative = 5e-5
     """One way, of one message: a ring pays 2 (N - 1) for each bucket."""
     overlap: Share = 0.5
-    """Share of the slowest worker's compute time beside which gradients already travel, 0 ... 1."""
+    """Share of the slowest worker's compute time during which gradients are already sent, 0 ... 1."""
     num_buckets: AtLeastOne = 4
-    """Buckets a gradient travels in: the last one is ready when computing ends, and never hidden."""
+    """Buckets of a gradient: the last one is ready when computing ends, and never hidden."""
     num_servers: AtLeastOne = 1
     """Parameter servers; each holds an equal part of the gradient."""
     gradient_bytes: WholeNumber = 0
@@ -83,7 +142,7 @@ class Workers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Power(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What each worker of a kind draws: while it computes, and in all other time of its steps."""
+    """Power of each worker of a kind: while it computes, and in all other time of its steps."""
 
     busy_w: NotNegative
     idle_w: NotNegative = 0.0
@@ -118,7 +177,7 @@ class SpeedChange(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_field
 
     rank: WholeNumber
     at_s: NotNegative
-    """Virtual time: it rules all steps that begin then, or later."""
+    """Virtual time: it applies to all steps that begin then, or later."""
     factor: Positive
     """Compute time from then on, the overhead included, over that by the worker's table."""
     exchange_s: NotNegative = 0.0
@@ -129,7 +188,7 @@ class SpeedChange(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Coding(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What it costs a rank that nothing slows to code and decode its gradient, in seconds per million bytes of it.
+    """Cost of coding and decoding a gradient on an undisturbed rank, in seconds per million bytes of it.
 
     The defaults were measured with our codecs, as CPU time of one core (2026), on buckets of 1 and 4 MB over 4 and 8
     ranks; for `rows` and `sketch` with 5 % of the rows, drawn by each rank. Only that of `powersgd` is an estimate.
@@ -152,7 +211,7 @@ class Coding(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class DecisionCost(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What another allocation costs the step at which it begins to rule: cost_s + cost_per_doubling_s * log2 N.
+    """Cost of another allocation in its first step: cost_s + cost_per_doubling_s * log2 N.
 
     A decision that leaves the allocation as it is costs nothing, nor does a new split by the fast loop.
     """
@@ -213,7 +272,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     window_steps: AtLeastOne = 10
     """k: steps between two decisions."""
     lag_windows: Annotated[int, Limits(0, 16)] = 1
-    """The action of window t rules from window t + 1 + lag_windows on."""
+    """The action of window t applies from window t + 1 + lag_windows on."""
     initial_local_batch_size: int = 64
     min_local_batch_size: int = 1
     max_local_batch_size: AtLeastOne = 1024
@@ -231,7 +290,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     """In any order; one for each rank and time."""
     decision: DecisionCost = DecisionCost()
     exchange: ExchangePermission = "exact"
-    """What decisions may do to how gradients travel, as `attach` has it."""
+    """Permission of decisions for codecs and local steps, as in `attach`."""
     coding: Coding = Coding()
     power: tuple[Power, ...] = ()
     """One table for each of the workers', in their order: then the energy of windows is known."""
@@ -251,7 +310,11 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
         Limits(0, self.max_local_batch_size).check("min_local_batch_size", self.min_local_batch_size)
         Limits(least, self.max_local_batch_size).check("initial_local_batch_size", self.initial_local_batch_size)
         self._check_exchange()
-        self._check_speed_changes()
+        for change in self.speed_changes:
+            Limits(0, self.world_size - 1).check("speed_changes.rank", change.rank)
+        for first, second in pairwise(sorted((change.rank, change.at_s) for change in self.speed_changes)):
+            if first == second:
+                raise ValueError(f"speed_changes: rank {first[0]} changes twice at {first[1]:g} s: remove one of them")
         if len(self.power) not in (0, len(self.workers)):
             raise ValueError(
                 f"{len(self.power)} tables [[power]] for {len(self.workers)} tables [[workers]]: one for each, or none"
@@ -260,32 +323,21 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
             if group.max_local_batch_size is not None:
                 Limits(least).check("workers.max_local_batch_size", group.max_local_batch_size)
 
-    def _check_speed_changes(self) -> None:
-        for change in self.speed_changes:
-            Limits(0, self.world_size - 1).check("speed_changes.rank", change.rank)
-        for first, second in pairwise(sorted((change.rank, change.at_s) for change in self.speed_changes)):
-            if first == second:
-                raise ValueError(
-                    f"speed_changes: rank {first[0]} changes twice at {first[1]:g} s: leave one of them out"
-                )
-
     def _check_exchange(self) -> None:
-        if self.exchange == "exact":
-            return
-        if self.network.topology != "ring":
+        if self.exchange != "exact" and self.network.topology != "ring":
             raise ValueError(
-                f'exchange = "{self.exchange}": only workers that reduce gradients among themselves can exchange them '
-                'otherwise, use network.topology = "ring"'
+                f'exchange = "{self.exchange}": parameter servers support neither codecs nor local steps; use '
+                'network.topology = "ring"'
             )
-        if self.lag_windows < 1:
+        if self.exchange != "exact" and self.lag_windows < 1:
             raise ValueError(
-                f'lag_windows = {self.lag_windows}: with exchange = "{self.exchange}" the last step before another '
-                "exchange sends what is still kept, so it must be known by then: use at least 1"
+                f'lag_windows = {self.lag_windows}: with exchange = "{self.exchange}" the last step before a change of '
+                "codec sends the residuals, so the change must be known by then: use at least 1"
             )
 
     @property
     def supports_exchange(self) -> bool:
-        """Whether the workers can carry out decisions on how gradients travel."""
+        """Whether the workers support codecs and local steps."""
         return self.network.topology == "ring"
 
     @property
@@ -298,16 +350,16 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The scenario in a TOML file.
 
         Raises:
-            ValueError: when it is no scenario; the text names file, key and value.
+            ValueError: when it is not a scenario; the text names file, key and value.
             OSError: when the file cannot be read.
         """
         file = Path(path)
         try:
             content = tomllib.loads(read_regular(file).decode())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file}: this is not TOML: {error}") from error
+            raise ValueError(f"{file}: not TOML: {error}") from error
         except RecursionError as error:
-            raise ValueError(f"{file}: this is no scenario: its values are nested too deeply") from error
+            raise ValueError(f"{file}: not a scenario: its values are nested too deeply") from error
         try:
             return msgspec.convert({"name": file.stem, **content}, cls)
         except msgspec.ValidationError as error:
@@ -335,7 +387,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def power_per_worker(self) -> tuple[Power, ...]:
-        """What each worker draws, in rank order; nothing where it is not known."""
+        """Power of each worker, in rank order; empty where it is not known."""
         return tuple(each for group, each in zip(self.workers, self.power, strict=False) for _ in range(group.count))
 
     @property
@@ -369,7 +421,7 @@ def scenarios_in(directory: str | Path) -> list[Scenario]:
     """The scenarios of a directory's .toml files, sorted by name.
 
     Raises:
-        ValueError: when there is none, two have one name, or a file is no scenario.
+        ValueError: when there is none, two have one name, or a file is not a scenario.
         OSError: when a file cannot be read.
     """
     files = sorted(Path(directory).glob("*.toml"))
@@ -380,3 +432,85 @@ def scenarios_in(directory: str | Path) -> list[Scenario]:
         if first.name == second.name:
             raise ValueError(f"{directory} holds two scenarios of the name {first.name!r}: names tell runs apart")
     return found
+
+
+TRAIN = "train"
+HELD_OUT = "heldout"
+SUITES = (HELD_OUT, TRAIN)
+TUNED_FILE = "tuned.toml"
+TUNED_EXCHANGE_FILE = "tuned-exchange.toml"
+
+
+class Suite(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Scenarios that are evaluated together."""
+
+    name: str
+    scenarios: tuple[Scenario, ...]
+
+    @cached_property
+    def families(self) -> dict[str, tuple[Scenario, ...]]:
+        """The scenarios of each family, families in alphabetical order."""
+        names = sorted({scenario.family for scenario in self.scenarios})
+        return {name: tuple(found for found in self.scenarios if found.family == name) for name in names}
+
+    @property
+    def heterogeneous_families(self) -> list[str]:
+        """Names of the families that are not a control."""
+        return [name for name, scenarios in self.families.items() if not is_control(scenarios)]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the content of all its scenarios."""
+        return hashlib.sha256("".join(sorted(map(digest_of, self.scenarios))).encode()).hexdigest()
+
+
+def digest_of(scenario: Scenario) -> str:
+    """Return the SHA-256 of a scenario's content; comments and the order of keys do not change it."""
+    return hashlib.sha256(msgspec.json.encode(scenario.content, order="sorted")).hexdigest()
+
+
+def is_homogeneous(scenario: Scenario) -> bool:
+    """Whether all workers are alike and stay alike: no stragglers, congestion or changes. Jitter is allowed."""
+    kinds = {msgspec.structs.replace(workers, count=1) for workers in scenario.workers}
+    disturbances = (scenario.stragglers, scenario.congestion)
+    alike = len(kinds) == 1 and not scenario.speed_changes
+    return alike and all(disturbance is None or disturbance.factor == 1.0 for disturbance in disturbances)
+
+
+def is_control(scenarios: Sequence[Scenario]) -> bool:
+    """Whether a family is the control: nothing in any of its scenarios can be improved by a controller."""
+    return all(map(is_homogeneous, scenarios))
+
+
+def scenario_root() -> Path:
+    """Directory of the scenarios that come with the package, or of this checkout.
+
+    Raises:
+        ValueError: when neither is there.
+    """
+    here = Path(__file__).resolve()
+    places = (here.parents[1] / "scenarios", here.parents[4] / "scenarios")
+    for place in places:
+        if place.is_dir():
+            return place
+    raise ValueError(f"no scenarios in {places[0]} nor {places[1]}: name a directory with --scenarios DIR")
+
+
+def suite_named(name: str) -> Suite:
+    """One of the suites that come with the package: `heldout` or `train`.
+
+    Raises:
+        ValueError: when it is neither, or one of its files is not a scenario.
+    """
+    if name not in SUITES:
+        raise ValueError(f"no suite is called {name!r}: choose {' or '.join(SUITES)}, or a directory with --scenarios")
+    return read_suite(scenario_root() / name, name)
+
+
+def read_suite(directory: Path, name: str | None = None) -> Suite:
+    """The scenarios of a directory's *.toml files, sorted by name.
+
+    Raises:
+        ValueError: when there is none, or a file is not a scenario; the text names the file.
+    """
+    return Suite(name=name or directory.resolve().name, scenarios=tuple(scenarios_in(directory)))

@@ -1,4 +1,4 @@
-"""What a workload is, all workloads and optimizers by name, and how published files become their data."""
+"""Workloads and optimizers by name, and how published files become their data."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,22 @@ from .datasets import (
     read_text,
     standardised,
 )
-from .embeddings import FilteringShape, NeuralCollaborativeFiltering, RecurrentLanguageModel, RecurrentShape
 from .generated import ChoiceShape, TextShape, choices, sequences
-from .models import Transformer, TransformerShape, mlp, resnet, small_cnn, vgg11
+from .models import (
+    FilteringShape,
+    NeuralCollaborativeFiltering,
+    RecurrentLanguageModel,
+    RecurrentShape,
+    Transformer,
+    TransformerShape,
+    mlp,
+    resnet,
+    small_cnn,
+    vgg11,
+)
 
 GRADIENT_BYTES_PER_PARAMETER = 4
-"""Gradients travel as float32."""
+"""Gradients are float32."""
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
     {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 )
@@ -72,7 +82,7 @@ def cross_entropy(outputs: Tensor, labels: Tensor, reduction: Reduction) -> Tens
 
 
 def binary_cross_entropy(outputs: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
-    """Each candidate is a yes or no of its own: yes for the label's, no for the others; the mean over candidates."""
+    """Each candidate is a separate yes or no: yes for the label's, no for the others; the mean over candidates."""
     wanted = F.one_hot(labels, outputs.shape[-1]).to(outputs.dtype)
     loss = F.binary_cross_entropy_with_logits(outputs, wanted, reduction=reduction)
     return loss / outputs.shape[-1] if reduction == "sum" else loss
@@ -130,7 +140,7 @@ class Workload:
 
     @property
     def gradient_bytes(self) -> int:
-        """What every step sends over the network, once around."""
+        """Bytes of one gradient."""
         return GRADIENT_BYTES_PER_PARAMETER * self.num_parameters
 
 

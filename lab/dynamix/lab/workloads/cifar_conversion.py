@@ -50,7 +50,7 @@ def _labels(path: Path) -> npt.NDArray[np.uint8]:
     except FileNotFoundError as error:
         raise MissingDataError(f"{path} is missing: is {path.parent} the unpacked package?") from error
     except (msgspec.DecodeError, OverflowError) as error:
-        raise CorruptDataError(f"{path} is no list of labels ({error}): fetch it again") from error
+        raise CorruptDataError(f"{path} is not a list of labels ({error}): fetch it again") from error
 
 
 def _pixels(path: Path) -> npt.NDArray[np.uint8]:
@@ -63,7 +63,7 @@ def _pixels(path: Path) -> npt.NDArray[np.uint8]:
     except FileNotFoundError as error:
         raise MissingDataError(f"{path} is missing: is {path.parent} the unpacked package?") from error
     except (UnidentifiedImageError, OSError) as error:
-        raise CorruptDataError(f"{path} is no picture ({error}): fetch it again") from error
+        raise CorruptDataError(f"{path} is not a picture ({error}): fetch it again") from error
     if rows.ndim != 3 or rows.shape[1:] != (CIFAR10_SIDE**2, 3):
         raise CorruptDataError(f"{path} has the shape {rows.shape}: rows of {CIFAR10_SIDE**2} RGB pixels are needed")
     return rows.transpose(0, 2, 1)

@@ -158,7 +158,7 @@ def read_idx(content: bytes, name: str) -> npt.NDArray[np.uint8]:
         CorruptDataError: when the header is another's, or the length does not fit it.
     """
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != 0x08:
-        raise CorruptDataError(f"{name} is no idx file of unsigned bytes")
+        raise CorruptDataError(f"{name} is not an idx file of unsigned bytes")
     num_dimensions = content[3]
     start = 4 + 4 * num_dimensions
     if len(content) < start:

@@ -2,7 +2,7 @@
 
 All agents of all jobs have the same network, and each evaluates it for itself. Untrained it chooses the neutral factor,
 1, so that the agent is its rule to the bit. The likeliest choice is taken; drawn is while learning only
-(`dynamix.lab.experiments.learning.agents`).
+(`dynamix.lab.learning.episodes`).
 
 The file is one of `dynamix learn --policy stigmergy`. One comes with the package, in `shipped_agents/`; the setting
 DYNAMIX_COLLECTOR_AGENTS names another. All nodes of a job should have the same.

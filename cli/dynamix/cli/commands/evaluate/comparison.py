@@ -7,14 +7,20 @@ from typing import NamedTuple
 
 from dynamix.cli.errors import INTERRUPTED, MisuseError
 from dynamix.cli.runs import RunsProgress, suite_of
-from dynamix.lab.experiments.comparison.contenders import Contender, parse_contenders, untuned_families, with_references
-from dynamix.lab.experiments.comparison.evaluation import ComparisonCell, estimate, fill, plan
-from dynamix.lab.experiments.comparison.runs import Ledger
-from dynamix.lab.experiments.comparison.tuned import Tuned, read_tuned
-from dynamix.lab.experiments.comparison.tuning import EXCHANGE_GRID, GRID
-from dynamix.lab.experiments.comparison.verdict import note_on
-from dynamix.lab.experiments.episodes.provenance import code_digest
-from dynamix.lab.experiments.episodes.suite import (
+from dynamix.lab.comparison.rows import (
+    Row,
+    Tuned,
+    parse_rows,
+    read_rows,
+    read_tuned,
+    untuned_families,
+    with_references,
+)
+from dynamix.lab.comparison.runs import ComparisonCell, Ledger, estimate, fill, plan
+from dynamix.lab.comparison.tuning import EXCHANGE_GRID, GRID
+from dynamix.lab.comparison.verdict import note_on
+from dynamix.lab.simulator.episode import code_digest
+from dynamix.lab.simulator.scenario import (
     TRAIN,
     TUNED_EXCHANGE_FILE,
     TUNED_FILE,
@@ -30,7 +36,7 @@ class PlannedComparison(NamedTuple):
     """The policies to compare, and the runs that this takes."""
 
     suite: Suite
-    contenders: list[Contender]
+    rows: list[Row]
     tuned: Tuned
     cells: list[ComparisonCell]
     against: list[str]
@@ -41,19 +47,21 @@ def planned(arguments: argparse.Namespace) -> PlannedComparison:
     """The comparison that the arguments ask for. Raises ValueError when a policy or scenario cannot be used."""
     suite = suite_of(arguments, arguments.suite)
     files = _policy_files(arguments.policy_file)
-    named = parse_contenders(",".join(filter(None, (arguments.policies, *files, arguments.against))), files)
-    contenders = with_references(named, files)
+    asked = read_rows(Path(arguments.rows), files) if arguments.rows else parse_rows(arguments.policies, files)
+    against = parse_rows(arguments.against, files) if arguments.against else ()
+    learned = parse_rows(",".join(files), files) if files else ()
+    rows = with_references([*asked, *learned, *against], files)
     if arguments.exchange is not None:
-        contenders = [contender.permitted(arguments.exchange) for contender in contenders]
+        rows = [row.permitted(arguments.exchange) for row in rows]
     tuned = read_tuned(Path(arguments.tuned) if arguments.tuned else scenario_root() / TUNED_FILE)
     of_exchanges = scenario_root() / TUNED_EXCHANGE_FILE
     if arguments.exchange is not None and not arguments.tuned and of_exchanges.exists():
         tuned = tuned.with_choices(read_tuned(of_exchanges))
     if arguments.png is not None:
         curves_of(arguments, suite)
-    cells = plan(suite, contenders, range(arguments.seeds), tuned, crossed=arguments.crossed)
-    against = parse_contenders(arguments.against, files) if arguments.against else ()
-    return PlannedComparison(suite, contenders, tuned, cells, [contender.label for contender in against])
+    cells = plan(suite, rows, range(arguments.seeds), tuned, crossed=arguments.crossed)
+    labels = [row.label for row in (*asked, *against) if row.against or row in against]
+    return PlannedComparison(suite, rows, tuned, cells, list(dict.fromkeys(labels)))
 
 
 def fill_ledger(comparison: PlannedComparison, ledger: Ledger, arguments: argparse.Namespace) -> int:
@@ -72,21 +80,21 @@ def fill_ledger(comparison: PlannedComparison, ledger: Ledger, arguments: argpar
 
 def _warnings(comparison: PlannedComparison) -> Iterator[str]:
     """Why baselines may be worse than they could be, and learned policies better than they are."""
-    suite, contenders, tuned, cells, _ = comparison
+    suite, rows, tuned, cells, _ = comparison
     if tuned.scenarios != suite_named(TRAIN).digest:
         yield f"The train scenarios have changed since the baselines were tuned: {HOW_TO_FIX}."
     if tuned.code != code_digest():
         yield f"The code has changed since the baselines were tuned: {HOW_TO_FIX}."
     unfit = [scenario.name for scenario in suite.scenarios if not scenario.permits_any_exchange]
     if unfit and any(cell.task.setting.exchange for cell in cells):
-        yield f"Gradients travel as they are in {', '.join(unfit)}: no other exchange can be carried out there."
-    for contender in contenders:
-        has_grid = contender.policy in {**GRID, **EXCHANGE_GRID}
-        families = untuned_families(contender, suite.families, tuned) if has_grid else []
+        yield f"Workers of {', '.join(unfit)} support neither codecs nor local steps: training is exact there."
+    for row in rows:
+        has_grid = row.policy in {**GRID, **EXCHANGE_GRID}
+        families = untuned_families(row, suite.families, tuned) if has_grid else []
         if families:
-            yield f"{contender.label} is not tuned for {', '.join(families)} and runs with defaults: {HOW_TO_FIX}."
-        if contender.files and (note := note_on(contender, suite)):
-            yield f"{contender.label}: {note}"
+            yield f"{row.label} is not tuned for {', '.join(families)} and runs with defaults: {HOW_TO_FIX}."
+        if row.policy_files and (note := note_on(row, suite)):
+            yield f"{row.label}: {note}"
 
 
 def curves_of(arguments: argparse.Namespace, suite: Suite) -> str:

@@ -6,8 +6,7 @@ from rich.table import Table
 
 from dynamix.cli.formatting import UNKNOWN, formatted
 from dynamix.cli.tables import console_for, new_table, print_lines
-from dynamix.lab.experiments.comparison.scores import RatioInterval
-from dynamix.lab.experiments.comparison.verdict import Verdict, VerdictFamily, VerdictRow
+from dynamix.lab.comparison.verdict import RatioInterval, Verdict, VerdictFamily, VerdictRow
 
 HEADINGS = (
     "median",

@@ -17,10 +17,10 @@ from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import INTERRUPTED, MISUSED, CommandError, MisuseError, explained
 from dynamix.cli.output import POLICY, write_result
-from dynamix.lab.experiments.episodes.pool import EpisodeError
-from dynamix.lab.experiments.episodes.suite import TRAIN, read_suite, suite_named
-from dynamix.lab.experiments.learning import PRESETS, LearningPlan, LearningResult, LearningUpdate, learn, plan_named
-from dynamix.lab.experiments.learning.history import KIND, LearningCheckpointError
+from dynamix.lab.learning import PRESETS, LearningPlan, LearningResult, LearningUpdate, learn, plan_named
+from dynamix.lab.learning.run import KIND, LearningCheckpointError
+from dynamix.lab.simulator.episode import EpisodeError
+from dynamix.lab.simulator.scenario import TRAIN, read_suite, suite_named
 from dynamix.reward.formula import TIME_ONLY, Weights
 from dynamix.runtime import output_files
 from dynamix.runtime.bus import BusError

@@ -1,11 +1,11 @@
 """Run one job on a virtual cluster: real gradients, virtual time.
 
   dynamix simulate train/mixed-8 --policy rule --png run.png
-  dynamix simulate mine.toml --policy static@128 --seed 3 --json -
+  dynamix simulate mine.toml --policy static:local_batch_size=128 --seed 3 --json -
 
 SCENARIO is a file (scenarios/README.md), or the name of one that comes with the package. A policy is spelled as for
-`dynamix evaluate`. With --bus the services on the bus steer the job, as they steer real ones: reward and arbitrator
-must run (`dynamix up`); the collectors of the virtual nodes are started here.
+`dynamix evaluate --policies`. With --bus the services on the bus steer the job, as they steer real ones: reward and
+arbitrator must run (`dynamix up`); the collectors of the virtual nodes are started here.
 """
 
 import argparse
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("scenario", metavar="SCENARIO", help="a scenario file, or a name such as train/mixed-8")
-    add_option(parser, "--policy", "rule", "NAME[+track][:option=number,...][@SIZE]")
+    add_option(parser, "--policy", "rule", "NAME[:KEY=VALUE,...]")
     parser.add_argument("--policy-file", metavar="FILE", help="of a learned policy, instead of a shipped one")
     add_option(parser, "--seed", 0, "of weights, order of the data and disturbances", type=seed)
     add_data_argument(parser)

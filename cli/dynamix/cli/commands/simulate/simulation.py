@@ -14,14 +14,12 @@ from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import explained
 from dynamix.cli.output import Document
 from dynamix.cli.services import ServiceProcess, bus_environment, hear
-from dynamix.lab.experiments.comparison.contenders import ORACLE, Setting, parse_contender
-from dynamix.lab.experiments.comparison.evaluation import policy_of
-from dynamix.lab.experiments.comparison.tuned import Tuned
-from dynamix.lab.experiments.episodes.episode import Episode, EpisodeMessages, episode_of, run_episode
-from dynamix.lab.experiments.episodes.suite import SUITES, scenario_root
+from dynamix.lab.comparison.rows import ORACLE, Row, Tuned, parse_rows
+from dynamix.lab.comparison.runs import policy_of
 from dynamix.lab.simulator.cluster import VirtualCluster
+from dynamix.lab.simulator.episode import Episode, EpisodeMessages, episode_of, run_episode
 from dynamix.lab.simulator.lockstep import NoActionError, run_lockstep
-from dynamix.lab.simulator.scenario import Scenario
+from dynamix.lab.simulator.scenario import SUITES, Scenario, scenario_root
 from dynamix.lab.workloads import Data, Part, workload_named
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
@@ -37,7 +35,7 @@ class SimulationPlan(NamedTuple):
     """A scenario, a policy and a seed."""
 
     scenario: Scenario
-    setting: Setting
+    setting: Row
     label: str
     """The policy as it was spelled."""
     seed: int
@@ -100,15 +98,17 @@ OnReports = Callable[[Sequence[Report]], None]
 def plan(scenario: str, policy: str, policy_file: str | None, *, seed: int) -> SimulationPlan:
     """What was asked for. Raises ValueError when the scenario or the policy cannot be used."""
     found = scenario_named(scenario)
-    files = {policy.partition(":")[0].partition("@")[0]: [policy_file]} if policy_file else None
-    contender = parse_contender(policy, files)
-    if contender.policy == ORACLE:
-        raise ValueError(f"{ORACLE!r} is no policy but several runs: `dynamix evaluate --policies {ORACLE}`")
-    settings = contender.settings(found.family, Tuned())  # as it was typed: nothing tuned
+    files = {policy.partition(":")[0]: [policy_file]} if policy_file else None
+    row, *others = parse_rows(policy, files)
+    if others:
+        raise ValueError(f"--policy {policy!r}: name one policy, NAME[:KEY=VALUE,...]")
+    if row.policy == ORACLE:
+        raise ValueError(f"{ORACLE!r} stands for several runs: use `dynamix evaluate --policies {ORACLE}`")
+    settings = row.settings(found.family, Tuned())  # as it was typed: nothing tuned
     if not settings:
-        raise ValueError(f"no file of the policy {contender.policy!r} is shipped: name one with --policy-file")
-    if contender.learning_rate_rule is not None:
-        found = msgspec.structs.replace(found, learning_rate_rule=contender.learning_rate_rule)
+        raise ValueError(f"no file of the policy {row.policy!r} is shipped: name one with --policy-file")
+    if row.learning_rate_rule is not None:
+        found = msgspec.structs.replace(found, learning_rate_rule=row.learning_rate_rule)
     return SimulationPlan(found, settings[0], policy, seed)
 
 
@@ -188,7 +188,7 @@ def _in_process(planned: SimulationPlan, data: Data, record: OnReports) -> Episo
         data=data,
         seed=planned.seed,
         policy_options=setting.options,
-        initial_local_batch_size=setting.initial_local_batch_size,
+        initial_local_batch_size=setting.local_batch_size,
         on_window=record,
     )
 
@@ -201,7 +201,7 @@ async def _on_bus(planned: SimulationPlan, data: Data, record: OnReports) -> Epi
         seed=planned.seed,
         policy=setting.policy,
         policy_options=setting.options,
-        initial_local_batch_size=setting.initial_local_batch_size,
+        initial_local_batch_size=setting.local_batch_size,
         job=f"{planned.scenario.name[:MAX_NAME]}-{new_run_id()}",
     )
     async with connected(settings, "simulate") as bus, _collectors(bus, settings, cluster):

@@ -35,11 +35,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run all settings and choose; an interrupt chooses nothing."""
     check_counts(arguments, "seeds", "jobs")
-    from dynamix.lab.experiments.comparison.runs import Ledger
-    from dynamix.lab.experiments.comparison.tuned import to_toml
-    from dynamix.lab.experiments.comparison.tuning import EXCHANGE_GRID, FIRST_SEED, GRID, tune
-    from dynamix.lab.experiments.episodes.pool import EpisodeError
-    from dynamix.lab.experiments.episodes.suite import TRAIN
+    from dynamix.lab.comparison.rows import to_toml
+    from dynamix.lab.comparison.runs import Ledger
+    from dynamix.lab.comparison.tuning import EXCHANGE_GRID, FIRST_SEED, GRID, tune
+    from dynamix.lab.simulator.episode import EpisodeError
+    from dynamix.lab.simulator.scenario import TRAIN
 
     from .view import show
 
@@ -72,7 +72,7 @@ def _output(arguments: argparse.Namespace) -> Path:
     """The file to write: choices for some baselines, or on other scenarios, never replace those for all."""
     if arguments.output:
         return Path(arguments.output)
-    from dynamix.lab.experiments.episodes.suite import TUNED_EXCHANGE_FILE, TUNED_FILE, scenario_root
+    from dynamix.lab.simulator.scenario import TUNED_EXCHANGE_FILE, TUNED_FILE, scenario_root
 
     path = scenario_root() / (TUNED_EXCHANGE_FILE if arguments.exchange else TUNED_FILE)
     for option in ("baselines", "scenarios"):

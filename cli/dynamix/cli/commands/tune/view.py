@@ -1,7 +1,7 @@
 """The tuned settings of the baselines as a table."""
 
 from dynamix.cli.tables import console_for, new_table
-from dynamix.lab.experiments.comparison.tuned import Choice, Tuned
+from dynamix.lab.comparison.rows import Choice, Tuned
 
 
 def show(tuned: Tuned, *, stderr: bool) -> None:

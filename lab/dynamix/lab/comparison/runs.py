@@ -1,0 +1,397 @@
+"""The runs of a comparison: which episodes it needs, their execution, and a ledger of outcomes.
+
+A run is known by everything that determines its outcome: scenario, seed, policy with its options and file, the code and
+the numerical libraries. The ledger keeps outcomes by this key, one line each: a killed evaluation is resumed, and a
+changed scenario, policy or program never reuses an old outcome.
+"""
+
+import hashlib
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import IO, NamedTuple, Self, get_args
+
+import msgspec
+
+from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.policies.policy import Policy
+from dynamix.arbitrator.policies.registry import POLICIES, extension_policy
+from dynamix.arbitrator.policies.static import Static
+from dynamix.lab.simulator.cluster import ClairvoyantCluster, VirtualCluster
+from dynamix.lab.simulator.episode import code_digest, run_episode, run_episodes, versions, workload_data
+from dynamix.lab.simulator.scenario import Scenario, Suite
+from dynamix.runtime import output_files
+from dynamix.runtime.output_files import RefusedOutputError
+from dynamix.schemas.messages.allocation import ExchangePermission, initial_exchange, is_permitted
+
+from . import HEADER, LEDGER
+from .rows import LABORATORY, ORACLE, Row, Tuned, known_policy
+
+PUBLISHED_LEAST = {"ppo-paper": 32}
+"""Samples per rank: the smallest batch with which a policy was published. It is not compared with smaller ones."""
+TYPICAL_RUN_S = 3.0
+"""Mean over families, on one core: the assumed duration of a run before any was made."""
+
+
+class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One episode of a comparison: what determines its outcome."""
+
+    scenario: Scenario
+    setting: Row
+    seed: int
+
+    @cached_property
+    def key(self) -> str:
+        """SHA-256 of everything that determines the outcome."""
+        about = {
+            "scenario": self.effective_scenario.content,
+            "setting": self.setting.identity(),
+            "seed": self.seed,
+            "code": code_digest(),
+            "versions": versions(),
+        }
+        name = self.setting.policy
+        if not self.setting.files and name not in {*POLICIES, ORACLE}:  # its code is not in the digest
+            policy = LABORATORY.get(name) or extension_policy(name)
+            about |= {} if policy is None else {"policy_version": policy.version}
+        return hashlib.sha256(msgspec.json.encode(about, order="sorted")).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """Policy, scenario and seed, for messages."""
+        return f"{self.setting.policy} in scenario {self.scenario.name}, seed {self.seed}"
+
+    @property
+    def initial_local_batch_size(self) -> int | None:
+        """Initial size within the scenario's bounds; `None`: the scenario's."""
+        size = self.setting.local_batch_size
+        if size is None:
+            return None
+        return max(1, self.effective_scenario.min_local_batch_size, min(size, self.scenario.max_local_batch_size))
+
+    @cached_property
+    def effective_scenario(self) -> Scenario:
+        """The scenario with the setting's learning rate, its rule, and the permission where workers support it."""
+        factor = self.setting.learning_rate_factor
+        assert not isinstance(factor, str), "a row that is the best of several is not run itself"
+        permission = self.setting.exchange if self.scenario.permits_any_exchange else None
+        return msgspec.structs.replace(
+            self.scenario,
+            learning_rate=self.scenario.learning_rate * factor,
+            learning_rate_rule=self.setting.learning_rate_rule or self.scenario.learning_rate_rule,
+            exchange=permission or self.scenario.exchange,
+            min_local_batch_size=as_published(self.setting.policy, self.scenario).min_local_batch_size,
+        )
+
+
+def as_published(policy: str, scenario: Scenario) -> Scenario:
+    """The scenario with no size below those with which the policy was published, where it starts with such sizes."""
+    least = min(PUBLISHED_LEAST.get(policy, 1), scenario.initial_local_batch_size, *scenario.max_local_batch_sizes)
+    return msgspec.structs.replace(scenario, min_local_batch_size=max(scenario.min_local_batch_size, least))
+
+
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of a run; times in virtual seconds."""
+
+    time_to_target_s: float | None
+    """`None`: the target was missed."""
+    accuracy_at_fixed_time: float | None
+    test_accuracy: float
+    num_steps: int
+    num_windows: int
+    samples_seen: int
+    virtual_time_s: float
+    evaluations: list[tuple[float, float]] = []
+    """(time, accuracy on the validation part)."""
+    evaluated_samples: list[int] = []
+    """Samples seen by each evaluation."""
+    wall_s: float = 0.0
+    """Wall-clock duration, for the forecast; never part of a result."""
+
+
+class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the ledger."""
+
+    key: str
+    about: str
+    """Policy, scenario and seed, for readers."""
+    outcome: RunOutcome
+
+
+class Ledger:
+    """Outcomes by key, in a file: after a kill an incomplete last line is dropped and all others are kept."""
+
+    def __init__(self, path: Path | None = None, *, resume: bool = True) -> None:
+        """Read and check `path`, or keep outcomes in memory only. Without `resume` a ledger there becomes *.old.
+
+        Nothing is written, moved or cut off before there is an outcome to add: until then a wrong argument or missing
+        data may still end the command.
+
+        Raises:
+            RefusedOutputError: when `path`, or what *.old would replace, is anything but a ledger.
+        """
+        self._outcomes: dict[str, RunOutcome] = {}
+        self._file: IO[bytes] | None = None
+        self._path = path
+        self._resume = resume
+        if path is not None:
+            self._check(path)
+            if resume:
+                self._outcomes, _ = _read(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __contains__(self, task: RunTask) -> bool:
+        return task.key in self._outcomes
+
+    def get(self, task: RunTask) -> RunOutcome | None:
+        """The outcome of a task, `None` when it was not run."""
+        return self._outcomes.get(task.key)
+
+    def record_outcome(self, task: RunTask, outcome: RunOutcome, about: str) -> None:
+        """Add an outcome; it is written to the operating system before the return.
+
+        Raises:
+            RefusedOutputError: when something else has come to be at the path meanwhile.
+            OSError: when the file cannot be written.
+        """
+        self._outcomes[task.key] = outcome
+        if self._path is not None:
+            self._file = self._file or self._open(self._path)
+            self._file.write(msgspec.json.encode(LedgerLine(key=task.key, about=about, outcome=outcome)) + b"\n")
+            self._file.flush()
+
+    def _check(self, path: Path) -> None:
+        output_files.check(path, LEDGER, make_parents=True)
+        if not self._resume and path.exists():
+            output_files.check(path.with_name(path.name + ".old"), LEDGER)
+
+    def _open(self, path: Path) -> IO[bytes]:
+        """Open for appending, behind the last whole line."""
+        self._check(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._resume and path.exists():
+            path.replace(path.with_name(path.name + ".old"))
+        _, whole = _read(path)
+        file = path.open("ab")
+        file.truncate(whole)
+        if whole == 0:
+            file.write(HEADER)
+        return file
+
+
+def _read(path: Path) -> tuple[dict[str, RunOutcome], int]:
+    """The outcomes in a ledger, and where its last whole line ends.
+
+    Raises:
+        RefusedOutputError: when the file is not a ledger.
+    """
+    outcomes: dict[str, RunOutcome] = {}
+    end = 0
+    for number, text in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else (), start=1):
+        if not text.endswith(b"\n"):  # cut off by a kill
+            break
+        if number > 1:
+            try:
+                line = msgspec.json.decode(text, type=LedgerLine)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                reason = "its values are nested too deeply" if isinstance(error, RecursionError) else error
+                raise RefusedOutputError(
+                    f"{path}, line {number}, is not a result ({reason}): name another file, or remove this one"
+                ) from error
+            outcomes[line.key] = line.outcome
+        end += len(text)
+    return outcomes, end
+
+
+class ComparisonCell(NamedTuple):
+    """One cell of the comparison and the run that it needs; two cells may need the same run."""
+
+    label: str
+    policy_seed: int
+    """Index of the learned policy's file; 0 for a policy without."""
+    task: RunTask
+
+    @property
+    def family(self) -> str:
+        """Family of the scenario."""
+        return self.task.scenario.family
+
+    @property
+    def about(self) -> str:
+        """Row, scenario and seed, for readers of the ledger."""
+        return f"{self.label} #{self.policy_seed} in {self.task.scenario.name}, seed {self.task.seed}"
+
+
+def plan(
+    suite: Suite, rows: Sequence[Row], seeds: Sequence[int], tuned: Tuned, *, crossed: bool = True
+) -> list[ComparisonCell]:
+    """Every cell of a comparison: rows, policy seeds, scenarios and seeds, in the order to run them.
+
+    A row that is the best of others has no cells itself; theirs are run. All rows of a seed come before the next seed,
+    so that an interrupted comparison is complete for the first seeds. Without `crossed` each scenario seed is run under
+    one policy seed, in turn: as many runs per row as for a policy that is not learned. The interval then covers 99 %
+    instead of 95 % (simulated, 5 x 12 seeds).
+
+    Raises:
+        ValueError: when a row lacks what it needs, or asks for what a job does not permit.
+    """
+    parts = {part.label: part for row in rows for part in row.best_of or (row,)}
+    settings = {
+        (label, family): part.settings(family, tuned) for label, part in parts.items() for family in suite.families
+    }
+    cells = [
+        ComparisonCell(label, index, RunTask(scenario=scenario, setting=setting, seed=seed))
+        for turn, seed in enumerate(seeds)
+        for scenario in suite.scenarios
+        for label in parts
+        for index, setting in enumerate(settings[label, scenario.family])
+        if crossed or index == turn % len(settings[label, scenario.family])
+    ]
+    for cell in cells:
+        if cell.task.seed == seeds[0]:
+            _check_permission(cell)
+    return cells
+
+
+def _check_permission(cell: ComparisonCell) -> None:
+    """Raise ValueError when the first step needs a communication that the job does not permit."""
+    setting, scenario = cell.task.setting, cell.task.effective_scenario
+    first = initial_exchange(setting.policy, setting.options)
+    if is_permitted(first, scenario.exchange):
+        return
+    needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each))
+    how = f"use --exchange {needed}, or set exchange of the row to {needed!r}"
+    raise ValueError(
+        f"policy {cell.label!r} needs {first.label}, which scenario {scenario.name} does not permit: "
+        + (how if scenario.permits_any_exchange else "leave the row out")
+    )
+
+
+class ComparisonProgress(NamedTuple):
+    """Progress of a comparison after a run."""
+
+    num_done: int
+    num_total: int
+    left_s: float | None
+    """Forecast of the wall-clock time left; `None` before the first run."""
+    newest: str
+
+
+def fill(
+    cells: Iterable[ComparisonCell],
+    ledger: Ledger,
+    *,
+    jobs: int = 1,
+    data: Path | None = None,
+    on_progress: Callable[[ComparisonProgress], None] | None = None,
+) -> None:
+    """Run the cells whose outcome is not in the ledger; a run that several cells need is run once.
+
+    Raises:
+        EpisodeError: when an episode raises. Outcomes before it are in the ledger.
+    """
+    needed = {cell.task.key: cell for cell in cells}
+    missing = {key: cell for key, cell in needed.items() if cell.task not in ledger}
+    left = Counter(cell.family for cell in missing.values())
+    walls_s: dict[str, list[float]] = {}
+    runs = outcomes([cell.task for cell in missing.values()], jobs=jobs, data=data)
+    for number, (task, outcome) in enumerate(runs, start=len(needed) - len(missing) + 1):
+        cell = missing[task.key]
+        ledger.record_outcome(task, outcome, cell.about)
+        left[cell.family] -= 1
+        walls_s.setdefault(cell.family, []).append(outcome.wall_s)
+        if on_progress is not None:
+            on_progress(ComparisonProgress(number, len(needed), forecast_s(left, walls_s) / jobs, cell.about))
+
+
+def forecast_s(left: Counter[str], walls_s: dict[str, list[float]], typical_s: float | None = None) -> float:
+    """Core seconds of the runs left, by the mean duration in each family; of an unseen family a typical one.
+
+    By default that is the mean over the seen families.
+    """
+    means = {family: statistics.fmean(walls) for family, walls in walls_s.items()}
+    unseen = statistics.fmean(means.values()) if typical_s is None else typical_s
+    return sum(number * means.get(family, unseen) for family, number in left.items())
+
+
+class Estimate(NamedTuple):
+    """The cost of a comparison before it begins."""
+
+    num_runs: int
+    """Runs that are not in the ledger; a run that several cells need is one."""
+    core_minutes: float
+
+    def text(self, jobs: int) -> str:
+        """One sentence, before the runs begin."""
+        minutes = self.core_minutes / jobs
+        return f"{self.num_runs} runs to do: some {max(1, round(minutes))} minutes with --jobs {jobs}."
+
+
+def estimate(cells: Iterable[ComparisonCell], ledger: Ledger, *, typical_run_s: float = TYPICAL_RUN_S) -> Estimate:
+    """The runs left, at the mean duration of the family's runs in the ledger, else a typical one."""
+    tasks = {cell.task.key: cell.task for cell in cells}
+    walls_s: dict[str, list[float]] = {}
+    left: Counter[str] = Counter()
+    for task in tasks.values():
+        if (outcome := ledger.get(task)) is not None:
+            walls_s.setdefault(task.scenario.family, []).append(outcome.wall_s)
+        else:
+            left[task.scenario.family] += 1
+    return Estimate(left.total(), forecast_s(left, walls_s, typical_run_s) / 60)
+
+
+def outcomes(tasks: Sequence[RunTask], *, jobs: int, data: Path | None = None) -> Iterator[tuple[RunTask, RunOutcome]]:
+    """Run tasks in `jobs` processes and yield each with its outcome as it completes; raises as `run_episodes`."""
+    with closing(run_episodes(partial(run_task, data=data), tasks, jobs=jobs)) as found:
+        for index, outcome in found:
+            yield tasks[index], outcome
+
+
+def run_task(task: RunTask, *, data: Path | None = None) -> RunOutcome:
+    """Run one episode in this process."""
+    setting = task.setting
+    began_s = time.perf_counter()
+    episode = run_episode(
+        task.effective_scenario,
+        policy_of(setting),
+        data=workload_data(task.scenario.workload, data),
+        seed=task.seed,
+        policy_options=setting.options,
+        initial_local_batch_size=task.initial_local_batch_size,
+        make_cluster=ClairvoyantCluster if setting.policy == ORACLE else VirtualCluster,
+    )
+    return RunOutcome(
+        time_to_target_s=episode.time_to_target_s,
+        accuracy_at_fixed_time=episode.accuracy_at_fixed_time,
+        test_accuracy=episode.test_accuracy,
+        num_steps=episode.num_steps,
+        num_windows=episode.num_windows,
+        samples_seen=episode.samples_seen,
+        virtual_time_s=episode.virtual_time_s,
+        evaluations=[(evaluation.time_s, evaluation.accuracy) for evaluation in episode.evaluations],
+        evaluated_samples=[evaluation.samples_seen for evaluation in episode.evaluations],
+        wall_s=time.perf_counter() - began_s,
+    )
+
+
+def policy_of(setting: Row) -> Policy:
+    """The policy of a setting, read from its file when it has one; the oracle ignores actions."""
+    if setting.policy == ORACLE:
+        return Static()
+    return _learned(setting.files[0]) if setting.files else known_policy(setting.policy)
+
+
+@lru_cache(maxsize=64)
+def _learned(file: str) -> Policy:
+    return LearnedPolicy(PolicyFile.read(Path(file)))

@@ -1,1 +1,0 @@
-"""Experiments: episodes on virtual clusters, learning policies on them, tuning baselines, honest comparison."""

@@ -1,0 +1,228 @@
+"""Learned agents of `stigmergy` while they learn: what each of them saw and chose, as a trajectory.
+
+All agents have one network and choose each for itself, by what it sees. While they learn they draw, and all agents of a
+job draw by the same number in a window: those that see the same choose the same. The job's batch is the mean of their
+appetites, in which the draws of many agents alone would cancel out and teach nothing.
+
+Every agent earns the reward of the job: what each does is worth what it does to all of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learning.rollout import End, NothingDecidedError, Recording, Trajectory, trajectory_of
+from dynamix.arbitrator.policies.policy import Policy
+from dynamix.arbitrator.policies.registry import policy_named
+from dynamix.collector.agent import Chooser
+from dynamix.collector.agent_network import AgentNetwork
+from dynamix.lab.simulator.episode import Episode, run_episode, workload_data
+from dynamix.lab.simulator.scenario import Scenario
+from dynamix.reward.formula import Formula, Weights
+from dynamix.schemas.messages import Reward
+from dynamix.schemas.messages.policies import DIVIDED_BY_RANKS, STIGMERGY
+from dynamix.schemas.networks.forward import log_softmax, sample
+from dynamix.schemas.networks.sight import Array32, Sight
+
+POLICY_OPTIONS = {"learned": 1.0}
+
+
+class AgentChoice(NamedTuple):
+    """Choice of one agent in one window."""
+
+    inputs_I: Array32
+    action: int
+    logprob: float
+    value: float
+
+
+class ExploringAgents:
+    """All agents of one job, which draw their factors and remember what they saw."""
+
+    def __init__(self, file: PolicyFile, seed: int) -> None:
+        self._network = AgentNetwork(file.to_bytes(), "policy")
+        self._seed = seed
+        self.choices: dict[int, list[AgentChoice]] = {}
+        """By window, in the order of nodes."""
+
+    def factor(self, seen: Sight) -> float:
+        """Draw one agent's factor."""
+        window, network = seen.report.window, self._network
+        inputs_I = network.inputs(seen)
+        normalised = network.normalised(inputs_I)
+        logprobs_DA = log_softmax(network.forward.logits(normalised))
+        drawn = np.random.default_rng((self._seed, window)).random(1)
+        action = int(sample(logprobs_DA, drawn)[0])
+        value = float(network.forward.values(normalised)[0])
+        choice = AgentChoice(inputs_I, action, float(logprobs_DA[0, action]), value)
+        self.choices.setdefault(window, []).append(choice)
+        return network.actions[action]
+
+
+def trajectory_of_agents(agents: ExploringAgents, episode: Episode, end: End) -> Trajectory | None:
+    """The trajectory of an episode; `None` when it was over before a choice applied to a window.
+
+    The trace of window t applies from window t + 1 + lag on, until that of the next window in which agents chose. A
+    transition collects the rewards of the windows in between.
+    """
+    rewards = _mean_rewards(episode.rewards)
+    last = max(rewards, default=-1) if end.last_window is None else end.last_window
+    if end.last_share < 1 and last in rewards:
+        rewards[last] *= end.last_share
+    begins = {window + 1 + episode.scenario.lag_windows: window for window in sorted(agents.choices)}
+    edges = [*(begin for begin in begins if begin <= last), last + 1]
+    spans = [(agents.choices[begins[begin]], range(begin, following)) for begin, following in pairwise(edges)]
+    if not spans:
+        return None
+    num_agents, newest = len(episode.job.nodes), agents.choices[max(agents.choices)]
+    earned = np.array([sum(rewards.get(window, 0.0) for window in span) for _, span in spans])
+    return Trajectory(
+        inputs_TDI=np.stack([[choice.inputs_I for choice in choices] for choices, _ in spans]),
+        actions_TD=np.array([[choice.action for choice in choices] for choices, _ in spans], dtype=np.int64),
+        logprobs_TD=np.array([[choice.logprob for choice in choices] for choices, _ in spans]),
+        values_TD=np.array([[choice.value for choice in choices] for choices, _ in spans]),
+        rewards_TD=np.repeat(earned[:, None], num_agents, axis=1),
+        num_windows_T=np.array([len(span) for _, span in spans], dtype=np.int64),
+        next_values_D=np.zeros(num_agents) if end.terminated else np.array([choice.value for choice in newest]),
+        terminated=end.terminated,
+    )
+
+
+def _mean_rewards(rewards: Sequence[Reward]) -> dict[int, float]:
+    """The mean over all ranks, by window."""
+    by_window: dict[int, list[float]] = {}
+    for reward in rewards:
+        by_window.setdefault(reward.window, []).extend(rank.reward for rank in reward.ranks)
+    return {window: float(np.mean(each)) for window, each in by_window.items()}
+
+
+RULE = "rule"
+"""The policy that every learned policy is compared with."""
+
+
+class EpisodeTask(NamedTuple):
+    """One episode to run."""
+
+    scenario: Scenario
+    seed: int
+    policy: bytes
+    """The file; empty for `rule`."""
+    mode: Literal["explore", "greedy"]
+    """`explore` samples and keeps a trajectory."""
+    formula: Formula | None = None
+    weights: Weights = Weights()
+    fixed_s: float | None = None
+    """Virtual seconds after which the episode ends, whatever was reached; `None`: with the target."""
+    data: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Scenario and seed in words, for messages."""
+        return f"scenario {self.scenario.name}, seed {self.seed}"
+
+
+class EpisodeResult(NamedTuple):
+    """Result of an episode."""
+
+    time_s: float
+    """To the target; a miss counts as the time limit."""
+    missed: bool
+    trajectory: Trajectory | None
+    """`None` when nothing was sampled, or the target was reached before the first decision applied."""
+
+
+def play(task: EpisodeTask) -> EpisodeResult:
+    """Run one episode in this process.
+
+    Raises:
+        ValueError: when the scenario's data is missing, or the policy cannot be used.
+    """
+    explores, deciding = task.mode == "explore", _deciding(task)
+    scenario = task.scenario
+    if task.fixed_s is not None:
+        fixed_s = min(task.fixed_s, scenario.time_limit_s)
+        scenario = msgspec.structs.replace(scenario, fixed_time_s=fixed_s, time_limit_s=fixed_s)
+    else:  # what comes after the target teaches nothing
+        scenario = msgspec.structs.replace(scenario, fixed_time_s=0.0)
+    episode = run_episode(
+        scenario,
+        deciding.policy,
+        data=workload_data(scenario.workload, task.data),
+        seed=task.seed,
+        policy_options=deciding.options,
+        reward=(task.formula, task.weights) if explores else None,
+        keep_messages=explores,
+        choose=deciding.choose,
+    )
+    reached = episode.time_to_target_s
+    return EpisodeResult(
+        time_s=scenario.time_limit_s if reached is None else reached,
+        missed=reached is None,
+        trajectory=_trajectory(task, episode, deciding.agents) if explores else None,
+    )
+
+
+TRACK = MappingProxyType({"track": 1.0})
+"""For a job whose policy's name does not tell its ranks that they divide the batch from the first step on."""
+
+
+class _Deciding(NamedTuple):
+    """Policy of an episode, and its agents."""
+
+    policy: Policy
+    options: Mapping[str, float] = MappingProxyType({})
+    choose: Chooser | None = None
+    agents: ExploringAgents | None = None
+
+
+def _deciding(task: EpisodeTask) -> _Deciding:
+    if not task.policy:
+        return _Deciding(policy_named(RULE))
+    file, explores = PolicyFile.from_bytes(task.policy), task.mode == "explore"
+    if file.metadata.action_set != "appetite":
+        policy = LearnedPolicy(file, explore=explores)
+        tracks = "track" in policy.options and policy.options["track"].default == 1
+        return _Deciding(policy, TRACK if tracks and policy.name not in DIVIDED_BY_RANKS else {})
+    of_agents = _Deciding(policy_named(STIGMERGY), POLICY_OPTIONS)
+    if explores:
+        agents = ExploringAgents(file, task.seed)
+        return of_agents._replace(choose=agents.factor, agents=agents)
+    return of_agents._replace(choose=AgentNetwork(task.policy, "policy").factor)
+
+
+def _trajectory(task: EpisodeTask, episode: Episode, agents: ExploringAgents | None) -> Trajectory | None:
+    end = end_of(episode) if task.fixed_s is None else End()
+    if agents is not None:
+        return trajectory_of_agents(agents, episode, end)
+    action_set = PolicyFile.from_bytes(task.policy).metadata.make_action_set()
+    recording = Recording(
+        job=episode.job,
+        states=list(enumerate(episode.states, start=1)),
+        actions=episode.actions,
+        applied=episode.applied,
+        rewards=episode.rewards,
+    )
+    try:
+        return trajectory_of(recording, action_set, end)
+    except NothingDecidedError:
+        return None
+
+
+def end_of(episode: Episode) -> End:
+    """The window in which the target was reached, and the share of it that came before; a miss was cut off."""
+    if episode.time_to_target_s is None:
+        return End()
+    begin_s = 0.0
+    times = {window.window: window.job_metrics.step_time_s * window.num_steps for window in episode.windows}
+    for number, time_s in sorted(times.items()):
+        if episode.time_to_target_s <= begin_s + time_s:
+            return End(number, terminated=True, last_share=max(0.0, episode.time_to_target_s - begin_s) / time_s)
+        begin_s += time_s
+    return End(terminated=True)

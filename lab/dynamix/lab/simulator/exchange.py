@@ -1,0 +1,480 @@
+"""Communication of virtual ranks where it is not plain all-reduces: the trainer's codecs on each rank's own gradient.
+
+In: one gradient per rank, or how far its parameters moved, and the exchange that is active in the step. Out: the sum as
+real ranks would have it, bit for bit, and the time that it takes, by the bytes that each collective sends.
+
+A bucket goes through two lanes, as in the trainer: coding before the first collective and that collective in the first
+lane, all that follows in the second. Each lane takes the buckets in order, so that the sums of one come back while the
+next one is sent. But a link sends, and receives, one byte at a time: the buckets from any one on take no less than all
+their bytes over the busiest direction of the slowest link.
+
+    lane 1: end1_k = max(end1_(k-1), ready_k) + coding_k / 2 + first collective
+    lane 2: end2_k = max(end2_(k-1), end1_k) + coding_k / 2 + further collectives
+    link:   end_k  = max(end_(k-1), ready_k) + max_i max(sent_i, received_i) congestion_i / bandwidth_i
+    ring of n bytes:  2 (N - 1) * max(mean_i (l_i + s_i), max_i s_i),  s_i = congestion_i * n / (N bandwidth_i)
+    all to all:       max_i (l_i + congestion_i * max(sent_i, received_i) / bandwidth_i)
+    coding: max slowdown * (seconds per byte * gradient bytes + seconds per message * messages)
+
+Uncoded gradients over owners are sent in chunks of each bucket, which are ready together (`owners.chunks_of`). A bucket
+with a single all-reduce is not coded: by `none`, and where a lossless codec falls back to it. Coding costs what it
+costs an idle core; that it takes time from the model's computing where cores are few is not in the formulas.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Size, Tensor, nn
+
+from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Exchange
+from dynamix.trainer.communication.job_exchange import keeps_residuals
+from dynamix.trainer.communication.model_exchange import member_of
+from dynamix.trainer.exchange.codec import (
+    BucketPart,
+    BucketView,
+    CodedSquares,
+    ErrorFeedbackCodec,
+    ExchangeCodec,
+    MeasuredCodec,
+    Member,
+)
+from dynamix.trainer.exchange.collectives import Leg, Trade, run_alike
+from dynamix.trainer.exchange.int8 import Int8
+from dynamix.trainer.exchange.lossy import BLOCK
+from dynamix.trainer.exchange.owners import OwnedRange, chunks_of, owned_ranges
+from dynamix.trainer.exchange.registry import exchange_codec
+
+from .scenario import Coding
+
+Array64 = npt.NDArray[np.float64]
+
+
+class CollectiveTraffic(NamedTuple):
+    """Bytes of one collective, one number per rank."""
+
+    sent: Array64
+    received: Array64
+    is_ring: bool
+    """Whether it is an all-reduce, in 2 (N - 1) rounds around a ring; else all ranks send to all at once."""
+    num_messages: int
+    """Most that a rank codes or decodes for others; none in a ring."""
+
+    def scaled(self, factor: float) -> Self:
+        """The same collective with `factor` times the bytes."""
+        return self._replace(sent=factor * self.sent, received=factor * self.received)
+
+    def dealt(self, shares: Array64, *, is_push: bool) -> Self:
+        """The same bytes in all, as owners of exactly these shares of the gradient would send and receive them."""
+        total = float(self.sent.sum())
+        away, home = total * (1 - shares) / (len(shares) - 1), total * shares
+        return self._replace(sent=away, received=home) if is_push else self._replace(sent=home, received=away)
+
+
+class CodedAs(NamedTuple):
+    """Coding work of a rank for a bucket."""
+
+    codec: str
+    gradient_bytes: float
+    """Bytes of the gradient itself."""
+
+
+class BucketTraffic(NamedTuple):
+    """The collectives of one bucket, in order."""
+
+    collectives: tuple[CollectiveTraffic, ...]
+    coded: CodedAs
+    is_continued: bool = False
+    """Whether it is a further chunk of the bucket before it, and ready with that."""
+
+    def in_chunks(self, count: int) -> tuple["BucketTraffic", ...]:
+        """The same bucket in equal chunks, each with as many messages."""
+        collectives = tuple(each.scaled(1 / count) for each in self.collectives)
+        coded = self.coded._replace(gradient_bytes=self.coded.gradient_bytes / count)
+        return tuple(BucketTraffic(collectives, coded, number > 0) for number in range(count))
+
+
+class StepTraffic(NamedTuple):
+    """All buckets of a step."""
+
+    buckets: tuple[BucketTraffic, ...]
+
+    def and_then(self, later: "StepTraffic") -> "StepTraffic":
+        """Both, one behind the other."""
+        return StepTraffic(self.buckets + later.buckets)
+
+    def sent_bytes(self) -> Array64:
+        """By rank."""
+        return _total([each.sent for bucket in self.buckets for each in bucket.collectives])
+
+    def received_bytes(self) -> Array64:
+        """By rank."""
+        return _total([each.received for bucket in self.buckets for each in bucket.collectives])
+
+
+NOTHING = StepTraffic(())
+"""Traffic of a step that does not end a round."""
+
+
+def all_reduced(num_bytes: float, world_size: int) -> StepTraffic:
+    """Traffic of an all-reduce of so many bytes that are not part of the gradient."""
+    each_way = np.full(world_size, 2 * (world_size - 1) / world_size * num_bytes)
+    ring = CollectiveTraffic(each_way, each_way, is_ring=True, num_messages=0)
+    return StepTraffic((BucketTraffic((ring,), CodedAs("none", 0.0)),))
+
+
+def run_counted(legs: Sequence[Leg]) -> tuple[CollectiveTraffic, ...]:
+    """Run legs as `run_alike` does; returns the bytes of each collective."""
+    world_size = len(legs)
+    seen: list[list[tuple[float, float, bool, int]]] = [[] for _ in legs]
+
+    def watched(leg: Leg, rank: int) -> Leg:
+        for collective in leg:
+            if isinstance(collective, Trade):
+                sizes = collective.sent_sizes, collective.received_sizes
+                others = [[size for other, size in enumerate(each) if other != rank] for each in sizes]
+                sent, received = (collective.sent.element_size() * sum(each) for each in others)
+                seen[rank].append((sent, received, False, sum(size > 0 for each in others for size in each)))
+            else:
+                each_way = 2 * (world_size - 1) / world_size * collective.tensor.nbytes
+                seen[rank].append((each_way, each_way, True, 0))
+            yield collective
+
+    run_alike([watched(leg, rank) for rank, leg in enumerate(legs)])
+    found = []
+    for of_ranks in zip(*seen, strict=True):
+        sent, received, is_ring, num_messages = zip(*of_ranks, strict=True)
+        found.append(CollectiveTraffic(np.array(sent), np.array(received), is_ring[0], max(num_messages)))
+    return tuple(found)
+
+
+def _total(arrays: Sequence[Array64]) -> Array64:
+    return np.sum(arrays, axis=0) if arrays else np.zeros(1)
+
+
+class LinkSpeeds(NamedTuple):
+    """Current speeds of all links; float64, one per rank."""
+
+    bandwidth: Array64
+    """Bytes per second, each way."""
+    latency_s: Array64
+
+
+class BucketTimes(NamedTuple):
+    """Times of one bucket, in seconds."""
+
+    first_s: float
+    second_s: float
+    link_s: float
+
+
+def bucket_times(traffic: StepTraffic, links: LinkSpeeds, coding: Coding, slowdown: float) -> list[BucketTimes]:
+    """The times of each bucket of a step."""
+    found = []
+    for bucket in traffic.buckets:
+        collectives, coding_s = bucket.collectives, 0.0
+        if not collectives:
+            found.append(BucketTimes(0.0, 0.0, 0.0))
+            continue
+        if len(collectives) > 1 or not collectives[0].is_ring:
+            num_messages = sum(each.num_messages for each in collectives)
+            per_byte_s = coding.s_per_byte(bucket.coded.codec)
+            coding_s = slowdown * (per_byte_s * bucket.coded.gradient_bytes + coding.message_s * num_messages)
+        first_s, *further_s = (_collective_s(each, links) for each in collectives)
+        sent = np.sum([each.sent for each in collectives], axis=0)
+        received = np.sum([each.received for each in collectives], axis=0)
+        link_s = float((np.maximum(sent, received) / links.bandwidth).max())
+        found.append(BucketTimes(coding_s / 2 + first_s, coding_s / 2 + sum(further_s), link_s))
+    return found
+
+
+def finish_s(buckets: Sequence[BucketTimes], ready_s: Sequence[float]) -> float:
+    """When the last bucket is back, if they are ready at these times; 0 without any."""
+    first = second = link = 0.0
+    for times, ready in zip(buckets, ready_s, strict=True):
+        first = max(first, ready) + times.first_s
+        second = max(second, first) + times.second_s
+        link = max(link, ready) + times.link_s
+    return max(second, link)
+
+
+def ready_times_s(traffic: StepTraffic, computed_s: float, overlap: float) -> list[float]:
+    """When each bucket is ready: the first when the share `overlap` of computing is left, the last when it ends."""
+    num_buckets = sum(not bucket.is_continued for bucket in traffic.buckets)
+    last = max(1, num_buckets - 1)
+    whole = [computed_s * (1 - overlap * (last - number) / last) for number in range(num_buckets - 1)] + [computed_s]
+    numbers = np.cumsum([not bucket.is_continued for bucket in traffic.buckets]) - 1
+    return [whole[number] for number in numbers]
+
+
+def _collective_s(collective: CollectiveTraffic, links: LinkSpeeds) -> float:
+    num_ranks = len(links.bandwidth)
+    if collective.is_ring:
+        num_rounds = 2 * (num_ranks - 1)
+        sending_s = collective.sent / num_rounds / links.bandwidth
+        return num_rounds * max(float((links.latency_s + sending_s).mean()), float(sending_s.max()))
+    busiest = np.maximum(collective.sent, collective.received)
+    return float((links.latency_s + busiest / links.bandwidth).max())
+
+
+T = TypeVar("T")
+
+
+class BucketLayout(NamedTuple):
+    """One bucket, as a range of the vector that is sent."""
+
+    start: int
+    stop: int
+    parts: tuple[BucketPart, ...]
+
+
+class GradientLayout:
+    """All buckets of a model whose gradient is one flat vector, in the order of its parameters."""
+
+    def __init__(self, model: nn.Module, num_buckets: int, *, forwards: bool = False) -> None:
+        """Cut into `num_buckets`, or as many as there are rows."""
+        self._forwards = forwards
+        named = [(name, each.shape) for name, each in model.named_parameters() if each.requires_grad]
+        self._sizes = [shape.numel() for _, shape in named]
+        whole, start = [], 0
+        for name, shape in self._ordered(named):
+            whole.append(BucketPart(name, start, start + shape.numel(), shape))
+            start += shape.numel()
+        cuts = sorted({0, start, *(_cut(whole, round(start * n / num_buckets)) for n in range(1, num_buckets))})
+        self.num_elements = start
+        self.buckets = [BucketLayout(first, stop, _parts(whole, first, stop)) for first, stop in pairwise(cuts)]
+
+    def as_sent(self, gradients: Tensor) -> Tensor:
+        """A copy of flat gradients, one per row, in the order in which they are sent."""
+        return torch.cat(self._ordered(torch.split(gradients, self._sizes, dim=-1)), dim=-1)
+
+    def as_model(self, sent: Tensor, gradient: Tensor) -> None:
+        """Write a received vector back in the order of the model."""
+        places = self._ordered(torch.split(gradient, self._sizes))
+        for place, part in zip(places, torch.split(sent, self._ordered(self._sizes)), strict=True):
+            place.copy_(part)
+
+    def _ordered(self, each: Sequence[T]) -> list[T]:
+        return list(each) if self._forwards else list(reversed(each))
+
+
+def _row_length(shape: Size) -> int:
+    return shape[1:].numel() if len(shape) > 1 else 1
+
+
+def _cut(whole: Sequence[BucketPart], target: int) -> int:
+    """The boundary of a row that is nearest to a place."""
+    part = next(each for each in whole if target <= each.stop)
+    length = _row_length(part.shape)
+    return part.start + round((target - part.start) / length) * length
+
+
+def _parts(whole: Sequence[BucketPart], first: int, stop: int) -> tuple[BucketPart, ...]:
+    """Contents of a bucket: parameters, and rows of parameters under keys that name the rows."""
+    found = []
+    for part in whole:
+        start, end = max(part.start, first), min(part.stop, stop)
+        if start >= end:
+            continue
+        key, shape = part.key, part.shape
+        if (start, end) != (part.start, part.stop):
+            length = _row_length(shape)
+            begin, rows = (start - part.start) // length, (end - start) // length
+            key, shape = f"{key}[{begin}:{begin + rows}]", Size((rows, *shape[1:]))
+        found.append(BucketPart(key, start - first, end - first, shape))
+    return tuple(found)
+
+
+STACKED = "int8"
+"""The codec that is computed like this."""
+
+
+class StackedInt8:
+    """The ranks' codecs of one bucket."""
+
+    def __init__(self) -> None:
+        self._narrowing = Int8()
+        self._residuals: Tensor | None = None
+        self.coded = CodedSquares()
+        """All ranks together; unlike real ones, it counts what owners keep for themselves as sent."""
+
+    def take_residuals(self, rows: Tensor) -> None:
+        """Add to the gradients of all ranks, a row each, what was not sent of earlier ones."""
+        if self._residuals is not None:
+            rows.add_(self._residuals[:, : rows.shape[1]])
+            self._residuals = None
+
+    @property
+    def largest_residual(self) -> float:
+        """The largest number that a rank has not sent yet."""
+        return 0.0 if self._residuals is None else float(self._residuals.abs().max())
+
+    def reduce(self, rows: Tensor, member: Member) -> tuple[tuple[CollectiveTraffic, ...], bool]:
+        """Make every row the sum over ranks; False where something is not finite, and rows stay as they are."""
+        num_ranks, length = rows.shape
+        values = rows.new_zeros(num_ranks, -(-length // BLOCK) * BLOCK)
+        values[:, :length] = rows
+        if self._residuals is not None:
+            values.add_(self._residuals)
+        ranges = owned_ranges(values.shape[1], member, BLOCK)
+        own = [values[rank, each.start : each.stop].clone() for rank, each in enumerate(ranges)]
+        wanted = torch.linalg.vector_norm(values).item() ** 2
+        addends = self._narrowed(values)
+        sent = torch.linalg.vector_norm(addends).item() ** 2
+        total = torch.zeros_like(values[0])
+        for rank, (each, mine) in enumerate(zip(ranges, own, strict=True)):
+            addends[rank, each.start : each.stop] = mine
+            total.add_(addends[rank])
+        summed = self._narrowed(total)
+        if not bool(summed.isfinite().all()):
+            return _traffic(self._narrowing, ranges), False
+        self.coded = self.coded.and_more(CodedSquares(wanted, sent))
+        for rank, each in enumerate(ranges):
+            values[rank, each.start : each.stop] = total[each.start : each.stop]
+        self._residuals = values
+        rows.copy_(summed[:length].expand_as(rows))
+        return _traffic(self._narrowing, ranges), True
+
+    def _narrowed(self, values: Tensor) -> Tensor:
+        """The numbers as received; the residuals are left in `values`."""
+        flat = values.view(-1)
+        message = flat.new_empty(self._narrowing.message_bytes(len(flat)), dtype=torch.uint8)
+        self._narrowing.write(flat, message)
+        arrived = torch.empty_like(flat)
+        self._narrowing.read(message, arrived)
+        return arrived.view(values.shape)
+
+
+def _traffic(narrowing: Int8, ranges: Sequence[OwnedRange]) -> tuple[CollectiveTraffic, ...]:
+    """Traffic to the owners, and back."""
+    sizes = np.array([narrowing.message_bytes(each.length) for each in ranges], dtype=np.float64)
+    away, home = sizes.sum() - sizes, (len(sizes) - 1) * sizes
+    owners = (sizes > 0).astype(np.int64)
+    num_messages = int((owners.sum() - owners + (len(sizes) - 1) * owners).max())
+    return (
+        CollectiveTraffic(away, home, is_ring=False, num_messages=num_messages),
+        CollectiveTraffic(home, away, is_ring=False, num_messages=num_messages),
+    )
+
+
+class ActiveExchange(NamedTuple):
+    """The exchange that is active in one step."""
+
+    exchange: Exchange
+    following: Exchange
+    """Active in the next step, which all ranks know by now."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the step updates each rank's own parameters."""
+        return self.exchange.every > 1
+
+
+class VirtualExchange:
+    """Sums the gradients of virtual ranks as real ranks would, and counts what they would send."""
+
+    def __init__(self, model: nn.Module, world_size: int, *, num_buckets: int, gradient_bytes: int) -> None:
+        """`gradient_bytes` is the pretended size of a gradient."""
+        self._gradients = GradientLayout(model, num_buckets)
+        self._moves = GradientLayout(model, num_buckets, forwards=True)
+        self.world_size = world_size
+        self._gradient_bytes = gradient_bytes
+        self._codecs: dict[str, list[ExchangeCodec]] = {}
+        self._stacked: dict[tuple[bool, int], StackedInt8] = {}
+        """By whether parameters moved, and the bucket's number."""
+
+    def coded(self) -> CodedSquares:
+        """How much of what was to be sent codecs with loss have sent, of all ranks together."""
+        found = CodedSquares()
+        for stacked in self._stacked.values():
+            found = found.and_more(stacked.coded)
+        for codec in (each for of_ranks in self._codecs.values() for each in of_ranks):
+            if isinstance(codec, MeasuredCodec):
+                found = found.and_more(codec.coded())
+        return found
+
+    def sum_gradients(self, gradients: Tensor, step: ActiveExchange, total: Tensor) -> StepTraffic:
+        """Write into `total` what the ranks make of their weighted gradients, the rows of `gradients`.
+
+        Costs what N ranks code: N (N - 1) messages per bucket by codecs that send to owners, but not by `int8`.
+        """
+        return self._sum(gradients, step, total, self._gradients)
+
+    def sum_moves(self, moves: Tensor, step: ActiveExchange, total: Tensor) -> StepTraffic:
+        """The same of how far each rank's parameters moved in a round of local steps, weighted."""
+        return self._sum(moves, step, total, self._moves)
+
+    def sum_plainly(self, numbers: Tensor, total: Tensor) -> StepTraffic:
+        """The same of anything as large as the model, as it is."""
+        return self._sum(numbers, ActiveExchange(EXACT, EXACT), total, self._moves)
+
+    def _sum(self, rows: Tensor, step: ActiveExchange, total: Tensor, layout: GradientLayout) -> StepTraffic:
+        exchange, sent = step.exchange, layout.as_sent(rows)
+        flushes = exchange.codec in LOSSY_CODECS and not keeps_residuals(exchange, step.following)
+        members = [member_of(exchange, rank, self.world_size) for rank in range(self.world_size)]
+        factor = self._gradient_bytes / (layout.num_elements * sent.element_size())
+        coded_as = EXACT.codec if flushes else exchange.codec
+        buckets: list[BucketTraffic] = []
+        with torch.inference_mode():
+            for number, bucket in enumerate(layout.buckets):
+                rows = sent[:, bucket.start : bucket.stop]
+                views = [BucketView(number, row, bucket.parts) for row in rows.unbind()]
+                if exchange.codec == STACKED:
+                    stacked = self._stacked.setdefault((layout is self._moves, number), StackedInt8())
+                    seen = self._sum_stacked(stacked, rows, views, members, flushes=flushes)
+                else:
+                    seen = self._sum_bucket(exchange.codec, views, members, flushes=flushes)
+                coded = CodedAs(coded_as, factor * views[0].flat.nbytes)
+                is_chunked = exchange.route == "shares" and exchange.codec == EXACT.codec  # same bits in one piece
+                num_chunks = len(chunks_of(views[0], coded.gradient_bytes)) if is_chunked else 1
+                buckets += BucketTraffic(_pretended(seen, members[0], factor), coded).in_chunks(num_chunks)
+            layout.as_model(sent[0], total)
+        return StepTraffic(tuple(buckets))
+
+    def _sum_bucket(
+        self, codec: str, views: Sequence[BucketView], members: Sequence[Member], *, flushes: bool = False
+    ) -> tuple[CollectiveTraffic, ...]:
+        if codec not in self._codecs:
+            self._codecs[codec] = [exchange_codec(codec) for _ in range(self.world_size)]
+        return run_counted(
+            [
+                own.flush(view, member) if flushes and isinstance(own, ErrorFeedbackCodec) else own.reduce(view, member)
+                for own, view, member in zip(self._codecs[codec], views, members, strict=True)
+            ]
+        )
+
+    def _sum_stacked(
+        self,
+        stacked: StackedInt8,
+        rows: Tensor,
+        views: Sequence[BucketView],
+        members: Sequence[Member],
+        *,
+        flushes: bool,
+    ) -> tuple[CollectiveTraffic, ...]:
+        if self.world_size == 1:
+            return ()
+        if flushes:
+            stacked.take_residuals(rows)
+            return self._sum_bucket(EXACT.codec, views, members)
+        seen, is_finite = stacked.reduce(rows, members[0])
+        return seen if is_finite else seen + self._sum_bucket(EXACT.codec, views, members)
+
+
+def _pretended(seen: tuple[CollectiveTraffic, ...], member: Member, factor: float) -> tuple[CollectiveTraffic, ...]:
+    """The counted traffic, for a gradient that is larger by a factor than the model's.
+
+    Owners own whole blocks, which of a small model are few, so that some own twice as much as others; where a larger
+    one is pretended, its owners own what they should.
+    """
+    if factor == 1.0 or member.world_size < 2:
+        return seen
+    shares = np.array(member.shares or (1.0,) * member.world_size)
+    is_push, found = True, []
+    for each in seen:
+        scaled = each.scaled(factor)
+        found.append(scaled if each.is_ring else scaled.dealt(shares / shares.sum(), is_push=is_push))
+        is_push = is_push if each.is_ring else not is_push
+    return tuple(found)

@@ -1,0 +1,295 @@
+"""Rows of a comparison: what a file or a short text means, and what each row runs with in a family."""
+
+from pathlib import Path
+
+import pytest
+from tests.support.small_suites import made_up, tuned_for, write_suite
+
+from dynamix.cli.commands.evaluate.command import POLICIES
+from dynamix.lab.comparison import tuning
+from dynamix.lab.comparison.rows import (
+    BASES,
+    ORACLE_SIZES,
+    Choice,
+    Row,
+    Tuned,
+    make_row,
+    parse_rows,
+    read_rows,
+    read_tuned,
+    shipped_files,
+    to_toml,
+    untuned_families,
+    with_references,
+)
+from dynamix.lab.comparison.runs import Ledger, RunTask
+from dynamix.lab.simulator.scenario import Suite, scenario_root
+
+
+def only_row(text: str) -> Row:
+    (row,) = parse_rows(text)
+    return row
+
+
+def only_setting(text: str, tuned: Tuned | None = None) -> Row:
+    (setting,) = only_row(text).settings("mixed", tuned or Tuned())
+    return setting
+
+
+def learned_row(directory: Path, *contents: bytes) -> Row:
+    """A row of a learned policy with a file for each content."""
+    files = [directory / f"mine-{number}.safetensors" for number in range(len(contents))]
+    for file, content in zip(files, contents, strict=True):
+        file.write_bytes(content)
+    (row,) = parse_rows("mine", {"mine": [str(file) for file in files]})
+    return row
+
+
+@pytest.mark.parametrize(
+    ("text", "row", "label"),
+    [
+        ("goodput", {}, "goodput"),
+        ("static:every=4,codec=int8", {"options": {"codec": 5.0, "every": 4.0}}, "static:every=4,codec=int8"),
+        ("goodput:track=1", {"options": {"track": 1.0}}, "goodput+track"),
+        ("rule:track=0", {"options": {"track": 0.0}}, "rule:track=0"),
+        ("static:local_batch_size=128", {"local_batch_size": 128}, "static@128"),
+        ("goodput:learning_rate_rule=linear", {"learning_rate_rule": "linear"}, "goodput/lr=linear"),
+        ("rule:exchange=exact", {"exchange": "exact"}, "rule/exchange=exact"),
+        ("rule:learning_rate_factor=1.5", {"learning_rate_factor": 1.5}, "rule/rate=1.5"),
+        ("rule:learning_rate_factor=best", {"learning_rate_factor": "best"}, "rule/rate=best"),
+    ],
+)
+def test_a_text_and_a_table_make_the_same_row(text: str, row: dict[str, object], label: str) -> None:
+    policy = text.partition(":")[0]
+    assert only_row(text) == make_row({"policy": policy, **row, "name": label})
+    assert only_row(text).label == label
+
+
+def test_a_comma_ends_a_row_but_not_its_keys() -> None:
+    rows = parse_rows("static:local_batch_size=64, rule:noise_multiplier=2,track=0,goodput:track=1")
+    assert [row.label for row in rows] == ["static@64", "rule:noise_multiplier=2,track=0", "goodput+track"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("goodputt", "no policy is called 'goodputt'"),
+        ("rule:noise_multiplier", "'noise_multiplier' is not KEY=VALUE"),
+        ("rule:noise_multiplier=much", "option noise_multiplier='much' is not a number"),
+        ("static:codec=int9", "option codec='int9' is not a number, nor one of none, rows, sketch, bf16"),
+        ("rule:noise_multiplied=2", "no option 'noise_multiplied'"),
+        ("rule:noise_multiplier=-1", "noise_multiplier=-1.*must be from"),
+        ("rule:learning_rate_factor=0", "learning_rate_factor"),
+        ("rule:learning_rate_factor=inf", "learning_rate_factor must be finite"),
+        ("rule:learning_rate_factor=fast", "learning_rate_factor='fast' is not a number"),
+        ("static:local_batch_size=0", "local_batch_size"),
+        ("oracle:learning_rate_factor=best", "set local_batch_size"),
+        ("oracle:track=1,local_batch_size=8", "no option 'track'"),
+        ("goodput:learning_rate_rule=cubic", "learning_rate_rule"),
+        ("rule:exchange=fast", "exchange"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_refused_with_the_reason(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_rows(text)
+
+
+def test_a_file_of_rows_is_read_and_a_wrong_one_is_refused_by_file_and_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.toml"
+    path.write_text(
+        '[[row]]\npolicy = "static"\noptions = { codec = "int8" }\nagainst = true\n[[row]]\npolicy = "rule"\n'
+    )
+    static, rule = read_rows(path)
+    assert (static.label, static.options, static.against) == ("static:codec=int8", {"codec": 5.0}, True)
+    assert rule == only_row("rule")
+    for content, message in (
+        ('[[row]]\npolicy = "rule"\n[[row]]\npolicy = "rul"\n', "row 2: no policy is called 'rul'"),
+        ('[[row]]\npolicy = "rule"\n[[row]]\npolicy = "rule"\n', "two rows are called 'rule'"),
+        ('[[row]]\npolicy = "rule"\nsize = 3\n', "row 1: .*size"),
+        ('[[row]]\npolicy = "rule"\noptions = 3\n', "row 1: options must be a table"),
+        ("rows = 3\n", "rows"),
+        ("[[row\n", "rows.toml"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_rows(path)
+    with pytest.raises(ValueError, match="is missing"):
+        read_rows(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("name", ["heldout", "exchange"])
+def test_shipped_rows_can_be_read(name: str) -> None:
+    rows = read_rows(scenario_root() / "rows" / f"{name}.toml")
+    assert len(rows) >= 9
+    assert any(row.against for row in rows) == (name == "exchange")
+
+
+def test_baselines_run_with_what_was_tuned_for_the_family_and_options_of_the_row_come_on_top() -> None:
+    tuned = tuned_for(mixed=256)
+    assert only_setting("best-static", tuned) == Row(policy="static", local_batch_size=256)
+    assert only_setting("goodput", tuned).options == {"noise_multiplier": 2.0}
+    assert only_setting("goodput:noise_multiplier=1", tuned).options == {"noise_multiplier": 1.0}
+    assert only_setting("goodput:track=1", tuned).options == {"noise_multiplier": 2.0, "track": 1.0}
+    assert only_setting("static", tuned) == Row(policy="static")
+    assert only_setting("rule", tuned) == Row(policy="rule")
+
+
+def test_default_rows_contain_what_the_default_policy_is_compared_with_first_each_as_tuned() -> None:
+    goodput = Choice(setting="goodput", options={"noise_multiplier": 2.0, "smoothing": 0.2, "track": 1.0})
+    sizes = {name: Choice(initial_local_batch_size=size) for name, size in (("static", 32), ("static+track", 16))}
+    tuned = Tuned(families={"mixed": {"goodput": goodput, **sizes}})
+    rows = {row.label: row for row in with_references(parse_rows(POLICIES))}
+    assert set(BASES) <= set(rows)
+    (published,) = rows["goodput:hysteresis=0.05,noise_multiplier=1,track=0"].settings("mixed", tuned)
+    assert published.options == {"hysteresis": 0.05, "noise_multiplier": 1.0, "smoothing": 0.2, "track": 0.0}
+    for label, size, options in (
+        ("best-static", 32, {}),
+        ("best-static+track", 16, {"track": 1.0}),
+        ("static+track@64", 64, {"track": 1.0}),
+    ):
+        assert rows[label].settings("mixed", tuned) == (Row(policy="static", local_batch_size=size, options=options),)
+
+
+def test_static_sizes_that_were_tuned_without_the_fast_loop_are_the_fallback_and_reported() -> None:
+    row, tuned = only_row("best-static:track=1"), tuned_for(mixed=256)
+    assert row.settings("mixed", tuned)[0].local_batch_size == 256
+    assert untuned_families(row, ["mixed"], tuned) == ["mixed"]
+    assert untuned_families(only_row("best-static"), ["mixed"], tuned) == []
+
+
+def test_a_family_without_a_train_part_falls_back_to_the_best_over_all_and_best_static_needs_a_choice() -> None:
+    tuned = tuned_for(other=256)
+    assert only_setting("best-static", tuned).local_batch_size == 128
+    assert (tuned.is_fallback("mixed"), tuned.is_fallback("other")) == (True, False)
+    with pytest.raises(ValueError, match="dynamix tune"):
+        only_setting("best-static")
+
+
+def test_the_best_learning_rate_is_one_of_three_rows_and_the_oracle_one_of_several_sizes() -> None:
+    best = only_row("goodput:track=1,learning_rate_factor=best").permitted("lossy")
+    assert [part.label for part in best.best_of] == ["goodput+track/rate=0.5", "goodput+track", "goodput+track/rate=2"]
+    assert [row.learning_rate_factor for row in best.settings("mixed", Tuned())] == [0.5, 1.0, 2.0]
+    oracle = only_row("oracle")
+    assert [part.label for part in oracle.best_of] == [f"oracle@{size}" for size in ORACLE_SIZES]
+    assert untuned_families(oracle, ["mixed"], Tuned()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "exchange"),
+    [
+        ("rule", "local"),
+        ("rule:exchange=exact", "exact"),
+        ("rule:learning_rate_factor=best", "local"),
+        ("static:every=4", "local"),
+        ("best-static", None),
+        ("static:codec=none", None),
+        ("goodput", None),
+        ("ppo", None),
+    ],
+)
+def test_a_permission_is_given_to_rows_that_can_use_it(text: str, exchange: str | None) -> None:
+    row = only_row(text).permitted("local")
+    assert {part.exchange for part in row.best_of or (row,)} == {exchange}
+
+
+def test_every_file_of_a_learned_policy_is_a_policy_seed_known_by_its_content(tmp_path: Path) -> None:
+    first, second, again = learned_row(tmp_path, b"\0", b"\1", b"\0").settings("mixed", Tuned())
+    assert first.identity()["policy_digest"] == "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d"
+    assert first.identity() == again.identity() != second.identity()
+    (missing,) = parse_rows("mine", {"mine": ["/nowhere/x.safetensors"]})
+    with pytest.raises(ValueError, match=r"/nowhere/x\.safetensors: No such file"):
+        missing.settings("mixed", Tuned())
+
+
+def test_shipped_files_belong_to_the_longest_name_they_bear(tmp_path: Path) -> None:
+    for name in ("ppo-0", "ppo-1", "ppo-paper-0", "other"):
+        (tmp_path / f"{name}.safetensors").touch()
+    assert [file.stem for file in shipped_files("ppo", tmp_path)] == ["ppo-0", "ppo-1"]
+    assert [file.stem for file in shipped_files("ppo-paper", tmp_path)] == ["ppo-paper-0"]
+
+
+def test_references_are_always_shown_once() -> None:
+    rows = with_references(parse_rows("doubling,goodput"))
+    assert [row.label for row in rows] == ["best-static", "random", "goodput", "rule", "ppo", "ppo-paper", "doubling"]
+
+
+BEST = {"mixed": 128, "alike": 64}
+
+
+def time_s(task: RunTask) -> float | None:
+    """Best at a size per family; 32 is missed, other sizes take twice as long."""
+    size = task.setting.local_batch_size
+    if size == 32:
+        return None
+    return 0.5 if size == BEST[task.scenario.family] else 1.0
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Suite:
+    return write_suite(tmp_path / "train", mixed=1000, alike=4000)
+
+
+@pytest.fixture
+def tuned(train: Suite, monkeypatch: pytest.MonkeyPatch) -> Tuned:
+    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(time_s))
+    with Ledger() as ledger:
+        return tuning.tune(train, ledger, seeds=[10_000, 10_001], command="dynamix tune")
+
+
+def test_every_baseline_has_the_same_number_of_settings() -> None:
+    for settings in (*tuning.GRID.values(), *tuning.EXCHANGE_GRID.values()):
+        assert len({row.label for row in settings}) == tuning.NUM_SETTINGS
+
+
+def test_the_best_setting_is_chosen_per_family(tuned: Tuned) -> None:
+    for family, size in BEST.items():
+        choice = tuned.families[family]["static"]
+        assert (choice.setting, choice.initial_local_batch_size, choice.score_s) == (f"static@{size}", size, 0.5)
+        assert choice.scores_s["static@32"] == 2.0  # the limit
+        assert choice.misses == {f"static@{other}": 2 * (other == 32) for other in tuning.SIZES}
+
+
+def test_over_all_families_the_geometric_mean_decides(tuned: Tuned) -> None:
+    overall = tuned.overall["static"]
+    assert overall.setting == "static@64"  # 64 and 128 are alike: the first
+    assert overall.scores_s["static@64"] == pytest.approx(0.707, abs=1e-3)  # sqrt(0.5 * 1.0)
+
+
+def test_the_file_holds_what_was_chosen(tuned: Tuned, train: Suite, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.toml"
+    path.write_text(to_toml(tuned))
+    assert read_tuned(path) == tuned
+    assert (tuned.scenarios, tuned.seeds, tuned.num_settings) == (train.digest, [10_000, 10_001], 6)
+
+
+def test_a_file_that_is_missing_or_spoilt_says_how_to_make_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dynamix tune -o"):
+        read_tuned(tmp_path / "tuned.toml")
+    (tmp_path / "tuned.toml").write_text("sizes = 3\n")
+    with pytest.raises(ValueError, match=r"sizes.*dynamix tune"):
+        read_tuned(tmp_path / "tuned.toml")
+
+
+def test_what_has_no_settings_is_not_tuned(train: Suite) -> None:
+    with (
+        Ledger() as ledger,
+        pytest.raises(ValueError, match="'static-of-old' has no settings to tune"),
+    ):
+        tuning.tune(train, ledger, seeds=[0], baselines=["static-of-old"])
+
+
+def test_what_decides_exchanges_is_tuned_in_jobs_that_permit_it(train: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_setting(task: RunTask) -> float:
+        assert task.effective_scenario.exchange == "local"
+        return 0.5 if task.setting.options.get("every") == 16.0 else 1.0
+
+    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(of_setting))
+    with Ledger() as ledger:
+        tuned = tuning.tune(train, ledger, seeds=[10_000], baselines=["diloco", "static+local"], exchange="local")
+        with pytest.raises(ValueError, match="does not permit: use --exchange local"):
+            tuning.tune(train, ledger, seeds=[10_000], baselines=["diloco"])
+    assert tuned.overall["diloco"].options["every"] == 16.0
+    both = Tuned(overall={"static": Choice(initial_local_batch_size=8)}).with_choices(tuned)
+    local = parse_rows("best-static:track=1,every=4,codec=int8")[0].settings("mixed", both)[0]
+    assert local.local_batch_size == tuned.overall["static+local"].initial_local_batch_size == 8
+    assert local.options == {"codec": 5.0, "every": 4.0, "track": 1.0}
