@@ -6,12 +6,16 @@ import stat
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import structlog
 from tests.support.brokers import ConfiguredServer, connected
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
+
+hypothesis.settings.register_profile("tests", deadline=None)  # a busy machine is no failure of a property
+hypothesis.settings.load_profile("tests")
 
 pytest_plugins = ["tests.support.bpf", "tests.support.extensions", "tests.support.faults"]
 
