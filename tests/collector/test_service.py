@@ -9,7 +9,7 @@ from tests.support import control_plane, examples
 from tests.support.brokers import consumer_names
 
 from dynamix.collector import observation, service
-from dynamix.collector.observation import CollectorSettings
+from dynamix.collector.observation import CollectorSettings, KernelObserver
 from dynamix.collector.procfs.proc import Proc
 from dynamix.collector.turns import OVERHEAD_BYTES
 from dynamix.recording.playback import ReplayedConsumer
@@ -50,7 +50,7 @@ def collector(bus: Bus) -> asyncio.Task[None]:
     context = Context(
         "collector", "0", control_plane.NODE, bus, settings, asyncio.Event(), structlog.stdlib.get_logger()
     )
-    return asyncio.create_task(service.serve(context))
+    return asyncio.create_task(service.serve_observed(context, KernelObserver(context, "not wanted")))
 
 
 async def test_the_loop_runs_while_the_kernel_is_read(bus: Bus, slow: SlowProc) -> None:
@@ -94,7 +94,7 @@ async def test_a_job_with_a_crowd_of_large_reports_delays_no_other(bus: Bus, mon
     job, ranks = control_plane.one_node_job(), tuple(range(1024))
     await bus.publish(control_plane.report_of(job, 0, SIZES, THROUGHPUT))
     for number in range(12):
-        crowd = f"crowd-{number % 3}"
+        crowd = f"crowd{number % 3}"
         await bus.publish(examples.report(control_plane.NODE, ranks, number, job=crowd))
     await bus.publish(control_plane.report_of(job, 1, SIZES, THROUGHPUT))
     order = []
@@ -105,7 +105,7 @@ async def test_a_job_with_a_crowd_of_large_reports_delays_no_other(bus: Bus, mon
             while len(order) < 14:
                 order += [subjects.parse(message.subject).tokens[0] for message in await anext(stored)]
     await stopped(task)
-    assert sorted(order) == sorted([*(2 * [job.job]), *(4 * ["crowd-0", "crowd-1", "crowd-2"])])
+    assert sorted(order) == sorted([*(2 * [job.job]), *(4 * ["crowd0", "crowd1", "crowd2"])])
     assert order[0] == job.job
     assert order.index(job.job, 1) < 3
 
@@ -161,7 +161,7 @@ async def test_a_known_jobs_report_is_handled_while_another_job_sends_without_a_
         *("collector", "0", control_plane.NODE, endless, CollectorSettings(probe="tcp_info")),
         *(asyncio.Event(), structlog.stdlib.get_logger()),
     )
-    task = asyncio.create_task(service.serve(context))
+    task = asyncio.create_task(service.serve_observed(context, KernelObserver(context, "not wanted")))
     async with asyncio.timeout(20):
         assert await endless.num_handled_before_it <= endless.fair_share
     await stopped(task)
@@ -213,7 +213,7 @@ async def test_reading_goes_on_after_a_pressing_report_before_the_next_large_one
         *("collector", "0", control_plane.NODE, bus, CollectorSettings(probe="tcp_info")),
         *(asyncio.Event(), structlog.stdlib.get_logger()),
     )
-    task = asyncio.create_task(service.serve(context))
+    task = asyncio.create_task(service.serve_observed(context, KernelObserver(context, "not wanted")))
     async with asyncio.timeout(20):
         await bus.is_over.wait()
     await stopped(task)
@@ -240,7 +240,7 @@ class CrowdOnSlowBroker:
         for _ in range(4):  # from the socket over client and consumer
             await asyncio.sleep(0)
         if number == 1:
-            crowd = [examples.report(control_plane.NODE, job=f"crowd-{one}") for one in range(self.NUM_CROWD)]
+            crowd = [examples.report(control_plane.NODE, job=f"crowd{one}") for one in range(self.NUM_CROWD)]
             return [self._message(report, 2 + at) for at, report in enumerate(crowd)]
         if number == 3:
             await asyncio.Event().wait()
@@ -268,7 +268,7 @@ async def test_a_known_jobs_report_is_next_after_the_one_that_is_handled_also_wh
         *("collector", "0", control_plane.NODE, bus, CollectorSettings(probe="tcp_info")),
         *(asyncio.Event(), structlog.stdlib.get_logger()),
     )
-    task = asyncio.create_task(service.serve(context))
+    task = asyncio.create_task(service.serve_observed(context, KernelObserver(context, "not wanted")))
     async with asyncio.timeout(20):
         await bus.is_over.wait()
     await stopped(task)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from dynamix.collector import turns
-from dynamix.collector.turns import NEW_JOB_BYTES, OVERHEAD_BYTES, WaitingReports
+from dynamix.collector.turns import NEW_JOB_BYTES, OVERHEAD_BYTES, WaitingReport, WaitingReports
 from dynamix.runtime.bus import BusMessage
 from dynamix.schemas import subjects
 
@@ -37,7 +37,7 @@ def sequences(reports: WaitingReports) -> list[int]:
 
 @pytest.mark.parametrize("num_jobs", [1, 256])
 def test_a_small_report_waits_for_no_large_one_read_before(num_jobs: int) -> None:
-    crowd = [message(f"crowd-{number % num_jobs}", number + 1, LARGE) for number in range(256)]
+    crowd = [message(f"crowd{number % num_jobs}", number + 1, LARGE) for number in range(256)]
     assert sequences(waiting(*crowd, message("honest", 257))) == [257, *range(1, 257)]
 
 
@@ -63,7 +63,7 @@ def test_a_known_job_waits_for_no_crowd_of_new_ones() -> None:
     """Those that wait when it reports again, too, though they have waited for longer."""
     reports = waiting(message("honest", 1))
     assert take(reports) == 1
-    reports.add_messages(message(f"new-{number}", number) for number in range(2, 1002))
+    reports.add_messages(message(f"new{number}", number) for number in range(2, 1002))
     for later in range(3):
         assert take(reports) == 2 + later
         reports.add_messages([message("honest", 2000 + later)])
@@ -90,7 +90,7 @@ def test_only_so_many_jobs_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_report_has_its_turn_once_and_those_of_a_job_keep_their_order() -> None:
     chance, reports, handled = random.Random(7), WaitingReports(), []
     for number in range(1, 2000):
-        reports.add_messages([message(f"job-{chance.randrange(9)}", number, chance.choice((100, SMALL, LARGE)))])
+        reports.add_messages([message(f"job{chance.randrange(9)}", number, chance.choice((100, SMALL, LARGE)))])
         if number % 3 == 0:
             handled.append(reports.take())
     while reports:
@@ -168,7 +168,7 @@ def test_reports_that_were_passed_over_are_acknowledged(monkeypatch: pytest.Monk
 
 def test_a_crowd_of_jobs_with_a_report_each_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "MAX_WAITING", 2)
-    reports = waiting(*(message(f"job-{number}", number) for number in range(1, 31)))
+    reports = waiting(*(message(f"job{number}", number) for number in range(1, 31)))
     assert (len(sequences(reports)), reports.num_passed_over) == (30, 0)
 
 
@@ -176,3 +176,21 @@ def test_subjects_that_name_no_job_wait_as_one() -> None:
     odd = [BusMessage(f"dynamix.v1.report.JOB-{number}.node-a", bytes(LARGE), number, 0, 0) for number in range(1, 9)]
     reports = waiting(*odd, message("honest", 9))
     assert [take(reports), take(reports)] == [9, 1]
+
+
+def test_a_report_that_was_added_early_is_handled_once_and_acknowledged_in_the_order_of_the_stream() -> None:
+    reports = waiting(message("flood", 1))
+    reports.add_early(message("honest", 9))
+    reports.add_early(message("honest", 9))
+    first, second = reports.take(), reports.take()
+    assert {first.message.sequence, second.message.sequence} == {1, 9}
+    assert not reports
+    early = first if first.message.sequence == 9 else second
+    assert reports.finish([early]) is None
+    reports.add_messages([message("flood", 2), message("honest", 9), message("flood", 10)])
+    assert sequences(reports) == [2, 10]
+    acknowledged = reports.finish([first, second, WaitingReport(message("flood", 2), is_newest=False)])
+    assert acknowledged is not None
+    assert acknowledged.sequence == 9
+    reports.add_early(message("honest", 9))
+    assert not reports, "it was read since"

@@ -1,11 +1,13 @@
 """The shell of the collector: consume this node's reports, publish metric windows, states, and its agent's traces."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from dynamix.runtime.bus import BusMessage
+from dynamix.runtime.bus import BusError, BusMessage
 from dynamix.runtime.bus.service_bus import BatchConsumer, ServiceBus
+from dynamix.runtime.bus.streams.following import Overtaking
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects
@@ -36,7 +38,22 @@ NUM_POLLS = 8
 """Rounds of the event loop from the socket over client and consumer to the one who reads, some 5 us each, and spare."""
 
 
-async def serve(context: Context[CollectorSettings, ServiceBus]) -> None:
+BEHIND = 64
+"""With more than so many messages ahead of it in the broker, a report of a job that trains is looked up by itself."""
+NAME_TOKEN = 3
+"""Place of a job's name in a subject."""
+MAX_RUNS, MAX_NAMES = 64, 16_384
+"""Runs of a job's name that are known to train here, and names."""
+
+
+class CollectorBus(ServiceBus, Protocol):
+    """What a collector uses of the bus."""
+
+    def overtake(self, stream: str, subjects: str, group_of: Callable[[str], str | None]) -> Overtaking:
+        """Read the newest messages of chosen subjects before all that waits."""
+
+
+async def serve(context: Context[CollectorSettings, CollectorBus]) -> None:
     """Turn every report of this node into a metric window and a state until the context stops.
 
     Raises:
@@ -46,7 +63,7 @@ async def serve(context: Context[CollectorSettings, ServiceBus]) -> None:
     context.counters["ebpf"] = int(isinstance(probe, SocketProbe))
     shown = ShownWindows(context.metrics, probe if isinstance(probe, SocketProbe) else None)
     try:
-        await serve_observed(context, KernelObserver(context, probe), shown)
+        await serve_observed(context, KernelObserver(context, probe), shown, overtake=context.bus.overtake)
     finally:
         if isinstance(probe, SocketProbe):
             probe.close()
@@ -58,10 +75,12 @@ async def serve_observed(
     shown: ShownWindows | None = None,
     *,
     in_step: bool = False,
+    overtake: Callable[[str, str, Callable[[str], str | None]], Overtaking] | None = None,
 ) -> None:
     """Turn every report into a metric window and a state, with what an observer sees of its processes.
 
-    `in_step` is for a replay: everything that was read is handled before more is read, not beside it.
+    `in_step` is for a replay: everything that was read is handled before more is read, not beside it. By `overtake`
+    reports of jobs that train are read before a flood of others.
     """
     choose = await asyncio.to_thread(_chooser, context.settings)
     collector = _Collector(context, observer, shown or ShownWindows(context.metrics), choose, in_step=in_step)
@@ -69,7 +88,13 @@ async def serve_observed(
     durable = f"collector-{context.node}"
     async with context.bus.consume(FEED.name, [reports], start="new", durable=durable) as consumer:
         context.counters["ready"] = 1
-        await collector.take_turns(consumer)
+        overtaking = None if overtake is None else asyncio.create_task(collector.overtake(overtake, reports))
+        try:
+            await collector.take_turns(consumer)
+        finally:
+            if overtaking is not None:
+                overtaking.cancel()
+                await asyncio.gather(overtaking, return_exceptions=True)
 
 
 def _open_probe(context: Context[CollectorSettings, ServiceBus]) -> SocketProbe | str:
@@ -120,6 +145,35 @@ class _Collector:
         """Reading that goes on before the next large report; what is pressing is handled in between."""
         self._num_pending = 0
         """What the broker still held for us when it sent what was read last."""
+        self._training: dict[str, dict[str, None]] = {}
+        """Subjects of good reports, by name of their jobs; both the newest last."""
+
+    async def overtake(
+        self, overtake: Callable[[str, str, Callable[[str], str | None]], Overtaking], reports: str
+    ) -> None:
+        """Read reports of jobs that train before those that wait in the broker, where these are many."""
+        try:
+            async with overtake(FEED.name, reports, self._name_of) as newest:
+                async for message in newest:
+                    self._waiting.add_early(message)
+        except BusError as error:
+            self._context.log.warning("a flood of reports will delay all jobs of this node", reason=str(error))
+
+    def _name_of(self, subject: str) -> str | None:
+        """The name of the job of a report, where it trains here and many messages are before its report."""
+        if self._num_pending < BEHIND:
+            return None
+        name = subject.split(".")[NAME_TOKEN]
+        return name if subject in self._training.get(name, ()) else None
+
+    def _note_training(self, subject: str) -> None:
+        name = subject.split(".")[NAME_TOKEN]
+        runs = self._training.pop(name, {})
+        runs.pop(subject, None)
+        self._training[name] = runs | {subject: None}
+        for known, most in ((self._training[name], MAX_RUNS), (self._training, MAX_NAMES)):
+            if len(known) > most:
+                del known[next(iter(known))]
 
     async def take_turns(self, consumer: BatchConsumer) -> None:
         """Read, and handle what was read in turns of all jobs, until the consumer ends or the service is to stop.
@@ -189,10 +243,12 @@ class _Collector:
 
     async def _report(self, message: BusMessage) -> Report | None:
         try:
-            return decode(Report, message.subject, message.payload)
+            report = decode(Report, message.subject, message.payload)
         except MalformedMessageError as error:
             await self._context.dead_letter(message, str(error))
             return None
+        self._note_training(message.subject)
+        return report
 
     async def _publish(self, message: BusMessage, report: Report, *, fresh: bool) -> list[InFlight]:
         """Put window, state and trace in flight. A well-formed report may give numbers that no message can hold."""

@@ -1,9 +1,11 @@
 """Reports that were read and not handled yet, in the order in which jobs take turns.
 
 Fair by bytes, after self-clocked fair queueing (Golestani 1994): a report is due when its job has had as many bytes as
-every other job that waits. So a report of 2 kB waits for none of 450 kB, however many these are. A job that is new here
-is due a little later than one that is known, so that a crowd of new jobs does not delay those that train. A job's own
-reports keep their order. Where more waits than there is room for, those jobs lose their oldest that have the most.
+every other job that waits. So a report of 2 kB waits for none of 450 kB, however many these are. All runs of a name
+count as one job, since one key is for all of them. A job that is new here is due a little later than one that is known,
+so that a crowd of new jobs does not delay those that train. A job's own reports keep their order. Where more waits than
+there is room for, those jobs lose their oldest that have the most. A report may be added early, before what the broker
+delivers first: it is handled once, and acknowledged in the order of the stream.
 """
 
 import collections
@@ -38,7 +40,7 @@ class WaitingReport(NamedTuple):
 
     message: BusMessage
     is_newest: bool
-    """Whether no later one of its job was read yet."""
+    """Whether no later one of its subject was read yet."""
 
 
 class _Waiting(NamedTuple):
@@ -68,6 +70,12 @@ class WaitingReports:
         self._unfinished: collections.deque[BusMessage] = collections.deque()
         """In the order of the stream, without payloads."""
         self._finished: set[int] = set()
+        self._newest: dict[str, int] = {}
+        """The newest sequence that waits, by subject."""
+        self._last_read = 0
+        """The last sequence that was read in the order of the stream."""
+        self._early: set[int] = set()
+        """Later ones that were added before."""
         self._num_waiting = 0
         self._num_bytes = 0
         self.num_passed_over = 0
@@ -86,23 +94,46 @@ class WaitingReports:
         """The size of the report that is due first; 0 when none waits."""
         return len(self._queues[self._heads[0][2]][0].message.payload) if self._heads else 0
 
+    def add_early(self, message: BusMessage) -> None:
+        """Let a message wait that the stream's order has not brought yet."""
+        if message.sequence > self._last_read and message.sequence not in self._early:
+            self._early.add(message.sequence)
+            self._add(message)
+
     def add_messages(self, batch: Iterable[BusMessage]) -> bool:
         """Let messages wait for their turn; whether one is pressing: small, of a known job of which nothing waited."""
         is_pressing = False
         for message in batch:
-            job, number = _job_of(message), next(self._numbers)
-            queue = self._queues.setdefault(job, collections.deque())
-            begins = queue[-1].due if queue else self._clock
-            queue.append(_Waiting(begins + len(message.payload) + OVERHEAD_BYTES, number, message))
-            if len(queue) == 1:
-                self._push_head(job)
-                is_pressing = is_pressing or (job in self._known and len(message.payload) <= LARGE_BYTES)
+            self._last_read = message.sequence
             self._unfinished.append(message._replace(payload=b"", headers=b""))
-            self._num_waiting += 1
-            self._num_bytes += len(message.payload)
+            if message.sequence in self._early:
+                self._early.discard(message.sequence)
+            else:
+                is_pressing = self._add(message) or is_pressing
         if self._num_waiting - len(self._queues) > MAX_WAITING or self._num_bytes > MAX_WAITING_BYTES:
             self._make_room()
         return is_pressing
+
+    def _add(self, message: BusMessage) -> bool:
+        job = _job_of(message)
+        queue = self._queues.setdefault(job, collections.deque())
+        begins = queue[-1].due if queue else self._clock
+        queue.append(_Waiting(begins + len(message.payload) + OVERHEAD_BYTES, next(self._numbers), message))
+        self._newest[message.subject] = max(message.sequence, self._newest.get(message.subject, 0))
+        self._num_waiting += 1
+        self._num_bytes += len(message.payload)
+        if len(queue) > 1:
+            return False
+        self._push_head(job)
+        return job in self._known and len(message.payload) <= LARGE_BYTES
+
+    def _no_longer_waits(self, message: BusMessage) -> bool:
+        """Whether it was the newest one of its subject."""
+        self._num_waiting -= 1
+        self._num_bytes -= len(message.payload)
+        if is_newest := self._newest.get(message.subject) == message.sequence:
+            del self._newest[message.subject]
+        return is_newest
 
     def take(self) -> WaitingReport:
         """The report that is due first; only while one waits."""
@@ -112,8 +143,7 @@ class WaitingReports:
         self._clock = max(
             self._clock, taken.due
         )  # without the handicap: known jobs stay ahead of all that wait with it
-        self._num_waiting -= 1
-        self._num_bytes -= len(taken.message.payload)
+        is_newest = self._no_longer_waits(taken.message)
         self._known.pop(job, None)
         self._known[job] = None
         if len(self._known) > MAX_KNOWN:
@@ -122,7 +152,7 @@ class WaitingReports:
             self._push_head(job)
         else:
             del self._queues[job]
-        return WaitingReport(taken.message, is_newest=not queue)
+        return WaitingReport(taken.message, is_newest)
 
     def finish(self, reports: Iterable[WaitingReport]) -> BusMessage | None:
         """Note that reports were handled; returns the last one that can be acknowledged with all before it, if any."""
@@ -155,8 +185,7 @@ class WaitingReports:
             for _ in range(len(queue) // 2):
                 dropped = queue.popleft().message
                 self._finished.add(dropped.sequence)
-                self._num_waiting -= 1
-                self._num_bytes -= len(dropped.payload)
+                self._no_longer_waits(dropped)
                 self.num_passed_over += 1
                 self.crowding_job = job
         self._heads = []
@@ -170,6 +199,7 @@ def _num_bytes_of(queue: Iterable[_Waiting]) -> int:
 
 def _job_of(message: BusMessage) -> str:
     try:
-        return subjects.parse(message.subject).tokens[0]
+        job = subjects.parse(message.subject).tokens[0]
+        return job.rpartition("-")[0] or job
     except ValueError:
         return _NO_JOB

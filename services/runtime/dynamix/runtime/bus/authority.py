@@ -245,6 +245,8 @@ def _requests(role: str) -> Iterator[str]:
     if role == "trainer":
         for kind in (BY_NAME["job"], BY_NAME["action"]):
             yield f"{API}DIRECT.GET.{kind.carrier}.{_subject(kind, role)}"
+    if role == "collector":  # to read a job's report before those of a flood
+        yield f"{API}DIRECT.GET.{FEED.name}.{_subject(BY_NAME['report'], role)}"
     if role in DURABLES:
         durable = f"{FEED.name}.{{{{tag(durable)}}}}"
         yield f"{API}STREAM.INFO.{FEED.name}"

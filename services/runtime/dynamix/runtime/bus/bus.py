@@ -16,7 +16,7 @@ from .broker.requests import Requests
 from .objects.store import Objects
 from .streams import stored
 from .streams.durable import DurableReader
-from .streams.following import Following
+from .streams.following import Following, Overtaking
 from .streams.message import BusMessage, StreamState
 from .streams.publisher import Publisher
 from .streams.reader import DirectReader, Reader, Start
@@ -236,6 +236,13 @@ class Bus:
         Only the newest counts: what was stored while we were away is not read one by one.
         """
         return self._admit(Following(self._connection, self.requests, stream, subject))
+
+    def overtake(self, stream: str, subjects: str, group_of: Callable[[str], str | None]) -> Overtaking:
+        """Read the newest messages of chosen subjects of a filter as they are stored, before all that waits there.
+
+        `group_of` gives a subject's group, `None` for what is not wanted; it is called for each message stored.
+        """
+        return Overtaking(self._connection, self.requests, stream, subjects, group_of)
 
     def subscribe(self, subject: str) -> Subscription:
         """Listen on core NATS, where nothing is stored: for `live`. A slow reader loses the oldest, counted."""

@@ -108,8 +108,8 @@ class Requests:
         payload = b"" if body is None else msgspec.json.encode(body)
         return await self._until_answered(operation, lambda: self._ask_once(operation, payload, answer), budget_s)
 
-    async def ask_directly(self, stream: str, subject: str) -> bytes | None:
-        """The newest message that a replica of a stream holds of a subject, `None` when it holds none.
+    async def ask_directly(self, stream: str, subject: str) -> tuple[bytes, bytes] | None:
+        """Headers and payload of the newest message that a replica holds of a subject, `None` when it holds none.
 
         A stream that does not exist answers as one that is not ready: nothing; it is asked for `NO_STREAM_S`. Otherwise
         as `ask`.
@@ -155,7 +155,7 @@ class Requests:
             raise ApiError(text, result.error.code, result.error.err_code)
         return result
 
-    async def _ask_directly_once(self, operation: str) -> bytes | None:
+    async def _ask_directly_once(self, operation: str) -> tuple[bytes, bytes] | None:
         reply = await self._round_trip(self._connection.api + operation, b"")
         if reply is None:
             raise ApiError(f"{operation}: no such stream answers (run `dynamix provision`)", UNAVAILABLE, 0)
@@ -164,7 +164,7 @@ class Requests:
             return None
         if status.code:
             raise ApiError(f"{operation}: {status.text} (code {status.code})", status.code, 0)
-        return reply.payload
+        return reply.headers, reply.payload
 
     async def _round_trip(self, subject: str, payload: bytes) -> _Reply | None:
         """The answer, `None` when no server listens."""

@@ -1,10 +1,11 @@
-"""Follows the newest message of one subject without a consumer: heard as it is stored, and looked up now and then."""
+"""Follows the newest message of a subject, or of some, without a consumer: heard as it is stored, then looked up."""
 
 import asyncio
 import collections
 import contextlib
 import logging
 import re
+from collections.abc import Callable
 from typing import Self
 
 from nats.aio.subscription import Subscription as NatsSubscription
@@ -13,7 +14,7 @@ from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.broker.errors import BusError, PermissionDeniedError
 from dynamix.runtime.bus.broker.requests import Requests
 from dynamix.runtime.rate_limit import RateLimit
-from dynamix.schemas.subjects import announced
+from dynamix.schemas.subjects import ANNOUNCED, ROOT, announced
 
 from .message import BusMessage
 from .stored import newest_message
@@ -147,3 +148,63 @@ class Following:
     def _fail(self, error: BusError) -> None:
         self._error = error
         self._arrived.set()
+
+
+class Overtaking:
+    """`async with bus.overtake(stream, wide, group_of) as messages: async for message in messages: ...`.
+
+    The newest message of each subject of a filter that has a group, soon after it is stored, whatever others have
+    stored before it. Groups take turns. A message that a later one of its subject follows at once is left out: what
+    has to be read whole is read by a consumer as well.
+    """
+
+    def __init__(
+        self,
+        connection: BrokerConnection,
+        requests: Requests,
+        stream: str,
+        subjects: str,
+        group_of: Callable[[str], str | None],
+    ) -> None:
+        self._connection = connection
+        self._requests = requests
+        self._stream = stream
+        self._heard_on = announced(subjects)
+        self._group_of = group_of
+        self._due: dict[str, dict[str, None]] = {}
+        """Subjects to look up, by group; both in their turns."""
+        self._heard = asyncio.Event()
+        self._subscription: NatsSubscription | None = None
+
+    async def __aenter__(self) -> Self:
+        self._subscription = await self._connection.subscribe(self._heard_on, self._on_stored)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._subscription is not None:
+            await self._connection.unsubscribe(self._subscription)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> BusMessage:
+        """The next message. Raises BusError when it cannot be looked up, or our user may not."""
+        while True:
+            while not self._due:
+                self._heard.clear()
+                await self._heard.wait()
+            group = next(iter(self._due))
+            subjects = self._due.pop(group)
+            subject = next(iter(subjects))
+            del subjects[subject]
+            if subjects:
+                self._due[group] = subjects
+            if (message := await newest_message(self._requests, self._stream, subject)) is not None:
+                return message
+
+    def _on_stored(self, subject: bytes, _reply: bytes, _payload: bytes, _headers: bytes | None) -> None:
+        """Note that there is something to look up: what any client could have sent here makes us look, and no more."""
+        name = ROOT + subject.decode(errors="replace").removeprefix(ANNOUNCED)
+        if (group := self._group_of(name)) is not None:
+            self._due.setdefault(group, {})[name] = None
+            self._heard.set()

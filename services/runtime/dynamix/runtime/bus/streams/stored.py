@@ -130,10 +130,14 @@ async def find_message(
 async def newest_message(requests: Requests, stream: str, subject: str) -> BusMessage | None:
     """The last message of a subject, from any replica, which may lag behind the leader; `None` when there is none.
 
-    The subject stands in the request's own subject, so that permissions can limit it to one job. Its numbers are 0.
+    The subject stands in the request's own subject, so that permissions can limit it to one job.
     """
-    payload = await requests.ask_directly(stream, subject)
-    return None if payload is None else BusMessage(subject, payload, 0, 0, 0)
+    found = await requests.ask_directly(stream, subject)
+    if found is None:
+        return None
+    headers, payload = found
+    _, _, place = headers.rpartition(b"\r\nNats-Sequence:")  # the sender may have written one before the broker's
+    return BusMessage(subject, payload, int(place.partition(b"\r\n")[0]), 0, 0, headers)
 
 
 def nanoseconds(time: str) -> int:
