@@ -261,7 +261,7 @@ async def _flooded(name: str, count: int, calm_s: float, after_s: float) -> tupl
             await provision(operator)
             for key in authority.keys:
                 if key.durable:
-                    await make_durable(operator.requests, key.durable, key.filter)
+                    await make_durable(operator.requests, *key.durable)
         watcher = await stack.enter_async_context(_connected(settings_of(WATCHER), "watcher-1"))
         await stack.enter_async_context(running_services(settings_of, watcher))
         jobs = []

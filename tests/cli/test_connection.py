@@ -101,7 +101,7 @@ def _pid_of_an_ended_process() -> int:
 
 def test_services_of_a_command_know_no_other_broker_than_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a deployment left in the shell: they would wait for a TLS that this broker does not have."""
-    for name in ("CA_FILE", "NKEY_FILE"):
+    for name in ("CA_FILE", "CREDS_FILE"):
         monkeypatch.setenv(f"DYNAMIX_NATS_{name}", "/etc/dynamix/left")
     monkeypatch.setenv("DYNAMIX_LOG_LEVEL", "error")
     given = ServiceProcess("reward", bus_environment(BROKER))._environ

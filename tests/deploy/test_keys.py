@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -43,9 +44,7 @@ async def test_a_new_key_works_at_once_and_the_broker_reads_nothing_for_it(broke
     assert before == (broker.varz()["config_load_time"], (broker.directory / "accounts.conf").stat().st_size)
 
 
-async def test_a_revoked_key_is_out_within_a_second_and_stays_out_over_a_restart(
-    tmp_path: Path,
-) -> None:
+async def test_a_revoked_key_is_out_within_a_second_and_stays_out_over_a_restart(tmp_path: Path) -> None:
     with deployed_broker(tmp_path) as broker:
         settings, other = (broker.key(name, "--role", "trainer", "--job", "x") for name in ("mallory", "alice"))
         closed: list[str] = []
@@ -61,10 +60,7 @@ async def test_a_revoked_key_is_out_within_a_second_and_stays_out_over_a_restart
         await bus.close()
     other_place = tmp_path / "again"
     other_place.mkdir()
-    with deployed_broker(
-        other_place,
-        prepare=lambda place: (place / "accounts.conf").write_text((tmp_path / "accounts.conf").read_text()),
-    ) as again:
+    with deployed_broker(other_place, prepare=lambda to: shutil.copy(tmp_path / "accounts.conf", to)) as again:
         with pytest.raises(PermissionDeniedError, match="revoked"):
             await Bus.connect(BusSettings(url=again.url, creds_file=settings.creds_file), name="test-1")
         async with raw_client(BusSettings(url=again.url, creds_file=other.creds_file)):
@@ -182,18 +178,12 @@ def test_secrets_are_closed_to_others_and_the_brokers_file_has_none(broker: Depl
 
 
 def test_init_replaces_no_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "keys",
-        "init",
-        "--authority",
-        str(tmp_path / "a" / "authority.json"),
-        "--credentials",
-        str(tmp_path / "c"),
-    ]
+    file = tmp_path / "a" / "authority.json"
+    words = ["keys", "init", "--authority", str(file), "--credentials", str(tmp_path / "c")]
     assert main(words) == 0
-    before = (tmp_path / "a" / "authority.json").read_bytes()
+    before = file.read_bytes()
     assert main(words) == 1
-    assert (tmp_path / "a" / "authority.json").read_bytes() == before
+    assert file.read_bytes() == before
     assert "nothing replaces it" in capsys.readouterr().err
 
 

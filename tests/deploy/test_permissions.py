@@ -38,36 +38,27 @@ def consumers(node: str, instance: str) -> tuple[str, str]:
 
 ANYBODYS = [
     *(f"{V1}{kind}.{place}" for kind in ("report", "window", "state", "trace", "reward") for place in _ANY_NODE),
-    *(
-        f"{V1}{subject}"
-        for subject in ("policy.p", "profile.f", "live.trainer.t", "live.arbitrator.a", "live.learner.l")
-    ),
+    *(f"{V1}live.{service}" for service in ("trainer.t", "arbitrator.a", "learner.l")),
+    f"{V1}policy.p",
+    f"{V1}profile.f",
     *(f"{API}{verb}.{name}" for verb in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET") for name in NAMES),
     "$O.policies.C.1",
     "$O.policies.M.1",
     f"{API}INFO",
     f"{API}STREAM.PURGE.OBJ_policies",
 ]
+FORBIDDEN_VERBS = ["CREATE", "UPDATE", "DELETE", "MSG.DELETE", "SNAPSHOT", "RESTORE", "LEADER.STEPDOWN", "PEER.REMOVE"]
+FORBIDDEN_CONSUMER_VERBS = ["DELETE", "PAUSE", "UNPIN", "LEADER.STEPDOWN", "DURABLE.CREATE"]
 FORBIDDEN = [
-    *(
-        f"{API}STREAM.{verb}.{name}"
-        for name in NAMES
-        for verb in ("CREATE", "UPDATE", "DELETE", "MSG.DELETE", "SNAPSHOT")
-    ),
-    *(f"{API}STREAM.{verb}.{name}" for name in NAMES for verb in ("RESTORE", "LEADER.STEPDOWN", "PEER.REMOVE")),
+    *(f"{API}STREAM.{verb}.{name}" for name in NAMES for verb in FORBIDDEN_VERBS),
     *(f"{API}STREAM.PURGE.{name}" for name in NAMES if not name.startswith("OBJ_")),
     *(f"{API}CONSUMER.{verb}.{name}" for name in NAMES for verb in ("CREATE", "LIST", "NAMES")),
     *(f"{API}CONSUMER.CREATE.{name}.x" for name in NAMES),
     *(f"{API}CONSUMER.CREATE.{name}.x.{V1}report.alice.r1.node-a" for name in NAMES),
-    *(f"{API}CONSUMER.{verb}.{name}.collector-node-a" for name in NAMES for verb in ("DELETE", "PAUSE", "UNPIN")),
-    *(
-        f"{API}CONSUMER.{verb}.{name}.collector-node-a"
-        for name in NAMES
-        for verb in ("LEADER.STEPDOWN", "DURABLE.CREATE")
-    ),
+    *(f"{API}CONSUMER.{verb}.{name}.collector-node-a" for name in NAMES for verb in FORBIDDEN_CONSUMER_VERBS),
     *(f"{API}STREAM.{verb}" for verb in ("LIST", "NAMES", "TEMPLATE.CREATE.x")),
     *(f"{API}{verb}" for verb in ("SERVER.REMOVE", "META.LEADER.STEPDOWN", "ACCOUNT.PURGE.streams")),
-    *(f"{V1}stored.action.{job}" for job in ("alice.r1", "bob.r1")),
+    *(f"{V1}stored.action.{job}" for job in _ANY_JOB),
     "_INBOX.bob.x",
     "_R_.x",
     "$SRV.PING",
@@ -145,7 +136,7 @@ HEARABLE = [
 ]
 MAY_HEAR = {
     "trainer": {f"{V1}reward.alice.r1.node-a", f"{V1}trace.alice.r1.node-a", f"{V1}stored.action.alice.r1"},
-    "collector": {f"{V1}stored.report.{job}.node-a" for job in ("alice.r1",)} | {f"{V1}live.collector.node-a"},
+    "collector": {f"{V1}stored.report.alice.r1.node-a", f"{V1}live.collector.node-a"},
     "reward": {f"{V1}stored.window.{job}.{node}" for job, node, _ in (OWN, OTHER)} | {f"{V1}live.reward.1"},
     "arbitrator": {
         *(f"{V1}stored.{kind}.{job}" for kind in ("job", "applied") for job in _ANY_JOB),
@@ -157,9 +148,7 @@ MAY_HEAR = {
         *(f"{V1}stored.state.{job}.{node}" for job, node, _ in (OWN, OTHER)),
         f"{V1}stored.action.*.r1",
     },
-    "watcher": {
-        *(subject for subject in HEARABLE if subject.startswith((f"{V1}stored.", f"{V1}live."))),
-    },
+    "watcher": {subject for subject in HEARABLE if subject.startswith((f"{V1}stored.", f"{V1}live."))},
 }
 TESTED = tuple(MAY_PUBLISH)
 

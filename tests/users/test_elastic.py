@@ -32,7 +32,7 @@ if rank == 0 and not is_first:
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-session = attach(model, optimizer, torch.randn(64, 4), local_batch_size=4, connect=False)
+session = attach(model, optimizer, torch.ones(64, 4), local_batch_size=4, connect=False)
 for step, inputs in enumerate(session.loader):
     if rank == 1 and is_first and step == 4:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,12 @@ def writing(path: object) -> Iterator[None]:
         raise
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
+    """A table, one line per row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def document_of(value: Any, leave_out: Container[str] = ()) -> Any:

@@ -9,6 +9,7 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -17,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 from .input_files import read_regular
 
-MAX_FILE_BYTES = 64 * 1024
 KEY_BYTES = 32
 _SEED = 18 << 3
 _KINDS = {"operator": 14 << 3, "account": 0, "user": 20 << 3}
@@ -26,18 +26,18 @@ _JWT, _USER_SEED = "NATS USER JWT", "USER NKEY SEED"
 
 
 class Key:
-    """A key pair.
-
-    Attributes:
-        seed: the secret half, which begins with S.
-        public: the public half, which begins with O, A or U.
-    """
+    """A key pair: `seed` is the secret half, which begins with S, `public` the other, which begins with O, A or U."""
 
     def __init__(self, seed: str) -> None:
         """Take the pair of a seed. Raises ValueError when it is none; the text never shows it."""
         from nacl.signing import SigningKey  # noqa: PLC0415 - libsodium, only where there is a key
 
-        raw = _decode(seed)
+        try:
+            raw = base64.b32decode(seed + "=" * (-len(seed) % 8))[:-2]
+        except ValueError as error:
+            raise ValueError("it is not an nkey: not in base32") from error
+        if _encode(raw) != seed:
+            raise ValueError("it is not an nkey: its check sum is wrong, so that a character is missing or mistyped")
         if len(raw) != 2 + KEY_BYTES or raw[0] & 0xF8 != _SEED:
             raise ValueError("it is not the seed of an nkey")
         self.seed = seed
@@ -48,10 +48,7 @@ class Key:
     @classmethod
     def generate(cls, kind: Literal["operator", "account", "user"]) -> "Key":
         """A new pair."""
-        from nacl.utils import random  # noqa: PLC0415 - see __init__
-
-        prefix = _KINDS[kind]
-        return cls(_encode(bytes([_SEED | prefix >> 5, (prefix & 0x1F) << 3]) + random(KEY_BYTES)))
+        return cls(_encode(bytes([_SEED | _KINDS[kind] >> 5, (_KINDS[kind] & 0x1F) << 3]) + os.urandom(KEY_BYTES)))
 
     def sign(self, text: str) -> bytes:
         """The signature."""
@@ -61,17 +58,16 @@ class Key:
         """A JWT about `subject`, a public key; `claims` are NATS's own, `top` such as `exp`."""
         body = {"iss": self.public, "sub": subject, "iat": int(time.time()), "name": name, **top, "nats": claims}
         body["jti"] = base64.b32encode(hashlib.sha256(json.dumps(body).encode()).digest()).decode().rstrip("=")
-        text = f"{_base64url({'typ': 'JWT', 'alg': 'ed25519-nkey'})}.{_base64url(body)}"
-        return f"{text}.{base64.urlsafe_b64encode(self.sign(text)).decode().rstrip('=')}"
+        text = ".".join(_base64url(json.dumps(part).encode()) for part in ({"typ": "JWT", "alg": "ed25519-nkey"}, body))
+        return f"{text}.{_base64url(self.sign(text))}"
 
 
 class Credential(NamedTuple):
-    """What a credential's file holds."""
+    """What a credential's file holds, and what its JWT says."""
 
     jwt: str
     seed: str
     name: str
-    """The user's."""
     public: str
     tags: tuple[str, ...] = ()
     """What the key is limited to, such as `job:mnist`."""
@@ -91,46 +87,27 @@ class Credential(NamedTuple):
         return "\n".join(f"-----BEGIN {what}-----\n{value}\n------END {what}------\n" for what, value in parts)
 
 
-def credential_of(jwt: str, seed: str) -> Credential:
-    """The credential of a JWT, whose signature is for the broker to check, and a seed.
-
-    Raises ValueError when it is no JWT, or of another key.
-    """
+def read_credential(path: Path) -> Credential:
+    """Read a credential; its signature is for the broker to check. Raises ValueError when it is none, or OSError."""
+    text = read_regular(path, max_bytes=64 * 1024).decode(errors="replace")
+    jwt, seed = (re.search(_BLOCK % (what, what), text) for what in (_JWT, _USER_SEED))
+    if jwt is None or seed is None:
+        raise ValueError("it has no NATS USER JWT and USER NKEY SEED")
     try:
-        body = jwt.split(".")[1]
+        body = jwt[1].split(".")[1]
         claims = dict(json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))))
         name, public, tags = str(claims["name"]), str(claims["sub"]), tuple(claims["nats"].get("tags", ()))
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError("its JWT is damaged") from error
-    if public != Key(seed).public:
+    if public != Key(seed[1]).public:
         raise ValueError("its JWT is of another key than its seed")
-    return Credential(jwt, seed, name, public, tags, claims.get("exp"))
+    return Credential(jwt[1], seed[1], name, public, tags, claims.get("exp"))
 
 
-def read_credential(path: Path) -> Credential:
-    """Read a credential. Raises OSError when it cannot be read, ValueError when it is none."""
-    text = read_regular(path, max_bytes=MAX_FILE_BYTES).decode(errors="replace")
-    jwt, seed = (re.search(_BLOCK % (what, what), text) for what in (_JWT, _USER_SEED))
-    if jwt is None or seed is None:
-        raise ValueError("it has no NATS USER JWT and USER NKEY SEED")
-    return credential_of(jwt[1], seed[1])
-
-
-def _base64url(value: Mapping[str, Any]) -> str:
-    return base64.urlsafe_b64encode(json.dumps(value, separators=(",", ":")).encode()).decode().rstrip("=")
+def _base64url(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 
 def _encode(raw: bytes) -> str:
     checked = raw + binascii.crc_hqx(raw, 0).to_bytes(2, "little")
     return base64.b32encode(checked).decode().rstrip("=")
-
-
-def _decode(text: str) -> bytes:
-    try:
-        checked = base64.b32decode(text + "=" * (-len(text) % 8))
-    except (binascii.Error, ValueError) as error:
-        raise ValueError("it is not an nkey: not in base32") from error
-    raw, check = checked[:-2], checked[-2:]
-    if binascii.crc_hqx(raw, 0).to_bytes(2, "little") != check:
-        raise ValueError("it is not an nkey: its check sum is wrong, so that a character is missing or mistyped")
-    return raw

@@ -9,6 +9,7 @@ import msgspec
 from dynamix.arbitrator.families.profile import UnusableProfileError, read_profile
 from dynamix.arbitrator.policies.model.exploration import FIRST, score
 from dynamix.cli.errors import CommandError
+from dynamix.cli.output import in_columns
 from dynamix.runtime.bus import Bus, BusMessage, StreamMissingError
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import ArmRecord, JobProfile
@@ -60,11 +61,7 @@ def table(found: Sequence[StoredFamily]) -> str:
     """One line per family."""
     if not found:
         return "no job families: a job has one with attach(..., family='auto'), and leaves what it learned at its end"
-    rows = [HEADINGS, *map(_row, found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return in_columns([HEADINGS, *map(_row, found)])
 
 
 def document(one: StoredFamily) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dynamix.arbitrator.learned.policy_file import (
 from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy
 from dynamix.cli.connection import HOW_TO_START, NoBrokerError, connected
 from dynamix.cli.errors import CommandError, explained
+from dynamix.cli.output import in_columns
 from dynamix.runtime.bus import Bus, StreamMissingError
 from dynamix.runtime.settings import BusSettings, redact_url
 from dynamix.schemas.streams import POLICIES
@@ -138,11 +139,7 @@ def table(entries: Sequence[AvailablePolicy]) -> str:
     """One line per version."""
     if not entries:
         return "no learned policies: `dynamix learn` makes one, `dynamix policy import FILE` stores one"
-    rows = [HEADINGS, *(_row(entry) for entry in entries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return in_columns([HEADINGS, *map(_row, entries)])
 
 
 def details(entry: AvailablePolicy, metadata: PolicyMetadata | None, fault: str) -> str:

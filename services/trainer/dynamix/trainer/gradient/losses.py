@@ -22,6 +22,8 @@ COUNTED_STEP = 3
 MAX_NODES = 100
 """Nodes of the autograd graph that are looked at, from the loss on."""
 MIN_SIZE_RATIO = 1.25
+MIN_WINDOWS = 8
+"""With three, one job in twenty whose loss differs much between ranks by chance would be warned falsely."""
 MAX_WINDOWS = 20
 """The most windows that are looked at, of those whose largest batch is so many times the smallest."""
 
@@ -124,7 +126,7 @@ class LossWarnings:
             return
         slope = statistics.linear_regression([math.log(size) for size in sizes], [math.log(loss) for loss in losses])[0]
         self._slopes.append(-slope if self._is_sum else slope)
-        if len(self._slopes) < 3:
+        if len(self._slopes) < MIN_WINDOWS:
             return
         mean, error = statistics.fmean(self._slopes), statistics.stdev(self._slopes) / math.sqrt(len(self._slopes))
         if mean - 3 * error > 0.5:
@@ -134,7 +136,7 @@ class LossWarnings:
                 else "grows in proportion to its batch, as a sum does, but is weighed as a mean: pass "
                 "attach(reduction='sum')"
             )
-        elif self._has_equal_data and not self._is_sum and len(self._slopes) >= 8 and 0.5 > mean > 0.1 + 5 * error:
+        elif self._has_equal_data and not self._is_sum and 0.5 > mean > 0.1 + 5 * error:
             self._warn_of_size(
                 "grows with its batch, as with negatives taken from the batch, so unequal batches change the "
                 f"gradient: {EQUAL_SIZES}"

@@ -141,6 +141,7 @@ class Reader(ABC):
             raise
         self._is_open = True
         self._keeper = asyncio.create_task(self._keep_reading(), name=f"reader of {self._stream}")
+        self._keeper.add_done_callback(self._on_keeper_done)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -312,6 +313,12 @@ class Reader(ABC):
         self._interrupt(error)
         self._arrived.set()
         self._taken.set()
+
+    def _on_keeper_done(self, keeper: asyncio.Task[None]) -> None:
+        """Let no reader wait for ever for a keeper that a fault of ours has ended."""
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            logger.error("reading %s has ended", self._stream, exc_info=error)
+            self._fail(BusError(f"reading {self._stream} has ended: {error!r}"))
 
     def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
         if subject in self._deniable():
