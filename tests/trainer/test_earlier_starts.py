@@ -16,6 +16,7 @@ from dynamix import trainer as dynamix
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
+from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Job
 from dynamix.trainer import rendezvous as history
@@ -32,6 +33,15 @@ async def test_the_last_start_of_a_job_is_found(server: ConfiguredServer, bus: B
     await bus.publish(examples.job(generation=3, phase="ended"))
     assert await _asked(server.settings) == 3
     assert await _asked(server.settings, "another") is None
+
+
+async def test_a_start_that_was_pushed_out_of_its_stream_is_known_by_its_actions(
+    server: ConfiguredServer, bus: Bus
+) -> None:
+    await bus.publish_action(seal(examples.action(5, generation=2), b""), expected_last=0)
+    assert await _asked(server.settings) == 2
+    await bus.publish(examples.job(generation=1))
+    assert await _asked(server.settings) == 2
 
 
 async def test_a_job_entry_that_cannot_be_read_is_none(

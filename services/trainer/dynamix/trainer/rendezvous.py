@@ -13,9 +13,9 @@ from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings, node_name
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Job
+from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.messages.fields import MAX_GENERATION
-from dynamix.schemas.streams import JOBS
+from dynamix.schemas.streams import ACTIONS, JOBS
 
 from .data.orders import DataIdentity
 from .job.identity import (
@@ -153,16 +153,19 @@ async def _look_up(settings: BusSettings, job: str, name: str) -> int | None:
     async with asyncio.timeout(LOOKUP_S):
         bus = await Bus.connect(settings, name=name, wait=False)
         try:
-            message = await bus.newest(JOBS.name, subjects.of("job", job))
+            start = await bus.newest(JOBS.name, subjects.of("job", job))
+            action = await bus.newest(ACTIONS.name, subjects.of("action", job))
         finally:
             await bus.close()
-    if message is None:
-        return None
-    generation = decode(Job, message.subject, message.payload).generation
-    if generation > MAX_GENERATION:
-        _log.warning("%s has generation %d on the bus, which no job reaches: it was made up", job, generation)
-        return None
-    return generation
+    # others' jobs can push a start out of its stream, but no action
+    generations = [] if action is None else [decode(Action, action.subject, action.payload).generation]
+    if start is not None:
+        generation = decode(Job, start.subject, start.payload).generation
+        if generation > MAX_GENERATION:
+            _log.warning("%s has generation %d on the bus, which no job reaches: it was made up", job, generation)
+        else:
+            generations.append(generation)
+    return max(generations, default=None)
 
 
 def _warn_of_several_nodes(identity: JobIdentity) -> None:

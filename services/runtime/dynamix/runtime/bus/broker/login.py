@@ -87,7 +87,7 @@ class Login:
                 check = f"{self._settings.creds_file} expired on {when:%Y-%m-%d %H:%M} UTC"
             check += "; replace it by a new one of `dynamix keys create`"
         elif not self.password():
-            check = "there is no password: set DYNAMIX_NATS_PASSWORD_FILE, or DYNAMIX_NATS_CREDS_FILE instead"
+            check = "there is no credential: set DYNAMIX_NATS_CREDS_FILE to a key of `dynamix keys create`"
         return f"{redact_url(self._settings.url)} refuses user {self.user!r}: {check}"
 
 
