@@ -59,8 +59,8 @@ def one_retransmission_each(hosts: Hosts, probe: SocketProbe, num_sockets: int) 
         pairs = [pair(stack, sender, receiver) for _ in range(num_sockets)]
         clients = [client for client, _ in pairs]
         before = sender.namespace.traffic().retransmits
-        hosts.switch.ip("link", "set", receiver.port, "down")
-        stack.callback(hosts.switch.ip, "link", "set", receiver.port, "up")
+        receiver.cut()
+        stack.callback(receiver.cut, is_cut=False)
         for client in clients:
             client.sendall(b"x")
         deadline_s = time.monotonic() + TIMEOUT_S

@@ -42,15 +42,15 @@ BEHIND = 64
 """With more than so many messages ahead of it in the broker, a report of a job that trains is looked up by itself."""
 NAME_TOKEN = 3
 """Place of a job's name in a subject."""
-MAX_RUNS, MAX_NAMES = 64, 16_384
+MAX_RUNS, MAX_NAMES = 4, 200
 """Runs of a job's name that are known to train here, and names."""
 
 
 class CollectorBus(ServiceBus, Protocol):
     """What a collector uses of the bus."""
 
-    def overtake(self, stream: str, subjects: str, group_of: Callable[[str], str | None]) -> Overtaking:
-        """Read the newest messages of chosen subjects before all that waits."""
+    def overtake(self, stream: str, group_of: Callable[[str], str | None]) -> Overtaking:
+        """Read the newest messages of watched subjects before all that waits."""
 
 
 async def serve(context: Context[CollectorSettings, CollectorBus]) -> None:
@@ -75,7 +75,7 @@ async def serve_observed(
     shown: ShownWindows | None = None,
     *,
     in_step: bool = False,
-    overtake: Callable[[str, str, Callable[[str], str | None]], Overtaking] | None = None,
+    overtake: Callable[[str, Callable[[str], str | None]], Overtaking] | None = None,
 ) -> None:
     """Turn every report into a metric window and a state, with what an observer sees of its processes.
 
@@ -88,11 +88,14 @@ async def serve_observed(
     durable = f"collector-{context.node}"
     async with context.bus.consume(FEED.name, [reports], start="new", durable=durable) as consumer:
         context.counters["ready"] = 1
-        overtaking = None if overtake is None else asyncio.create_task(collector.overtake(overtake, reports))
-        try:
+        if overtake is None:
             await collector.take_turns(consumer)
-        finally:
-            if overtaking is not None:
+            return
+        async with overtake(FEED.name, collector.name_of) as newest:
+            overtaking = asyncio.create_task(collector.overtake(newest))
+            try:
+                await collector.take_turns(consumer)
+            finally:
                 overtaking.cancel()
                 await asyncio.gather(overtaking, return_exceptions=True)
 
@@ -145,35 +148,39 @@ class _Collector:
         """Reading that goes on before the next large report; what is pressing is handled in between."""
         self._num_pending = 0
         """What the broker still held for us when it sent what was read last."""
+        self._newest: Overtaking | None = None
         self._training: dict[str, dict[str, None]] = {}
         """Subjects of good reports, by name of their jobs; both the newest last."""
 
-    async def overtake(
-        self, overtake: Callable[[str, str, Callable[[str], str | None]], Overtaking], reports: str
-    ) -> None:
+    async def overtake(self, newest: Overtaking) -> None:
         """Read reports of jobs that train before those that wait in the broker, where these are many."""
+        self._newest = newest
         try:
-            async with overtake(FEED.name, reports, self._name_of) as newest:
-                async for message in newest:
-                    self._waiting.add_early(message)
+            async for message in newest:
+                self._waiting.add_early(message)
         except BusError as error:
             self._context.log.warning("a flood of reports will delay all jobs of this node", reason=str(error))
 
-    def _name_of(self, subject: str) -> str | None:
-        """The name of the job of a report, where it trains here and many messages are before its report."""
-        if self._num_pending < BEHIND:
-            return None
-        name = subject.split(".")[NAME_TOKEN]
-        return name if subject in self._training.get(name, ()) else None
+    def name_of(self, subject: str) -> str | None:
+        """The name of the job of a report, where many messages wait before it."""
+        return subject.split(".")[NAME_TOKEN] if self._num_pending >= BEHIND else None
 
-    def _note_training(self, subject: str) -> None:
+    async def _note_training(self, subject: str) -> None:
+        """Watch the subject of a good report; of each name, and of all, those that reported last."""
+        if self._newest is None:
+            return
         name = subject.split(".")[NAME_TOKEN]
         runs = self._training.pop(name, {})
         runs.pop(subject, None)
         self._training[name] = runs | {subject: None}
-        for known, most in ((self._training[name], MAX_RUNS), (self._training, MAX_NAMES)):
-            if len(known) > most:
-                del known[next(iter(known))]
+        await self._newest.watch(subject)
+        if len(self._training[name]) > MAX_RUNS:
+            old = next(iter(self._training[name]))
+            del self._training[name][old]
+            await self._newest.forget(old)
+        if len(self._training) > MAX_NAMES:
+            for old in self._training.pop(next(iter(self._training))):
+                await self._newest.forget(old)
 
     async def take_turns(self, consumer: BatchConsumer) -> None:
         """Read, and handle what was read in turns of all jobs, until the consumer ends or the service is to stop.
@@ -247,7 +254,7 @@ class _Collector:
         except MalformedMessageError as error:
             await self._context.dead_letter(message, str(error))
             return None
-        self._note_training(message.subject)
+        await self._note_training(message.subject)
         return report
 
     async def _publish(self, message: BusMessage, report: Report, *, fresh: bool) -> list[InFlight]:

@@ -45,10 +45,9 @@ TEMPORARY_S = 300
 """For how long the keys work that `dynamix keys` signs for itself."""
 MAX_TRAINER_CONNECTIONS = 10_000
 """A flood of connections by trainers leaves the rest of the broker's 65,536 to services."""
-MAX_SUBSCRIPTIONS = dict.fromkeys(ROLES, 1000) | dict.fromkeys(LIMITED_BY, 32)
+MAX_SUBSCRIPTIONS = dict.fromkeys(ROLES, 1000) | dict.fromkeys(("trainer", "reward"), 32)
 
-_LOOKED_UP = {"trainer": ("job", "action"), "collector": ("report",)}
-"""Kinds of which a role asks for the newest message of a subject."""
+_LOOKED_UP = {"trainer": ("job", "action"), "collector": ("report",)}  # they ask for the newest one of a subject
 _READS = {
     "arbitrator": (JOBS.name, FEED.name, ACTIONS.name, PROFILES.name, POLICIES.name),
     "learner": (JOBS.name, FEED.name, ACTIONS.name, POLICIES.name),

@@ -237,12 +237,12 @@ class Bus:
         """
         return self._admit(Following(self._connection, self.requests, stream, subject))
 
-    def overtake(self, stream: str, subjects: str, group_of: Callable[[str], str | None]) -> Overtaking:
-        """Read the newest messages of chosen subjects of a filter as they are stored, before all that waits there.
+    def overtake(self, stream: str, group_of: Callable[[str], str | None]) -> Overtaking:
+        """Read the newest messages of watched subjects as they are stored, before all that waits in the stream.
 
-        `group_of` gives a subject's group, `None` for what is not wanted; it is called for each message stored.
+        `group_of` is called for each of these messages: its subject's group, `None` where it is not wanted now.
         """
-        return Overtaking(self._connection, self.requests, stream, subjects, group_of)
+        return Overtaking(self._connection, self.requests, stream, group_of)
 
     def subscribe(self, subject: str) -> Subscription:
         """Listen on core NATS, where nothing is stored: for `live`. A slow reader loses the oldest, counted."""

@@ -151,38 +151,41 @@ class Following:
 
 
 class Overtaking:
-    """`async with bus.overtake(stream, wide, group_of) as messages: async for message in messages: ...`.
+    """`async with bus.overtake(stream, group_of) as newest: await newest.watch(subject); async for message in newest:`.
 
-    The newest message of each subject of a filter that has a group, soon after it is stored, whatever others have
-    stored before it. Groups take turns. A message that a later one of its subject follows at once is left out: what
-    has to be read whole is read by a consumer as well.
+    The newest message of each watched subject, soon after it is stored, whatever others have stored before it. Groups
+    of subjects take turns. A message that a later one of its subject follows at once is left out: what has to be read
+    whole is read by a consumer as well.
     """
 
     def __init__(
-        self,
-        connection: BrokerConnection,
-        requests: Requests,
-        stream: str,
-        subjects: str,
-        group_of: Callable[[str], str | None],
+        self, connection: BrokerConnection, requests: Requests, stream: str, group_of: Callable[[str], str | None]
     ) -> None:
         self._connection = connection
         self._requests = requests
         self._stream = stream
-        self._heard_on = announced(subjects)
         self._group_of = group_of
+        self._watched: dict[str, NatsSubscription] = {}
         self._due: dict[str, dict[str, None]] = {}
         """Subjects to look up, by group; both in their turns."""
         self._heard = asyncio.Event()
-        self._subscription: NatsSubscription | None = None
 
     async def __aenter__(self) -> Self:
-        self._subscription = await self._connection.subscribe(self._heard_on, self._on_stored)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._subscription is not None:
-            await self._connection.unsubscribe(self._subscription)
+        for subject in list(self._watched):
+            await self.forget(subject)
+
+    async def watch(self, subject: str) -> None:
+        """Hear of what is stored of a subject. The stream sends nothing of others, however much that is."""
+        if subject not in self._watched:
+            self._watched[subject] = await self._connection.subscribe(announced(subject), self._on_stored)
+
+    async def forget(self, subject: str) -> None:
+        """Hear no more of a subject."""
+        if (subscription := self._watched.pop(subject, None)) is not None:
+            await self._connection.unsubscribe(subscription)
 
     def __aiter__(self) -> Self:
         return self
