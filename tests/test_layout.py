@@ -13,6 +13,7 @@ ROOTS = {
     "recording": ROOT / "recording",
     "lab": ROOT / "lab",
     "cli": ROOT / "cli",
+    "extras": ROOT / "extras",
 }
 MAY_IMPORT = {
     "schemas": set(),
@@ -24,6 +25,7 @@ MAY_IMPORT = {
     "recording": {"schemas", "runtime", "collector", "reward", "arbitrator"},
     "lab": {"schemas", "runtime", "collector", "reward", "arbitrator", "trainer", "recording"},
     "cli": {"schemas", "runtime", "collector", "reward", "arbitrator", "trainer", "recording", "lab"},
+    "extras": {"schemas", "runtime", "collector", "reward", "arbitrator", "trainer", "recording", "lab", "cli"},
 }
 PURE_CORES = {
     "collector": {"agent", "agent_network", "window", "probes", "procfs", "ebpf"},

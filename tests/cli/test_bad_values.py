@@ -1,7 +1,6 @@
 """Values that no command can use: one sentence before any work, an exit code that is not 0, never a traceback."""
 
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -75,7 +74,9 @@ def test_what_the_kernel_makes_up_is_not_read(words: str, place: str, capsys: py
     if not Path(place).exists():
         pytest.skip(f"this kernel has no {place}")
     assert main([*words.split(), place]) in (1, 2)
-    assert f"cannot read {place}: it is made up by the kernel, not a file" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{place}: " in said
+    assert "made up by the kernel" in said
 
 
 @pytest.mark.parametrize("words", ["simulate", "evaluate --tuned", "evaluate --scenarios"])
@@ -86,7 +87,8 @@ def test_values_nested_ten_thousand_times_are_refused(
     place = tmp_path if words.endswith("--scenarios") else tmp_path / "deep.toml"
     assert main([*words.split(), str(place)]) in (1, 2)
     said = capsys.readouterr().err
-    assert re.search(rf"{tmp_path / 'deep.toml'}: this (is no scenario|holds no settings): its values are nested", said)
+    assert f"{tmp_path / 'deep.toml'}: not a " in said
+    assert "nested too deeply" in said
     assert len(said.splitlines()) == 1
 
 

@@ -1,0 +1,1 @@
+"""Extensions of our own: what the core does not need, attached by entry points as other people's packages are."""
