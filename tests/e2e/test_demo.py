@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -74,29 +74,6 @@ def test_a_failing_job_is_reported_with_its_own_message(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "did you mean DYNAMIX_TRAINER_POLICY" in result.stderr
     assert "ExceptionGroup" not in result.stderr
-
-
-def test_without_data_the_demo_explains_how_to_get_it(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "dynamix.cli.main", "demo", "--data", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 1
-    assert "make data" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_the_demo_that_is_ended_by_sigterm_leaves_no_files(tmp_path: Path, demo: subprocess.Popen[str]) -> None:
-    assert demo.stderr is not None
-    assert any(" are ready" in line for line in demo.stderr)
-    assert list(tmp_path.glob("dynamix-demo-*"))
-    demo.terminate()
-    told = demo.stderr.read()
-    assert demo.wait() == 128 + signal.SIGTERM
-    assert told.endswith("dynamix demo: ended by SIGTERM\n")
-    assert list(tmp_path.glob("dynamix-demo-*")) == []
 
 
 def processes_that_name(text: str) -> list[int]:

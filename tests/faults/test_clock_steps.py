@@ -18,7 +18,7 @@ from dynamix.cli.services import ServiceProcess, wait_until_ready
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import FEED
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPPED_CLOCK = Path(__file__).parents[1] / "support" / "stepped_clock"
 HOUR_S = 3600

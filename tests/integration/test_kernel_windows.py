@@ -11,7 +11,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.messages import MetricWindow, Report
 from dynamix.schemas.streams import FEED
 
-pytestmark = [pytest.mark.bpf, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.bpf, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 async def started(plane: ControlPlane) -> ServiceProcess:

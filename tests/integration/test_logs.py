@@ -13,7 +13,7 @@ from tests.support.control_plane import NODE, control_plane, one_node_job, repor
 from dynamix.cli.services import SERVICES, ServiceProcess, wait_until_ready
 from dynamix.schemas import subjects
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 Line = dict[str, Any]
 

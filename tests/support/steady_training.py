@@ -30,7 +30,7 @@ class TrainingJob:
 
     async def wait_for_steps(self, count: int) -> None:
         """Wait until rank 0 has done `count` steps in all."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while len(self.steps()) < count:
                 assert self.process.returncode is None, "the job has ended"
                 await asyncio.sleep(0.05)
