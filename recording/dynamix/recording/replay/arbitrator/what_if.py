@@ -4,13 +4,13 @@ Open loop: the policy sees what was recorded, and its own earlier decisions wher
 sizes would have led to.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.messages.policies import PolicyOptions
 
 from .action_store import RecordedActions, window_of
 
@@ -20,7 +20,7 @@ class OtherPolicy(NamedTuple):
 
     name: str | None
     """`None`: the recorded one, with other options."""
-    options: Mapping[str, float]
+    options: PolicyOptions
 
     def specification(self, job: Job, checkpoint: Action | None) -> Job:
         """Name this policy in a specification, with the sizes of `checkpoint` if that is of the same generation."""

@@ -1,12 +1,13 @@
 """The options of `attach`, checked where they are given."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
 
+from dynamix.runtime.extensions import extension_names
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import (
     EXACT,
@@ -17,7 +18,6 @@ from dynamix.schemas.messages.allocation import (
     ExchangePermission,
     Explored,
     Objective,
-    OtherCodec,
     initial_exchange,
     is_permitted,
 )
@@ -25,6 +25,7 @@ from dynamix.schemas.messages.policies import (
     EXCHANGE_OPTIONS,
     STIGMERGY,
     GlobalBatch,
+    PolicyOptions,
     initial_split,
 )
 from dynamix.schemas.subjects import is_token
@@ -35,7 +36,7 @@ from dynamix.trainer.arguments.checks import (
     number,
     whole_number,
 )
-from dynamix.trainer.exchange.registry import CODECS
+from dynamix.trainer.exchange.registry import CODECS, GROUP, exchange_codec
 from dynamix.trainer.gradient.codecs import find_codec
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 from dynamix.trainer.gradient.models import Averaging
@@ -69,7 +70,7 @@ class JobOptions:
     margin_steps: int
     """Steps between an action's broadcast and the boundary at which it starts to rule."""
     policy: str
-    policy_options: Mapping[str, float]
+    policy_options: PolicyOptions
     optimizer_family: OptimizerFamily
     learning_rate_rule: Rule
     reduction: Reduction
@@ -96,8 +97,6 @@ class JobOptions:
     """What decisions may do to how gradients travel."""
     fixed_exchange: Exchange | None = None
     """How they travel in the whole run, where the script says so."""
-    other_codecs: tuple[OtherCodec, ...] = ()
-    """Exchange codecs of other packages that decisions may name."""
     gradient_servers: tuple[str, ...] = ()
     """Addresses of the servers that it was started with."""
     supports_exchange: bool = False
@@ -117,13 +116,19 @@ class JobOptions:
     def initial_allocation(self) -> Allocation:
         """What rules the first step: where the policy leaves the division to the ranks, they begin with it at once."""
         split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
-        first = self.lasting_exchange or initial_exchange(self.policy, self.policy_options, self.other_codecs)
+        first = self.lasting_exchange or initial_exchange(self.policy, self.policy_options)
         return Allocation(self.local_batch_sizes, split, first)
 
     @property
     def lasting_exchange(self) -> Exchange | None:
         """How gradients travel in the whole run, whatever is decided; `None` where decisions say it."""
         return Exchange(codec=self.codec) if self.codec != EXACT.codec else self.fixed_exchange
+
+    @property
+    def named_codecs(self) -> list[str]:
+        """Exchange codecs of extensions that the policy's options name."""
+        names = {value for value in self.policy_options.values() if isinstance(value, str)} - set(CODECS)
+        return [name for name in extension_names(GROUP) if name in names] if names else []
 
     @property
     def base_batch_size(self) -> float:
@@ -225,21 +230,25 @@ class JobOptions:
 
     def _check_exchange(self) -> None:
         check_choice("exchange", self.exchange, get_args(ExchangePermission))
+        for name in self.named_codecs:
+            if self.exchange == "exact" and not exchange_codec(name).is_lossless:
+                raise ValueError(
+                    f"policy option codec={name}: it rounds gradients, which this job does not permit: "
+                    'attach(exchange="lossy")'
+                )
         first = self.initial_allocation.exchange
         self._check_asked(first)
         if first.shares and first.route not in ("shares", SERVERS):
             raise ValueError(f"shares={list(first.shares)[:16]} are of the route 'shares': add route='shares'")
         if first == EXACT or self.codec != EXACT.codec:
             return
+        exchange_codec(first.codec)  # raises for an unknown one
         is_served = first.route == SERVERS and bool(self.gradient_servers)
-        codecs = [*CODECS, *(each.name for each in self.other_codecs)]
-        if first.codec not in codecs or not (first.route in ROUTES or is_served):
-            raise ValueError(
-                f"exchange {first.label}: use one of the codecs {', '.join(codecs)}, and of the routes "
-                f"{', '.join(ROUTES)}"
-            )
-        if self.fixed_exchange is None and not is_permitted(first, self.exchange, self.other_codecs):
-            needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each, self.other_codecs))
+        if not (first.route in ROUTES or is_served):
+            raise ValueError(f"exchange {first.label}: use one of the routes {', '.join(ROUTES)}")
+        named = self.named_codecs
+        if self.fixed_exchange is None and not is_permitted(first, self.exchange, named):
+            needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each, named))
             raise ValueError(
                 f"the options of policy {self.policy!r} ask for gradients {first.label}, which this job does not "
                 f'permit: attach(exchange="{needed}")'
@@ -253,7 +262,7 @@ class JobOptions:
 
     def _check_asked(self, first: Exchange) -> None:
         """Check what the options ask for, and that it is not something else than what lasts."""
-        asked = initial_exchange(self.policy, self.policy_options, self.other_codecs)
+        asked = initial_exchange(self.policy, self.policy_options)
         if self.lasting_exchange is not None and asked not in (EXACT, first):
             raise ValueError(
                 f"policy {self.policy!r} with its options asks for gradients {asked.label}, but they travel "

@@ -64,7 +64,6 @@ class Reporter:
             initial_exchange=initial.exchange,
             supports_exchange=options.supports_exchange and options.lasting_exchange is None,
             table_share=options.table_share,
-            other_codecs=options.other_codecs,
             family=options.family,
             explores=options.explores,
             objective=options.objective,
