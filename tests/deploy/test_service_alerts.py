@@ -12,14 +12,13 @@ import pytest
 from tests.support import alert_trials
 from tests.support.alert_trials import Phase, Recorded, check_alerts, needs, record
 from tests.support.brokers import publish_unstored, until
-from tests.support.control_plane import NODE, one_node_job, report_of
-from tests.support.scraped_plane import EQUAL, ScrapedPlane
+from tests.support.control_plane import NODE
+from tests.support.scraped_plane import ScrapedPlane
 from tests.support.services_here import ServiceHere
 
 from dynamix.arbitrator.learning.service import LearnerSettings, _Learner
 from dynamix.arbitrator.learning.updating import Outcome
 from dynamix.collector import shown as collector_shown
-from dynamix.collector import turns
 from dynamix.collector.ebpf.syscall import ProgramInfo
 from dynamix.collector.shown import ShownWindows
 from dynamix.runtime.bus import Bus
@@ -41,22 +40,11 @@ async def test_a_service_that_is_down(plane: ScrapedPlane, tmp_path: Path) -> No
     )
 
 
-async def test_a_collector_that_passes_over_reports(
-    plane: ScrapedPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job sends them faster than windows are made of them; by default 16,384 may wait."""
-    monkeypatch.setattr(turns, "MAX_WAITING", 16)
-    job = one_node_job()
-    await plane.bus.publish(job)
-    before = await plane.record()
-
-    async def pass_over() -> None:
-        reports = [report_of(job, window, (128,) * 4, EQUAL) for window in range(60)]
-        await asyncio.gather(*[await plane.bus.publish_soon(report) for report in reports])
-        await until(lambda: plane.services["collector"].context.counters.get("reports_passed_over"))
-
-    flooded = await plane.record(pass_over())
-    await plane.shows("arbitrator", "job_decided_window", 59, training_job=job.job)
+async def test_a_collector_for_which_thousands_of_reports_wait(plane: ScrapedPlane, tmp_path: Path) -> None:
+    before, counters = await plane.record(), plane.services["collector"].context.counters
+    counters["reports_pending"] = 5_000
+    flooded = await plane.record()
+    counters["reports_pending"] = 0
     check_alerts(
         tmp_path,
         Phase(20, before, set()),
