@@ -13,7 +13,7 @@ from dynamix.collector.observation import CollectorSettings, KernelObserver
 from dynamix.collector.procfs.proc import Proc
 from dynamix.recording.playback import ReplayedConsumer
 from dynamix.runtime.bus import Bus, BusMessage
-from dynamix.runtime.bus.streams.statistics import StatisticsByKind
+from dynamix.runtime.bus.read import StatisticsByKind
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode, encode

@@ -105,3 +105,11 @@ def test_a_report_that_was_added_early_is_handled_once_and_acknowledged_in_the_o
     assert acknowledged.sequence == 9
     reports.add_early(message("honest", 9))
     assert not reports, "it was read since"
+
+
+def test_an_older_report_of_a_subject_has_its_turn_behind_one_that_was_added_early() -> None:
+    reports = waiting(message("honest", 1))
+    reports.add_early(message("honest", 9))
+    reports.add([message("honest", 5)])
+    found = [reports.take() for _ in range(3)]
+    assert [(report.message.sequence, report.is_newest) for report in found] == [(1, False), (9, True), (5, False)]

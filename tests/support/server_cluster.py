@@ -21,7 +21,7 @@ from bench.jobs import SteadyJob
 from tests.support.bus_watch import stored_messages
 
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.broker.errors import BusError
+from dynamix.runtime.bus.errors import BusError
 from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects

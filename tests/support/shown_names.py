@@ -13,8 +13,8 @@ from dynamix.collector.ebpf.syscall import ProgramInfo
 from dynamix.collector.shown import ShownWindows
 from dynamix.reward.shown import ShownRewards
 from dynamix.runtime.bus import StreamState
-from dynamix.runtime.bus.streams.copies import StreamCopies, StreamCopy
-from dynamix.runtime.bus.streams.statistics import StatisticsByKind
+from dynamix.runtime.bus.read import StatisticsByKind
+from dynamix.runtime.bus.requests import StreamCopies, StreamCopy
 from dynamix.runtime.health.watchdog import Watchdog
 from dynamix.runtime.metrics import ServiceMetrics
 from dynamix.runtime.service.shown import BUS_COUNTERS, BUS_GAUGES, COUNTERS, GAUGES, ServiceState

@@ -18,7 +18,7 @@ from dynamix.recording.comparison import OutputCounts, OutputPairing
 from dynamix.recording.playback import OnProgress, RecordPlayer, ReplayError, Speed
 from dynamix.reward import service as reward
 from dynamix.reward.service import RewardSettings
-from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.runtime.bus import ServiceBus
 from dynamix.runtime.service import Context
 from dynamix.schemas.messages import Action
 

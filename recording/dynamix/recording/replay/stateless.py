@@ -10,7 +10,7 @@ from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
 from dynamix.recording.comparison import OutputCounts, OutputPairing
 from dynamix.recording.playback import RecordPlayer, ReplayedConsumer, ReplayError, acknowledgement, bus_message_of
 from dynamix.runtime.bus import BusMessage
-from dynamix.runtime.bus.streams.statistics import StatisticsByKind
+from dynamix.runtime.bus.read import StatisticsByKind
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Message, MetricWindow, Report

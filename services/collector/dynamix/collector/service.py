@@ -10,9 +10,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dynamix.runtime.bus import Bus, BusError, BusMessage, StreamFullError
-from dynamix.runtime.bus.service_bus import BatchConsumer, ServiceBus
-from dynamix.runtime.bus.streams.following import Overtaking
+from dynamix.runtime.bus import BatchConsumer, Bus, BusError, BusMessage, ServiceBus, StreamFullError
+from dynamix.runtime.bus.follow import Overtaking
 from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id

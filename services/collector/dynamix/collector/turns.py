@@ -95,7 +95,7 @@ class WaitingReports:
         if queue:
             self._queues[not self._trains_here(name)][name] = queue
         self._num_bytes -= len(message.payload)
-        if is_newest := self._newest[message.subject] == message.sequence:
+        if is_newest := self._newest.get(message.subject) == message.sequence:
             del self._newest[message.subject]
         return WaitingReport(message, is_newest)
 

@@ -13,7 +13,7 @@ from dynamix.runtime.bus import (
     Start,
     StreamState,
 )
-from dynamix.runtime.bus.streams.statistics import StatisticsByKind
+from dynamix.runtime.bus.read import StatisticsByKind
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Action, Event, Job, JobProfile
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS, PROFILES

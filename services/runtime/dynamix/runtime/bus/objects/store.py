@@ -15,18 +15,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from dynamix.runtime.bus.broker.errors import (
+from dynamix.runtime.bus.errors import (
     BusError,
     ConnectionClosedError,
     ObjectBrokenError,
     ObjectMissingError,
     StaleWriterError,
 )
-from dynamix.runtime.bus.broker.requests import Requests
-from dynamix.runtime.bus.streams.message import BusMessage
-from dynamix.runtime.bus.streams.publisher import Publisher
-from dynamix.runtime.bus.streams.reader import Reader, Start
-from dynamix.runtime.bus.streams.stored import count_messages, last_message, purge_subject
+from dynamix.runtime.bus.publish import Publisher
+from dynamix.runtime.bus.read import Reader, Start
+from dynamix.runtime.bus.requests import BusMessage, Requests, count_messages, last_message, purge_subject
 
 from . import layout
 from .layout import ObjectInfo
