@@ -125,6 +125,7 @@ async def test_services_show_each_fault_in_the_numbers_that_alerts_and_the_dashb
         await train(again, 1, num_reports_dropped=3)
         await shows("job_generation", 1, training_job=again.job)
         await shows("job_reports_dropped", 3, training_job=again.job)
+        await train(again, 3, begin=1)
         await publish_unstored(bus, subjects.of("state", "job-1", NODE), b"no message")
         await eventually_counted(services["arbitrator"].context.counters, "dead_letters")
 
