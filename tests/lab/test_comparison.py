@@ -116,13 +116,6 @@ def test_runs_of_one_row_that_differ_too_much_are_a_failure_signature(
     assert found.startswith("spread-between-runs in mixed-2")
 
 
-def test_learned_policies_without_a_file_have_a_row_that_says_so(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamix.lab.comparison.rows.shipped_files", lambda _: [])
-    verdict, _ = compared(suite, "rule", 1, monkeypatch)
-    ppo = row(verdict.policies, "ppo")
-    assert (ppo.num_runs, ppo.vs_best_static, ppo.note) == (0, None, "no policy file comes with the package")
-
-
 def test_a_policy_that_learned_on_the_suites_scenarios_is_marked_and_on_others_of_their_name_is_not(
     tmp_path: Path,
 ) -> None:

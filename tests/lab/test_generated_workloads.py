@@ -12,14 +12,6 @@ from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.workloads import Data, workload_named
 from dynamix.lab.workloads.generated import ChoiceShape, TextShape, choices, sequences
 
-SPARSE = ("ncf", "ncf-small", "lstm-zipf", "lstm-zipf-small")
-TOUCHED_AT_64 = {
-    "ncf": (0.002, 0.02),
-    "ncf-small": (0.02, 0.1),
-    "lstm-zipf": (0.01, 0.05),
-    "lstm-zipf-small": (0.05, 0.2),
-}
-"""Bounds of the share of a gradient's rows that 64 samples touch, over all tables."""
 CHOICES = ChoiceShape(num_users=50, num_items=40, num_samples=4_000)
 TEXT = TextShape(num_words=160, num_classes=8, num_sequences=3_000)
 
@@ -38,25 +30,6 @@ def test_generated_data_is_that_of_published_measurements() -> None:
         [22, 1, 150, 25, 1, 151, 43, 121, 62, 57, 6, 105, 14, 9, 62, 129, 1, 150, 25, 3],
         [0, 1, 2, 0, 4, 5, 6, 7, 8, 9, 10, 11, 12, 7, 14, 15],
     )
-
-
-@pytest.mark.parametrize("name", SPARSE)
-def test_a_gradient_is_zero_in_all_rows_that_the_batch_does_not_name(name: str) -> None:
-    workload = workload_named(name)
-    torch.manual_seed(0)
-    model = workload.model()
-    part = generated_data(name).train
-    inputs, labels = part.inputs[:64], part.labels[:64]
-    workload.loss(model(inputs), labels).backward()
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    touched = [int((table.grad != 0).any(1).sum()) for table in tables]
-    first, second = (inputs[:, :1], inputs[:, 1:]) if name.startswith("ncf") else (inputs[:, :16], inputs[:, 16:])
-    named = [len(first.unique()), len(second.unique())] * (len(tables) // 2)
-    assert all(0 < rows <= expected for rows, expected in zip(touched, named, strict=True))
-    assert sum(touched) > 0.9 * sum(named)  # the perceptron's ReLU may leave a row out
-    least, most = TOUCHED_AT_64[name]
-    assert least < sum(touched) / sum(len(table) for table in tables) < most
-    assert sum(table.numel() for table in tables) > 0.9 * workload.num_parameters
 
 
 def test_binary_cross_entropy_counts_every_candidate_of_a_sample() -> None:

@@ -64,11 +64,6 @@ def test_a_text_and_a_table_make_the_same_row(text: str, row: dict[str, object],
     assert only_row(text).label == label
 
 
-def test_a_comma_ends_a_row_but_not_its_keys() -> None:
-    rows = parse_rows("static:local_batch_size=64, rule:noise_multiplier=2,track=0,goodput:track=1")
-    assert [row.label for row in rows] == ["static@64", "rule:noise_multiplier=2,track=0", "goodput+track"]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -229,14 +224,6 @@ def test_the_file_holds_what_was_chosen(tuned: Tuned, train: Suite, tmp_path: Pa
     path.write_text(to_toml(tuned))
     assert read_tuned(path) == tuned
     assert (tuned.scenarios, tuned.seeds, tuned.num_settings) == (train.digest, [10_000, 10_001], 6)
-
-
-def test_a_file_that_is_missing_or_spoilt_says_how_to_make_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="dynamix tune -o"):
-        read_tuned(tmp_path / "tuned.toml")
-    (tmp_path / "tuned.toml").write_text("sizes = 3\n")
-    with pytest.raises(ValueError, match=r"sizes.*dynamix tune"):
-        read_tuned(tmp_path / "tuned.toml")
 
 
 def test_what_decides_exchanges_is_tuned_in_jobs_that_permit_it(train: Suite, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,15 +43,6 @@ def test_everything_that_determines_a_run_is_in_its_identity(task: RunTask) -> N
     assert len({other.key for other in others} | {task.key}) == 8
 
 
-def test_a_permission_rules_where_another_exchange_can_be_carried_out(task: RunTask) -> None:
-    replace = msgspec.structs.replace
-    asked = replace(task, setting=Row(policy="static", exchange="local"))
-    assert asked.effective_scenario.exchange == "local"
-    servers = replace(task.scenario, network=replace(task.scenario.network, topology="parameter-server"))
-    for unfit in (servers, replace(task.scenario, lag_windows=0)):
-        assert replace(asked, scenario=unfit).effective_scenario.exchange == "exact"
-
-
 def test_a_published_policy_does_not_go_below_its_published_sizes(task: RunTask) -> None:
     replace = msgspec.structs.replace
     scenario = replace(task.scenario, min_local_batch_size=1, initial_local_batch_size=64)
@@ -109,18 +100,6 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, content: bytes, *, 
         Ledger(path, resume=resume)
     assert path.read_bytes() == content
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_what_old_results_would_replace_must_be_results(task: RunTask, tmp_path: Path) -> None:
-    path, old = tmp_path / "runs.jsonl", tmp_path / "runs.jsonl.old"
-    with Ledger(path) as ledger:
-        ledger.record_outcome(task, outcome(1.5), "first")
-    old.write_text("mine\n")
-    with pytest.raises(RefusedOutputError, match=r"runs\.jsonl\.old is not a file of results"):
-        Ledger(path, resume=False)
-    assert old.read_text() == "mine\n"
-    with Ledger(path) as ledger:
-        assert task in ledger
 
 
 @pytest.fixture

@@ -50,16 +50,6 @@ def test_a_batch_below_the_saturation_costs_no_less_and_one_above_it_no_more() -
     assert timing.compute_s == pytest.approx([0.018, 2 * 0.034, 0.066, 0.130], rel=1e-12)
 
 
-def test_a_ring_moves_the_gradient_twice_around_and_pays_its_latencies_for_each_bucket() -> None:
-    alike = tuple(Workers(samples_per_s=rate) for rate in (4000.0, 4000.0, 2000.0, 500.0))
-    timing = clock(alike).step(SIZES, CALM)
-    # 2 * 3/4 * 1 MB over 100 MB/s, and 2 * 3 latencies of 1 ms
-    assert timing.communication_s == pytest.approx(0.015 + 0.006, rel=1e-12)
-    assert timing.step_s == pytest.approx(0.064 + 0.021, rel=1e-12)
-    assert timing.sync_s == pytest.approx([0.048 + 0.021, 0.048 + 0.021, 0.032 + 0.021, 0.021], rel=1e-12)
-    assert clock(alike, num_buckets=5).communication_s(CALM) == pytest.approx(0.015 + 5 * 0.006, rel=1e-12)
-
-
 def test_servers_take_the_parts_of_all_workers_over_one_link() -> None:
     # one server: 2 * 4 MB over 100 MB/s, and two latencies
     assert clock(topology="parameter-server").communication_s(CALM) == pytest.approx(0.082, rel=1e-12)
@@ -82,17 +72,6 @@ def test_congestion_slows_messages_as_a_whole_and_a_server_suffers_only_where_al
     everywhere = CALM._replace(congestion=np.full(4, 4.0))
     assert servers.communication_s(everywhere) == pytest.approx(4 * servers.communication_s(CALM), rel=1e-12)
     assert clock(num_buckets=5).communication_s(everywhere) == pytest.approx(4 * 0.04875, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("overlap", "num_buckets", "exposed_s"),
-    [(0.0, 4, 0.030), (0.25, 4, 0.030 - 0.25 * 0.068), (0.25, 1, 0.030), (1.0, 4, 0.0075), (0.5, 100, 0.0003)],
-)
-def test_what_travels_beside_computing_is_hidden_but_never_the_last_bucket(
-    overlap: float, num_buckets: int, exposed_s: float
-) -> None:
-    timing = clock(overlap=overlap, num_buckets=num_buckets, latency_s=0.0).step(SIZES, CALM)
-    assert timing.step_s - timing.compute_s.max() == pytest.approx(exposed_s, rel=1e-12)
 
 
 def test_a_changed_worker_may_make_exchanges_longer_and_none_of_that_is_hidden() -> None:

@@ -104,9 +104,9 @@ def calm(num_ranks: int, slowdown: float = 1.0, congestion: float = 1.0) -> Cond
     return Conditions(slowdown * ones, congestion * ones, congestion * ones > 1)
 
 
-@pytest.mark.parametrize("num_buckets", [1, 2, 5])
+@pytest.mark.parametrize("num_buckets", [2, 5])
 @pytest.mark.parametrize("links", [(8.0,) * 4, (8.0, 8.0, 2.0, 5.0)])
-@pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("overlap", [0.3])
 def test_plain_all_reduces_take_what_exact_training_takes(
     links: tuple[float, ...], overlap: float, num_buckets: int
 ) -> None:
@@ -118,18 +118,6 @@ def test_plain_all_reduces_take_what_exact_training_takes(
     assert found.step_s == pytest.approx(expected.step_s, rel=1e-12 if num_buckets < 5 else 0.01)
     assert found.communication_s == pytest.approx(expected.communication_s, rel=1e-12)
     assert found.compute_s + found.sync_s == pytest.approx(found.step_s)
-
-
-def test_shares_bring_a_pipelined_step_near_the_bound_of_its_links() -> None:
-    # 1.92 MB over links of 100, 100, 100 and 20 Mbit/s: no step is shorter than the slow link's own gradient, 0.768 s
-    gradient = 1_920_000
-    for num_buckets, num_chunks in ((1, 8), (8, 24)):
-        made = clock((100.0, 100.0, 100.0, 20.0), latency_s=0.0, overlap=0.0, num_buckets=num_buckets)
-        shares = Exchange(route="shares", shares=(1.0, 1.0, 1.0, 0.0))
-        traffic = traffic_of(shares, 4, num_buckets, pretended=gradient)
-        taken_s = made.step(np.ones(4), calm(4), traffic=traffic).communication_s
-        # it sends all of its gradient, and receives all sums: both at a time, but for the first chunk and the last one
-        assert taken_s == pytest.approx(0.768 * (num_chunks + 1) / num_chunks, rel=1e-9)
 
 
 # --- links -----------------------------------------------------------------------------------------------------------
@@ -273,12 +261,6 @@ def started(every: int, of: Scenario, **arguments: Any) -> VirtualCluster:
     return virtual.cluster(of, policy_options={"every": every}, **arguments)
 
 
-def own_parameters(run: VirtualCluster) -> torch.Tensor:
-    """The parameters of all ranks, a row each."""
-    assert run.rounds.parameters is not None
-    return run.rounds.parameters
-
-
 def test_a_round_takes_as_long_as_the_rank_that_computed_longest_in_all_of_it() -> None:
     workers = (Workers(samples_per_s=1000.0), Workers(samples_per_s=1000.0))
     clock = VirtualClock(virtual.scenario(workers=workers, network=Network(latency_s=0.0, overlap=1.0)), 1000)
@@ -303,22 +285,6 @@ def test_only_the_last_step_of_a_round_sends_anything() -> None:
     first = ring + sketch
     # step 8 ends the epoch: the optimizer's momentum is averaged as well
     assert [each.tx_bytes for each in counters if each] == [0, 0, 0, first, first, first, first, 2 * first + ring]
-
-
-def test_what_is_evaluated_between_two_averagings_is_the_mean_by_samples() -> None:
-    run = started(4, local_steps(window_steps=1))
-    sizes = torch.tensor([8.0, 24.0, 40.0, 56.0])
-    run.run_window()
-    run.offer(virtual.action(run.job, 0, (8, 24, 40, 56), exchange=Exchange(every=4)))
-    run.run_window()
-    rows = own_parameters(run).clone()
-    assert not torch.equal(rows[0], rows[1])
-    run.run_window()
-    shown = run.gradients.parameters.detach()
-    weights = (2 * torch.full((4,), 32.0) + sizes) / (3 * 128)
-    assert torch.allclose(shown, weights @ own_parameters(run), atol=1e-6)
-    run.run_window()
-    assert all(torch.equal(row, run.gradients.parameters.detach()) for row in own_parameters(run))
 
 
 def test_the_noise_is_that_of_ranks_which_have_the_same_parameters() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dynamix.lab.workloads import OPTIMIZERS, WORKLOADS, Data, make_optimizer, workload_named
-from dynamix.lab.workloads.models import Transformer, TransformerShape, resnet
+from dynamix.lab.workloads.models import Transformer, TransformerShape
 
 DATA = Path(__file__).parents[2] / ".data"
 SHAPES = {"fashion-14": (1, 14, 14), "fashion-28": (1, 28, 28), "cifar10": (3, 32, 32)}
@@ -136,12 +136,3 @@ def test_a_text_is_cut_into_sequences_and_split_by_position(tmp_path: Path) -> N
     assert torch.equal(data.train.labels[0], data.train.inputs[0] + 1)
     assert data.validation.inputs[0, 0] == (91 * 64) % 100
     assert data.test.labels[-1, -1] == (99 * 64) % 100
-
-
-def test_unknown_names_are_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'vgg'.*cifar10-vgg11.*text-transformer"):
-        workload_named("vgg")
-    with pytest.raises(ValueError, match="'lion' is not known: use one of sgd, adam, adamw"):
-        make_optimizer("lion", [], 0.1)
-    with pytest.raises(ValueError, match="depth=21"):
-        resnet(21)

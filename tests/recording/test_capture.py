@@ -288,16 +288,6 @@ def test_records_out_of_order_or_of_an_unknown_stream_are_refused(tmp_path: Path
     assert list(capture.records(tmp_path / "job.dxc")) == [second]
 
 
-def test_the_largest_records_fit_into_a_block(tmp_path: Path) -> None:
-    """Incompressible, so that the limits of the body are met as well."""
-    noise = hashlib.shake_256(b"noise").digest(1 << 20)
-    records = [Record("FEED", 1, 1, "a", "", noise[layout.RECORD.size + 2 - layout.BLOCK_BYTES :])]
-    records.append(Record("FEED", 2, 2, "s" * 255, "i" * 1024, noise))
-    path = capture_files.write(tmp_path / "job.dxc", records)
-    assert list(capture.records(path)) == records
-    assert path.stat().st_size > layout.BLOCK_BYTES + (1 << 20)
-
-
 def test_the_layout_of_a_record_is_as_documented() -> None:
     one = Record("FEED", 0x0102030405060708, 0x1112131415161718, "sub", "id", b"payload")
     packed = struct.pack("<BBHIQQ", 1, 3, 2, 7, one.sequence, one.timestamp_ns) + b"subidpayload"
