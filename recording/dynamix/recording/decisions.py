@@ -282,7 +282,8 @@ class ArbitratorReplay:
     def _adopt(self, action: Action) -> None:
         assert self._fold is not None, "it has decided"
         self._fold.adopt(action)
-        self._note_newest(action)
+        if not self._num_after_last:  # what was never stored is no predecessor of a later generation's first action
+            self._note_newest(action)
         while self._states and self._states[0][0] <= action.watermark:
             self._states.popleft()
 
