@@ -10,7 +10,7 @@ has. The recorded action has `gap` there, and the fold is started again without 
 import contextlib
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Action, Event, Job, State
 from dynamix.schemas.messages.fields import MAX_GENERATION
+from dynamix.schemas.messages.policies import PolicyOptions
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 
@@ -44,7 +45,7 @@ class OtherPolicy(NamedTuple):
 
     name: str | None
     """`None`: the recorded one, with other options."""
-    options: Mapping[str, float]
+    options: PolicyOptions
 
 
 class WindowComparison(msgspec.Struct, frozen=True, kw_only=True):
