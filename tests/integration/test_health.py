@@ -27,7 +27,7 @@ async def test_services_are_alive_without_a_broker_and_ready_only_with_one() -> 
         for module, port in modules.items():
             plane.services[module] = plane.another(module, {"DYNAMIX_METRICS_PORT": str(port)})
             plane.services[module].start()
-        await wait_until_ready(plane.bus, [*SERVICES, "learner"])
+        await wait_until_ready(plane.bus, [*SERVICES, "learner"], 180.0)
         for port in modules.values():
             assert await answers(port, "/readyz", 200) == "ok\n"
         await plane.server.kill()

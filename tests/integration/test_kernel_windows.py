@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.bpf, pytest.mark.slow, pytest.mark.timeout(400)]
 async def started(plane: ControlPlane) -> ServiceProcess:
     collector = plane.another("collector", {"DYNAMIX_COLLECTOR_PROBE": "auto"})
     collector.start()
-    await wait_until_ready(plane.bus, ["collector"])
+    await wait_until_ready(plane.bus, ["collector"], 180.0)
     return collector
 
 

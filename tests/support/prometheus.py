@@ -93,7 +93,7 @@ async def start_scraped(plane: ControlPlane, ports: dict[str, int]) -> dict[str,
     for service in services.values():
         service.start()
     plane.services |= services
-    await wait_until_ready(plane.bus, services)
+    await wait_until_ready(plane.bus, services, 180.0)
     return services
 
 

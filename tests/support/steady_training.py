@@ -35,6 +35,10 @@ class TrainingJob:
                 assert self.process.returncode is None, "the job has ended"
                 await asyncio.sleep(0.05)
 
+    def stop_after_epoch(self) -> None:
+        """Let the job end by itself."""
+        (self.directory / "stop").touch()
+
     async def more_steps(self, count: int) -> None:
         """Wait until the job has done `count` further steps: it is training now."""
         await self.wait_for_steps(len(self.steps()) + count)
