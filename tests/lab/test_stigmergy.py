@@ -6,19 +6,14 @@ from tests.support import virtual
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.episode import Episode, run_episode
-from dynamix.lab.simulator.scenario import Scenario, Stragglers
-from dynamix.schemas.messages import Action, Report, Trace
+from dynamix.lab.simulator.scenario import Scenario
+from dynamix.schemas.messages import Report, Trace
 
 SLOW_NODE = "virtual-1"
 LONG = {"target_accuracy": 1.0, "time_limit_s": 2.5}
 """A target that is never reached: some twenty windows."""
 KEEP = {"dead_band": 1.0}
 """An appetite is at most twice the global batch: with this it stays."""
-
-
-class _WithoutArbitrator(VirtualCluster):
-    def offer(self, action: Action) -> None:
-        """No action arrives."""
 
 
 class _OneAgentDies(VirtualCluster):
@@ -73,13 +68,6 @@ def test_the_global_batch_is_the_mean_appetite_of_the_agents() -> None:
     assert slowest[-1] / fastest[-1] < 1.1
 
 
-def test_without_an_arbitrator_the_same_happens() -> None:
-    (steered, sizes), (alone, without) = run(), run(cluster=_WithoutArbitrator)
-    assert sizes == without
-    assert steered.evaluations == alone.evaluations
-    assert (len(steered.applied) > 0, len(alone.applied)) == (True, 0)
-
-
 def test_an_agent_that_dies_leaves_its_ranks_with_their_share() -> None:
     _, sizes = run(KEEP, cluster=_OneAgentDies)
     assert len(sizes) > 12  # its trace has gone by then
@@ -89,11 +77,3 @@ def test_an_agent_that_dies_leaves_its_ranks_with_their_share() -> None:
 def test_without_agents_nothing_changes() -> None:
     _, sizes = run(cluster=_NoAgents)
     assert set(sizes) == {(32, 32, 32, 32)}
-
-
-def test_equal_seeds_give_equal_jobs() -> None:
-    stragglers = Stragglers(factor=3.0, mean_normal_s=0.3, mean_slow_s=0.2, jitter=0.1)
-    uneven = virtual.scenario(ranks_per_node=2, stragglers=stragglers, **LONG)
-    first, again = (run(scenario=uneven) for _ in range(2))
-    assert first == again
-    assert len(set(first[1])) > 3
