@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dynamix.trainer.loggers import MetricLogger, Metrics, MlflowLogger, TensorBoardLogger, WandbLogger
+from dynamix.extras.loggers import MlflowLogger, TensorBoardLogger, WandbLogger
+from dynamix.trainer.loggers import MetricLogger, Metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the frameworks
 TIMEOUT_S = 60.0

@@ -11,14 +11,9 @@ import torch
 from tests.support.ranks import RankError, run_ranks
 from tests.support.training import Numbered, attach_numbered, distribute, make_model, train_step
 
+from dynamix.extras.energy import MOST_WATTS, GpuCounter, PackageCounter
 from dynamix.trainer.loggers import Metrics
-from dynamix.trainer.measurement.energy import (
-    MOST_WATTS,
-    EnergyError,
-    EnergyMeter,
-    GpuCounter,
-    PackageCounter,
-)
+from dynamix.trainer.measurement.energy import EnergyError, EnergyMeter
 
 RANGE_UJ = 262_143_328_850
 

@@ -60,7 +60,8 @@ from dynamix.trainer.job.options import (
     warn_of_two_momenta,
 )
 from dynamix.trainer.local_steps.rounds import LocalSteps
-from dynamix.trainer.loggers.delivery import Loggers, MetricHistory, MetricLogger, find_loggers
+from dynamix.trainer.loggers import MetricLogger, find_loggers
+from dynamix.trainer.loggers.delivery import Loggers, MetricHistory
 from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
 from dynamix.trainer.measurement.energy import energy_meter, unmeasured
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
