@@ -1,6 +1,5 @@
 """Where windows end: by themselves, and in a whole small job on real gloo ranks."""
 
-import sys
 import time
 from itertools import pairwise
 from random import Random
@@ -12,7 +11,7 @@ from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, attach_numbered, distribute, make_model, offer, train_step
 
 from dynamix.schemas.messages import Applied, Message, Report
-from dynamix.trainer import attach
+from dynamix.trainer.job import options
 from dynamix.trainer.steering.run import FIRST_WINDOWS, Windows
 
 NUM_STEPS = 600
@@ -70,7 +69,7 @@ def test_a_rank_that_knows_a_window_sooner_than_others_asks_for_nothing_that_the
 def _train_by_default(rank: int, num_workers: int, pause_s: float = 0.0) -> list[Message]:
     """Short steps, and windows that the script says nothing of; with pauses between steps, they last 50 ms."""
     if pause_s:
-        sys.modules[attach.__module__].MIN_WINDOW_S = 0.05  # type: ignore[attr-defined]
+        options.MIN_WINDOW_S = 0.05
     published: list[Message] = []
     model = distribute(make_model())
     session, optimizer = attach_numbered(Numbered(NUM_STEPS * 16), model, num_workers=num_workers)
