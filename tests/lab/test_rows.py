@@ -49,7 +49,7 @@ def learned_row(directory: Path, *contents: bytes) -> Row:
     ("text", "row", "label"),
     [
         ("goodput", {}, "goodput"),
-        ("static:every=4,codec=int8", {"options": {"codec": 5.0, "every": 4.0}}, "static:every=4,codec=int8"),
+        ("static:every=4,codec=int8", {"options": {"codec": "int8", "every": 4.0}}, "static:every=4,codec=int8"),
         ("goodput:track=1", {"options": {"track": 1.0}}, "goodput+track"),
         ("rule:track=0", {"options": {"track": 0.0}}, "rule:track=0"),
         ("static:local_batch_size=128", {"local_batch_size": 128}, "static@128"),
@@ -75,13 +75,13 @@ def test_a_comma_ends_a_row_but_not_its_keys() -> None:
     [
         ("goodputt", "no policy is called 'goodputt'"),
         ("rule:noise_multiplier", "'noise_multiplier' is not KEY=VALUE"),
-        ("rule:noise_multiplier=much", "option noise_multiplier='much' is not a number"),
-        ("static:codec=int9", "option codec='int9' is not a number, nor one of none, rows, sketch, bf16"),
+        ("rule:noise_multiplier=much", "option noise_multiplier=much .* must be from"),
+        ("static:codec=int9", "option codec=int9: use one of none, rows, "),
         ("rule:noise_multiplied=2", "no option 'noise_multiplied'"),
         ("rule:noise_multiplier=-1", "noise_multiplier=-1.*must be from"),
         ("rule:learning_rate_factor=0", "learning_rate_factor"),
         ("rule:learning_rate_factor=inf", "learning_rate_factor must be finite"),
-        ("rule:learning_rate_factor=fast", "learning_rate_factor='fast' is not a number"),
+        ("rule:learning_rate_factor=fast", "learning_rate_factor"),
         ("static:local_batch_size=0", "local_batch_size"),
         ("oracle:learning_rate_factor=best", "set local_batch_size"),
         ("oracle:track=1,local_batch_size=8", "no option 'track'"),
@@ -100,7 +100,7 @@ def test_a_file_of_rows_is_read_and_a_wrong_one_is_refused_by_file_and_row(tmp_p
         '[[row]]\npolicy = "static"\noptions = { codec = "int8" }\nagainst = true\n[[row]]\npolicy = "rule"\n'
     )
     static, rule = read_rows(path)
-    assert (static.label, static.options, static.against) == ("static:codec=int8", {"codec": 5.0}, True)
+    assert (static.label, static.options, static.against) == ("static:codec=int8", {"codec": "int8"}, True)
     assert rule == only_row("rule")
     for content, message in (
         ('[[row]]\npolicy = "rule"\n[[row]]\npolicy = "rul"\n', "row 2: no policy is called 'rul'"),
@@ -292,4 +292,4 @@ def test_what_decides_exchanges_is_tuned_in_jobs_that_permit_it(train: Suite, mo
     both = Tuned(overall={"static": Choice(initial_local_batch_size=8)}).with_choices(tuned)
     local = parse_rows("best-static:track=1,every=4,codec=int8")[0].settings("mixed", both)[0]
     assert local.local_batch_size == tuned.overall["static+local"].initial_local_batch_size == 8
-    assert local.options == {"codec": 5.0, "every": 4.0, "track": 1.0}
+    assert local.options == {"codec": "int8", "every": 4.0, "track": 1.0}

@@ -319,7 +319,7 @@ def test_a_job_refuses_what_it_does_not_permit() -> None:
     run.run_window()
     assert run.num_refused == {"lever": 1}
     with pytest.raises(ValueError, match="parameter servers do not support"):
-        virtual.cluster(virtual.scenario(network=servers), policy_options={"codec": 1.0})
+        virtual.cluster(virtual.scenario(network=servers), policy_options={"codec": "rows"})
     with pytest.raises(ValueError, match=r"use network\.topology = .ring."):
         lossy(network=servers)
     with pytest.raises(ValueError, match=r"lag_windows = 0: .* use at least 1"):
@@ -338,7 +338,7 @@ def test_a_worker_alone_sends_nothing(codec: str) -> None:
 
 def test_reports_have_what_published_rules_need() -> None:
     lossy = virtual.scenario(exchange="lossy", learning_rate=0.1, noise_every=1, base_global_batch_size=32)
-    totals = virtual.cluster(lossy, policy_options={"codec": 5}).run_window()[0].totals
+    totals = virtual.cluster(lossy, policy_options={"codec": "int8"}).run_window()[0].totals
     assert totals.learning_rate == pytest.approx(0.1 * (128 / 32) ** 0.5)
     assert totals.coding_gain == pytest.approx(1.0, abs=1e-3)
     assert totals.noise is not None

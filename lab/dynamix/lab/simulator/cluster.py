@@ -53,7 +53,7 @@ NO_PROCESS = ProcessIdentity(pid=0, start_ticks=0, namespace=0, uid=0)
 
 
 def job_options(
-    scenario: Scenario, seed: int, policy: str, policy_options: Mapping[str, float], sizes: tuple[int, ...]
+    scenario: Scenario, seed: int, policy: str, policy_options: Mapping[str, float | str], sizes: tuple[int, ...]
 ) -> JobOptions:
     """The options of `attach` for such a job.
 
@@ -252,7 +252,7 @@ class VirtualCluster:
         *,
         seed: int,
         policy: str,
-        policy_options: Mapping[str, float] | None = None,
+        policy_options: Mapping[str, float | str] | None = None,
         initial_local_batch_size: int | None = None,
         job: str | None = None,
         family: str = "",

@@ -154,7 +154,7 @@ def run_episode(
     *,
     data: Data,
     seed: int,
-    policy_options: Mapping[str, float] | None = None,
+    policy_options: Mapping[str, float | str] | None = None,
     initial_local_batch_size: int | None = None,
     reward: tuple[Formula | None, Weights] | None = None,
     keep_messages: bool = False,

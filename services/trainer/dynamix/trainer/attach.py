@@ -209,7 +209,7 @@ def attach(
         policy: name of the policy that shall steer the job; when not given `split`, or `rule` with an adaptive global
             batch. Under both the ranks divide the global batch by their measured speeds from the first step on, with or
             without a bus; under `static` nothing ever changes.
-        policy_options: numbers for the policy, or the names of numbers that have some (`codec`, `route`).
+        policy_options: options of the policy: numbers, or names (`codec`, `route`).
         seed: of the order of the samples.
         shuffle: False uses the samples in the data set's order.
         drop_last: leave out the end of an epoch that does not fill a step; then not every sample is used.

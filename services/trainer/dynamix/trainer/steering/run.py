@@ -295,7 +295,7 @@ def field_of(options: JobOptions, identity: JobIdentity) -> TraceField | None:
         return None
     return TraceField(
         identity.nodes,
-        {**STIGMERGY_OPTIONS, **options.policy_options},
+        {name: float(value) for name, value in {**STIGMERGY_OPTIONS, **options.policy_options}.items()},
         keeps_global_batch=options.global_batch == "fixed",
         rate_exponent=RATE_EXPONENTS[options.learning_rate_rule],
         base_global_batch_size=options.base_global_batch_size,
