@@ -45,13 +45,11 @@ from dynamix.lab.simulator.scenario import Coding
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages.allocation import SERVERS
 from dynamix.schemas.owner_shares import balanced_shares
-from dynamix.trainer.communication.gradient_servers import GradientServers
-from dynamix.trainer.communication.pipeline import Pipeline, UnderWay
-from dynamix.trainer.exchange.codec import BucketPart, BucketView, ExchangeCodec, Member
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, ExchangeCodec, Member, legs_of
+from dynamix.trainer.exchange.codecs import CODECS, exchange_codec
 from dynamix.trainer.exchange.collectives import perform_alike
-from dynamix.trainer.exchange.owners import legs_of
-from dynamix.trainer.exchange.registry import CODECS, exchange_codec
-from dynamix.trainer.gradient.buckets import view_of
+from dynamix.trainer.exchange.transport import GradientServers, Pipeline, UnderWay
+from dynamix.trainer.gradient.hook import view_of
 from dynamix.trainer.job.options import SERVED_CODECS
 
 ALL_REDUCE, TORCH_SPARSE = "all-reduce", "torch-sparse"
@@ -431,7 +429,7 @@ def _targets(kind: str, case: Case, row: Sequence[Cell]) -> Iterator[Target]:
 
 # --- coding ----------------------------------------------------------------------------------------------------------
 
-SPARSE_CODECS, ROW_NUMBERS, SPARSE_DENSITY = ("rows", "sketch"), 64, 0.05
+SPARSE_CODECS, ROW_NUMBERS, SPARSE_DENSITY = ("rows",), 64, 0.05
 
 
 def coding(num_repeats: int) -> Report:

@@ -24,7 +24,7 @@ from dynamix.lab.simulator.exchange import (
 from dynamix.lab.simulator.scenario import Coding, Network, Scenario, Workers
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Allocation, Exchange
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Member
-from dynamix.trainer.exchange.registry import exchange_codec
+from dynamix.trainer.exchange.codecs import exchange_codec
 
 INT8 = Exchange(codec="int8")
 LONG = {"fixed_time_s": 1e3, "time_limit_s": 1e6, "evaluate_every_s": 1e6}
@@ -90,7 +90,7 @@ def test_a_pretended_gradient_sends_as_much_more_and_its_owners_own_what_they_sh
 
 # --- time ------------------------------------------------------------------------------------------------------------
 
-FREE = Coding(none=0.0, bf16=0.0, fp16=0.0, int8=0.0, rows=0.0, sketch=0.0, message_s=0.0)
+FREE = Coding(none=0.0, bf16=0.0, fp16=0.0, int8=0.0, rows=0.0, message_s=0.0)
 
 
 def clock(links: tuple[float, ...], *, coding: Coding = FREE, **network: Any) -> VirtualClock:
@@ -201,7 +201,7 @@ def test_stacked_codecs_have_the_same_bits_and_bytes_as_one_per_rank(num_ranks: 
             assert one.num_messages == other.num_messages
         if is_finite:
             assert torch.equal(rows, expected)
-    largest = [float(each.abs().max()) for codec in codecs for each in codec.residuals().values()]  # type: ignore[attr-defined]
+    largest = [float(each.abs().max()) for codec in codecs for each in codec.residuals.by_key().values()]  # type: ignore[attr-defined]
     assert stacked.largest_residual == max(largest) > 0
 
 

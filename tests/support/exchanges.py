@@ -5,9 +5,9 @@ from itertools import accumulate
 
 import torch
 
-from dynamix.trainer.exchange.codec import BucketPart, BucketView, ExchangeCodec, Member
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, ErrorFeedback, ExchangeCodec, Member
+from dynamix.trainer.exchange.codecs import exchange_codec
 from dynamix.trainer.exchange.collectives import run_alike
-from dynamix.trainer.exchange.registry import exchange_codec
 
 Shapes = dict[str, tuple[int, ...]]
 """Parameters of a bucket, by key, in order."""
@@ -41,7 +41,9 @@ class VirtualRanks:
         buckets = [BucketView(number, gradient.clone(), parts) for gradient in gradients]
         run_alike(
             [
-                (codec.flush if flush else codec.reduce)(bucket, member)
+                codec.residuals.flush(bucket, member)
+                if flush and isinstance(codec, ErrorFeedback)
+                else codec.reduce(bucket, member)
                 for codec, bucket, member in zip(self.codecs, buckets, self.members(), strict=True)
             ]
         )

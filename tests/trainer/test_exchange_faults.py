@@ -17,9 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.schemas.messages.allocation import EXACT, Exchange
-from dynamix.trainer.communication.pipeline import Pipeline
 from dynamix.trainer.exchange.collectives import Leg, Sum
-from dynamix.trainer.exchange.registry import CODECS
+from dynamix.trainer.exchange.transport import Pipeline
 
 TIMEOUT_S = 8.0
 
@@ -45,7 +44,7 @@ def _with_nan(rank: int, exchange: Exchange) -> dict[str, Any]:
 def test_a_nan_ends_where_it_ends_without_codecs() -> None:
     plain = run_ranks(_with_nan, 2, EXACT)
     assert 0 < plain[0]["finite"].sum() < plain[0]["finite"].numel()
-    for exchange in [*(Exchange(codec=codec) for codec in CODECS), Exchange(every=2), Exchange(every=3, codec="int8")]:
+    for exchange in (Exchange(codec="rows"), Exchange(codec="int8"), Exchange(every=3, codec="int8")):
         first, second = run_ranks(_with_nan, 2, exchange)
         assert torch.equal(first["finite"], plain[0]["finite"])
         assert torch.equal(first["finite"], second["finite"])
@@ -67,8 +66,7 @@ def _dies(rank: int, exchange: Exchange) -> None:
 @pytest.mark.parametrize(
     "exchange",
     [
-        *(Exchange(codec="int8"), Exchange(codec="rows"), Exchange(codec="sketch"), Exchange(route="shares")),
-        *(Exchange(every=3), Exchange(every=3, codec="int8")),
+        *(Exchange(codec="int8"), Exchange(route="shares"), Exchange(every=3)),
     ],
     ids=lambda exchange: exchange.label,
 )
@@ -205,7 +203,6 @@ def _refusals(_rank: int) -> list[str]:
     data = Whole()
     options: list[dict[str, Any]] = [
         {"exchange": "lossy", "base_hook": allreduce_hook},
-        {"exchange": "lossy", "codec": "example"},
         {"exchange": "lossy", "weighting": "loss"},
         {"exchange": "losy"},
         {"policy_options": {"codec": "int8"}},
@@ -227,7 +224,6 @@ def _refusals(_rank: int) -> list[str]:
 def test_what_cannot_be_exchanged_is_refused() -> None:
     expected = [
         "exchange='lossy' and a base_hook exclude each other: what the hook sends is its own",
-        "exchange='lossy' and codec='example' exclude each other: that codec has the gradients of the whole run",
         (
             "exchange='lossy' needs weighting=\"hook\" on a DistributedDataParallel model: FSDP and frameworks that "
             "average gradients exchange them on their own"

@@ -27,9 +27,7 @@ TIMEOUT_S = 12.0
 EXCHANGES = {
     "exact": EXACT,
     "rows": Exchange(codec="rows"),
-    "sketch": Exchange(codec="sketch"),
     "int8": Exchange(codec="int8"),
-    "powersgd": Exchange(codec="powersgd"),
     "shares": Exchange(route="shares"),
     "local": Exchange(every=3, codec="int8"),
 }

@@ -24,13 +24,11 @@ from tests.support.whole_numbers import Whole, attach, distributed, train_step
 from dynamix.cli.main import main
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.schemas.owner_shares import balanced_shares
-from dynamix.trainer.communication import gradient_servers
-from dynamix.trainer.communication.gradient_servers import GradientServers
+from dynamix.trainer.exchange import transport
 from dynamix.trainer.exchange.collectives import ServedSum, Trade
-from dynamix.trainer.exchange.sparse.cells import pack_cells, packed_bytes, unpack_cells
+from dynamix.trainer.exchange.servers import GradientServer
+from dynamix.trainer.exchange.transport import GradientServers
 from dynamix.trainer.job.options import VARIABLE, served_exchange
-from dynamix.trainer.serving.server import GradientServer
-from dynamix.trainer.serving.sums import sum_of_pieces
 
 SERVERS = "servers"
 
@@ -112,8 +110,8 @@ def test_servers_sum_whole_numbers_bit_for_bit_one_job_after_the_other(servers: 
     for chosen, exchange in (
         (servers, None),
         (servers[1:], Exchange(route=SERVERS, codec="rows")),
-        (servers, Exchange(route=SERVERS, codec="sketch")),
         (servers, Exchange(route=SERVERS, shares=shares)),
+        (servers, Exchange(every=3, route=SERVERS)),
     ):
         for found in run_ranks(_trained, num_ranks, exchange, environ=over(chosen)):
             assert found["exchange"] == (exchange or Exchange(route=SERVERS))
@@ -122,17 +120,10 @@ def test_servers_sum_whole_numbers_bit_for_bit_one_job_after_the_other(servers: 
 
 def test_other_numbers_have_the_same_sums_to_rounding_and_on_all_ranks(servers: list[Server]) -> None:
     exact = run_ranks(_trained, 3, None, False)[0]["parameters"]
-    for codec in ("none", "sketch"):
-        first, *others = run_ranks(_trained, 3, Exchange(route=SERVERS, codec=codec), False, environ=over(servers))
-        assert (first["parameters"] - exact).abs().max() <= 1e-6 * exact.abs().max()
-        for other in others:
-            assert torch.equal(other["parameters"], first["parameters"])
-
-
-def test_rounds_of_local_steps_are_summed_by_servers(servers: list[Server]) -> None:
-    exact = run_ranks(_trained, 2, None)[0]["parameters"]  # whole_loss: gradients do not depend on parameters
-    for found in run_ranks(_trained, 2, Exchange(every=3, route=SERVERS), environ=over(servers)):
-        assert torch.equal(found["parameters"], exact)
+    first, *others = run_ranks(_trained, 3, Exchange(route=SERVERS), False, environ=over(servers))
+    assert (first["parameters"] - exact).abs().max() <= 1e-6 * exact.abs().max()
+    for other in others:
+        assert torch.equal(other["parameters"], first["parameters"])
 
 
 # --- what goes wrong -----------------------------------------------------------------------------------------------
@@ -238,7 +229,7 @@ def test_a_server_that_is_not_there_is_named_on_all_ranks() -> None:
 
 
 def _in_vain(_rank: int) -> None:
-    gradient_servers.MEETING_S = 2.0
+    transport.MEETING_S = 2.0
     _trained(_rank, None)
 
 
@@ -302,16 +293,3 @@ def test_the_command_says_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) 
 )
 def test_shares_keep_all_links_equally_busy(ranks: list[float], servers: list[float], shares: list[float]) -> None:
     assert balanced_shares(ranks, servers) == pytest.approx(shares, abs=1e-6)
-
-
-def test_the_sum_of_sketches_needs_no_decoding() -> None:
-    generator = torch.Generator().manual_seed(2)
-    for width in (7, 36, 64):
-        cells = [torch.randint(-(2**40), 2**40, (64,), generator=generator) for _ in range(3)]
-        packed = [torch.empty(packed_bytes(64, width), dtype=torch.uint8) for _ in cells]
-        for table, message in zip(cells, packed, strict=True):
-            pack_cells(table, width, message)
-        shift = 64 - width
-        found = unpack_cells(sum_of_pieces(packed, width), width)
-        assert torch.equal(found << shift, (cells[0] + cells[1] + cells[2]) << shift)
-    assert torch.equal(sum_of_pieces([torch.tensor([1.0]), torch.tensor([2.5])], 0), torch.tensor([3.5]))

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix import trainer as dynamix
 from dynamix.trainer import Session
-from dynamix.trainer.communication import lent_tensors
-from dynamix.trainer.communication.lent_tensors import CONTEXT, LentTensor, launched
+from dynamix.trainer.exchange import transport
+from dynamix.trainer.exchange.transport import CONTEXT, LentTensor, launched
 from dynamix.trainer.measurement.meter import NUM_COLUMNS, Row
 from dynamix.trainer.steering.collectives import Collectives
 
@@ -157,7 +157,7 @@ def test_a_tensor_is_owned_until_no_thread_has_it() -> None:
     assert alias()._use_count() == 2
     LentTensor(data)
     assert alias() is None
-    assert not lent_tensors._late
+    assert not transport._late
 
 
 def test_a_work_finds_nothing_of_the_backward_pass_that_it_began_in() -> None:

@@ -22,7 +22,7 @@ from tests.support.whole_numbers import (
 from torch import nn
 
 from dynamix.schemas.messages.allocation import EXACT, Exchange
-from dynamix.trainer.exchange.registry import CODECS
+from dynamix.trainer.exchange.codecs import CODECS
 
 
 def _changing(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:

@@ -17,9 +17,8 @@ from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
 from dynamix.trainer.data.orders import epoch_order
 from dynamix.trainer.data.plan import Counts, MicroBatch, StepPlan
-from dynamix.trainer.gradient.buckets import NOT_MEASURED
+from dynamix.trainer.gradient.hook import NOT_MEASURED, loss_weight
 from dynamix.trainer.gradient.noise import SecondMoments, is_measured
-from dynamix.trainer.gradient.weighting import loss_weight
 
 NUM_SAMPLES = 1201
 SIZES = [

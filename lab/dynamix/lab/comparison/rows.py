@@ -365,7 +365,7 @@ def make_row(table: Mapping[str, Any], files: Mapping[str, Sequence[str]] | None
         policy = "static" if row.is_best_static else row.policy
         check_options(policy, {} if policy == ORACLE else known_policy(policy).options, options)
         codec = exchange_of(options).codec
-        if codec not in (codecs := (*EXCHANGE_CODECS, *extension_names("dynamix.exchange_codecs"))):
+        if codec not in (codecs := (*EXCHANGE_CODECS, *extension_names("dynamix.codecs"))):
             raise ValueError(f"option codec={codec}: use one of {', '.join(codecs)}")
     return row if row.name else replace(row, name=_label(row, named))
 

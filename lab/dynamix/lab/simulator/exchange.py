@@ -15,7 +15,7 @@ their bytes over the busiest direction of the slowest link.
     all to all:       max_i (l_i + congestion_i * max(sent_i, received_i) / bandwidth_i)
     coding: max slowdown * (seconds per byte * gradient bytes + seconds per message * messages)
 
-Uncoded gradients over owners are sent in chunks of each bucket, which are ready together (`owners.chunks_of`). A bucket
+Uncoded gradients over owners are sent in chunks of each bucket, which are ready together (`codec.legs_of`). A bucket
 with a single all-reduce is not coded: by `none`, and where a lossless codec falls back to it. Coding costs what it
 costs an idle core; that it takes time from the model's computing where cores are few is not in the formulas.
 """
@@ -30,22 +30,21 @@ import torch
 from torch import Size, Tensor, nn
 
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Exchange
-from dynamix.trainer.communication.job_exchange import keeps_residuals
-from dynamix.trainer.communication.model_exchange import member_of
 from dynamix.trainer.exchange.codec import (
     BucketPart,
     BucketView,
     CodedSquares,
-    ErrorFeedbackCodec,
+    ErrorFeedback,
     ExchangeCodec,
-    MeasuredCodec,
     Member,
+    OwnedRange,
+    num_chunks,
+    owned_ranges,
 )
+from dynamix.trainer.exchange.codecs import exchange_codec
+from dynamix.trainer.exchange.codecs.narrow import BLOCK, Int8
 from dynamix.trainer.exchange.collectives import Leg, Trade, run_alike
-from dynamix.trainer.exchange.int8 import Int8
-from dynamix.trainer.exchange.lossy import BLOCK
-from dynamix.trainer.exchange.owners import OwnedRange, chunks_of, owned_ranges
-from dynamix.trainer.exchange.registry import exchange_codec
+from dynamix.trainer.exchange.plan import keeps_residuals, member_of
 
 from .scenario import Coding
 
@@ -391,8 +390,8 @@ class VirtualExchange:
         for stacked in self._stacked.values():
             found = found.and_more(stacked.coded)
         for codec in (each for of_ranks in self._codecs.values() for each in of_ranks):
-            if isinstance(codec, MeasuredCodec):
-                found = found.and_more(codec.coded())
+            if isinstance(codec, ErrorFeedback):
+                found = found.and_more(codec.coded)
         return found
 
     def sum_gradients(self, gradients: Tensor, step: ActiveExchange, total: Tensor) -> StepTraffic:
@@ -428,8 +427,8 @@ class VirtualExchange:
                     seen = self._sum_bucket(exchange.codec, views, members, flushes=flushes)
                 coded = CodedAs(coded_as, factor * views[0].flat.nbytes)
                 is_chunked = exchange.route == "shares" and exchange.codec == EXACT.codec  # same bits in one piece
-                num_chunks = len(chunks_of(views[0], coded.gradient_bytes)) if is_chunked else 1
-                buckets += BucketTraffic(_pretended(seen, members[0], factor), coded).in_chunks(num_chunks)
+                chunks = num_chunks(coded.gradient_bytes) if is_chunked else 1
+                buckets += BucketTraffic(_pretended(seen, members[0], factor), coded).in_chunks(chunks)
             layout.as_model(sent[0], total)
         return StepTraffic(tuple(buckets))
 
@@ -440,7 +439,9 @@ class VirtualExchange:
             self._codecs[codec] = [exchange_codec(codec) for _ in range(self.world_size)]
         return run_counted(
             [
-                own.flush(view, member) if flushes and isinstance(own, ErrorFeedbackCodec) else own.reduce(view, member)
+                own.residuals.flush(view, member)
+                if flushes and isinstance(own, ErrorFeedback)
+                else own.reduce(view, member)
                 for own, view, member in zip(self._codecs[codec], views, members, strict=True)
             ]
         )

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages import NodeRanks
-from dynamix.schemas.messages.allocation import ExchangePermission
+from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, ExchangePermission
 from dynamix.schemas.messages.fields import MAX_RANKS
 from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
@@ -163,7 +163,7 @@ class Coding(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Cost of coding and decoding a gradient on an undisturbed rank, in seconds per million bytes of it.
 
     The defaults were measured with our codecs, as CPU time of one core (2026), on buckets of 1 and 4 MB over 4 and 8
-    ranks; for `rows` and `sketch` with 5 % of the rows, drawn by each rank. Only that of `powersgd` is an estimate.
+    ranks; for `rows` with 5 % of the rows, drawn by each rank.
     """
 
     none: NotNegative = 0.0006
@@ -172,13 +172,17 @@ class Coding(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     fp16: NotNegative = 0.0011
     int8: NotNegative = 0.0016
     rows: NotNegative = 0.0007
-    sketch: NotNegative = 0.012
-    powersgd: NotNegative = 0.004
     message_s: NotNegative = 2e-5
     """For each message to and from another rank, whatever its size: what matters with small buckets and many ranks."""
 
     def s_per_byte(self, codec: str) -> float:
-        """Seconds that a codec takes for each byte of the gradient."""
+        """Seconds that a codec takes for each byte of the gradient.
+
+        Raises:
+            ValueError: for a codec of an extension, whose cost is not known.
+        """
+        if codec not in EXCHANGE_CODECS:
+            raise ValueError(f"codec {codec}: virtual clusters know the cost of {', '.join(EXCHANGE_CODECS)}")
         return float(getattr(self, codec)) / 1e6
 
 

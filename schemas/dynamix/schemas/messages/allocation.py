@@ -27,10 +27,10 @@ ExchangePermission = Literal["exact", "lossy", "local"]
 """What a job lets decisions do to its gradients, each with all before it. `exact`: every gradient arrives bit for bit.
 `lossy`: rounded, with the error added to the next one. `local`: ranks may make several steps between averagings."""
 
-EXCHANGE_CODECS = ("none", "rows", "sketch", "bf16", "fp16", "int8", "powersgd")
-"""Codecs of the core; further ones are extensions (entry points of the group `dynamix.exchange_codecs`)."""
+EXCHANGE_CODECS = ("none", "rows", "bf16", "fp16", "int8")
+"""Codecs of the core; further ones are extensions (entry points of the group `dynamix.codecs`)."""
 
-LOSSY_CODECS = frozenset({"bf16", "fp16", "int8", "powersgd"})
+LOSSY_CODECS = frozenset({"bf16", "fp16", "int8"})
 """With error feedback: what a step loses is added to the next one."""
 
 ROUTES = ("all-reduce", "shares")

@@ -15,11 +15,8 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, Explored, Objective
+from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, Objective
 from dynamix.schemas.messages.policies import GlobalBatch
-from dynamix.trainer.communication.gradient_servers import GradientServers
-from dynamix.trainer.communication.job_exchange import JobExchange
-from dynamix.trainer.communication.lent_tensors import forget_imports
 from dynamix.trainer.data.loader import (
     CountTokens,
     Loader,
@@ -32,11 +29,14 @@ from dynamix.trainer.data.loader import (
 from dynamix.trainer.data.orders import Orders, OwnSampler
 from dynamix.trainer.data.plan import Division, SamplerOptions
 from dynamix.trainer.exchange.codec import CodedSquares
-from dynamix.trainer.gradient.accumulation import check_accumulation, needs_equal_steps
-from dynamix.trainer.gradient.codecs import find_codec
+from dynamix.trainer.exchange.local_steps import LocalSteps
+from dynamix.trainer.exchange.plan import ExchangePlan
+from dynamix.trainer.exchange.transport import GradientServers, forget_imports
 from dynamix.trainer.gradient.covered import CoveredModels
-from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
+from dynamix.trainer.gradient.hook import BaseHook, GradientHook, Reduction, StepWeights
+from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, StepScheduleWarning, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
+from dynamix.trainer.gradient.micro_batches import check_accumulation, needs_equal_steps
 from dynamix.trainer.gradient.models import (
     Averaging,
     Weighting,
@@ -46,13 +46,8 @@ from dynamix.trainer.gradient.models import (
     world_size_of,
 )
 from dynamix.trainer.gradient.noise import SecondMoments
-from dynamix.trainer.gradient.schedulers import Schedulers, StepScheduleWarning
-from dynamix.trainer.gradient.updates import Updates
-from dynamix.trainer.gradient.weighting import BaseHook, GradientHook, Reduction
-from dynamix.trainer.gradient.weights import StepWeights
 from dynamix.trainer.job.identity import MemoryCaps
 from dynamix.trainer.job.options import NoiseMetric, options_of, warn_of_two_momenta
-from dynamix.trainer.local_steps.rounds import LocalSteps
 from dynamix.trainer.loggers import MetricLogger, find_loggers
 from dynamix.trainer.loggers.delivery import Loggers, MetricHistory
 from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
@@ -133,7 +128,6 @@ def attach(
     weighting: Weighting = "auto",
     base_hook: BaseHook | None = None,
     base_hook_state: object = None,
-    codec: str = EXACT.codec,
     exchange: ExchangePermission | Exchange = "exact",
     optimizer_family: OptimizerFamily | None = None,
     policy: str | None = None,
@@ -199,8 +193,6 @@ def attach(
         weighting: `hook` (DDP), `loss` (call `session.scale_loss`), or `auto` by the model's type.
         base_hook: your own DDP communication hook; it must average over ranks, as torch's do.
         base_hook_state: its state.
-        codec: name of a gradient codec, registered in the entry-point group `dynamix.codecs`; `none` sends gradients as
-            they are. It needs our own hook, and leaves the division of the global batch to the policy.
         exchange: what decisions may do to how gradients travel: `exact` keeps every bit of them (only other routes and
             codecs without loss), `lossy` also rounds them and adds the error to the next step's, `local` also lets
             ranks make several steps between two averagings. An `Exchange` holds for the whole run instead. It needs our
@@ -351,7 +343,7 @@ def _gradients(
     options, is_first = run.options, run.place.rank == 0
     by_samples = given["count_tokens"] is None and given["token_counts"] is None
     servers = GradientServers(options.gradient_servers, run.identity.job, run.place.rank, collectives.world_size)
-    exchanges = JobExchange(run.schedule, servers, is_decided=options.supports_exchange)
+    exchanges = ExchangePlan(run.schedule, servers, is_decided=options.supports_exchange)
     losses, sizes = None, options.local_batch_sizes
     if is_first:
         warn_of_two_momenta(options.initial_allocation.exchange, optimizers)
@@ -380,7 +372,6 @@ def _gradients(
             second_moments=SecondMoments(adaptive) if options.noise_metric == "adam" else None,
             base_hook=base_hook,
             base_state=base_state,
-            codec=find_codec(options.codec),
             exchange=exchanges.of_model(covered),
             losses=losses,
         )

@@ -13,19 +13,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.trainer.arguments import share, whole_number
-from dynamix.trainer.communication.job_exchange import JobExchange
-from dynamix.trainer.communication.scaled_residuals import GradientScaler, ScaledResiduals
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.plan import MicroBatch
-from dynamix.trainer.gradient.buckets import NOT_MEASURED
+from dynamix.trainer.exchange.local_steps import EndedStep, LocalSteps
+from dynamix.trainer.exchange.plan import ExchangePlan, GradientScaler, ScaledResiduals
 from dynamix.trainer.gradient.covered import CoveredModels
-from dynamix.trainer.gradient.halving import OUT_OF_MEMORY
+from dynamix.trainer.gradient.hook import NOT_MEASURED
+from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
+from dynamix.trainer.gradient.micro_batches import OUT_OF_MEMORY
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
-from dynamix.trainer.gradient.schedulers import Schedulers
-from dynamix.trainer.gradient.updates import Updates
 from dynamix.trainer.job.identity import MemoryCaps
-from dynamix.trainer.local_steps.rounds import EndedStep, LocalSteps
 from dynamix.trainer.loggers.delivery import MetricHistory
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import RankMeter, Scalar
@@ -173,7 +171,7 @@ class Gradients(NamedTuple):
     updates: Updates
     local_steps: LocalSteps
     schedulers: Schedulers
-    exchanges: JobExchange
+    exchanges: ExchangePlan
     losses: LossWarnings | None
     needs_scaling: bool
     """Whether the script weighs each loss by `session.scale_loss`."""

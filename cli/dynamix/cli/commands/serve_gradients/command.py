@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: additions of one bucket gain nothing from threads
-    from dynamix.trainer.serving.server import GradientServer
+    from dynamix.trainer.exchange.servers import GradientServer
 
     if not 0 <= arguments.port < 1 << 16:
         raise CommandError(f"--port {arguments.port}: use 0 to 65535")

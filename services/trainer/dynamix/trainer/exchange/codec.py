@@ -1,16 +1,29 @@
-"""Exchange codecs: what every codec gets, and what it must hold to.
+"""Exchange codecs: the contract, the sum at owners, and the residuals of codecs that round.
 
-A codec sums buckets of gradients over ranks in a way of its own, as a generator of collectives. All ranks run the same
+A codec sums buckets of gradients over ranks, as a generator of collectives (`collectives`). All ranks run the same
 codec on the same buckets in the same order, so whatever decides which collective comes next must be known to all: a
-codec decides from what collectives brought, never from its own gradient alone.
+codec decides from what collectives brought, never from its own gradient alone. Write `reduce`; a codec that rounds
+derives from `ErrorFeedback`.
+
+With shares s a rank owns about s_r / sum(s) of the elements, in one range. All ranks push their addends to the owners,
+and pull the sums back: a slow link that owns less carries less, which the ring of an all-reduce cannot do. Gradient
+servers are owners behind the ranks.
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Size, Tensor
 
-from .collectives import Leg
+from .collectives import Leg, ServedSum, Sum, Trade
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+MOST_CHUNKS = 8
+"""In a bucket: the first one's way there and the last one's way back overlap with nothing."""
+LEAST_CHUNK_BYTES = 64 * 1024
+"""Each chunk costs 4 (N - 1) messages."""
 
 
 class Member(NamedTuple):
@@ -19,11 +32,8 @@ class Member(NamedTuple):
     rank: int
     world_size: int
     shares: tuple[float, ...] = ()
-    """By rank, at least one above 0 and none below, in any unit; empty for the all-reduce, where nothing is owned.
-
-    A codec that needs owners in any case takes equal ones where this is empty. Behind those of the ranks are those of
-    the servers.
-    """
+    """By rank and then by server, at least one above 0; empty for the all-reduce, where nothing is owned. A codec that
+    needs owners in any case takes equal ones then."""
     num_servers: int = 0
     """Gradient servers, which own parts of a bucket too, and have no gradient."""
 
@@ -50,12 +60,10 @@ class BucketView(NamedTuple):
 
 
 class CodedSquares(NamedTuple):
-    """Squared norms of some messages, summed."""
+    """Squared norms of some messages, summed: the gradient and residual that were to be sent, and what was sent."""
 
     wanted: float = 0.0
-    """What was to be sent: the gradient and the residual."""
     sent: float = 0.0
-    """What the messages say."""
 
     def and_more(self, others: "CodedSquares") -> "CodedSquares":
         """Both together."""
@@ -83,40 +91,172 @@ class ExchangeCodec(Protocol):
         """
 
 
-@runtime_checkable
-class ErrorFeedbackCodec(ExchangeCodec, Protocol):
-    """A codec with loss, which keeps what it has not sent yet and sends it later: the residual."""
+class OwnedRange(NamedTuple):
+    """The elements that one rank owns."""
 
-    def residuals(self) -> dict[str, Tensor]:
-        """What the sums lack so far of this rank, flat, by the parameter's key. Views: copy what is to be kept."""
+    start: int
+    stop: int
 
-    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Begin with these instead, copied: of a checkpoint, or of another codec of this kind."""
+    @property
+    def length(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
 
-    def flush(self, bucket: BucketView, member: Member) -> Leg:
-        """Do what `reduce` does, without loss: residuals travel with the gradient and are zero afterwards.
 
-        For the last step before something else rules.
+def owned_ranges(num_elements: int, member: Member, block: int = 1) -> list[OwnedRange]:
+    """What each rank and then each server owns: ranges of whole blocks, only the last may end with a part of one."""
+    num_owners = member.world_size + member.num_servers
+    shares = member.shares or (1.0,) * num_owners
+    if len(shares) != num_owners or min(shares) < 0 or not sum(shares) > 0:
+        raise ValueError(f"shares {shares} for {num_owners} owners: one for each, none negative, not all 0")
+    num_blocks = -(-num_elements // block)
+    ends, so_far, total = [0], 0.0, sum(shares)
+    for share in shares:
+        so_far += share
+        ends.append(min(round(so_far / total * num_blocks) * block, num_elements))
+    ends[-1] = num_elements
+    return [OwnedRange(start, stop) for start, stop in pairwise(ends)]
+
+
+def sum_over_ranks(tensor: Tensor, member: Member) -> Leg:
+    """Make a flat tensor the sum over ranks, as the member's route says: at owners in rank order."""
+    if member.world_size == 1:
+        return
+    if not member.shares:
+        yield Sum(tensor)
+        return
+    lengths = [each.length for each in owned_ranges(len(tensor), member)]
+    mine = [lengths[member.rank]] * member.world_size
+    served = ServedSum.make(lengths[member.world_size :])
+    from_all = [*mine, *[0] * member.num_servers]
+    addends = tensor.new_empty(sum(mine))
+    yield Trade(addends, tensor, from_all, lengths, served)
+    total = sum_in_rank_order(list(torch.split(addends, mine)))
+    yield Trade(tensor, total.repeat(member.world_size), lengths, from_all, served, is_answer=True)
+
+
+def sum_in_rank_order(addends: list[Tensor]) -> Tensor:
+    """The sum, one addend after the other, of half precision in float32; the first one is overwritten."""
+    first, *others = addends
+    total = first.float() if first.dtype in HALF_TYPES else first
+    for addend in others:
+        total.add_(addend)
+    return total.to(first.dtype)
+
+
+class PlainExchange:
+    """The codec `none`: gradients as they are, by the all-reduce or to owners."""
+
+    name = "none"
+    is_lossless = True
+
+    def reduce(self, bucket: BucketView, member: Member) -> Leg:
+        """Sum as `ExchangeCodec.reduce`."""
+        return sum_over_ranks(bucket.flat, member)
+
+
+def num_chunks(num_bytes: float) -> int:
+    """Parts of a bucket of so many bytes: while the sum of one comes back, the next one is on its way."""
+    return min(MOST_CHUNKS, max(1, int(num_bytes // LEAST_CHUNK_BYTES)))
+
+
+def legs_of(codec: ExchangeCodec, bucket: BucketView, member: Member) -> list[Leg]:
+    """The sum of a bucket; of gradients as they are to ranks in chunks, which say nothing of parameters.
+
+    Chunks to gradient servers were slower than whole buckets (docs/communication.md).
+    """
+    if isinstance(codec, PlainExchange) and member.shares and not member.num_servers:
+        chunks = torch.tensor_split(bucket.flat, num_chunks(bucket.flat.nbytes))
+        return [codec.reduce(bucket._replace(flat=flat, parts=()), member) for flat in chunks]
+    return [codec.reduce(bucket, member)]
+
+
+class Residuals:
+    """One flat tensor per parameter, zero where nothing is known: what a rank has not sent yet of its gradients.
+
+    DDP makes its buckets again after the first step, and a checkpoint knows no buckets, so a residual belongs to its
+    parameter. Within a bucket residuals lie behind each other, as the gradients do: adding them is one operation.
+    Those that a step began with are kept until the next one begins: an optimizer that skips the step, as under a
+    gradient scaler, throws away what was sent in it, and with it what the residuals gave.
+    """
+
+    def __init__(self) -> None:
+        self._by_key: dict[str, Tensor] = {}
+        self._laid_out: dict[int, tuple[tuple[BucketPart, ...], Tensor]] = {}
+        self._before: dict[str, Tensor] = {}
+        """By key, when the step began; nothing here changes a tensor, but `scale` between steps."""
+
+    def of(self, bucket: BucketView) -> Tensor:
+        """The residuals of a bucket, in its layout; not to be changed.
+
+        Raises:
+            ValueError: when a parameter has another size than before.
         """
+        parts, flat = self._laid_out.get(bucket.number, (None, None))
+        if flat is not None and (parts is bucket.parts or parts == bucket.parts) and flat.device == bucket.flat.device:
+            return flat
+        if flat is not None:
+            self._laid_out.clear()  # all buckets are made again: one of the old layout would keep a dead copy
+        is_double = bucket.flat.dtype == torch.float64
+        flat = bucket.flat.new_zeros(len(bucket.flat), dtype=torch.float64 if is_double else torch.float32)
+        for part in bucket.parts:
+            place = flat[part.start : part.stop]
+            known = self._by_key.get(part.key)
+            if known is not None:
+                if known.shape != place.shape:
+                    raise ValueError(
+                        f"the residual of {part.key} has {len(known)} numbers, the parameter {len(place)}: it is of "
+                        "another model; load a checkpoint of this one, or none"
+                    )
+                place.copy_(known)
+            self._by_key[part.key] = place
+        self._laid_out[bucket.number] = (bucket.parts, flat)
+        return flat
 
-
-@runtime_checkable
-class MeasuredCodec(ExchangeCodec, Protocol):
-    """A codec that knows how much of a gradient its messages hold."""
-
-    def coded(self) -> CodedSquares:
-        """The squares of some messages, from the first one on."""
-
-
-@runtime_checkable
-class RevocableCodec(ErrorFeedbackCodec, Protocol):
-    """One whose residuals survive a step that the optimizer skips, as under a gradient scaler; for those that care."""
+    def put(self, bucket: BucketView, flat: Tensor) -> None:
+        """Keep these from now on, instead of what `of` returned."""
+        self._laid_out[bucket.number] = (bucket.parts, flat)
+        self._by_key.update((part.key, flat[part.start : part.stop]) for part in bucket.parts)
 
     def begin_step(self) -> None:
-        """Note what the residuals are; the buckets of a step follow."""
+        """Let `undo_step` go back to what is kept now."""
+        self._before = dict(self._by_key)
 
     def undo_step(self) -> None:
-        """Have the residuals that were noted: what was sent since is thrown away."""
+        """Keep again what was kept when the step began."""
+        self._by_key = dict(self._before)
+        self._laid_out.clear()
 
-    def scale_residuals(self, factor: float) -> None:
-        """Multiply the residuals: gradients will be larger by this factor from now on."""
+    def scale(self, factor: float) -> None:
+        """Multiply all, in place."""
+        for each in self._by_key.values():
+            each.mul_(factor)
+
+    def flush(self, bucket: BucketView, member: Member) -> Leg:
+        """Sum a bucket without loss, and its residuals with it; then there are none."""
+        residual = self.of(bucket)
+        bucket.flat.add_(residual)
+        yield from sum_over_ranks(bucket.flat, member)
+        self.put(bucket, torch.zeros_like(residual))
+
+    def by_key(self) -> dict[str, Tensor]:
+        """All, by parameter's key. Views: copy what is to be kept."""
+        return dict(self._by_key)
+
+    def load(self, residuals: Mapping[str, Tensor]) -> None:
+        """Forget what is kept, and begin with copies of these."""
+        self._laid_out.clear()
+        self._before.clear()
+        self._by_key = {key: each.detach().flatten().clone() for key, each in residuals.items()}
+
+
+class ErrorFeedback:
+    """Base of codecs that round: what a step's sum lacks is added to the next step's gradient."""
+
+    is_lossless = False
+
+    def __init__(self) -> None:
+        self.residuals = Residuals()
+        """What the sums lack so far of this rank."""
+        self.coded = CodedSquares()
+        """How much of what was to be sent was sent, where the codec measures it."""

@@ -40,13 +40,11 @@ class ServedSum(NamedTuple):
     """The same in both trades of a rank, and in no others of it."""
     sizes: tuple[int, ...]
     """Elements that each server gets from every rank, of the type of the tensors that are traded."""
-    width: int = 0
-    """Bits of the cells that the pieces hold, which are added modulo 2^width; 0 for numbers of the tensors' type."""
 
     @classmethod
-    def make(cls, sizes: Sequence[int], width: int = 0) -> "ServedSum | None":
+    def make(cls, sizes: Sequence[int]) -> "ServedSum | None":
         """A new one; `None` where there are no servers."""
-        return cls(next(_numbers), tuple(sizes), width) if sizes else None
+        return cls(next(_numbers), tuple(sizes)) if sizes else None
 
 
 class Trade(NamedTuple):

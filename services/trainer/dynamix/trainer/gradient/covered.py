@@ -13,19 +13,23 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from dynamix.trainer.communication.job_exchange import JobExchange
-from dynamix.trainer.communication.model_exchange import ModelExchange
 from dynamix.trainer.data.plan import MicroBatch, StepPlan
 from dynamix.trainer.exchange.codec import CodedSquares
+from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange
+from dynamix.trainer.gradient.hook import (
+    NOT_MEASURED,
+    GradientHook,
+    Reduction,
+    SquaredNorms,
+    StepSketches,
+    StepWeights,
+    loss_weight,
+)
+from dynamix.trainer.gradient.micro_batches import Accumulation, ComputeLoss, HalvedBackward
 
-from .accumulation import Accumulation
-from .buckets import NOT_MEASURED, SquaredNorms, StepSketches
-from .halving import ComputeLoss, HalvedBackward
 from .losses import LossWarnings
 from .models import SessionHook, UncoveredModels
 from .noise import NormSketch
-from .weighting import GradientHook, Reduction, loss_weight
-from .weights import StepWeights
 
 MakeHook = Callable[[DistributedDataParallel, StepWeights], GradientHook]
 
@@ -56,7 +60,7 @@ class _HookPlace:
     def reduce(self, _state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What DDP calls for each bucket."""
         assert self._hook is not None, "DDP registers no hook of a model that it copied"
-        return self._hook.reduce(self._hook.group, bucket)
+        return self._hook.reduce(bucket)
 
 
 _places: "weakref.WeakKeyDictionary[torch.nn.Module, _HookPlace]" = weakref.WeakKeyDictionary()
@@ -71,7 +75,7 @@ class CoveredModels:
         make_hook: MakeHook | None,
         reduction: Reduction,
         weights: StepWeights,
-        exchange: JobExchange,
+        exchange: ExchangePlan,
         *,
         weighs_alone: bool = False,
         losses: LossWarnings | None = None,
@@ -194,11 +198,11 @@ class CoveredModels:
         self._batch = batch
         self.accumulation.begin(batch)
         if batch.is_last:
-            ruling = self._exchange.ruling(batch.plan.step)
+            exchange = self._exchange.of_step(batch.plan.step)
             if self._losses is not None:
                 self._losses.begin_step()
             for hook in self._hooks:
-                hook.begin(batch, shares_times=shares_times, ruling=ruling, sketches=sketches)
+                hook.begin(batch, shares_times=shares_times, exchange=exchange, sketches=sketches)
 
     def take_sketches(self, plan: StepPlan) -> StepSketches | None:
         """The sketches of the step that ended, with this plan; `None` where nothing was sketched."""

@@ -50,13 +50,12 @@ from dynamix.trainer.arguments import (
     sizes_of,
     whole_number,
 )
-from dynamix.trainer.communication.gradient_servers import split_address
-from dynamix.trainer.exchange.embedding_tables import table_share
-from dynamix.trainer.exchange.registry import CODECS, GROUP, exchange_codec
-from dynamix.trainer.gradient.codecs import find_codec
+from dynamix.trainer.exchange.codecs import CODECS, GROUP, exchange_codec
+from dynamix.trainer.exchange.codecs.rows import table_share
+from dynamix.trainer.exchange.transport import split_address
+from dynamix.trainer.gradient.hook import BaseHook, Reduction
 from dynamix.trainer.gradient.learning_rate import Rule
 from dynamix.trainer.gradient.models import Averaging
-from dynamix.trainer.gradient.weighting import BaseHook, Reduction
 
 NoiseMetric = Literal["gradient", "adam"]
 
@@ -109,8 +108,6 @@ class JobOptions:
     """Gradients that a rank computes in a step, each of a loss divided by it."""
     supports_tracking: bool = False
     """Whether the ranks can divide a global batch among themselves."""
-    codec: str = EXACT.codec
-    """Name of the gradient codec of another package, for the whole run."""
     exchange: ExchangePermission = "exact"
     """What decisions may do to how gradients travel."""
     fixed_exchange: Exchange | None = None
@@ -134,13 +131,8 @@ class JobOptions:
     def initial_allocation(self) -> Allocation:
         """What rules the first step: where the policy leaves the division to the ranks, they begin with it at once."""
         split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
-        first = self.lasting_exchange or initial_exchange(self.policy, self.policy_options)
+        first = self.fixed_exchange or initial_exchange(self.policy, self.policy_options)
         return Allocation(self.local_batch_sizes, split, first)
-
-    @property
-    def lasting_exchange(self) -> Exchange | None:
-        """How gradients travel in the whole run, whatever is decided; `None` where decisions say it."""
-        return Exchange(codec=self.codec) if self.codec != EXACT.codec else self.fixed_exchange
 
     @property
     def named_codecs(self) -> list[str]:
@@ -227,7 +219,7 @@ class JobOptions:
         self._check_asked(first)
         if first.shares and first.route not in ("shares", SERVERS):
             raise ValueError(f"shares={list(first.shares)[:16]} are of the route 'shares': add route='shares'")
-        if first == EXACT or self.codec != EXACT.codec:
+        if first == EXACT:
             return
         exchange_codec(first.codec)  # raises for an unknown one
         is_served = first.route == SERVERS and bool(self.gradient_servers)
@@ -250,7 +242,7 @@ class JobOptions:
     def _check_asked(self, first: Exchange) -> None:
         """Check what the options ask for, and that it is not something else than what lasts."""
         asked = initial_exchange(self.policy, self.policy_options)
-        if self.lasting_exchange is not None and asked not in (EXACT, first):
+        if self.fixed_exchange is not None and asked not in (EXACT, first):
             raise ValueError(
                 f"policy {self.policy!r} with its options asks for gradients {asked.label}, but they travel "
                 f"{first.label} in the whole run: leave these options out, or use another policy"
@@ -269,7 +261,7 @@ class JobOptions:
         if not self.supports_tracking and len(self.local_batch_sizes) > 1:
             raise ValueError(
                 f"policy {STIGMERGY!r} needs the compute time of each rank, which only our own communication hook "
-                'measures: use weighting="hook" on a DistributedDataParallel model, without base_hook and codec, or '
+                'measures: use weighting="hook" on a DistributedDataParallel model, without base_hook, or '
                 "another policy"
             )
         if self.policy_options.get("learned") == 1 and self.global_batch == "fixed":
@@ -318,9 +310,9 @@ def options_of(
         ValueError: for what cannot work.
     """
     exchange, servers = served_exchange(given["exchange"], gradient_servers)
-    codec, base_hook, in_batches = given["codec"], given["base_hook"], given["count_tokens"] is not None
-    check_hook_options(averaging, len(models), codec, base_hook, given["noise_metric"])
-    check_exchange_options(averaging, exchange, codec, base_hook)
+    base_hook, in_batches = given["base_hook"], given["count_tokens"] is not None
+    check_hook_options(averaging, len(models), base_hook, given["noise_metric"])
+    check_exchange_options(averaging, exchange, base_hook)
     check_local_options(exchange, optimizers, counts_in_batches=in_batches)
     sizes, global_batch = sizes_of(given["local_batch_size"], world_size), given["global_batch"]
     num_batches = whole_number("gradient_accumulation_steps", given["gradient_accumulation_steps"])
@@ -330,7 +322,7 @@ def options_of(
     )
     margin_steps += exchange in ("lossy", "local")
     window_steps, base = given["window_steps"], given["base_global_batch_size"]
-    is_ours = averaging == "hook" and base_hook is None and codec == EXACT.codec
+    is_ours = averaging == "hook" and base_hook is None
     derived = {
         "local_batch_sizes": sizes,
         "base_global_batch_size": sum(sizes) if base is None else base,
@@ -412,11 +404,10 @@ def warn_of_two_momenta(exchange: Exchange, optimizers: Iterable[torch.optim.Opt
 
 
 def check_exchange_options(
-    averaging: Averaging, exchange: ExchangePermission | Exchange, codec: str, base_hook: BaseHook | None
+    averaging: Averaging, exchange: ExchangePermission | Exchange, base_hook: BaseHook | None
 ) -> None:
     """Raise ValueError where nothing but an exact exchange can be carried out, saying how to fix it."""
     if exchange in ("exact", EXACT) or averaging == "none":
-        find_codec(codec)  # raises for one that cannot be found
         return
     what = f"exchange={exchange.label if isinstance(exchange, Exchange) else exchange!r}"
     if averaging == "loss":
@@ -426,16 +417,11 @@ def check_exchange_options(
         )
     if base_hook is not None:
         raise ValueError(f"{what} and a base_hook exclude each other: what the hook sends is its own")
-    if codec != EXACT.codec:
-        raise ValueError(
-            f"{what} and codec={codec!r} exclude each other: that codec has the gradients of the whole run"
-        )
 
 
 def check_hook_options(
     averaging: Averaging,
     num_models: int,
-    codec: str,
     base_hook: BaseHook | None,
     noise_metric: NoiseMetric,
 ) -> None:
@@ -445,10 +431,6 @@ def check_hook_options(
             raise ValueError(f'noise_metric={noise_metric!r} needs weighting="hook": no noise is measured without')
         if base_hook is not None:
             raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
-        if codec != EXACT.codec:
-            raise ValueError(f'codec={codec!r} needs weighting="hook" on a DistributedDataParallel model')
-    elif base_hook is not None and codec != EXACT.codec:
-        raise ValueError(f"codec={codec!r} and a base_hook exclude each other: encode in the base hook")
     elif base_hook is not None and num_models > 1:
         raise ValueError("base_hook and its state belong to one model: attach one model with it, without a list")
 
@@ -481,7 +463,7 @@ def warn_of_policy(options: JobOptions) -> None:
         )
 
 
-SERVED_CODECS = ("none", "rows", "sketch")
+SERVED_CODECS = ("none", "rows")
 """Codecs whose sums owners without a gradient of their own can make."""
 VARIABLE = "DYNAMIX_TRAINER_GRADIENT_SERVERS"
 

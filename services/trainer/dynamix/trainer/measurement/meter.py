@@ -19,10 +19,9 @@ from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, R
 from dynamix.trainer.arguments import number
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.codec import CodedSquares
-from dynamix.trainer.gradient.buckets import SquaredNorms
+from dynamix.trainer.exchange.local_steps import RoundDrift
+from dynamix.trainer.gradient.hook import Reduction, SquaredNorms
 from dynamix.trainer.gradient.noise import NoiseSums
-from dynamix.trainer.gradient.weighting import Reduction
-from dynamix.trainer.local_steps.drift import RoundDrift
 
 from .clock import AnyClock, StepTimes
 from .energy import unmeasured
@@ -62,7 +61,7 @@ class Row(NamedTuple):
     """1 where compute and sync were measured separately, else 0."""
     drift_own: float
     drift_mean: float
-    """The rank's addend, and what all ranks know (`local_steps.drift`); 0 without local steps."""
+    """The rank's addend, and what all ranks know (`RoundDrift`); 0 without local steps."""
     learning_rate: float
     coded_wanted: float
     coded_sent: float

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.trainer.communication.lent_tensors import LentTensor, keep_for_ever
-from dynamix.trainer.communication.pipeline import timeout_of
 from dynamix.trainer.data.orders import Order
+from dynamix.trainer.exchange.transport import LentTensor, keep_for_ever, timeout_of
 from dynamix.trainer.measurement.meter import NUM_COLUMNS, Row
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ class Offers:
         self._identity = identity
         self._global_batch_size = global_batch_size
         self._options = options
-        self._lasting = options.lasting_exchange
+        self._lasting = options.fixed_exchange
         self._newest: Action | None = None
         self._adopted_window = -1
         self.last_refused: tuple[Action, Refusal] | None = None

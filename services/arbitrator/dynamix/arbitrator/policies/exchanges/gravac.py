@@ -22,7 +22,7 @@ from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import LOSSY_CODECS, Exchange, is_permitted
 
 CODECS = ("none", "bf16", "int8")
-"""Candidates, from the least compression to the most. `rows` and `sketch` save nothing where gradients are dense."""
+"""Candidates, from the least compression to the most. `rows` saves nothing where gradients are dense."""
 LAG = 2
 """Windows after which a decision rules."""
 

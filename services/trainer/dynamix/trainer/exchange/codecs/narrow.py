@@ -1,14 +1,12 @@
-"""Lossy exchange: narrow numbers to the owners and back, and what they lose is sent later.
+"""Codecs `bf16`, `fp16` and `int8`: narrow numbers to the owners and back; what they lose is sent later.
 
 Every rank pushes its gradient plus its residual, narrowed, to the owners of the elements; an owner adds its own addend,
-which is not narrowed, sums in float32 and sends the sum back, narrowed once for all ranks. What narrowing took away is
-kept: by the rank that pushed, and what the sum lost by its owner, in its own residual of the elements that it owns.
-There that is as good as anywhere: a later push of any rank makes up for it. So there is one residual per rank and
-parameter, and none depends on who owns what.
+which is not narrowed, sums in float32 and sends the sum back, narrowed once for all ranks. The rank that pushed keeps
+what narrowing took away; the owner keeps what the sum lost, in its own residual of the elements that it owns. So there
+is one residual per rank and parameter, and none depends on who owns what.
 
-A message's scales say whether all of it was finite, and a sum over what was not is not finite either: the owner's
-answer tells all ranks, which then send that bucket as it is, so that NaN and overflow end as in an all-reduce. The
-residuals stay as they were.
+The scales of a message tell whether all of it was finite, and a sum over what was not is not finite either: all ranks
+then send that bucket as it is, so that NaN and overflow end as in an all-reduce. The residuals stay as they were.
 """
 
 import math
@@ -18,10 +16,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .codec import BucketView, CodedSquares, Member
-from .collectives import Leg, Trade
-from .owners import OwnedRange, owned_ranges, sum_over_ranks
-from .residuals import ErrorFeedback
+from dynamix.trainer.exchange.codec import (
+    BucketView,
+    CodedSquares,
+    ErrorFeedback,
+    Member,
+    OwnedRange,
+    owned_ranges,
+    sum_over_ranks,
+)
+from dynamix.trainer.exchange.collectives import Leg, Trade
 
 BLOCK = 512
 """Elements: owners own whole blocks, messages hold whole blocks, int8 has a scale for each."""
@@ -46,10 +50,8 @@ class Narrowing(Protocol):
         """Write into `values` what a message says, the same bits on every rank."""
 
 
-class LossyExchange(ErrorFeedback):
+class NarrowExchange(ErrorFeedback):
     """A codec that narrows, with error feedback on the way to the owners and back."""
-
-    is_lossless = False
 
     def __init__(self, name: str, narrowing: Narrowing) -> None:
         super().__init__()
@@ -57,18 +59,15 @@ class LossyExchange(ErrorFeedback):
         self._narrowing = narrowing
         self._num_reduced: Counter[int] = Counter()
         """By bucket."""
-        self._coded = CodedSquares()
-
-    def coded(self) -> CodedSquares:
-        """What was to be sent to owners, and what was, of those buckets that were looked at."""
-        return self._coded
 
     def reduce(self, bucket: BucketView, member: Member) -> Leg:
         """Sum as `ExchangeCodec.reduce`: one trade to the owners, one back."""
         if member.world_size == 1:
             return
-        residual = self._residuals.of(bucket)
-        values = _padded_sum(bucket.flat, residual)
+        residual = self.residuals.of(bucket)
+        length = len(residual)
+        values = residual.new_zeros(-(-length // BLOCK) * BLOCK)
+        torch.add(residual, bucket.flat, out=values[:length])
         plan = _Plan.of(len(values), member, self._narrowing)
         mine = plan.ranges[member.rank]
 
@@ -100,7 +99,7 @@ class LossyExchange(ErrorFeedback):
             values[mine.start : mine.stop] += summed[mine.start : mine.stop]
             ends = slice(mine.start, min(mine.stop, len(bucket.flat)))
             values[ends].sub_(bucket.flat[ends]).nan_to_num_(0.0, 0.0, 0.0)  # float16 may overflow, as in an all-reduce
-        self._residuals.put(bucket, values[: len(residual)])
+        self.residuals.put(bucket, values[:length])
 
     def _measure(self, wanted: Tensor, left: Tensor, mine: OwnedRange) -> None:
         """Add what was to be sent, and what was, which is that but for what is left; an owner sends itself nothing."""
@@ -110,7 +109,7 @@ class LossyExchange(ErrorFeedback):
             each[mine.start : mine.stop] = 0
             found.append(float(torch.dot(each, each)))
         if all(map(math.isfinite, found)):
-            self._coded = self._coded.and_more(CodedSquares(*found))
+            self.coded = self.coded.and_more(CodedSquares(*found))
 
     def _total(self, own: Tensor, addends: tuple[Tensor, ...]) -> Tensor:
         """The sum of an owner, in rank order; an empty message is this rank's own addend."""
@@ -147,15 +146,89 @@ class _Plan(NamedTuple):
         return [(owned, message) for owned, message in pieces if len(message)]
 
 
-def _padded_sum(gradient: Tensor, residual: Tensor) -> Tensor:
-    """Their sum, with zeros up to whole blocks."""
-    length = len(gradient)
-    values = residual.new_empty(-(-length // BLOCK) * BLOCK)
-    values[length:] = 0
-    torch.add(residual, gradient, out=values[:length])
-    return values
-
-
 def _messages(like: Tensor, sizes: list[int]) -> Tensor:
     """Room for messages, on the same device."""
     return like.new_empty(sum(sizes), dtype=torch.uint8)
+
+
+SCALE_BYTES = 4
+TOP_EXPONENT = {torch.float16: 15, torch.bfloat16: 0}
+"""Numbers stay below 2 to this: float16 ends at 65504; bfloat16 has the range of float32."""
+LOWEST_EXPONENT = -100
+"""At least, for the largest number: below it a scale would not be a normal float32, and the residual keeps them."""
+
+
+class Cast:
+    """Narrows numbers to a type of two bytes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._top = TOP_EXPONENT[dtype]
+
+    def message_bytes(self, length: int) -> int:
+        """Two per number and one scale."""
+        return SCALE_BYTES + 2 * length if length else 0
+
+    def scales(self, message: Tensor, length: int) -> Tensor:
+        """The one scale, NaN where a number was not finite."""
+        return message[: SCALE_BYTES if length else 0].view(torch.float32)
+
+    def write(self, values: Tensor, message: Tensor) -> None:
+        """Fill a message; what rounding took away is left in `values`."""
+        if not len(values):
+            return
+        largest = torch.maximum(values.amax(), -values.amin())
+        exponent = torch.frexp(largest).exponent.clamp(min=LOWEST_EXPONENT) - self._top
+        scale = torch.ldexp(torch.ones_like(largest), exponent)
+        scale = torch.where(largest.isfinite(), scale, torch.nan)
+        self.scales(message, len(values)).copy_(scale)
+        numbers = message[SCALE_BYTES:].view(self._dtype)
+        numbers.copy_(values / scale)
+        values.sub_(numbers.to(values.dtype).mul_(scale))
+
+    def read(self, message: Tensor, values: Tensor) -> None:
+        """Write a message's numbers into `values`."""
+        if len(values):
+            values.copy_(message[SCALE_BYTES:].view(self._dtype)).mul_(self.scales(message, len(values)))
+
+
+STEPS = 127
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""A block below this has the scale 0: the inverse would overflow. The residual keeps its numbers."""
+
+
+class Int8:
+    """Narrows numbers to int8, with a scale in float32 for each block of `BLOCK`."""
+
+    def message_bytes(self, length: int) -> int:
+        """One per number and four per block."""
+        return length + SCALE_BYTES * (length // BLOCK)
+
+    def scales(self, message: Tensor, length: int) -> Tensor:
+        """One per block, not finite where a number of it was not."""
+        return message[: SCALE_BYTES * (length // BLOCK)].view(torch.float32)
+
+    def write(self, values: Tensor, message: Tensor) -> None:
+        """Fill a message; what rounding took away is left in `values`."""
+        if not len(values):
+            return
+        blocks, scales, numbers = self._parts(values, message)
+        largest = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True))
+        scale = (largest / STEPS).float()
+        scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)  # a NaN stays
+        scales.copy_(scale)
+        steps = (blocks * torch.where(scale == 0, 0.0, 1 / scale)).round_()
+        numbers.copy_(steps)
+        blocks.sub_(steps.mul_(scale))
+
+    def read(self, message: Tensor, values: Tensor) -> None:
+        """Write a message's numbers into `values`."""
+        if len(values):
+            blocks, scales, numbers = self._parts(values, message)
+            blocks.copy_(numbers).mul_(scales)
+
+    def _parts(self, values: Tensor, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The numbers, the scales and the bytes, each by block."""
+        scales = self.scales(message, len(values))
+        numbers = message[SCALE_BYTES * len(scales) :].view(torch.int8)
+        return values.view(-1, BLOCK), scales.view(-1, 1), numbers.view(-1, BLOCK)

@@ -1,24 +1,37 @@
-"""Lanes of a server: one thread for each process group of a job, which does what rank 0 tells it.
+"""Gradient servers: processes without a model that sum parts of the gradients of a job, and know nothing else of it.
 
-Pieces may come in either lane, sums go back in the second one. A thread waits for rank 0 without limit: ranks may
-compute, evaluate or save for as long as they like, and the end of a rank's process ends its connections. When one lane
-fails, the groups of both are broken: the process goes on, and ranks would wait for its part until their time-out.
+A server listens at an address and waits for one job after the other. Rank 0 announces a job; ranks and servers then
+make process groups (`transport.GradientServers` is the ranks' side). One thread per group does what rank 0 tells it:
+pieces may come in either lane, sums go back in the second one. A thread waits for rank 0 without limit, since ranks may
+compute, evaluate or save; the end of a rank's process ends its connections. A server keeps nothing from one sum to the
+next, so that a job that is started again finds it as it was.
 """
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore  # public, missing in the stubs of torch.distributed
 
-from dynamix.trainer.communication.broken_groups import break_group
-from dynamix.trainer.communication.gradient_servers import DTYPES, END, TELL_TAG, ToldTrade
-from dynamix.trainer.communication.lent_tensors import LentTensor
-from dynamix.trainer.communication.pipeline import perform
+from dynamix.trainer.exchange.codec import sum_in_rank_order
 from dynamix.trainer.exchange.collectives import Trade
-
-from .sums import sum_of_pieces
+from dynamix.trainer.exchange.transport import (
+    DTYPES,
+    END,
+    TELL_TAG,
+    JobAnnouncement,
+    LentTensor,
+    ToldTrade,
+    break_group,
+    job_key,
+    make_groups,
+    open_store,
+    perform,
+)
 
 FOR_EVER = timedelta(days=365)
 
@@ -106,10 +119,63 @@ class ServedJob:
             return
         pieces = torch.empty(told.size * self._num_ranks, dtype=nothing.dtype)
         perform(Trade(pieces, nothing, from_ranks, no_sizes), group)
-        self._answers.put(told.number, sum_of_pieces(torch.split(pieces, from_ranks[: self._num_ranks]), told.width))
+        self._answers.put(told.number, sum_in_rank_order(list(torch.split(pieces, from_ranks[: self._num_ranks]))))
 
 
 def _next_trade(group: dist.ProcessGroup) -> ToldTrade:
     lent = LentTensor(torch.empty(len(END), dtype=torch.int64))
     group.recv([lent.alias], 0, TELL_TAG).wait(FOR_EVER)
     return ToldTrade(*lent.tensor.tolist())
+
+
+LOOK_S = 0.2
+"""Between two looks for another job: the store has no way to be told of one."""
+
+
+class GradientServer:
+    """Serves one job after the other."""
+
+    def __init__(self, port: int, say: Callable[[str], None]) -> None:
+        """Listen on a port of all addresses, 0 for a free one; `say` gets a line for each job that begins or ends.
+
+        Raises:
+            RuntimeError: when the port is taken.
+        """
+        self._store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        self._say = say
+        self.port: int = self._store.port
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set."""
+        number = 1
+        while not stop.is_set():
+            if self._store.check([job_key(number)]):
+                self._serve(number, stop)
+                number += 1
+            else:
+                stop.wait(LOOK_S)
+
+    def _announcement(self, number: int) -> JobAnnouncement:
+        return msgspec.json.decode(self._store.get(job_key(number)), type=JobAnnouncement)
+
+    def _serve(self, number: int, stop: threading.Event) -> None:
+        found = self._announcement(number)
+        self._say(f"{found.job}: {found.num_ranks} ranks, server {found.index} of {found.num_servers}")
+        rank, size = found.num_ranks + found.index, found.num_ranks + found.num_servers
+        try:
+            meeting = open_store(found.meeting)
+            groups = make_groups(meeting, found.number, rank, size, timedelta(seconds=found.timeout_s))
+        except RuntimeError as error:
+            self._say(f"{found.job}: does not meet us: {error}")
+            return
+        job = ServedJob(groups, found.num_ranks, found.num_servers)
+        while not job.wait(LOOK_S) and not stop.is_set():
+            if self._starts_again(found.job, number + 1):
+                job.break_off("it starts again")
+                self._say(f"{found.job}: starts again before it has ended")
+                return
+        self._say(f"{found.job}: ended" + (f" early: {job.problem}" if job.problem else ""))
+
+    def _starts_again(self, job: str, number: int) -> bool:
+        """Whether the same job is announced again: then the hosts of its earlier start have vanished."""
+        return bool(self._store.check([job_key(number)])) and self._announcement(number).job == job

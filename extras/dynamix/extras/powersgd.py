@@ -1,4 +1,4 @@
-"""Low rank: a gradient matrix as the product of two thin ones, with error feedback (PowerSGD, arXiv 1905.13727).
+"""The codec `powersgd`: a gradient matrix as the product of two thin ones, with error feedback (arXiv 1905.13727).
 
 For each parameter with two or more dimensions, as a matrix M of n rows and m columns, with M = gradient + residual:
 
@@ -6,12 +6,12 @@ For each parameter with two or more dimensions, as a matrix M of n rows and m co
     Q = sum_i M_i' P                             m x r, another one
     the sum over ranks is taken to be P Q', and rank i keeps M_i - P (M_i' P)' for the next step
 
-which is exact where the sum has no more than r directions. What is sent is r (n + m) numbers of n m; matrices of which
-that saves less than half, and vectors, travel as they are, with the first sum. Q is kept for the next step.
+which is exact where the sum has no more than r directions. It sends r (n + m) numbers of n m; matrices of which that
+saves less than half, and vectors, are sent as they are, with the first sum. Q is kept for the next step.
 
 P and Q are summed, so all ranks have the same bits of them; what is made of them here uses only operations that IEEE
 754 defines to the last bit (no matrix product, no reduction of the library's), whatever processors the ranks have.
-Where something is not finite the bucket travels as it is, and the residuals stay as they were.
+Where something is not finite the bucket is sent as it is, and the residuals stay as they were.
 """
 
 import zlib
@@ -20,10 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .codec import BucketPart, BucketView, Member
-from .collectives import Leg
-from .owners import sum_over_ranks
-from .residuals import ErrorFeedback
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, ErrorFeedback, Member, sum_over_ranks
+from dynamix.trainer.exchange.collectives import Leg
 
 RANK = 4
 WORTH = 0.5
@@ -55,7 +53,6 @@ class LowRankExchange(ErrorFeedback):
     """The codec `powersgd`, for one model."""
 
     name = "powersgd"
-    is_lossless = False
 
     def __init__(self, rank: int = RANK) -> None:
         super().__init__()
@@ -68,7 +65,7 @@ class LowRankExchange(ErrorFeedback):
         if member.world_size == 1:
             return
         matrices = [matrix for part in bucket.parts if (matrix := _matrix_of(part, self._rank)) is not None]
-        values = self._residuals.of(bucket) + bucket.flat
+        values = self.residuals.of(bucket) + bucket.flat
         firsts = [matrix.of(values) @ self._factor(matrix, values) for matrix in matrices]
         vectors = _between(matrices, len(values))
         packed = torch.cat([*(values[start:stop] for start, stop in vectors), *(each.flatten() for each in firsts)])
@@ -105,7 +102,7 @@ class LowRankExchange(ErrorFeedback):
         bucket.flat.copy_(summed)
         if bucket.flat.dtype != summed.dtype and member.rank == 0:  # what the gradient's own type took away, once
             values += summed.sub_(bucket.flat).nan_to_num_(0.0, 0.0, 0.0)
-        self._residuals.put(bucket, values)
+        self.residuals.put(bucket, values)
 
     def _factor(self, matrix: _Matrix, like: Tensor) -> Tensor:
         """Q of the step before, or a first one that is the same on all ranks."""

@@ -1,0 +1,274 @@
+"""Plan: which exchange is in effect on a step, and the codecs of each model that carry it out."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, SERVERS, Exchange
+from dynamix.schemas.owner_shares import balanced_shares
+from dynamix.trainer.data.plan import Schedule
+from dynamix.trainer.exchange.codec import BucketView, CodedSquares, ErrorFeedback, ExchangeCodec, Member, legs_of
+
+from .codecs import exchange_codec
+from .collectives import Leg, Sum
+from .transport import GradientServers, Pipeline, UnderWay, timeout_of
+
+_log = logging.getLogger("dynamix.trainer")
+
+
+class StepExchange(NamedTuple):
+    """The exchange of one step."""
+
+    exchange: Exchange
+    flushes: bool = False
+    """Whether another codec, or none, is in effect on the next step: then residuals are sent with this gradient."""
+
+
+class ExchangePlan:
+    """The exchanges of a job, step by step, and the pipeline that all its models share."""
+
+    def __init__(self, schedule: Schedule, servers: GradientServers, *, is_decided: bool) -> None:
+        """`is_decided`: whether the schedule's exchanges are carried out here, for the ranks of `servers`."""
+        self._servers = servers
+        self.world_size = world_size = servers.num_ranks
+        self._schedule = schedule
+        self.rank = servers.rank
+        self._is_decided = is_decided and world_size > 1
+        self._timeout: timedelta | None = None
+        self._pipeline: Pipeline | None = None
+        self.on_connect: Callable[[], None] = lambda: None
+        """Called when the ranks have made new connections, on all of them in the same step."""
+
+    def of_model(self, model: DistributedDataParallel) -> "ModelExchange":
+        """What sends the buckets of a model; its group's time-out is that of the exchange."""
+        self._timeout = self._timeout or timeout_of(model.process_group)
+        keys = {parameter: name for name, parameter in model.module.named_parameters()}
+        return ModelExchange(self.rank, self.world_size, keys, self.pipeline, len(self._servers.addresses))
+
+    def of_step(self, step: int) -> StepExchange | None:
+        """The exchange of a step, `None` for DDP's own all-reduce; a collective call on the first other step.
+
+        That of the next step is known by then: a decision arrives two steps before it takes effect, or three where the
+        last step before it has to do something (`margin_steps`).
+        """
+        exchange = self.at(step)
+        if exchange == EXACT:
+            return None
+        self.connect()
+        return StepExchange(exchange, flushes=not keeps_residuals(exchange, self.at(step + 1)))
+
+    def connect(self) -> None:
+        """Make the pipeline where there is none yet; a collective."""
+        if self._pipeline is None:
+            self._pipeline = Pipeline(self._timeout, self._servers)
+            self.on_connect()
+
+    def at(self, step: int) -> Exchange:
+        """The exchange of a step, as far as it is carried out here."""
+        return self._schedule.allocation_at(step).exchange if self._is_decided else EXACT
+
+    def close(self) -> None:
+        """End what runs in the background. No collective."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+
+    def pipeline(self) -> Pipeline:
+        """What carries out collectives, once an exchange was in effect."""
+        assert self._pipeline is not None, "no exchange was in effect yet"
+        return self._pipeline
+
+
+def keeps_residuals(exchange: Exchange, following: Exchange) -> bool:
+    """Whether what one exchange has not sent yet can be sent by the next one: in the same codec, of the same thing."""
+    return exchange.codec == following.codec and (exchange.every > 1) == (following.every > 1)
+
+
+def member_of(exchange: Exchange, rank: int, world_size: int, num_servers: int = 0) -> Member:
+    """This rank in an exchange: without a route over owners it has no shares."""
+    if exchange.route == SERVERS:
+        shares = exchange.shares or balanced_shares((1.0,) * world_size, (1.0,) * num_servers)
+        return Member(rank, world_size, shares, num_servers)
+    if exchange.route != "shares":
+        return Member(rank, world_size)
+    return Member(rank, world_size, exchange.shares or (1.0,) * world_size)
+
+
+class Sent:
+    """Numbers on their way, in one part or several; of a GPU through the memory of its host.
+
+    Codecs compute there, and gloo sends from there.
+    """
+
+    __slots__ = ("_flat", "_host", "_parts")
+
+    def __init__(self, parts: list[UnderWay], flat: Tensor, host: Tensor | None) -> None:
+        self._parts, self._flat, self._host = parts, flat, host
+
+    def wait(self) -> None:
+        """Return when the sum is in place. Raises as `UnderWay.wait`."""
+        for part in self._parts:
+            part.wait()
+        if self._host is not None:
+            self._flat.copy_(self._host)
+
+
+class ModelExchange:
+    """Sends the buckets of one model as the step's exchange says.
+
+    Codecs are made when they are first in effect, and kept with what they learned.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        keys: Mapping[Tensor, str],
+        pipeline: Callable[[], Pipeline],
+        num_servers: int = 0,
+    ) -> None:
+        """`keys` names the parameters; `pipeline` is asked for whenever something is sent."""
+        self.keys = keys
+        self._rank = rank
+        self._world_size = world_size
+        self._num_servers = num_servers
+        self._pipeline = pipeline
+        self._codecs: dict[str, ExchangeCodec] = {}
+        self._step: StepExchange | None = None
+        self._member = Member(rank, world_size)
+
+    def begin(self, step: StepExchange) -> None:
+        """Begin a step: the buckets that follow are sent by its exchange."""
+        for codec in self._lossy().values():
+            codec.residuals.begin_step()
+        if self._step is None or step.exchange != self._step.exchange:
+            self._member = member_of(step.exchange, self._rank, self._world_size, self._num_servers)
+        self._step = step
+
+    @property
+    def is_local(self) -> bool:
+        """Whether what was sent last is how far parameters moved, and no gradient."""
+        return self._step is not None and self._step.exchange.every > 1
+
+    def send(self, bucket: BucketView) -> Sent:
+        """Begin to sum a bucket over ranks, in place; all ranks send the same buckets in the same order."""
+        assert self._step is not None, "no exchange is in effect"
+        codec = self._codec(self._step.exchange.codec)
+        host = _host_copy(bucket.flat)
+        sent = bucket if host is None else bucket._replace(flat=host)
+        if self._step.flushes and isinstance(codec, ErrorFeedback):
+            legs = [codec.residuals.flush(sent, self._member)]
+        else:
+            legs = legs_of(codec, sent, self._member)
+        return Sent([self._pipeline().send(leg) for leg in legs], bucket.flat, host)
+
+    def send_plainly(self, numbers: Tensor) -> Sent:
+        """Begin to add up numbers over ranks, in place and without a codec, behind the buckets sent so far."""
+        host = _host_copy(numbers)
+        return Sent([self._pipeline().send(_sum(numbers if host is None else host))], numbers, host)
+
+    def coded(self) -> CodedSquares:
+        """How much of what was to be sent codecs that round have sent."""
+        found = CodedSquares()
+        for codec in list(self._lossy().values()):
+            found = found.and_more(codec.coded)
+        return found
+
+    def undo_step(self) -> None:
+        """Have the residuals again that the newest step began with: its gradient is thrown away."""
+        for codec in self._lossy().values():
+            codec.residuals.undo_step()
+
+    def scale_residuals(self, factor: float) -> None:
+        """Multiply all residuals: gradients will be larger by this factor."""
+        for codec in self._lossy().values():
+            codec.residuals.scale(factor)
+
+    def residuals(self) -> dict[str, dict[str, Tensor]]:
+        """What the sums lack so far on this rank, by codec and parameter; copies on the CPU."""
+        copied = {
+            name: {key: each.cpu().clone() for key, each in codec.residuals.by_key().items()}
+            for name, codec in self._lossy().items()
+        }
+        return {name: parts for name, parts in copied.items() if any(bool(each.any()) for each in parts.values())}
+
+    def load_residuals(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from what `residuals` returned."""
+        for name, parts in saved.items():
+            codec = self._codec(name)
+            if isinstance(codec, ErrorFeedback):
+                codec.residuals.load(parts)
+
+    def _lossy(self) -> dict[str, ErrorFeedback]:
+        return {name: codec for name, codec in self._codecs.items() if isinstance(codec, ErrorFeedback)}
+
+    def _codec(self, name: str) -> ExchangeCodec:
+        if name not in self._codecs:
+            self._codecs[name] = exchange_codec(name)
+        return self._codecs[name]
+
+
+def _host_copy(flat: Tensor) -> Tensor | None:
+    """A tensor of a GPU in the memory of its host, once the device has computed it; `None` for one of the CPU."""
+    return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat) if flat.is_cuda else None
+
+
+def _sum(numbers: Tensor) -> Leg:
+    yield Sum(numbers)
+
+
+class GradientScaler(Protocol):
+    """What is asked of a scaler, such as `torch.amp.GradScaler`."""
+
+    def get_scale(self) -> float:
+        """The factor of the losses that follow."""
+
+
+class ScaledResiduals:
+    """Keeps the residuals of a session's models right under a gradient scaler, which skips steps and changes its scale.
+
+    A skipped step throws away what was sent in it, and with it what the residuals gave: they become again what they
+    were when it began, so that the next step sends them, once. They are in units of scaled gradients: when the scale
+    changes, they change with it.
+    """
+
+    def __init__(self, exchanges: Callable[[], Sequence[ModelExchange]], *, warns: bool) -> None:
+        """`exchanges` are those of the models; one rank `warns`."""
+        self._exchanges = exchanges
+        self._scaler: GradientScaler | None = None
+        self._scale = 0.0
+        self._warns = warns
+        self._has_stepped = False
+
+    def use(self, scaler: GradientScaler) -> None:
+        """Follow a scaler from now on."""
+        self._scaler, self._scale = scaler, scaler.get_scale()
+
+    def begin_step(self) -> None:
+        """Scale what is kept of gradients as the next ones are."""
+        if self._scaler is None:
+            return
+        before, self._scale = self._scale, self._scaler.get_scale()
+        if self._scale != before:
+            for each in self._exchanges():
+                if not each.is_local:
+                    each.scale_residuals(self._scale / before)
+
+    def end_step(self, exchange: Exchange, *, updated: bool) -> None:
+        """End a step in which an optimizer stepped, or none did."""
+        if updated or exchange.every > 1:
+            self._has_stepped = True
+        elif self._scaler is not None:
+            for each in self._exchanges():
+                each.undo_step()
+        elif self._warns and self._has_stepped and exchange.codec in LOSSY_CODECS:
+            self._warns = False
+            _log.warning(
+                "no optimizer stepped, and gradients are rounded by codec %s: if a gradient scaler skips steps, call "
+                "session.use_scaler(scaler), or what was rounded away before such a step is lost",
+                exchange.codec,
+            )
