@@ -24,7 +24,7 @@ from dynamix.schemas.messages.policies import MULTIPLIERS
 from dynamix.schemas.networks.forward import Forward, Normalisation, sample
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
-ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global", "levers")
+ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global")
 
 
 def run(job: Job, policy: Policy, num_windows: int = 12) -> list[Action]:

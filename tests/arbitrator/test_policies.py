@@ -186,9 +186,9 @@ def test_the_schemas_name_exactly_the_policies_that_leave_the_division_to_the_ra
 
 
 def test_every_learned_policy_is_shipped_and_has_a_preset_for_learning() -> None:
-    """The agents' network is shipped with the collector; `levers` is to be learned, and no file of it is shipped."""
+    """The agents' network is shipped with the collector."""
     assert {name for name in shipped_names() if not name[-1].isdigit()} == set(SHIPPED_POLICIES)
-    assert set(PRESETS) == {*SHIPPED_POLICIES, "levers", "stigmergy"}
+    assert set(PRESETS) == {*SHIPPED_POLICIES, "stigmergy"}
     assert LearnerSettings().policy in SHIPPED_POLICIES
 
 

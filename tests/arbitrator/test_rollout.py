@@ -21,7 +21,7 @@ from dynamix.schemas.networks.forward import Forward, log_softmax
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
 JOB = examples.job(NODES, policy="ppo", policy_options={"explore": 1.0})
-ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global", "levers")
+ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global")
 
 
 def states_of(num_windows: int, generation: int = 0) -> list[State]:

@@ -5,9 +5,8 @@ concern it.
 
 `deltas`   one choice per rank: the published change of its local batch size, split `fixed` (method section 2).
 `global`   one choice per job: a bounded multiplier on the global batch of `rule`, divided as the rule divides.
-`levers`   one choice per job: a lever on the next decision of `rule` (`levers`), chosen by the last windows.
 
-A fourth, `appetite`, is that of the agents of `stigmergy`: the same multipliers, on an agent's own wish. Collectors
+A third, `appetite`, is that of the agents of `stigmergy`: the same multipliers, on an agent's own wish. Collectors
 decide by it (`dynamix.collector.agent_network`); here it has its names only.
 
 Of equal logits the first choice wins, and the first is the neutral one: an untrained network changes nothing.
@@ -15,7 +14,7 @@ Of equal logits the first choice wins, and the first is the neutral one: an untr
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -32,11 +31,9 @@ from dynamix.schemas.messages.policies import MULTIPLIERS
 from dynamix.schemas.networks.forward import Choices
 
 from . import inputs
-from .levers import LEVER_NUMBERS, Levers
-from .situation import Situation
 
-ActionSetName = Literal["deltas", "global", "levers"]
-LearnedSetName = Literal["deltas", "global", "levers", "appetite"]
+ActionSetName = Literal["deltas", "global"]
+LearnedSetName = Literal["deltas", "global", "appetite"]
 """With that of the agents of `stigmergy`, which decide in the collector."""
 
 DELTAS = tuple(sorted(random.DELTAS, key=lambda delta: (abs(delta), delta)))
@@ -45,10 +42,18 @@ DELTAS = tuple(sorted(random.DELTAS, key=lambda delta: (abs(delta), delta)))
 ACTIONS: Mapping[LearnedSetName, tuple[float, ...]] = {
     "deltas": tuple(map(float, DELTAS)),
     "global": MULTIPLIERS,
-    "levers": LEVER_NUMBERS,
     "appetite": MULTIPLIERS,
 }
 """All actions of each set, the neutral one first; a policy file has these or some of them."""
+
+
+class Situation(NamedTuple):
+    """One window as an action set shows it to a network."""
+
+    inputs_DI: Array32
+    """Decisions x the inputs that are wanted, NaN where unknown. D is the number of ranks, or 1 for the whole job."""
+    base: Decision
+    """The decision of the neutral choice."""
 
 
 class Deltas:
@@ -133,7 +138,7 @@ class GlobalLever:
         return (choice if choice < len(self._multipliers) else 0), total, carry[_LEVER.size :]
 
 
-ActionSet = Deltas | GlobalLever | Levers
+ActionSet = Deltas | GlobalLever
 """Between a job's observation and a network that only knows numbered choices. `options` are those of a job that it
 understands; `situation` has the arguments of `Policy.decide`."""
 
@@ -143,8 +148,6 @@ def action_set_named(
 ) -> ActionSet:
     """The action set of that name, with the inputs and actions of a policy file, or with all that this program has."""
     wanted, actions = wanted or inputs.names(name), actions or ACTIONS[name]
-    if name == "levers":
-        return Levers(inputs.columns(name, wanted), actions)
     return Deltas(wanted, actions) if name == "deltas" else GlobalLever(wanted, actions)
 
 

@@ -39,7 +39,6 @@ from dynamix.schemas.progress import most_worthwhile, progress
 
 from .model.exchange_choice import choose, exposure_of, is_decided, model_after
 from .model.exchange_memory import OVER_OWNERS, ExchangeMemory, way_of
-from .model.levers import AS_RULE, Lever, Wish, changed_exchange
 from .model.links import can_share, link_rates, slowest_in_words
 from .model.observation import Array32, decided_sizes, job_value
 from .model.rule_memory import RuleMemory, begun_with, knowledge_of
@@ -68,22 +67,6 @@ class Rule:
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""
-        return self.steered(job, obs_WF, global_F, carry)[0]
-
-    def steered(
-        self,
-        job: Job,
-        obs_WF: Array32,
-        global_F: Array32,
-        carry: bytes,
-        *,
-        lever: Lever = AS_RULE,
-        wish: Wish | None = None,
-    ) -> tuple[Decision, Wish | None]:
-        """The decision with a lever on it, and what the rule itself wished; `wish` is that of the last decision.
-
-        It is `None` where the job's gradients can travel in one way only.
-        """
         known = RuleMemory.unpack(carry, job)
         noise, memory, noise_scale = known.noise, known.exchange, job_value(global_F, "noise_scale")
         if memory.ruling[0].every == 1 or math.isfinite(noise_scale):  # not each round of local steps measures it
@@ -103,18 +86,14 @@ class Rule:
                 memory = memory.observe(exposure_of(fit, model, obs_WF), loss, drift, job.world_size)
                 memory = memory.with_links(link_rates(obs_WF)) if can_share(job) else memory
             permitting = replace(job, exchange="exact") if arm.exact else job
-            own = memory if wish is None else wish.seen_in(memory)
-            wished, ruled = self._exchange(permitting, model, own, scale), memory.ruling[0]
-            wish = Wish(wished, own.age if wished == own.newest else 0)
-            max_every = int(option(self.options, job, "max_every"))
-            knows_times = model is not None and math.isfinite(memory.exact_s)
-            chosen = changed_exchange(lever, wished, permitting, memory, knows_times=knows_times, max_every=max_every)
+            ruled = memory.ruling[0]
+            chosen = self._exchange(permitting, model, memory, scale)
             if model is not None:
                 model = model_after(ruled, chosen, model, memory)
             memory = memory.decided(chosen)
             if memory.ruling[0] != ruled:  # what the next window exposes is no pair with what this one did
                 known = known.with_unknown_sync()
-        wanted, reason = self._next(job, known.global_batch_size, model, scale * lever.noise)
+        wanted, reason = self._next(job, known.global_batch_size, model, scale)
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
         allocation = allocation_of(self.options, job, sizes)
         if is_decided(job):
@@ -124,7 +103,7 @@ class Rule:
         if arm.rate_factor != 1.0:
             allocation = replace(allocation, rate_factor=arm.rate_factor)
         packed = known.decided(wanted, noise, memory).pack(job)
-        return Decision(allocation, carry=packed, reason=reason + seen.remark, note=seen.note), wish
+        return Decision(allocation, carry=packed, reason=reason + seen.remark, note=seen.note)
 
     def begin(self, job: Job, profile: JobProfile) -> bytes:
         """The carry of a generation that begins with a profile."""
