@@ -64,7 +64,7 @@ async def test_a_job_is_held_to_the_options_and_the_version_of_an_installed_poli
     with pytest.raises(ValueError, match=r"policy 'halving' has version 3, not 2"):
         await source.choose(HALVED, examples.action(policy="halving", policy_version=2, policy_digest=b""))
     with pytest.raises(ValueError, match=r"'halving' is the name of a policy in code"):
-        await PolicyStore(bus).put("halving", b"", feature_version=1)
+        await PolicyStore(bus).put("halving", b"")
 
 
 @pytest.mark.usefixtures("example_extension")

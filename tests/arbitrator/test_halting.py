@@ -48,7 +48,7 @@ async def halted(context: Context[ArbitratorSettings, Bus]) -> None:
 async def test_a_file_with_odd_metadata_halts_its_own_generation_only(
     bus: Bus, metadata: object, is_there_first: bool
 ) -> None:
-    await PolicyStore(bus).put("odd", trained_policies.with_metadata(metadata), feature_version=1)
+    await PolicyStore(bus).put("odd", trained_policies.with_metadata(metadata))
     await bus.publish(ODD)
     await bus.publish(OTHER)
     if is_there_first:

@@ -4,10 +4,11 @@ from tests.support import learned
 from tests.support.control_plane import ControlPlane, control_plane, one_node_job, report_of
 from tests.support.foreign_policy import of_other_features
 
-from dynamix.arbitrator.learned.policy_store import BUCKET, PolicyStore
+from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job, Live
+from dynamix.schemas.streams import POLICIES
 
 SIZES = (128, 128, 128, 128)
 SPEEDS = (1000.0, 1000.0, 1000.0, 500.0)
@@ -33,7 +34,7 @@ async def counter(plane: ControlPlane, name: str) -> int:
 async def test_a_restarted_arbitrator_keeps_the_version_and_the_next_generation_takes_the_newest() -> None:
     async with control_plane("collector") as plane:
         store = PolicyStore(plane.bus)
-        first = await store.put("mine", SHRINKS, feature_version=1)
+        first = await store.put("mine", SHRINKS)
         await plane.start("arbitrator")
         job = one_node_job(policy="mine")
         await plane.bus.publish(job)
@@ -41,7 +42,7 @@ async def test_a_restarted_arbitrator_keeps_the_version_and_the_next_generation_
         assert (action.policy, action.policy_version, action.policy_digest) == ("mine", 1, first.digest)
         assert action.deltas == (-25,) * 4
 
-        second = await store.put("mine", GROWS, feature_version=1)
+        second = await store.put("mine", GROWS)
         assert (await next_action(plane, job, 1, 2)).policy_version == 1
         plane.services["arbitrator"].kill()
         await plane.start("arbitrator")
@@ -57,8 +58,8 @@ async def test_a_restarted_arbitrator_keeps_the_version_and_the_next_generation_
 async def test_a_policy_that_cannot_decide_halts_only_its_generation() -> None:
     async with control_plane("collector", "arbitrator") as plane:
         store = PolicyStore(plane.bus)
-        await store.put("mine", SHRINKS, feature_version=1)
-        await store.put("older", of_other_features(), feature_version=1)
+        await store.put("mine", SHRINKS)
+        await store.put("older", of_other_features())
         odd, job = one_node_job(job="odd-00000000", policy="older"), one_node_job(policy="mine")
         await plane.bus.publish(odd)
         await plane.bus.publish(report_of(odd, 0, SIZES, SPEEDS))
@@ -66,8 +67,8 @@ async def test_a_policy_that_cannot_decide_halts_only_its_generation() -> None:
         await next_action(plane, job, 0, 1)
         assert await plane.actions(odd.job) == []
 
-        await store.put("mine", STAYS, feature_version=1)
-        await plane.bus.objects.delete(BUCKET, "mine/1")
+        await store.put("mine", STAYS)
+        await plane.bus.purge(POLICIES.name, subjects.of("policy", "mine"), keep=1)
         plane.services["arbitrator"].kill()
         await plane.start("arbitrator")
         assert await counter(plane, "halted") == 2

@@ -28,7 +28,7 @@ from .deciding.job_log import JobLog, Surroundings
 from .deciding.own_states import own_states
 from .families.source import ProfileSource
 from .learned.policy_source import PolicyAbsentError, PolicySource
-from .learned.policy_store import PolicyBucket, PolicyReader
+from .learned.policy_store import PolicyReader
 from .shown import ShownDecisions
 from .state_queues import StateQueues
 
@@ -51,10 +51,6 @@ class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class ArbitratorBus(ProfileStore, Protocol):
     """What the arbitrator uses of the bus."""
-
-    @property
-    def objects(self) -> PolicyBucket:
-        """Whole files in buckets."""
 
     async def count_requests(self) -> int:
         """Requests of all users that JetStream's API has had."""
@@ -124,7 +120,7 @@ class _Arbitrator:
         self._in_step = in_step
         settings = context.settings
         cache = settings.policy_cache
-        policies = PolicySource(PolicyReader(context.bus.objects, Path(cache) if cache else None))
+        policies = PolicySource(PolicyReader(context.bus, Path(cache) if cache else None))
         profiles = ProfileSource(context.bus, context.log, context.count)
         self._surroundings = Surroundings(context.bus, policies, profiles, context.log, context.count)
         self._logs = HeldJobs[JobLog](settings.max_jobs, settings.max_ranks, settings.forget_after_s)

@@ -16,7 +16,8 @@ from dynamix.runtime.bus import (
 from dynamix.runtime.bus.streams.statistics import StatisticsByKind
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Action, Event, Job, JobProfile
-from dynamix.schemas.streams import ACTIONS, FEED, JOBS, PROFILES
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS, POLICIES, PROFILES
+from dynamix.schemas.subjects import covers
 
 from .action_store import RecordedAction, ReplayedActions
 from .events import EventComparer
@@ -47,7 +48,7 @@ class ArbitratorReplayBus:
         """
         self.statistics = StatisticsByKind()
         self.job: Job | None = None
-        self.objects = policies
+        self._policies = policies
         self._player = player
         self._actions = actions
         self._events = events
@@ -127,6 +128,9 @@ class ArbitratorReplayBus:
 
     async def last(self, stream: str, subject: str) -> BusMessage | None:
         """The newest specification, receipt, state or action; the profile that the next recorded action began with."""
+        if stream == POLICIES.name:
+            found = [one for one in await self._policies.stored() if covers(subject, one.subject)]
+            return found[-1] if found else None
         if stream == PROFILES.name:
             recorded = self._actions.next_recorded()
             return BusMessage(subject, recorded.profile, 1, 0, 0) if recorded and recorded.profile else None
@@ -136,8 +140,11 @@ class ArbitratorReplayBus:
             return self._specification
         return self._receipt if ".applied." in subject else self._newest_state
 
-    async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:  # noqa: ARG002 - as `Bus.first`
-        """The oldest stored state or action at or after a sequence."""
+    async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:
+        """The oldest stored state, action or policy at or after a sequence."""
+        if stream == POLICIES.name:
+            policies = await self._policies.stored()
+            return next((one for one in policies if one.sequence >= start and covers(subject, one.subject)), None)
         found = self._states if stream == FEED.name else self._actions.stored
         return next((stored for stored in found if stored.sequence >= start), None)
 

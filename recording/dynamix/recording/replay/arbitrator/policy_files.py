@@ -1,18 +1,17 @@
-"""The bucket of policies for a replayed arbitrator: files given by the caller, under their recorded versions."""
+"""The stream of policies for a replayed arbitrator: files given by the caller, under their recorded versions."""
 
-import base64
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from dynamix.arbitrator.learned.policy_file import SHIPPED_VERSION, PolicyFile, shipped_policy
-from dynamix.arbitrator.learned.policy_store import BUCKET
 from dynamix.recording.playback import ReplayError
-from dynamix.runtime.bus import ObjectInfo, ObjectMissingError, StoredObject
-from dynamix.runtime.bus.objects.layout import DIGEST_PREFIX
+from dynamix.runtime.bus import BusMessage
 from dynamix.runtime.input_files import read_regular
-from dynamix.schemas.messages import Action
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import encode
+from dynamix.schemas.messages import Action, PolicyVersion
 
 from .action_store import ReplayedActions
 
@@ -37,11 +36,10 @@ class ReplayPolicyFiles:
             ValueError: when one is no policy file; the text gives the reason.
         """
         self._files = [_read(path) for path in paths]
-        self._listed: dict[str, _GivenFile] = {}
         self._actions = actions
 
-    async def list_all(self, bucket: str) -> list[ObjectInfo]:  # noqa: ARG002 - there is one
-        """List the bucket for the policy of the generation that is replayed.
+    async def stored(self) -> list[BusMessage]:
+        """The messages in POLICIES for the generation that is replayed.
 
         Raises:
             ReplayError: when its next recorded action, if one matters, was decided by a file that is not given.
@@ -54,15 +52,16 @@ class ReplayPolicyFiles:
                 _check_shipped(decided)
             else:
                 listed = {(decided.policy, decided.policy_version): found}
-        self._listed = {f"{name}/{version}": file for (name, version), file in listed.items()}
-        return [_info(name, file) for name, file in self._listed.items()]
-
-    async def get(self, bucket: str, name: str, *, max_bytes: int = 0) -> StoredObject:  # noqa: ARG002 - as above
-        """Return a listed object. Raises ObjectMissingError when there is none of this name."""
-        file = self._listed.get(name)
-        if file is None:
-            raise ObjectMissingError(f"no policy file was given as {name}")
-        return StoredObject(_info(name, file), file.data)
+        return [
+            BusMessage(
+                subjects.of("policy", name),
+                encode(PolicyVersion(policy=name, version=version, digest=file.digest, content=file.data)),
+                sequence,
+                0,
+                0,
+            )
+            for sequence, ((name, version), file) in enumerate(listed.items(), start=1)
+        ]
 
 
 def _read(path: Path) -> _GivenFile:
@@ -82,8 +81,3 @@ def _check_shipped(decided: Action) -> None:
         f"{decided.policy_digest.hex()[:16]}...) is not given: get it from the bus with "
         "`dynamix policy export` and give it with --policy-file"
     )
-
-
-def _info(name: str, file: _GivenFile) -> ObjectInfo:
-    digest = DIGEST_PREFIX + base64.urlsafe_b64encode(file.digest).decode()
-    return ObjectInfo(name=name, bucket=BUCKET, nuid=name, size=len(file.data), chunks=1, digest=digest)

@@ -132,7 +132,7 @@ class _Learner:
         name = self._settings.policy
         stored = await self._store.find(name)
         if stored is not None:
-            self._take(stored.version, await self._store.read(stored))
+            self._take(stored.version, stored.data)
         elif (shipped := shipped_policy(name)) is not None:
             self._take(SHIPPED_VERSION, shipped)
         else:
@@ -238,8 +238,7 @@ class _Learner:
         await self._watch(outcome)
 
     async def _put(self, content: bytes) -> None:
-        metadata = PolicyFile.from_bytes(content).metadata
-        stored = await self._store.put(self._settings.policy, content, feature_version=metadata.feature_version)
+        stored = await self._store.put(self._settings.policy, content)
         self._take(stored.version, content)
 
     def _take(self, version: int, content: bytes) -> None:

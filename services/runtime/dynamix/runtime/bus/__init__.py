@@ -3,8 +3,6 @@
 from .broker.errors import (
     BusError,
     ConnectionClosedError,
-    ObjectBrokenError,
-    ObjectMissingError,
     PermissionDeniedError,
     PublishError,
     SequenceRegressError,
@@ -13,8 +11,6 @@ from .broker.errors import (
     StreamMissingError,
 )
 from .bus import Bus
-from .objects.layout import ObjectInfo
-from .objects.store import StoredObject
 from .streams.failover import FailoverWait
 from .streams.message import BusMessage, StreamState
 from .streams.reader import Reader, Start
@@ -25,16 +21,12 @@ __all__ = [
     "BusMessage",
     "ConnectionClosedError",
     "FailoverWait",
-    "ObjectBrokenError",
-    "ObjectInfo",
-    "ObjectMissingError",
     "PermissionDeniedError",
     "PublishError",
     "Reader",
     "SequenceRegressError",
     "StaleWriterError",
     "Start",
-    "StoredObject",
     "StreamFullError",
     "StreamMissingError",
     "StreamState",
