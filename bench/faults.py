@@ -147,7 +147,7 @@ def _junk(num_bytes: int, kind: str, *nodes: str, num_runs: int = 1) -> Callable
 FLOODS = {
     "empty": Flood("empty reports to the same collector", 20_000, _junk(0, "report", NODE)),
     "empty-states": Flood("empty states of another node", 20_000, _junk(0, "state", OTHER_NODE), OTHER_NODE),
-    "large": Flood("junk reports of 256 KiB to the same collector", 1_000, _junk(MAX_TRAINER_BYTES, "report", NODE)),
+    "large": Flood("junk reports of 64 KiB to the same collector", 1_000, _junk(MAX_TRAINER_BYTES, "report", NODE)),
     "larger": Flood("the same, of 1,000 runs", 6_000, _junk(MAX_TRAINER_BYTES, "report", NODE, num_runs=1_000)),
     "small": Flood("junk receipts of 100 B", 500_000, _junk(SMALL_BYTES, "applied")),
     "small-reports": Flood("junk reports of 100 B to the same collector", 200_000, _junk(SMALL_BYTES, "report", NODE)),
