@@ -86,7 +86,7 @@ class PolicyReader:
         return self._kept(stored) if stored is not None and stored.version == version else None
 
     async def get(self, name: str, version: int | None = None) -> StoredPolicy:
-        """As `find`, but raises PolicyMissingError where there is none."""
+        """The version, as `find` has it; raises PolicyMissingError where there is none."""
         stored = await self.find(name, version)
         if stored is None:
             raise PolicyMissingError(f"the bus has no {name if version is None else f'version {version} of {name}'}")
