@@ -26,7 +26,7 @@ import dynamix.arbitrator.service as arbitrator
 from dynamix.arbitrator.families.ends import class_of_end
 from dynamix.arbitrator.shown import ShownDecisions
 from dynamix.runtime.bus import Bus
-from dynamix.trainer.job.reporting import reason_after
+from dynamix.trainer.steering.run import reason_after
 
 pytestmark = needs("promtool")
 

@@ -17,9 +17,8 @@ from dynamix.lab.simulator.gradients import (
     is_perceptron,
 )
 from dynamix.lab.workloads import Data, Part, Workload, make_optimizer, workload_named
-from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.data.orders import epoch_order
-from dynamix.trainer.data.schedule import Counts
+from dynamix.trainer.data.plan import Counts, StepPlan
 from dynamix.trainer.gradient.noise import NoiseSums
 
 MLP, CNN = workload_named("fashion-14-mlp"), workload_named("fashion-14-cnn")

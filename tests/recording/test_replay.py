@@ -14,7 +14,8 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.collector.agent import trace_of
 from dynamix.collector.window import simulated_window
 from dynamix.recording.capture import CaptureError, Record, WindowKey, first_generation, records
-from dynamix.recording.replay import ReplayError, ReplayRequest, ReplayTarget, replay
+from dynamix.recording.playback import ReplayError
+from dynamix.recording.replay import ReplayRequest, ReplayTarget, replay
 from dynamix.schemas import codec
 from dynamix.schemas.codec import decode
 from dynamix.schemas.features import state_of

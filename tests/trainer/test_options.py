@@ -8,10 +8,8 @@ import torch
 from tests.support.job_options import job_options
 
 from dynamix.trainer import Exchange
-from dynamix.trainer.arguments.checks import names_of, policy_options_of, share, sizes_of
-from dynamix.trainer.job.family import job_family
-from dynamix.trainer.job.options import bounds_of, family_of, fewest_samples
-from dynamix.trainer.job.policy_name import warn_of_policy
+from dynamix.trainer.arguments import names_of, policy_options_of, share, sizes_of
+from dynamix.trainer.job.options import bounds_of, family_of, fewest_samples, job_family, warn_of_policy
 
 
 @pytest.mark.parametrize(

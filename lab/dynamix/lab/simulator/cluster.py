@@ -18,23 +18,20 @@ import torch
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages import Action, Applied, Job, Report, SocketCounters, SystemMetrics, Trace
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Explored, Objective
-from dynamix.trainer.data.division import Division, StepPlan
 from dynamix.trainer.data.orders import Permutations
-from dynamix.trainer.data.sampler import PlanSampler, Position
-from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.embedding_tables import table_share
 from dynamix.trainer.gradient.learning_rate import FACTORS, scale_every_step
 from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured, window_moments
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
-from dynamix.trainer.job.reporting import Reporter
 from dynamix.trainer.measurement.clock import StepTimes
-from dynamix.trainer.measurement.process import ProcessIdentity
-from dynamix.trainer.measurement.rows import UNKNOWN, Row, job_totals, make_row
+from dynamix.trainer.measurement.meter import UNKNOWN, Row, job_totals, make_row
+from dynamix.trainer.measurement.sockets import ProcessIdentity
+from dynamix.trainer.steering.fast_loop import FastLoop, Tracker
 from dynamix.trainer.steering.offers import Offers
-from dynamix.trainer.steering.run import field_of
-from dynamix.trainer.steering.tracking import FastLoop, Tracker
+from dynamix.trainer.steering.run import Reporter, field_of
 
 from .clock import LABELS, Conditions, Disturbances, StepTiming, VirtualClock, generator
 from .exchange import NOTHING, ActiveExchange, StepTraffic, VirtualExchange

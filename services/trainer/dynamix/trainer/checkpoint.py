@@ -11,16 +11,14 @@ from msgspec.structs import replace as replace_fields
 
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages.allocation import Allocation, is_permitted
+from dynamix.trainer.data.plan import Position, ScheduleEntry
+from dynamix.trainer.job.identity import merge_caps
+from dynamix.trainer.steering.fast_loop import FilterState, LoopPace
 
 from .data.orders import DataIdentity
-from .data.sampler import Position
-from .data.schedule import ScheduleEntry
 from .gradient.noise import NoiseAverage
 from .job.identity import Attempt, generation_after
-from .job.memory_caps import merge_caps
-from .steering.rates import FilterState
 from .steering.run import Run
-from .steering.tracking import LoopPace
 
 _log = logging.getLogger("dynamix.trainer")
 

@@ -1,4 +1,4 @@
-"""Replay a capture: give a service the recorded inputs, and compare its outputs byte for byte with the recorded ones.
+"""Replay a capture: give a service's functions the recorded inputs, and compare each output byte for byte.
 
   dynamix replay FILE                              into the arbitrator, as fast as it goes
   dynamix replay FILE --into reward
@@ -31,9 +31,10 @@ from dynamix.recording.capture import (
     first_generation,
     read_header,
 )
-from dynamix.recording.replay import OtherPolicy, RecordPlayer, ReplayError, ReplayOutcome, ReplayRequest, replay
+from dynamix.recording.decisions import OtherPolicy
+from dynamix.recording.playback import Player, ReplayError
+from dynamix.recording.replay import ReplayOutcome, ReplayRequest, replay
 from dynamix.reward.service import RewardSettings
-from dynamix.runtime.service import StartError
 from dynamix.runtime.settings import load
 from dynamix.schemas.messages.allocation import option_number
 
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from . import view
 
     to_stderr, strict = arguments.json == STANDARD_OUTPUT, arguments.strict
-    unusable = explained(CaptureError, ReplayError, StartError, ValueError, exit_code=UNUSABLE)
+    unusable = explained(CaptureError, ReplayError, ValueError, exit_code=UNUSABLE)
     with unusable, reading(arguments.file, exit_code=UNUSABLE):
         request = _request(arguments)
         found = differences(read_header(request.path).fingerprint, fingerprint())
@@ -124,7 +125,7 @@ async def _replayed(request: ReplayRequest) -> ReplayOutcome:
         progress.write_line(f"replaying {request.path} into the {request.into}")
         begun_s = time.monotonic()
 
-        def show(player: RecordPlayer) -> None:
+        def show(player: Player) -> None:
             pace = player.recorded_s / max(1e-9, time.monotonic() - begun_s)
             progress.show(
                 f"{player.num_records} messages, {player.recorded_s:.0f} s of the recording, {pace:.1f} times its pace"

@@ -1,15 +1,21 @@
 """The options of `attach`, checked where they are given."""
 
+import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 
+from dynamix.runtime.extensions import extension_names
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import (
     EXACT,
+    LOSSY_CODECS,
     ROUTES,
     SERVERS,
     Allocation,
@@ -23,19 +29,24 @@ from dynamix.schemas.messages.allocation import (
 )
 from dynamix.schemas.messages.policies import (
     EXCHANGE_OPTIONS,
+    KEEPS_GLOBAL_BATCH,
+    OUR_POLICIES,
+    RECURRING,
     STIGMERGY,
     GlobalBatch,
     initial_split,
 )
+from dynamix.schemas.spelling import nearest
 from dynamix.schemas.subjects import is_token
-from dynamix.trainer.arguments.checks import (
+from dynamix.trainer.arguments import (
     check_choice,
     check_policy_options,
     check_switch,
     number,
     whole_number,
 )
-from dynamix.trainer.exchange.registry import CODECS
+from dynamix.trainer.communication.gradient_servers import split_address
+from dynamix.trainer.exchange.registry import CODECS, GROUP, exchange_codec
 from dynamix.trainer.gradient.codecs import find_codec
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 from dynamix.trainer.gradient.models import Averaging
@@ -391,3 +402,161 @@ def check_hook_options(
         raise ValueError(f"codec={codec!r} and a base_hook exclude each other: encode in the base hook")
     elif base_hook is not None and num_models > 1:
         raise ValueError("base_hook and its state belong to one model: attach one model with it, without a list")
+
+
+def warn_of_policy(options: JobOptions) -> None:
+    """Warn of a policy that is not ours, and of one that will not do all that it does elsewhere; once per job."""
+    policy = options.policy
+    if policy not in OUR_POLICIES:
+        near = nearest(policy, OUR_POLICIES)
+        _log.warning(
+            "policy %r is not one of ours%s: the job is steered only if the arbitrator has a learned policy of that "
+            "name, or one of another package",
+            policy,
+            f" (did you mean {near!r}?)" if near else f" ({', '.join(sorted(OUR_POLICIES))})",
+        )
+    elif options.global_batch == "fixed" and policy not in KEEPS_GLOBAL_BATCH:
+        _log.warning(
+            "policy %r may change the global batch, but it is fixed at %d: only its division will follow the "
+            "decisions; attach(global_batch='adaptive') lets the policy change it",
+            policy,
+            sum(options.local_batch_sizes),
+        )
+    if options.family and policy in OUR_POLICIES - RECURRING:
+        _log.warning(
+            "policy %r leaves nothing to later runs of the family %r, and begins with nothing: %s does, which moves "
+            "the global batch (global_batch='adaptive')",
+            policy,
+            options.family,
+            ", ".join(map(repr, sorted(RECURRING))),
+        )
+
+
+def other_codecs(
+    policy_options: Mapping[str, float | str] | None, exchange: ExchangePermission | Exchange
+) -> tuple[OtherCodec, ...]:
+    """The codecs that the option `codec` of the policy, or the exchange of the whole run, names and a package has.
+
+    Raises:
+        ValueError: when what is registered under a name cannot be used.
+    """
+    named = [policy_options.get("codec")] if isinstance(policy_options, Mapping) else []
+    if isinstance(exchange, Exchange):
+        named.append(exchange.codec)
+    installed = set(extension_names(GROUP)) - set(CODECS) if set(named) - set(CODECS) else set()
+    names = [name for name in dict.fromkeys(named) if isinstance(name, str) and name in installed]
+    for name in names:
+        if not is_token(name):
+            raise ValueError(
+                f"codec {name!r} of another package: register it under a name of 1 to 63 of the characters a-z, 0-9 "
+                "and '-'"
+            )
+    return tuple(OtherCodec(name, exchange_codec(name).is_lossless) for name in names)
+
+
+SERVED_CODECS = ("none", "rows", "sketch")
+"""Codecs whose sums owners without a gradient of their own can make."""
+VARIABLE = "DYNAMIX_TRAINER_GRADIENT_SERVERS"
+
+
+def server_addresses(text: str) -> tuple[str, ...]:
+    """The servers that the environment names.
+
+    Raises:
+        ValueError: for what is no list of addresses, or names one twice.
+    """
+    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
+    for address in addresses:
+        split_address(address)
+    if len(set(addresses)) < len(addresses):
+        raise ValueError(f"{VARIABLE}={text}: each server once")
+    return addresses
+
+
+def served_exchange(
+    exchange: ExchangePermission | Exchange, named: str
+) -> tuple[ExchangePermission | Exchange, tuple[str, ...]]:
+    """What a script asks for, over the servers that it was started with, and their addresses.
+
+    Raises:
+        ValueError: when it asks for something that servers cannot do, or for servers without any.
+    """
+    servers = server_addresses(named)
+    return _checked(exchange, servers), servers
+
+
+def _checked(exchange: ExchangePermission | Exchange, servers: tuple[str, ...]) -> ExchangePermission | Exchange:
+    asks = isinstance(exchange, Exchange) and exchange.route == SERVERS
+    if not servers:
+        if asks:
+            raise ValueError(
+                f"the route {SERVERS!r} needs gradient servers: start `dynamix serve-gradients` and name the "
+                f"addresses in {VARIABLE}=HOST:PORT,..."
+            )
+        return exchange
+    if exchange == "exact":
+        return Exchange(route=SERVERS)
+    if not isinstance(exchange, Exchange) or not asks:
+        shown = exchange.label if isinstance(exchange, Exchange) else repr(exchange)
+        raise ValueError(
+            f"exchange={shown} and gradient servers exclude each other, since no decision uses them: pass "
+            f"Exchange(route={SERVERS!r}, ...), leave exchange out, or start the job without {VARIABLE}"
+        )
+    if exchange.codec not in SERVED_CODECS:
+        reason = "servers keep no residuals" if exchange.codec in LOSSY_CODECS else "servers cannot sum what it sends"
+        raise ValueError(
+            f"exchange={exchange.label}: {reason}; use one of the codecs {', '.join(SERVED_CODECS)}, or the route "
+            "'shares'"
+        )
+    return exchange
+
+
+AUTO = "auto"
+MOST_LETTERS = 48
+"""Most of the script's name in the family's."""
+_NUMBERS = (bool, int, float, tuple)
+
+
+def job_family(
+    family: str | None,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    dataset: object,
+    *further: object,
+) -> str:
+    """The family by its given name, or under `auto` by the script's name and a fingerprint; empty for none.
+
+    The fingerprint is of model (class and shapes), optimizer (class and settings), data set (class and length) and
+    `further`. What a run can do at another size of the cluster is not part of it.
+
+    Raises:
+        ValueError: for a name that cannot be part of a subject.
+    """
+    if family is None or family == "":
+        return ""
+    if family != AUTO:
+        if isinstance(family, str) and is_token(family):
+            return family
+        raise ValueError(f"family={family!r}: use {AUTO!r}, or 1 to 63 of the characters a-z, 0-9 and '-'")
+    parts = (*map(_of_model, models), *map(_of_optimizer, optimizers), _of_data(dataset), *further)
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+    script = re.sub("[^a-z0-9]+", "-", Path(sys.argv[0]).stem.lower()).strip("-")[:MOST_LETTERS]
+    return f"{script or 'training'}-{digest}"
+
+
+def _of_model(model: torch.nn.Module) -> tuple[object, ...]:
+    inner = model.module if isinstance(getattr(model, "module", None), torch.nn.Module) else model
+    assert isinstance(inner, torch.nn.Module), "a model is one"
+    shapes = [tuple(parameter.shape) for parameter in inner.parameters() if parameter.requires_grad]
+    return (type(inner).__qualname__, *shapes)
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[object, ...]:
+    settings: dict[str, Any] = optimizer.defaults
+    known = [(name, value) for name, value in sorted(settings.items()) if isinstance(value, _NUMBERS)]
+    return (type(optimizer).__qualname__, *known)
+
+
+def _of_data(dataset: object) -> tuple[object, ...]:
+    length = len(dataset) if hasattr(dataset, "__len__") else None
+    return (type(dataset).__qualname__, length)
