@@ -9,19 +9,18 @@ import pytest
 from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.policies.model.exchange_choice import choose, model_under
-from dynamix.arbitrator.policies.model.exchange_memory import (
+from dynamix.arbitrator.policies.model.exchange import (
     BLOCKED,
     DWELL,
     LAG,
     MOST_CORRECTION,
     ExchangeMemory,
     WindowExposure,
+    choose,
+    model_under,
 )
-from dynamix.arbitrator.policies.model.observation import PACKED_BYTES as NOISE_BYTES
 from dynamix.arbitrator.policies.model.observation import Array64
 from dynamix.arbitrator.policies.model.step_time import StepTime
-from dynamix.arbitrator.policies.model.step_time_fit import StepTimeFit
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange
@@ -272,14 +271,6 @@ def test_rows_are_sent_in_an_exact_job_whose_model_is_mostly_tables() -> None:
         ]
         assert set(found) <= {EXACT, Exchange(codec="rows")}
         assert (Exchange(codec="rows") in found) == chosen
-
-
-def test_a_job_that_permits_nothing_keeps_nothing_of_exchanges() -> None:
-    cluster = ToyCluster(np.full(NUM_RANKS, 1000.0), tracking=True, communication_s=0.2)
-    job = msgspec.structs.replace(job_of("exact"), min_local_batch_size=1, supports_tracking=True)
-    kept = StepTimeFit.empty(job).pack()
-    for decision in cluster.run(Rule(), job, 3):
-        assert len(decision.carry) == 8 + NOISE_BYTES + len(kept)  # as before there were exchanges
 
 
 def test_rows_save_what_lies_in_tables() -> None:

@@ -122,7 +122,6 @@ def test_a_masked_noise_scale_counts_as_the_last_known_and_growing_up_to_four_ti
         memory = memory.observe(float("nan"))
         seen.append(memory.noise_scale)
     assert (seen[0], seen[1], seen[-1]) == pytest.approx((110.0, 121.0, 400.0))
-    assert NoiseMemory.unpack(memory.pack()) == memory
     assert memory.observe(50.0) == NoiseMemory(50.0, 0)
     assert np.isnan(NoiseMemory().observe(float("nan")).noise_scale)
 

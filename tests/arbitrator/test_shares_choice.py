@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 from tests.support import examples
 
-from dynamix.arbitrator.policies.model.exchange_choice import choose, is_decided, model_after
-from dynamix.arbitrator.policies.model.exchange_memory import (
+from dynamix.arbitrator.policies.model.exchange import (
     DWELL,
     LAG,
     LINK_WINDOWS,
     LOOK_AGAIN,
     ExchangeMemory,
     WindowExposure,
+    choose,
+    is_decided,
+    model_after,
 )
 from dynamix.arbitrator.policies.model.links import (
     MOST_RANKS,
