@@ -159,12 +159,6 @@ async def test_a_run_is_kept_with_all_windows_that_the_trainer_applied(bus: Bus,
                 await until(lambda: any(one["event"] == "what the run taught is not stored" for one in logs))
 
 
-async def test_an_end_that_no_arbitrator_saw_is_stored_by_the_next_start(bus: Bus) -> None:
-    await end(bus, JOB)
-    async with following(bus, Counter()):
-        assert (await until_run(bus, 1)).num_windows == 12
-
-
 async def test_a_forgotten_family_stays_forgotten_and_its_next_run_is_the_first(bus: Bus) -> None:
     counts: Counter[str] = Counter()
     await end(bus, JOB)
@@ -239,12 +233,6 @@ async def test_a_job_begins_with_its_familys_profile_which_is_in_its_first_actio
     await bus.publish(made_profile(run=2))  # a restart goes on from the carry
     resumed = await opened(bus, JOB)
     assert resumed._fold._carry == actions[1].carry
-
-
-async def test_a_job_without_a_family_begins_with_none(bus: Bus) -> None:
-    await bus.publish(made_profile())
-    log = await opened(bus, msgspec.structs.replace(JOB, family=""))
-    assert log._fold._carry == b""
 
 
 @pytest.mark.parametrize("is_used", [True, False])

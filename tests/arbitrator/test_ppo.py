@@ -102,13 +102,6 @@ def test_equal_seeds_give_equal_bits() -> None:
     assert results[0] == results[1]
 
 
-def test_making_a_network_draws_nothing_from_the_global_generator() -> None:
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    network()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_the_hidden_layers_begin_orthogonal_and_the_neutral_action_ahead() -> None:
     made = ActorCritic(6, 5, (4,), generator=torch.Generator().manual_seed(0), neutral_logit=1.5)
     weight = made.tensors()["actor.0.weight"].astype(np.float64)
