@@ -161,6 +161,7 @@ class _Arbitrator:
                 async for batch in consumer:
                     for message in batch:
                         await self._read(message)
+                    await asyncio.sleep(0)  # more may be there already, and jobs must go on meanwhile
                     while self._num_bytes >= MAX_QUEUED_BYTES:
                         self._room.clear()
                         await self._room.wait()
