@@ -98,16 +98,6 @@ def test_where_communication_is_hidden_or_the_job_permits_nothing_gradients_stay
     assert set(ruled("exact", 0.0005)) == {EXACT}
 
 
-def test_a_network_that_changes_under_a_codec_is_known_to_have_changed() -> None:
-    memory = ExchangeMemory(ruling=(INT8, INT8), exact_s=0.020)
-    for _ in range(4):
-        memory = after(memory, 0.006)
-    assert memory.communication_s("int8") == pytest.approx(0.006)
-    assert memory.exact_s == pytest.approx(0.020)
-    memory = after(memory, 0.018)
-    assert memory.exact_s == pytest.approx(0.060)
-
-
 @pytest.mark.parametrize("communication_s", [0.02, 0.2])
 def test_the_sync_period_is_that_of_the_closed_form(communication_s: float) -> None:
     """h = sqrt((communication / compute) (1 / c - 1)); a factor of 2 more or less is within the margin."""
@@ -141,17 +131,6 @@ def test_a_rising_loss_ends_local_steps_for_some_windows() -> None:
         memory = memory.decided(chosen)
 
 
-def test_local_steps_whose_drift_stays_unknown_end() -> None:
-    local = Exchange(codec="int8", every=5)
-    memory = ExchangeMemory(ruling=(local, local), exact_s=0.02, num_seen=(3, 0, 0, 3, 0), age=0)
-    job, model, chosen = job_of("local"), model_of(0.02), []
-    for _ in range(LAG + DWELL + 1):
-        memory = after(memory, 0.001, drift=math.nan)
-        chosen.append(choose(job, model, memory, worth, max_every=16))
-    assert chosen[-2].every > 1
-    assert chosen[-1] == EXACT
-
-
 def test_what_computing_hides_is_known_from_the_first_round_of_local_steps() -> None:
     local = Exchange(every=5)
     memory = after(ExchangeMemory(ruling=(EXACT, local)), 0.015)
@@ -172,16 +151,6 @@ def test_rule_decides_exact_gradients_unless_the_job_permits_more() -> None:
         found = {decision.allocation.exchange for decision in cluster.run(Rule(), job, 12)}
         assert (INT8 in found) == permits_more
         assert permits_more or found == {EXACT}
-
-
-def test_a_job_that_began_with_a_codec_can_leave_it_and_come_back() -> None:
-    job = msgspec.structs.replace(job_of("lossy"), initial_exchange=INT8)
-    memory = ExchangeMemory.unpack(b"", job)
-    assert memory.newest == INT8
-    for _ in range(5):
-        memory = after(memory, 0.26 * 0.02)
-        assert memory.exact_s == pytest.approx(0.02)
-    assert memory.communication_s("int8") == pytest.approx(0.26 * 0.02)
 
 
 def test_rows_are_sent_in_an_exact_job_whose_model_is_mostly_tables() -> None:

@@ -103,18 +103,6 @@ def test_how_a_run_ended_says_whether_it_counts_for_its_arm(
     assert (judged(record(FIRST, 1.0), end_reason) is not None) == first_counts
 
 
-def test_milestones_are_the_first_times_below_each_level() -> None:
-    found = trained(Exploration(), 2.0, 20).record
-    assert found is not None
-    assert (found.arm, found.num_runs, found.num_stopped) == (FIRST, 1, 0)
-    reached = [time_s for time_s in found.milestones if time_s]
-    assert reached == sorted(reached)
-    assert set(reached) <= {2.0 * window for window in range(1, 21)}
-    # smoothed by halves the error of window t is 0.9^t (1 + 0.1 / 0.8) at last: 0.152, and 0.917^21 = 0.162
-    assert len(reached) == 21
-    assert Exploration().record is None
-
-
 def test_a_run_that_falls_behind_by_a_quarter_goes_back_to_the_best_arm() -> None:
     first = trained(Exploration(), 1.0, 20).record
     assert first is not None

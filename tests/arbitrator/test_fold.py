@@ -91,15 +91,6 @@ def test_actions_chain_and_carry() -> None:
     assert actions[1].carry == b"\x00\x01"
 
 
-def test_a_job_with_a_fixed_global_batch_keeps_its_sum_under_every_policy() -> None:
-    job = examples.job(NODES, policy="random", global_batch="fixed")
-    states = [state for window in range(60) for state in (a(window), b(window))]
-    decided = [action.local_batch_sizes for action in run(Fold(job, policy_named("random"), None), numbered(*states))]
-    assert {sum(sizes) for sizes in decided} == {sum(job.initial_local_batch_sizes)}
-    assert len(set(decided)) > 30
-    assert all(32 <= size <= 1024 for sizes in decided for size in sizes)
-
-
 def test_one_absurd_window_number_does_not_move_the_job() -> None:
     fold = Fold(JOB, policy_named("static"), None)
     run(fold, [(1, a(2**40))])

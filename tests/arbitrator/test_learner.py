@@ -17,7 +17,6 @@ from dynamix.arbitrator.learning.collecting import Collected, Finished
 from dynamix.arbitrator.learning.rollout import Recording
 from dynamix.arbitrator.learning.service import LearnerSettings, _Learner
 from dynamix.arbitrator.learning.updating import Lesson, Outcome
-from dynamix.reward.formula import formula_for
 from dynamix.runtime.bus import Bus, PermissionDeniedError, PublishError
 from dynamix.runtime.service import Context
 from dynamix.schemas.messages import RankReward, Reward
@@ -145,15 +144,6 @@ async def test_an_error_that_retrying_cannot_fix_ends_the_learner(
     with pytest.raises(PermissionDeniedError):
         await over(learner, recording("time-aware"), monkeypatch)
     assert len(updates.lessons) == 1
-
-
-@pytest.mark.parametrize("family", ["sgd", "adam"])
-def test_auto_means_the_published_formula_of_the_jobs_optimizer(family: Any) -> None:
-    metadata = learned.metadata(reward_formula=updating.AUTO)
-    assert updating.foreign_formulas(metadata, recording(formula_for(family), optimizer_family=family)) == []
-    other = "adam" if family == "sgd" else "sgd"
-    foreign = recording(formula_for(other), "time-aware", optimizer_family=family)  # type: ignore[arg-type]
-    assert updating.foreign_formulas(metadata, foreign) == sorted({formula_for(other), "time-aware"})  # type: ignore[arg-type]
 
 
 def test_a_version_names_the_reward_formulas_of_its_generations(monkeypatch: pytest.MonkeyPatch) -> None:

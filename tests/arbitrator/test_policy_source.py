@@ -113,16 +113,6 @@ async def test_the_cache_holds_what_the_bus_lost(bus: Bus, tmp_path: Path) -> No
     assert digest_of(again) == digest_of(once_more) == recorded.policy_digest
 
 
-async def test_a_shipped_file_that_an_upgrade_changed_is_refused_within_a_generation(
-    source: PolicySource, ship: Ship
-) -> None:
-    ship("mine", THIRD)
-    recorded = decided_by(await source.choose(JOB, None))
-    ship("mine", FIRST)
-    with pytest.raises(ValueError, match="is not the file that decided"):
-        await PolicySource(source._store).choose(JOB, recorded)
-
-
 async def test_a_policy_that_is_code_has_version_1_and_no_file(source: PolicySource) -> None:
     job = examples.job(policy="static")
     policy = await source.choose(job, None)

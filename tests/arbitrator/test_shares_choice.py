@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
-import pytest
 from tests.support import examples
 
 from dynamix.arbitrator.policies.model.exchange import (
@@ -14,15 +13,10 @@ from dynamix.arbitrator.policies.model.exchange import (
     ExchangeMemory,
     WindowExposure,
     choose,
-    is_decided,
 )
 from dynamix.arbitrator.policies.model.links import (
-    MOST_RANKS,
     PIPELINE,
-    can_share,
     link_rates,
-    share_of_ring_time,
-    shares_of,
 )
 from dynamix.arbitrator.policies.model.observation import Array32, Array64
 from dynamix.arbitrator.policies.model.step_time import StepTime
@@ -139,24 +133,3 @@ def test_a_rank_that_sends_fast_to_another_has_a_fast_link_and_so_has_the_other(
     unknown = observed(FAST)
     unknown[1, RANK_INDEX["link_peer"]] = 4
     assert link_rates(unknown) is None
-
-
-def test_two_ranks_and_very_many_cannot_share() -> None:
-    assert can_share(job_of(4))
-    assert is_decided(job_of(4))
-    assert not can_share(job_of(2))
-    assert not is_decided(job_of(2))
-    assert not can_share(job_of(MOST_RANKS + 1))
-    assert not can_share(msgspec.structs.replace(job_of(4), supports_exchange=False))
-
-
-def test_what_is_promised_is_what_was_measured() -> None:
-    # four ranks, 1.92 MB in 8 chunks: best ring and shares in ms, docs/communication.md
-    for rates, ring_ms, shares_ms in (
-        ((100.0, 100.0, 100.0, 20.0), 1226, 987),
-        ((200.0, 200.0, 200.0, 50.0), 490, 392),
-        ((100.0, 100.0, 100.0, 50.0), 498, 409),
-        ((100.0, 100.0, 100.0, 100.0), 243, 278),
-    ):
-        assert share_of_ring_time(rates) == pytest.approx(shares_ms / ring_ms, rel=0.06)
-    assert shares_of((100.0, 100.0, 100.0, 50.0)) == (333.0, 333.0, 333.0, 0.0)
