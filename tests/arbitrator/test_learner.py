@@ -17,7 +17,6 @@ from dynamix.arbitrator.learning.collecting import Collected, Finished
 from dynamix.arbitrator.learning.rollout import Recording
 from dynamix.arbitrator.learning.service import LearnerSettings, _Learner
 from dynamix.arbitrator.learning.updating import Lesson, Outcome
-from dynamix.reward.formula import formula_for
 from dynamix.runtime.bus import Bus, PermissionDeniedError, PublishError
 from dynamix.runtime.service import Context
 from dynamix.schemas.messages import RankReward, Reward
@@ -147,24 +146,6 @@ async def test_an_error_that_retrying_cannot_fix_ends_the_learner(
     assert len(updates.lessons) == 1
 
 
-@pytest.mark.parametrize("family", ["sgd", "adam"])
-def test_auto_means_the_published_formula_of_the_jobs_optimizer(family: Any) -> None:
-    metadata = learned.metadata(reward_formula=updating.AUTO)
-    assert updating.foreign_formulas(metadata, recording(formula_for(family), optimizer_family=family)) == []
-    other = "adam" if family == "sgd" else "sgd"
-    foreign = recording(formula_for(other), "time-aware", optimizer_family=family)  # type: ignore[arg-type]
-    assert updating.foreign_formulas(metadata, foreign) == sorted({formula_for(other), "time-aware"})  # type: ignore[arg-type]
-
-
-def test_a_policy_names_the_reward_formulas_that_it_was_learned_by() -> None:
-    auto = learned.metadata(reward_formula=updating.AUTO)
-    assert updating.formula_after(auto, [recording("paper-sgd"), recording()]) == "auto"
-    assert updating.formula_after(auto, [recording("paper-sgd"), recording("time-aware")]) == "auto, time-aware"
-    mixed = learned.metadata(reward_formula="auto, time-aware")
-    assert updating.foreign_formulas(mixed, recording("paper-sgd", "time-aware")) == []
-    assert updating.formula_after(learned.metadata(), [recording("time-aware")]) == "time-aware"
-
-
 def test_a_version_names_the_reward_formulas_of_its_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     file = learned.policy_file(reward_weights={"beta": 1.0})
     monkeypatch.setattr(updating, "trajectory_of", lambda *_: trained_policies.trajectory(file.metadata))
@@ -185,8 +166,3 @@ def test_an_update_in_numbers_that_are_too_large_is_refused(
     outcome = updating.update(file.to_bytes(), [Lesson("job:0", recording("time-aware"), terminated=True)])
     assert outcome.content is None
     assert outcome.refused[0].startswith("job:0: ")
-
-
-def test_a_learner_of_a_policy_in_code_is_refused_before_it_starts() -> None:
-    with pytest.raises(ValueError, match="policy 'rule' is one in code: give the learned one another name"):
-        LearnerSettings(policy="rule")

@@ -98,27 +98,6 @@ def test_proportional_settles_with_a_fixed_cost_per_step() -> None:
     assert time_s.max() / time_s.min() < 1.08
 
 
-def test_proportional_stays_within_its_dead_band() -> None:
-    sizes = (154, 154, 153, 51)
-    carry = Proportional().decide(JOB, 0, observe(sizes, (3000.0, 3000.0, 3000.0, 1000.0)), GLOBAL_F, b"").carry
-    jitter = observe(sizes, (3060.0, 2950.0, 3010.0, 1010.0))
-    assert Proportional().decide(JOB, 1, jitter, GLOBAL_F, carry).allocation.local_batch_sizes == sizes
-
-
-def test_proportional_keeps_the_last_throughput_of_a_rank_it_does_not_hear_of() -> None:
-    sizes = (128,) * 4
-    carry = Proportional().decide(JOB, 0, observe(sizes, (3000.0, 3000.0, 3000.0, 1000.0)), GLOBAL_F, b"").carry
-    obs_WF = observe(sizes, (3000.0, 3000.0, 3000.0, 9000.0))
-    obs_WF[3, RANK_INDEX["age_windows"]] = 2
-    assert Proportional().decide(JOB, 1, obs_WF, GLOBAL_F, carry).allocation.local_batch_sizes == (154, 154, 153, 51)
-
-
-def test_proportional_without_any_measurement_splits_equally() -> None:
-    obs_WF = np.full((4, len(RANK_FEATURES)), np.nan, dtype=np.float32)
-    obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = 128
-    assert Proportional().decide(JOB, 0, obs_WF, GLOBAL_F, b"").allocation.local_batch_sizes == (128,) * 4
-
-
 def test_proportional_leaves_a_rank_it_never_measured_as_it_is_and_shares_the_rest() -> None:
     job = examples.job(initial_local_batch_sizes=(150, 150, 161, 51))
     obs_WF = observe((150, 150, 161, 51), (2000.0, 1000.0, 1.0, 1.0))

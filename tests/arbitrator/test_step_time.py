@@ -80,12 +80,6 @@ def test_the_best_batch_is_the_square_root_of_noise_rate_and_fixed_cost() -> Non
     assert best_global_batch(fitted, 1000.0) == pytest.approx(np.sqrt(144_000), rel=2e-3)
 
 
-def test_the_best_batch_is_the_most_where_a_longer_step_would_be_worth_more_without_end() -> None:
-    fitted = model([8000.0, 4000.0], sync_intercept_s=0.1)
-    assert best_global_batch(fitted, 1e-6, rate_exponent=0.5, most=300.0) == pytest.approx(300, rel=5e-3)
-    assert best_global_batch(fitted, 1e-6, rate_exponent=0.5, most=1500.0) == best_global_batch(fitted, 1e-6, 0.5)
-
-
 rates = st.lists(st.floats(10, 1e5), min_size=1, max_size=12)
 
 
@@ -203,11 +197,6 @@ def test_noise_of_half_a_step_is_neither_a_fixed_time_nor_a_cost_of_communicatio
     assert 0.08 < np.sqrt([fit.noise_2 for fit in fits]).mean() < 0.16
     assert np.mean([fit.overhead_s[:4].mean() for fit in fits]) < 0.003
     assert np.mean([fit.sync_intercept_s for fit in fits]) < 0.0025
-
-
-def test_a_network_that_turns_eight_times_slower_is_not_taken_for_overlap() -> None:
-    fit = fit_of(window(0.05 * RATES, sync_s=0.01), window(0.06 * RATES, sync_s=0.08))
-    assert (fit.sync_slope, fit.sync_intercept_s) == pytest.approx((0.0, 0.08))
 
 
 def test_a_rank_that_was_never_measured_counts_as_the_mean_of_the_others() -> None:

@@ -8,7 +8,7 @@ import datetime as dt
 import hashlib
 import logging
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.runtime.bus import Bus, BusMessage, StaleWriterError, StreamMissingError
@@ -40,20 +40,10 @@ class StoredPolicy(NamedTuple):
     """RFC 3339; empty in what `put` returns."""
 
 
-class PolicyBus(Protocol):
-    """The part of the bus that reading policies uses; a replay has another one."""
-
-    async def last(self, stream: str, subject: str) -> BusMessage | None:
-        """The newest message on a subject."""
-
-    async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:
-        """The oldest message on a subject at or after a sequence."""
-
-
 class PolicyReader:
     """The policies on the bus, with an optional directory that keeps what was read."""
 
-    def __init__(self, bus: PolicyBus, cache: Path | None = None) -> None:
+    def __init__(self, bus: Bus, cache: Path | None = None) -> None:
         self._reading = bus
         self._cache = cache
 
