@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from dynamix.arbitrator.policies.carry import pack, unpack
 from dynamix.arbitrator.policies.model.observation import Array32, job_value
-from dynamix.arbitrator.policies.options import Option, Options, allocation_of, named, option, track
+from dynamix.arbitrator.policies.options import Option, Options, allocation_of, name_of, named, option, track
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, LOSSY_CODECS, Exchange, exchange_of, is_permitted
@@ -38,9 +38,6 @@ class _ExchangeRule:
         allocation = allocation_of(self.options, job, job.initial_local_batch_sizes, exchange)
         return Decision(allocation, carry=b"" if state is None else pack(state), reason=reason)
 
-    def _codec(self, job: Job, name: str = "codec") -> str:
-        return EXCHANGE_CODECS[int(option(self.options, job, name))]
-
 
 _DILOCO = EXCHANGE_OPTIONS["diloco"]
 
@@ -58,13 +55,13 @@ class DiLoCo(_ExchangeRule):
         "every": Option(_DILOCO["every"], 2, MOST_STEPS, "optimizer steps between two averagings", whole=True),
         "outer_rate": Option(_DILOCO["outer_rate"], 0.001, 10, "rate of the outer step; 1 is the mean"),
         "outer_momentum": Option(_DILOCO["outer_momentum"], 0, 0.999, "its Nesterov momentum"),
-        "codec": named("codec", "how what moved is encoded"),
+        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
         "track": track(0),
     }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The job's initial sizes, and the exchange of its options."""
-        exchange = exchange_of({name: option(self.options, job, name) for name in self.options})
+        exchange = exchange_of({**_DILOCO, **job.policy_options})
         return self._decision(job, exchange, f"as its options say: gradients {exchange.label}")
 
 
@@ -90,7 +87,7 @@ class QSR(_ExchangeRule):
     options: ClassVar[Options] = {
         "alpha": Option(0.22, 1e-6, 1e3, "learning rate at which h is 1, without h_min"),
         "h_min": Option(4, 1, MOST_STEPS, "least steps between two averagings", whole=True),
-        "codec": named("codec", "how what moved is encoded"),
+        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
         "track": track(0),
     }
 
@@ -102,7 +99,7 @@ class QSR(_ExchangeRule):
             every, at = max(least, min(period, MOST_STEPS)), f"at a learning rate of {rate:g}"
         else:
             every, at = max(unpack(_Period, carry).every, least), "while no learning rate is known"
-        exchange = Exchange(every=every, codec=self._codec(job))
+        exchange = Exchange(every=every, codec=name_of(self.options, job, "codec"))
         return self._decision(job, exchange, f"a period of {every} steps {at}", _Period(every))
 
 
@@ -136,7 +133,7 @@ class AdaComm(_ExchangeRule):
         "tau_0": Option(10, 1, MOST_STEPS, "steps between two averagings at the beginning", whole=True),
         "interval": Option(10, 1, MOST_WINDOWS, "windows between two decisions", whole=True),
         "decay": Option(0.5, 0.01, 1, "factor on tau where the loss alone would not make it less"),
-        "codec": named("codec", "how what moved is encoded"),
+        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
         "track": track(0),
     }
 
@@ -153,7 +150,7 @@ class AdaComm(_ExchangeRule):
             if _is_known(mean):
                 seen = self._next(job, seen, mean, rate if _is_known(rate) else seen.rate)
         tau = tau_0 if math.isnan(seen.tau) else seen.tau
-        exchange = Exchange(every=min(max(math.ceil(tau), 1), MOST_STEPS), codec=self._codec(job))
+        exchange = Exchange(every=min(max(math.ceil(tau), 1), MOST_STEPS), codec=name_of(self.options, job, "codec"))
         by = "before the loss is known" if math.isnan(seen.first_loss) else f"by a loss that was {seen.first_loss:g}"
         return self._decision(job, exchange, f"a period of {exchange.every} steps {by}", seen)
 
@@ -197,8 +194,8 @@ class Accordion(_ExchangeRule):
     options: ClassVar[Options] = {
         "eta": Option(0.5, 0, 100, "relative change of the norm from which on it is critical"),
         "interval": Option(10, 1, MOST_WINDOWS, "windows whose mean norms are compared", whole=True),
-        "mild": named("mild", "codec while it is critical", "bf16"),
-        "hard": named("hard", "codec elsewhere", "int8"),
+        "mild": named(EXCHANGE_CODECS, "codec while it is critical", "bf16"),
+        "hard": named(EXCHANGE_CODECS, "codec elsewhere", "int8"),
         "track": track(0),
     }
 
@@ -216,7 +213,7 @@ class Accordion(_ExchangeRule):
                 change = abs(seen.before - mean) / seen.before
                 is_critical = change >= option(self.options, job, "eta") or rate < seen.rate
             seen = _Norms(seen.before if math.isnan(mean) else mean, rate, is_critical=is_critical)
-        codec = self._codec(job, "mild" if seen.is_critical else "hard")
+        codec = name_of(self.options, job, "mild" if seen.is_critical else "hard")
         state = "may change fast" if seen.is_critical else f"stays near {seen.before:g}"
         return self._decision(job, Exchange(codec=codec), f"codec {codec}: the gradient's norm {state}", seen)
 

@@ -36,7 +36,7 @@ from dynamix.recording.playback import Player, ReplayError
 from dynamix.recording.replay import ReplayOutcome, ReplayRequest, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.runtime.settings import load
-from dynamix.schemas.messages.allocation import option_number
+from dynamix.schemas.messages.policy_options import option_value
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--until", metavar="WINDOW", help="the last window, as N or GENERATION:N (default: all)")
     parser.add_argument("--policy", metavar="NAME", help="ask another policy what it would have decided")
     what = "of that policy, or of the recorded one asked again; may be given again"
-    add_list(parser, "--policy-option", "NAME=NUMBER", what)
+    add_list(parser, "--policy-option", "NAME=VALUE", what)
     add_list(parser, "--policy-file", "PATH", "a learned policy that is not in the package; may be given again")
     parser.add_argument("--strict", action="store_true", help="other bytes are a difference on any build and processor")
     add_json_argument(parser)
@@ -104,13 +104,11 @@ def _request(arguments: argparse.Namespace) -> ReplayRequest:
     )
 
 
-def _option(text: str) -> tuple[str, float]:
-    name, separator, value = text.partition("=")
-    try:
-        return name, option_number(name, value)
-    except ValueError:
-        given = f"not {value!r}" if separator else "as NAME=NUMBER"
-        raise CommandError(f"--policy-option {text!r}: give a number, {given}", exit_code=UNUSABLE) from None
+def _option(text: str) -> tuple[str, float | str]:
+    name, _, value = text.partition("=")
+    if not value:
+        raise CommandError(f"--policy-option {text!r}: write NAME=VALUE", exit_code=UNUSABLE)
+    return name, option_value(value)
 
 
 def _window_key(path: Path, text: str) -> WindowKey:
