@@ -45,9 +45,9 @@ _DILOCO = EXCHANGE_OPTIONS["diloco"]
 class DiLoCo(_ExchangeRule):
     """A fixed sync period with an outer Nesterov step (DiLoCo: Douillard et al., arXiv 2311.08105).
 
-    Rounds of `every` local steps, from the first step on; then SGD with Nesterov momentum, of rate 0.7 and momentum 0.9
-    as published, steps from where the round began in the direction of the mean. Published periods are some hundred
-    steps, of jobs that take ten thousands; the default here is for short jobs.
+    Rounds of `every` local steps from the first step on, then a Nesterov step from where the round began towards
+    the mean. Published periods are some hundred steps; the default here is for short jobs. The batch stays. It
+    needs `attach(exchange="local")`.
     """
 
     name = "diloco"
@@ -78,9 +78,9 @@ class QSR(_ExchangeRule):
 
         h = max(h_min, floor((alpha / learning rate)^2))
 
-    The period grows as the learning rate falls. Published settings have h_min 2 or 4, and alpha such that h grows in
-    the last part of a schedule: 0.0175 with AdamW at a peak rate of 0.008, that is (alpha / peak)^2 = 4.8, which the
-    default is at a rate of 0.1. The learning rate is that of the steps: scheduled, and scaled with the batch.
+    The period grows as the learning rate of the steps falls. Published settings have h_min 2 or 4 and (alpha /
+    peak)^2 = 4.8, which the default is at a rate of 0.1. The batch stays. It needs `attach(exchange="local")`;
+    elsewhere gradients are exchanged exactly.
     """
 
     name = "qsr"
@@ -121,11 +121,11 @@ class _Losses(msgspec.Struct, array_like=True):
 class AdaComm(_ExchangeRule):
     """Local steps that become fewer as the loss falls (AdaComm: Wang and Joshi, arXiv 1810.08313).
 
-        tau = ceil(tau_0 sqrt((lr_0 / lr) (F / F_0)))     but decay * the last tau, where that is not below the last one
+        tau = ceil(tau_0 sqrt((lr_0 / lr) (F / F_0)))   but decay * the last tau, where that is not below the last one
 
-    F is the mean training loss of an interval, lr the learning rate of the steps at its end, F_0 and lr_0 those of the
-    first one; tau is decided once per interval, published with a minute for each. It never grows but with a falling
-    learning rate.
+    F is the mean training loss of an interval, lr the learning rate at its end, F_0 and lr_0 those of the first
+    one; tau is decided once per interval (published: a minute) and grows only with a falling learning rate. The
+    batch stays. It needs `attach(exchange="local")`; elsewhere gradients are exchanged exactly.
     """
 
     name = "adacomm"
@@ -185,9 +185,9 @@ class Accordion(_ExchangeRule):
 
         critical, if |N_before - N| / N_before >= eta, or the learning rate fell: codec `mild`; else codec `hard`
 
-    N is the mean norm of a step's gradient over an interval, by the state's `gradient_norm`; published with eta 0.5, an
-    interval of ten epochs, and norms of each layer apart, where we have one. It begins as critical. Our codecs lose far
-    less than those that it was made for (top-k, PowerSGD), so that the choice matters less.
+    N is the mean norm of a step's gradient over an interval; published with eta 0.5, ten epochs, and a norm per
+    layer, where we have one for all. It starts as critical. Our codecs lose far less than those that it was made
+    for. The batch stays. It needs `attach(exchange="lossy")`; elsewhere gradients are exchanged exactly.
     """
 
     name = "accordion"
@@ -241,13 +241,12 @@ class _Trials(msgspec.Struct, array_like=True):
 class GraVAC(_ExchangeRule):
     """The codec of the greatest throughput times gain (GraVAC: Tyagi and Swany, arXiv 2305.12201).
 
-        gain = |what was sent|^2 / |what should have been|^2     samples per second * gain, of codecs with gain >= floor
+        gain = |what was sent|^2 / |what should have been|^2   samples per second * gain, of codecs with gain >= floor
 
-    Each codec that the job permits is tried for some windows; the best one is then in effect until they are tried
-    again. Gain is the state's `coding_gain`, 1 without loss; below the floor nothing but gradients as they are is
-    chosen. Unlike GraVAC, which codes every gradient twice to know the gain of a candidate, a codec must be in effect
-    to be measured. Its gain was made for codecs that drop most of a gradient: one that rounds has 1.00, and what is
-    kept as a residual counts as lost.
+    Each permitted codec is tried for some windows; the best one is then used until the next search. Gain is the
+    state's `coding_gain`, 1 without loss. Unlike GraVAC, which codes every gradient twice, a codec must be active
+    to be measured. A codec that rounds has a gain of 1.00; residuals count as lost. The batch stays. It needs
+    `attach(exchange="lossy")`; elsewhere only codecs without loss are tried.
     """
 
     name = "gravac"
