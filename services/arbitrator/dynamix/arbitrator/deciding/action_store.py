@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from dynamix.runtime.bus import Bus, BusMessage
-from dynamix.runtime.bus.streams.stored import nanoseconds
+from dynamix.runtime.bus.requests import nanoseconds
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode

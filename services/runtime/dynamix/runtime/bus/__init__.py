@@ -1,6 +1,7 @@
 """The bus: NATS behind one package. Nothing else imports nats; the README lists its faults and how each is handled."""
 
-from .broker.errors import (
+from .bus import BatchConsumer, Bus, ServiceBus
+from .errors import (
     BusError,
     ConnectionClosedError,
     PermissionDeniedError,
@@ -10,12 +11,11 @@ from .broker.errors import (
     StreamFullError,
     StreamMissingError,
 )
-from .bus import Bus
-from .streams.failover import FailoverWait
-from .streams.message import BusMessage, StreamState
-from .streams.reader import Reader, Start
+from .read import Reader, Start
+from .requests import BusMessage, FailoverWait, StreamState
 
 __all__ = [
+    "BatchConsumer",
     "Bus",
     "BusError",
     "BusMessage",
@@ -25,6 +25,7 @@ __all__ = [
     "PublishError",
     "Reader",
     "SequenceRegressError",
+    "ServiceBus",
     "StaleWriterError",
     "Start",
     "StreamFullError",

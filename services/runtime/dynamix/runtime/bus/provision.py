@@ -8,8 +8,8 @@ from dynamix.schemas.streams import STREAMS, Stream
 from dynamix.schemas.subjects import ROOT, announced, kept_by
 
 from . import Bus
-from .broker.errors import ApiError, BusError, StreamMissingError
-from .streams.stored import stream_config, write_stream
+from .errors import ApiError, BusError, StreamMissingError
+from .requests import stream_config, write_stream
 
 
 class ProvisionError(BusError):
