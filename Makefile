@@ -51,7 +51,8 @@ test: venv data ## the tests, three at a time (ARGS="-k name"); what takes long 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow" --ignore tests/frameworks $(ARGS)
 
 test-slow: venv data ## whole jobs under torchrun, all faults in small counts, the demo, small runs of the benchmarks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist load --maxschedchunk 1 -m slow --ignore tests/frameworks $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist load --maxschedchunk 1 -m slow $(ARGS) \
+	    $$(grep -rl 'mark\.slow' tests --include='test_*.py' --exclude-dir=frameworks) # importing all others takes half a minute
 
 test-frameworks: $(FRAMEWORKS)/.installed ## what needs others' frameworks: adapters, loggers, tables; in a venv of their own
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n 2 --dist load --maxschedchunk 1 tests/frameworks $(ARGS)
