@@ -7,7 +7,7 @@ from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Scenario
-from dynamix.schemas.messages import Report, Trace
+from dynamix.schemas.messages import Action, Report, Trace
 
 SLOW_NODE = "virtual-1"
 LONG = {"target_accuracy": 1.0, "time_limit_s": 2.5}
@@ -16,16 +16,16 @@ KEEP = {"dead_band": 1.0}
 """An appetite is at most twice the global batch: with this it stays."""
 
 
+class _WithoutArbitrator(VirtualCluster):
+    def offer(self, action: Action) -> None:
+        """No action arrives."""
+
+
 class _OneAgentDies(VirtualCluster):
     def leave_trace(self, trace: Trace) -> None:
         """That of the slow node leaves one trace and dies."""
         if trace.node != SLOW_NODE or trace.window == 0:
             super().leave_trace(trace)
-
-
-class _NoAgents(VirtualCluster):
-    def leave_trace(self, trace: Trace) -> None:
-        """Nothing is left."""
 
 
 def run(
@@ -68,12 +68,14 @@ def test_the_global_batch_is_the_mean_appetite_of_the_agents() -> None:
     assert slowest[-1] / fastest[-1] < 1.1
 
 
+def test_without_an_arbitrator_the_same_happens() -> None:
+    (steered, sizes), (alone, without) = run(), run(cluster=_WithoutArbitrator)
+    assert sizes == without
+    assert steered.evaluations == alone.evaluations
+    assert (len(steered.applied) > 0, len(alone.applied)) == (True, 0)
+
+
 def test_an_agent_that_dies_leaves_its_ranks_with_their_share() -> None:
     _, sizes = run(KEEP, cluster=_OneAgentDies)
     assert len(sizes) > 12  # its trace has gone by then
     assert set(sizes[2:]) == {(49, 49, 15, 15)}
-
-
-def test_without_agents_nothing_changes() -> None:
-    _, sizes = run(cluster=_NoAgents)
-    assert set(sizes) == {(32, 32, 32, 32)}

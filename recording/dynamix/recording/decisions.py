@@ -21,11 +21,11 @@ from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.deciding.halted_jobs import reason_of
 from dynamix.arbitrator.deciding.signatures import STUCK_WINDOWS, SizeWatch
 from dynamix.arbitrator.learned.policy import VERSION, LearnedPolicy
-from dynamix.arbitrator.learned.policy_file import SHIPPED_VERSION, PolicyFile, shipped_names, shipped_policy
+from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy
 from dynamix.arbitrator.learned.policy_source import VERSION_OPTION
 from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.policy import MISTAKES, NamedPolicy, Policy, digest_of
-from dynamix.arbitrator.policies.registry import POLICIES, extension_policy, policy_named
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CutOffError, Record, WindowKey, records
 from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
 from dynamix.recording.comparison import EDGE_WINDOWS, OutputCounts
@@ -217,15 +217,11 @@ class ArbitratorReplay:
         self._states.clear()
         self._history.clear()
         self._num_after_last = 0
-        decided, profile = self._newest, b""
-        if decided is not None and decided.generation == generation:
-            policy = self._policy_that_decided(job, decided)
-        else:
-            found = None if self._other is not None else self._recorded.peek()
-            following = None if found is None or found.generation != generation else found.action
-            policy = self._policy(job, following)
-            profile = b"" if following is None else following.profile
-        self._start_fold(job, policy, profile)
+        following = None if self._other is not None else self._recorded.peek()
+        decided = None if following is None or following.generation != generation else following.action
+        if self._newest is not None and self._newest.generation == generation:
+            decided = self._newest
+        self._start_fold(job, self._policy(job, decided), b"" if decided is None else decided.profile)
 
     def _start_fold(self, job: Job, policy: Policy, profile: bytes = b"") -> None:
         self._fold = Fold(job, policy, self._newest, profile)
@@ -280,16 +276,15 @@ class ArbitratorReplay:
             self._watch_sizes(action)
             return action
         assert self._fold is not None, "it has decided"
-        policy = self._fold.policy
-        theirs = (recorded.policy_version, recorded.policy_digest)
-        if recorded.generation == self._generation and theirs != (policy.version, digest_of(policy)):
-            self._fold.policy = self._policy_that_decided(self._fold.job, recorded)
+        if recorded.generation == self._generation and recorded.policy_digest != digest_of(self._fold.policy):
+            self._fold.policy = self._policy(self._fold.job, recorded)
         return recorded
 
     def _adopt(self, action: Action) -> None:
         assert self._fold is not None, "it has decided"
         self._fold.adopt(action)
-        self._note_newest(action)
+        if not self._num_after_last:  # what was never stored is no predecessor of a later generation's first action
+            self._note_newest(action)
         while self._states and self._states[0][0] <= action.watermark:
             self._states.popleft()
 
@@ -384,71 +379,44 @@ class ArbitratorReplay:
         if len(recorded.local_batch_sizes) == len(action.local_batch_sizes):
             self._asked.append((recorded, action))
 
-    # Policies: code by name, learned ones by the digest of the file that decided.
-
-    def _policy(self, job: Job, following: Action | None) -> Policy:
-        """The policy of a specification; where a file decided the action that follows, the policy in that file."""
-        policy: NamedPolicy | None = POLICIES.get(job.policy)
-        if policy is None and job.policy not in shipped_names():
-            policy = extension_policy(job.policy)
-        if policy is None and following is not None and following.policy_digest:
-            return self._policy_that_decided(job, following)
-        if policy is None and job.policy in self._files:
-            policy = LearnedPolicy(self._files[job.policy].file, name=job.policy, version=SHIPPED_VERSION + 1)
-        if policy is None and (shipped := shipped_policy(job.policy)) is not None:
-            policy = LearnedPolicy(PolicyFile.from_bytes(shipped), name=job.policy, version=SHIPPED_VERSION)
-        return _checked(policy or policy_named(job.policy), job)
-
-    def _policy_that_decided(self, job: Job, decided: Action) -> Policy:
-        """Exactly the policy of an action.
+    def _policy(self, job: Job, decided: Action | None) -> Policy:
+        """The policy that a specification names; in the version of the file that decided an action.
 
         Raises:
-            ReplayError: when its file is not given.
-            ValueError: when it is not the specification's policy, or this program has another version of it.
+            ReplayError: when that file is not given.
+            ValueError: when there is no such policy, or it lacks an option of the job.
         """
-        if decided.policy != job.policy:
-            raise ValueError(
-                f"policy {decided.policy!r} decided this generation, its specification names {job.policy!r}"
-            )
-        if not decided.policy_digest:
-            policy = policy_named(job.policy)
-            if policy.version != decided.policy_version:
-                raise ValueError(f"policy {job.policy!r} has version {policy.version}, not {decided.policy_version}")
-            return _checked(policy, job)
+        digest = decided.policy_digest if decided is not None and decided.policy == job.policy else b""
         shipped = shipped_policy(job.policy)
-        data = [one.data for one in self._files.values()] + ([] if shipped is None else [shipped])
-        found = next((one for one in data if hashlib.sha256(one).digest() == decided.policy_digest), None)
-        if found is None:
-            raise ReplayError(
-                f"version {decided.policy_version} of policy {decided.policy!r} decided here, but its file (SHA-256 "
-                f"{decided.policy_digest.hex()[:16]}...) is not given: get it from the bus with "
-                "`dynamix policy export` and give it with --policy-file"
-            )
-        file = PolicyFile.from_bytes(found)
-        return _checked(LearnedPolicy(file, name=job.policy, version=decided.policy_version), job)
+        files = [*self._files, *(() if shipped is None else (shipped,))]
+        policy: NamedPolicy
+        if digest and decided is not None:
+            data = next((each for each in files if hashlib.sha256(each).digest() == digest), None)
+            if data is None:
+                raise ReplayError(
+                    f"version {decided.policy_version} of policy {job.policy!r} decided here, but its file (SHA-256 "
+                    f"{digest.hex()[:16]}...) is not given: get it from the bus with `dynamix policy export` and give "
+                    "it with --policy-file"
+                )
+            policy = LearnedPolicy(PolicyFile.from_bytes(data), name=job.policy, version=decided.policy_version)
+        else:
+            read = [PolicyFile.from_bytes(data) for data in files]
+            file = next((each for each in read if each.metadata.policy == job.policy), None)
+            policy = policy_named(job.policy) if file is None else LearnedPolicy(file, name=job.policy)
+        check_options(policy.name, {**policy.options, VERSION_OPTION: VERSION}, job.policy_options)
+        return policy
 
 
-class _GivenFile(NamedTuple):
-    file: PolicyFile
-    data: bytes
-
-
-def _read_policy_files(paths: Sequence[Path]) -> dict[str, _GivenFile]:
-    """Learned policies by name."""
-    found: dict[str, _GivenFile] = {}
+def _read_policy_files(paths: Sequence[Path]) -> list[bytes]:
+    """The content of learned policies."""
+    found = []
     for path in paths:
         try:
-            data = read_regular(path)
+            found.append(read_regular(path))
         except OSError as error:
             raise ReplayError(f"cannot read the policy file {path}: {error.strerror}") from error
-        file = PolicyFile.from_bytes(data, str(path))
-        found[file.metadata.policy] = _GivenFile(file, data)
+        PolicyFile.from_bytes(found[-1], str(path))
     return found
-
-
-def _checked(policy: NamedPolicy, job: Job) -> Policy:
-    check_options(policy.name, {**policy.options, VERSION_OPTION: VERSION}, job.policy_options)
-    return policy
 
 
 def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
@@ -458,49 +426,32 @@ def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
     """
     jobs: dict[int, Job] = {}
     generations: set[int] = set()
-    actions = _StartSearch()
+    feed_first, start = 0, None
     for record in _until_cut(path):
-        if record.stream == JOBS.name:
-            with contextlib.suppress(MalformedMessageError):
-                job = decode(Job, record.subject, record.payload)
-                if job.generation <= MAX_GENERATION:
-                    jobs.setdefault(job.generation, job)  # a capture of the past has it after the states
-        elif kind_of(record) == "state" and (key := window_key_of(identity_of(record))) is not None:
-            generations.add(key.generation)
-        actions.add(record)
+        if record.stream == FEED.name:
+            feed_first = feed_first or record.sequence
+            if kind_of(record) == "state" and (key := window_key_of(identity_of(record))) is not None:
+                generations.add(key.generation)
+        elif record.stream == JOBS.name and (job := _job_in(record)) is not None:
+            jobs.setdefault(job.generation, job)  # a capture of the past has it after the states
+        elif start is None and feed_first and record.stream == ACTIONS.name:
+            found = _recorded(record)
+            start = found if found.action is not None and feed_first <= found.action.watermark + 1 else None
     if not generations:
         raise ReplayError("the capture has no states: there is nothing to decide")
     if not generations & jobs.keys():
         raise ReplayError("the capture has no specification of the job: begin the next one while the job runs")
-    if not actions.is_found:
-        missing = "no action of the job" if not actions.num_actions else "no action whose inputs it has, too"
-        raise ReplayError(f"the capture has {missing}: there is nothing to compare with")
-    return jobs, actions.checkpoint
+    if start is None or start.action is None:
+        raise ReplayError("the capture has no action of the job together with its inputs: nothing can be compared")
+    return jobs, start if start.action.previous_hash else None
 
 
-class _StartSearch:
-    """Finds the first action that is the job's very first, or whose watermark the capture reaches back to."""
-
-    def __init__(self) -> None:
-        self.num_actions = 0
-        self.is_found = False
-        self.checkpoint: _Recorded | None = None
-        self._feed_first = 0
-
-    def add(self, record: Record) -> None:
-        if record.stream == FEED.name:
-            self._feed_first = self._feed_first or record.sequence
-        if record.stream != ACTIONS.name:
-            return
-        self.num_actions += 1
-        if self.is_found or not self._feed_first:
-            return
-        found = _recorded(record)
-        if found.action is None:
-            self.is_found = self.num_actions == 1  # the replay compares it
-        elif self._feed_first <= found.action.watermark + 1:
-            self.is_found = True
-            self.checkpoint = found if found.action.previous_hash or self.num_actions > 1 else None
+def _job_in(record: Record) -> Job | None:
+    try:
+        job = decode(Job, record.subject, record.payload)
+    except MalformedMessageError:
+        return None
+    return job if job.generation <= MAX_GENERATION else None
 
 
 def _until_cut(path: Path) -> Iterator[Record]:
