@@ -35,9 +35,9 @@ from bench.jobs import NODE, NodeWindow, Parcel, SteadyJob, job_of, node_window,
 
 from dynamix.runtime.bus import Bus, BusError
 from dynamix.runtime.bus.authority import PROVISION, Authority
-from dynamix.runtime.bus.broker.connection import BrokerConnection
+from dynamix.runtime.bus.connection import BrokerConnection
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams.durable import make_durable
+from dynamix.runtime.bus.read import make_durable
 from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.embedded import EmbeddedServerError, server_binary
 from dynamix.runtime.settings import BusSettings

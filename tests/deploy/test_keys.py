@@ -14,9 +14,8 @@ from tests.support.deployed_broker import USERS, DeployedBroker, deployed_broker
 from tests.support.raw_client import raw_client
 
 from dynamix.cli.main import main
-from dynamix.runtime.bus import Bus, PermissionDeniedError, authority
+from dynamix.runtime.bus import Bus, PermissionDeniedError, authority, connection
 from dynamix.runtime.bus.authority import Authority
-from dynamix.runtime.bus.broker import connection
 from dynamix.runtime.credentials import Credential, read_credential
 from dynamix.runtime.settings import BusSettings
 

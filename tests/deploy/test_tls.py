@@ -10,8 +10,7 @@ import msgspec
 import pytest
 from tests.support.deployed_broker import DeployedBroker, deployed_broker
 
-from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError
-from dynamix.runtime.bus.broker import connection
+from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, connection
 from dynamix.runtime.settings import BusSettings, check_bus, tls_context
 
 pytestmark = pytest.mark.skipif(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.broker.requests import Answer
+from dynamix.runtime.bus.requests import Answer
 from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.settings import BusSettings
 

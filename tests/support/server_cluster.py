@@ -20,7 +20,7 @@ from bench.hosts import Host, Hosts
 from tests.support.bus_watch import stored_messages
 
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.broker.errors import BusError
+from dynamix.runtime.bus.errors import BusError
 from dynamix.runtime.embedded import EmbeddedServer, server_binary
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects

@@ -1,27 +1,293 @@
-"""The connection: how nats-py is set up, what its callbacks do, and what happens when it closes."""
+"""The connection to the broker: who we are to it, nats-py's client with what we change of it, and its life.
+
+nats-py parses the headers of every message, builds an object for it, puts that in a queue and wakes a task that awaits
+a callback: more than half of the cost of receiving a message. `Client` hands each message straight to a handler. All
+that overrides nats-py is in `Client`, `_TlsProtocol` and `_Transport`; `check_nats_py` sees that it still fits. What
+`BrokerConnection` adds: it reconnects for ever, never in clear where TLS is demanded, and says why it cannot.
+"""
 
 import asyncio
+import base64
+import contextlib
+import datetime as dt
+import hashlib
+import hmac
+import inspect
 import logging
 import random
 import re
+import secrets
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import ParseResult, unquote, urlsplit
 
+import nats
 import nats.aio.client
 import nats.errors
 from nats.aio.subscription import Subscription as NatsSubscription
+from nats.aio.transport import TcpTransport
 
+from dynamix.runtime.credentials import Key
 from dynamix.runtime.rate_limit import RateLimit
-from dynamix.runtime.settings import BusSettings, check_bus, redact_url, tls_context
+from dynamix.runtime.settings import BusSettings, check_bus, credential_in, password_of, redact_url, tls_context
 
-from .certificates import untrusted
-from .client import Client, Handler
 from .errors import BusError, ConnectionClosedError, PermissionDeniedError
-from .login import API, Login, Sign, is_refused_login
 
 logger = logging.getLogger(__name__)
+
+NOT_YET_VALID, EXPIRED = 9, 10
+OTHER_NAME, OTHER_EMAIL, OTHER_ADDRESS = 62, 63, 64
+"""OpenSSL's numbers: X509_V_ERR_... of x509_vfy.h."""
+
+
+def untrusted(error: ssl.SSLCertVerificationError) -> str:
+    """The reason in OpenSSL's words, and the fix."""
+    return f"the broker's certificate is not trusted ({error.verify_message.rstrip('.')}): {_fix(error.verify_code)}"
+
+
+def _fix(code: int) -> str:
+    if code in (NOT_YET_VALID, EXPIRED):
+        return "look at the clocks of both machines, or give the broker a new certificate and restart it"
+    if code in (OTHER_NAME, OTHER_EMAIL, OTHER_ADDRESS):
+        return "name the broker in DYNAMIX_NATS_URL as its certificate does"
+    return "name the certificate of the authority that signed it in DYNAMIX_NATS_CA_FILE"
+
+
+Sign = Callable[[str], bytes]
+
+SIGNATURE_BYTES = 8
+"""In a message's identity."""
+
+API = "$JS.API."
+"""Prefix of requests to JetStream."""
+
+
+class Login:
+    """The user of one connection. Files are read for each attempt to connect, so that what they hold can be replaced.
+
+    Attributes:
+        user: its name; empty without one.
+        inbox: prefix of every subject that this connection listens to for replies: `_INBOX.<user>.<name>.<random>`.
+            The user comes first because the broker's permissions are per user, and a wildcard is a whole token.
+        has_key: whether a key signs the broker's challenge, in place of a password.
+    """
+
+    def __init__(self, settings: BusSettings, name: str) -> None:
+        """Raises ValueError, naming the file, for a credential that cannot be used."""
+        self._settings = settings
+        self._credential = credential_in(settings)
+        self.has_key = self._credential is not None
+        owner = self._credential.name if self._credential else unquote(urlsplit(settings.url).username or "")
+        self.user = owner if self.has_key else settings.user or owner
+        parts = (re.sub(r"[^A-Za-z0-9_-]", "-", part) for part in (self.user, name) if part)
+        self.inbox = ".".join(("_INBOX", *parts, secrets.token_hex(8)))
+        self._secret = self._credential.seed.encode() if self._credential else b""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the credential of the last attempt to connect expires; `None` where it never does."""
+        expires_s = self._credential.expires_s if self._credential else None
+        return None if expires_s is None else expires_s - time.time()
+
+    def sign_id(self, message_id: str) -> str:
+        """What only this user can know of a message's identity: the same after a restart, and in all its processes."""
+        if not self._secret:
+            with contextlib.suppress(OSError):  # a file that is gone now: after a restart identities are others
+                self._secret = self.password().encode()
+            self._secret = self._secret or secrets.token_bytes(32)
+        return hmac.digest(self._secret, message_id.encode(), hashlib.sha256)[:SIGNATURE_BYTES].hex()
+
+    def password(self) -> str:
+        """The user's password."""
+        return password_of(self._settings) or unquote(urlsplit(self._settings.url).password or "")
+
+    def challenge(self) -> tuple[str, Sign]:
+        """The JWT, and what signs with its key; raises nats-py's error where the file is broken or another user's."""
+        try:
+            credential = credential_in(self._settings)
+        except ValueError as error:
+            raise nats.errors.Error(f"nats: {error}") from error
+        assert credential is not None, "asked with a credential only"
+        if credential.name != self.user:  # whose inbox it may not listen to
+            what = f"{self._settings.creds_file} is now {credential.name}'s, not {self.user}'s"
+            raise nats.errors.Error(f"nats: {what}: restart this process")
+        self._credential, key = credential, Key(credential.seed)
+        return credential.jwt, lambda nonce: base64.b64encode(key.sign(nonce))
+
+    def refusal(self) -> str:
+        """What to say where the broker refuses us."""
+        check, credential = "check DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD_FILE", self._credential
+        if credential is not None:
+            check = f"{self._settings.creds_file} was revoked, or is of another broker's authority"
+            if credential.expires_s is not None and credential.expires_s <= time.time():
+                when = dt.datetime.fromtimestamp(credential.expires_s, dt.UTC)
+                check = f"{self._settings.creds_file} expired on {when:%Y-%m-%d %H:%M} UTC"
+            check += "; replace it by a new one of `dynamix keys create`"
+        elif not self.password():
+            check = "there is no credential: set DYNAMIX_NATS_CREDS_FILE to a key of `dynamix keys create`"
+        return f"{redact_url(self._settings.url)} refuses user {self.user!r}: {check}"
+
+
+def is_refused_login(error: Exception) -> bool:
+    """Whether nats-py reports that the broker refuses user, password or key."""
+    return isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower()
+
+
+Handler = Callable[[bytes, bytes, bytes, bytes | None], None]
+"""Takes subject, reply subject, payload and raw headers of a message; must not block."""
+
+CLOSE_TIMEOUT_S = 1.0
+USER_AUTHENTICATION = "user authentication"
+"""Followed by `expired` or `revoked`: how the broker ends the connections of such a key."""
+
+NOT_FOUND = 404
+REQUEST_EXPIRED = 408
+NO_RESPONDERS = 503
+
+_PREFIX = b"NATS/1.0 "
+_PENDING = (b"nats-pending-messages", b"nats-num-pending")
+"""Headers that say how many messages are left, of a request to a consumer and of one to a stream."""
+
+_PARAMETERS = ["self", "sid", "subject", "reply", "data", "headers"]
+
+
+class Client(nats.aio.client.Client):
+    """Delivers to `handlers`, by subscription number.
+
+    A handler that raises is logged: an exception that reached nats-py would end its read loop in silence.
+    """
+
+    def __init__(self) -> None:
+        check_nats_py()
+        super().__init__()
+        self.handlers: dict[int, Handler] = {}
+        self.challenge: Callable[[], tuple[str, Callable[[str], bytes]]] | None = None
+        """Called before each connection: our JWT, and what signs the broker's challenge."""
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        handler = self.handlers.get(sid)
+        if handler is None:
+            return
+        try:
+            handler(subject, reply, data, headers)
+        except Exception:  # one bad message must not end nats-py's read loop, and with it the connection
+            logger.exception("error while handling a message on %s", subject.decode(errors="replace"))
+
+    async def _connect_to_server(self, s: nats.aio.client.Srv) -> None:
+        """Connect as nats-py does, but close what a failed attempt (a refused login, say) left open."""
+        s.last_attempt = time.monotonic()
+        if isinstance(self._transport, _Transport):
+            self._transport.close()
+        self._transport = _Transport()
+        if self.challenge is not None:
+            jwt, self._signature_cb = self.challenge()
+            self._user_jwt_cb = lambda: bytearray(jwt.encode())
+            self._auth_configured = True
+        await self._transport.connect(s.uri, nats.aio.client.DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Reconnect where our key has expired or was revoked: its file may hold another one by now."""
+        if USER_AUTHENTICATION in err_msg and not self.is_connecting:
+            await self._process_op_err(nats.errors.AuthorizationError())
+        else:
+            await super()._process_err(err_msg)
+
+
+class _TlsProtocol(asyncio.StreamReaderProtocol):
+    """asyncio's stream, told that it is encrypted, which it cannot see of a connection that became so.
+
+    Without that each closed connection is a warning of asyncio's, and each failed handshake a traceback that no caller
+    can retrieve: in the output of somebody's training script.
+    """
+
+    is_up = False
+    """Whether the handshake is over. What makes it fail is raised where it is waited for."""
+
+    def eof_received(self) -> bool:
+        super().eof_received()
+        return False  # an encrypted connection cannot stay half open
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc if self.is_up else None)
+
+
+class _Transport(TcpTransport):
+    """nats-py's, whose wait for a connection to close never ends when its TLS handshake has failed.
+
+    CONNECT goes out together with the PING behind it: a broker that refuses a login answers why and closes, and a PING
+    that came after that would reset the connection, and with it drop the answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held = b""
+
+    async def connect_tls(
+        self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
+    ) -> None:
+        assert self._io_writer is not None, "connect comes first"
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=buffer_size)
+        protocol = _TlsProtocol(reader)
+        host = uri if isinstance(uri, str) else uri.hostname
+        async with asyncio.timeout(connect_timeout):
+            tls = await loop.start_tls(self._io_writer.transport, protocol, ssl_context, server_hostname=host)
+        assert tls is not None, "it is open: no other task closes it"
+        protocol.is_up = True
+        self._io_reader, self._io_writer = reader, asyncio.StreamWriter(tls, protocol, reader, loop)
+
+    def write(self, payload: bytes) -> None:
+        if payload.startswith(b"CONNECT "):
+            self._held = payload
+            return
+        held, self._held = self._held, b""
+        super().write(held + payload)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        super().close()  # type: ignore[no-untyped-call]
+
+    async def wait_closed(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await super().wait_closed()  # type: ignore[no-untyped-call]
+
+
+def check_nats_py() -> None:
+    """See that nats-py still hands messages over where we take them.
+
+    Raises:
+        BusError: when it does not; naming its version.
+    """
+    method = getattr(nats.aio.client.Client, "_process_msg", None)
+    if method is None or list(inspect.signature(method).parameters) != _PARAMETERS:
+        raise BusError(
+            f"nats-py {nats.aio.client.__version__} hands messages over in another way than 2.16: install nats-py 2.16"
+        )
+
+
+class Status(NamedTuple):
+    """A status: its code, its words, and how many messages an ended request has left over."""
+
+    code: int
+    text: str
+    num_pending: int
+
+
+def parse_status(headers: bytes) -> Status:
+    """The status in raw headers; code 0 when they have none."""
+    line, *fields = headers.split(b"\r\n")
+    code, _, text = line[len(_PREFIX) :].partition(b" ")
+    if not line.startswith(_PREFIX) or not code.isdigit():
+        return Status(0, "", 0)
+    num_pending = 0
+    for field in fields:
+        name, _, value = field.partition(b":")
+        if name.lower() in _PENDING and value.strip().isdigit():
+            num_pending = int(value)
+    return Status(int(code), text.decode(errors="replace").strip(), num_pending)
+
 
 RECONNECT_WAIT_S = 0.5
 PING_INTERVAL_S = 2

@@ -3,7 +3,10 @@
 A `Reader` asks for messages, one request at a time, while there is room for them. `DirectReader` asks any copy of the
 stream for what follows a sequence (direct gets): the broker keeps nothing for it. It hears of new messages by what the
 stream sends again when it stores (`Stream.announces`, `Stream.hints`), and looks by itself every second.
-`DurableReader` in `durable` goes on behind what it acknowledged.
+`DurableReader` goes on behind what it acknowledged, which a durable consumer keeps. That is of the kind that serves
+one pinned client at a time. So each delivery has a header, `Nats-Pin-Id`: an empty message without headers would end
+the answers to a request where it passes from one account to another. A second process of the same name waits until the
+first one has asked for nothing for `PINNED_S`.
 """
 
 import asyncio
@@ -15,29 +18,74 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import msgspec
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from dynamix.runtime.bus.broker.client import parse_status
-from dynamix.runtime.bus.broker.connection import BrokerConnection
-from dynamix.runtime.bus.broker.errors import (
+from dynamix.runtime.rate_limit import RateLimit
+from dynamix.schemas.kinds import BY_NAME
+from dynamix.schemas.streams import FEED
+from dynamix.schemas.subjects import ANY, ROOT, announced, covers
+
+from .connection import NOT_FOUND, REQUEST_EXPIRED, BrokerConnection, parse_status
+from .errors import (
+    CONSUMER_NOT_FOUND,
+    ApiError,
     BusError,
     ConnectionClosedError,
     PermissionDeniedError,
     SequenceRegressError,
 )
-from dynamix.runtime.bus.broker.requests import Requests
-from dynamix.runtime.rate_limit import RateLimit
-from dynamix.schemas.subjects import ANY, ROOT, announced, covers
-
-from .failover import FailoverWait
-from .message import BusMessage, StreamState
-from .statistics import HandlingStatistics
-from .stored import find_message, nanoseconds, stream_state
+from .requests import (
+    Answer,
+    BusMessage,
+    FailoverWait,
+    Requests,
+    StreamState,
+    find_message,
+    nanoseconds,
+    stream_state,
+)
 
 logger = logging.getLogger(__name__)
+
+OTHER = "other"
+
+
+@dataclass(slots=True)
+class HandlingStatistics:
+    """Messages of one kind that were handed to the service, and what became of them.
+
+    Attributes:
+        num_messages: handed out.
+        num_errors: of those, set aside because they could not be used.
+        processing_ns: from a batch handed out until the next one was asked for; waiting for acknowledgements included.
+    """
+
+    kind: str
+    num_messages: int = 0
+    num_errors: int = 0
+    processing_ns: int = 0
+
+
+class StatisticsByKind:
+    """One `HandlingStatistics` for each kind that was asked for: at most one per kind."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[str, HandlingStatistics] = {}
+
+    def of_subjects(self, *subjects: str) -> HandlingStatistics:
+        """Statistics for a subject or some filters; filters of several kinds share one entry."""
+        kinds = {subject.removeprefix(ROOT + ".").partition(".")[0] for subject in subjects}
+        kind = kinds.pop() if len(kinds) == 1 and kinds <= BY_NAME.keys() else OTHER
+        return self._by_kind.setdefault(kind, HandlingStatistics(kind))
+
+    def all(self) -> list[HandlingStatistics]:
+        """List the statistics, sorted by kind."""
+        return [self._by_kind[kind] for kind in sorted(self._by_kind)]
+
 
 MIN_CAPACITY = 4096
 MAX_BUFFERED_BYTES = 8 << 20
@@ -56,7 +104,7 @@ LAG_WAIT_S = 0.01
 """First wait for a message that was heard of and that the asked copy lacks."""
 LAG_S = 2.0
 """With a copy that lacks it for longer, the stream's leader is asked: after a partition a copy may lag for minutes."""
-ENDED, NOT_FOUND, TOO_MANY = 204, 404, 413
+ENDED, TOO_MANY = 204, 413
 
 Start = Literal["new", "all", "last_per_subject"] | int
 """Where to begin: from now on, at the beginning, with each subject's last message, or at a sequence."""
@@ -101,6 +149,8 @@ class Reader(ABC):
         self._start = start
         self._last = 0
         """The last sequence handed out or queued."""
+        self._seen = 0
+        """A sequence that the stream has held."""
         self._created = ""
         """When the stream was made: another one begins at 1 again."""
         self._max_batch = max_batch
@@ -244,17 +294,18 @@ class Reader(ABC):
             BusError: as `Requests.ask`.
         """
         state, wait = await self._state(self._stream), FailoverWait(self._state, self._stream)
-        while self._created in ("", state.created) and self._last > state.last_sequence and await wait.pause():
+        reached = max(self._last, self._seen)
+        while self._created in ("", state.created) and reached > state.last_sequence and await wait.pause():
             state = await self._state(self._stream)
         if self._created not in ("", state.created):
             logger.warning("%s was made again: it is read from its beginning", self._stream)
-            self._last = 0
+            self._last = self._seen = reached = 0
             self._begin_again(nanoseconds(state.created))
         self._created = state.created
-        if self._last > state.last_sequence:
+        if reached > state.last_sequence:
             raise SequenceRegressError(
-                f"{self._stream} ends at {state.last_sequence}, but {self._last} was already read from it: the broker "
-                "lost data; restart this service to begin again"
+                f"{self._stream} ends at {state.last_sequence}, but had reached {reached} when it was read before: the "
+                "broker lost data; restart this service to begin again"
             )
         if self._last and self._last + 1 < state.first_sequence:
             gap = self._last, state.first_sequence
@@ -377,6 +428,7 @@ class DirectReader(Reader):
             self._next = max(1, self._start)
         else:
             self._next = state.last_sequence + 1 if self._start == "new" else 1
+            self._seen = self._next - 1
 
     def _begin_again(self, created_ns: int) -> None:  # noqa: ARG002 - see DurableReader
         self._next, self._promised, self._held, self._read_ns = 1, 0, None, 0
@@ -464,6 +516,7 @@ class DirectReader(Reader):
 
     def _accept(self, message: BusMessage) -> None:
         self._alive_at, self._read_ns = time.monotonic(), message.timestamp_ns
+        self._seen = max(self._seen, message.sequence)
         if not self._wants_newest:
             self._next = max(self._next, message.sequence + 1)
         if len(self._subjects) == 1 or self._wants_newest:
@@ -489,3 +542,215 @@ def common_filter(subjects: Sequence[str]) -> str:
             return ".".join([*(merged[:-1] if None in column else merged), ">"])
         merged.append(column[0] if len(set(column)) == 1 else ANY)
     return ".".join(merged)
+
+
+MAX_ACK_PENDING = 65_536
+ACK_WAIT_S = 24 * 3600.0
+"""Redelivery by time is not wanted: the reset at each opening delivers again, in order, what was not acknowledged."""
+EXPIRES_S = 1.5
+"""A request ends after so long: shorter than `PINNED_S`, so that an idle reader stays pinned."""
+PINNED_S = 2.0
+GROUP = "r"
+WRONG_PIN = 423
+REQUEST_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
+"""Descriptions of status 409 that end one request; all others end the consumer or its leader's reign."""
+
+_PIN = re.compile(rb"\r\nNats-Pin-Id: ?([^\r]*)")
+
+
+class _ConsumerInfo(Answer):
+    config: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+async def make_durable(
+    requests: Requests,
+    name: str,
+    filter: str,  # noqa: A002 - the broker's word
+    *,
+    stream: str = FEED.name,
+    start: Literal["new", "all"] | int = "new",
+) -> None:
+    """Make a durable consumer of a stream, or give a present one our settings and the filter.
+
+    `start` counts for a new one. Where the stream was just made, `"all"` loses nothing that comes before this call.
+
+    Raises:
+        StreamMissingError: when there is no such stream.
+        PermissionDeniedError: when our user may not.
+        BusError: as `Requests.ask`.
+    """
+    try:
+        present = (await requests.ask(f"CONSUMER.INFO.{stream}.{name}", None, _ConsumerInfo)).config
+    except ApiError as error:
+        if error.err_code != CONSUMER_NOT_FOUND:
+            raise
+        present = {"name": name, "durable_name": name, "deliver_policy": start}
+        if isinstance(start, int):
+            present |= {"deliver_policy": "by_start_sequence", "opt_start_seq": max(start, 1)}
+    wanted = _settings(filter)
+    if any(present.get(key) != value for key, value in wanted.items()):
+        # the filter stands in the subject, too, so that permissions can limit it
+        operation = f"CONSUMER.CREATE.{stream}.{name}.{filter}"
+        await requests.ask(operation, {"stream_name": stream, "config": present | wanted}, _ConsumerInfo)
+
+
+async def remove_durable(requests: Requests, name: str) -> None:
+    """Remove a durable consumer of FEED, where there is one."""
+    try:
+        await requests.ask(f"CONSUMER.DELETE.{FEED.name}.{name}", None, Answer)
+    except ApiError as error:
+        if error.err_code != CONSUMER_NOT_FOUND:
+            raise
+
+
+def _settings(subject: str) -> dict[str, Any]:
+    return {
+        "ack_policy": "all",
+        "ack_wait": int(ACK_WAIT_S * 1e9),
+        "max_ack_pending": MAX_ACK_PENDING,
+        "filter_subject": subject,
+        "priority_groups": [GROUP],
+        "priority_policy": "pinned_client",
+        "priority_timeout": int(PINNED_S * 1e9),
+    }
+
+
+def parse_delivery(
+    subject: bytes, payload: bytes, reply: bytes, headers: bytes | None = None
+) -> tuple[int, BusMessage]:
+    """The message, and the consumer's count of its deliveries from 1: a jump means that one was lost on the way.
+
+    The reply subject is `$JS.ACK.<stream>.<consumer>.<deliveries>.<sequence>.<consumer sequence>.<time>.<pending>`.
+    The second form puts domain and account in front of the stream and may add a token at the end.
+
+    A subject may hold any bytes but white space: what is not UTF-8 is replaced, and later refused as none of ours.
+
+    Raises:
+        ValueError: when it is neither.
+    """
+    tokens = reply.split(b".")
+    if len(tokens) >= 11:
+        del tokens[2:4]
+    elif len(tokens) != 9:
+        raise ValueError(f"{reply!r} is no acknowledgement subject of JetStream")
+    return int(tokens[6]), BusMessage(
+        subject.decode(errors="replace"), payload, int(tokens[5]), int(tokens[7]), int(tokens[8]), headers or b""
+    )
+
+
+class DurableReader(Reader):
+    """Reads by a durable consumer of one filter; makes it where it is missing and our user may."""
+
+    def __init__(
+        self,
+        connection: BrokerConnection,
+        requests: Requests,
+        stream: str,
+        subjects: Sequence[str],
+        *,
+        durable: str,
+        **options: Any,
+    ) -> None:
+        super().__init__(connection, requests, stream, subjects, **options)
+        if len(self._subjects) != 1 or self._start == "last_per_subject":
+            raise ValueError(f"a durable consumer reads one filter, from 'new', 'all' or a sequence, not {subjects}")
+        self._name = durable
+        self._operation = f"CONSUMER.MSG.NEXT.{stream}.{durable}"
+        self._pin = ""
+        self._next_delivery = 1
+        """The consumer's count of its next delivery, which begins at 1 after each reset. A delivery 1 is always taken:
+        before the reset's answer it may come by a request that was made earlier."""
+        self._lost = ""
+        """What did not come, since the last reset."""
+        self._num_asked = 0
+        """Messages of the present request that are still to come."""
+        self._handled = 0
+        """The last sequence that was acknowledged."""
+        self._since_ns = 0
+        """When the stream was made, where we have read another one before."""
+        self._unacknowledged: collections.deque[tuple[int, bytes]] = collections.deque()
+
+    async def ack(self, message: BusMessage) -> None:
+        """Acknowledge this and every earlier message; a restart goes on behind it.
+
+        An acknowledgement lost with the connection is made good when its message comes again.
+        """
+        if message.timestamp_ns < self._since_ns:
+            return  # its sequence is another message's now
+        self._handled = max(self._handled, message.sequence)
+        await self._acknowledge()
+
+    async def _acknowledge(self) -> None:
+        reply = b""
+        while self._unacknowledged and self._unacknowledged[0][0] <= self._handled:
+            reply = self._unacknowledged.popleft()[1]
+        if reply:
+            await self._connection.send(reply.decode(), b"+ACK")
+
+    async def _open(self) -> None:
+        self._pin = ""
+        is_first = not self._created
+        state = await self._check_stream()
+        if self._start == "new":
+            self._start = state.last_sequence + 1
+        self._unacknowledged.clear()
+        place = f"{self._stream}.{self._name}"
+        start = self._last + 1 if self._last else self._start
+        assert start != "last_per_subject", "refused above"
+        try:
+            await make_durable(self._requests, self._name, self._subjects[0], stream=self._stream, start=start)
+        except PermissionDeniedError as error:
+            missing = f"{self._stream} has no consumer {self._name} with our settings, and our user may not make it"
+            text = f"{missing}: `dynamix keys create` or `dynamix provision` makes it ({error})"
+            raise (PermissionDeniedError(text) if is_first else BusError(text)) from error
+        self._next_delivery = 1
+        await self._requests.ask(f"CONSUMER.RESET.{place}", None, _ConsumerInfo)
+        self._lost = ""
+
+    def _begin_again(self, created_ns: int) -> None:
+        self._start, self._handled, self._since_ns = "all", 0, created_ns
+
+    async def _read_once(self, num_messages: int) -> None:
+        if self._lost:
+            raise LostError(self._lost)
+        self._num_asked = num_messages
+        request = {
+            "batch": num_messages,
+            "max_bytes": MAX_BYTES,
+            "expires": int(EXPIRES_S * 1e9),
+            "group": GROUP,
+            **({"id": self._pin} if self._pin else {}),
+        }
+        status = parse_status(await self._exchange(self._operation, request, EXPIRES_S))
+        if status.code == WRONG_PIN:
+            self._pin = ""
+        elif status.code and status.code not in (NOT_FOUND, REQUEST_EXPIRED) and status.text not in REQUEST_ENDED:
+            raise LostError(f"{status.code} {status.text}".strip())
+        await self._acknowledge()  # what came again
+
+    def _on_message(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        self._num_answers += 1
+        if not reply:
+            if subject == self._answered_on:
+                self._end_exchange(headers or b"")
+            return
+        count, message = parse_delivery(subject, payload, reply, headers)
+        if count not in (1, self._next_delivery):
+            self._lost = f"delivery {self._next_delivery} was lost"
+            if self._answer is not None and not self._answer.done():
+                self._interrupt(LostError(self._lost))
+            return
+        self._next_delivery = count + 1
+        if headers is not None and (pin := _PIN.search(headers, headers.rfind(b"\r\nNats-Pin-Id:"))) is not None:
+            self._pin = pin[1].decode()
+        self._unacknowledged.append((message.sequence, reply))
+        if message.sequence > self._last:
+            self._queue(message)
+        else:
+            self._counters["received_twice"] += 1
+        self._num_asked -= 1
+        if not self._num_asked:
+            self._end_exchange(b"")
+
+    def _deniable(self) -> tuple[str, ...]:
+        return f"{self._inbox}.*".lower(), f"{self._connection.api}{self._operation}".lower()

@@ -18,9 +18,11 @@ from types import MappingProxyType
 
 import msgspec
 
-from dynamix.runtime.bus.broker.client import NO_RESPONDERS, parse_status
-from dynamix.runtime.bus.broker.connection import BrokerConnection
-from dynamix.runtime.bus.broker.errors import (
+from dynamix.runtime.rate_limit import RateLimit
+from dynamix.schemas.kinds import KINDS
+
+from .connection import NO_RESPONDERS, BrokerConnection, parse_status
+from .errors import (
     STILL_IN_PROCESS,
     STORE_FAILED,
     WRONG_LAST_SEQUENCE,
@@ -32,11 +34,7 @@ from dynamix.runtime.bus.broker.errors import (
     StreamFullError,
     StreamMissingError,
 )
-from dynamix.runtime.bus.broker.requests import Answer, Refusal
-from dynamix.runtime.rate_limit import RateLimit
-from dynamix.schemas.kinds import KINDS
-
-from .message import MESSAGE_ID, SIGNED
+from .requests import MESSAGE_ID, SIGNED, Answer, Refusal
 
 logger = logging.getLogger(__name__)
 

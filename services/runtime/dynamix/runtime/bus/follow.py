@@ -1,4 +1,8 @@
-"""Follows the newest message of a subject, or of some, without a consumer: heard as it is stored, then looked up."""
+"""Listening: core NATS subjects, and what streams announce when they store, without a consumer.
+
+`Subscription` is for what is not stored (`live`), `Following` for the newest message of one subject, `Overtaking` for
+those of some subjects ahead of a flood of others.
+"""
 
 import asyncio
 import collections
@@ -10,77 +14,53 @@ from typing import Self
 
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from dynamix.runtime.bus.broker.connection import BrokerConnection
-from dynamix.runtime.bus.broker.errors import BusError, PermissionDeniedError
-from dynamix.runtime.bus.broker.requests import Requests
 from dynamix.runtime.rate_limit import RateLimit
-from dynamix.schemas.subjects import ANNOUNCED, ROOT, announced
+from dynamix.schemas.subjects import ANNOUNCED, ROOT, announced, covers
 
-from .message import BusMessage
-from .stored import newest_message
-from .subscription import warn_of_stranger
+from .connection import BrokerConnection
+from .errors import BusError, PermissionDeniedError
+from .requests import BusMessage, Requests, newest_message
 
 logger = logging.getLogger(__name__)
 
 _STREAM = re.compile(rb"\r\nNats-Stream: ?([^\r]*)", re.IGNORECASE)
 _SUBJECT = re.compile(rb"\r\nNats-Subject: ?([^\r]*)", re.IGNORECASE)
 
+MAX_UNREAD = 1024
+MAX_UNREAD_FOLLOWED = 64
 LOOK_EVERY_S = 10.0
 """What is only heard can be lost: one small request finds it."""
-CAPACITY = 64
 
 
-class Following:
-    """`async with bus.follow(stream, subject) as messages: async for message in messages: ...`.
+class _Listener:
+    """What is heard on one subject, in a bounded queue: a slow reader loses the oldest."""
 
-    The stream announces what it stores (`Stream.announces`). Each message comes once, but for an old one that a
-    replica which lags brings again. A slow reader loses the oldest.
-    """
-
-    def __init__(self, connection: BrokerConnection, requests: Requests, stream: str, subject: str) -> None:
+    def __init__(self, connection: BrokerConnection, heard_on: str, max_unread: int) -> None:
         self._connection = connection
-        self._requests = requests
-        self._stream = stream
-        self._subject = subject
-        self._heard_on = announced(subject)
-        self._messages: collections.deque[BusMessage] = collections.deque(maxlen=CAPACITY)
-        self._newest = b""
-        self._limit = RateLimit(per_s=1.0)
+        self._heard_on = heard_on
+        self._messages: collections.deque[BusMessage] = collections.deque(maxlen=max_unread)
         self._arrived = asyncio.Event()
-        self._look_now = asyncio.Event()
-        self._was_away = True
-        """Since the last look: what was stored meanwhile was announced to others."""
-        self._has_heard = False
+        self._limit = RateLimit(per_s=1.0)
         self._ended = False
         self._error: BusError | None = None
-        self._subscription: NatsSubscription | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._forget = (
-            self._connection.when_denied(self._on_denied),
-            self._connection.when_closed(self.end),
-            self._connection.when_reconnected(self._on_reconnected),
-        )
-        self._subscription = await self._connection.subscribe(self._heard_on, self._on_message)
-        self._looking = asyncio.create_task(self._look())
+        self._stack.callback(self._connection.when_denied(self._on_denied))
+        self._stack.callback(self._connection.when_closed(self.end))
+        subscription: NatsSubscription = await self._connection.subscribe(self._heard_on, self._on_message)
+        self._stack.push_async_callback(self._connection.unsubscribe, subscription)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.end()
-        for forget in self._forget:
-            forget()
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
-        if self._subscription is not None:
-            await self._connection.unsubscribe(self._subscription)
+        await self._stack.aclose()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> BusMessage:
-        """The next message. Raises BusError when it cannot be looked up, or our user may not."""
+        """The next message. Raises BusError when our user may not listen, or a look-up fails."""
         while self._error is None and not self._messages:
             if self._ended:
                 raise StopAsyncIteration
@@ -95,11 +75,87 @@ class Following:
         self._ended = True
         self._arrived.set()
 
+    def _on_message(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        raise NotImplementedError
+
+    def _queue(self, message: BusMessage) -> None:
+        self._messages.append(message)
+        self._arrived.set()
+
+    def _warn_of_stranger(self, subject: bytes) -> None:
+        """Say that a message came which is not what is sent here: some client had the broker send it."""
+        if self._limit.allow("stranger"):
+            what = "left out: some client lets the broker deliver there"
+            logger.warning("a message of %s came on %s, %s", subject.decode(errors="replace"), self._heard_on, what)
+
+    def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
+        if subject == self._heard_on.lower():
+            self._fail(denial)
+
+    def _fail(self, error: BusError) -> None:
+        self._error = error
+        self._arrived.set()
+
+
+class Subscription(_Listener):
+    """`async with bus.subscribe(subject) as messages: async for message in messages: ...`, for core NATS.
+
+    Attributes:
+        num_dropped: messages lost because the reader was slow; nats-py itself would drop the newest.
+    """
+
+    def __init__(self, connection: BrokerConnection, counters: dict[str, int], subject: str) -> None:
+        super().__init__(connection, subject, MAX_UNREAD)
+        self._counters = counters
+        self.num_dropped = 0
+
+    def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        is_stored = b"\r\nnats-stream:" in (headers or b"").lower()
+        if is_stored or not covers(self._heard_on, subject.decode(errors="replace")):
+            self._warn_of_stranger(subject)
+            return
+        if len(self._messages) == MAX_UNREAD:
+            self.num_dropped += 1
+            self._counters["dropped_received"] += 1
+            if self._limit.allow("slow"):
+                logger.warning("too slow for %s: %d messages dropped so far", self._heard_on, self.num_dropped)
+        self._queue(BusMessage(subject.decode(), payload, 0, 0, 0))
+
+
+class Following(_Listener):
+    """`async with bus.follow(stream, subject) as messages: async for message in messages: ...`.
+
+    The stream announces what it stores (`Stream.announces`); after each reconnection, and every `LOOK_EVERY_S`, the
+    newest message is looked up. Each comes once, but for an old one that a replica which lags brings again.
+    """
+
+    def __init__(self, connection: BrokerConnection, requests: Requests, stream: str, subject: str) -> None:
+        super().__init__(connection, announced(subject), MAX_UNREAD_FOLLOWED)
+        self._requests = requests
+        self._stream = stream
+        self._subject = subject
+        self._newest = b""
+        self._look_now = asyncio.Event()
+        self._was_away = True
+        """Since the last look: what was stored meanwhile was announced to others."""
+        self._has_heard = False
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._stack.callback(self._connection.when_reconnected(self._on_reconnected))
+        self._looking = asyncio.create_task(self._look())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._looking.cancel()
+        await asyncio.gather(self._looking, return_exceptions=True)
+        await super().__aexit__()
+
     def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
         """Take what the stream says that it stored: a client can have an answer of the broker sent here."""
         stream, stored = _STREAM.findall(headers or b""), _SUBJECT.findall(headers or b"")
         if (subject, stream, stored) != (self._heard_on.encode(), [self._stream.encode()], [self._subject.encode()]):
-            warn_of_stranger(self._limit, b", ".join(stored) or subject, self._heard_on)
+            self._warn_of_stranger(b", ".join(stored) or subject)
             return
         self._has_heard = True
         self._take(payload)
@@ -109,8 +165,7 @@ class Following:
         if payload == self._newest:
             return False
         self._newest = payload
-        self._messages.append(BusMessage(self._subject, payload, 0, 0, 0))
-        self._arrived.set()
+        self._queue(BusMessage(self._subject, payload, 0, 0, 0))
         return True
 
     async def _look(self) -> None:
@@ -140,14 +195,6 @@ class Following:
     def _on_reconnected(self) -> None:
         self._was_away = True
         self._look_now.set()
-
-    def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
-        if subject == self._heard_on.lower():
-            self._fail(denial)
-
-    def _fail(self, error: BusError) -> None:
-        self._error = error
-        self._arrived.set()
 
 
 class Overtaking:
