@@ -1,7 +1,7 @@
 """Real gradients of N workers in one process: one step of theirs is one step on the union of their samples.
 
 With g_i the mean gradient of worker i's b_i samples, G = sum_i (b_i / B) g_i is the mean gradient of all B samples. A
-measured step also gives |g_i|^2, as the hook of a real job does (`dynamix.trainer.gradient.weighting`).
+measured step also gives |g_i|^2, as the hook of a real job does (`dynamix.trainer.gradient.hook`).
 """
 
 from abc import ABC, abstractmethod
