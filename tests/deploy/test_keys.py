@@ -17,8 +17,7 @@ from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus, PermissionDeniedError, authority, connection
 from dynamix.runtime.bus.authority import DAY_S, Authority
 from dynamix.runtime.credentials import Credential, read_credential
-from dynamix.runtime.health import heartbeat
-from dynamix.runtime.health.watchdog import Watchdog
+from dynamix.runtime.health import Watchdog, heartbeat
 from dynamix.runtime.settings import BusSettings
 
 REPORT = "dynamix.v1.report.{}.r1.node-a"

@@ -22,7 +22,7 @@ from dynamix.collector import shown as collector_shown
 from dynamix.collector.ebpf.syscall import ProgramInfo
 from dynamix.collector.shown import ShownWindows
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.health.watchdog import Watchdog
+from dynamix.runtime.health import Watchdog
 from dynamix.runtime.metrics import scrape as scraping
 from dynamix.schemas import subjects
 

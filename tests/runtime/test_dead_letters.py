@@ -4,8 +4,7 @@ import pytest
 from tests.support.brokers import ConfiguredServer, until
 
 from dynamix.runtime.bus import Bus, BusMessage
-from dynamix.runtime.health import dead_letters
-from dynamix.runtime.health.dead_letters import DeadLetters, tokens_of
+from dynamix.runtime.health import DeadLetters, dead_letters, tokens_of
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Dead
 

@@ -14,9 +14,16 @@ from tests.support.brokers import ConfiguredServer, publish_states
 from tests.support.http_get import free_port, get
 
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.metrics import LabelTable, MetricsServer, Scrape, ServiceMetrics, scrape
-from dynamix.runtime.metrics.label_table import FORGET_AFTER_S
-from dynamix.runtime.metrics.server import MAX_REQUEST_BYTES, PortError
+from dynamix.runtime.metrics import (
+    FORGET_AFTER_S,
+    MAX_REQUEST_BYTES,
+    LabelTable,
+    MetricsServer,
+    PortError,
+    Scrape,
+    ServiceMetrics,
+    scrape,
+)
 from dynamix.runtime.settings import SettingsError, SharedSettings, read
 
 

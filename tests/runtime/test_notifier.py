@@ -13,8 +13,8 @@ from tests.support.service_processes import service_process
 
 from dynamix.cli.services import SERVICES
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.service.notifier import SystemdNotifier
-from dynamix.runtime.supervisor import Supervisor, read_supervisor
+from dynamix.runtime.service import SystemdNotifier
+from dynamix.runtime.settings import Supervisor, read_supervisor
 
 STUCK = "tests.support.stuck_service"
 

@@ -15,9 +15,9 @@ from dynamix.reward.shown import ShownRewards
 from dynamix.runtime.bus import StreamState
 from dynamix.runtime.bus.read import StatisticsByKind
 from dynamix.runtime.bus.requests import StreamCopies, StreamCopy
-from dynamix.runtime.health.watchdog import Watchdog
+from dynamix.runtime.health import Watchdog
 from dynamix.runtime.metrics import ServiceMetrics
-from dynamix.runtime.service.shown import BUS_COUNTERS, BUS_GAUGES, COUNTERS, GAUGES, ServiceState
+from dynamix.runtime.service import BUS_COUNTERS, BUS_GAUGES, COUNTERS, GAUGES, ServiceState
 from dynamix.schemas.streams import FEED
 
 
