@@ -94,7 +94,7 @@ def test_equal_decisions_are_enough_for_another_processor_unless_bytes_are_asked
             ["--policy", "magic"],
             "policies: generation 0 is not decided any more: no policy is called 'magic': choose",
         ),
-        (["--policy", "rule", "--policy-option", "speed"], "give a number, as NAME=NUMBER"),
+        (["--policy", "rule", "--policy-option", "speed"], "write NAME=VALUE"),
         (["--policy", "rule", "--into", "reward"], "asks the arbitrator, not the reward"),
         (["--policy-file", "/nowhere.safetensors"], "cannot read the policy file /nowhere.safetensors"),
     ],

@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
+from typing import Self
 
 import pytest
 import structlog
@@ -11,7 +13,6 @@ from tests.support.brokers import consumer_names
 from dynamix.collector import observation, service
 from dynamix.collector.observation import CollectorSettings, KernelObserver
 from dynamix.collector.procfs.proc import Proc
-from dynamix.recording.playback import ReplayedConsumer
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.runtime.bus.read import StatisticsByKind
 from dynamix.runtime.service import Context
@@ -22,6 +23,30 @@ from dynamix.schemas.streams import FEED
 
 HONEST_AT = 50
 SIZES, THROUGHPUT = (128,) * 4, (1000.0,) * 4
+
+
+class Batches:
+    """A consumer of what a function returns."""
+
+    def __init__(self, next_batch: Callable[[], Awaitable[list[BusMessage]]]) -> None:
+        self._next_batch = next_batch
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[BusMessage]:
+        if not (batch := await self._next_batch()):
+            raise StopAsyncIteration
+        return batch
+
+    async def ack(self, message: BusMessage) -> None:
+        """Do nothing: no message is delivered twice."""
 
 
 class SlowProc(Proc):
@@ -117,8 +142,8 @@ class EndlessReports:
         self._num_handled = 0
         """Reports of the flood, since the honest job's second report was read."""
 
-    def consume(self, *_: object, **__: object) -> ReplayedConsumer:
-        return ReplayedConsumer(self._next_batch)
+    def consume(self, *_: object, **__: object) -> Batches:
+        return Batches(self._next_batch)
 
     async def _next_batch(self) -> list[BusMessage]:
         await asyncio.sleep(0)
@@ -166,8 +191,8 @@ class CrowdOnSlowBroker:
         self._honest = control_plane.one_node_job()
         self._num_batches = 0
 
-    def consume(self, *_: object, **__: object) -> ReplayedConsumer:
-        return ReplayedConsumer(self._next_batch)
+    def consume(self, *_: object, **__: object) -> Batches:
+        return Batches(self._next_batch)
 
     async def _next_batch(self) -> list[BusMessage]:
         number, self._num_batches = self._num_batches, self._num_batches + 1

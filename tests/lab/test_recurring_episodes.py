@@ -9,7 +9,7 @@ from dynamix.arbitrator.policies.rule import Rule
 from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Network, Power
 from dynamix.schemas.codec import encode
-from dynamix.schemas.messages import ArmRecord, ExploredArm, JobProfile, Report
+from dynamix.schemas.messages import ExploredArm, JobProfile, Report
 from dynamix.schemas.messages.allocation import Objective
 
 LONG = virtual.scenario(target_accuracy=0.5, fixed_time_s=2.0)
@@ -78,17 +78,6 @@ def test_a_learning_rate_is_tried_only_where_the_job_lets_it() -> None:
     assert rates[2] / (sizes[2] / sizes[0]) ** 0.5 / rates[0] > 1.4
     unasked = episode(first.profile, seed=4)
     assert {action.rate_factor for action in unasked.actions} == {1.0}
-
-
-def test_after_two_arms_the_best_one_is_taken() -> None:
-    first = episode(None, "learning_rate")
-    assert first.profile is not None
-    base = first.profile.arms[0]
-    faster = tuple(0.5 * time_s for time_s in base.milestones)
-    arms = (base, ArmRecord(ExploredArm(1.5), 1, 0, faster), ArmRecord(ExploredArm(2.25), 1, 1, faster))
-    third = episode(msgspec.structs.replace(first.profile, arms=arms), "learning_rate", seed=5)
-    assert third.actions[0].rate_factor == 1.5
-    assert "learning rate x 1.5" in third.actions[0].reason
 
 
 NARROW = virtual.scenario(

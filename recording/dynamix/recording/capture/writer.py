@@ -10,7 +10,7 @@ import msgspec
 from dynamix.runtime import output_files
 
 from . import layout
-from .record import MAX_STREAMS, CaptureEnd, CaptureHeader, EndReason, Record, StreamRange, fits
+from .record import CaptureEnd, CaptureHeader, EndReason, Record, StreamRange, fits
 
 
 class CaptureWriter:
@@ -26,13 +26,6 @@ class CaptureWriter:
     """
 
     def __init__(self, path: Path | str, header: CaptureHeader, *, overwrite: bool = False) -> None:
-        """Set up without opening the file.
-
-        Raises:
-            ValueError: when the header names more streams than a record can refer to, or one twice.
-        """
-        if len(header.streams) > MAX_STREAMS or len(set(header.streams)) < len(header.streams):
-            raise ValueError(f"a capture has at most {MAX_STREAMS} streams, each named once, not {header.streams[:8]}")
         self._path = Path(path)
         self._mode = "wb" if overwrite else "xb"
         self._header = header

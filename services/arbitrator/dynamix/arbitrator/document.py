@@ -59,7 +59,9 @@ def _section(policy: NamedPolicy) -> str:
     """The module's own words, and the options."""
     words = inspect.cleandoc(inspect.getmodule(type(policy)).__doc__ or "")
     rows = "".join(
-        f"| `{name}` | {one.default:g} | {one.low:g} | {one.high:g} | {one.meaning} |\n"
+        f"| `{name}` | {one.default} | | | {one.meaning} |\n"
+        if one.names
+        else f"| `{name}` | {one.default:g} | {one.low:g} | {one.high:g} | {one.meaning} |\n"
         for name, one in policy.options.items()
     )
     head = "| option | default | from | to | meaning |\n|---|---|---|---|---|\n"

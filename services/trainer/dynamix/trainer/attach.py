@@ -55,7 +55,6 @@ from dynamix.trainer.job.options import (
     family_of,
     fewest_samples,
     job_family,
-    other_codecs,
     served_exchange,
     warn_of_two_momenta,
 )
@@ -220,7 +219,7 @@ def attach(
         policy: name of the policy that shall steer the job; when not given `split`, or `rule` with an adaptive global
             batch. Under both the ranks divide the global batch by their measured speeds from the first step on, with or
             without a bus; under `static` nothing ever changes.
-        policy_options: numbers for the policy, or the names of numbers that have some (`codec`, `route`).
+        policy_options: options of the policy: numbers, or names (`codec`, `route`).
         seed: of the order of the samples.
         shuffle: False uses the samples in the data set's order.
         drop_last: leave out the end of an epoch that does not fill a step; then not every sample is used.
@@ -257,7 +256,6 @@ def attach(
     averaging = averaging_of(models, weighting, world_size)
     forget_imports()
     exchange, servers = served_exchange(exchange, environment.trainer.gradient_servers)
-    others = other_codecs(policy_options, exchange)
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
     check_hook_options(averaging, len(models), codec, base_hook, noise_metric)
     check_exchange_options(averaging, exchange, codec, base_hook)
@@ -279,7 +277,7 @@ def attach(
         max_lag_windows=max_lag_windows,
         margin_steps=margin_steps,
         policy=environment.trainer.policy or policy or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
-        policy_options=policy_options_of(policy_options, others),
+        policy_options=policy_options_of(policy_options),
         optimizer_family=optimizer_family or family_of(optimizers[0]),
         learning_rate_rule=learning_rate_rule,
         reduction=reduction,
@@ -297,7 +295,6 @@ def attach(
         exchange="exact" if isinstance(exchange, Exchange) else exchange,
         fixed_exchange=exchange if isinstance(exchange, Exchange) else None,
         gradient_servers=servers,
-        other_codecs=others,
         supports_exchange=averaging == "hook" and base_hook is None and codec == EXACT.codec,
         table_share=table_share(models),
         family=job_family(family, models, optimizers, dataset, learning_rate_rule),

@@ -146,7 +146,7 @@ def _restore_schedule(run: Run, saved: list[ScheduleEntry], *, is_same_policy: b
     def restored(saved: Allocation) -> Allocation:
         allocation = now.with_sizes(saved.local_batch_sizes)
         keeps = is_same_policy and options.lasting_exchange is None and options.supports_exchange
-        if keeps and is_permitted(saved.exchange, options.exchange, options.other_codecs):
+        if keeps and is_permitted(saved.exchange, options.exchange, options.named_codecs):
             allocation = replace_fields(allocation, exchange=saved.exchange)
         return run.bounded(allocation, caps)
 

@@ -10,7 +10,7 @@ import argparse
 
 from dynamix.cli.errors import check_counts
 from dynamix.cli.numbers import number, seed
-from dynamix.cli.output import POLICY, add_json_argument, add_list, add_option, add_output_argument, output_directory
+from dynamix.cli.output import POLICY, add_json_argument, add_list, add_option, add_output_argument
 from dynamix.cli.runs import add_data_argument
 
 WEIGHTS = ("accuracy", "alpha", "beta", "delta", "eta")
@@ -29,7 +29,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=number(0), help="stop sooner, after this time; the same command continues")
     add_option(parser, "--workers", 2, "processes")
     add_data_argument(parser)
-    parser.add_argument("--log", metavar="DIR", type=output_directory, help="write TensorBoard curves")
     parser.add_argument("--restart", action="store_true", help="discard the checkpoint of an interrupted run")
     parser.add_argument("--publish", action="store_true", help="put failure signatures and the policy on the bus")
     add_json_argument(parser)

@@ -8,7 +8,8 @@ from rich.text import Text
 from dynamix.cli.formatting import sizes_text
 from dynamix.cli.tables import console_for, new_table, print_lines
 from dynamix.recording.comparison import Difference, FieldPair
-from dynamix.recording.replay import PolicyComparison, ReplayOutcome, WindowComparison
+from dynamix.recording.decisions import PolicyComparison, WindowComparison
+from dynamix.recording.replay import ReplayOutcome
 
 MAX_FIELDS = 40
 """Differing fields that are shown."""
@@ -100,7 +101,7 @@ def _windows(comparison: PolicyComparison) -> Table:
 
 
 def _cells(row: WindowComparison, *, several: bool) -> tuple[str, ...]:
-    recorded, other = row.global_batch_sizes
+    recorded, other = sum(row.recorded), sum(row.other)
     return (
         f"{row.generation}:{row.window}" if several else str(row.window),
         str(recorded),

@@ -5,9 +5,10 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
-from dynamix.schemas.messages.allocation import OtherCodec, option_number
-from dynamix.schemas.messages.policy_options import OPTION_BOUNDS, VERSION
+from dynamix.schemas.messages.policies import PolicyOptions
+from dynamix.schemas.messages.policy_options import OPTION_BOUNDS, VERSION, option_value
 from dynamix.schemas.spelling import suggestion
+from dynamix.schemas.subjects import is_token
 
 
 def whole_number(name: str, value: Any, instead: str = "a whole number") -> int:
@@ -96,33 +97,33 @@ def sizes_of(local_batch_size: int | Sequence[int], world_size: int) -> tuple[in
     return sizes
 
 
-def policy_options_of(
-    given: Mapping[str, float | str] | None, other_codecs: Sequence[OtherCodec] = ()
-) -> dict[str, float]:
-    """The numbers of a policy's options; `other_codecs` are those of other packages that have a number here.
+def policy_options_of(given: PolicyOptions | None) -> dict[str, float | str]:
+    """The options of a policy, numbers as `float`.
 
     Raises:
-        TypeError: when these are no names with numbers.
-        ValueError: when a text is no number, and no name that has one.
+        TypeError: when it is not a dict of names with numbers or text.
+        ValueError: for a number that is not finite, and for text that messages cannot hold.
     """
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(
             f"policy_options={given!r} is {_type_of(given)}: pass a dict of names and numbers, for example "
             "{'noise_multiplier': 2}"
         )
-    options = {}
+    options: dict[str, float | str] = {}
     for name, value in (given or {}).items():
         if not isinstance(name, str):
             raise TypeError(f"policy_options: the name {name!r} is {_type_of(name)}: pass text")
-        is_text = isinstance(value, str)
-        found = option_number(name, value, other_codecs) if is_text else number(f"policy_options[{name!r}]", value)
-        if not math.isfinite(found):
-            raise ValueError(f"policy_options[{name!r}]={value!r}: pass a finite number")
+        found = option_value(value) if isinstance(value, str) else number(f"policy_options[{name!r}]", value)
+        if not (is_token(found) if isinstance(found, str) else math.isfinite(found)):
+            raise ValueError(
+                f"policy_options[{name!r}]={value!r}: pass a finite number, or a name of 1 to 63 of the characters "
+                "a-z, 0-9 and '-'"
+            )
         options[name] = found
     return options
 
 
-def check_policy_options(policy: str, given: Mapping[str, float]) -> None:
+def check_policy_options(policy: str, given: PolicyOptions) -> None:
     """Refuse options that a policy of ours does not have, and values that they cannot have; others' are not known.
 
     Raises:
@@ -139,7 +140,9 @@ def check_policy_options(policy: str, given: Mapping[str, float]) -> None:
             there = f", which {', '.join(others)} have" if others else suggestion(name, known)
             raise ValueError(f"policy {policy!r} has no option {name!r}{there}")
         if fault := known[name].fault(value):
-            raise ValueError(f"option {name}={value:g} of policy {policy!r} {fault}")
+            raise ValueError(
+                f"option {name}={value if isinstance(value, str) else f'{value:g}'} of policy {policy!r} {fault}"
+            )
 
 
 def _type_of(value: object) -> str:

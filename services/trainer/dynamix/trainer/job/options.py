@@ -4,7 +4,7 @@ import hashlib
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,7 +23,6 @@ from dynamix.schemas.messages.allocation import (
     ExchangePermission,
     Explored,
     Objective,
-    OtherCodec,
     initial_exchange,
     is_permitted,
 )
@@ -34,6 +33,7 @@ from dynamix.schemas.messages.policies import (
     RECURRING,
     STIGMERGY,
     GlobalBatch,
+    PolicyOptions,
     initial_split,
 )
 from dynamix.schemas.spelling import nearest
@@ -80,7 +80,7 @@ class JobOptions:
     margin_steps: int
     """Steps between an action's broadcast and the boundary at which it starts to rule."""
     policy: str
-    policy_options: Mapping[str, float]
+    policy_options: PolicyOptions
     optimizer_family: OptimizerFamily
     learning_rate_rule: Rule
     reduction: Reduction
@@ -107,8 +107,6 @@ class JobOptions:
     """What decisions may do to how gradients travel."""
     fixed_exchange: Exchange | None = None
     """How they travel in the whole run, where the script says so."""
-    other_codecs: tuple[OtherCodec, ...] = ()
-    """Exchange codecs of other packages that decisions may name."""
     gradient_servers: tuple[str, ...] = ()
     """Addresses of the servers that it was started with."""
     supports_exchange: bool = False
@@ -128,13 +126,19 @@ class JobOptions:
     def initial_allocation(self) -> Allocation:
         """What rules the first step: where the policy leaves the division to the ranks, they begin with it at once."""
         split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
-        first = self.lasting_exchange or initial_exchange(self.policy, self.policy_options, self.other_codecs)
+        first = self.lasting_exchange or initial_exchange(self.policy, self.policy_options)
         return Allocation(self.local_batch_sizes, split, first)
 
     @property
     def lasting_exchange(self) -> Exchange | None:
         """How gradients travel in the whole run, whatever is decided; `None` where decisions say it."""
         return Exchange(codec=self.codec) if self.codec != EXACT.codec else self.fixed_exchange
+
+    @property
+    def named_codecs(self) -> list[str]:
+        """Exchange codecs of extensions that the policy's options name."""
+        names = {value for value in self.policy_options.values() if isinstance(value, str)} - set(CODECS)
+        return [name for name in extension_names(GROUP) if name in names] if names else []
 
     @property
     def base_batch_size(self) -> float:
@@ -236,21 +240,25 @@ class JobOptions:
 
     def _check_exchange(self) -> None:
         check_choice("exchange", self.exchange, get_args(ExchangePermission))
+        for name in self.named_codecs:
+            if self.exchange == "exact" and not exchange_codec(name).is_lossless:
+                raise ValueError(
+                    f"policy option codec={name}: it rounds gradients, which this job does not permit: "
+                    'attach(exchange="lossy")'
+                )
         first = self.initial_allocation.exchange
         self._check_asked(first)
         if first.shares and first.route not in ("shares", SERVERS):
             raise ValueError(f"shares={list(first.shares)[:16]} are of the route 'shares': add route='shares'")
         if first == EXACT or self.codec != EXACT.codec:
             return
+        exchange_codec(first.codec)  # raises for an unknown one
         is_served = first.route == SERVERS and bool(self.gradient_servers)
-        codecs = [*CODECS, *(each.name for each in self.other_codecs)]
-        if first.codec not in codecs or not (first.route in ROUTES or is_served):
-            raise ValueError(
-                f"exchange {first.label}: use one of the codecs {', '.join(codecs)}, and of the routes "
-                f"{', '.join(ROUTES)}"
-            )
-        if self.fixed_exchange is None and not is_permitted(first, self.exchange, self.other_codecs):
-            needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each, self.other_codecs))
+        if not (first.route in ROUTES or is_served):
+            raise ValueError(f"exchange {first.label}: use one of the routes {', '.join(ROUTES)}")
+        named = self.named_codecs
+        if self.fixed_exchange is None and not is_permitted(first, self.exchange, named):
+            needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each, named))
             raise ValueError(
                 f"the options of policy {self.policy!r} ask for gradients {first.label}, which this job does not "
                 f'permit: attach(exchange="{needed}")'
@@ -264,7 +272,7 @@ class JobOptions:
 
     def _check_asked(self, first: Exchange) -> None:
         """Check what the options ask for, and that it is not something else than what lasts."""
-        asked = initial_exchange(self.policy, self.policy_options, self.other_codecs)
+        asked = initial_exchange(self.policy, self.policy_options)
         if self.lasting_exchange is not None and asked not in (EXACT, first):
             raise ValueError(
                 f"policy {self.policy!r} with its options asks for gradients {asked.label}, but they travel "
@@ -430,28 +438,6 @@ def warn_of_policy(options: JobOptions) -> None:
             options.family,
             ", ".join(map(repr, sorted(RECURRING))),
         )
-
-
-def other_codecs(
-    policy_options: Mapping[str, float | str] | None, exchange: ExchangePermission | Exchange
-) -> tuple[OtherCodec, ...]:
-    """The codecs that the option `codec` of the policy, or the exchange of the whole run, names and a package has.
-
-    Raises:
-        ValueError: when what is registered under a name cannot be used.
-    """
-    named = [policy_options.get("codec")] if isinstance(policy_options, Mapping) else []
-    if isinstance(exchange, Exchange):
-        named.append(exchange.codec)
-    installed = set(extension_names(GROUP)) - set(CODECS) if set(named) - set(CODECS) else set()
-    names = [name for name in dict.fromkeys(named) if isinstance(name, str) and name in installed]
-    for name in names:
-        if not is_token(name):
-            raise ValueError(
-                f"codec {name!r} of another package: register it under a name of 1 to 63 of the characters a-z, 0-9 "
-                "and '-'"
-            )
-    return tuple(OtherCodec(name, exchange_codec(name).is_lossless) for name in names)
 
 
 SERVED_CODECS = ("none", "rows", "sketch")

@@ -93,7 +93,7 @@ class Offers:
             return exchange in (EXACT, self._lasting)
         options = self._options
         fits = len(exchange.shares) in (0, len(self._identity.max_local_batch_sizes)) and options.supports_exchange
-        return fits and is_permitted(exchange, options.exchange, options.other_codecs)
+        return fits and is_permitted(exchange, options.exchange, options.named_codecs)
 
     def _feasible(self, action: Action) -> Action:
         """The action as this job can carry it out: with its own exchange, and tracking only where it can."""

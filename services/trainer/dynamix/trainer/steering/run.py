@@ -140,7 +140,6 @@ class Reporter:
             initial_exchange=initial.exchange,
             supports_exchange=options.supports_exchange and options.lasting_exchange is None,
             table_share=options.table_share,
-            other_codecs=options.other_codecs,
             family=options.family,
             explores=options.explores,
             objective=options.objective,
@@ -308,7 +307,7 @@ def field_of(options: JobOptions, identity: JobIdentity) -> TraceField | None:
         return None
     return TraceField(
         identity.nodes,
-        {**STIGMERGY_OPTIONS, **options.policy_options},
+        {name: float(value) for name, value in {**STIGMERGY_OPTIONS, **options.policy_options}.items()},
         keeps_global_batch=options.global_batch == "fixed",
         rate_exponent=RATE_EXPONENTS[options.learning_rate_rule],
         base_global_batch_size=options.base_global_batch_size,
