@@ -95,12 +95,6 @@ async def test_a_service_without_streams_says_in_one_sentence_how_to_make_them(s
     assert "Traceback" not in text
 
 
-async def test_a_service_whose_work_is_done_exits_with_0(server: ConfiguredServer) -> None:
-    async with started(server, "--mode", "finish") as process:
-        code, _, _ = await end(process)
-    assert code == 0
-
-
 async def test_a_closed_connection_ends_the_process_with_1(server: ConfiguredServer, bus: Bus) -> None:
     async with started(server) as process:
         await heartbeat(bus)
@@ -139,13 +133,6 @@ async def test_settings_that_cannot_be_used_exit_with_2(
     assert code == 2
     assert message in text
     assert "Traceback" not in text
-
-
-async def test_a_broker_beyond_this_machine_without_credentials_exits_with_2(server: ConfiguredServer) -> None:
-    async with started(server, DYNAMIX_NATS_URL="nats://10.0.0.1:4222", DYNAMIX_NATS_USER="") as process:
-        code, text, _ = await end(process)
-    assert code == 2
-    assert "never used without credentials" in text
 
 
 async def test_refused_credentials_exit_with_1_and_are_not_repeated(server: ConfiguredServer) -> None:
