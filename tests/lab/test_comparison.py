@@ -15,12 +15,10 @@ from dynamix.lab.comparison import verdict
 from dynamix.lab.comparison.figure import draw
 from dynamix.lab.comparison.rows import Tuned, parse_rows, with_references
 from dynamix.lab.comparison.runs import (
-    TYPICAL_RUN_S,
     ComparisonCell,
     ComparisonProgress,
     Ledger,
     RunTask,
-    estimate,
     fill,
     plan,
 )
@@ -225,19 +223,6 @@ def test_accuracies_are_compared_after_the_samples_that_every_run_saw(suite: Sui
     assert table.accuracy_at_equal_samples("rule", ["mixed", "alike"]) == pytest.approx(0.6)
     assert table.accuracy_at_equal_samples("static", ["mixed"]) == pytest.approx(0.45)
     assert table.accuracy_at_equal_samples("static", ["alike"]) is None
-
-
-def test_an_estimate_counts_what_is_left_at_what_its_family_took(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(lambda _: 1.0))  # half a second each
-    cells = plan(suite, parse_rows("static,best-static,rule"), range(10), TUNED)
-    with Ledger() as ledger:
-        before = estimate(cells, ledger)
-        assert (before.num_runs, before.core_minutes) == (60, pytest.approx(60 * TYPICAL_RUN_S / 60))
-        assert before.text(2) == "60 runs to do: some 2 minutes with --jobs 2."
-        fill([cell for cell in cells if cell.family == "mixed" and cell.task.seed < 5], ledger)
-        left = estimate(cells, ledger)
-    assert left.num_runs == 45
-    assert left.core_minutes == pytest.approx((15 * 0.5 + 30 * TYPICAL_RUN_S) / 60)
 
 
 def test_every_family_and_row_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,9 @@ import msgspec
 import pytest
 from tests.support import virtual
 
-from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Network, Power
-from dynamix.schemas.codec import encode
 from dynamix.schemas.messages import ExploredArm, JobProfile, Report
 from dynamix.schemas.messages.allocation import Objective
 
@@ -46,22 +44,6 @@ def test_an_episode_leaves_a_profile_and_the_next_one_begins_with_it() -> None:
     assert [bool(action.profile) for action in second.actions[:3]] == [True, False, False]
     assert any("the first windows agree with its profile" in action.reason for action in second.actions[:3])
     assert episode(family="").profile is None
-
-
-@pytest.mark.parametrize("objective", ["time", "energy"])
-def test_the_recorded_states_and_the_first_action_are_enough_to_decide_again(objective: Objective) -> None:
-    first = episode(None, "learning_rate", objective=objective)
-    second = episode(first.profile, "learning_rate", seed=4, objective=objective)
-    assert second.actions[0].rate_factor == 1.5
-    assert {state.feature_version for state in second.states} == {6 if objective == "energy" else 5}
-    fold = Fold(second.job, Rule(), None, second.actions[0].profile)
-    again = []
-    for sequence, state in enumerate(second.states, start=1):
-        fold.add_state(sequence, state)
-        while (action := fold.close()) is not None:
-            fold.adopt(action)
-            again.append(encode(action))
-    assert again == list(map(encode, second.actions))
 
 
 def test_a_learning_rate_is_tried_only_where_the_job_lets_it() -> None:

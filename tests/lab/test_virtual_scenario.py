@@ -26,7 +26,6 @@ import pytest
 from tests.support.small_suites import MIXED, write_suite
 
 from dynamix.lab.simulator.scenario import (
-    TABLES,
     Network,
     Scenario,
     Workers,
@@ -143,30 +142,6 @@ def test_the_scenarios_that_we_ship_can_be_run(part: str) -> None:
         assert scenario.optimizer in OPTIMIZERS
         assert scenario.learning_rate_rule in FACTORS
         assert sum(len(node.ranks) for node in scenario.nodes) == scenario.world_size
-
-
-def test_the_readme_describes_every_key_with_its_default_and_no_other() -> None:
-    text = (SCENARIOS / "README.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .+ \|$", text, re.MULTILINE)
-    expected = []
-    for struct in (Scenario, *TABLES.values()):
-        for field in msgspec.structs.fields(struct):
-            if struct is Scenario and field.name in TABLES:
-                continue
-            expected.append((field.name, "required" if field.required else _written(field.default)))
-    assert sorted(rows) == sorted(expected)
-
-
-def _written(default: object) -> str:
-    if default is None:
-        return "-"
-    return (
-        f"`{str(default).lower()}`"
-        if isinstance(default, bool)
-        else f'`"{default}"`'
-        if isinstance(default, str)
-        else f"`{default:g}`"
-    )
 
 
 def test_a_family_is_the_control_when_all_its_workers_are_alike_and_stay_alike(tmp_path: Path) -> None:

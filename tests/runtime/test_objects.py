@@ -24,8 +24,8 @@ from dynamix.runtime.bus import (
     PublishError,
     StaleWriterError,
     StreamMissingError,
+    object_layout,
 )
-from dynamix.runtime.bus.objects import layout as object_layout
 from dynamix.runtime.bus.objects import store as objects
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.bus.requests import Answer

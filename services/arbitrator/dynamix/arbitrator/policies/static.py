@@ -1,7 +1,7 @@
 """`static`: the sizes that the job started with. The baseline of every comparison.
 
-With the fast loop (option `track`) their sum stays and the training processes divide it. Options say how gradients
-travel, as far as the job permits it (`attach(exchange=...)`): from the first step on, and without a bus too.
+Its options set the gradient exchange from the first step on, as far as the job permits it (`attach(exchange=...)`),
+with or without a bus.
 """
 
 from typing import ClassVar

@@ -13,8 +13,8 @@ from .errors import (
     StreamFullError,
     StreamMissingError,
 )
-from .objects.layout import ObjectInfo
-from .objects.store import StoredObject
+from .object_layout import ObjectInfo
+from .objects import StoredObject
 from .read import Reader, Start
 from .requests import BusMessage, FailoverWait, StreamState
 

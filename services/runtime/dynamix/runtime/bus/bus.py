@@ -14,7 +14,7 @@ from . import requests as asked
 from .connection import BrokerConnection, DeniedCallback
 from .errors import StaleWriterError
 from .follow import Following, Overtaking, Subscription
-from .objects.store import Objects
+from .objects import Objects
 from .publish import Publisher
 from .read import DirectReader, DurableReader, HandlingStatistics, Reader, Start, StatisticsByKind
 from .requests import BusMessage, Requests, StreamState

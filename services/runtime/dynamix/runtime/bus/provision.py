@@ -9,7 +9,7 @@ from dynamix.schemas.subjects import ROOT, announced, kept_by
 
 from . import Bus
 from .errors import ApiError, BusError, StreamMissingError
-from .objects.layout import all_chunks, all_descriptions
+from .object_layout import all_chunks, all_descriptions
 from .requests import stream_config, write_stream
 
 

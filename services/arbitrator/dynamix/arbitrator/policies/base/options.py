@@ -57,7 +57,7 @@ def named(names: tuple[str, ...], meaning: str, default: str | None = None) -> O
 def track(default: float) -> Option:
     """The option that all our policies have: whether the training processes divide the global batch."""
     return switch(
-        default, "1: the training processes divide it, every step, where the job supports that; 0: the policy"
+        default, "1: ranks divide the batch every step, if the job supports it; 0: the policy does once per window"
     )
 
 

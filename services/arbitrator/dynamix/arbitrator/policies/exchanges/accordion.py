@@ -2,10 +2,9 @@
 
     critical, if |N_before - N| / N_before >= eta, or the learning rate fell: codec `mild`; else codec `hard`
 
-N is the mean norm of a step's gradient over an interval, by the state's `gradient_norm`; published with eta 0.5, an
-interval of ten epochs, and norms of each layer apart, where we have one. It begins as critical. Our codecs lose far
-less than those that it was made for (top-k, PowerSGD), so that the choice matters less. The batch stays. It needs
-`attach(exchange="lossy")`; elsewhere gradients travel as they are.
+N is the mean norm of a step's gradient over an interval; published with eta 0.5, ten epochs, and a norm per layer,
+where we have one for all. It starts as critical. Our codecs lose far less than those that it was made for. The batch
+stays. It needs `attach(exchange="lossy")`; elsewhere gradients are exchanged exactly.
 """
 
 import math

@@ -2,9 +2,9 @@
 
     tau = ceil(tau_0 sqrt((lr_0 / lr) (F / F_0)))       but decay * the last tau, where that is not below the last one
 
-F is the mean training loss of an interval, lr the learning rate of the steps at its end, F_0 and lr_0 those of the
-first one; tau is decided once per interval, published with a minute for each. It never grows but with a falling
-learning rate. The batch stays. It needs `attach(exchange="local")`; elsewhere gradients travel as they are.
+F is the mean training loss of an interval, lr the learning rate at its end, F_0 and lr_0 those of the first one; tau is
+decided once per interval (published: a minute) and grows only with a falling learning rate. The batch stays. It needs
+`attach(exchange="local")`; elsewhere gradients are exchanged exactly.
 """
 
 import math

@@ -1,8 +1,8 @@
 """`diloco`: a fixed sync period with an outer Nesterov step (DiLoCo: Douillard et al., arXiv 2311.08105).
 
-Rounds of `every` local steps, from the first step on; then SGD with Nesterov momentum, of rate 0.7 and momentum 0.9 as
-published, steps from where the round began in the direction of the mean. Published periods are some hundred steps, of
-jobs that take ten thousands; the default here is for short jobs. The batch stays. It needs `attach(exchange="local")`.
+Rounds of `every` local steps from the first step on, then a Nesterov step from where the round began towards the mean.
+Published periods are some hundred steps; the default here is for short jobs. The batch stays. It needs
+`attach(exchange="local")`.
 """
 
 from typing import ClassVar

@@ -2,10 +2,9 @@
 
     h = max(h_min, floor((alpha / learning rate)^2))
 
-The period grows as the learning rate falls. Published settings have h_min 2 or 4, and alpha such that h grows in the
-last part of a schedule: 0.0175 with AdamW at a peak rate of 0.008, that is (alpha / peak)^2 = 4.8, which the default is
-at a rate of 0.1. The learning rate is that of the steps: scheduled, and scaled with the batch. Where it does not
-change, neither does h. The batch stays. It needs `attach(exchange="local")`; elsewhere gradients travel as they are.
+The period grows as the learning rate of the steps falls. Published settings have h_min 2 or 4 and (alpha / peak)^2 =
+4.8, which the default is at a rate of 0.1. The batch stays. It needs `attach(exchange="local")`; elsewhere gradients
+are exchanged exactly.
 """
 
 import math

@@ -15,19 +15,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from dynamix.runtime.bus.errors import (
+from . import object_layout as layout
+from .errors import (
     BusError,
     ConnectionClosedError,
     ObjectBrokenError,
     ObjectMissingError,
     StaleWriterError,
 )
-from dynamix.runtime.bus.publish import Publisher
-from dynamix.runtime.bus.read import Reader, Start
-from dynamix.runtime.bus.requests import BusMessage, Requests, count_messages, last_message, purge_subject
-
-from . import layout
-from .layout import ObjectInfo
+from .object_layout import ObjectInfo
+from .publish import Publisher
+from .read import Reader, Start
+from .requests import BusMessage, Requests, count_messages, last_message, purge_subject
 
 logger = logging.getLogger(__name__)
 

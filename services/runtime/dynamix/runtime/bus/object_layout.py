@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from dynamix.runtime.bus.errors import ObjectBrokenError
+from .errors import ObjectBrokenError
 
 CHUNK_BYTES = 128 * 1024
 """The layout's own default; with headers it is far below a broker's limit of 1 MB."""
