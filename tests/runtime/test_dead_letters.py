@@ -4,7 +4,7 @@ import pytest
 from tests.support.brokers import ConfiguredServer, until
 
 from dynamix.runtime.bus import Bus, BusMessage
-from dynamix.runtime.health import DeadLetters, tokens_of
+from dynamix.runtime.bus.health import DeadLetters, tokens_of
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Dead
 

@@ -12,6 +12,7 @@ from tests.runtime.test_service import end, heartbeat, started
 from tests.support.brokers import ConfiguredServer, publish_states
 from tests.support.http_get import free_port, get
 
+from dynamix.runtime import metrics as metrics_module
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.metrics import (
     FORGET_AFTER_S,
@@ -20,7 +21,6 @@ from dynamix.runtime.metrics import (
     MetricsServer,
     Scrape,
     ServiceMetrics,
-    scrape,
 )
 
 
@@ -152,7 +152,7 @@ async def test_a_number_that_cannot_be_shown_is_said_and_does_no_other_harm(capl
 
 
 def test_a_scrape_has_a_bound_and_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape, "MAX_SAMPLES", 5)
+    monkeypatch.setattr(metrics_module, "MAX_SAMPLES", 5)
     metrics = ServiceMetrics("reward")
     for n in range(8):
         metrics.add(lambda shown, n=n: shown.gauge("size", "a size", n, training_job=f"job-{n}"))

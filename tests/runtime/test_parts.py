@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dynamix.runtime import log, rate_limit
 from dynamix.runtime.bus.connection import parse_status
-from dynamix.runtime.bus.read import common_filter
-from dynamix.runtime.bus.requests import BusMessage, nanoseconds, parse_delivery
+from dynamix.runtime.bus.read import common_filter, parse_delivery
+from dynamix.runtime.bus.requests import BusMessage, nanoseconds
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.schemas.subjects import covers
 

@@ -13,7 +13,7 @@ from tests.support.brokers import ConfiguredServer, publish_states
 from tests.support.service_processes import service_process
 
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.service import lifecycle
+from dynamix.runtime.service import frame
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Live
 
@@ -146,20 +146,20 @@ async def test_refused_credentials_exit_with_1_and_are_not_repeated(server: Conf
 def test_help_is_printed_without_a_broker(capsys: pytest.CaptureFixture[str]) -> None:
     from tests.support.small_service import SmallSettings, main  # noqa: PLC0415 - a module of processes
 
-    assert lifecycle.run("collector", SmallSettings, main, ["--help"]) == 0
+    assert frame.run("collector", SmallSettings, main, ["--help"]) == 0
     assert "consume, fail, refuse, finish or ignore-stop." in capsys.readouterr().out
 
 
 async def test_a_service_that_ignores_the_signal_is_ended(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(frame, "STOP_TIMEOUT_S", 0.2)
     from tests.support.small_service import SmallSettings, main  # noqa: PLC0415 - a module of processes
 
-    loaded = lifecycle.Loaded(
-        lifecycle.load("collector", SmallSettings, []).shared, server.settings, SmallSettings(mode="ignore-stop")
+    loaded = frame.Loaded(
+        frame.load("collector", SmallSettings, []).shared, server.settings, SmallSettings(mode="ignore-stop")
     )
-    living = asyncio.create_task(lifecycle._Life("collector", loaded, main).live())
+    living = asyncio.create_task(frame._Life("collector", loaded, main).live())
     await heartbeat(bus)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await living == 1

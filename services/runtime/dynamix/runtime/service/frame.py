@@ -35,7 +35,7 @@ from dynamix.runtime.bus import (
     StreamFullError,
     StreamMissingError,
 )
-from dynamix.runtime.health import DeadLetters, Watchdog, send_heartbeats
+from dynamix.runtime.bus.health import DeadLetters, Watchdog, send_heartbeats
 from dynamix.runtime.metrics import MetricsServer, Scrape, ServiceMetrics
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.runtime.settings import Loaded, Supervisor, check_bus, help_text, load, node_name

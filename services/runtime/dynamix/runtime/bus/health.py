@@ -17,12 +17,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Never, Self
 
-from dynamix.runtime.bus import Bus, BusError, BusMessage, PermissionDeniedError, ServiceBus
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.kinds import BY_NAME
 from dynamix.schemas.messages import Dead, Live
 from dynamix.schemas.streams import DAY_S
+
+from .bus import Bus, ServiceBus
+from .errors import BusError, PermissionDeniedError
+from .requests import BusMessage
 
 logger = logging.getLogger(__name__)
 
