@@ -25,8 +25,8 @@ from dynamix.runtime.bus import (
     StaleWriterError,
     StreamMissingError,
     object_layout,
+    objects,
 )
-from dynamix.runtime.bus.objects import store as objects
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.bus.requests import Answer
 from dynamix.runtime.settings import BusSettings
