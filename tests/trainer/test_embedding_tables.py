@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from dynamix.trainer.exchange.codecs.rows import table_share
+from dynamix.trainer.exchange.rows import table_share
 
 
 class Tied(nn.Module):

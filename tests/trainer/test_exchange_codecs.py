@@ -22,8 +22,8 @@ from dynamix.trainer.exchange.codec import (
     owned_ranges,
 )
 from dynamix.trainer.exchange.codecs import CODECS, exchange_codec
-from dynamix.trainer.exchange.codecs.rows import LOOK_AGAIN, RowsExchange
 from dynamix.trainer.exchange.collectives import Collective, Largest, Leg, Sum, Trade, Union, run_alike
+from dynamix.trainer.exchange.rows import LOOK_AGAIN, RowsExchange
 
 LOSSY = [name for name in CODECS if not exchange_codec(name).is_lossless]
 LOSSLESS = [name for name in CODECS if exchange_codec(name).is_lossless]

@@ -18,7 +18,7 @@ from dynamix import trainer
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.data.orders import epoch_order
 from dynamix.trainer.exchange.codecs import CODECS
-from dynamix.trainer.exchange.local_steps import outer_step
+from dynamix.trainer.local_steps.rounds import outer_step
 
 STEPS = 22
 

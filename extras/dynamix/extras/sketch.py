@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Member, owned_ranges, sum_over_ranks
-from dynamix.trainer.exchange.codecs.rows import (
+from dynamix.trainer.exchange.collectives import Collective, Leg, Trade, Union
+from dynamix.trainer.exchange.rows import (
     INTEGERS,
     minus_zeros,
     pack_bits,
@@ -30,7 +31,6 @@ from dynamix.trainer.exchange.codecs.rows import (
     settle_zeros,
     unpack_bits,
 )
-from dynamix.trainer.exchange.collectives import Collective, Leg, Trade, Union
 
 PLANES = {64: torch.int64, 32: torch.int32, 16: torch.int16, 8: torch.int8}
 GROUP = 32

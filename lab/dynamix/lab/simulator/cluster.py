@@ -21,7 +21,7 @@ from dynamix.schemas.messages.allocation import EXACT, Allocation, Explored, Obj
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
 from dynamix.trainer.exchange.codec import CodedSquares
-from dynamix.trainer.exchange.codecs.rows import table_share
+from dynamix.trainer.exchange.rows import table_share
 from dynamix.trainer.gradient.learning_rate import FACTORS, scale_every_step
 from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured, window_moments
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place

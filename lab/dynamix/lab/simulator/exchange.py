@@ -42,8 +42,8 @@ from dynamix.trainer.exchange.codec import (
     owned_ranges,
 )
 from dynamix.trainer.exchange.codecs import exchange_codec
-from dynamix.trainer.exchange.codecs.narrow import BLOCK, Int8
 from dynamix.trainer.exchange.collectives import Leg, Trade, run_alike
+from dynamix.trainer.exchange.narrow import BLOCK, Int8
 from dynamix.trainer.exchange.plan import keeps_residuals, member_of
 
 from .scenario import Coding

@@ -27,7 +27,6 @@ from dynamix.trainer.data.loader import (
 from dynamix.trainer.data.orders import OwnSampler
 from dynamix.trainer.data.plan import Division, SamplerOptions
 from dynamix.trainer.exchange.codec import CodedSquares
-from dynamix.trainer.exchange.local_steps import LocalSteps
 from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.exchange.transport import GradientServers, forget_imports
 from dynamix.trainer.gradient.covered import CoveredModels
@@ -46,6 +45,7 @@ from dynamix.trainer.gradient.models import (
 from dynamix.trainer.gradient.noise import SecondMoments
 from dynamix.trainer.job.identity import MemoryCaps
 from dynamix.trainer.job.options import NoiseMetric, options_of, warn_of_two_momenta
+from dynamix.trainer.local_steps.rounds import LocalSteps
 from dynamix.trainer.loggers import MetricLogger, find_loggers
 from dynamix.trainer.loggers.delivery import Loggers, MetricHistory
 from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock

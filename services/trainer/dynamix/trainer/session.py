@@ -15,7 +15,6 @@ from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.trainer.arguments import share, whole_number
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.plan import MicroBatch
-from dynamix.trainer.exchange.local_steps import EndedStep, LocalSteps
 from dynamix.trainer.exchange.plan import ExchangePlan, GradientScaler, ScaledResiduals
 from dynamix.trainer.gradient.covered import CoveredModels
 from dynamix.trainer.gradient.hook import NOT_MEASURED
@@ -24,6 +23,7 @@ from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.micro_batches import OUT_OF_MEMORY
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.job.identity import MemoryCaps
+from dynamix.trainer.local_steps.rounds import EndedStep, LocalSteps
 from dynamix.trainer.loggers.delivery import MetricHistory
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import RankMeter, Scalar

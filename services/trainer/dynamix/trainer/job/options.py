@@ -51,7 +51,7 @@ from dynamix.trainer.arguments import (
     whole_number,
 )
 from dynamix.trainer.exchange.codecs import CODECS, GROUP, exchange_codec
-from dynamix.trainer.exchange.codecs.rows import table_share
+from dynamix.trainer.exchange.rows import table_share
 from dynamix.trainer.exchange.transport import split_address
 from dynamix.trainer.gradient.hook import BaseHook, Reduction
 from dynamix.trainer.gradient.learning_rate import Rule

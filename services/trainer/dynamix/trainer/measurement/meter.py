@@ -19,9 +19,9 @@ from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, R
 from dynamix.trainer.arguments import number
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.codec import CodedSquares
-from dynamix.trainer.exchange.local_steps import RoundDrift
 from dynamix.trainer.gradient.hook import Reduction, SquaredNorms
 from dynamix.trainer.gradient.noise import NoiseSums
+from dynamix.trainer.local_steps.rounds import RoundDrift
 
 from .clock import AnyClock, StepTimes
 from .energy import unmeasured

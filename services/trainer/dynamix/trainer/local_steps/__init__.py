@@ -1,0 +1,1 @@
+"""Local steps: rounds in which each rank steps alone (`rounds`)."""
