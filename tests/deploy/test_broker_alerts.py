@@ -17,8 +17,8 @@ from tests.support.scraped_plane import ScrapedPlane
 from tests.support.services_here import services_here
 
 from dynamix.arbitrator import shown as arbitrator_shown
+from dynamix.cli.commands.doctor import DoctorCheck
 from dynamix.cli.commands.doctor import bus as doctor
-from dynamix.cli.commands.doctor.check import DoctorCheck
 from dynamix.runtime.bus.broker.connection import BrokerConnection
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.settings import BusSettings

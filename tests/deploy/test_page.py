@@ -5,7 +5,7 @@ import asyncio
 from tests.support import examples
 from tests.support.deployed_broker import DeployedBroker
 
-from dynamix.cli.board.fleet import Fleet
+from dynamix.cli.fleet import Fleet
 from dynamix.runtime.bus import Bus
 
 
@@ -22,12 +22,12 @@ async def test_a_watcher_may_follow_all_jobs(broker: DeployedBroker) -> None:
     fleet = Fleet(watcher)
     following = asyncio.create_task(fleet.follow())
     async with asyncio.timeout(30):
-        while not fleet.boards or fleet.boards[examples.JOB].window < 0:
+        while not fleet.jobs or fleet.jobs[examples.JOB].window < 0:
             await fleet.news.wait()
-        board = await fleet.open(examples.JOB)
-    assert board is not None
-    assert board.action is not None
-    assert [point.window for point in board.timeline.points] == [0]
+        view = await fleet.open(examples.JOB)
+    assert view is not None
+    assert view.action is not None
+    assert [point.window for point in view.history] == [0]
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     await watcher.close()

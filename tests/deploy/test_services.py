@@ -9,9 +9,9 @@ import pytest
 from tests.support.control_plane import NODE, one_node_job, report_of
 from tests.support.deployed_broker import INSTANCE, DeployedBroker
 
-from dynamix.cli.board.feed import Feed
 from dynamix.cli.commands.doctor.bus import HOW_TO_LOOK, is_alive
 from dynamix.cli.commands.doctor.bus import bus as bus_checks
+from dynamix.cli.commands.top import stored
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
@@ -85,17 +85,16 @@ async def test_a_window_passes_all_services_without_a_denied_permission(broker: 
     assert await denials(watcher) == dict.fromkeys(SERVICES, 0)
     assert trainer.counters["permission_denials"] == 0
 
-    view = Feed(watcher, None)
-    await view.catch_up()
-    assert view.board is not None
-    assert (view.board.name, view.board.window, len(view.board.ranks)) == (job.job, 0, 4)
+    view, _, _ = await stored(watcher, None)
+    assert view is not None
+    assert (view.name, view.window, len(view.ranks)) == (job.job, 0, 4)
     checks = await bus_checks(broker.settings("watcher"), configured=True)
     assert {check.name: check.present for check in checks} == {"broker": True, "streams": True, "services": True}
     assert watcher.counters["permission_denials"] == 0
     unseen = await bus_checks(broker.settings("trainer"), configured=True)
-    assert {check.name: check.fix for check in unseen if not check.present} == dict.fromkeys(
-        ("streams", "services"), HOW_TO_LOOK
-    )
+    forbidden = {check.name: check.fix for check in unseen if not check.permitted}
+    assert forbidden == dict.fromkeys(("streams", "services"), HOW_TO_LOOK)
+    assert not any(check.is_missing for check in unseen)
     asked = [is_alive(broker.settings(name), name, environment(name)) for name in SERVICES]  # as each service itself
     assert all(await asyncio.gather(*asked))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.support.small_suites import made_up, tuned_for, write_suite
 
-from dynamix.cli.commands.evaluate.command import POLICIES
+from dynamix.cli.commands.evaluate import POLICIES
 from dynamix.lab.comparison import tuning
 from dynamix.lab.comparison.rows import (
     BASES,
@@ -161,7 +161,7 @@ def test_a_family_without_a_train_part_falls_back_to_the_best_over_all_and_best_
     tuned = tuned_for(other=256)
     assert only_setting("best-static", tuned).local_batch_size == 128
     assert (tuned.is_fallback("mixed"), tuned.is_fallback("other")) == (True, False)
-    with pytest.raises(ValueError, match="dynamix tune"):
+    with pytest.raises(ValueError, match="dynamix evaluate tune"):
         only_setting("best-static")
 
 
@@ -233,7 +233,7 @@ def train(tmp_path: Path) -> Suite:
 def tuned(train: Suite, monkeypatch: pytest.MonkeyPatch) -> Tuned:
     monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(time_s))
     with Ledger() as ledger:
-        return tuning.tune(train, ledger, seeds=[10_000, 10_001], command="dynamix tune")
+        return tuning.tune(train, ledger, seeds=[10_000, 10_001], command="dynamix evaluate tune")
 
 
 def test_every_baseline_has_the_same_number_of_settings() -> None:
@@ -263,10 +263,10 @@ def test_the_file_holds_what_was_chosen(tuned: Tuned, train: Suite, tmp_path: Pa
 
 
 def test_a_file_that_is_missing_or_spoilt_says_how_to_make_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="dynamix tune -o"):
+    with pytest.raises(ValueError, match="dynamix evaluate tune -o"):
         read_tuned(tmp_path / "tuned.toml")
     (tmp_path / "tuned.toml").write_text("sizes = 3\n")
-    with pytest.raises(ValueError, match=r"sizes.*dynamix tune"):
+    with pytest.raises(ValueError, match=r"sizes.*dynamix evaluate tune"):
         read_tuned(tmp_path / "tuned.toml")
 
 

@@ -4,7 +4,7 @@
 
 lr(B) is what the job's learning-rate rule makes of B: 1, B^0.5 or B. With rate_weight 0 the learning rate is taken to
 be the best one for each B, with 1 a step to be worth its length. The defaults were found by hand in several rounds on
-train scenarios; `dynamix tune` runs six settings beside the baselines' six, for the record (scenarios/tuned.toml).
+train scenarios; `dynamix evaluate tune` runs six settings beside the baselines' six (scenarios/tuned.toml).
 
 A step is worth no more above 16 times B_noise, or 16 times the batch of the user's learning rate where that is more: of
 its noise little is left by then, and lr(B) would go on growing, where a training bears only so much.
