@@ -52,7 +52,7 @@ from dynamix.trainer.exchange.collectives import perform_alike
 from dynamix.trainer.exchange.owners import legs_of
 from dynamix.trainer.exchange.registry import CODECS, exchange_codec
 from dynamix.trainer.gradient.buckets import view_of
-from dynamix.trainer.job.served_exchange import SERVED_CODECS
+from dynamix.trainer.job.options import SERVED_CODECS
 
 ALL_REDUCE, TORCH_SPARSE = "all-reduce", "torch-sparse"
 BASELINES = (ALL_REDUCE, TORCH_SPARSE)

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET  # what pytest wrote a moment ago is read, nothing foreign
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,9 +35,9 @@ from bench.jobs import NODE, NodeWindow, Parcel, SteadyJob, job_of, node_window,
 
 from dynamix.runtime.bus import Bus, BusError
 from dynamix.runtime.bus.authority import PROVISION, Authority
-from dynamix.runtime.bus.broker.connection import BrokerConnection
+from dynamix.runtime.bus.connection import BrokerConnection
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams.durable import make_durable
+from dynamix.runtime.bus.read import make_durable
 from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.embedded import EmbeddedServerError, server_binary
 from dynamix.runtime.settings import BusSettings
@@ -96,8 +96,14 @@ HONEST_JOBS = ("steady-0a1b2c3d", "steady-4e5f6a7b")
 HOSTILE, OTHER_NODE, HONEST = "hostile", "node-b", "steady"
 """Who floods: a trainer with a key for jobs of that name, or the collector of another node; and the others' jobs."""
 SMALL_BYTES = 100
+LARGEST = f"{MAX_TRAINER_BYTES // 1024} KiB"
+PER_CONNECTION = 200
+"""Subscriptions tried on one connection."""
 AT_ONCE = 10_000
 """Messages sent before the broker has read them: it reads as fast as it can, and queues or refuses."""
+
+
+Sender = Callable[[int, BusSettings], Coroutine[Any, Any, float]]
 
 
 class Flood(NamedTuple):
@@ -106,10 +112,9 @@ class Flood(NamedTuple):
     what: str
     full: int
     """How many make the full size."""
-    parcels: Callable[[int], Iterator[Parcel]]
+    send: Sender
+    """Sends so many as fast as the broker takes them; the seconds that it took."""
     user: str = HOSTILE
-    is_acknowledged: bool = False
-    """Whether the sender waits for acknowledgements, which is slower."""
 
 
 def _on_one_node(name: str, num_ranks: int) -> tuple[Job, NodeWindow]:
@@ -144,55 +149,95 @@ def _junk(num_bytes: int, kind: str, *nodes: str, num_runs: int = 1) -> Callable
     return lambda count: itertools.islice(itertools.cycle(many), count)
 
 
+def _acknowledged(parcels: Callable[[int], Iterator[Parcel]]) -> Sender:
+    """Send and wait for acknowledgements, which is slower."""
+
+    async def send(count: int, settings: BusSettings) -> float:
+        bus = await Bus.connect(settings, name="flood")
+        try:
+            begun, sent = time.monotonic(), list[asyncio.Future[int]]()
+            for one in parcels(count):
+                sent.append(await bus.publish_bytes_soon(*one))
+                await asyncio.sleep(0)
+            await asyncio.gather(*sent, return_exceptions=True)  # streams count what was stored
+            return time.monotonic() - begun
+        finally:
+            await bus.close()
+
+    return send
+
+
+def _unheard(parcels: Callable[[int], Iterator[Parcel]]) -> Sender:
+    """Send without waiting for anything but that the broker has read it."""
+
+    async def send(count: int, settings: BusSettings) -> float:
+        connection = BrokerConnection(settings, "flood", None)
+        await connection.open(wait=False)
+        try:
+            begun = time.monotonic()
+            for number, one in enumerate(parcels(count), start=1):
+                await connection.send(one.subject, one.payload, "")
+                if number % AT_ONCE == 0:
+                    await connection.round_trip(60)
+            await connection.round_trip(60)
+            return time.monotonic() - begun
+        finally:
+            await connection.close()
+
+    return send
+
+
+async def _subscriptions(count: int, settings: BusSettings) -> float:
+    """Subscribe to so many subjects, each of which the key permits; the broker ends connections that have too many."""
+    begun, sent = time.monotonic(), 0
+    while sent < count:
+        connection = BrokerConnection(settings, "flood", None)
+        await connection.open(wait=False)
+        with contextlib.suppress(BusError):
+            for number in range(PER_CONNECTION):
+                await connection.subscribe(f"{connection.inbox}.{number}", lambda *_: None)
+            await connection.round_trip(1)
+        await connection.close()
+        sent += PER_CONNECTION
+    return time.monotonic() - begun
+
+
+async def _connections(count: int, settings: BusSettings) -> float:
+    """Hold so many connections at once."""
+    begun = time.monotonic()
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(count):
+            connection = BrokerConnection(settings, "flood", None)
+            await connection.open(wait=False)
+            stack.push_async_callback(connection.close)
+        return time.monotonic() - begun
+
+
 FLOODS = {
-    "empty": Flood("empty reports to the same collector", 20_000, _junk(0, "report", NODE)),
-    "empty-states": Flood("empty states of another node", 20_000, _junk(0, "state", OTHER_NODE), OTHER_NODE),
-    "large": Flood("junk reports of 256 KiB to the same collector", 1_000, _junk(MAX_TRAINER_BYTES, "report", NODE)),
-    "larger": Flood("the same, of 1,000 runs", 6_000, _junk(MAX_TRAINER_BYTES, "report", NODE, num_runs=1_000)),
-    "small": Flood("junk receipts of 100 B", 500_000, _junk(SMALL_BYTES, "applied")),
-    "small-reports": Flood("junk reports of 100 B to the same collector", 200_000, _junk(SMALL_BYTES, "report", NODE)),
-    "runs": Flood("the same, of 10,000 runs", 200_000, _junk(SMALL_BYTES, "report", NODE, num_runs=10_000)),
-    "own-reports": Flood("good reports of 4 ranks to the same collector", 50_000, _reports(4)),
-    "many-ranks": Flood("good reports of 1,024 ranks to the same collector", 256, _reports(1024), is_acknowledged=True),
-    "jobs": Flood("jobs of 4 ranks, each with a report to the same collector", 10_000, _jobs, is_acknowledged=True),
+    "empty": Flood("empty reports to the same collector", 20_000, _unheard(_junk(0, "report", NODE))),
+    "empty-states": Flood("empty states of another node", 20_000, _unheard(_junk(0, "state", OTHER_NODE)), OTHER_NODE),
+    "large": Flood(
+        f"junk reports of {LARGEST} to the same collector", 1_000, _unheard(_junk(MAX_TRAINER_BYTES, "report", NODE))
+    ),
+    "larger": Flood(
+        "the same, of 1,000 runs", 6_000, _unheard(_junk(MAX_TRAINER_BYTES, "report", NODE, num_runs=1_000))
+    ),
+    "small": Flood("junk receipts of 100 B", 500_000, _unheard(_junk(SMALL_BYTES, "applied"))),
+    "small-reports": Flood(
+        "junk reports of 100 B to the same collector", 200_000, _unheard(_junk(SMALL_BYTES, "report", NODE))
+    ),
+    "runs": Flood("the same, of 10,000 runs", 200_000, _unheard(_junk(SMALL_BYTES, "report", NODE, num_runs=10_000))),
+    "own-reports": Flood("good reports of 4 ranks to the same collector", 50_000, _unheard(_reports(4))),
+    "many-ranks": Flood("good reports of 1,024 ranks to the same collector", 256, _acknowledged(_reports(1024))),
+    "jobs": Flood("jobs of 4 ranks, each with a report to the same collector", 10_000, _acknowledged(_jobs)),
+    "subscriptions": Flood(f"subscriptions by connections of {PER_CONNECTION}", 100_000, _subscriptions),
+    "connections": Flood("connections at once", 2_000, _connections),
 }
 
 
 def send(name: str, count: int, settings: BusSettings) -> float:
-    """Send so many of a kind as fast as the broker takes them, for a process of its own; the seconds that it took."""
-    flood = FLOODS[name]
-    acknowledged, unheard = _send_acknowledged(flood, count, settings), _send_unheard(flood, count, settings)
-    chosen, other = (acknowledged, unheard) if flood.is_acknowledged else (unheard, acknowledged)
-    other.close()
-    return run_with_uvloop(chosen)
-
-
-async def _send_acknowledged(flood: Flood, count: int, settings: BusSettings) -> float:
-    bus = await Bus.connect(settings, name="flood")
-    try:
-        begun, sent = time.monotonic(), list[asyncio.Future[int]]()
-        for one in flood.parcels(count):
-            sent.append(await bus.publish_bytes_soon(*one))
-            await asyncio.sleep(0)
-        await asyncio.gather(*sent, return_exceptions=True)  # streams count what was stored
-        return time.monotonic() - begun
-    finally:
-        await bus.close()
-
-
-async def _send_unheard(flood: Flood, count: int, settings: BusSettings) -> float:
-    connection = BrokerConnection(settings, "flood", None)
-    await connection.open(wait=False)
-    try:
-        begun = time.monotonic()
-        for number, one in enumerate(flood.parcels(count), start=1):
-            await connection.send(one.subject, one.payload, "")
-            if number % AT_ONCE == 0:
-                await connection.round_trip(60)
-        await connection.round_trip(60)
-        return time.monotonic() - begun
-    finally:
-        await connection.close()
+    """Send so many of a kind, for a process of its own; the seconds that it took."""
+    return run_with_uvloop(FLOODS[name].send(count, settings))
 
 
 # --- floods: the broker of deploy/, services and honest jobs ---------------------------------------------------------

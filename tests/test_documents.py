@@ -58,7 +58,6 @@ def anchor(heading: str) -> str:
 def test_every_path_that_is_named_exists(document: str) -> None:
     files = "".join(f"/{name}\n" for name in tracked(""))
     names = {name for name in named_paths((ROOT / document).read_text()) if not name.startswith(MADE_BY_COMMANDS)}
-    assert names, "no path was found"
     assert [name for name in sorted(names) if not is_path(name, files)] == []
 
 

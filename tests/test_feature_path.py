@@ -24,7 +24,7 @@ from dynamix.schemas.messages import (
     SystemMetrics,
     TrainingMetrics,
 )
-from dynamix.trainer.measurement.rows import Row, energy_j, held_out_accuracy, job_totals, rank_row, wall_s
+from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy, job_totals, rank_row, wall_s
 
 Metrics = TrainingMetrics | SystemMetrics | NetworkMetrics | NodeMetrics
 

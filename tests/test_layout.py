@@ -37,8 +37,7 @@ PURE_CORES = {
         *(f"learning.{name}" for name in ("agent", "ppo", "rollout")),
     },
     "trainer": {
-        *("data.schedule", "data.sampler", "gradient.noise", "measurement.rows"),
-        *("steering.offers", "steering.tracking"),
+        *("data.plan", "gradient.noise", "measurement.meter", "steering.fast_loop", "steering.offers"),
     },
 }
 

@@ -8,8 +8,7 @@ from tests.support import examples
 from tests.support.old_server import OldServer
 
 from dynamix.arbitrator.learning.collecting import collect
-from dynamix.runtime.bus import Bus, BusMessage
-from dynamix.runtime.bus.streams import failover
+from dynamix.runtime.bus import Bus, BusMessage, requests
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Applied, RankReward, Reward
 
@@ -73,7 +72,7 @@ async def test_another_generation_is_not_waited_for_and_nothing_is_no_matter(bus
 async def test_actions_that_were_applied_are_asked_for_again_after_a_fail_over(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failover, "PAUSE_S", 0.02)
+    monkeypatch.setattr(requests, "PAUSE_S", 0.02)
     await record(bus, range(5), range(5))
     action = examples.action()
     await bus.publish(action)

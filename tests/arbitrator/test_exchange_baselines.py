@@ -50,7 +50,7 @@ def test_nothing_is_decided_that_a_job_does_not_permit(policy: str) -> None:
 
 def test_qsr_makes_rounds_longer_as_the_square_of_the_learning_rate_falls() -> None:
     rates = [math.nan, 0.4, 0.1, 0.05, math.nan, 0.02]
-    found = decided("qsr", job(alpha=0.2, h_min=4, codec=5), [{"learning_rate": rate} for rate in rates])
+    found = decided("qsr", job(alpha=0.2, h_min=4, codec="int8"), [{"learning_rate": rate} for rate in rates])
     assert periods(found) == [4, 4, 4, 16, 16, 100]
     assert codecs(found) == ["int8"] * 6
 
@@ -75,7 +75,7 @@ def test_accordion_compresses_hard_while_the_norm_is_steady() -> None:
     assert codecs(found) == ["bf16", "bf16", "bf16", "bf16", "bf16", "int8", "int8", "bf16"]
     falls = [{"gradient_norm": 1.0, "learning_rate": rate} for rate in (0.1, 0.1, 0.01, 0.01)]
     assert codecs(decided("accordion", job(interval=1), falls)) == ["bf16", "int8", "bf16", "int8"]
-    assert codecs(decided("accordion", job(mild=0), [{}] * 2)) == ["none", "none"]
+    assert codecs(decided("accordion", job(mild="none"), [{}] * 2)) == ["none", "none"]
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ from dynamix.arbitrator.families.source import ProfileSource
 from dynamix.arbitrator.learned.policy_source import PolicySource
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.streams import failover
+from dynamix.runtime.bus import Bus, requests
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode, encode
@@ -105,7 +104,7 @@ async def test_each_end_is_stored_once_by_whichever_arbitrator_comes_first(bus: 
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "PAUSE_S", 0.02)
+    monkeypatch.setattr(requests, "PAUSE_S", 0.02)
 
 
 @pytest.mark.usefixtures("short_pauses")

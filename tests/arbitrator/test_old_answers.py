@@ -17,8 +17,7 @@ from dynamix.arbitrator.deciding.action_store import ActionsEndEarlyError
 from dynamix.arbitrator.learned.policy_source import PolicyAbsentError, PolicySource
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.policy import Policy
-from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.streams import failover
+from dynamix.runtime.bus import Bus, requests
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.messages import Action, Job
@@ -30,7 +29,7 @@ NEVER = 10**9
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "PAUSE_S", 0.05)
+    monkeypatch.setattr(requests, "PAUSE_S", 0.05)
     monkeypatch.setattr(job_log, "SHOW_WAITS_S", (0.01,))
 
 
@@ -69,7 +68,7 @@ async def test_a_job_whose_actions_seem_to_end_early_is_opened_once_its_leader_i
 async def test_it_is_halted_at_once_with_one_copy_and_in_the_end_with_several(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, num_replicas: int, least: int, most: int
 ) -> None:
-    monkeypatch.setattr(failover, "OLD_ANSWERS_S", 0.5)
+    monkeypatch.setattr(requests, "OLD_ANSWERS_S", 0.5)
     old = OldServer(bus, num_replicas)
     await decided_four(bus, old, NEVER)
     async with arbitrator_here(old) as context:  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ def test_only_a_job_that_can_is_left_to_divide_its_batch() -> None:
 
 def test_scripts_are_held_to_the_bounds_that_policies_have() -> None:
     bounds = {
-        policy.name: {name: Bounds(one.low, one.high, one.whole, one.others) for name, one in policy.options.items()}
+        policy.name: {name: Bounds(one.low, one.high, one.whole, one.names) for name, one in policy.options.items()}
         for policy in POLICIES.values()
     }
     assert bounds == OPTION_BOUNDS

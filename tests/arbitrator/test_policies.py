@@ -19,7 +19,7 @@ from dynamix.arbitrator.policies.random import DELTAS, Random
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named
 from dynamix.lab.learning.plan import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
-from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, OtherCodec, initial_exchange
+from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, initial_exchange
 from dynamix.schemas.messages.policies import (
     DEFAULT_POLICY,
     DIVIDED_BY_RANKS,
@@ -57,7 +57,7 @@ def test_diloco_makes_rounds_with_outer_steps_where_the_job_permits_it() -> None
     published = Exchange(every=8, outer_rate=0.7, outer_momentum=0.9)
     for options, expected in (
         ({}, published),
-        ({"every": 16.0, "codec": 5.0}, msgspec.structs.replace(published, every=16, codec="int8")),
+        ({"every": 16.0, "codec": "int8"}, msgspec.structs.replace(published, every=16, codec="int8")),
         ({"outer_rate": 1.0, "outer_momentum": 0.0}, Exchange(every=8)),
     ):
         job = examples.job(policy="diloco", policy_options=options)
@@ -71,28 +71,22 @@ def test_diloco_makes_rounds_with_outer_steps_where_the_job_permits_it() -> None
 
 
 def test_static_lets_gradients_travel_as_its_options_say_where_the_job_permits_it() -> None:
-    job = examples.job(policy="static", policy_options={"codec": 5.0, "every": 4.0})
+    job = examples.job(policy="static", policy_options={"codec": "int8", "every": 4.0})
     for permission, expected in (("exact", EXACT), ("lossy", EXACT), ("local", Exchange(every=4, codec="int8"))):
         permitting = msgspec.structs.replace(job, exchange=permission)
         decision = policy_named("static").decide(permitting, 5, observe((64,) * 4, (1.0,) * 4), GLOBAL_F, b"")
         assert decision.allocation.exchange == expected
 
 
-def test_static_decides_a_codec_of_another_package_that_the_job_names() -> None:
-    others = (OtherCodec("reversed", is_lossless=True), OtherCodec("coarse", is_lossless=False))
-    static = policy_named("static")
-    for number, permission, codec in (
-        (1000.0, "exact", "reversed"),
-        (1001.0, "exact", "none"),
-        (1001.0, "lossy", "coarse"),
-    ):
-        job = examples.job(policy="static", policy_options={"codec": number}, exchange=permission, other_codecs=others)
-        check_options("static", static.options, job.policy_options)
-        decision = static.decide(job, 5, observe((64,) * 4, (1.0,) * 4), GLOBAL_F, b"")
-        assert decision.allocation.exchange == Exchange(codec=codec)
-    for number in (7.0, 999.0, 1016.0, 1000.5):
-        with pytest.raises(ValueError, match="option codec="):
-            check_options("static", static.options, {"codec": number})
+def test_static_decides_the_codec_of_an_extension_that_its_options_name() -> None:
+    static, options = policy_named("static"), {"codec": "coarse"}
+    check_options("static", static.options, options)
+    job = examples.job(policy="static", policy_options=options, exchange="lossy")
+    decision = static.decide(job, 5, observe((64,) * 4, (1.0,) * 4), GLOBAL_F, b"")
+    assert decision.allocation.exchange == Exchange(codec="coarse")
+    for wrong in ({"codec": 5.0}, {"codec": "No Name"}, {"route": "ring"}, {"every": "four"}):
+        with pytest.raises(ValueError, match="of policy 'static' must be"):
+            check_options("static", static.options, wrong)
 
 
 def test_proportional_gives_a_rank_three_times_slower_a_third_and_keeps_the_global_batch() -> None:

@@ -18,8 +18,8 @@ from dynamix.runtime.bus import (
     ObjectMissingError,
     StaleWriterError,
     StreamMissingError,
+    object_layout,
 )
-from dynamix.runtime.bus.objects import layout as object_layout
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import PolicyVersion

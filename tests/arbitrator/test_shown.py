@@ -10,7 +10,7 @@ from tests.support.services_here import services_here
 from dynamix.arbitrator import shown
 from dynamix.arbitrator.shown import ShownDecisions
 from dynamix.runtime.bus import Bus, PermissionDeniedError, StreamState
-from dynamix.runtime.bus.streams.copies import StreamCopies, StreamCopy
+from dynamix.runtime.bus.requests import StreamCopies, StreamCopy
 from dynamix.runtime.metrics import ServiceMetrics
 
 

@@ -1,4 +1,4 @@
-"""A broker with the deployed configuration, one for all tests of a module, and services that are scraped."""
+"""A broker with the deployed configuration, one for all tests of a module."""
 
 import asyncio
 import contextlib
@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.brokers import ConfiguredServer
 from tests.support.deployed_broker import DeployedBroker, deployed_broker
-from tests.support.scraped_plane import ScrapedPlane
-from tests.support.services_here import services_here
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
@@ -43,9 +40,3 @@ async def connect(broker: DeployedBroker) -> AsyncIterator[Any]:
             return bus
 
         yield connect_as
-
-
-@pytest.fixture
-async def plane(server: ConfiguredServer, bus: Bus) -> AsyncIterator[ScrapedPlane]:
-    async with services_here(bus, "collector", "reward", "arbitrator") as services:
-        yield ScrapedPlane(server, bus, services)

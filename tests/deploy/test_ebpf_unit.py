@@ -37,12 +37,6 @@ def test_the_drop_in_opens_all_that_the_probe_needs() -> None:
     assert found["trial"]["found"].endswith("counted 1,000,000 bytes exactly, detached")
 
 
-def test_without_its_capabilities_it_is_refused() -> None:
-    found = findings(read_unit(UNIT))
-    assert found["rights"]["found"] == "without CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN"
-    assert not found["trial"]["present"]
-
-
 def test_without_its_system_call_the_doctor_names_the_filter() -> None:
     unit = read_unit(UNIT, DROP_IN)
     closed = unit._replace(system_calls=tuple(call for call in unit.system_calls if call != "bpf"))

@@ -10,7 +10,7 @@ from tests.support.reading import read
 
 from dynamix.runtime.bus import Bus, PermissionDeniedError
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams.durable import make_durable, remove_durable
+from dynamix.runtime.bus.read import make_durable, remove_durable
 
 DURABLE = f"collector-{NODE}"
 REPORT, STATE = f"dynamix.v1.report.job.1.{NODE}", f"dynamix.v1.state.job.1.{NODE}"
@@ -57,7 +57,7 @@ async def test_empty_messages_end_no_reading(broker: DeployedBroker, operator: B
 async def test_what_is_stored_is_heard_of_in_another_account(
     broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamix.runtime.bus.streams.reader.LOOK_EVERY_S", 60.0)
+    monkeypatch.setattr("dynamix.runtime.bus.read.LOOK_EVERY_S", 60.0)
     async with (
         connected(broker.settings("arbitrator")) as bus,
         connected(broker.settings("collector")) as other,

@@ -17,10 +17,8 @@ from tests.support.http_get import free_port, get
 from dynamix.cli.commands.doctor.bus import bus as broker_checks
 from dynamix.cli.commands.up.store_watch import AGAIN_AFTER_S, MIN_ROOM_BYTES, PATIENCE_S, StoreJudge
 from dynamix.cli.connection import find
-from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.broker import requests
+from dynamix.runtime.bus import Bus, publish, requests
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams import publisher
 from dynamix.runtime.health.watchdog import Watchdog
 from dynamix.runtime.metrics import MetricsServer, ServiceMetrics
 from dynamix.runtime.service.shown import ServiceState
@@ -78,7 +76,7 @@ async def ready_path(bus: Bus) -> AsyncIterator[int]:
 async def test_after_a_full_disk_the_broker_stores_again_only_when_it_is_started_again(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "LATE_S", 1.0)
+    monkeypatch.setattr(publish, "LATE_S", 1.0)
     monkeypatch.setattr(requests, "LATE_S", 1.0)
     monitoring = free_port()
     async with (

@@ -13,9 +13,8 @@ from tests.support.decision_checks import check_decisions, recorded_states
 from tests.support.faults import Figure, Scale
 
 from dynamix.runtime.bus import StreamFullError
-from dynamix.runtime.bus.broker.requests import Answer
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams.stored import stream_config, write_stream
+from dynamix.runtime.bus.requests import Answer, stream_config, write_stream
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Job, State

@@ -1,64 +1,101 @@
 """A broker of three servers that loses one: nothing acknowledged is lost, and decisions come back."""
 
+import asyncio
+import contextlib
 import os
+from collections.abc import Awaitable, Callable
 
 import pytest
 from bench.hosts import Hosts
-from bench.jobs import running_job
+from bench.jobs import SteadyJob, running_job
 from tests.support.brokers import connected
-from tests.support.cut_off import Partition, servers_on
+from tests.support.bus_watch import stored_messages
 from tests.support.decision_checks import check_chain
 from tests.support.faults import Figure, Scale
-from tests.support.server_cluster import NUM_SERVERS, Happening, Scene, ThreeServers, Trial, run_trial
+from tests.support.server_cluster import NUM_SERVERS, Bystander, ClusterServer, HostServer, ThreeServers, servers_on
 
+from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Action, Report
 from dynamix.schemas.streams import ACTIONS, FEED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
+BACK_TIMEOUT_S = 200.0
+UntilBack = Callable[[], Awaitable[None]]
+"""Waits until a window that is reported from now on is decided."""
 
-async def trials_of(
-    servers: ThreeServers, fault: str, num_trials: int, happening: Happening | None = None
-) -> list[Trial]:
-    """Every window is decided once and in order, those that were reported meanwhile too."""
-    async with servers, connected(servers.settings) as bus:
+
+async def kill(server: ClusterServer, until_back: UntilBack) -> None:
+    await server.kill()
+    await until_back()
+    await server.start()
+
+
+async def freeze(server: ClusterServer, until_back: UntilBack) -> None:
+    server.freeze()
+    try:
+        await until_back()
+    finally:
+        server.thaw()
+
+
+async def cut_off(server: ClusterServer, until_back: UntilBack) -> None:
+    assert isinstance(server, HostServer)
+    server.place.cut()
+    try:
+        await until_back()
+    finally:
+        server.place.cut(is_cut=False)
+
+
+async def test_a_cluster_that_loses_servers_loses_no_message_and_no_decision(scale: Scale, figure: Figure) -> None:
+    """A leader is killed, frozen and (root may make hosts with links) cut off; then all three restart in turn."""
+    faults = [kill, freeze] + ([cut_off] if os.geteuid() == 0 else [])
+    rounds = scale(1, 5)
+    async with contextlib.AsyncExitStack() as stack:
+        if os.geteuid() == 0:
+            hosts = stack.enter_context(Hosts(NUM_SERVERS))
+            stack.enter_context(hosts.entered())
+            servers = await stack.enter_async_context(servers_on(hosts))
+        else:
+            servers = await stack.enter_async_context(ThreeServers())
+        bus = await stack.enter_async_context(connected(servers.settings))
         await provision(bus, num_replicas=NUM_SERVERS)
         await servers.until_current(bus)
-        async with running_job(servers.settings, bus) as job:
-            scene = Scene(servers, bus, job)
-            streams = [(FEED, ACTIONS)[number % 2].name for number in range(num_trials)]
-            trials = [await run_trial(scene, fault, at, stream, happening) for at, stream in enumerate(streams)]
-            assert [trial.lost for trial in trials] == [0] * num_trials
-            assert all(trial.acknowledged > trial.num_windows > 0 for trial in trials)
-            assert job.num_out_of_chain() == 0
-            check_chain(job.actions)
-            return trials
+        job = await stack.enter_async_context(running_job(servers.settings, bus))
+        bystander = Bystander(bus, 0)
+
+        async def until_back() -> None:
+            await job.until_decided(len(job.reported_at), BACK_TIMEOUT_S)
+
+        for number in range(rounds):
+            for happens in faults:
+                await asyncio.sleep(1.0)  # the cluster works
+                leader = await servers.leader_of(bus, (FEED, ACTIONS)[number % 2].name)
+                await happens(leader, until_back)
+                await servers.until_current(bus)
+            for server in servers.servers.values():
+                await server.restart()
+                await servers.until_current(bus)
+            await until_back()
+        async with job.paused(BACK_TIMEOUT_S):
+            num_lost = await bystander.num_lost() + await num_lost_windows(bus, job)
+        assert num_lost == 0
+        assert job.num_out_of_chain() == 0
+        check_chain(job.actions)
+        figure("faults", rounds * (len(faults) + 1))
+        figure("acknowledged", bystander.num_acknowledged + 2 * len(job.reported_at))
+        figure("acknowledged_and_missing", num_lost)
+        figure("longest_without_decisions_s", max(job.waits_s(range(len(job.reported_at)))))
 
 
-def keep(figure: Figure, trials: list[Trial]) -> None:
-    figure("faults", len(trials))
-    figure("acknowledged", sum(trial.acknowledged for trial in trials))
-    figure("acknowledged_and_missing", sum(trial.lost for trial in trials))
-    figure("longest_without_decisions_s", max(trial.longest_wait_s for trial in trials))
-
-
-@pytest.mark.parametrize("fault", ["leader-kill", "leader-freeze", "rolling-restart"])
-async def test_a_cluster_that_loses_a_server_loses_no_message(fault: str, scale: Scale, figure: Figure) -> None:
-    keep(figure, await trials_of(ThreeServers(), fault, scale(1, 5)))
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make hosts, whose links are cut")
-async def test_a_server_that_is_cut_off_acknowledges_nothing_and_its_clients_lose_nothing(
-    scale: Scale, figure: Figure
-) -> None:
-    partition = Partition()
-    with Hosts(NUM_SERVERS) as hosts, hosts.entered():
-        trials = await trials_of(servers_on(hosts), "minority-partition", scale(1, 5), partition)
-    keep(figure, trials)
-    for seen in partition.views:
-        assert (seen.lost, seen.acknowledged_while_cut) == (0, 0)
-        assert seen.stored_of_these == seen.sent_while_cut > 0
-    figure(
-        "stored_of_those_sent_while_cut",
-        f"{sum(v.stored_of_these for v in partition.views)}/{sum(v.sent_while_cut for v in partition.views)}",
-    )
+async def num_lost_windows(bus: Bus, job: SteadyJob) -> int:
+    """Windows whose report is not in FEED, and actions that ACTIONS has otherwise than they were read."""
+    reports = await stored_messages(bus, FEED.name, subjects.of("report", job.job.job, job.job.nodes[0].node))
+    kept = {decode(Report, message.subject, message.payload).window for message in reports}
+    found = await stored_messages(bus, ACTIONS.name, subjects.of("action", job.job.job))
+    actions = {action.window: action for action in (decode(Action, one.subject, one.payload) for one in found)}
+    return len(set(range(len(job.reported_at))) - kept) + sum(actions.get(a.window) != a for a in job.actions)

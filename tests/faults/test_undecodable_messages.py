@@ -16,7 +16,7 @@ from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
 from tests.support.undecodable_payloads import READERS, UndecodablePayload, undecodable_payloads
 
-from dynamix.runtime.bus.broker.errors import PublishError
+from dynamix.runtime.bus.errors import PublishError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MAX_MESSAGE_BYTES, MalformedMessageError, decode_any
 from dynamix.schemas.messages import Dead

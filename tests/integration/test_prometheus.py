@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support import examples
-from tests.support.alert_trials import needs
 from tests.support.control_plane import NODE, control_plane, feed_windows, one_node_job
 from tests.support.http_get import free_port
 from tests.support.prometheus import (
     Prometheus,
     eventually,
-    grafana_dashboard,
     grafana_queries,
+    needs,
     prometheus,
     start_scraped,
 )
@@ -107,8 +106,6 @@ async def test_a_job_that_trains_answers_every_query_of_the_grafana_dashboard(tm
         finally:
             end.touch()
             assert set(await training) == {job}
-    variables = {one["name"]: one for one in grafana_dashboard()["templating"]["list"]}
-    assert variables["training_job"]["definition"] == "label_values(dynamix_job_window, training_job)"
 
 
 async def answers_all(server: Prometheus, queries: list[str]) -> None:

@@ -12,19 +12,17 @@ from tests.support.learned import policy_file
 from tests.support.small_suites import made_up, outcome, tuned_for, write_suite
 
 from dynamix.lab.comparison import verdict
-from dynamix.lab.comparison.figure import draw, mean_curve
+from dynamix.lab.comparison.figure import draw
 from dynamix.lab.comparison.rows import Tuned, parse_rows, with_references
 from dynamix.lab.comparison.runs import (
-    TYPICAL_RUN_S,
     ComparisonCell,
     ComparisonProgress,
     Ledger,
     RunTask,
-    estimate,
     fill,
     plan,
 )
-from dynamix.lab.comparison.verdict import OutcomeTable, Verdict, VerdictBuilder, VerdictRow, counted_time_s, note_on
+from dynamix.lab.comparison.verdict import OutcomeTable, Verdict, VerdictBuilder, VerdictRow, note_on
 from dynamix.lab.simulator.scenario import Suite, suite_named
 
 TIMES_S = {"static": 1.0, "random": 2.0, "goodput": 0.8, "rule": 0.4}
@@ -116,23 +114,6 @@ def test_runs_of_one_row_that_differ_too_much_are_a_failure_signature(
     assert found.startswith("spread-between-runs in mixed-2")
 
 
-def test_best_static_and_its_origin_are_told_per_family(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict, _ = compared(suite, "rule", 1, monkeypatch, tuned_for(mixed=256))
-    assert verdict.families["mixed"].best_static_local_batch_size == 256
-    assert verdict.families["mixed"].chosen_on == "train scenarios of the family"
-    assert verdict.families["alike"].best_static_local_batch_size == 128
-    assert verdict.families["alike"].chosen_on == "all train scenarios"
-    best = row(verdict.families["mixed"].policies, "best-static")
-    assert best.settings[0]["initial_local_batch_size"] == 256
-
-
-def test_learned_policies_without_a_file_have_a_row_that_says_so(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamix.lab.comparison.rows.shipped_files", lambda _: [])
-    verdict, _ = compared(suite, "rule", 1, monkeypatch)
-    ppo = row(verdict.policies, "ppo")
-    assert (ppo.num_runs, ppo.vs_best_static, ppo.note) == (0, None, "no policy file comes with the package")
-
-
 def test_a_policy_that_learned_on_the_suites_scenarios_is_marked_and_on_others_of_their_name_is_not(
     tmp_path: Path,
 ) -> None:
@@ -146,12 +127,6 @@ def test_a_policy_that_learned_on_the_suites_scenarios_is_marked_and_on_others_o
     assert note_on(row, suite) == f"learned on scenarios of this suite: {known.name}"
     assert note_on(row, Suite(name="new", scenarios=(changed,))) == ""
     assert note_on(row, suite_named("heldout")) == ""
-
-
-def test_runs_come_seed_by_seed_so_that_an_interrupt_leaves_whole_seeds(suite: Suite) -> None:
-    cells = plan(suite, parse_rows("static,rule"), range(2), TUNED)
-    assert [cell.task.seed for cell in cells] == [0] * 4 + [1] * 4
-    assert [cell.label for cell in cells[:4]] == ["static", "rule"] * 2
 
 
 def test_what_is_known_is_not_run_again_and_equal_runs_run_once(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,11 +178,6 @@ def test_each_scenario_seed_meets_one_policy_seed_in_turn_unless_they_are_crosse
     assert sum(cell.label == "static" for cell in in_turn) == sum(cell.label == "static" for cell in crossed)
 
 
-def test_the_counted_time_is_the_limit_for_a_miss() -> None:
-    assert counted_time_s(None, 120.0) == 120.0
-    assert counted_time_s(30.0, 120.0) == 30.0
-
-
 def time_by_rate_s(task: RunTask) -> float | None:
     """Twice the rate is best in the mixed family and missed on seed 1; half of it is worst in both."""
     if task.setting.policy == "static":
@@ -236,17 +206,6 @@ def test_the_best_of_some_rows_is_chosen_by_scenario_over_all_seeds(
     assert found.ratio == pytest.approx(0.5)
 
 
-def test_the_best_is_not_chosen_before_all_have_run(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(time_by_rate_s))
-    rows = parse_rows("static,rule:learning_rate_factor=best")
-    cells = plan(suite, rows, range(1), TUNED)
-    with Ledger() as ledger:
-        fill(cells[:-1], ledger)
-        table = OutcomeTable(suite.scenarios, cells, ledger, rows)
-    assert table.chosen["rule/rate=best"] == {"alike-2": "rule"}
-    assert table.outcomes("rule/rate=best", ["mixed"]) == []
-
-
 def test_accuracies_are_compared_after_the_samples_that_every_run_saw(suite: Suite) -> None:
     cells = plan(suite, parse_rows("static,rule"), range(1), TUNED)
     with Ledger() as ledger:
@@ -266,24 +225,6 @@ def test_accuracies_are_compared_after_the_samples_that_every_run_saw(suite: Sui
     assert table.accuracy_at_equal_samples("static", ["alike"]) is None
 
 
-def test_an_estimate_counts_what_is_left_at_what_its_family_took(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(lambda _: 1.0))  # half a second each
-    cells = plan(suite, parse_rows("static,best-static,rule"), range(10), TUNED)
-    with Ledger() as ledger:
-        before = estimate(cells, ledger)
-        assert (before.num_runs, before.core_minutes) == (60, pytest.approx(60 * TYPICAL_RUN_S / 60))
-        assert before.text(2) == "60 runs to do: some 2 minutes with --jobs 2."
-        fill([cell for cell in cells if cell.family == "mixed" and cell.task.seed < 5], ledger)
-        left = estimate(cells, ledger)
-    assert left.num_runs == 45
-    assert left.core_minutes == pytest.approx((15 * 0.5 + 30 * TYPICAL_RUN_S) / 60)
-
-
-def test_a_run_that_is_over_keeps_its_last_accuracy() -> None:
-    curves = [[(0.0, 0.0), (1.0, 0.5)], [(0.0, 0.0), (2.0, 1.0)], []]
-    assert mean_curve(curves, np.array([0.0, 1.0, 2.0])).tolist() == [0.0, 0.5, 0.75]
-
-
 def test_every_family_and_row_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "dynamix.lab.comparison.runs.outcomes", made_up(lambda task: None if task.setting.policy == "random" else 1.0)
@@ -299,20 +240,6 @@ def test_every_family_and_row_is_drawn(tmp_path: Path, monkeypatch: pytest.Monke
     pixels = matplotlib.image.imread(tmp_path / "figure.png")
     assert pixels.shape[1] > pixels.shape[0] > 400
     assert pixels.std() > 0.05  # something is on it
-
-
-def test_paired_ratios_are_averaged_over_pairs_not_over_sums() -> None:
-    times = np.array([[[2.0, 50.0]]])  # twice as slow on the fast seed, half as slow on the slow one
-    base = np.array([[1.0, 100.0]])
-    found = verdict.paired_ratio(times, base)
-    assert found is not None
-    assert found.ratio == pytest.approx(1.0, rel=1e-12)
-
-
-def test_ratios_of_two_policy_seeds_are_averaged() -> None:
-    found = verdict.paired_ratio(np.array([[[1.0, 1.0]], [[4.0, 4.0]]]), np.ones((1, 2)))
-    assert found is not None
-    assert found.ratio == pytest.approx(2.0, rel=1e-12)
 
 
 def test_families_count_alike_whatever_their_number_of_scenarios() -> None:
@@ -334,30 +261,7 @@ def test_only_complete_pairs_count() -> None:
     assert verdict.paired_ratio(times, np.full((2, 3), np.nan)) is None
 
 
-def test_equal_times_have_an_interval_without_width() -> None:
-    found = verdict.paired_ratio(np.full((5, 2, 12), 3.0), np.full((2, 12), 6.0))
-    assert found is not None
-    assert (found.low, found.high) == (pytest.approx(0.5), pytest.approx(0.5))
-
-
-def test_the_same_results_give_the_same_interval() -> None:
-    times = np.exp(np.random.default_rng(1).normal(0, 0.3, (5, 2, 12)))
-    assert verdict.paired_ratio(times, np.ones((2, 12))) == verdict.paired_ratio(times, np.ones((2, 12)))
-
-
-def test_one_seed_says_nothing_of_the_spread() -> None:
-    found = verdict.paired_ratio(np.full((1, 2, 1), 3.0), np.full((2, 1), 6.0))
-    assert found == verdict.RatioInterval(pytest.approx(0.5), None, None)
-
-
-def test_few_draws_leave_out_less_at_the_ends() -> None:
-    assert verdict.expanded_tail(5) < verdict.expanded_tail(12) < 0.025
-    assert verdict.expanded_tail(10_000) == pytest.approx(0.025, rel=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("num_policy_seeds", "policy_sd", "seed_sd"), [(1, 0.0, 0.3), (5, 0.1, 0.3), (5, 0.3, 0.1), (5, 0.0, 0.3)]
-)
+@pytest.mark.parametrize(("num_policy_seeds", "policy_sd", "seed_sd"), [(1, 0.0, 0.3), (5, 0.3, 0.1)])
 def test_the_interval_holds_the_truth_about_as_often_as_it_says(
     num_policy_seeds: int, policy_sd: float, seed_sd: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,9 +283,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(
     assert 0.90 <= num_held / num_trials <= 0.99
 
 
-@pytest.mark.parametrize(
-    ("family_sd", "scenario_sd", "seed_sd"), [(0.3, 0.0, 0.1), (0.3, 0.2, 0.1), (0.1, 0.0, 0.3), (0.5, 0.0, 0.02)]
-)
+@pytest.mark.parametrize(("family_sd", "scenario_sd", "seed_sd"), [(0.3, 0.2, 0.1), (0.1, 0.0, 0.3)])
 def test_the_interval_over_families_holds_the_truth_of_all_there_could_be(
     family_sd: float, scenario_sd: float, seed_sd: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,19 +308,6 @@ def test_the_interval_over_families_holds_the_truth_of_all_there_could_be(
         assert num_held_by_seeds / num_trials < 0.75  # it holds for these families only
 
 
-def test_one_family_says_nothing_of_others() -> None:
-    found = verdict.paired_ratio(np.full((1, 2, 6), 3.0), np.full((2, 6), 6.0), families=["a", "a"])
-    assert found is not None
-    assert (found.family_low, found.family_high) == (None, None)
-    assert found.low is not None
-
-
-def test_the_spread_is_that_within_scenarios() -> None:
-    times = np.array([[[9.0, 11.0], [90.0, 110.0]]])  # both: sd sqrt(2) / 10 of the mean
-    assert verdict.relative_spread(times) == pytest.approx(math.sqrt(2) / 10)
-    assert verdict.relative_spread(np.array([[[1.0]]])) is None
-
-
 def test_the_mean_of_one_policy_has_students_interval() -> None:
     found = verdict.crossed_mean(np.array([[[1.0, 2.0, 3.0, np.nan]]]))  # standard error 1 / sqrt(3), t(2) = 4.303
     assert found is not None
@@ -434,17 +323,3 @@ def test_runs_of_the_same_policy_are_no_new_evidence_on_policies() -> None:
     assert few is not None
     assert few == many
     assert few.low == pytest.approx(2.0 - 4.303 / 3**0.5, abs=1e-3)
-
-
-@pytest.mark.parametrize(("of_policies", "of_seeds"), [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
-def test_the_interval_of_a_mean_covers_it_as_often_as_it_says(of_policies: float, of_seeds: float) -> None:
-    generator = np.random.default_rng(0)
-    covered = 0
-    for _ in range(1000):
-        policies, seeds, rest = (generator.normal(size=shape) for shape in ((3, 1, 1), (1, 1, 6), (3, 1, 6)))
-        found = verdict.crossed_mean(of_policies * policies + of_seeds * seeds + 0.5 * rest)
-        assert found is not None
-        assert found.low is not None
-        assert found.high is not None
-        covered += found.low <= 0 <= found.high
-    assert covered / 1000 >= 0.92  # 0.94 to 0.96 in longer simulations; 0.7 percentage points of chance here

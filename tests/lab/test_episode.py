@@ -28,12 +28,6 @@ def test_an_episode_says_when_the_target_was_reached_and_how_good_it_was_at_the_
     assert 0.5 < result.test_accuracy < 1.0
 
 
-def test_a_miss_has_no_time() -> None:
-    result = episode(scenario=virtual.scenario(target_accuracy=1.0, time_limit_s=1.5))
-    assert result.time_to_target_s is None
-    assert result.virtual_time_s >= 1.5
-
-
 def test_the_policy_decides_every_window_and_rules_with_the_lag() -> None:
     result = episode("proportional")
     assert [action.window for action in result.actions] == list(range(result.num_windows))
@@ -76,11 +70,3 @@ def test_equal_seeds_give_equal_episodes_and_policies_meet_the_same_disturbances
     first, again, other = (episode("proportional", seed, scenario=stragglers) for seed in (3, 3, 4))
     assert first == again
     assert first.evaluations != other.evaluations
-
-
-def test_options_sizes_and_name_reach_the_job() -> None:
-    result = episode(policy_options={"track": 1.0}, initial_local_batch_size=64, job="named")
-    assert result.job.job == "named"
-    assert result.job.policy == "static"
-    assert result.job.policy_options == {"track": 1.0}
-    assert result.job.initial_local_batch_sizes == (64,) * 4

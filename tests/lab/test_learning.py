@@ -10,11 +10,9 @@ from tests.support import learned, learning, virtual
 from dynamix.arbitrator.deciding.signatures import Finding
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.lab.learning import LearningPlan, LearningUpdate, learn, plan_named
-from dynamix.lab.learning.episodes import EpisodeResult, EpisodeTask, end_of, play
-from dynamix.lab.learning.plan import FAMILIES, SCORE_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS, drawn_scenarios
+from dynamix.lab.learning.episodes import EpisodeTask, play
 from dynamix.lab.learning.run import LearningCheckpoint, LearningCheckpointError
 from dynamix.lab.simulator.episode import EpisodeError, run_episode
-from dynamix.lab.simulator.scenario import Network
 from dynamix.reward.formula import TIME_ONLY
 
 
@@ -47,33 +45,6 @@ def test_the_time_aware_return_is_minus_the_time_from_the_first_decision_to_the_
     first_ruled = min(applied.effective_window for applied in again.applied)
     before_s = sum(w.job_metrics.step_time_s * w.num_steps for w in again.windows if w.window < first_ruled)
     assert played.trajectory.total_reward == pytest.approx(before_s - played.time_s, rel=1e-6)
-
-
-def test_the_end_is_the_window_in_which_the_target_was_reached_and_a_miss_is_cut_off() -> None:
-    scenario = learning.scenarios()[0]
-    policy = LearnedPolicy(learned.policy_file("global"))
-    reached = run_episode(scenario, policy, data=virtual.data(), seed=1, keep_messages=True)
-    end = end_of(reached)
-    times = [window.job_metrics.step_time_s * window.num_steps for window in reached.windows]
-    assert end.terminated
-    assert end.last_window is not None
-    assert sum(times[: end.last_window]) < reached.time_to_target_s <= sum(times[: end.last_window + 1]) + 1e-9  # type: ignore[operator]
-    assert sum(times[: end.last_window]) + end.last_share * times[end.last_window] == pytest.approx(
-        reached.time_to_target_s
-    )
-    hopeless = msgspec.structs.replace(scenario, target_accuracy=1.0)
-    missed = run_episode(hopeless, policy, data=virtual.data(), seed=1, keep_messages=True)
-    assert end_of(missed) == (None, False, 1.0)
-
-
-def test_an_episode_of_fixed_length_is_cut_off_there_whatever_was_reached() -> None:
-    played = play(explored(fixed_s=1.0))
-    assert played.trajectory is not None
-    assert not played.trajectory.terminated
-    assert played.trajectory.next_values_D[0] != 0
-    assert play(
-        explored(fixed_s=1.0, scenario=msgspec.structs.replace(explored().scenario, target_accuracy=1.0))
-    ).missed
 
 
 def test_learning_is_the_same_to_the_last_bit_however_often_it_is_killed(tmp_path: Path) -> None:
@@ -125,13 +96,6 @@ def test_the_papers_variant_learns_after_each_episode_and_hands_out_its_last_ver
     assert metadata.num_updates == 2
 
 
-def test_time_that_is_over_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "ppo.checkpoint"
-    result = learn(learning.plan(), num_workers=1, checkpoint=checkpoint, minutes=0.0)
-    assert not result.finished
-    assert len(result.history) <= 1
-
-
 def test_a_checkpoint_of_another_plan_or_a_broken_one_is_refused(tmp_path: Path) -> None:
     checkpoint = tmp_path / "ppo.checkpoint"
     learn(learning.plan(num_episodes=4), num_workers=1, checkpoint=checkpoint)
@@ -142,67 +106,8 @@ def test_a_checkpoint_of_another_plan_or_a_broken_one_is_refused(tmp_path: Path)
         LearningCheckpoint.read(checkpoint, learning.plan(num_episodes=4))
 
 
-def test_scenarios_that_may_not_be_learned_from_are_never_played(monkeypatch: pytest.MonkeyPatch) -> None:
-    played: list[EpisodeTask] = []
-
-    def noted(task: EpisodeTask) -> EpisodeResult:
-        played.append(task)
-        return play(task)
-
-    monkeypatch.setattr("dynamix.lab.learning.run.play", noted)
-    learn(learning.plan(num_episodes=4), num_workers=1)
-    assert {task.scenario.name for task in played} == {"two-speeds", "slow-start"}
-    with pytest.raises(ValueError, match="no scenario to learn from"):
-        plan_named("ppo", (learning.scenarios()[2],))
-
-
-def test_seeds_to_learn_from_to_choose_by_and_to_score_with_never_meet() -> None:
-    plan = learning.plan(seed=7)
-    training = {plan.training_seed(episode) for episode in range(1000)}
-    assert training.isdisjoint(learning.plan(seed=8).training_seed(episode) for episode in range(1000))
-    assert min(training) > SCORE_SEEDS + 1000 > VALIDATION_SEEDS + 1000 > 1000
-    assert min(training) >= TRAINING_SEEDS
-
-
 def test_episodes_too_short_to_teach_anything_are_named() -> None:
     too_easy = msgspec.structs.replace(learning.scenarios()[0], name="too-easy", target_accuracy=0.0)
     plan: LearningPlan = plan_named("ppo", (too_easy,), num_episodes=1, num_validation_seeds=1)
     with pytest.raises(EpisodeError, match=r"scenario too-easy, seed \d+, and all other .* raise target_accuracy"):
         learn(plan, num_workers=1)
-
-
-def test_curves_are_written(tmp_path: Path) -> None:
-    learn(learning.plan(num_episodes=4), num_workers=1, log=tmp_path / "curves")
-    (file,) = (tmp_path / "curves").iterdir()
-    assert b"losses/approx_kl" in file.read_bytes()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_draws_are_equal_for_equal_seeds_and_differ_otherwise(family: str) -> None:
-    first, again, other = drawn_scenarios(family, 3), drawn_scenarios(family, 3), drawn_scenarios(family, 3, seed=1)
-    assert first == again
-    assert len({scenario.workers for scenario in (*first, *other)}) == 6
-    assert len({scenario.name for scenario in (*first, *other)}) == 6
-    assert drawn_scenarios(family, 5)[:3] == first
-
-
-def test_episodes_of_untrained_levers_take_as_long_as_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    learning.with_made_up_data(monkeypatch)
-    scenario = virtual.scenario(
-        exchange="local", network=Network(bandwidth_mbit_s=400.0, gradient_bytes=4_000_000), target_accuracy=0.7
-    )
-    untrained = learned.policy_file("levers", policy="levers").to_bytes()
-    times_s = {play(EpisodeTask(scenario, 5, policy, "greedy")).time_s for policy in (b"", untrained)}
-    assert len(times_s) == 1
-
-
-def test_levers_are_learned_and_the_same_plan_gives_the_same_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    learning.with_made_up_data(monkeypatch)
-    plan = learning.plan("levers", num_episodes=8)
-    lossy = tuple(msgspec.structs.replace(scenario, exchange="lossy") for scenario in plan.scenarios)
-    plan = msgspec.structs.replace(plan, scenarios=lossy)
-    first, second = (learn(plan, num_workers=1) for _ in range(2))
-    assert first.file.to_bytes() == second.file.to_bytes()
-    assert first.file.metadata.action_set == "levers"
-    assert [row.update for row in first.history] == [1, 2]
-    assert all(row.entropy > 0 and row.num_decisions > 4 for row in first.history)

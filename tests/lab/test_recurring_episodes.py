@@ -4,12 +4,10 @@ import msgspec
 import pytest
 from tests.support import virtual
 
-from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Network, Power
-from dynamix.schemas.codec import encode
-from dynamix.schemas.messages import ArmRecord, ExploredArm, JobProfile, Report
+from dynamix.schemas.messages import ExploredArm, JobProfile, Report
 from dynamix.schemas.messages.allocation import Objective
 
 LONG = virtual.scenario(target_accuracy=0.5, fixed_time_s=2.0)
@@ -48,22 +46,6 @@ def test_an_episode_leaves_a_profile_and_the_next_one_begins_with_it() -> None:
     assert episode(family="").profile is None
 
 
-@pytest.mark.parametrize("objective", ["time", "energy"])
-def test_the_recorded_states_and_the_first_action_are_enough_to_decide_again(objective: Objective) -> None:
-    first = episode(None, "learning_rate", objective=objective)
-    second = episode(first.profile, "learning_rate", seed=4, objective=objective)
-    assert second.actions[0].rate_factor == 1.5
-    assert {state.feature_version for state in second.states} == {6 if objective == "energy" else 5}
-    fold = Fold(second.job, Rule(), None, second.actions[0].profile)
-    again = []
-    for sequence, state in enumerate(second.states, start=1):
-        fold.add_state(sequence, state)
-        while (action := fold.close()) is not None:
-            fold.adopt(action)
-            again.append(encode(action))
-    assert again == list(map(encode, second.actions))
-
-
 def test_a_learning_rate_is_tried_only_where_the_job_lets_it() -> None:
     first = episode(None, "learning_rate")
     assert first.profile is not None
@@ -78,17 +60,6 @@ def test_a_learning_rate_is_tried_only_where_the_job_lets_it() -> None:
     assert rates[2] / (sizes[2] / sizes[0]) ** 0.5 / rates[0] > 1.4
     unasked = episode(first.profile, seed=4)
     assert {action.rate_factor for action in unasked.actions} == {1.0}
-
-
-def test_after_two_arms_the_best_one_is_taken() -> None:
-    first = episode(None, "learning_rate")
-    assert first.profile is not None
-    base = first.profile.arms[0]
-    faster = tuple(0.5 * time_s for time_s in base.milestones)
-    arms = (base, ArmRecord(ExploredArm(1.5), 1, 0, faster), ArmRecord(ExploredArm(2.25), 1, 1, faster))
-    third = episode(msgspec.structs.replace(first.profile, arms=arms), "learning_rate", seed=5)
-    assert third.actions[0].rate_factor == 1.5
-    assert "learning rate x 1.5" in third.actions[0].reason
 
 
 NARROW = virtual.scenario(

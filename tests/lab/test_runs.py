@@ -2,25 +2,22 @@
 
 import itertools
 import multiprocessing
-import operator
-from importlib import import_module
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from tests.support import examples
-from tests.support.devices import device_in, identity
 from tests.support.small_suites import outcome, write_suite
 from tests.support.virtual import action, cluster, data, scenario
 
 from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.lab.comparison import HEADER
 from dynamix.lab.comparison.omnilearn import OmniLearn
-from dynamix.lab.comparison.rows import LABORATORY, Row, known_policy
+from dynamix.lab.comparison.rows import Row
 from dynamix.lab.comparison.runs import Ledger, RunOutcome, RunTask, outcomes, run_task
 from dynamix.lab.simulator.cluster import ClairvoyantCluster, ComputeTimes, best_split
-from dynamix.lab.simulator.episode import EpisodeError, run_in_order
+from dynamix.lab.simulator.episode import EpisodeError
 from dynamix.lab.simulator.scenario import SpeedChange, Stragglers, Workers
 from dynamix.runtime.output_files import RefusedOutputError
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
@@ -46,15 +43,6 @@ def test_everything_that_determines_a_run_is_in_its_identity(task: RunTask) -> N
     assert len({other.key for other in others} | {task.key}) == 8
 
 
-def test_a_permission_rules_where_another_exchange_can_be_carried_out(task: RunTask) -> None:
-    replace = msgspec.structs.replace
-    asked = replace(task, setting=Row(policy="static", exchange="local"))
-    assert asked.effective_scenario.exchange == "local"
-    servers = replace(task.scenario, network=replace(task.scenario.network, topology="parameter-server"))
-    for unfit in (servers, replace(task.scenario, lag_windows=0)):
-        assert replace(asked, scenario=unfit).effective_scenario.exchange == "exact"
-
-
 def test_a_published_policy_does_not_go_below_its_published_sizes(task: RunTask) -> None:
     replace = msgspec.structs.replace
     scenario = replace(task.scenario, min_local_batch_size=1, initial_local_batch_size=64)
@@ -70,50 +58,6 @@ def test_the_code_is_in_the_identity(task: RunTask, monkeypatch: pytest.MonkeyPa
     key = task.key
     monkeypatch.setattr("dynamix.lab.comparison.runs.code_digest", lambda: "other code")
     assert msgspec.structs.replace(task).key != key
-
-
-@pytest.mark.usefixtures("example_extension")
-def test_the_version_of_another_packages_policy_is_in_the_identity(
-    task: RunTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs = msgspec.structs.replace(task, setting=Row(policy="halving"))
-    key = theirs.key
-    monkeypatch.setattr(import_module("example_extension.policy").Halving, "version", 4)
-    assert msgspec.structs.replace(theirs).key != key
-
-
-def test_the_version_of_a_baseline_of_the_laboratory_is_in_the_identity(
-    task: RunTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    controlled = msgspec.structs.replace(task, setting=Row(policy="omnilearn"))
-    key = controlled.key
-    monkeypatch.setattr(LABORATORY["omnilearn"], "version", 4)
-    assert msgspec.structs.replace(controlled).key != key
-
-
-@pytest.mark.parametrize(("asked", "ruling"), [(None, None), (64, 64), (1024, 256), (1, 8)])
-def test_a_size_to_start_with_keeps_to_the_scenarios_bounds(
-    task: RunTask, asked: int | None, ruling: int | None
-) -> None:
-    setting = Row(policy="static", local_batch_size=asked)
-    assert msgspec.structs.replace(task, setting=setting).initial_local_batch_size == ruling
-
-
-def test_a_learning_rate_rule_overrides_the_scenarios(task: RunTask) -> None:
-    linear = msgspec.structs.replace(task, setting=Row(policy="static", learning_rate_rule="linear"))
-    assert (task.effective_scenario.learning_rate_rule, linear.effective_scenario.learning_rate_rule) == (
-        "sqrt",
-        "linear",
-    )
-
-
-def test_a_ledger_knows_again_what_it_was_told(task: RunTask, tmp_path: Path) -> None:
-    path = tmp_path / "new" / "runs.jsonl"
-    with Ledger(path) as ledger:
-        assert task not in ledger
-        ledger.record_outcome(task, outcome(1.5), "static in mixed")
-    with Ledger(path) as ledger:
-        assert ledger.get(task) == outcome(1.5)
 
 
 def test_a_line_torn_by_a_kill_is_dropped_and_the_others_stand(task: RunTask, tmp_path: Path) -> None:
@@ -147,31 +91,8 @@ def test_without_resume_old_results_are_put_aside_not_lost(task: RunTask, tmp_pa
         assert task in ledger
 
 
-def test_its_first_line_says_what_a_ledger_is(task: RunTask, tmp_path: Path) -> None:
-    path = tmp_path / "runs.jsonl"
-    with Ledger(path) as ledger:
-        ledger.record_outcome(task, outcome(1.5), "first")
-    first, second = path.read_bytes().splitlines()
-    assert first == b'{"dynamix":"results of runs, a line each","format":1}'
-    assert second.startswith(b'{"key":"' + task.key.encode())
-
-
-@pytest.mark.parametrize("length", [0, 1, 20, len(HEADER)])
-def test_a_ledger_torn_in_its_first_line_is_an_empty_one(task: RunTask, tmp_path: Path, length: int) -> None:
-    path = tmp_path / "runs.jsonl"
-    path.write_bytes(HEADER[:length])
-    with Ledger(path) as ledger:
-        assert task not in ledger
-        ledger.record_outcome(task, outcome(1.5), "first")
-    assert path.read_bytes().startswith(HEADER)
-    with Ledger(path) as ledger:
-        assert task in ledger
-
-
 @pytest.mark.parametrize("resume", [True, False])
-@pytest.mark.parametrize(
-    "content", [b"something else\n", b"without an end", b'{"key": 1}\n', b"\n", b"\x00\xff", HEADER[:-3] + b"2}\n"]
-)
+@pytest.mark.parametrize("content", [b"something else\n", HEADER[:-3] + b"2}\n"])
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, content: bytes, *, resume: bool) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
@@ -179,49 +100,6 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, content: bytes, *, 
         Ledger(path, resume=resume)
     assert path.read_bytes() == content
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_ledger_with_a_foreign_line_is_not_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "runs.jsonl"
-    path.write_bytes(HEADER + b"something else\n")
-    with pytest.raises(RefusedOutputError, match="line 2"):
-        Ledger(path)
-    assert path.read_bytes() == HEADER + b"something else\n"
-
-
-def test_what_old_results_would_replace_must_be_results(task: RunTask, tmp_path: Path) -> None:
-    path, old = tmp_path / "runs.jsonl", tmp_path / "runs.jsonl.old"
-    with Ledger(path) as ledger:
-        ledger.record_outcome(task, outcome(1.5), "first")
-    old.write_text("mine\n")
-    with pytest.raises(RefusedOutputError, match=r"runs\.jsonl\.old exists and is not a file of results"):
-        Ledger(path, resume=False)
-    assert old.read_text() == "mine\n"
-    with Ledger(path) as ledger:
-        assert task in ledger
-
-
-@pytest.mark.parametrize("resume", [True, False])
-@pytest.mark.parametrize("linked", [True, False])
-def test_a_device_is_no_ledger_and_stays_what_it_is(tmp_path: Path, *, resume: bool, linked: bool) -> None:
-    device = device_in(tmp_path)
-    path = tmp_path / "link" if linked else device
-    if linked:
-        path.symlink_to(device)
-    before, held = identity(device), sorted(tmp_path.iterdir())
-    with pytest.raises(RefusedOutputError, match="is not a regular file: name a file"):
-        Ledger(path, resume=resume)
-    assert (identity(device), sorted(tmp_path.iterdir())) == (before, held)
-
-
-def test_what_came_in_the_way_after_the_check_is_left_alone(task: RunTask, tmp_path: Path) -> None:
-    path = tmp_path / "runs.jsonl"
-    with Ledger(path) as ledger:
-        device_in(tmp_path).rename(path)
-        before = identity(path)
-        with pytest.raises(RefusedOutputError):
-            ledger.record_outcome(task, outcome(1.5), "first")
-    assert identity(path) == before
 
 
 @pytest.fixture
@@ -248,10 +126,6 @@ def test_workers_find_what_one_process_finds_and_end_when_the_iterator_is_closed
     assert without_clock(outcome) == without_clock(alone)
     assert outcome.time_to_target_s is not None
     assert outcome.num_steps > 0
-
-
-def test_results_of_a_pool_are_in_the_order_of_its_tasks(tasks: list[RunTask]) -> None:
-    assert run_in_order(operator.attrgetter("name"), tasks, jobs=2) == [task.name for task in tasks]
 
 
 def test_a_run_that_fails_is_named(tasks: list[RunTask]) -> None:
@@ -289,21 +163,7 @@ def test_omnilearn_smooths_until_a_size_leaves_its_dead_band() -> None:
     assert second.allocation.local_batch_sizes == (132, 131, 131, 118)  # 900, the mean of both
 
 
-def test_omnilearn_waits_for_the_first_times_of_all() -> None:
-    obs_WF = observe((128,) * 4, (1000.0,) * 4)
-    obs_WF[2, RANK_INDEX["compute_time_s"]] = np.nan
-    decision = OmniLearn().decide(JOB, 0, obs_WF, GLOBAL_F, b"")
-    assert decision.allocation.local_batch_sizes == (128,) * 4
-
-
-def test_baselines_and_policies_are_found_by_name() -> None:
-    assert known_policy("omnilearn").name == "omnilearn"
-    assert known_policy("rule").name == "rule"
-    with pytest.raises(ValueError, match="no policy is called 'omnilearm'"):
-        known_policy("omnilearm")
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_best_split_is_the_best_of_all_there_are(seed: int) -> None:
     drawn = np.random.default_rng(seed)
     times = ComputeTimes(drawn.uniform(0, 0.08, 3), drawn.uniform(0, 0.03, 3), drawn.uniform(0.001, 0.02, 3))
@@ -365,11 +225,3 @@ def test_runs_at_a_constant_batch_are_fastest_under_the_oracle_and_slowest_undiv
         times_s.append(done.virtual_time_s / done.num_steps)
     assert times_s[0] < 0.98 * times_s[1]
     assert times_s[1] < 0.8 * times_s[2]
-
-
-def test_the_learning_rate_of_a_run_is_the_scenarios_times_its_factor() -> None:
-    job = scenario(learning_rate=0.1)
-    task = RunTask(scenario=job, setting=Row(policy="static", learning_rate_factor=0.5), seed=0)
-    assert task.effective_scenario.learning_rate == pytest.approx(0.05)
-    assert task.key != RunTask(scenario=job, setting=Row(policy="static"), seed=0).key
-    assert msgspec.structs.replace(task.effective_scenario, learning_rate=0.1) == job

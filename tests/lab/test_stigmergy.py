@@ -6,7 +6,7 @@ from tests.support import virtual
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.episode import Episode, run_episode
-from dynamix.lab.simulator.scenario import Scenario, Stragglers
+from dynamix.lab.simulator.scenario import Scenario
 from dynamix.schemas.messages import Action, Report, Trace
 
 SLOW_NODE = "virtual-1"
@@ -26,11 +26,6 @@ class _OneAgentDies(VirtualCluster):
         """That of the slow node leaves one trace and dies."""
         if trace.node != SLOW_NODE or trace.window == 0:
             super().leave_trace(trace)
-
-
-class _NoAgents(VirtualCluster):
-    def leave_trace(self, trace: Trace) -> None:
-        """Nothing is left."""
 
 
 def run(
@@ -84,16 +79,3 @@ def test_an_agent_that_dies_leaves_its_ranks_with_their_share() -> None:
     _, sizes = run(KEEP, cluster=_OneAgentDies)
     assert len(sizes) > 12  # its trace has gone by then
     assert set(sizes[2:]) == {(49, 49, 15, 15)}
-
-
-def test_without_agents_nothing_changes() -> None:
-    _, sizes = run(cluster=_NoAgents)
-    assert set(sizes) == {(32, 32, 32, 32)}
-
-
-def test_equal_seeds_give_equal_jobs() -> None:
-    stragglers = Stragglers(factor=3.0, mean_normal_s=0.3, mean_slow_s=0.2, jitter=0.1)
-    uneven = virtual.scenario(ranks_per_node=2, stragglers=stragglers, **LONG)
-    first, again = (run(scenario=uneven) for _ in range(2))
-    assert first == again
-    assert len(set(first[1])) > 3

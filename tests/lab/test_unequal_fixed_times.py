@@ -33,7 +33,7 @@ class ObservedRule(Rule):
         return found
 
 
-@pytest.mark.parametrize("rates", [(2000.0, 2000.0), (1000.0, 4000.0), (4000.0, 1000.0)])
+@pytest.mark.parametrize("rates", [(1000.0, 4000.0), (4000.0, 1000.0)])
 def test_its_batch_is_within_a_fifth_of_the_best_with_2_and_40_ms(rates: tuple[float, float]) -> None:
     """The best is looked for by hand: batches that take each compute time, over what a step with it takes."""
     workers = tuple(

@@ -50,23 +50,6 @@ def test_a_batch_below_the_saturation_costs_no_less_and_one_above_it_no_more() -
     assert timing.compute_s == pytest.approx([0.018, 2 * 0.034, 0.066, 0.130], rel=1e-12)
 
 
-def test_a_ring_moves_the_gradient_twice_around_and_pays_its_latencies_for_each_bucket() -> None:
-    alike = tuple(Workers(samples_per_s=rate) for rate in (4000.0, 4000.0, 2000.0, 500.0))
-    timing = clock(alike).step(SIZES, CALM)
-    # 2 * 3/4 * 1 MB over 100 MB/s, and 2 * 3 latencies of 1 ms
-    assert timing.communication_s == pytest.approx(0.015 + 0.006, rel=1e-12)
-    assert timing.step_s == pytest.approx(0.064 + 0.021, rel=1e-12)
-    assert timing.sync_s == pytest.approx([0.048 + 0.021, 0.048 + 0.021, 0.032 + 0.021, 0.021], rel=1e-12)
-    assert clock(alike, num_buckets=5).communication_s(CALM) == pytest.approx(0.015 + 5 * 0.006, rel=1e-12)
-
-
-def test_one_slow_link_paces_a_ring_unless_its_messages_take_longer_around_it() -> None:
-    # 250 kB over 50 MB/s take longer than over the mean of the links, with a latency of 1 ms: 6 * 5 ms
-    assert clock().communication_s(CALM) == pytest.approx(0.030, rel=1e-12)
-    # a fifth of that does not: 6 * 5 * ((3 * 0.5 + 1) / 4 + 1) ms
-    assert clock(num_buckets=5).communication_s(CALM) == pytest.approx(0.04875, rel=1e-12)
-
-
 def test_servers_take_the_parts_of_all_workers_over_one_link() -> None:
     # one server: 2 * 4 MB over 100 MB/s, and two latencies
     assert clock(topology="parameter-server").communication_s(CALM) == pytest.approx(0.082, rel=1e-12)
@@ -91,23 +74,6 @@ def test_congestion_slows_messages_as_a_whole_and_a_server_suffers_only_where_al
     assert clock(num_buckets=5).communication_s(everywhere) == pytest.approx(4 * 0.04875, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("overlap", "num_buckets", "exposed_s"),
-    [(0.0, 4, 0.030), (0.25, 4, 0.030 - 0.25 * 0.068), (0.25, 1, 0.030), (1.0, 4, 0.0075), (0.5, 100, 0.0003)],
-)
-def test_what_travels_beside_computing_is_hidden_but_never_the_last_bucket(
-    overlap: float, num_buckets: int, exposed_s: float
-) -> None:
-    timing = clock(overlap=overlap, num_buckets=num_buckets, latency_s=0.0).step(SIZES, CALM)
-    assert timing.step_s - timing.compute_s.max() == pytest.approx(exposed_s, rel=1e-12)
-
-
-def test_every_workers_parts_add_up_to_the_step() -> None:
-    timing = clock(overlap=0.3, num_buckets=3).step(SIZES, CALM, decided=True)
-    assert timing.update_s == pytest.approx(0.001 + 0.0005 * 2, rel=1e-12)  # log2 of 4 workers
-    assert timing.compute_s + timing.sync_s + timing.update_s == pytest.approx(timing.step_s, rel=1e-12)
-
-
 def test_a_changed_worker_may_make_exchanges_longer_and_none_of_that_is_hidden() -> None:
     hiding, longer = clock(overlap=1.0, num_buckets=8), CALM._replace(exchange_s=0.02)
     calm, changed = hiding.step(SIZES, CALM), hiding.step(SIZES, longer)
@@ -118,20 +84,6 @@ def test_a_changed_worker_may_make_exchanges_longer_and_none_of_that_is_hidden()
     alone = clock((Workers(samples_per_s=1000.0),))
     one = Conditions(np.ones(1), np.ones(1), np.zeros(1, dtype=bool), 0.02)
     assert alone.step(np.array([10.0]), one).step_s == pytest.approx(0.01, rel=1e-12)
-
-
-def test_a_worker_alone_reduces_nothing_and_pays_decisions_without_doublings() -> None:
-    alone = clock((Workers(samples_per_s=1000.0),))
-    one = Conditions(np.ones(1), np.ones(1), np.zeros(1, dtype=bool))
-    timing = alone.step(np.array([10.0]), one, decided=True)
-    assert (timing.communication_s, alone.tx_bytes_per_step) == (0.0, 0.0)
-    assert timing.step_s == pytest.approx(0.01 + 0.001, rel=1e-12)
-
-
-def test_a_pretended_gradient_replaces_the_models() -> None:
-    assert clock().tx_bytes_per_step == 1_500_000
-    assert clock(gradient_bytes=8_000_000).tx_bytes_per_step == 12_000_000
-    assert clock(topology="parameter-server").tx_bytes_per_step == 1_000_000
 
 
 def ring_step_s(
@@ -204,7 +156,6 @@ def test_the_formulas_are_what_messages_take_where_links_are_alike_and_nearly_wh
 
 
 EIGHT = (virtual.Workers(count=8, samples_per_s=1000.0),)
-HEAVY = Stragglers(factor=4.0, mean_normal_s=2.0, mean_slow_s=1.0, jitter=0.1)
 
 
 def test_what_is_slow_depends_on_the_time_and_not_on_when_one_looked() -> None:
@@ -222,30 +173,6 @@ def test_workers_are_slow_for_the_share_of_time_that_the_means_give() -> None:
     assert seen.mean() == pytest.approx(1 / 3, abs=0.03)
     switches = np.abs(np.diff(seen.astype(int), axis=0)).sum() / 16
     assert switches == pytest.approx(2 * 1000 / 3.0, rel=0.1)  # on and off once in 3 s, over 1000 s
-
-
-def test_one_seed_disturbs_alike_and_another_differently() -> None:
-    scenario = virtual.scenario(workers=EIGHT, stragglers=HEAVY)
-    first, again, other = (Disturbances(scenario, seed) for seed in (7, 7, 8))
-    draws = [[each.at(step, step * 0.3).slowdown for step in range(300)] for each in (first, again, other)]
-    assert np.array_equal(draws[0], draws[1])
-    assert not np.array_equal(draws[0], draws[2])
-
-
-def test_a_straggler_is_slower_by_the_factor_times_the_jitter_of_the_step() -> None:
-    scenario = virtual.scenario(workers=EIGHT, stragglers=HEAVY)
-    disturbances, jitter, states = Disturbances(scenario, 7), Jitter(7, 8, 0.1), Switching(7, SLOW, 8, off_s=2, on_s=1)
-    for step in range(300):
-        expected = jitter.of_step(step) * np.where(states.at(step * 0.3), 4.0, 1.0)
-        assert disturbances.at(step, step * 0.3).slowdown == pytest.approx(expected, rel=1e-12)
-
-
-def test_jitter_has_the_median_one_and_the_sigma_that_was_asked_for() -> None:
-    jitter = Jitter(1, 4, 0.25)
-    logs = np.log([jitter.of_step(step) for step in range(5000)])
-    assert np.median(logs) == pytest.approx(0.0, abs=0.01)
-    assert logs.std() == pytest.approx(0.25, rel=0.02)
-    assert np.array_equal(jitter.of_step(17), np.exp(logs[17]))  # back in an earlier block
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -274,10 +201,3 @@ def test_a_change_of_speed_rules_from_its_time_to_the_next_one_of_its_rank() -> 
         seen.append((factors[1], factors[6], conditions.exchange_s))
     calm, first, both, last = (1.0, 1.0, 0.0), (3.0, 1.0, 0.02), (3.0, 2.0, 0.02), (0.5, 2.0, 0.01)
     assert seen == [calm, calm, first, first, both, both, last, last]
-
-
-def test_a_calm_cluster_is_never_disturbed() -> None:
-    conditions = Disturbances(virtual.scenario(workers=EIGHT), 0).at(3, 9.0)
-    assert (conditions.slowdown == 1.0).all()
-    assert (conditions.congestion == 1.0).all()
-    assert not conditions.congested.any()

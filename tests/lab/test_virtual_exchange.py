@@ -1,6 +1,5 @@
 """Communication between virtual ranks: by the trainer's codecs, with real ranks' bytes and parameters."""
 
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -10,33 +9,25 @@ import torch
 from tests.support import virtual
 from torch import nn
 
-from dynamix.arbitrator.policies.rule import Rule
 from dynamix.lab.simulator.clock import Conditions, VirtualClock
 from dynamix.lab.simulator.cluster import VirtualCluster
-from dynamix.lab.simulator.episode import run_episode
 from dynamix.lab.simulator.exchange import (
     ActiveExchange,
     BucketTraffic,
     CodedAs,
     CollectiveTraffic,
-    GradientLayout,
     StackedInt8,
     StepTraffic,
     VirtualExchange,
-    ready_times_s,
     run_counted,
 )
 from dynamix.lab.simulator.scenario import Coding, Network, Scenario, Workers
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Allocation, Exchange
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Member
-from dynamix.trainer.exchange.registry import CODECS, exchange_codec
+from dynamix.trainer.exchange.registry import exchange_codec
 
 INT8 = Exchange(codec="int8")
 LONG = {"fixed_time_s": 1e3, "time_limit_s": 1e6, "evaluate_every_s": 1e6}
-
-
-def model(*widths: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(first, second) for first, second in pairwise(widths)))
 
 
 def lossy(**changes: Any) -> Scenario:
@@ -55,29 +46,6 @@ def parameters(run: VirtualCluster) -> torch.Tensor:
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
-
-
-def test_buckets_are_equal_and_cut_between_rows_and_the_last_parameters_come_first() -> None:
-    layout = GradientLayout(model(10, 30, 2), 4)  # 300 + 30 + 60 + 2
-    assert [(bucket.start, bucket.stop) for bucket in layout.buckets] == [(0, 102), (102, 192), (192, 292), (292, 392)]
-    keys = [[(part.key, part.start, part.stop, tuple(part.shape)) for part in each.parts] for each in layout.buckets]
-    assert keys[0] == [
-        ("1.bias", 0, 2, (2,)),
-        ("1.weight", 2, 62, (2, 30)),
-        ("0.bias", 62, 92, (30,)),
-        ("0.weight[0:1]", 92, 102, (1, 10)),
-    ]
-    assert keys[1:] == [
-        [(f"0.weight[{n}:{m}]", 0, 10 * (m - n), (m - n, 10))] for n, m in ((1, 10), (10, 20), (20, 30))
-    ]
-
-
-def test_a_vector_that_travelled_comes_back_in_the_order_of_the_model() -> None:
-    layout, gradients = GradientLayout(model(3, 5, 2), 3), torch.arange(64.0).view(2, 32)
-    sent, back = layout.as_sent(gradients), torch.empty(32)
-    assert sent[0, :2].tolist() == [30.0, 31.0]
-    layout.as_model(sent[1], back)
-    assert torch.equal(back, gradients[1])
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -136,9 +104,9 @@ def calm(num_ranks: int, slowdown: float = 1.0, congestion: float = 1.0) -> Cond
     return Conditions(slowdown * ones, congestion * ones, congestion * ones > 1)
 
 
-@pytest.mark.parametrize("num_buckets", [1, 2, 5])
+@pytest.mark.parametrize("num_buckets", [2, 5])
 @pytest.mark.parametrize("links", [(8.0,) * 4, (8.0, 8.0, 2.0, 5.0)])
-@pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("overlap", [0.3])
 def test_plain_all_reduces_take_what_exact_training_takes(
     links: tuple[float, ...], overlap: float, num_buckets: int
 ) -> None:
@@ -150,31 +118,6 @@ def test_plain_all_reduces_take_what_exact_training_takes(
     assert found.step_s == pytest.approx(expected.step_s, rel=1e-12 if num_buckets < 5 else 0.01)
     assert found.communication_s == pytest.approx(expected.communication_s, rel=1e-12)
     assert found.compute_s + found.sync_s == pytest.approx(found.step_s)
-
-
-def test_shares_bring_a_pipelined_step_near_the_bound_of_its_links() -> None:
-    # 1.92 MB over links of 100, 100, 100 and 20 Mbit/s: no step is shorter than the slow link's own gradient, 0.768 s
-    gradient = 1_920_000
-    for num_buckets, num_chunks in ((1, 8), (8, 24)):
-        made = clock((100.0, 100.0, 100.0, 20.0), latency_s=0.0, overlap=0.0, num_buckets=num_buckets)
-        shares = Exchange(route="shares", shares=(1.0, 1.0, 1.0, 0.0))
-        traffic = traffic_of(shares, 4, num_buckets, pretended=gradient)
-        taken_s = made.step(np.ones(4), calm(4), traffic=traffic).communication_s
-        # it sends all of its gradient, and receives all sums: both at a time, but for the first chunk and the last one
-        assert taken_s == pytest.approx(0.768 * (num_chunks + 1) / num_chunks, rel=1e-9)
-
-
-def test_chunks_of_a_bucket_are_ready_with_it() -> None:
-    made = clock((8.0,) * 4, latency_s=0.0, overlap=0.5, num_buckets=2)
-    shares = Exchange(route="shares")
-    whole = traffic_of(shares, 4, 2)
-    assert [bucket.is_continued for bucket in whole.buckets] == [False, False]
-    chunks = StepTraffic(tuple(chunk for bucket in whole.buckets for chunk in bucket.in_chunks(4)))
-    assert ready_times_s(whole, 8.0, 0.5) == [4.0, 8.0]
-    assert ready_times_s(chunks, 8.0, 0.5) == [4.0] * 4 + [8.0] * 4
-    assert chunks.sent_bytes() == pytest.approx(whole.sent_bytes())
-    sizes = np.ones(4)
-    assert made.step(sizes, calm(4), traffic=chunks).step_s < made.step(sizes, calm(4), traffic=whole).step_s
 
 
 # --- links -----------------------------------------------------------------------------------------------------------
@@ -197,21 +140,6 @@ def test_reports_say_how_fast_each_rank_sent_to_the_next_one() -> None:
     assert {row.link_bytes_per_s for row in under_shares.run_window()[0].rows} == {None}
     servers = virtual.cluster(virtual.scenario(network=Network(topology="parameter-server"), **LONG))
     assert {row.link_peer for row in servers.run_window()[0].rows} == {None}
-
-
-def test_rule_lets_gradients_travel_over_owners_where_one_link_is_slow() -> None:
-    sizes = {"min_local_batch_size": 32, "max_local_batch_size": 32}
-    scenario = behind_one_slow_link(**sizes, fixed_time_s=14.0, time_limit_s=14.0, evaluate_every_s=5.0)
-    episode = run_episode(scenario, Rule(), data=virtual.data(), seed=3, keep_messages=True)
-    shares = Exchange(route="shares", shares=(333.0, 333.0, 0.0, 333.0))
-    assert shares in {applied.exchange for applied in episode.applied}
-    times: dict[str, list[float]] = {"all-reduce": [], "shares": []}
-    ruling = {applied.effective_window: applied.exchange.route for applied in episode.applied}
-    route = "all-reduce"
-    for window in episode.windows[:: len(scenario.nodes)]:
-        route = ruling.get(window.window, route)
-        times[route].append(window.job_metrics.step_time_s)
-    assert 0.6 < np.median(times["shares"]) / np.median(times["all-reduce"]) < 0.85
 
 
 def test_coding_costs_bytes_and_messages_and_is_slowed_like_computing() -> None:
@@ -292,19 +220,6 @@ def test_what_is_kept_goes_out_in_the_last_step_before_another_codec_rules() -> 
     assert kept(run) > 0.0
 
 
-def test_a_report_has_the_bytes_of_its_own_rank() -> None:
-    shares = Exchange(route="shares", shares=(1.0, 1.0, 1.0, 0.0))
-    run = start_with(shares, lossy(network=Network(num_buckets=1, gradient_bytes=300_000)))
-    rows = run.run_window()[0].rows
-    # per step: what others own goes out; what is owned comes from three and goes to three
-    for row in rows[:3]:
-        assert row.sockets is not None
-        assert row.sockets.tx_bytes == pytest.approx(5 * (200_000 + 300_000), rel=1e-6)
-    last = rows[3].sockets
-    assert last is not None
-    assert (last.tx_bytes, last.rx_bytes) == pytest.approx((5 * 300_000, 5 * 300_000), rel=1e-6)
-
-
 def test_a_job_refuses_what_it_does_not_permit() -> None:
     run = virtual.cluster(virtual.scenario(**LONG))
     run.run_window()
@@ -319,26 +234,16 @@ def test_a_job_refuses_what_it_does_not_permit() -> None:
     run.run_window()
     assert run.num_refused == {"lever": 1}
     with pytest.raises(ValueError, match="parameter servers do not support"):
-        virtual.cluster(virtual.scenario(network=servers), policy_options={"codec": 1.0})
+        virtual.cluster(virtual.scenario(network=servers), policy_options={"codec": "rows"})
     with pytest.raises(ValueError, match=r"use network\.topology = .ring."):
         lossy(network=servers)
     with pytest.raises(ValueError, match=r"lag_windows = 0: .* use at least 1"):
         lossy(lag_windows=0)
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
-def test_a_worker_alone_sends_nothing(codec: str) -> None:
-    alone = lossy(workers=(Workers(samples_per_s=1000.0),))
-    runs = [start_with(exchange, alone) for exchange in (EXACT, Exchange(codec=codec))]
-    reports = [run.run_window() for run in runs]
-    assert torch.allclose(parameters(runs[0]), parameters(runs[1]), atol=1e-6)
-    assert reports[1][0].rows[0].sockets is None
-    assert runs[0].time_s == runs[1].time_s
-
-
 def test_reports_have_what_published_rules_need() -> None:
     lossy = virtual.scenario(exchange="lossy", learning_rate=0.1, noise_every=1, base_global_batch_size=32)
-    totals = virtual.cluster(lossy, policy_options={"codec": 5}).run_window()[0].totals
+    totals = virtual.cluster(lossy, policy_options={"codec": "int8"}).run_window()[0].totals
     assert totals.learning_rate == pytest.approx(0.1 * (128 / 32) ** 0.5)
     assert totals.coding_gain == pytest.approx(1.0, abs=1e-3)
     assert totals.noise is not None
@@ -354,12 +259,6 @@ def local_steps(**changes: Any) -> Scenario:
 def started(every: int, of: Scenario, **arguments: Any) -> VirtualCluster:
     """A cluster with local steps from the first one on."""
     return virtual.cluster(of, policy_options={"every": every}, **arguments)
-
-
-def own_parameters(run: VirtualCluster) -> torch.Tensor:
-    """The parameters of all ranks, a row each."""
-    assert run.rounds.parameters is not None
-    return run.rounds.parameters
 
 
 def test_a_round_takes_as_long_as_the_rank_that_computed_longest_in_all_of_it() -> None:
@@ -388,60 +287,6 @@ def test_only_the_last_step_of_a_round_sends_anything() -> None:
     assert [each.tx_bytes for each in counters if each] == [0, 0, 0, first, first, first, first, 2 * first + ring]
 
 
-def test_what_is_evaluated_between_two_averagings_is_the_mean_by_samples() -> None:
-    run = started(4, local_steps(window_steps=1))
-    sizes = torch.tensor([8.0, 24.0, 40.0, 56.0])
-    run.run_window()
-    run.offer(virtual.action(run.job, 0, (8, 24, 40, 56), exchange=Exchange(every=4)))
-    run.run_window()
-    rows = own_parameters(run).clone()
-    assert not torch.equal(rows[0], rows[1])
-    run.run_window()
-    shown = run.gradients.parameters.detach()
-    weights = (2 * torch.full((4,), 32.0) + sizes) / (3 * 128)
-    assert torch.allclose(shown, weights @ own_parameters(run), atol=1e-6)
-    run.run_window()
-    assert all(torch.equal(row, run.gradients.parameters.detach()) for row in own_parameters(run))
-
-
-def test_a_round_ends_with_an_epoch_and_before_another_exchange_rules() -> None:
-    run = started(100, local_steps(window_steps=4, lag_windows=1))  # 1000 samples: 8 steps of 128
-    ends = []
-    for window in range(4):
-        if window == 3:
-            run.offer(virtual.action(run.job, 1, (32,) * 4, exchange=EXACT))
-        for _ in range(4):
-            run._step()
-            if run.rounds.num_steps == 0:
-                ends.append((run.position.step, run.rounds.parameters is not None))
-    assert [(applied.exchange, applied.effective_step) for applied in run.applied] == [(EXACT, 16)]
-    assert ends == [(8, True), (16, False)]
-
-
-def test_speeds_are_known_where_a_round_ends() -> None:
-    run = started(5, local_steps(window_steps=10), data=virtual.data(6000))  # no epoch ends
-    seen: list[int] = []
-    told: list[tuple[Any, Any]] = []
-    observe = run._fast_loop.observe_times
-
-    def spy(seconds: Any, step: int, counts: Any) -> None:
-        seen.append(step)
-        told.append((seconds, counts))
-        observe(seconds, step, counts)
-
-    run._fast_loop.observe_times = spy  # type: ignore[method-assign,assignment]
-    run.run_window()
-    run.offer(virtual.action(run.job, 0, (32,) * 4, split="tracking", exchange=Exchange(every=5)))
-    for _ in range(3):
-        run.run_window()
-    assert seen
-    assert all(step % 5 == 0 for step in seen)
-    worker = run.scenario.per_worker[0]
-    size = 32  # of all four, in the first round that divides
-    assert told[0][1][0] == size
-    assert told[0][0][0] == pytest.approx(worker.overhead_s / size + 1 / worker.samples_per_s)
-
-
 def test_the_noise_is_that_of_ranks_which_have_the_same_parameters() -> None:
     run = started(5, local_steps(window_steps=5, noise_every=1))
     exact = virtual.cluster(local_steps(window_steps=1, noise_every=1))
@@ -464,24 +309,3 @@ def test_drift_is_how_far_ranks_came_apart_over_how_far_their_mean_moved() -> No
     assert drift.spread == pytest.approx(float((moves[0] - mean).square().sum(1).mean()), rel=1e-4)
     assert 0.1 < drift.ratio < 3.0  # 3 where ranks move without any common direction
     assert virtual.cluster(local_steps()).run_window()[0].totals.drift is None
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
-def test_local_steps_learn(optimizer: str) -> None:
-    rate = 0.05 if optimizer == "sgd" else 0.002
-    run = started(4, virtual.scenario(exchange="local", optimizer=optimizer, learning_rate=rate, time_limit_s=9.0))
-    while run.run_window():
-        pass
-    assert run.time_to_target_s is not None
-    assert run.test_accuracy() > 0.5
-
-
-def test_a_job_without_permission_refuses_local_steps() -> None:
-    run = virtual.cluster(virtual.scenario(exchange="lossy", **LONG))
-    run.run_window()
-    run.offer(virtual.action(run.job, 0, (32,) * 4, exchange=Exchange(every=4)))
-    run.run_window()
-    run.run_window()
-    assert run.num_refused == {"lever": 1}
-    with pytest.raises(ValueError, match="which this job does not permit"):
-        started(4, virtual.scenario(exchange="lossy"))

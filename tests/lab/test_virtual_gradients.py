@@ -10,17 +10,12 @@ from torch import nn
 
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.gradients import (
-    AutogradGradients,
     Gradients,
-    PerceptronGradients,
     gradients_of,
-    is_perceptron,
 )
 from dynamix.lab.workloads import Data, Part, Workload, make_optimizer, workload_named
-from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.data.orders import epoch_order
-from dynamix.trainer.data.schedule import Counts
-from dynamix.trainer.gradient.noise import NoiseSums
+from dynamix.trainer.data.plan import Counts, StepPlan
 
 MLP, CNN = workload_named("fashion-14-mlp"), workload_named("fashion-14-cnn")
 UNEVEN = ((20, 20, 20, 20), (61, 3, 0, 7), (1, 40, 2, 40), (33, 0, 0, 1))
@@ -118,24 +113,6 @@ def _alone(
     return workload.loss(outputs, labels, "sum").item(), workload.num_correct(outputs, labels), norm
 
 
-def test_the_noise_estimate_is_fed_as_the_hook_of_a_real_job_feeds_it() -> None:
-    gradients = gradients_of(MLP, seed=5, like=DOUBLE)
-    counts = Counts((30, 0, 5, 65))
-    inputs, labels = (tensor[:100] for tensor in virtual.data(200, dtype=torch.float64).train)
-    found, expected = ([NoiseSums() for _ in counts.values] for _ in range(2))
-    sums = gradients.step(inputs, labels, StepPlan(0, 0, 0, counts), measured=True)
-    assert sums.norms is not None
-    sums.norms.add_to(found, counts)
-    for rank, start in enumerate(counts.starts[:-1]):
-        stop = start + counts.values[rank]
-        _, _, norm = _alone(gradients, MLP, inputs[start:stop], labels[start:stop])
-        expected[rank].add_step(counts, rank, norm, sums.norms.reduced)
-    for own, other in zip(found, expected, strict=True):
-        assert own.num_steps == 1
-        assert own.local_trace == pytest.approx(other.local_trace, rel=1e-12)
-        assert own.global_signal == pytest.approx(other.global_signal, rel=1e-12)
-
-
 def test_more_workers_than_a_block_holds_are_measured_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, inputs = (1, 2, 0, 3, 4, 5, 6), virtual.data(200, dtype=torch.float64).train
     plan = StepPlan(0, 0, 0, Counts(sizes))
@@ -147,37 +124,6 @@ def test_more_workers_than_a_block_holds_are_measured_in_several(monkeypatch: py
     assert norms[1] is not None
     assert np.allclose(norms[0].local, norms[1].local, rtol=1e-12)
     assert close(parts.parameters.grad, whole.parameters.grad) < 1e-12
-
-
-def test_a_perceptron_is_known_by_its_layers() -> None:
-    linear = nn.Linear(4, 4)
-    assert is_perceptron(nn.Sequential(linear))
-    assert is_perceptron(nn.Sequential(nn.Flatten(), linear, nn.ReLU(), nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 2)))
-    for layers in ([linear, nn.ReLU()], [linear, nn.Tanh(), linear], [nn.Flatten(0)], [nn.Linear(4, 4, bias=False)]):
-        assert not is_perceptron(nn.Sequential(*layers))
-    assert isinstance(gradients_of(MLP, seed=0, like=SINGLE), PerceptronGradients)
-    assert isinstance(gradients_of(CNN, seed=0, like=SINGLE), AutogradGradients)
-
-
-def test_a_new_model_leaves_the_global_generator_alone_and_depends_on_its_seed_only() -> None:
-    torch.manual_seed(123)
-    state = torch.random.get_rng_state()
-    first, second, other = (gradients_of(MLP, seed=seed, like=SINGLE).parameters for seed in (1, 1, 2))
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert torch.equal(first, second)
-    assert not torch.equal(first, other)
-
-
-def test_the_accuracy_of_a_part_is_the_share_of_right_answers() -> None:
-    gradients = gradients_of(MLP, seed=0, like=SINGLE)
-    part = virtual.data(25_000).validation
-    expected = float((gradients.model(part.inputs).argmax(1) == part.labels).float().mean())
-    assert gradients.accuracy(part) == pytest.approx(expected, rel=1e-6)
-
-
-def test_tokens_make_a_model_of_floats() -> None:
-    text = workload_named("text-transformer")
-    assert gradients_of(text, seed=0, like=torch.zeros(1, dtype=torch.int64)).parameters.dtype == torch.float32
 
 
 @pytest.mark.gpu

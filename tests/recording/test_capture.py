@@ -2,7 +2,6 @@
 
 import bisect
 import hashlib
-import io
 import itertools
 import json
 import struct
@@ -16,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support import capture_files, examples
-from tests.support.devices import device_in, identity
 
 from dynamix.recording import capture
-from dynamix.recording.capture import CaptureError, CaptureReader, CaptureWriter, CutOffError, Record, layout
+from dynamix.recording.capture import CaptureError, CaptureReader, CaptureWriter, CutOffError, Record
+from dynamix.recording.capture import file as layout
 
 NUM_BLOCKS = 5
 FILES = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -113,36 +112,11 @@ def test_arbitrary_records_are_read_back(tmp_path: Path, content: list[tuple[str
     assert list(capture.records(capture_files.write(path, given_records))) == given_records
 
 
-def test_a_large_job_is_written_in_compressed_blocks(tmp_path: Path) -> None:
-    records = [capture_files.record(examples.state(window_index=window), window + 1) for window in range(3000)]
-    path = capture_files.write(tmp_path / "job.dxc", records)
-    assert list(capture.records(path)) == records
-    content = path.read_bytes()
-    assert len(content) < sum(len(one.payload) for one in records) / 3
-    kinds = [layout.FRAME.unpack_from(content, at)[1] for at in frame_offsets(content)]
-    assert kinds[0] == layout.HEADER
-    assert kinds[-1] == layout.END
-    assert kinds.count(layout.BLOCK) >= 2
-
-
 def frame_offsets(content: bytes) -> Iterator[int]:
     at = len(layout.PREAMBLE)
     while at < len(content):
         yield at
         at += layout.FRAME.size + layout.FRAME.unpack_from(content, at)[3] + layout.DIGEST_BYTES
-
-
-@given(data=st.data())
-@FILES
-def test_any_flipped_bit_is_detected(tmp_path: Path, content: bytes, data: st.DataObject) -> None:
-    place = data.draw(st.integers(0, len(content) - 1))
-    damaged = bytearray(content)
-    damaged[place] ^= 1 << data.draw(st.integers(0, 7))
-    found, error = read_all(tmp_path / "flipped.dxc", bytes(damaged))
-    assert error is not None
-    assert found == sample()[: len(found)]  # never a wrong record
-    assert error.offset <= place
-    assert error.num_records == len(found)
 
 
 @given(data=st.data())
@@ -160,17 +134,6 @@ def test_a_flipped_bit_loses_its_own_block_only(tmp_path: Path, content: bytes, 
     assert found == [one for index, one in enumerate(sample()) if index != hit]
     assert reader.faults[0].block == hit + 1
     assert len(reader.faults) == (1 if hit < NUM_BLOCKS else 2)  # without its end the file is cut off, too
-
-
-def test_blocks_of_a_short_capture_are_small(tmp_path: Path) -> None:
-    payload = hashlib.shake_256(b"noise").digest(1000)
-    records = [Record("FEED", sequence, sequence, "a", "", payload) for sequence in range(1, 101)]
-    path = capture_files.write(tmp_path / "job.dxc", records)
-    damaged = bytearray(path.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    path.write_bytes(damaged)
-    with CaptureReader(path) as reader:
-        assert 100 - len(list(reader.good_records())) <= layout.BLOCK_BYTES // 1000 + 1
 
 
 @given(data=st.data())
@@ -205,26 +168,6 @@ def test_omitted_repeated_swapped_and_foreign_blocks_are_detected(tmp_path: Path
         found, error = read_all(tmp_path / "edited.dxc", start + b"".join(body))
         assert found == sample()[: len(found)]
         assert error is not None
-
-
-MALICIOUS = {
-    "a header that is too long": (
-        frame(layout.HEADER, b"", length=1 << 31, index=0),
-        "2147483648 bytes, over the limit",
-    ),
-    "a header of another shape": (frame(layout.HEADER, b"[]", index=0), "not a CaptureHeader"),
-    "a header of an odd job": (a_header(job="\x1b[2J"), "not a CaptureHeader"),
-    "no header": (an_end(index=0), "the header is missing"),
-    "two headers": (file_of(a_header(), a_header(index=1))[len(layout.PREAMBLE) :], "a second header"),
-    "an unknown kind": (frame(b"X", b"", index=0), "no block begins here"),
-}
-
-
-@pytest.mark.parametrize("name", MALICIOUS)
-def test_a_malicious_header_is_refused_in_bounded_memory(tmp_path: Path, name: str) -> None:
-    start, reason = MALICIOUS[name]
-    content = layout.PREAMBLE + start if name == "two headers" else file_of(start)
-    assert reason in str(refusal(tmp_path, content))
 
 
 def packed(**changes: int) -> bytes:
@@ -273,50 +216,11 @@ def refusal(tmp_path: Path, content: bytes) -> CaptureError:
     return caught.value
 
 
-def test_bytes_after_the_end_are_refused(tmp_path: Path) -> None:
-    error = refusal(tmp_path, file_of(a_header(), an_end()) + b"\n")
-    assert "ends at byte" in str(error)
-
-
 def test_another_format_version_is_named_in_the_error(tmp_path: Path) -> None:
     path = tmp_path / "later.dxc"
     path.write_bytes(layout.MAGIC + b"\x09" + b"whatever")
     with pytest.raises(CaptureError, match="a capture of version 9, this program reads 2"):
         capture.read_header(path)
-
-
-def test_an_endless_file_is_read_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Endless(io.RawIOBase):
-        """A capture of one block that never stops coming, its digests right."""
-
-        def __init__(self) -> None:
-            self._pending = file_of(a_header())
-            self._seed = self._pending[-layout.DIGEST_BYTES :]
-            self._sequence = 0
-
-        def read(self, size: int = -1) -> bytes:
-            while len(self._pending) < size:
-                block = []
-                for _ in range(100):
-                    self._sequence += 1
-                    block.append(packed(payload=1000, sequence=self._sequence)[:-1] + bytes(1000))
-                one = a_block(*block, index=self._sequence // 100)
-                self._pending += one + hashlib.sha256(self._seed + one).digest()
-            data, self._pending = self._pending[:size], self._pending[size:]
-            return data
-
-    monkeypatch.setattr(Path, "open", lambda *_: Endless())
-    tracemalloc.start()
-    try:
-        (tmp_path / "endless").touch()
-        with CaptureReader(tmp_path / "endless") as reader:
-            for number, one in enumerate(reader, start=1):
-                assert one.sequence == number
-                if number == 20_000:  # 20 MB
-                    break
-        assert tracemalloc.get_traced_memory()[1] < 4 << 20
-    finally:
-        tracemalloc.stop()
 
 
 def test_records_flushed_by_a_killed_writer_are_readable(tmp_path: Path) -> None:
@@ -351,18 +255,6 @@ def test_an_existing_capture_is_not_overwritten(tmp_path: Path) -> None:
     assert list(capture.records(path)) == sample()[:1]
 
 
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_a_capture_is_not_written_into_a_device(tmp_path: Path, *, overwrite: bool) -> None:
-    device = device_in(tmp_path)
-    before = identity(device)
-    with (
-        pytest.raises(ValueError, match="name a file"),
-        CaptureWriter(device, capture_files.header(), overwrite=overwrite),
-    ):
-        pass
-    assert identity(device) == before
-
-
 def test_records_out_of_order_or_of_an_unknown_stream_are_refused(tmp_path: Path) -> None:
     first, second, *_ = sample()
     with CaptureWriter(tmp_path / "job.dxc", capture_files.header()) as writer:
@@ -375,16 +267,6 @@ def test_records_out_of_order_or_of_an_unknown_stream_are_refused(tmp_path: Path
             writer.write_record(second._replace(sequence=9, **too_large))  # type: ignore[arg-type] # one of three
         assert writer.finish().num_left_out == 3
     assert list(capture.records(tmp_path / "job.dxc")) == [second]
-
-
-def test_the_largest_records_fit_into_a_block(tmp_path: Path) -> None:
-    """Incompressible, so that the limits of the body are met as well."""
-    noise = hashlib.shake_256(b"noise").digest(1 << 20)
-    records = [Record("FEED", 1, 1, "a", "", noise[layout.RECORD.size + 2 - layout.BLOCK_BYTES :])]
-    records.append(Record("FEED", 2, 2, "s" * 255, "i" * 1024, noise))
-    path = capture_files.write(tmp_path / "job.dxc", records)
-    assert list(capture.records(path)) == records
-    assert path.stat().st_size > layout.BLOCK_BYTES + (1 << 20)
 
 
 def test_the_layout_of_a_record_is_as_documented() -> None:

@@ -4,7 +4,9 @@ import pytest
 from tests.support.recordings import DEMO
 
 from dynamix.recording.capture import records
-from dynamix.recording.replay import OtherPolicy, ReplayError, ReplayRequest, replay
+from dynamix.recording.decisions import OtherPolicy
+from dynamix.recording.playback import ReplayError
+from dynamix.recording.replay import ReplayRequest, replay
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.streams import ACTIONS, JOBS

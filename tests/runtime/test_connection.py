@@ -11,12 +11,10 @@ from nats.aio.client import Server
 from tests.support import examples
 from tests.support.brokers import STATE, ConfiguredServer, connected, publish_unstored, until
 
-import dynamix.runtime.bus.broker.client as client_module
-from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError
-from dynamix.runtime.bus.broker import connection
-from dynamix.runtime.bus.broker.connection import BrokerConnection
+import dynamix.runtime.bus.connection as client_module
+from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, connection, publish
+from dynamix.runtime.bus.connection import BrokerConnection
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams import publisher
 from dynamix.runtime.settings import BusSettings, check_url
 
 ALLOWED = (
@@ -114,7 +112,7 @@ async def test_a_server_that_answers_and_stores_nothing_is_left_for_another(
     """It is like one that is cut off from the others of its cluster; here it has no streams."""
     monkeypatch.setattr(connection, "LEAVE_AFTER_S", 0.3)
     monkeypatch.setattr(connection, "WATCH_INTERVAL_S", 0.05)
-    monkeypatch.setattr(publisher, "LATE_S", 0.2)
+    monkeypatch.setattr(publish, "LATE_S", 0.2)
     second = ConfiguredServer()
     second._password = server.settings.password
     async with second, connected(server.settings) as admin:
@@ -129,7 +127,7 @@ async def test_a_server_that_answers_and_stores_nothing_is_left_for_another(
 async def test_the_only_server_is_not_left(server: ConfiguredServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LEAVE_AFTER_S", 0.1)
     monkeypatch.setattr(connection, "WATCH_INTERVAL_S", 0.02)
-    monkeypatch.setattr(publisher, "LATE_S", 0.05)
+    monkeypatch.setattr(publish, "LATE_S", 0.05)
     async with connected(server.settings) as bus, connected(server.settings) as admin:
         future = await bus.publish_soon(examples.state())
         await until(lambda: bus.counters["unacknowledged"])

@@ -20,11 +20,10 @@ from tests.support.proxy import Proxy
 from tests.support.reading import OTHER, STATES, numbers, read
 
 from dynamix.runtime.bus import Bus, BusMessage, Reader, Start, StreamMissingError
+from dynamix.runtime.bus import read as durable_module
+from dynamix.runtime.bus import read as reader_module
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams import durable as durable_module
-from dynamix.runtime.bus.streams import reader as reader_module
-from dynamix.runtime.bus.streams.durable import DurableReader
-from dynamix.runtime.bus.streams.reader import DirectReader
+from dynamix.runtime.bus.read import DirectReader, DurableReader
 from dynamix.runtime.settings import BusSettings
 
 

@@ -8,13 +8,11 @@ import pytest
 from tests.support.brokers import STATE, ConfiguredServer, connected, operate, publish_states
 from tests.support.reading import OTHER, STATES, numbers, read
 
-from dynamix.runtime.bus import Bus, BusMessage, SequenceRegressError
-from dynamix.runtime.bus.broker.requests import Answer, Requests
+from dynamix.runtime.bus import Bus, BusMessage, SequenceRegressError, requests
+from dynamix.runtime.bus import read as reader_module
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams import failover
-from dynamix.runtime.bus.streams import reader as reader_module
-from dynamix.runtime.bus.streams.message import StreamState
-from dynamix.runtime.bus.streams.reader import LostError
+from dynamix.runtime.bus.read import LostError
+from dynamix.runtime.bus.requests import Answer, Requests, StreamState
 
 
 async def test_a_durable_consumer_goes_on_behind_its_last_acknowledgement(bus: Bus) -> None:
@@ -159,12 +157,31 @@ async def test_of_several_servers_one_that_says_less_than_was_read_is_asked_agai
     await publish_states(bus, range(10))
     async with bus.consume("FEED", STATES, start="all", durable=durable) as reader:
         assert len(await read(reader, 10)) == 10
-        monkeypatch.setattr(failover, "PAUSE_S", 0.05)
+        monkeypatch.setattr(requests, "PAUSE_S", 0.05)
         monkeypatch.setattr(reader_module, "stream_state", stale)
         if num_replicas > 1:
             await reader._check_stream()
             assert num_asked == 3
         else:
-            with pytest.raises(SequenceRegressError, match="FEED ends at 4, but 10 was already read"):
+            with pytest.raises(SequenceRegressError, match="FEED ends at 4, but had reached 10"):
                 await reader._check_stream()
             assert num_asked == 2, "the state, and the number of copies"
+
+
+async def test_a_reader_that_has_read_nothing_yet_sees_that_its_stream_was_restored_from_an_older_copy(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored next would have sequences that it takes for old ones."""
+    real = reader_module.stream_state
+
+    async def restored(requests: Requests, stream: str) -> StreamState:
+        return (await real(requests, stream))._replace(last_sequence=4)
+
+    monkeypatch.setattr(reader_module, "CHECK_EVERY_S", 0.1)
+    monkeypatch.setattr(reader_module, "LOOK_EVERY_S", 0.05)
+    await publish_states(bus, range(10))
+    async with bus.consume("FEED", STATES, start="new") as reader:
+        monkeypatch.setattr(reader_module, "stream_state", restored)
+        with pytest.raises(SequenceRegressError, match="FEED ends at 4, but had reached 10"):
+            async with asyncio.timeout(20):
+                await anext(reader)

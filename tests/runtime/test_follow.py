@@ -8,10 +8,9 @@ import pytest
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected, consumer_names, until
 
-from dynamix.runtime.bus import Bus, StaleWriterError
+from dynamix.runtime.bus import Bus, StaleWriterError, follow
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams import following
-from dynamix.runtime.bus.streams.stored import stream_config, write_stream
+from dynamix.runtime.bus.requests import stream_config, write_stream
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import encode
 from dynamix.schemas.messages import Action
@@ -85,7 +84,7 @@ async def test_what_was_stored_while_the_broker_was_away_is_found_after_it(serve
 async def test_what_is_not_announced_is_found_by_looking_and_said(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(following, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(follow, "LOOK_EVERY_S", 0.05)
     await without_announcements(bus)
     with caplog.at_level(logging.WARNING):
         async with bus.follow(ACTIONS.name, SUBJECT) as messages:
@@ -106,7 +105,7 @@ async def test_what_was_missed_while_away_is_no_lack_of_announcements(
             await bus.publish(action(window))
             messages._on_reconnected()
             assert (await anext(messages)).payload == encode(action(window))
-        monkeypatch.setattr(following, "LOOK_EVERY_S", 0.05)
+        monkeypatch.setattr(follow, "LOOK_EVERY_S", 0.05)
         messages._on_reconnected()
         assert "does not announce" not in caplog.text
         await bus.publish(action(2))

@@ -24,11 +24,11 @@ from dynamix.runtime.bus import (
     PublishError,
     StaleWriterError,
     StreamMissingError,
+    object_layout,
 )
-from dynamix.runtime.bus.broker.requests import Answer
-from dynamix.runtime.bus.objects import layout as object_layout
 from dynamix.runtime.bus.objects import store as objects
 from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.bus.requests import Answer
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.streams import POLICIES
 

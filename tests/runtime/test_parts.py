@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamix.runtime import log, rate_limit
-from dynamix.runtime.bus.broker.client import parse_status
-from dynamix.runtime.bus.streams.message import BusMessage, parse_delivery
-from dynamix.runtime.bus.streams.reader import common_filter
-from dynamix.runtime.bus.streams.stored import nanoseconds
+from dynamix.runtime.bus.connection import parse_status
+from dynamix.runtime.bus.read import common_filter
+from dynamix.runtime.bus.requests import BusMessage, nanoseconds, parse_delivery
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.schemas.subjects import covers
 

@@ -9,9 +9,8 @@ from tests.support.brokers import STATE, ConfiguredServer, connected, publish_st
 from tests.support.proxy import Proxy
 from tests.support.reading import read
 
-from dynamix.runtime.bus import Bus, ConnectionClosedError, PublishError, StaleWriterError, StreamMissingError
+from dynamix.runtime.bus import Bus, ConnectionClosedError, PublishError, StaleWriterError, StreamMissingError, publish
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.streams import publisher
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import chain, codec, subjects
 from dynamix.schemas.messages import Live
@@ -75,7 +74,7 @@ async def test_messages_whose_acknowledgements_are_lost_are_retransmitted_and_st
 async def test_an_acknowledgement_that_never_comes_is_an_error_and_gives_its_slot_back(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "BUDGET_S", 0.3)
+    monkeypatch.setattr(publish, "BUDGET_S", 0.3)
     await server.kill()
     with pytest.raises(PublishError, match=r"no acknowledgement in 0\.3 s"):
         await bus.publish(examples.state())
@@ -86,8 +85,8 @@ async def test_an_acknowledgement_that_never_comes_is_an_error_and_gives_its_slo
 async def test_a_full_table_makes_publishers_wait_and_a_restarted_broker_empties_it(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "MAX_IN_FLIGHT", 10)
-    monkeypatch.setattr(publisher, "RESUME_AT", 7)
+    monkeypatch.setattr(publish, "MAX_IN_FLIGHT", 10)
+    monkeypatch.setattr(publish, "RESUME_AT", 7)
     await server.kill()
     for number in range(10):
         await bus.publish_bytes_soon(STATE, b"", f"m{number}")
@@ -100,8 +99,8 @@ async def test_a_full_table_makes_publishers_wait_and_a_restarted_broker_empties
 
 
 async def test_the_table_is_bounded_in_bytes_too(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "MAX_IN_FLIGHT_BYTES", 1000)
-    monkeypatch.setattr(publisher, "RESUME_AT_BYTES", 750)
+    monkeypatch.setattr(publish, "MAX_IN_FLIGHT_BYTES", 1000)
+    monkeypatch.setattr(publish, "RESUME_AT_BYTES", 750)
     most = 0
     for number in range(20):
         await bus.publish_bytes_soon(STATE, bytes(400), f"m{number}")
@@ -126,13 +125,13 @@ async def test_a_subject_that_is_none_is_refused(bus: Bus, subject: str) -> None
 
 
 async def test_a_subject_that_no_stream_takes_is_named(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "BUDGET_S", 0.3)
+    monkeypatch.setattr(publish, "BUDGET_S", 0.3)
     with pytest.raises(StreamMissingError, match="no stream takes elsewhere: run `dynamix provision`"):
         await bus.publish_bytes("elsewhere", b"", "m")
 
 
 async def test_an_unawaited_error_is_counted(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "BUDGET_S", 0.1)
+    monkeypatch.setattr(publish, "BUDGET_S", 0.1)
     await bus.publish_bytes_soon("elsewhere", b"", "m")
     assert await bus.flush()
     assert bus.counters["publish_errors"] == 1
@@ -174,7 +173,7 @@ async def test_a_crowd_of_messages_waits_its_whole_time_before_it_is_sent_again(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the broker refuses: insisting on it would make the crowd larger."""
-    monkeypatch.setattr(publisher, "MAX_INSISTENT", 1)
+    monkeypatch.setattr(publish, "MAX_INSISTENT", 1)
     server.pause()
     futures = [await bus.publish_bytes_soon(STATE, b"", f"m{number}") for number in range(2)]
     (token, _) = bus._publisher._table

@@ -1,5 +1,8 @@
 import math
+import random
+import string
 import struct
+import zlib
 from typing import Any
 
 import msgspec
@@ -63,6 +66,44 @@ def test_a_message_over_the_limit_is_refused_on_both_sides() -> None:
         encode(huge)
     with pytest.raises(MalformedMessageError, match="over the limit"):
         decode_any(subjects.of("action", examples.JOB), b"DX" + bytes(codec.MAX_MESSAGE_BYTES))
+
+
+def job_of_10_000_ranks() -> Job:
+    """Eight ranks to a node, long names, and sizes as after a restart."""
+    draw = random.Random(0)
+    names = ["x" * 54 + "-" + "".join(draw.choices(string.ascii_lowercase, k=8)) for _ in range(1250)]
+    nodes = {name: tuple(range(8 * place, 8 * place + 8)) for place, name in enumerate(names)}
+    return examples.job(nodes, initial_local_batch_sizes=tuple(draw.randint(32, 1024) for _ in range(10_000)))
+
+
+def test_a_job_of_10_000_ranks_is_specified_within_the_limit_of_a_trainers_message() -> None:
+    job = job_of_10_000_ranks()
+    data = encode(job)
+    assert len(data) <= codec.MAX_TRAINER_BYTES < len(msgspec.msgpack.encode(job))
+    assert decode_any(subjects.subject_of(job), data) == job
+
+
+def test_equal_sizes_of_many_ranks_inflate_as_little_as_others() -> None:
+    receipt = Applied(
+        job=examples.JOB,
+        generation=0,
+        decided_window=1,
+        effective_window=2,
+        effective_step=3,
+        local_batch_sizes=(1024,) * 40_000,
+    )
+    assert decode_any(subjects.subject_of(receipt), encode(receipt)) == receipt
+
+
+@pytest.mark.parametrize("body", [bytes(300_000), bytes(200_000), random.Random(0).randbytes(280_000)])
+def test_what_inflates_beyond_the_limits_is_refused(body: bytes) -> None:
+    with pytest.raises(MalformedMessageError, match="over the limit"):
+        decode_any(subjects.of("job", examples.JOB), b"DX\x01\x81" + zlib.compress(body))
+
+
+def test_what_is_not_compressed_is_refused_where_the_header_says_so() -> None:
+    with pytest.raises(MalformedMessageError, match="not by zlib"):
+        decode_any(subjects.of("job", examples.JOB), b"DX\x01\x81" + encode(examples.job()))
 
 
 def test_a_carry_over_256_kb_is_refused() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.broker.requests import Answer
+from dynamix.runtime.bus.requests import Answer
 from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.settings import BusSettings
 
@@ -69,7 +69,7 @@ def _state_of(task: Path) -> str:
         return "T"
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait for what no event tells."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - see above

@@ -19,7 +19,7 @@ from dynamix.runtime.settings import BusSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 STORE = "/var/lib/dynamix-nats"
-START_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 60.0
 NODE, INSTANCE = "node-a", "1"
 USERS = ROLES
 """Each has a credential; the trainer's is for `JOBS`."""
@@ -58,7 +58,7 @@ class DeployedBroker:
 
     def varz(self, page: str = "varz") -> dict[str, object]:
         """What the server's monitoring page says."""
-        with urllib.request.urlopen(f"{self.monitor}/{page}", timeout=5) as answer:
+        with urllib.request.urlopen(f"{self.monitor}/{page}", timeout=30) as answer:
             found: dict[str, object] = json.load(answer)
             return found
 

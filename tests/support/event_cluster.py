@@ -18,8 +18,8 @@ from dynamix.arbitrator.policies.policy import Policy
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.trainer.data.schedule import Schedule
-from dynamix.trainer.steering.tracking import FastLoop, Tracker
+from dynamix.trainer.data.plan import Schedule
+from dynamix.trainer.steering.fast_loop import FastLoop, Tracker
 
 LAG = 2
 """The action of window t rules window t + 2."""

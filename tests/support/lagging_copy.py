@@ -16,7 +16,7 @@ import msgspec
 from tests.support.server_cluster import NUM_SERVERS, ClusterServer, ThreeServers, free_ports
 
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.broker.requests import Answer
+from dynamix.runtime.bus.requests import Answer
 
 HOST = "127.0.0.1"
 _NUM_ENTRIES = struct.Struct("<H")

@@ -3,21 +3,33 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pytest
+
 from dynamix.cli.services import ServiceProcess, wait_until_ready
 
-from .alert_trials import RULES
 from .control_plane import ControlPlane
 from .http_get import free_port, get
 
+RULES = Path(__file__).parents[2] / "deploy/prometheus/alerts.yaml"
 CONFIGURATION = RULES.with_name("prometheus.yml")
 DASHBOARD = RULES.parents[1] / "grafana/dynamix.json"
 DEPLOYED_PORTS = {"collector": 9601, "reward": 9602, "arbitrator": 9603}
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    """Skip where a program of Debian's package `prometheus` is missing; fail where CI has installed it."""
+    missing = shutil.which(program) is None
+    if missing and os.environ.get("REQUIRE_PROMETHEUS_TESTS") == "1":
+        raise AssertionError(f"REQUIRE_PROMETHEUS_TESTS=1, and yet there is no {program}")
+    return pytest.mark.skipif(missing, reason=f"{program} is missing (Debian: apt-get install prometheus)")
 
 
 class Prometheus:
@@ -85,17 +97,7 @@ async def start_scraped(plane: ControlPlane, ports: dict[str, int]) -> dict[str,
     return services
 
 
-def grafana_dashboard() -> dict[str, Any]:
-    """The dashboard that a user imports."""
-    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text())
-    return loaded
-
-
-def grafana_panels() -> list[dict[str, Any]]:
-    """Its panels, without the rows that group them."""
-    return [panel for panel in grafana_dashboard()["panels"] if panel["type"] != "row"]
-
-
 def grafana_queries(job: str = ".+") -> list[str]:
     """All queries of its panels, as Grafana sends them once a job (an expression) is chosen."""
-    return [target["expr"].replace("$training_job", job) for panel in grafana_panels() for target in panel["targets"]]
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target["expr"].replace("$training_job", job) for panel in panels for target in panel.get("targets", ())]

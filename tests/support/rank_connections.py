@@ -4,8 +4,7 @@ import itertools
 import socket
 import threading
 
-from dynamix.trainer.measurement.connections import Connection, Endpoint
-from dynamix.trainer.measurement.sockets import PeerSockets
+from dynamix.trainer.measurement.sockets import Connection, Endpoint, PeerSockets
 
 from .sockets import cookie
 

@@ -41,12 +41,12 @@ class RawClient:
 
     async def ask(self, subject: str, payload: bytes = b"", **headers: str) -> Msg:
         """The answer to a request."""
-        return await self.client.request(subject, payload, timeout=2, headers=headers or None)
+        return await self.client.request(subject, payload, timeout=30, headers=headers or None)
 
     async def settle(self) -> None:
         """Wait until the broker has handled what was sent, and what it does then has come."""
         for _ in range(2):
-            await self.client.flush(2)
+            await self.client.flush(30)
             await asyncio.sleep(0.1)
 
     async def _note(self, message: Msg) -> None:
@@ -71,7 +71,7 @@ async def raw_client(settings: BusSettings) -> AsyncIterator[RawClient]:
         inbox_prefix=raw.inbox,
         user_jwt_cb=lambda: bytearray(credential.jwt.encode()),
         signature_cb=lambda nonce: base64.b64encode(key.sign(nonce)),
-        connect_timeout=2,
+        connect_timeout=30,
     )
     try:
         await connecting

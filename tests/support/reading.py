@@ -12,7 +12,7 @@ STATES = ["dynamix.v1.state.>"]
 async def read(reader: Reader, count: int) -> list[BusMessage]:
     """The first messages, at least `count` of them."""
     found: list[BusMessage] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for batch in reader:
             assert batch
             found += batch

@@ -1,7 +1,6 @@
 """A broker of three real nats-servers that keep every stream three times, and what happens to one of them.
 
-A steady job with the real services runs on them; a bystander counts what they acknowledge; `run_trial` does something
-to a server and says what was lost, and how long no decision came.
+A `Bystander` publishes numbered messages and counts those that were acknowledged and are missing.
 """
 
 import asyncio
@@ -12,25 +11,24 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Self
 
 import msgspec
-from bench.jobs import SteadyJob
+from bench.hosts import Host, Hosts
 from tests.support.bus_watch import stored_messages
 
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.broker.errors import BusError
-from dynamix.runtime.embedded import EmbeddedServer
+from dynamix.runtime.bus.errors import BusError
+from dynamix.runtime.embedded import EmbeddedServer, server_binary
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Action, Report
-from dynamix.schemas.streams import ACTIONS, FEED, STREAMS, Stream
+from dynamix.schemas.streams import FEED, STREAMS, Stream
 
 NUM_SERVERS = 3
 LOOPBACK = "127.0.0.1"
+ROUTE_PORT = 6222
 CURRENT_TIMEOUT_S = 400.0
 """A copy that nats-server takes long for is waited for: it forces a new snapshot in the leader only after minutes."""
 MAX_COMPLAINTS = 20
@@ -64,6 +62,17 @@ class ClusterServer(EmbeddedServer):
         text = text.replace(_NAME, f'server_name: "{self.name}"').replace(_SYNC, "sync_interval: always")
         cluster = f"name: dynamix, listen: {self._listen}, no_advertise: true, routes: [{self._routes}]"
         return f"{text}cluster {{ {cluster} }}\n"
+
+
+class HostServer(ClusterServer):
+    """One of the three, on a host of its own, whose link can be cut (`place.cut()`)."""
+
+    def __init__(self, number: int, routes: Sequence[str], password: str, place: Host) -> None:
+        super().__init__(number, routes, password, host=place.address)
+        self.place = place
+
+    def _command(self, config: Path) -> list[str]:
+        return self.place.command(str(server_binary()), "-c", str(config))
 
 
 class CopiesMissingError(RuntimeError):
@@ -162,6 +171,12 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
+def servers_on(hosts: Hosts) -> ThreeServers:
+    """One server on each of three hosts; the calling thread must have entered the switch."""
+    routes, password = [f"{host.address}:{ROUTE_PORT}" for host in hosts], secrets.token_urlsafe(24)
+    return ThreeServers([HostServer(number, routes, password, host) for number, host in enumerate(hosts)])
+
+
 NUM_WRITERS = 4
 PAUSE_S = 0.01
 """A writer waits so long between two messages."""
@@ -206,107 +221,3 @@ class Bystander:
             self._acknowledged[sequence] = payload
             number += 1
             await asyncio.sleep(self._pause_s)
-
-
-Fault = Literal["leader-kill", "leader-freeze", "rolling-restart"]
-BACK_TIMEOUT_S = 90.0
-BEFORE_S = 1.0
-AFTER_S = 2.0
-"""Judged before the fault, and after decisions are back."""
-
-
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of one fault."""
-
-    fault: str
-    acknowledged: int
-    """Messages of the bystander, reports and actions."""
-    lost: int
-    """Acknowledged and not in the stream afterwards, or with other content."""
-    longest_wait_s: float
-    """From a window's report to its action at the reader, at most: so long was the job without decisions."""
-    num_windows: int
-    out_of_chain: int = 0
-    """Actions that did not follow the one before them."""
-
-
-class Scene(NamedTuple):
-    """What a fault happens to."""
-
-    servers: ThreeServers
-    bus: Bus
-    job: SteadyJob
-
-
-async def run_trial(scene: Scene, fault: str, number: int, stream: str, happening: "Happening | None" = None) -> Trial:
-    """One fault, from a cluster that is whole to one that is whole again, to the server that leads a stream.
-
-    `number` is another one in each trial: it names the bystander's messages.
-    """
-    bystander, begin = Bystander(scene.bus, number), len(scene.job.reported_at)
-    out_of_chain = scene.job.num_out_of_chain()
-    await asyncio.sleep(BEFORE_S)
-    server = await scene.servers.leader_of(scene.bus, stream)
-    await (happening or _HAPPENS[fault])(scene, server)
-    await scene.servers.until_current(scene.bus)
-    async with scene.job.paused(BACK_TIMEOUT_S):
-        windows = range(begin, len(scene.job.reported_at))
-        lost, acknowledged = await bystander.num_lost(), bystander.num_acknowledged + 2 * len(windows)
-        return Trial(
-            fault=fault,
-            acknowledged=acknowledged,
-            lost=lost + await _lost_reports(scene, windows) + await _lost_actions(scene, windows),
-            longest_wait_s=max(scene.job.waits_s(windows)),
-            num_windows=len(windows),
-            out_of_chain=scene.job.num_out_of_chain() - out_of_chain,
-        )
-
-
-async def _leader_kill(scene: Scene, server: ClusterServer) -> None:
-    await server.kill()
-    await until_back(scene)
-    await server.start()
-
-
-async def _leader_freeze(scene: Scene, server: ClusterServer) -> None:
-    server.freeze()
-    try:
-        await until_back(scene)
-    finally:
-        server.thaw()
-
-
-async def _rolling_restart(scene: Scene, _server: ClusterServer) -> None:
-    for server in scene.servers.servers.values():
-        await server.restart()
-        await scene.servers.until_current(scene.bus)
-    await until_back(scene)
-
-
-Happening = Callable[[Scene, ClusterServer], Awaitable[None]]
-_HAPPENS: dict[str, Happening] = {
-    "leader-kill": _leader_kill,
-    "leader-freeze": _leader_freeze,
-    "rolling-restart": _rolling_restart,
-}
-
-
-async def until_back(scene: Scene) -> None:
-    """Wait until a window that is reported from now on was decided, and a little longer."""
-    await scene.job.until_decided(len(scene.job.reported_at), BACK_TIMEOUT_S)
-    await asyncio.sleep(AFTER_S)
-
-
-async def _lost_reports(scene: Scene, windows: range) -> int:
-    """Reports of some windows that FEED does not have; all were acknowledged."""
-    job = scene.job.job
-    found = await stored_messages(scene.bus, FEED.name, subjects.of("report", job.job, job.nodes[0].node))
-    kept = {decode(Report, message.subject, message.payload).window for message in found}
-    return len(set(windows) - kept)
-
-
-async def _lost_actions(scene: Scene, windows: range) -> int:
-    """Actions of some windows that the reader had and ACTIONS has not, or has otherwise."""
-    found = await stored_messages(scene.bus, ACTIONS.name, subjects.of("action", scene.job.job.job))
-    kept = {action.window: action for action in (decode(Action, one.subject, one.payload) for one in found)}
-    return sum(action.window in windows and kept.get(action.window) != action for action in scene.job.actions)

@@ -13,7 +13,7 @@ from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.schemas.subjects import subject_of
-from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.data.plan import Schedule
 from dynamix.trainer.steering.collectives import Collectives
 
 EVERY_LEVER = Allocation(

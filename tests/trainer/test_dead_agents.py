@@ -16,7 +16,7 @@ from torch import nn
 
 from dynamix import trainer as dynamix
 from dynamix.cli.services import ServiceProcess
-from dynamix.runtime.bus.service_bus import BatchConsumer
+from dynamix.runtime.bus import BatchConsumer
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Report

@@ -17,9 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Applied, Job, Report
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.data.plan import Schedule
 from dynamix.trainer.measurement import clock as clock_module
-from dynamix.trainer.steering.tracking import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop, LoopPace, Tracker
+from dynamix.trainer.steering.fast_loop import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop, LoopPace, Tracker
 
 HELD_FROM = 100
 SLOW_FROM = 300

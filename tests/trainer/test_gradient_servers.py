@@ -28,7 +28,7 @@ from dynamix.trainer.communication import gradient_servers
 from dynamix.trainer.communication.gradient_servers import GradientServers
 from dynamix.trainer.exchange.collectives import ServedSum, Trade
 from dynamix.trainer.exchange.sparse.cells import pack_cells, packed_bytes, unpack_cells
-from dynamix.trainer.job.served_exchange import VARIABLE, served_exchange
+from dynamix.trainer.job.options import VARIABLE, served_exchange
 from dynamix.trainer.serving.server import GradientServer
 from dynamix.trainer.serving.sums import sum_of_pieces
 

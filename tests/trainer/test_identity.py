@@ -23,7 +23,7 @@ from dynamix.trainer.job.identity import (
     place_of,
     propose_job,
 )
-from dynamix.trainer.measurement.process import ProcessIdentity, start_ticks, this_process
+from dynamix.trainer.measurement.sockets import ProcessIdentity, start_ticks, this_process
 from dynamix.trainer.settings import read_environment
 
 

@@ -22,7 +22,7 @@ from dynamix import trainer as dynamix
 from dynamix.trainer import Session
 from dynamix.trainer.communication import lent_tensors
 from dynamix.trainer.communication.lent_tensors import CONTEXT, LentTensor, launched
-from dynamix.trainer.measurement.rows import NUM_COLUMNS, Row
+from dynamix.trainer.measurement.meter import NUM_COLUMNS, Row
 from dynamix.trainer.steering.collectives import Collectives
 
 ROOT = Path(__file__).parents[2]

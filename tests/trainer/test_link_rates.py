@@ -9,8 +9,7 @@ from tests.support.rank_connections import mesh, told
 from tests.support.sockets import Pair
 
 from dynamix.trainer.measurement import sockets as sockets_module
-from dynamix.trainer.measurement.connections import TcpInfo
-from dynamix.trainer.measurement.sockets import LEAST_SENDING_US, PeerSockets
+from dynamix.trainer.measurement.sockets import LEAST_SENDING_US, PeerSockets, TcpInfo
 
 
 def _info(sent: int = 0, sending_us: int = 0) -> TcpInfo:

@@ -20,7 +20,7 @@ from dynamix.arbitrator.policies.rule import Rule
 from dynamix.lab.simulator.episode import ControlPlane
 from dynamix.schemas.messages import Message, Report, SystemMetrics
 from dynamix.schemas.messages.allocation import Exchange
-from dynamix.trainer.wire.transport import Transport
+from dynamix.trainer.wire.client import Transport
 
 NUM_RANKS = 4
 SLOW = 2

@@ -16,11 +16,17 @@ from tests.support.training import Numbered, distribute, make_model
 from dynamix import trainer as dynamix
 from dynamix.runtime.extensions import ExtensionError
 from dynamix.trainer.loggers import CsvLogger, JsonlLogger, Metrics
-from dynamix.trainer.loggers.delivery import BUILT_IN, QUEUED_WINDOWS, Loggers, find_loggers
-from dynamix.trainer.loggers.history import MetricHistory
-from dynamix.trainer.loggers.window_metrics import MAX_RANKS_APART, window_metrics
-from dynamix.trainer.measurement.rows import Row
-from dynamix.trainer.wire.transport import Transport
+from dynamix.trainer.loggers.delivery import (
+    BUILT_IN,
+    MAX_RANKS_APART,
+    QUEUED_WINDOWS,
+    Loggers,
+    MetricHistory,
+    find_loggers,
+    window_metrics,
+)
+from dynamix.trainer.measurement.meter import Row
+from dynamix.trainer.wire.client import Transport
 
 TIMEOUT_S = 10.0
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.trainer.job.memory_caps import MemoryCaps, merge_caps
+from dynamix.trainer.job.identity import MemoryCaps, merge_caps
 
 
 def test_a_rank_that_ran_out_of_memory_keeps_four_fifths_of_the_size(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dynamix.schemas.messages import GradientNoise
-from dynamix.trainer.data.schedule import Counts
+from dynamix.trainer.data.plan import Counts
 from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured, window_moments
 
 DIMENSIONS = 50

@@ -8,8 +8,7 @@ from dynamix.schemas.messages import Action, NodeRanks
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.schemas.messages.decided import REFUSAL_REASONS
 from dynamix.trainer.job.identity import Attempt, JobIdentity
-from dynamix.trainer.steering.decisions import REFUSALS
-from dynamix.trainer.steering.offers import Offers
+from dynamix.trainer.steering.offers import REFUSALS, Offers
 
 IDENTITY = JobIdentity(
     job="mnist-0a1b2c3d",

@@ -1,7 +1,7 @@
 from tests.support import examples
 
 from dynamix.schemas.messages import Applied, Message
-from dynamix.trainer.wire.transport import Outbox
+from dynamix.trainer.wire.client import Outbox
 
 
 def _all(outbox: Outbox) -> list[Message]:

@@ -11,8 +11,8 @@ from dynamix.schemas.messages import GradientNoise, Report, SocketCounters
 from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.measurement.clock import StepTimes
-from dynamix.trainer.measurement.process import ProcessIdentity
-from dynamix.trainer.measurement.rows import Row, held_out_accuracy, job_totals, make_row, rank_row
+from dynamix.trainer.measurement.meter import Row, held_out_accuracy, job_totals, make_row, rank_row
+from dynamix.trainer.measurement.sockets import ProcessIdentity
 
 COUNT = st.integers(0, 2**53 - 1)
 SECONDS = st.floats(0, 1e6)

@@ -9,10 +9,8 @@ from tests.support.training import Numbered
 from torch.utils.data import WeightedRandomSampler
 
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.trainer.data.division import Division, StepPlan
 from dynamix.trainer.data.orders import Permutations, SampledOrders, epoch_order
-from dynamix.trainer.data.sampler import PlanSampler, Position
-from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
 from dynamix.trainer.steering.collectives import SoloCollectives
 
 CHANGES = st.lists(

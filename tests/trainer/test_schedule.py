@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.data.plan import Schedule
 
 ENTRIES = st.lists(
     st.tuples(st.integers(1, 50), st.tuples(st.integers(0, 9), st.integers(1, 9))), min_size=0, max_size=20

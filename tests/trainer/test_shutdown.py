@@ -21,8 +21,8 @@ from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode, message_id
 from dynamix.schemas.messages import Job, Message
 from dynamix.trainer import Session
-from dynamix.trainer.job.reporting import reason_after
-from dynamix.trainer.steering.window_end import SPECIFIED_EVERY
+from dynamix.trainer.steering.run import reason_after
+from dynamix.trainer.steering.steering import SPECIFIED_EVERY
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,8 @@ from dynamix import trainer as dynamix
 from dynamix.schemas.codec import MAX_MESSAGE_BYTES, encode
 from dynamix.schemas.messages import Message, Report
 from dynamix.schemas.messages.fields import MAX_SOCKETS
-from dynamix.trainer.measurement import connections
-from dynamix.trainer.measurement.connections import Connection, Endpoint
-from dynamix.trainer.measurement.sockets import MAX_NODE_SOCKETS, PeerSockets, mutual_connections
+from dynamix.trainer.measurement import sockets as connections
+from dynamix.trainer.measurement.sockets import MAX_NODE_SOCKETS, Connection, Endpoint, PeerSockets, mutual_connections
 
 
 def test_a_rank_is_named_by_the_cookies_that_the_kernel_gives(connection: Pair) -> None:

@@ -5,8 +5,7 @@ import socket
 from tests.support.rank_connections import match, told, transfer
 from tests.support.sockets import Pair, connected, cookie, tcp_info
 
-from dynamix.trainer.measurement.connections import Connection, Endpoint, own_connections
-from dynamix.trainer.measurement.sockets import PeerSockets
+from dynamix.trainer.measurement.sockets import Connection, Endpoint, PeerSockets, own_connections
 
 
 def test_acknowledged_bytes_are_the_bytes_sent(connection: Pair) -> None:

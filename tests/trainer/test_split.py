@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamix.trainer.data.schedule import Counts, divide_tail, largest_remainder
+from dynamix.trainer.data.plan import Counts, divide_tail, largest_remainder
 
 WEIGHTS = st.lists(st.integers(0, 1024), min_size=1, max_size=64)
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamix.trainer.steering.rates import FilterState, RateFilter
-from dynamix.trainer.steering.tracking import Tracker
+from dynamix.trainer.steering.fast_loop import FilterState, RateFilter, Tracker
 
 TIMES = st.lists(st.tuples(*[st.one_of(st.just(0.0), st.floats(1e-6, 1.0))] * 4), max_size=60)
 

@@ -15,10 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
-from dynamix.trainer.data.division import StepPlan
 from dynamix.trainer.data.orders import epoch_order
-from dynamix.trainer.data.sampler import MicroBatch
-from dynamix.trainer.data.schedule import Counts
+from dynamix.trainer.data.plan import Counts, MicroBatch, StepPlan
 from dynamix.trainer.gradient.buckets import NOT_MEASURED
 from dynamix.trainer.gradient.noise import SecondMoments, is_measured
 from dynamix.trainer.gradient.weighting import loss_weight

@@ -14,7 +14,7 @@ from tests.support.training import Numbered, attach_numbered, distribute, make_m
 
 from dynamix.schemas.messages import Applied, Message, Report
 from dynamix.trainer import attach
-from dynamix.trainer.steering.windows import FIRST_WINDOWS, MOST_STRETCH, Windows
+from dynamix.trainer.steering.run import FIRST_WINDOWS, MOST_STRETCH, Windows
 
 NUM_STEPS = 600
 

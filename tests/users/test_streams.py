@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, ge
 
 from dynamix import trainer as dynamix
 from dynamix.trainer import Session
-from dynamix.trainer.data.random_numbers import RandomNumbers
+from dynamix.trainer.data.orders import RandomNumbers
 
 SIZES = [(9, 4), (13, 0), (3, 20), (17, 17)]
 

@@ -17,8 +17,7 @@ from torch.utils.data import Dataset
 
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
-from dynamix.trainer.data.division import divide_tokens
-from dynamix.trainer.data.schedule import Counts, largest_remainder
+from dynamix.trainer.data.plan import Counts, divide_tokens, largest_remainder
 
 IGNORED = -100
 

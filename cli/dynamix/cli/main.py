@@ -26,7 +26,6 @@ EXTRAS = {
     "rich": "cli",
     "matplotlib": "cli",
     "torch": "train",
-    "tensorboard": "learn",
     **dict.fromkeys(("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"), "otel"),
     "starlette": "dashboard",
     "uvicorn": "dashboard",

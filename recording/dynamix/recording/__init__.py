@@ -3,10 +3,9 @@
 - `capture`: the file. Records in, a checked file out, and back. Change it only with a new version of the format.
 - `table`: a capture in, columns for pandas or Arrow out: `dynamix.recording.load("job.dxc").to_pandas()`.
 - `comparison`: recorded and replayed outputs in, counts and the first difference out. Pure.
-- `playback`: a capture in, the bus of a service out, which delivers the recorded messages.
-- `replay`: a request in, an outcome out; it runs the collector, the reward service or the arbitrator over a capture.
+- `replay`: a request in, an outcome out; the functions of collector, reward service or arbitrator run over a capture.
 
-Each folder uses only those above it. The views of results are in `dynamix.cli`.
+Each uses only those above it. The views of results are in `dynamix.cli`.
 """
 
 from .table import CaptureTable, load, table_of

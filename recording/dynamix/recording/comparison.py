@@ -23,10 +23,6 @@ Reason = Literal["other bytes", "only recorded", "only replayed"]
 
 MAX_LISTED = 100
 """Differing windows that are listed; further ones are only counted."""
-MAX_UNPAIRED = 1 << 16
-"""Replayed outputs that wait for their recorded counterparts; of more, the oldest counts as missing."""
-NUM_REMEMBERED = 1 << 16
-"""Paired identities that are kept to recognise a repetition."""
 EDGE_WINDOWS = 2
 """At the end of a capture the outputs of this many windows may not have been recorded yet."""
 REL_TOLERANCE = 1e-6
@@ -143,18 +139,16 @@ class OutputPairing:
         self._counts = counts
         self._unpaired: dict[str, tuple[str, bytes]] = {}
         """Subject and payload of replayed outputs, by identity."""
-        self._paired: dict[str, None] = {}
+        self._paired: set[str] = set()
         self._first: WindowKey | None = None
         self._newest: WindowKey | None = None
 
     def add_replayed(self, identity: str, subject: str, payload: bytes) -> None:
         """Add an output of the replay."""
         self._unpaired[identity] = (subject, payload)
-        if len(self._unpaired) > MAX_UNPAIRED:
-            self._count_unpaired(next(iter(self._unpaired)))
 
     def add_recorded(self, record: Record) -> None:
-        """Add a recorded output, after the replay of everything that the recorded service had read by then."""
+        """Add a recorded output, after the replay of what it follows from."""
         identity = identity_of(record)
         key = window_key_of(identity)
         if key is None:
@@ -162,8 +156,9 @@ class OutputPairing:
             return
         self._first = min(self._first or key, key)
         self._newest = max(self._newest or key, key)
-        if identity in self._unpaired:
-            self._pair(identity, key, record)
+        if (replayed := self._unpaired.pop(identity, None)) is not None:
+            self._paired.add(identity)
+            self._counts.count_pair(record, key, replayed[1])
         elif identity in self._paired:
             self._counts.num_repeated += 1
         elif key.window > 0 and key == self._first:  # the capture begins in the middle of this window
@@ -173,29 +168,17 @@ class OutputPairing:
 
     def finish(self) -> None:
         """Count the replayed outputs without a recorded one: missing, or at an edge of the capture."""
-        for identity in list(self._unpaired):
-            self._count_unpaired(identity)
-
-    def _pair(self, identity: str, key: WindowKey, record: Record) -> None:
-        _, payload = self._unpaired.pop(identity)
-        self._paired[identity] = None
-        if len(self._paired) > NUM_REMEMBERED:
-            self._paired.pop(next(iter(self._paired)))
-        self._counts.count_pair(record, key, payload)
-
-    def _count_unpaired(self, identity: str) -> None:
-        subject, _ = self._unpaired.pop(identity)
-        key = window_key_of(identity)
-        assert key is not None, "outputs of services are about a window"
-        if self._is_at_an_edge(key):
-            self._counts.num_outside += 1
-        else:
-            self._counts.count_missing("only replayed", subject, key)
-
-    def _is_at_an_edge(self, key: WindowKey) -> bool:
-        if self._first is None or self._newest is None or key <= self._first:
-            return True
-        return key > self._newest._replace(window=self._newest.window - EDGE_WINDOWS)
+        for identity, (subject, _) in self._unpaired.items():
+            key = window_key_of(identity)
+            assert key is not None, "outputs of services are about a window"
+            if (
+                self._first is None
+                or self._newest is None
+                or not (self._first < key <= self._newest._replace(window=self._newest.window - EDGE_WINDOWS))
+            ):
+                self._counts.num_outside += 1
+            else:
+                self._counts.count_missing("only replayed", subject, key)
 
 
 def _field_pairs(recorded: Message | str, replayed: Message | str) -> list[FieldPair]:

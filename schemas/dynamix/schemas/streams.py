@@ -43,7 +43,7 @@ JOBS = Stream(
     max_age_s=30 * DAY_S,
     max_bytes=64 * MIB,
     max_messages_per_subject=1,
-    max_message_bytes=260 * KIB,
+    max_message_bytes=68 * KIB,
     hints=True,
 )
 """Rank 0 publishes its specification again when it is gone."""

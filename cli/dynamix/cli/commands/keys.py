@@ -35,7 +35,7 @@ from dynamix.runtime import output_files
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.authority import LIMITED_BY, PROVISION, ROLES, SYSTEM_ACCOUNT, Authority, IssuedKey
 from dynamix.runtime.bus.provision import push_accounts
-from dynamix.runtime.bus.streams.durable import make_durable, remove_durable
+from dynamix.runtime.bus.read import make_durable, remove_durable
 from dynamix.runtime.credentials import Credential
 from dynamix.runtime.output_files import FileKind
 from dynamix.runtime.settings import BusSettings, SettingsError, SharedSettings, node_name, read

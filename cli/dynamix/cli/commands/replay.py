@@ -1,4 +1,4 @@
-"""Replay a capture: give a service the recorded inputs, and compare its outputs byte for byte with the recorded ones.
+"""Replay a capture: give a service's functions the recorded inputs, and compare each output byte for byte.
 
   dynamix replay FILE                              into the arbitrator, as fast as it goes
   dynamix replay FILE --into reward
@@ -34,20 +34,12 @@ from dynamix.recording.capture import (
     read_header,
 )
 from dynamix.recording.comparison import Difference, FieldPair
-from dynamix.recording.replay import (
-    OtherPolicy,
-    PolicyComparison,
-    RecordPlayer,
-    ReplayError,
-    ReplayOutcome,
-    ReplayRequest,
-    WindowComparison,
-    replay,
-)
+from dynamix.recording.decisions import OtherPolicy, PolicyComparison, WindowComparison
+from dynamix.recording.playback import Player, ReplayError
+from dynamix.recording.replay import ReplayOutcome, ReplayRequest, replay
 from dynamix.reward.service import RewardSettings
-from dynamix.runtime.service import StartError
 from dynamix.runtime.settings import load
-from dynamix.schemas.messages.allocation import option_number
+from dynamix.schemas.messages.policy_options import option_value
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 MAX_FIELDS = 40
@@ -67,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--until", metavar="WINDOW", help="the last window, as N or GENERATION:N (default: all)")
     parser.add_argument("--policy", metavar="NAME", help="ask another policy what it would have decided")
     what = "of that policy, or of the recorded one asked again; may be given again"
-    add_list(parser, "--policy-option", "NAME=NUMBER", what)
+    add_list(parser, "--policy-option", "NAME=VALUE", what)
     add_list(parser, "--policy-file", "PATH", "a learned policy that is not in the package; may be given again")
     parser.add_argument("--strict", action="store_true", help="other bytes are a difference on any build and processor")
     add_json_argument(parser)
@@ -76,7 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Replay and show; the exit code says equal or not."""
     to_stderr, strict = arguments.json == STANDARD_OUTPUT, arguments.strict
-    unusable = explained(CaptureError, ReplayError, StartError, ValueError, exit_code=UNUSABLE)
+    unusable = explained(CaptureError, ReplayError, ValueError, exit_code=UNUSABLE)
     with unusable, reading(arguments.file, exit_code=UNUSABLE):
         request = _request(arguments)
         found = differences(read_header(request.path).fingerprint, fingerprint())
@@ -121,13 +113,11 @@ def _request(arguments: argparse.Namespace) -> ReplayRequest:
     )
 
 
-def _option(text: str) -> tuple[str, float]:
-    name, separator, value = text.partition("=")
-    try:
-        return name, option_number(name, value)
-    except ValueError:
-        given = f"not {value!r}" if separator else "as NAME=NUMBER"
-        raise CommandError(f"--policy-option {text!r}: give a number, {given}", exit_code=UNUSABLE) from None
+def _option(text: str) -> tuple[str, float | str]:
+    name, _, value = text.partition("=")
+    if not value:
+        raise CommandError(f"--policy-option {text!r}: write NAME=VALUE", exit_code=UNUSABLE)
+    return name, option_value(value)
 
 
 def _window_key(path: Path, text: str) -> WindowKey:
@@ -142,7 +132,7 @@ async def _replayed(request: ReplayRequest) -> ReplayOutcome:
         progress.write_line(f"replaying {request.path} into the {request.into}")
         begun_s = time.monotonic()
 
-        def show(player: RecordPlayer) -> None:
+        def show(player: Player) -> None:
             pace = player.recorded_s / max(1e-9, time.monotonic() - begun_s)
             progress.show(
                 f"{player.num_records} messages, {player.recorded_s:.0f} s of the recording, {pace:.1f} times its pace"
@@ -224,7 +214,7 @@ def _print_windows(comparison: PolicyComparison, *, stderr: bool) -> None:
 
 
 def _cells(row: WindowComparison, *, several: bool) -> tuple[str, ...]:
-    recorded, other = row.global_batch_sizes
+    recorded, other = sum(row.recorded), sum(row.other)
     return (
         f"{row.generation}:{row.window}" if several else str(row.window),
         str(recorded),

@@ -28,9 +28,11 @@ from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, SUFFIX, shi
 from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.policy import NamedPolicy
 from dynamix.arbitrator.policies.registry import policy_named, policy_names
+from dynamix.runtime.extensions import extension_names
 from dynamix.runtime.input_files import read_regular
-from dynamix.schemas.messages.allocation import EXACT, ExchangePermission, exchange_of, option_number
+from dynamix.schemas.messages.allocation import EXACT, EXCHANGE_CODECS, ExchangePermission, exchange_of
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
+from dynamix.schemas.messages.policy_options import option_value
 from dynamix.trainer.gradient.learning_rate import Rule
 
 from .omnilearn import OmniLearn
@@ -67,7 +69,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     setting: str = ""
     """The best setting, spelled as a contender."""
-    options: dict[str, float] = {}
+    options: dict[str, float | str] = {}
     initial_local_batch_size: int | None = None
     score_s: float = 0.0
     """Geometric mean of the times to the target, a miss counted as the time limit."""
@@ -158,7 +160,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     policy: str
     """A policy, `omnilearn`, `oracle`, or `best-static`: `static` with the size that was chosen on train scenarios."""
-    options: dict[str, float] = {}
+    options: dict[str, float | str] = {}
     local_batch_size: Annotated[int, Meta(ge=1)] | None = None
     """Initial local batch size, within the scenario's bounds; `None`: the tuned one, else the scenario's."""
     learning_rate_rule: Rule | None = None
@@ -212,7 +214,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """The name under which its settings were tuned."""
         if not self.is_best_static:
             return self.policy
-        if self.options.get("every", 1) > 1:
+        if float(self.options.get("every", 1)) > 1:
             return LOCAL_STATIC
         return TRACKED_STATIC if self.options.get("track") else "static"
 
@@ -325,7 +327,7 @@ def _parsed(text: str, files: Mapping[str, Sequence[str]]) -> Row:
         if key == "local_batch_size":
             table[key] = int(value) if value.isdecimal() else value
         elif key == "learning_rate_factor" and value != "best":
-            table[key] = option_number(key, value)
+            table[key] = option_value(value)
         elif key in {"learning_rate_rule", "learning_rate_factor", "exchange"}:
             table[key] = value
         else:
@@ -346,7 +348,7 @@ def make_row(table: Mapping[str, Any], files: Mapping[str, Sequence[str]] | None
     named = table.get("options") or {}
     if not isinstance(named, dict):
         raise ValueError("options must be a table: options = { track = 1 }")  # noqa: TRY004 - of a user's file
-    options = {key: option_number(key, value) for key, value in named.items()}
+    options = {key: option_value(value) if isinstance(value, str) else value for key, value in named.items()}
     try:
         row = msgspec.convert({**table, "options": options}, Row)
     except msgspec.ValidationError as error:
@@ -362,6 +364,9 @@ def make_row(table: Mapping[str, Any], files: Mapping[str, Sequence[str]] | None
     if not row.is_learned:
         policy = "static" if row.is_best_static else row.policy
         check_options(policy, {} if policy == ORACLE else known_policy(policy).options, options)
+        codec = exchange_of(options).codec
+        if codec not in (codecs := (*EXCHANGE_CODECS, *extension_names("dynamix.exchange_codecs"))):
+            raise ValueError(f"option codec={codec}: use one of {', '.join(codecs)}")
     return row if row.name else replace(row, name=_label(row, named))
 
 

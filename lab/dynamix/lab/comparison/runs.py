@@ -49,7 +49,7 @@ class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def key(self) -> str:
         """SHA-256 of everything that determines the outcome."""
         about = {
-            "scenario": self.effective_scenario.content,
+            "scenario": self.effective_scenario,
             "setting": self.setting.identity(),
             "seed": self.seed,
             "code": code_digest(),

@@ -2,12 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -24,13 +22,8 @@ from dynamix.runtime.output_files import FileKind
 from .episodes import EpisodeResult, EpisodeTask, play
 from .plan import SCORE_SEEDS, VALIDATION_SEEDS, LearningPlan
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-
 KIND = FileKind("a checkpoint of `dynamix learn`", lambda head: head[1:13] == b"\xabplan_digest")
 """A map in MessagePack, its first field as below."""
-LOSSES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance")
 
 
 class LearningUpdate(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,35 +67,6 @@ def findings(history: Sequence[LearningUpdate]) -> list[Finding]:
     if (mute := value_signature(explained)) is not None:
         found.append(mute)
     return found
-
-
-@contextmanager
-def curves(directory: Path | None) -> Iterator[Callable[[LearningUpdate], None]]:
-    """Give a function that writes a row to TensorBoard files in a directory; without a directory it does nothing."""
-    if directory is None:
-        yield lambda _: None
-        return
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - a second to import, and an extra
-
-    with SummaryWriter(str(directory)) as writer:
-        yield partial(_write_row, writer)
-
-
-def _write_row(writer: "SummaryWriter", row: LearningUpdate) -> None:
-    """Add one point to every curve, over episodes."""
-    values = {
-        "episode/return": row.mean_return,
-        "episode/time_to_target_vs_rule": row.vs_rule,
-        "episode/time_to_target_s": sum(row.times_s) / len(row.times_s),
-        "episode/missed": row.num_missed,
-        "validation/time_to_target_vs_rule": row.validation_vs_rule,
-        **{f"losses/{name}": getattr(row, name) for name in LOSSES},
-        "charts/learning_rate": row.learning_rate,
-    }
-    for name, value in values.items():
-        if value is not None:
-            writer.add_scalar(name, value, row.num_episodes)
-    writer.flush()
 
 
 class LearningCheckpointError(ValueError):
@@ -169,7 +133,6 @@ def learn(
     *,
     num_workers: int = 2,
     checkpoint: Path | None = None,
-    log: Path | None = None,
     minutes: float | None = None,
     data: Path | None = None,
     observer: Observer | None = None,
@@ -180,7 +143,6 @@ def learn(
         plan: what determines the outcome; the number of workers does not.
         num_workers: processes that play episodes.
         checkpoint: file to resume from, written after each update; the caller removes it.
-        log: directory for TensorBoard's curves.
         minutes: stop after the update that passes this time, counted over all starts.
         data: directory of the data sets.
         observer: is told of each update.
@@ -190,16 +152,14 @@ def learn(
         EpisodeError: when an episode cannot be played, for example for want of data, or teaches nothing.
     """
     found = LearningCheckpoint.read(checkpoint, plan) if checkpoint else None
-    with curves(log) as write_row:
-        run = _LearningRun(plan, num_workers, data, found)
-        while not run.is_done and not (minutes is not None and run.elapsed_s > 60 * minutes):
-            row, begun = run.update()
-            if checkpoint is not None:
-                run.state().write(checkpoint)
-            write_row(row)
-            if observer is not None:
-                observer(row, begun)
-        return LearningResult(run.result(), run.history, run.is_done)
+    run = _LearningRun(plan, num_workers, data, found)
+    while not run.is_done and not (minutes is not None and run.elapsed_s > 60 * minutes):
+        row, begun = run.update()
+        if checkpoint is not None:
+            run.state().write(checkpoint)
+        if observer is not None:
+            observer(row, begun)
+    return LearningResult(run.result(), run.history, run.is_done)
 
 
 class _LearningRun:

@@ -18,23 +18,20 @@ import torch
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages import Action, Applied, Job, Report, SocketCounters, SystemMetrics, Trace
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Explored, Objective
-from dynamix.trainer.data.division import Division, StepPlan
 from dynamix.trainer.data.orders import Permutations
-from dynamix.trainer.data.sampler import PlanSampler, Position
-from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.embedding_tables import table_share
 from dynamix.trainer.gradient.learning_rate import FACTORS, scale_every_step
 from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured, window_moments
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
-from dynamix.trainer.job.reporting import Reporter
 from dynamix.trainer.measurement.clock import StepTimes
-from dynamix.trainer.measurement.process import ProcessIdentity
-from dynamix.trainer.measurement.rows import UNKNOWN, Row, job_totals, make_row
+from dynamix.trainer.measurement.meter import UNKNOWN, Row, job_totals, make_row
+from dynamix.trainer.measurement.sockets import ProcessIdentity
+from dynamix.trainer.steering.fast_loop import FastLoop, Tracker
 from dynamix.trainer.steering.offers import Offers
-from dynamix.trainer.steering.run import field_of
-from dynamix.trainer.steering.tracking import FastLoop, Tracker
+from dynamix.trainer.steering.run import Reporter, field_of
 
 from .clock import LABELS, Conditions, Disturbances, StepTiming, VirtualClock, generator
 from .exchange import NOTHING, ActiveExchange, StepTraffic, VirtualExchange
@@ -56,7 +53,7 @@ NO_PROCESS = ProcessIdentity(pid=0, start_ticks=0, namespace=0, uid=0)
 
 
 def job_options(
-    scenario: Scenario, seed: int, policy: str, policy_options: Mapping[str, float], sizes: tuple[int, ...]
+    scenario: Scenario, seed: int, policy: str, policy_options: Mapping[str, float | str], sizes: tuple[int, ...]
 ) -> JobOptions:
     """The options of `attach` for such a job.
 
@@ -255,7 +252,7 @@ class VirtualCluster:
         *,
         seed: int,
         policy: str,
-        policy_options: Mapping[str, float] | None = None,
+        policy_options: Mapping[str, float | str] | None = None,
         initial_local_batch_size: int | None = None,
         job: str | None = None,
         family: str = "",
@@ -297,21 +294,10 @@ class VirtualCluster:
         self._data = training_part(scenario, data, seed)
         self._evaluated = Part(*(tensor[: scenario.evaluation_samples or None] for tensor in data.validation))
         self._test = data.test
-        self._make_training()
-        first = self._options.initial_allocation
-        self._reporters = [
-            Reporter(self._options, self._identity, Place(node.ranks[0], 0, node.node, tuple(node.ranks)), first)
-            for node in self._identity.nodes
-        ]
-        self.job = self._reporters[0].specification(total_samples=None)
-
-    def _make_training(self) -> None:
-        scenario, seed = self.scenario, self.seed
-        workload = workload_named(scenario.workload)
-        inputs = self._data.inputs
-        self.gradients = gradients_of(workload, seed=seed, like=inputs)
-        self._schedule = Schedule(self._options.initial_allocation)
-        self._orders = Permutations(len(inputs), seed, shuffle=True)
+        workload, first = workload_named(scenario.workload), self._options.initial_allocation
+        self.gradients = gradients_of(workload, seed=seed, like=self._data.inputs)
+        self._schedule = Schedule(first)
+        self._orders = Permutations(len(self._data.inputs), seed, shuffle=True)
         self._sampler = PlanSampler(self._orders, self._schedule, division=Division(0))
         self._disturbances = Disturbances(scenario, seed)
         self._clock = VirtualClock(scenario, workload.gradient_bytes)
@@ -325,22 +311,22 @@ class VirtualCluster:
         self._noise = NoiseAverage(NOISE_DECAY)
         self._optimizer = self._make_optimizer(self.gradients.parameters)
         self.rounds = VirtualRounds(
-            self.gradients,
-            self._optimizer,
-            self.exchange,
-            self._make_optimizer,
-            noise_every=scenario.noise_every,
+            *(self.gradients, self._optimizer, self.exchange, self._make_optimizer), noise_every=scenario.noise_every
         )
         self._offers = Offers(self._identity, self._options)
         self._waiting: deque[Action] = deque()
         self._field = field_of(self._options, self._identity)
         self._traces: list[Trace] = []
         self._newest_traces: dict[str, Trace] = {}
-        self._is_ended = False
         tracker = Tracker(self._options.min_local_batch_size, self._identity.max_local_batch_sizes)
         self._fast_loop = FastLoop(self._schedule, tracker)
         self._decided = False
-        self._test_accuracy: float | None = None
+        """Whether the next step is the first one with another allocation."""
+        self._reporters = [
+            Reporter(self._options, self._identity, Place(node.ranks[0], 0, node.node, tuple(node.ranks)), first)
+            for node in self._identity.nodes
+        ]
+        self.job = self._reporters[0].specification(total_samples=None)
 
     def _make_optimizer(self, parameters: torch.nn.Parameter) -> torch.optim.Optimizer:
         scenario = self.scenario
@@ -362,13 +348,9 @@ class VirtualCluster:
 
     @property
     def over(self) -> bool:
-        """Whether the target is reached and the fixed time past, or the time limit is, or `end` was called."""
+        """Whether the target is reached and the fixed time past, or the time limit is."""
         limit = self.scenario.time_limit_s if self.time_to_target_s is None else self.scenario.fixed_time_s
-        return self._is_ended or self.time_s >= limit
-
-    def end(self) -> None:
-        """Stop the run."""
-        self._is_ended = True
+        return self.time_s >= limit
 
     @property
     def num_refused(self) -> Mapping[str, int]:
@@ -404,9 +386,7 @@ class VirtualCluster:
         """
         if not self.over:
             raise RuntimeError(f"the test part is scored when the run is over, not at {self.time_s:g} s")
-        if self._test_accuracy is None:
-            self._test_accuracy = self.gradients.accuracy(self._test)
-        return self._test_accuracy
+        return self.gradients.accuracy(self._test)
 
     def ended(self, reason: str = "completed") -> Job:
         """The specification as it is published at the end."""

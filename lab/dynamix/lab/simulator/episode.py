@@ -1,6 +1,7 @@
 """An episode: one virtual job under one policy, joined by the very functions that the services call, without a bus."""
 
 import importlib.metadata
+import itertools
 import os
 import platform
 import warnings
@@ -110,20 +111,6 @@ GRID_TOLERANCE_S = 1e-9
 """Points of the grid are multiples of a float: the last one may lie a rounding error behind a time."""
 
 
-class EpisodeMessages(NamedTuple):
-    """Messages that the services would have published, in that order."""
-
-    windows: list[MetricWindow]
-    states: list[State]
-    rewards: list[Reward]
-
-    def extend(self, later: "EpisodeMessages") -> None:
-        """Add those of a later window."""
-        self.windows.extend(later.windows)
-        self.states.extend(later.states)
-        self.rewards.extend(later.rewards)
-
-
 class Episode(NamedTuple):
     """How one job went."""
 
@@ -154,7 +141,7 @@ def run_episode(
     *,
     data: Data,
     seed: int,
-    policy_options: Mapping[str, float] | None = None,
+    policy_options: Mapping[str, float | str] | None = None,
     initial_local_batch_size: int | None = None,
     reward: tuple[Formula | None, Weights] | None = None,
     keep_messages: bool = False,
@@ -191,60 +178,36 @@ def run_episode(
         explores=explores,
         objective=objective,
     )
-    control = ControlPlane(cluster.job, policy, reward=reward, profile=profile)
-    kept = EpisodeMessages([], [], [])
+    fold = Fold(cluster.job, policy, None, b"" if profile is None else encode(profile))
     actions: list[Action] = []
+    windows: list[MetricWindow] = []
+    states: list[State] = []
+    rewards: list[Reward] = []
+    sequence = itertools.count(1)
     while reports := cluster.run_window():
         if on_window is not None:
             on_window(reports)
-        made, decided = control.of_window(reports)
+        measured = [simulated_window(report) for report in reports]
+        made = [state_of(window) for window in measured]
         if keep_messages:
-            kept.extend(made)
-        for action in decided:
+            windows += measured
+            states += made
+            rewards += [] if reward is None else [reward_of(window, reward[1], reward[0]) for window in measured]
+        for state in made:
+            fold.add_state(next(sequence), state)
+        while (action := fold.close()) is not None:
+            fold.adopt(action)
             cluster.offer(action)
+            actions.append(action)
         for trace in filter(None, (trace_of(report, choose) for report in reports)):
             cluster.leave_trace(trace)
-        actions += decided
     after = None
     if family and actions and isinstance(policy, RecurringPolicy):
         after = profile_after(cluster.job, actions[-1], policy, profile)
-    return episode_of(cluster, actions, kept)._replace(profile=after)
+    return episode_of(cluster, actions)._replace(windows=windows, states=states, rewards=rewards, profile=after)
 
 
-class ControlPlane:
-    """Collector, reward service and arbitrator of one job, as functions."""
-
-    def __init__(
-        self,
-        job: Job,
-        policy: Policy,
-        *,
-        reward: tuple[Formula | None, Weights] | None = None,
-        profile: JobProfile | None = None,
-    ) -> None:
-        self._fold = Fold(job, policy, None, b"" if profile is None else encode(profile))
-        self._reward = reward
-        self._sequence = 0
-
-    def of_window(self, reports: list[Report]) -> tuple[EpisodeMessages, list[Action]]:
-        """Messages published on one window's reports, and the actions that follow; reports in the order of nodes."""
-        windows = [simulated_window(report) for report in reports]
-        states = [state_of(window) for window in windows]
-        rewards = []
-        if self._reward is not None:
-            formula, weights = self._reward
-            rewards = [reward_of(window, weights, formula) for window in windows]
-        for state in states:
-            self._sequence += 1
-            self._fold.add_state(self._sequence, state)
-        actions = []
-        while (action := self._fold.close()) is not None:
-            self._fold.adopt(action)
-            actions.append(action)
-        return EpisodeMessages(windows, states, rewards), actions
-
-
-def episode_of(cluster: VirtualCluster, actions: list[Action], messages: EpisodeMessages) -> Episode:
+def episode_of(cluster: VirtualCluster, actions: list[Action]) -> Episode:
     """The outcome of a run that is over."""
     fixed_time_s = cluster.scenario.fixed_time_s + GRID_TOLERANCE_S
     until = [evaluation.accuracy for evaluation in cluster.evaluations if evaluation.time_s <= fixed_time_s]
@@ -261,7 +224,7 @@ def episode_of(cluster: VirtualCluster, actions: list[Action], messages: Episode
         virtual_time_s=cluster.time_s,
         actions=actions,
         applied=cluster.applied,
-        states=messages.states,
-        rewards=messages.rewards,
-        windows=messages.windows,
+        states=[],
+        rewards=[],
+        windows=[],
     )

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dynamix.lab.workloads import Part, Workload
-from dynamix.trainer.data.division import StepPlan
-from dynamix.trainer.data.schedule import Counts
+from dynamix.trainer.data.plan import Counts, StepPlan
 from dynamix.trainer.gradient.noise import NoiseSums
 
 Array64 = npt.NDArray[np.float64]

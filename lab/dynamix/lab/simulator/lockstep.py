@@ -6,10 +6,10 @@ machine, and without a bus.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import contextlib
+from collections.abc import Callable
 
-from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Report, Trace
@@ -47,20 +47,29 @@ async def run_lockstep(
     """
     lag, num_applied = max(cluster.scenario.lag_windows, 1), 0
     actions: list[Action] = []
+    newest_traces = {node.node: -1 for node in cluster.job.nodes}
     await bus.publish(cluster.job)
-    consumed = bus.consume(ACTIONS.name, [subjects.of("action", cluster.job.job)], start="all")
-    async with consumed as consumer, _traces_of(cluster, bus) as traces:
-        batches = aiter(consumer)
+    async with contextlib.AsyncExitStack() as stack:
+        decided = bus.consume(ACTIONS.name, [subjects.of("action", cluster.job.job)], start="all")
+        batches = aiter(await stack.enter_async_context(decided))
+        traces = None
+        if cluster.job.policy == STIGMERGY:
+            left = bus.consume(FEED.name, [subjects.of("trace", cluster.job.job, subjects.ANY)], start="all")
+            traces = aiter(await stack.enter_async_context(left))
 
         async def wait_for(window: int) -> None:
-            """Pass actions on until that of a window, or of a later one, was offered; a negative window has none."""
+            """Pass on actions, and agents' traces, until those of a window, or of a later one, were handed over."""
             try:
                 async with asyncio.timeout(timeout_s):
                     while window >= 0 and (not actions or actions[-1].window < window):
                         for message in await anext(batches):
                             actions.append(decode(Action, message.subject, message.payload))
                             cluster.offer(actions[-1])
-                    await traces.wait_for(window)
+                    while traces is not None and min(newest_traces.values()) < window:
+                        for message in await anext(traces):
+                            trace = decode(Trace, message.subject, message.payload)
+                            newest_traces[trace.node] = trace.window
+                            cluster.leave_trace(trace)
             except (TimeoutError, StopAsyncIteration):
                 first, last = cluster.job.nodes[0].node, cluster.job.nodes[-1].node
                 missing = "no action" if not actions or actions[-1].window < window else "not every trace"
@@ -79,30 +88,3 @@ async def run_lockstep(
         await wait_for(cluster.window - 1)
     await bus.publish(cluster.ended())
     return actions
-
-
-class _Traces:
-    """Passes on what the agents of a job leave; there is nothing to wait for where a centre decides."""
-
-    def __init__(self, cluster: VirtualCluster, batches: AsyncIterator[list[BusMessage]] | None) -> None:
-        self._cluster = cluster
-        self._batches = batches
-        self._newest = {node.node: -1 for node in cluster.job.nodes}
-
-    async def wait_for(self, window: int) -> None:
-        """Return once the traces of a window, or later ones, of all nodes were handed over."""
-        while self._batches is not None and min(self._newest.values()) < window:
-            for message in await anext(self._batches):
-                trace = decode(Trace, message.subject, message.payload)
-                self._newest[trace.node] = trace.window
-                self._cluster.leave_trace(trace)
-
-
-@asynccontextmanager
-async def _traces_of(cluster: VirtualCluster, bus: Bus) -> AsyncIterator[_Traces]:
-    if cluster.job.policy != STIGMERGY:
-        yield _Traces(cluster, None)
-        return
-    subject = subjects.of("trace", cluster.job.job, subjects.ANY)
-    async with bus.consume(FEED.name, [subject], start="all") as consumer:
-        yield _Traces(cluster, aiter(consumer))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dynamix.trainer.data.division import StepPlan
+from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps.outer import outer_step
 from dynamix.trainer.local_steps.round_times import mean_counts

@@ -8,13 +8,14 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import msgspec
+from msgspec import Meta
 
 from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages import NodeRanks
@@ -24,42 +25,20 @@ from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import Rule
 
-
-class Limits(NamedTuple):
-    """Bounds of a finite number."""
-
-    low: float = 0
-    high: float = math.inf
-    is_open: bool = False
-    """Whether `low` itself is too low."""
-
-    def check(self, key: str, value: float) -> None:
-        """Raise ValueError when the number of that key is outside."""
-        if math.isfinite(value) and self.low <= value <= self.high and not (self.is_open and value == self.low):
-            return
-        if not math.isfinite(value):
-            raise ValueError(f"{key} = {value:g}: it must be a finite number")
-        limit = f"between {self.low:g} and {self.high:g}" if self.high < math.inf else f"at least {self.low:g}"
-        raise ValueError(f"{key} = {value:g}: it must be {f'above {self.low:g}' if self.is_open else limit}")
+FINITE = 1e308
+NotNegative = Annotated[float, Meta(ge=0, le=FINITE)]
+Positive = Annotated[float, Meta(gt=0, le=FINITE)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Factor = Annotated[float, Meta(ge=1, le=FINITE)]
+WholeNumber = Annotated[int, Meta(ge=0)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
-NotNegative = Annotated[float, Limits()]
-Positive = Annotated[float, Limits(is_open=True)]
-Share = Annotated[float, Limits(0, 1)]
-Factor = Annotated[float, Limits(1)]
-WholeNumber = Annotated[int, Limits()]
-AtLeastOne = Annotated[int, Limits(1)]
-
-
-@cache
-def limits_of(table: type[msgspec.Struct]) -> dict[str, Limits]:
-    """The limits that a table's fields are annotated with, by key."""
-    return {
-        field.name: limits
-        for field in msgspec.structs.fields(table)
-        for part in (field.type, *get_args(field.type))
-        for limits in getattr(part, "__metadata__", ())
-    }
+def check_between(key: str, value: float, low: float, high: float = math.inf) -> None:
+    """Raise ValueError when the number of that key is outside."""
+    if not low <= value <= high:
+        limit = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+        raise ValueError(f"{key} = {value:g}: it must be {limit}")
 
 
 def explain_decode_error(message: str, content: Mapping[str, Any], tables: Mapping[str, type[msgspec.Struct]]) -> str:
@@ -99,13 +78,6 @@ NODE_NAME = "virtual-{}"
 class ScenarioTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of a scenario file: an unknown key is an error, and so is a number outside the limits of its field."""
 
-    def __post_init__(self) -> None:
-        """Raise ValueError for a number outside its limits, naming key, value and limit."""
-        prefix = next((f"{name}." for name, table in TABLES.items() if table is type(self)), "")
-        for key, limits in limits_of(type(self)).items():
-            if (value := getattr(self, key)) is not None:
-                limits.check(prefix + key, value)
-
 
 class Network(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How gradients are reduced, and over what; `dynamix.lab.simulator.clock` has the formulas."""
@@ -130,12 +102,12 @@ class Workers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     samples_per_s: Positive
     """Undisturbed, at any batch size above `saturation`."""
-    count: Annotated[int, Limits(1, MAX_RANKS)] = 1
+    count: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
     overhead_s: NotNegative = 0.0
     """Compute time of a step that does not depend on the batch size."""
     saturation: WholeNumber = 0
     """Samples below which a batch costs no less, such as of a GPU that waits for its kernels to be launched."""
-    max_local_batch_size: int | None = None
+    max_local_batch_size: AtLeastOne | None = None
     """What its memory holds; without it the scenario's upper bound."""
     bandwidth_mbit_s: Positive | None = None
     """Bandwidth of its own link; `None`: the network's."""
@@ -155,7 +127,7 @@ class Stragglers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields
     """Compute time while slow, the overhead included, over that while normal."""
     mean_normal_s: Positive = 60.0
     mean_slow_s: Positive = 10.0
-    jitter: Annotated[float, Limits(0, 2)] = 0.0
+    jitter: Annotated[float, Meta(ge=0, le=2)] = 0.0
     """Sigma of a lognormal factor of median 1 on the compute time of every step."""
 
 
@@ -235,10 +207,6 @@ TABLES: Mapping[str, type[ScenarioTable]] = MappingProxyType(
 """The tables of a scenario by their names."""
 
 
-ADDED_LATER = frozenset({"power", "speed_changes", "target_looks"})
-"""Keys of a scenario that came when results of others were already kept by their digests."""
-
-
 class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One virtual cluster with its training job, and when that is over."""
 
@@ -271,7 +239,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The first so many of the training part; 0: all."""
     window_steps: AtLeastOne = 10
     """k: steps between two decisions."""
-    lag_windows: Annotated[int, Limits(0, 16)] = 1
+    lag_windows: Annotated[int, Meta(ge=0, le=16)] = 1
     """The action of window t applies from window t + 1 + lag_windows on."""
     initial_local_batch_size: int = 64
     min_local_batch_size: int = 1
@@ -297,21 +265,20 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot work, naming key, value and limit."""
-        super().__post_init__()
         check_token(self.family)
         if self.name:
             check_token(self.name)
         if not self.workers:
             raise ValueError("no workers: add a table [[workers]]")
-        Limits(1, MAX_RANKS).check("world size", self.world_size)
-        Limits(0, self.time_limit_s).check("fixed_time_s", self.fixed_time_s)
-        Limits(self.time_limit_s / MAX_EVALUATIONS).check("evaluate_every_s", self.evaluate_every_s)
+        check_between("world size", self.world_size, 1, MAX_RANKS)
+        check_between("fixed_time_s", self.fixed_time_s, 0, self.time_limit_s)
+        check_between("evaluate_every_s", self.evaluate_every_s, self.time_limit_s / MAX_EVALUATIONS)
         least = max(1, self.min_local_batch_size)
-        Limits(0, self.max_local_batch_size).check("min_local_batch_size", self.min_local_batch_size)
-        Limits(least, self.max_local_batch_size).check("initial_local_batch_size", self.initial_local_batch_size)
+        check_between("min_local_batch_size", self.min_local_batch_size, 0, self.max_local_batch_size)
+        check_between("initial_local_batch_size", self.initial_local_batch_size, least, self.max_local_batch_size)
         self._check_exchange()
         for change in self.speed_changes:
-            Limits(0, self.world_size - 1).check("speed_changes.rank", change.rank)
+            check_between("speed_changes.rank", change.rank, 0, self.world_size - 1)
         for first, second in pairwise(sorted((change.rank, change.at_s) for change in self.speed_changes)):
             if first == second:
                 raise ValueError(f"speed_changes: rank {first[0]} changes twice at {first[1]:g} s: remove one of them")
@@ -321,7 +288,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
         for group in self.workers:
             if group.max_local_batch_size is not None:
-                Limits(least).check("workers.max_local_batch_size", group.max_local_batch_size)
+                check_between("workers.max_local_batch_size", group.max_local_batch_size, least)
 
     def _check_exchange(self) -> None:
         if self.exchange != "exact" and self.network.topology != "ring":
@@ -366,16 +333,6 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(f"{file}: {explain_decode_error(str(error), content, {'': cls, **TABLES})}") from error
 
     @property
-    def content(self) -> dict[str, Any]:
-        """All keys and values, as digests have them: `ADDED_LATER` keys only where they are used.
-
-        So digests of older scenarios stay, and with them what was learned and measured in these.
-        """
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        unused = [field.name for field in msgspec.structs.fields(self) if getattr(self, field.name) == field.default]
-        return {key: value for key, value in found.items() if key not in ADDED_LATER or key not in unused}
-
-    @property
     def world_size(self) -> int:
         """N: workers of all groups."""
         return sum(group.count for group in self.workers)
@@ -403,7 +360,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
             ValueError: when the size is outside the scenario's bounds.
         """
         size = self.initial_local_batch_size if local_batch_size is None else local_batch_size
-        Limits(max(1, self.min_local_batch_size), self.max_local_batch_size).check("local_batch_size", size)
+        check_between("local_batch_size", size, max(1, self.min_local_batch_size), self.max_local_batch_size)
         return tuple(min(size, most) for most in self.max_local_batch_sizes)
 
     @property
@@ -466,7 +423,7 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 def digest_of(scenario: Scenario) -> str:
     """Return the SHA-256 of a scenario's content; comments and the order of keys do not change it."""
-    return hashlib.sha256(msgspec.json.encode(scenario.content, order="sorted")).hexdigest()
+    return hashlib.sha256(msgspec.json.encode(scenario, order="sorted")).hexdigest()
 
 
 def is_homogeneous(scenario: Scenario) -> bool:

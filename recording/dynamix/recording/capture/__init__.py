@@ -7,11 +7,11 @@ with CaptureWriter(path, header) as writer:   # records in, in the order in whic
 for record in records(path):                  # checked as they are read; CaptureError names block and byte
     ...
 
-`layout` is the byte format (docs/replay.md); a change of it needs a new `VERSION`.
+`file` has the byte format (docs/replay.md); a change of it needs a new `VERSION`.
 """
 
+from .file import CaptureReader, CaptureWriter, first_generation, read_header, records
 from .fingerprint import Fingerprint, differences, fingerprint
-from .reader import CaptureReader, first_generation, read_header, records
 from .record import (
     CaptureEnd,
     CaptureError,
@@ -24,7 +24,6 @@ from .record import (
     WindowKey,
     fits,
 )
-from .writer import CaptureWriter
 
 __all__ = [
     "CaptureEnd",

@@ -7,14 +7,14 @@ out; `tests/trainer/test_allocation.py` says what was forgotten on the way.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from .fields import MAX_RANKS, TOKEN_PATTERN, Count, Token
-from .policies import EXCHANGE_OPTIONS, Split
+from .policies import EXCHANGE_OPTIONS, PolicyOptions, Split
 
 Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS)]
 """Local batch sizes in samples, one per rank, in rank order."""
@@ -28,24 +28,16 @@ ExchangePermission = Literal["exact", "lossy", "local"]
 `lossy`: rounded, with the error added to the next one. `local`: ranks may make several steps between averagings."""
 
 EXCHANGE_CODECS = ("none", "rows", "sketch", "bf16", "fp16", "int8", "powersgd")
-"""Ours, in the order of their numbers in a policy's options: a new one goes to the end."""
+"""Codecs of the core; further ones are extensions (entry points of the group `dynamix.exchange_codecs`)."""
 
 LOSSY_CODECS = frozenset({"bf16", "fp16", "int8", "powersgd"})
 """With error feedback: what a step loses is added to the next one."""
 
-FIRST_OTHER_CODEC = 1000
-"""Number, in a policy's options, of the first codec of another package that a job names; the others follow."""
-
-MAX_OTHER_CODECS = 16
-
 ROUTES = ("all-reduce", "shares")
-"""In such an order too. `shares`: each rank sums up its share of a bucket and sends it to all others."""
+"""`shares`: each rank sums up its share of a bucket and sends it to all others."""
 
 SERVERS = "servers"
 """The route of jobs that were started with gradient servers: they and the ranks sum up shares. Nothing decides it."""
-
-NAMED_OPTIONS = {"codec": EXCHANGE_CODECS, "route": ROUTES, "mild": EXCHANGE_CODECS, "hard": EXCHANGE_CODECS}
-"""Options of policies whose numbers have names."""
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -100,76 +92,40 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
         return f"{self.codec} over {self.route}{period}{outer}"
 
 
-class OtherCodec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An exchange codec of another package, which all ranks of a job have."""
-
-    name: Token
-    is_lossless: bool
-    """Whether every gradient arrives as it is; else its error is added to the next one."""
-
-
 EXACT = Exchange()
 """Every gradient, as it is, by all-reduce."""
 
 
-def is_permitted(exchange: Exchange, permission: ExchangePermission, other_codecs: Sequence[OtherCodec] = ()) -> bool:
-    """Whether a job that says `permission` lets gradients travel like this: a route of ours, a codec of ours or its."""
-    others = {each.name: not each.is_lossless for each in other_codecs}
-    if exchange.codec not in (*EXCHANGE_CODECS, *others) or exchange.route not in ROUTES:
-        return False
-    is_lossy, is_local = exchange.codec in LOSSY_CODECS or others.get(exchange.codec, False), exchange.every > 1
-    return permission == "local" or not (is_local or (is_lossy and permission == "exact"))
+def is_permitted(exchange: Exchange, permission: ExchangePermission, named: Collection[object] = ()) -> bool:
+    """Whether a job with this permission may use an exchange: a codec and a route of the core.
 
-
-def exchange_of(options: Mapping[str, float], other_codecs: Sequence[OtherCodec] = ()) -> Exchange:
-    """What the options `every`, `codec` and `route` of a policy say, the last two by number.
-
-    So do `outer_rate` and `outer_momentum` where there are rounds of local steps.
-
-    Raises:
-        ValueError: for the number of a codec that neither we nor the job have.
+    `named` are the values of the job's policy options: a codec of an extension is permitted where one of them names it,
+    since `attach` has checked it against the permission.
     """
-    every, codec, route = (
-        int(options.get(name, default)) for name, default in (("every", 1), ("codec", 0), ("route", 0))
+    if exchange.codec not in (*EXCHANGE_CODECS, *named) or exchange.route not in ROUTES:
+        return False
+    return permission == "local" or not (
+        exchange.every > 1 or (exchange.codec in LOSSY_CODECS and permission == "exact")
     )
-    rate, momentum = (options.get("outer_rate", 1.0), options.get("outer_momentum", 0.0)) if every > 1 else (1.0, 0.0)
-    names = dict(enumerate(EXCHANGE_CODECS)) | dict(
-        enumerate((each.name for each in other_codecs), start=FIRST_OTHER_CODEC)
-    )
-    if codec not in names:
-        raise ValueError(f"option codec={codec}: the job has the codecs {', '.join(names.values())}")
+
+
+def exchange_of(options: PolicyOptions) -> Exchange:
+    """The exchange of a policy's options `every`, `codec`, `route`, and with local steps the outer step's two."""
+    every = int(options.get("every", 1))
+    outer = options if every > 1 else {}
     return Exchange(
         every=every,
-        codec=names[codec],
-        route=ROUTES[route],
-        outer_rate=float(rate),
-        outer_momentum=float(momentum),
+        codec=str(options.get("codec", "none")),
+        route=str(options.get("route", "all-reduce")),
+        outer_rate=float(outer.get("outer_rate", 1.0)),
+        outer_momentum=float(outer.get("outer_momentum", 0.0)),
     )
 
 
-def initial_exchange(policy: str, options: Mapping[str, float], other_codecs: Sequence[OtherCodec] = ()) -> Exchange:
-    """How gradients travel from the first step on, before any decision."""
+def initial_exchange(policy: str, options: PolicyOptions) -> Exchange:
+    """The exchange of the first step, before any decision."""
     defaults = EXCHANGE_OPTIONS.get(policy)
-    return EXACT if defaults is None else exchange_of({**defaults, **options}, other_codecs)
-
-
-def option_number(name: str, value: str | float, other_codecs: Sequence[OtherCodec] = ()) -> float:
-    """The number of a policy's option from what a person wrote: a number, or a name where numbers have names.
-
-    Raises:
-        ValueError: when it is neither.
-    """
-    names, others = NAMED_OPTIONS.get(name, ()), [each.name for each in other_codecs]
-    if name == "codec" and value in others:
-        return float(FIRST_OTHER_CODEC + others.index(str(value)))
-    if value in names:
-        return float(names.index(str(value)))
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError(
-            f"option {name}={value!r} is not a number" + (f", nor one of {', '.join(names)}" if names else "")
-        ) from None
+    return EXACT if defaults is None else exchange_of({**defaults, **options})
 
 
 RateFactor = Annotated[float, Meta(ge=0.1, le=10)]

@@ -6,13 +6,11 @@ from msgspec import Meta, field
 
 from .allocation import (
     EXACT,
-    MAX_OTHER_CODECS,
     Allocation,
     Exchange,
     ExchangePermission,
     Explored,
     Objective,
-    OtherCodec,
     Sizes,
 )
 from .fields import MAX_RANKS, Count, Message, OptimizerFamily, OptionalToken, Text, Token
@@ -51,7 +49,7 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """Samples in the whole planned run, all epochs; `None` when the end is open."""
     max_lag_windows: Annotated[int, Meta(ge=2)] = 4
     """The trainer refuses an action decided more than this many windows ago."""
-    policy_options: dict[str, float] = field(default_factory=dict)
+    policy_options: dict[str, float | Token] = field(default_factory=dict)
     end_reason: Text = ""
     supports_tracking: bool = False
     """Whether the training processes can divide a global batch among themselves (`Action.split`)."""
@@ -69,8 +67,6 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """Whether the training processes can carry out decisions on how gradients travel, such as an exact codec."""
     table_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the gradient's numbers that lie in embedding tables, where most rows are zero."""
-    other_codecs: Annotated[tuple[OtherCodec, ...], Meta(max_length=MAX_OTHER_CODECS)] = ()
-    """Exchange codecs of other packages that decisions may name, besides ours."""
     family: OptionalToken = ""
     """What its runs have in common, so that one can begin with what another one learned; empty: they have nothing."""
     explores: tuple[Explored, ...] = ()

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
+PolicyOptions = Mapping[str, float | str]
+"""Options of a policy by name: numbers, or names such as that of a codec."""
+
 GlobalBatch = Literal["fixed", "adaptive"]
 """`fixed`: the sum of the local batch sizes stays what the script said; `adaptive`: a policy may change it."""
 
@@ -56,7 +59,7 @@ MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
 RATE_EXPONENTS: Mapping[str, float] = MappingProxyType({"none": 0.0, "sqrt": 0.5, "linear": 1.0})
 """Power of B that each learning-rate rule sets the learning rate in proportion to."""
 
-EXCHANGE_OPTIONS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+EXCHANGE_OPTIONS: Mapping[str, PolicyOptions] = MappingProxyType(
     {"static": {}, "diloco": {"every": 8, "outer_rate": 0.7, "outer_momentum": 0.9}}
 )
 """Policies that let gradients travel as their options say, from the first step on, with the defaults of these.
@@ -70,7 +73,7 @@ Split = Literal["fixed", "tracking", "traces"]
 was, sum and division are those of the traces that the agents of all nodes leave."""
 
 
-def initial_split(policy: str, options: Mapping[str, float], *, supports_tracking: bool) -> Split:
+def initial_split(policy: str, options: PolicyOptions, *, supports_tracking: bool) -> Split:
     """Who divides the global batch from the first step on, before any decision.
 
     The ranks need no bus to divide it: where a policy leaves that to them, they begin at once. Waiting for the first

@@ -4,11 +4,13 @@ A policy that is code has its options, with defaults and meanings, beside its fo
 """
 
 import math
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from .allocation import EXCHANGE_CODECS, FIRST_OTHER_CODEC, MAX_OTHER_CODECS, ROUTES
+from .allocation import EXCHANGE_CODECS, ROUTES
+from .fields import TOKEN_PATTERN
 from .policies import STIGMERGY
 
 MOST_STEPS = 1024
@@ -18,21 +20,31 @@ VERSION = "version"
 
 
 class Bounds(NamedTuple):
-    """What the number of an option may be."""
+    """Values that an option takes: numbers within bounds, or names."""
 
-    low: float
-    high: float
+    low: float = 0
+    high: float = 0
     whole: bool = False
     """Only whole numbers; with bounds 0 and 1 a switch."""
-    others: tuple[float, float] | None = None
-    """Bounds of further values, apart from those."""
+    names: tuple[str, ...] = ()
+    """Names of an option that takes no numbers. Where they are the core's codecs, an extension's name fits too."""
 
-    def fault(self, value: float) -> str | None:
-        """What is wrong with a value, `None` when nothing is."""
-        is_other = self.others is not None and self.others[0] <= value <= self.others[1]
-        if not math.isfinite(value) or not (is_other or self.low <= value <= self.high):
+    def fault(self, value: float | str) -> str | None:
+        """Why the option cannot have this value, or `None`."""
+        if self.names:
+            is_codec = self.names == EXCHANGE_CODECS and isinstance(value, str) and re.search(TOKEN_PATTERN, value)
+            return None if is_codec or value in self.names else f"must be one of {', '.join(self.names)}"
+        if isinstance(value, str) or not (math.isfinite(value) and self.low <= value <= self.high):
             return f"must be from {self.low:g} to {self.high:g}"
         return "must be a whole number" if self.whole and value != int(value) else None
+
+
+def option_value(text: str) -> float | str:
+    """The value of an option that a person wrote: a number, or else a name."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 SHARE = Bounds(0, 1)
@@ -40,7 +52,7 @@ SWITCH = Bounds(0, 1, whole=True)
 SMOOTHING = Bounds(0.01, 1)
 FACTOR = Bounds(0.01, 100)
 MAX_CHANGE = Bounds(1.01, 100)
-CODEC = Bounds(0, len(EXCHANGE_CODECS) - 1, whole=True)
+CODEC = Bounds(names=EXCHANGE_CODECS)
 INTERVAL = Bounds(1, 10_000, whole=True)
 OUTER = {"outer_rate": Bounds(0.001, 10), "outer_momentum": Bounds(0, 0.999)}
 TRACK = {"track": SWITCH}
@@ -49,8 +61,8 @@ OPTION_BOUNDS: Mapping[str, Mapping[str, Bounds]] = MappingProxyType(
     {
         "static": {
             "every": Bounds(1, MOST_STEPS, whole=True),
-            "codec": CODEC._replace(others=(FIRST_OTHER_CODEC, FIRST_OTHER_CODEC + MAX_OTHER_CODECS - 1)),
-            "route": Bounds(0, len(ROUTES) - 1, whole=True),
+            "codec": CODEC,
+            "route": Bounds(names=ROUTES),
             **OUTER,
             **TRACK,
         },

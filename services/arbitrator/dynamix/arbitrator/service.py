@@ -11,8 +11,7 @@ from typing import Annotated, Protocol, TypeVar
 import msgspec
 from msgspec import Meta
 
-from dynamix.runtime.bus import BusError, BusMessage, FailoverWait
-from dynamix.runtime.bus.service_bus import BatchConsumer
+from dynamix.runtime.bus import BatchConsumer, BusError, BusMessage, FailoverWait
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode

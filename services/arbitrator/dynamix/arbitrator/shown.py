@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dynamix.runtime.bus import BusMessage, PermissionDeniedError, StreamState
-from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.runtime.bus import BusMessage, PermissionDeniedError, ServiceBus, StreamState
 from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode

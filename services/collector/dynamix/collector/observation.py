@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.runtime.bus import ServiceBus
 from dynamix.runtime.service import Context
 from dynamix.schemas.messages import NodeMetrics, RankRow, Report
 

@@ -1,19 +1,22 @@
-"""The shell of the collector: consume this node's reports, publish metric windows, states, and its agent's traces."""
+"""The shell of the collector: consume this node's reports, publish metric windows, states, and its agent's traces.
+
+One task reads reports, which wait for the turns of their jobs; another one looks up those of jobs that train here where
+a flood of others lies before them in the broker. They are handled one by one; for each a task waits until its outputs
+are stored.
+"""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
-from dynamix.runtime.bus import BusError, BusMessage
-from dynamix.runtime.bus.service_bus import BatchConsumer, ServiceBus
-from dynamix.runtime.bus.streams.following import Overtaking
-from dynamix.runtime.rate_limit import RateLimit
+from dynamix.runtime.bus import BatchConsumer, Bus, BusError, BusMessage, ServiceBus, StreamFullError
+from dynamix.runtime.bus.follow import Overtaking
 from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.features import state_of
-from dynamix.schemas.messages import Message, MetricWindow, Report
+from dynamix.schemas.messages import Message, MetricWindow, Report, State
 from dynamix.schemas.networks.files import NetworkFileError
 from dynamix.schemas.streams import FEED
 
@@ -23,37 +26,25 @@ from .ebpf.probe import SocketProbe, open_probe
 from .ebpf.syscall import ProbeError
 from .observation import CollectorSettings, KernelObserver, Observer
 from .shown import ShownWindows
-from .turns import LARGE_BYTES, WaitingReport, WaitingReports
-from .unstored import InFlight, UnstoredOutputs
+from .turns import NAME_TOKEN, WaitingReports
 from .window import metric_window, simulated_window
 
-READ_ON_S = 0.01
-"""Reading goes on for so long between two reports while the broker has more: all jobs take turns, not only the first.
-What is pressing ends it, so that a job that trains does not wait while those are read that send without a pause."""
-READ_ON_SHARE = 4.0
-"""The same before a report above `LARGE_BYTES`, over the time that the last such one took: what is pressing may lie
-behind many of them in the broker, and each that is handled before takes processor time from reading."""
-
-NUM_POLLS = 8
-"""Rounds of the event loop from the socket over client and consumer to the one who reads, some 5 us each, and spare."""
-
-
+READ_SHARE = 1.0
+"""While the broker has more, reading goes on after each report for so many times as long as that took: what is pressing
+may lie behind megabytes that the broker has sent already."""
+MAX_UNSTORED = 64
+"""Reports whose outputs may be in flight: the broker stores the outputs of the next one behind theirs."""
+ACK_EVERY_S = 0.1
 BEHIND = 64
 """With more than so many messages ahead of it in the broker, a report of a job that trains is looked up by itself."""
-NAME_TOKEN = 3
-"""Place of a job's name in a subject."""
 MAX_RUNS, MAX_NAMES = 4, 200
 """Runs of a job's name that are known to train here, and names."""
 
-
-class CollectorBus(ServiceBus, Protocol):
-    """What a collector uses of the bus."""
-
-    def overtake(self, stream: str, group_of: Callable[[str], str | None]) -> Overtaking:
-        """Read the newest messages of watched subjects before all that waits."""
+InFlight = tuple[Message, asyncio.Future[int]]
+Overtake = Callable[[str, Callable[[str], str | None]], Overtaking]
 
 
-async def serve(context: Context[CollectorSettings, CollectorBus]) -> None:
+async def serve(context: Context[CollectorSettings, Bus]) -> None:
     """Turn every report of this node into a metric window and a state until the context stops.
 
     Raises:
@@ -75,7 +66,7 @@ async def serve_observed(
     shown: ShownWindows | None = None,
     *,
     in_step: bool = False,
-    overtake: Callable[[str, Callable[[str], str | None]], Overtaking] | None = None,
+    overtake: Overtake | None = None,
 ) -> None:
     """Turn every report into a metric window and a state, with what an observer sees of its processes.
 
@@ -83,21 +74,12 @@ async def serve_observed(
     reports of jobs that train are read before a flood of others.
     """
     choose = await asyncio.to_thread(_chooser, context.settings)
-    collector = _Collector(context, observer, shown or ShownWindows(context.metrics), choose, in_step=in_step)
+    collector = _Collector(context, observer, shown or ShownWindows(context.metrics), choose)
     reports = subjects.of("report", subjects.ANY, context.node)
     durable = f"collector-{context.node}"
     async with context.bus.consume(FEED.name, [reports], start="new", durable=durable) as consumer:
         context.counters["ready"] = 1
-        if overtake is None:
-            await collector.take_turns(consumer)
-            return
-        async with overtake(FEED.name, collector.name_of) as newest:
-            overtaking = asyncio.create_task(collector.overtake(newest))
-            try:
-                await collector.take_turns(consumer)
-            finally:
-                overtaking.cancel()
-                await asyncio.gather(overtaking, return_exceptions=True)
+        await (collector.work_in_step(consumer) if in_step else collector.work(consumer, overtake))
 
 
 def _open_probe(context: Context[CollectorSettings, ServiceBus]) -> SocketProbe | str:
@@ -132,134 +114,144 @@ class _Collector:
         context: Context[CollectorSettings, ServiceBus],
         observer: Observer,
         shown: ShownWindows,
-        choose: Chooser | None = None,
-        *,
-        in_step: bool,
+        choose: Chooser | None,
     ) -> None:
         self._context = context
         self._observer = observer
         self._shown = shown
         self._choose = choose
-        self._in_step = in_step
-        self._waiting = WaitingReports()
-        self._unstored = UnstoredOutputs(context)
-        self._limit = RateLimit(per_s=0.1)
-        self._owed_s = 0.0
-        """Reading that goes on before the next large report; what is pressing is handled in between."""
-        self._num_pending = 0
-        """What the broker still held for us when it sent what was read last."""
-        self._newest: Overtaking | None = None
         self._training: dict[str, dict[str, None]] = {}
         """Subjects of good reports, by name of their jobs; both the newest last."""
+        self._waiting = WaitingReports(self._training.__contains__)
+        self._unstored = asyncio.Semaphore(MAX_UNSTORED)
+        self._has_changed, self._has_room = asyncio.Event(), asyncio.Event()
+        self._num_pending = 0
+        """What the broker still held for us when it sent what was read last."""
+        self._is_over = False
+        self._newest: Overtaking | None = None
 
-    async def overtake(self, newest: Overtaking) -> None:
+    async def work_in_step(self, consumer: BatchConsumer) -> None:
+        """Handle each batch before the next one is read."""
+        async for batch in consumer:
+            for message in batch:
+                if not await self._is_stored(await self._collect(message, fresh=False)):
+                    return
+            await consumer.ack(batch[-1])
+
+    async def work(self, consumer: BatchConsumer, overtake: Overtake | None) -> None:
+        """Read, and handle what was read in turns of all jobs, until the consumer ends.
+
+        Raises:
+            ExceptionGroup: of what ended the service, such as an output that cannot be stored.
+        """
+        async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read(consumer))
+            beside = None
+            if overtake is not None:
+                self._newest = await stack.enter_async_context(overtake(FEED.name, self.name_of))
+                beside = tasks.create_task(self._overtake(self._newest))
+            await self._take_turns(consumer, tasks)
+            if beside is not None:
+                beside.cancel()
+        await self._acknowledge(consumer)
+
+    async def _take_turns(self, consumer: BatchConsumer, tasks: asyncio.TaskGroup) -> None:
+        """What waits for its turn at the end comes again after a restart."""
+        loop, ack_at = asyncio.get_running_loop(), 0.0
+        while not self._is_over:
+            if not self._waiting or loop.time() >= ack_at:
+                await self._acknowledge(consumer)
+                ack_at = loop.time() + ACK_EVERY_S
+            if not self._waiting:
+                self._has_changed.clear()
+                await self._has_changed.wait()
+                continue
+            await self._unstored.acquire()
+            begun, (message, is_newest) = loop.time(), self._waiting.take()
+            # only its job's newest is recent enough to read /proc for
+            outputs = await self._collect(message, fresh=is_newest and not self._num_pending)
+            tasks.create_task(self._finish(message, outputs))
+            await asyncio.sleep(READ_SHARE * (loop.time() - begun) if self._num_pending else 0)
+
+    async def _acknowledge(self, consumer: BatchConsumer) -> None:
+        if (last := self._waiting.acknowledge()) is not None:
+            await consumer.ack(last)
+            self._has_room.set()
+
+    async def _finish(self, message: BusMessage, outputs: Sequence[InFlight]) -> None:
+        """Wait until the outputs of a report are stored."""
+        if await self._is_stored(outputs):
+            self._waiting.finish(message)
+        self._unstored.release()
+        self._has_changed.set()
+
+    async def _is_stored(self, outputs: Sequence[InFlight]) -> bool:
+        """Wait until all are stored; false when the service is to stop before.
+
+        When FEED is full, states are retried; metric windows and traces, of which there are newer ones soon, dropped.
+        """
+        stored = True
+        for output, acknowledged in outputs:
+            try:
+                await acknowledged
+            except StreamFullError:
+                if isinstance(output, State):
+                    stored = stored and await self._context.publish_when_room(output)
+                else:
+                    self._context.count("windows_shed" if isinstance(output, MetricWindow) else "traces_shed")
+        return stored
+
+    async def _read(self, consumer: BatchConsumer) -> None:
+        try:
+            async for batch in consumer:
+                self._waiting.add(batch)
+                self._num_pending = self._context.counters["reports_pending"] = batch[-1].num_pending
+                self._has_changed.set()
+                while not self._waiting.has_room:
+                    self._has_room.clear()
+                    await self._has_room.wait()
+        finally:
+            self._is_over = True
+            self._has_changed.set()
+
+    async def _overtake(self, newest: Overtaking) -> None:
         """Read reports of jobs that train before those that wait in the broker, where these are many."""
-        self._newest = newest
         try:
             async for message in newest:
                 self._waiting.add_early(message)
+                self._has_changed.set()
         except BusError as error:
             self._context.log.warning("a flood of reports will delay all jobs of this node", reason=str(error))
 
     def name_of(self, subject: str) -> str | None:
-        """The name of the job of a report, where many messages wait before it."""
-        return subject.split(".")[NAME_TOKEN] if self._num_pending >= BEHIND else None
+        """The name of the job of a report, where many messages of others wait before it."""
+        name = subject.split(".")[NAME_TOKEN]
+        return name if self._num_pending >= BEHIND > self._waiting.num_waiting(name) else None
 
     async def _note_training(self, subject: str) -> None:
         """Watch the subject of a good report; of each name, and of all, those that reported last."""
-        if self._newest is None:
-            return
-        name = subject.split(".")[NAME_TOKEN]
+        name, old = subject.split(".")[NAME_TOKEN], list[str]()
         runs = self._training.pop(name, {})
         runs.pop(subject, None)
-        self._training[name] = runs | {subject: None}
-        await self._newest.watch(subject)
-        if len(self._training[name]) > MAX_RUNS:
-            old = next(iter(self._training[name]))
-            del self._training[name][old]
-            await self._newest.forget(old)
+        self._training[name] = runs = runs | {subject: None}
+        if len(runs) > MAX_RUNS:
+            old.append(next(iter(runs)))
+            del runs[old[0]]
         if len(self._training) > MAX_NAMES:
-            for old in self._training.pop(next(iter(self._training))):
-                await self._newest.forget(old)
+            old += self._training.pop(next(iter(self._training)))
+        if self._newest is not None:
+            await self._newest.watch(subject)
+            for one in old:
+                await self._newest.forget(one)
 
-    async def take_turns(self, consumer: BatchConsumer) -> None:
-        """Read, and handle what was read in turns of all jobs, until the consumer ends or the service is to stop.
+    async def _collect(self, message: BusMessage, *, fresh: bool) -> list[InFlight]:
+        """Put window, state and trace of a report in flight; nothing of what is no report, which is set aside.
 
-        After each report what has come meanwhile is read, so that one of a job that trains is next.
+        A well-formed report may give numbers that no message can hold.
         """
-        reading, loop = _ReadAhead(consumer), asyncio.get_running_loop()
-        try:
-            while await self._read(reading):
-                if self._waiting:
-                    begun, report = loop.time(), self._waiting.take()
-                    self._unstored.add(report, await self.collect(report))
-                    if len(report.message.payload) > LARGE_BYTES:
-                        self._owed_s = READ_ON_SHARE * (loop.time() - begun)
-                if not await self._settle(consumer, is_last=self._in_step):
-                    return
-            await self._settle(consumer, is_last=True)
-        finally:
-            await reading.close()
-
-    async def _settle(self, consumer: BatchConsumer, *, is_last: bool) -> bool:
-        """Acknowledge reports whose outputs are stored. False when the service is to stop before all states are."""
-        unstored = self._unstored
-        settled = await (unstored.settle_all() if is_last else unstored.settle_some(is_idle=not self._waiting))
-        if not unstored.gave_up and (last := self._waiting.finish(settled)) is not None:
-            await consumer.ack(last)
-        return not unstored.gave_up
-
-    async def _read(self, reading: "_ReadAhead") -> bool:
-        """Wait for work; with work, take what is there, and go on for a while when there is more. False at the end."""
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
-        while not self._waiting or (self._waiting.has_room and not self._in_step):
-            until = begun + (max(READ_ON_S, self._owed_s) if self._waiting.next_bytes > LARGE_BYTES else READ_ON_S)
-            if self._waiting:
-                batch = await reading.next_batch(max(0.0, until - loop.time()) if self._num_pending else 0.0)
-            else:
-                batch = await reading.next_batch(None, self._unstored.awaited)
-            if batch is None:
-                return False
-            is_pressing = self._waiting.add_messages(batch)
-            if batch:
-                self._num_pending = batch[-1].num_pending
-                self._tell_of_crowds()
-            if not batch or is_pressing or not self._num_pending or loop.time() >= until:
-                break
-        self._owed_s = max(0.0, self._owed_s - (loop.time() - begun)) if self._num_pending else 0.0
-        return True
-
-    def _tell_of_crowds(self) -> None:
-        if self._waiting.num_passed_over == self._context.counters.get("reports_passed_over", 0):
-            return
-        self._context.counters["reports_passed_over"] = self._waiting.num_passed_over
-        if self._limit.allow("crowd"):
-            self._context.log.warning(
-                "a job sends more reports than can be handled: its older ones are passed over",
-                job=self._waiting.crowding_job,
-                passed_over=self._waiting.num_passed_over,
-            )
-
-    async def collect(self, waiting: WaitingReport) -> list[InFlight]:
-        """Publish what a report gives; only its job's newest is recent enough to read /proc for."""
-        report = await self._report(waiting.message)
-        if report is None:
-            return []
-        return await self._publish(waiting.message, report, fresh=waiting.is_newest and not self._num_pending)
-
-    async def _report(self, message: BusMessage) -> Report | None:
         try:
             report = decode(Report, message.subject, message.payload)
-        except MalformedMessageError as error:
-            await self._context.dead_letter(message, str(error))
-            return None
-        await self._note_training(message.subject)
-        return report
-
-    async def _publish(self, message: BusMessage, report: Report, *, fresh: bool) -> list[InFlight]:
-        """Put window, state and trace in flight. A well-formed report may give numbers that no message can hold."""
-        try:
+            await self._note_training(message.subject)
             window = await self._without_blocking(report, fresh=fresh)
             trace = trace_of(report, self._choose)
             outputs: tuple[Message, ...] = (window, state_of(window), *(() if trace is None else (trace,)))
@@ -290,47 +282,6 @@ class _Collector:
         if report.simulated:
             return simulated_window(report, self._context.settings.probe)
         return metric_window(report, self._observer.observe(report, fresh=fresh))
-
-
-class _ReadAhead:
-    """Reads a consumer beside other work."""
-
-    def __init__(self, consumer: BatchConsumer) -> None:
-        self._consumer = consumer
-        self._task: asyncio.Task[list[BusMessage] | None] | None = None
-
-    async def next_batch(
-        self, timeout_s: float | None, beside: asyncio.Future[int] | None = None
-    ) -> list[BusMessage] | None:
-        """The next batch; empty when none came in time, or before what is waited for beside it; `None` at the end.
-
-        A batch that did not come is not lost: a later call returns it.
-        """
-        task = self._task = self._task or asyncio.create_task(self._next())
-        if timeout_s == 0.0:
-            await self._poll(task)
-        awaited: list[asyncio.Future[Any]] = [task] if beside is None else [task, beside]
-        await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            return []
-        self._task = None
-        return task.result()
-
-    async def _poll(self, task: asyncio.Task[list[BusMessage] | None]) -> None:
-        """Let the loop run until what lies in the socket has become a batch, or would have."""
-        for _ in range(NUM_POLLS):
-            if task.done():
-                return
-            await asyncio.sleep(0)
-
-    async def close(self) -> None:
-        """Read no more; what was read and not returned comes again after a restart."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _next(self) -> list[BusMessage] | None:
-        return await anext(self._consumer, None)
 
 
 def _packed(output: Message) -> tuple[str, bytes, str]:

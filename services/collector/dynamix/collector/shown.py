@@ -15,10 +15,12 @@ from .ebpf.syscall import ProgramInfo
 COUNTERS = {
     "windows": "metric windows made of reports",
     "windows_shed": "metric windows dropped since the stream FEED was full",
-    "reports_passed_over": "reports without a window, since their job sent more than can be handled",
     "refused_pids": "reported processes that were not what their rank said",
 }
-GAUGES = {"ebpf": "1 while the eBPF probe is attached"}
+GAUGES = {
+    "ebpf": "1 while the eBPF probe is attached",
+    "reports_pending": "reports that waited in the broker behind those that were read last",
+}
 MAX_RANKS = 64
 """Ranks of one job and node that are shown one by one; beyond it the first ones."""
 STATS_ENABLED = Path("/proc/sys/kernel/bpf_stats_enabled")

@@ -6,8 +6,7 @@ The service has no memory, so replicas are harmless: equal rewards have equal me
 import asyncio
 from typing import Literal
 
-from dynamix.runtime.bus import BusMessage
-from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.runtime.bus import BusMessage, ServiceBus
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode

@@ -6,43 +6,46 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
+from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, Explored, Objective
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY, GlobalBatch
-
-from .arguments.checks import names_of, policy_options_of, sizes_of, whole_number
-from .bus_connection import Connect, bus_settings, transport_of
-from .communication.gradient_servers import GradientServers
-from .communication.job_exchange import JobExchange
-from .communication.lent_tensors import forget_imports
-from .data.division import Division
-from .data.loader import CountTokens, Loader, LoaderOptions, check_loader_options, drawn_ahead
-from .data.orders import Orders, OwnSampler
-from .data.sampler import SamplerOptions
-from .data.source import orders_of, sampler_of
-from .exchange.codec import CodedSquares
-from .exchange.embedding_tables import table_share
-from .gradient.accumulation import check_accumulation, needs_equal_steps
-from .gradient.codecs import find_codec
-from .gradient.covered import CoveredModels
-from .gradient.learning_rate import FACTORS, Rule
-from .gradient.losses import LossWarnings
-from .gradient.models import Weighting, averaging_of, unwrapped, unwrapped_optimizer, world_size_of
-from .gradient.noise import SecondMoments
-from .gradient.schedulers import Schedulers, StepScheduleWarning
-from .gradient.updates import Updates
-from .gradient.weighting import BaseHook, GradientHook, Reduction
-from .gradient.weights import StepWeights
-from .job.family import job_family
-from .job.memory_caps import MemoryCaps
-from .job.options import (
+from dynamix.trainer.communication.gradient_servers import GradientServers
+from dynamix.trainer.communication.job_exchange import JobExchange
+from dynamix.trainer.communication.lent_tensors import forget_imports
+from dynamix.trainer.data.loader import (
+    CountTokens,
+    Loader,
+    LoaderOptions,
+    check_loader_options,
+    drawn_ahead,
+    orders_of,
+    sampler_of,
+)
+from dynamix.trainer.data.orders import Orders, OwnSampler
+from dynamix.trainer.data.plan import Division, SamplerOptions
+from dynamix.trainer.exchange.codec import CodedSquares
+from dynamix.trainer.exchange.embedding_tables import table_share
+from dynamix.trainer.gradient.accumulation import check_accumulation, needs_equal_steps
+from dynamix.trainer.gradient.codecs import find_codec
+from dynamix.trainer.gradient.covered import CoveredModels
+from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
+from dynamix.trainer.gradient.losses import LossWarnings
+from dynamix.trainer.gradient.models import Weighting, averaging_of, unwrapped, unwrapped_optimizer, world_size_of
+from dynamix.trainer.gradient.noise import SecondMoments
+from dynamix.trainer.gradient.schedulers import Schedulers, StepScheduleWarning
+from dynamix.trainer.gradient.updates import Updates
+from dynamix.trainer.gradient.weighting import BaseHook, GradientHook, Reduction
+from dynamix.trainer.gradient.weights import StepWeights
+from dynamix.trainer.job.identity import MemoryCaps
+from dynamix.trainer.job.options import (
     JobOptions,
     NoiseMetric,
     bounds_of,
@@ -51,25 +54,60 @@ from .job.options import (
     check_local_options,
     family_of,
     fewest_samples,
+    job_family,
+    served_exchange,
     warn_of_two_momenta,
 )
-from .job.other_codecs import other_codecs
-from .job.served_exchange import served_exchange
-from .local_steps.rounds import LocalSteps
-from .loggers.delivery import Loggers, MetricLogger, find_loggers
-from .loggers.history import MetricHistory
-from .measurement.clock import AnyClock, DeviceClock, HostClock
-from .measurement.energy import energy_meter, unmeasured
-from .measurement.meter import RankMeter, while_it_lives
-from .rendezvous import meet_ranks
-from .session import Session
-from .session_end import ExitRules
-from .settings import read_environment
-from .steering.adoption import Adoption
-from .steering.collectives import AnyCollectives
-from .steering.run import Run
-from .steering.steering import Steering
-from .steering.window_end import WindowEnd
+from dynamix.trainer.local_steps.rounds import LocalSteps
+from dynamix.trainer.loggers.delivery import Loggers, MetricHistory, MetricLogger, find_loggers
+from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
+from dynamix.trainer.measurement.energy import energy_meter, unmeasured
+from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
+from dynamix.trainer.steering.collectives import AnyCollectives
+from dynamix.trainer.steering.run import Run
+from dynamix.trainer.steering.steering import Adoption, Steering, WindowEnd
+from dynamix.trainer.wire.client import BusClient, Transport
+
+from .arguments import names_of, policy_options_of, sizes_of, whole_number
+from .rendezvous import Rendezvous, meet_ranks
+from .session import ExitRules, Session
+from .settings import Environment, read_environment
+
+Connect = BusSettings | Transport | Literal[False] | None
+"""What `attach(connect=...)` takes."""
+
+
+def bus_settings(connect: object, environment: Environment) -> BusSettings | None:
+    """How the ranks reach the bus; `None` where they train without one, or over a transport of the caller's."""
+    if not (connect is None or connect is False or isinstance(connect, BusSettings | Transport)):
+        raise TypeError(
+            f"connect={connect!r} is of type {type(connect).__name__}: leave connect out and set DYNAMIX_NATS_URL, "
+            "pass dynamix.runtime.settings.BusSettings(url=...), or pass False to train without a bus"
+        )
+    return environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
+
+
+def transport_of(
+    connect: Connect, bus: BusSettings | None, met: Rendezvous, environment: Environment, *, hears_traces: bool
+) -> Transport:
+    """The way to the bus of a rank that speaks: the first of each node reports, rank 0 also listens."""
+    place = met.place
+    if place.local_rank != 0 or connect is False:
+        return Transport()
+    if bus is None:
+        assert connect is not None, "without a connection of the caller's own the settings are the environment's"
+        assert not isinstance(connect, BusSettings), "its settings are the bus"
+        return connect
+    client = BusClient(
+        bus,
+        node=place.node,
+        outbox_messages=environment.trainer.outbox_messages,
+        actions_of=met.identity.job if place.rank == 0 else None,
+        traces_of=met.identity.job if hears_traces else None,
+    )
+    client.start()
+    return client
+
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -181,7 +219,7 @@ def attach(
         policy: name of the policy that shall steer the job; when not given `split`, or `rule` with an adaptive global
             batch. Under both the ranks divide the global batch by their measured speeds from the first step on, with or
             without a bus; under `static` nothing ever changes.
-        policy_options: numbers for the policy, or the names of numbers that have some (`codec`, `route`).
+        policy_options: options of the policy: numbers, or names (`codec`, `route`).
         seed: of the order of the samples.
         shuffle: False uses the samples in the data set's order.
         drop_last: leave out the end of an epoch that does not fill a step; then not every sample is used.
@@ -218,7 +256,6 @@ def attach(
     averaging = averaging_of(models, weighting, world_size)
     forget_imports()
     exchange, servers = served_exchange(exchange, environment.trainer.gradient_servers)
-    others = other_codecs(policy_options, exchange)
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
     check_hook_options(averaging, len(models), codec, base_hook, noise_metric)
     check_exchange_options(averaging, exchange, codec, base_hook)
@@ -240,7 +277,7 @@ def attach(
         max_lag_windows=max_lag_windows,
         margin_steps=margin_steps,
         policy=environment.trainer.policy or policy or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
-        policy_options=policy_options_of(policy_options, others),
+        policy_options=policy_options_of(policy_options),
         optimizer_family=optimizer_family or family_of(optimizers[0]),
         learning_rate_rule=learning_rate_rule,
         reduction=reduction,
@@ -258,7 +295,6 @@ def attach(
         exchange="exact" if isinstance(exchange, Exchange) else exchange,
         fixed_exchange=exchange if isinstance(exchange, Exchange) else None,
         gradient_servers=servers,
-        other_codecs=others,
         supports_exchange=averaging == "hook" and base_hook is None and codec == EXACT.codec,
         table_share=table_share(models),
         family=job_family(family, models, optimizers, dataset, learning_rate_rule),

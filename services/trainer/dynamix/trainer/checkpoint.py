@@ -11,16 +11,14 @@ from msgspec.structs import replace as replace_fields
 
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages.allocation import Allocation, is_permitted
+from dynamix.trainer.data.plan import Position, ScheduleEntry
+from dynamix.trainer.job.identity import merge_caps
+from dynamix.trainer.steering.fast_loop import FilterState, LoopPace
 
 from .data.orders import DataIdentity
-from .data.sampler import Position
-from .data.schedule import ScheduleEntry
 from .gradient.noise import NoiseAverage
 from .job.identity import Attempt, generation_after
-from .job.memory_caps import merge_caps
-from .steering.rates import FilterState
 from .steering.run import Run
-from .steering.tracking import LoopPace
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -148,7 +146,7 @@ def _restore_schedule(run: Run, saved: list[ScheduleEntry], *, is_same_policy: b
     def restored(saved: Allocation) -> Allocation:
         allocation = now.with_sizes(saved.local_batch_sizes)
         keeps = is_same_policy and options.lasting_exchange is None and options.supports_exchange
-        if keeps and is_permitted(saved.exchange, options.exchange, options.other_codecs):
+        if keeps and is_permitted(saved.exchange, options.exchange, options.named_codecs):
             allocation = replace_fields(allocation, exchange=saved.exchange)
         return run.bounded(allocation, caps)
 

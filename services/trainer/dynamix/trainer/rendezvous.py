@@ -16,6 +16,9 @@ from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.messages.fields import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, JOBS
+from dynamix.trainer.job.identity import MemoryCaps, merge_caps
+from dynamix.trainer.job.options import warn_of_policy
+from dynamix.trainer.measurement.sockets import this_process
 
 from .data.orders import DataIdentity
 from .job.identity import (
@@ -30,11 +33,8 @@ from .job.identity import (
     place_of,
     propose_job,
 )
-from .job.memory_caps import MemoryCaps, merge_caps
 from .job.options import JobOptions
-from .job.policy_name import warn_of_policy
 from .measurement.energy import EnergyMeter
-from .measurement.process import this_process
 from .measurement.sockets import PeerSockets
 from .settings import Environment
 from .steering.collectives import AnyCollectives, join_ranks

@@ -1,18 +1,37 @@
 """The session: what the user's training loop calls."""
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, ParamSpec, Self
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
+from dynamix.trainer.arguments import share, whole_number
+from dynamix.trainer.communication.scaled_residuals import GradientScaler, ScaledResiduals
+from dynamix.trainer.data.loader import Loader
+from dynamix.trainer.data.plan import MicroBatch
+from dynamix.trainer.gradient.buckets import NOT_MEASURED
+from dynamix.trainer.gradient.covered import CoveredModels
+from dynamix.trainer.gradient.halving import OUT_OF_MEMORY
+from dynamix.trainer.gradient.losses import LossWarnings
+from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
+from dynamix.trainer.gradient.schedulers import Schedulers
+from dynamix.trainer.gradient.updates import Updates
+from dynamix.trainer.job.identity import MemoryCaps
+from dynamix.trainer.local_steps.rounds import EndedStep, LocalSteps
+from dynamix.trainer.loggers.delivery import MetricHistory
+from dynamix.trainer.measurement.clock import StepTimes
+from dynamix.trainer.measurement.meter import RankMeter, Scalar
+from dynamix.trainer.steering.run import Run, reason_after
+from dynamix.trainer.steering.steering import Steering
+from dynamix.trainer.wire.client import Transport
 
-from .arguments.checks import share, whole_number
 from .checkpoint import (
     outer_momentum_of,
     residuals_of,
@@ -22,26 +41,126 @@ from .checkpoint import (
     warn_of_missing_state,
     warn_of_used_samples,
 )
-from .communication.scaled_residuals import GradientScaler, ScaledResiduals
-from .data.loader import Loader
-from .data.sampler import MicroBatch
-from .gradient.buckets import NOT_MEASURED
-from .gradient.covered import CoveredModels
-from .gradient.halving import OUT_OF_MEMORY
-from .gradient.losses import LossWarnings
-from .gradient.models import unwrapped, unwrapped_optimizer
-from .gradient.schedulers import Schedulers
-from .gradient.updates import Updates
-from .job.memory_caps import MemoryCaps
-from .job.reporting import reason_after
-from .local_steps.rounds import EndedStep, LocalSteps
-from .loggers.history import MetricHistory
-from .measurement.meter import RankMeter, Scalar
-from .session_end import ExitRules, call_while_alive, leave
-from .session_view import SessionView
-from .steering.run import Run
-from .steering.steering import Steering
-from .wire.transport import Transport
+
+P = ParamSpec("P")
+
+
+class ExitRules(NamedTuple):
+    """How a session ends."""
+
+    close_timeout_s: float
+    """Longest wait for the last messages to leave."""
+    may_restart: bool
+    """Whether a launcher would start the job again after a failure."""
+
+
+def call_while_alive(method: Callable[P, None]) -> Callable[P, None]:
+    """Call it for as long as its owner lives: a session ends with its last name, not when cycles are looked for."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        alive = weak()
+        if alive is None:
+            raise RuntimeError("the session of this loader is gone: keep it, its step() ends each step")
+        alive(*args, **kwargs)
+
+    return call
+
+
+def leave(
+    steering: Steering, models: CoveredModels, transport: Transport, history: MetricHistory, rules: ExitRules
+) -> None:
+    """End a session that was not closed: when it is garbage-collected, or at the end of the process."""
+    error = getattr(sys, "last_value", None)  # what ends the process, as far as the interpreter has noted one
+    steering.end(reason_after(error, may_restart=rules.may_restart))
+    models.remove()
+    steering.collectives.close()
+    history.close(rules.close_timeout_s)
+    transport.close(rules.close_timeout_s)
+
+
+class SessionView:
+    """The questions that a session answers; none changes anything."""
+
+    _run: Run
+    _loader: Loader
+    _meter: RankMeter
+    _history: MetricHistory
+
+    @property
+    def job(self) -> str:
+        """The job's id on the bus."""
+        return self._run.identity.job
+
+    @property
+    def generation(self) -> int:
+        """Which start of the job this is, from 0; never the same twice, but numbers may be left out."""
+        return self._run.identity.generation
+
+    @property
+    def step_index(self) -> int:
+        """Optimizer steps done so far, over all generations: the number of the current or next step."""
+        return self._loader.position.step
+
+    @property
+    def window(self) -> int:
+        """Window of the current or next step, from 0 in each generation."""
+        return self._run.windows.window_of(self.step_index)
+
+    @property
+    def position(self) -> int:
+        """Samples used so far, over all epochs and ranks."""
+        return self._loader.position.samples_seen
+
+    @property
+    def progress(self) -> float:
+        """Reference steps so far: optimizer steps of plain training on as many samples. For loops that count steps."""
+        return self._run.reference_steps.before(self._loader.position)
+
+    @property
+    def num_reference_steps(self) -> int:
+        """Reference steps of an epoch: what `len(loader)` is in plain training, whatever the batch does."""
+        return self._run.reference_steps.per_epoch
+
+    @property
+    def allocation(self) -> Allocation:
+        """What rules the current or next step: sizes, who divides them, how gradients travel."""
+        return self._run.schedule.allocation_at(self.step_index)
+
+    @property
+    def local_batch_sizes(self) -> tuple[int, ...]:
+        """The sizes that rule the current or next step, by rank."""
+        return self.allocation.local_batch_sizes
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of the current step over all ranks: at the end of an epoch less than the sizes say."""
+        batch = self._loader.current
+        return sum(self.local_batch_sizes) if batch is None else batch.plan.counts.total
+
+    @property
+    def num_samples(self) -> int:
+        """This rank's samples in the current batch, or in the last one; 0 in a dummy that counts for nothing."""
+        return (self._loader.current or self._loader.last_finished or self._current()).num_samples
+
+    @property
+    def times(self) -> StepTimes | None:
+        """Times of the newest step that was timed; on a GPU that is a window's last."""
+        return self._meter.clock.last
+
+    def metrics(self) -> list[dict[str, float | str]]:
+        """The windows so far, the newest 4,096, as the loggers get them: `pandas.DataFrame(session.metrics())`.
+
+        Sizes, times, throughput, noise, loss; what is not known is left out. In global rank 0 also the decision and
+        its reason, and where a reward service runs, its rewards.
+        """
+        return self._history.rows()
+
+    def _current(self) -> MicroBatch:
+        if self._loader.current is None:
+            raise RuntimeError("there is no current batch: this is known between a batch and session.step()")
+        return self._loader.current
+
 
 _log = logging.getLogger("dynamix.trainer")
 

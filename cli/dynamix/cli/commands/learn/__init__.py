@@ -16,7 +16,6 @@ from dynamix.cli.arguments import (
     add_output_argument,
     count,
     number,
-    output_directory,
     seed,
 )
 from dynamix.cli.output import POLICY
@@ -37,7 +36,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=number(0), help="stop sooner, after this time; the same command continues")
     add_option(parser, "--workers", 2, "processes")
     add_data_argument(parser)
-    parser.add_argument("--log", metavar="DIR", type=output_directory, help="write TensorBoard curves")
     parser.add_argument("--restart", action="store_true", help="discard the checkpoint of an interrupted run")
     parser.add_argument("--publish", action="store_true", help="put failure signatures and the policy on the bus")
     add_json_argument(parser)

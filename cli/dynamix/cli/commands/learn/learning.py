@@ -48,7 +48,6 @@ def learn_policy(arguments: argparse.Namespace) -> int:
                 plan,
                 num_workers=arguments.workers,
                 checkpoint=checkpoint,
-                log=arguments.log,
                 minutes=arguments.minutes,
                 data=arguments.data,
                 observer=reporter.report,

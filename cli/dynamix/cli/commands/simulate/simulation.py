@@ -17,7 +17,7 @@ from dynamix.cli.services import ServiceProcess, bus_environment, hear
 from dynamix.lab.comparison.rows import ORACLE, Row, Tuned, parse_rows
 from dynamix.lab.comparison.runs import policy_of
 from dynamix.lab.simulator.cluster import VirtualCluster
-from dynamix.lab.simulator.episode import Episode, EpisodeMessages, episode_of, run_episode
+from dynamix.lab.simulator.episode import Episode, episode_of, run_episode
 from dynamix.lab.simulator.lockstep import NoActionError, run_lockstep
 from dynamix.lab.simulator.scenario import SUITES, Scenario, scenario_root
 from dynamix.lab.workloads import Data, Part, workload_named
@@ -207,7 +207,7 @@ async def _on_bus(planned: SimulationPlan, data: Data, record: OnReports) -> Epi
     async with connected(settings, "simulate") as bus, _collectors(bus, settings, cluster):
         with explained(NoActionError):
             actions = await run_lockstep(cluster, bus, on_window=record)
-    return episode_of(cluster, actions, EpisodeMessages([], [], []))
+    return episode_of(cluster, actions)
 
 
 @contextlib.asynccontextmanager

@@ -12,8 +12,14 @@ from structlog.stdlib import BoundLogger
 from dynamix.arbitrator.families.profile import UnusableProfileError, profile_after, read_profile
 from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
 from dynamix.arbitrator.policies.registry import POLICIES
-from dynamix.runtime.bus import BusMessage, FailoverWait, PermissionDeniedError, StaleWriterError, StreamMissingError
-from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.runtime.bus import (
+    BusMessage,
+    FailoverWait,
+    PermissionDeniedError,
+    ServiceBus,
+    StaleWriterError,
+    StreamMissingError,
+)
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Action, Job, JobProfile

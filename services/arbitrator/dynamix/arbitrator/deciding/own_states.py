@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from dynamix.runtime.bus import BusMessage
-from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.runtime.bus import BusMessage, ServiceBus
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import FEED
 

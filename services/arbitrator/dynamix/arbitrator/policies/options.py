@@ -5,6 +5,7 @@ from .base.options import (
     Options,
     allocation_of,
     check_options,
+    name_of,
     named,
     option,
     switch,
@@ -12,4 +13,15 @@ from .base.options import (
     tracks,
 )
 
-__all__ = ["Option", "Options", "allocation_of", "check_options", "named", "option", "switch", "track", "tracks"]
+__all__ = [
+    "Option",
+    "Options",
+    "allocation_of",
+    "check_options",
+    "name_of",
+    "named",
+    "option",
+    "switch",
+    "track",
+    "tracks",
+]

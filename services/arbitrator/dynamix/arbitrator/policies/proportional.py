@@ -1,7 +1,6 @@
 """`proportional`: the job's global batch, divided in proportion to each rank's measured throughput.
 
-It helps with slow processors only: a slow link carries the same gradient whatever the sizes are, and matters less
-only with a larger global batch. With the fast loop (option `track`) the training processes divide the same batch.
+It helps with slow processors only: a slow link carries the same gradient whatever the sizes are.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""`random`: a published delta action per rank, drawn uniformly. The least that a learned policy has to beat."""
+"""`random`: a published delta action per rank, drawn uniformly. A baseline for learned policies."""
 
 import hashlib
 from typing import ClassVar

@@ -2,29 +2,17 @@
 
     B = argmax lr(B)^rate_weight * B / (B + noise_multiplier * B_noise) / T(B)
 
-lr(B) is what the job's learning-rate rule makes of B: 1, B^0.5 or B. With rate_weight 0 the learning rate is taken to
-be the best one for each B, with 1 a step to be worth its length. The defaults were found by hand in several rounds on
-train scenarios; `dynamix evaluate tune` runs six settings beside the baselines' six (scenarios/tuned.toml).
+lr(B) is the job's learning-rate scaling: 1, B^0.5 or B. B_noise is the gradient noise scale. T(B) is the step-time
+model: for each rank a fixed time, a rate, and a size below which a batch costs no less, fitted to its own times. A step
+is worth no more above 16 times B_noise, or 16 times the batch of the user's learning rate where that is more. The
+defaults were found by hand on train scenarios. B moves once per window; the division follows every step where the job
+supports tracking, otherwise this policy divides by the model.
 
-A step is worth no more above 16 times B_noise, or 16 times the batch of the user's learning rate where that is more: of
-its noise little is left by then, and lr(B) would go on growing, where a training bears only so much.
+The exchange is chosen with B, as far as the job permits: codec and period of local steps of the greatest progress per
+second, by what they saved while they were active and by how far the ranks drift apart; `rows` for embedding tables and,
+where one link is slower than others, the route `shares` also in exact jobs.
 
-B_noise is the gradient noise scale, T(B) the step-time model: for each rank a fixed time, a rate, and a size below
-which a batch costs no less, fitted to its own times. B moves once per window; the division follows every step where the
-job supports tracking, otherwise this policy divides by the fitted model.
-
-Where one link is slower than others, gradients may travel over owners whose shares follow what the links carry
-(`model.links`), also in an exact job: that changes nothing but the order of additions.
-
-Where the job permits more than exact gradients, how they travel is chosen with B: the codec and the period of local
-steps of the greatest progress per second, by what they saved when they ruled and by how far the ranks drift apart
-(`model.exchange_choice`). In an exact job of a model with embedding tables that may be `rows`.
-
-A job of a family begins with what earlier runs taught (`model.rule_memory`): with their times while the first windows
-agree with them, and with their noise scale until one is measured. To go to their last batch at once, and to decide by
-half of their noise scale, took 1.03 of a cold start's time on train scenarios, this 0.98 (27 pairs, each +- 0.03).
-What cannot be known in a run, such as a factor on the learning rate, is tried out between runs where the job lets them
-(`model.exploration`).
+A job of a family starts from what earlier runs taught (docs/recurring.md).
 """
 
 import math

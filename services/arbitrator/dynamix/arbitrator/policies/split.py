@@ -1,8 +1,8 @@
 """`split`: the job's global batch as the script chose it, divided by measured speed. The default.
 
-The training processes divide it after every step (the fast loop). Where they cannot, because the gradients carry no
-times, this policy divides it once per window as `proportional` does. Only the division changes: the samples of a step,
-the steps of an epoch and the learning rate are those of plain data-parallel training.
+The training processes divide it after every step (the fast loop). Where they cannot, because gradients carry no times,
+this policy divides it once per window as `proportional` does. Samples per step, steps per epoch and learning rate are
+those of plain data-parallel training.
 """
 
 from typing import ClassVar

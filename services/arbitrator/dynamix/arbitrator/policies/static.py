@@ -1,13 +1,13 @@
 """`static`: the sizes that the job started with. The baseline of every comparison.
 
-With the fast loop (option `track`) their sum stays and the training processes divide it. Options say how gradients
-travel, as far as the job permits it (`attach(exchange=...)`): from the first step on, and without a bus too.
+Its options set the gradient exchange from the first step on, as far as the job permits it (`attach(exchange=...)`),
+with or without a bus.
 """
 
 from typing import ClassVar
 
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import exchange_of
+from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, ROUTES, exchange_of
 
 from .base.options import MOST_STEPS
 from .model.observation import Array32
@@ -23,14 +23,14 @@ class Static:
     options: ClassVar[Options] = {
         "track": track(0),
         "every": Option(1, 1, MOST_STEPS, "optimizer steps between two averagings; above 1 they are local", whole=True),
-        "codec": named("codec", "how gradients are encoded", has_others=True),
-        "route": named("route", "over which they travel"),
+        "codec": named(EXCHANGE_CODECS, "how gradients are encoded; an extension's codec by its name"),
+        "route": named(ROUTES, "how they are summed"),
         "outer_rate": Option(1, 0.001, 10, "after local steps: how far all go, over the way to their mean"),
         "outer_momentum": Option(0, 0, 0.999, "after local steps: Nesterov momentum of these ways"),
     }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The job's initial sizes."""
-        exchange = exchange_of(job.policy_options, job.other_codecs)
+        exchange = exchange_of(job.policy_options)
         allocation = allocation_of(self.options, job, job.initial_local_batch_sizes, exchange)
         return Decision(allocation, reason="the sizes that the job began with")

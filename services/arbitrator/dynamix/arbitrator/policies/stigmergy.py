@@ -1,13 +1,6 @@
-"""`stigmergy`: no centre decides. Agents on the nodes leave traces, and the ranks divide each step by them.
+"""`stigmergy`: agents on the nodes leave traces, and the ranks divide each step by them (docs/stigmergy.md).
 
-The agent of a node is in its collector. After each window it leaves at its cell how fast its ranks compute, which
-global batch it would take the job to, and how long its ranks wait at least; it sees the traces beside its own, and
-nothing else of other nodes. All ranks exchange the newest traces once per window and derive sum and division from them
-(docs/stigmergy.md). So this policy decides nothing: where an arbitrator runs, its actions say so, and where none does,
-the same happens. With a fixed global batch only the division follows the traces.
-
-With `learned` 1 each agent multiplies its own wish by one of `ppo`'s factors, which a network chooses from what the
-agent sees. All agents have the same network, and each decides for itself.
+No arbitrator is needed: this policy decides nothing. With a fixed global batch only the division follows the traces.
 """
 
 from typing import ClassVar

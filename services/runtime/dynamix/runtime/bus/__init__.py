@@ -1,6 +1,7 @@
 """The bus: NATS behind one package. Nothing else imports nats; the README lists its faults and how each is handled."""
 
-from .broker.errors import (
+from .bus import BatchConsumer, Bus, ServiceBus
+from .errors import (
     BusError,
     ConnectionClosedError,
     ObjectBrokenError,
@@ -12,14 +13,13 @@ from .broker.errors import (
     StreamFullError,
     StreamMissingError,
 )
-from .bus import Bus
-from .objects.layout import ObjectInfo
-from .objects.store import StoredObject
-from .streams.failover import FailoverWait
-from .streams.message import BusMessage, StreamState
-from .streams.reader import Reader, Start
+from .object_layout import ObjectInfo
+from .objects import StoredObject
+from .read import Reader, Start
+from .requests import BusMessage, FailoverWait, StreamState
 
 __all__ = [
+    "BatchConsumer",
     "Bus",
     "BusError",
     "BusMessage",
@@ -32,6 +32,7 @@ __all__ = [
     "PublishError",
     "Reader",
     "SequenceRegressError",
+    "ServiceBus",
     "StaleWriterError",
     "Start",
     "StoredObject",

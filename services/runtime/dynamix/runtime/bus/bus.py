@@ -3,25 +3,21 @@
 import asyncio
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.messages import Action, JobProfile, Live, Message
 from dynamix.schemas.streams import ACTIONS, PROFILES
 
-from .broker.connection import BrokerConnection, DeniedCallback
-from .broker.errors import StaleWriterError
-from .broker.requests import Requests
-from .objects.store import Objects
-from .streams import stored
-from .streams.durable import DurableReader
-from .streams.following import Following, Overtaking
-from .streams.message import BusMessage, StreamState
-from .streams.publisher import Publisher
-from .streams.reader import DirectReader, Reader, Start
-from .streams.statistics import HandlingStatistics, StatisticsByKind
-from .streams.subscription import Subscription
+from . import requests as asked
+from .connection import BrokerConnection, DeniedCallback
+from .errors import StaleWriterError
+from .follow import Following, Overtaking, Subscription
+from .objects import Objects
+from .publish import Publisher
+from .read import DirectReader, DurableReader, HandlingStatistics, Reader, Start, StatisticsByKind
+from .requests import BusMessage, Requests, StreamState
 
 R = TypeVar("R", DirectReader, DurableReader, Subscription, Following)
 
@@ -171,7 +167,7 @@ class Bus:
 
     async def purge(self, stream: str, subject: str, *, keep: int = 0) -> int:
         """Remove all messages of a subject but the newest ones to keep; how many. Only an operator's user may."""
-        return await stored.purge_subject(self.requests, stream, subject, keep=keep)
+        return await asked.purge_subject(self.requests, stream, subject, keep=keep)
 
     async def publish_live(self, message: Live) -> None:
         """Publish on core NATS, unstored; while disconnected it is dropped and counted."""
@@ -183,15 +179,15 @@ class Bus:
 
     async def last(self, stream: str, subject: str) -> BusMessage | None:
         """The last stored message of a subject, `None` when there is none. Raises as `stream_state`."""
-        return await stored.last_message(self.requests, stream, subject)
+        return await asked.last_message(self.requests, stream, subject)
 
     async def newest(self, stream: str, subject: str) -> BusMessage | None:
         """The last stored message of a subject, from any replica, which may lag; the right can be for one subject."""
-        return await stored.newest_message(self.requests, stream, subject)
+        return await asked.newest_message(self.requests, stream, subject)
 
     async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:
         """The first stored message of a subject or filter at or after a sequence. Otherwise as `last`."""
-        return await stored.find_message(self.requests, stream, {"seq": start, "next_by_subj": subject})
+        return await asked.find_message(self.requests, stream, {"seq": start, "next_by_subj": subject})
 
     async def stream_state(self, stream: str) -> StreamState:
         """What the stream holds.
@@ -200,11 +196,11 @@ class Bus:
             StreamMissingError: when there is no such stream.
             BusError: when the broker does not answer in 60 s.
         """
-        return await stored.stream_state(self.requests, stream)
+        return await asked.stream_state(self.requests, stream)
 
     async def count_requests(self) -> int:
         """Requests of all users that JetStream's API has had since the broker started. Raises as `stream_state`."""
-        return await stored.count_requests(self.requests)
+        return await asked.count_requests(self.requests)
 
     def consume(
         self,
@@ -286,3 +282,41 @@ class Bus:
         reader = DirectReader(*place, start=start, counters=self._counters, statistics=unseen)
         self._readers.add(reader)
         return reader
+
+
+class BatchConsumer(Protocol):
+    """`async with bus.consume(...) as consumer: async for batch in consumer: ...`."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> list[BusMessage]: ...
+
+    async def ack(self, message: BusMessage) -> None:
+        """Acknowledge this and every earlier message."""
+
+
+class ServiceBus(Protocol):
+    """What every service uses of the bus: the part that a replay of captured messages provides, too."""
+
+    statistics: StatisticsByKind
+
+    def consume(
+        self,
+        stream: str,
+        subjects: Sequence[str],
+        *,
+        start: Start,
+        durable: str | None = None,
+        max_batch: int = 512,
+    ) -> BatchConsumer:
+        """Read the messages of some subjects in batches, in stream order."""
+
+    async def publish(self, message: Message) -> int:
+        """Publish and wait for the acknowledgement; returns the sequence in the stream."""
+
+    async def publish_bytes_soon(self, subject: str, payload: bytes, message_id: str) -> asyncio.Future[int]:
+        """Publish without waiting for the acknowledgement."""

@@ -8,9 +8,9 @@ from dynamix.schemas.streams import STREAMS, Stream
 from dynamix.schemas.subjects import ROOT, announced, kept_by
 
 from . import Bus
-from .broker.errors import ApiError, BusError, StreamMissingError
-from .objects.layout import all_chunks, all_descriptions
-from .streams.stored import stream_config, write_stream
+from .errors import ApiError, BusError, StreamMissingError
+from .object_layout import all_chunks, all_descriptions
+from .requests import stream_config, write_stream
 
 
 class ProvisionError(BusError):

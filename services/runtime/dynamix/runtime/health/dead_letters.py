@@ -3,8 +3,7 @@
 import hashlib
 import logging
 
-from dynamix.runtime.bus import BusError, BusMessage
-from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.runtime.bus import BusError, BusMessage, ServiceBus
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.kinds import BY_NAME
@@ -36,7 +35,7 @@ class DeadLetters:
     async def set_aside(self, message: BusMessage, reason: str) -> None:
         """Set a message aside; never raises."""
         self._count("dead_letters")
-        self._bus.statistics.of_subjects(message.subject).record_error(reason)
+        self._bus.statistics.of_subjects(message.subject).num_errors += 1
         kind, job = tokens_of(message.subject)
         if not self._limit.allow(kind):
             self._count("dead_letters_not_kept")

@@ -8,8 +8,7 @@ from typing import Generic, TypeVar
 import msgspec
 import structlog
 
-from dynamix.runtime.bus import BusMessage, StreamFullError
-from dynamix.runtime.bus.service_bus import ServiceBus
+from dynamix.runtime.bus import BusMessage, ServiceBus, StreamFullError
 from dynamix.runtime.health.dead_letters import DeadLetters
 from dynamix.runtime.metrics import ServiceMetrics
 from dynamix.schemas.messages import Message

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import faulthandler
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -164,7 +165,7 @@ class _Life(Generic[S]):
                 beating.cancel()
                 main.cancel()
         except* Exception as errors:  # noqa: BLE001 - whatever it is ends this service, with its traceback in the log
-            self._complain(errors.exceptions)
+            self._complain(_leaves(errors))
             code = EXIT_USAGE if errors.subgroup(StartError) else EXIT_FAILED
         finally:
             await bus.drain(0.0 if self._closed.done() else STOP_TIMEOUT_S)
@@ -202,3 +203,9 @@ class _Life(Generic[S]):
     def _on_closed(self, reason: str) -> None:
         if not self._closed.done():
             self._closed.set_result(reason)
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    """The errors of a group and of the groups in it."""
+    parts = ([one] if not isinstance(one, BaseExceptionGroup) else _leaves(one) for one in group.exceptions)
+    return list(itertools.chain.from_iterable(parts))

@@ -6,7 +6,7 @@ from datetime import timedelta
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.schemas.messages.allocation import EXACT, EXCHANGE_CODECS, LOSSY_CODECS, Exchange
-from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.data.plan import Schedule
 
 from .gradient_servers import GradientServers
 from .model_exchange import ModelExchange, StepExchange

@@ -24,12 +24,20 @@ from torch.utils.data._utils import worker as torch_worker
 
 from dynamix.schemas.subjects import new_run_id
 
-from .division import Division, StepPlan
-from .fingerprint import ONE_PART, digest, divides_by_rank, makes_batches, seeds_of
-from .orders import DataIdentity, Order, OrderExchange, Orders
-from .random_numbers import RandomNumbers, seed_all
-from .sampler import PlanSampler, Position, SamplerOptions
-from .schedule import Counts, Schedule, divide_tail
+from .orders import (
+    ONE_PART,
+    DataIdentity,
+    Order,
+    OrderExchange,
+    Orders,
+    RandomNumbers,
+    digest,
+    divides_by_rank,
+    makes_batches,
+    seed_all,
+    seeds_of,
+)
+from .plan import Counts, Division, PlanSampler, Position, SamplerOptions, Schedule, StepPlan, divide_tail
 
 ENDLESS = 1 << 62
 """Samples of an epoch whose end was not found yet."""

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 
 from dynamix.trainer.data.loader import LoaderOptions
-from dynamix.trainer.data.reference_steps import ReferenceSteps
+from dynamix.trainer.data.plan import ReferenceSteps
 from dynamix.trainer.gradient.models import unwrapped
 
 LOADER_OPTIONS = tuple(name for name in LoaderOptions.__annotations__ if name != "generator")

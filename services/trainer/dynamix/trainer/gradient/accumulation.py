@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamix.trainer.data.sampler import MicroBatch
+from dynamix.trainer.data.plan import MicroBatch
 
 from .models import Averaging, set_gradient_sync
 from .weighting import Reduction

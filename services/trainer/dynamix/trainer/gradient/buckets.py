@@ -7,7 +7,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
 
 from dynamix.trainer.communication.lent_tensors import LentTensor
-from dynamix.trainer.data.schedule import Counts
+from dynamix.trainer.data.plan import Counts
 from dynamix.trainer.exchange.codec import BucketPart, BucketView
 
 from .noise import HALF, NormSketch

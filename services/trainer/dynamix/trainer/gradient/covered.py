@@ -15,8 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dynamix.trainer.communication.job_exchange import JobExchange
 from dynamix.trainer.communication.model_exchange import ModelExchange
-from dynamix.trainer.data.division import StepPlan
-from dynamix.trainer.data.sampler import MicroBatch
+from dynamix.trainer.data.plan import MicroBatch, StepPlan
 from dynamix.trainer.exchange.codec import CodedSquares
 
 from .accumulation import Accumulation

@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from dynamix.trainer.data.sampler import MicroBatch
+from dynamix.trainer.data.plan import MicroBatch
 
 from .models import set_gradient_sync
 from .weighting import GradientHook, Reduction

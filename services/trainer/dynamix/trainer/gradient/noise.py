@@ -21,7 +21,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 
 from dynamix.schemas.messages import GradientNoise
-from dynamix.trainer.data.schedule import Counts
+from dynamix.trainer.data.plan import Counts
 
 HALF = (torch.float16, torch.bfloat16)
 """What squared norms overflow in."""

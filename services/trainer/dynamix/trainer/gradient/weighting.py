@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.trainer.communication.lent_tensors import launched
 from dynamix.trainer.communication.model_exchange import ModelExchange, StepExchange
-from dynamix.trainer.data.sampler import MicroBatch
+from dynamix.trainer.data.plan import MicroBatch
 
 from .buckets import NOT_MEASURED, Arrived, ModelBucket, SentBucket, SquaredNorms, Waitable, squared_norm, view_of
 from .codecs import GradientCodec

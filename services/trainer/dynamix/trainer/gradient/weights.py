@@ -9,7 +9,7 @@ before, and once reduced by what that was wrong.
 from collections.abc import Callable
 from typing import Protocol
 
-from dynamix.trainer.data.sampler import MicroBatch
+from dynamix.trainer.data.plan import MicroBatch
 
 Total = Callable[[], int]
 """Waits for a number that was posted."""

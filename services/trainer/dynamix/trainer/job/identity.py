@@ -1,4 +1,4 @@
-"""Who we are: the job's name on the bus, its generation, and which ranks share a node.
+"""Who we are: the job's name on the bus, its generation, which ranks share a node, and bounds kept over restarts.
 
 The job id is made once per run and survives the restarts of `torchrun`. It ends in the run id that `dynamix train`
 made; else it comes from torchrun's, which `--standalone` makes for each run and `--rdzv-id` sets for all nodes alike;
@@ -6,19 +6,22 @@ without one from the launch: the directory that `torchrun` makes for its logs, o
 and start time no other process ever has.
 
 A run id or a `DYNAMIX_JOB` that is used again goes on with the same job. Its generations never repeat: each start asks
-the bus for the last one (`history`), and a checkpoint says which ones its launch may have used (`generation_after`).
+the bus for the last one (`rendezvous`), and a checkpoint knows which ones its launch used (`generation_after`).
 """
 
 import hashlib
+import json
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from dynamix.runtime import output_files
 from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.subjects import MAX_NAME, check_token, is_token, new_run_id
-from dynamix.trainer.measurement.connections import Connection
 from dynamix.trainer.measurement.energy import EnergyOffer
-from dynamix.trainer.measurement.process import ProcessIdentity, boot_id, fingerprint
+from dynamix.trainer.measurement.sockets import Connection, ProcessIdentity, boot_id, fingerprint
 
 
 class Launch(NamedTuple):
@@ -188,3 +191,53 @@ def check_alike(peers: Sequence[Peer]) -> None:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+CAP_FACTOR = 0.8
+"""A rank that ran out of memory gets at most this share of the size it failed at."""
+
+_log = logging.getLogger("dynamix.trainer")
+
+
+class MemoryCaps:
+    """Upper bounds by rank, in one small file per rank: `<path>.rank<r>.json`.
+
+    A rank writes only its own, when it dies of a lack of memory; all ranks read what they can see, and the lowest
+    bound holds for all when they attach again.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def read(self) -> dict[int, int]:
+        """The bounds that can be seen from here."""
+        if self._path is None:
+            return {}
+        caps: dict[int, int] = {}
+        for file in self._path.parent.glob(f"{self._path.name}.rank*.json"):
+            try:
+                content = json.loads(file.read_text())
+                caps[int(content["rank"])] = int(content["max_local_batch_size"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                _log.warning("%s holds no memory cap (%s): delete it", file, error)
+        return caps
+
+    def lower(self, rank: int, failed_size: int, minimum: int) -> int | None:
+        """Write a rank's new bound after it ran out of memory at `failed_size`; returns it, `None` without a path."""
+        cap = max(minimum, int(failed_size * CAP_FACTOR), 1)
+        if self._path is None:
+            return None
+        file = self._path.with_name(f"{self._path.name}.rank{rank}.json")
+        content = json.dumps({"rank": rank, "max_local_batch_size": cap, "failed_at": failed_size}) + "\n"
+        output_files.write(file, content.encode(), make_parents=True)
+        return cap
+
+
+def merge_caps(per_rank: Iterable[Mapping[int, int]], world_size: int, maximum: int, minimum: int) -> tuple[int, ...]:
+    """Upper bound of every rank: the lowest that any rank knows, between the job's bounds."""
+    caps = [maximum] * world_size
+    for known in per_rank:
+        for rank, cap in known.items():
+            if rank < world_size:
+                caps[rank] = max(min(caps[rank], cap), minimum)
+    return tuple(caps)

@@ -1,15 +1,21 @@
 """The options of `attach`, checked where they are given."""
 
+import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+import re
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 
+from dynamix.runtime.extensions import extension_names
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import (
     EXACT,
+    LOSSY_CODECS,
     ROUTES,
     SERVERS,
     Allocation,
@@ -17,25 +23,30 @@ from dynamix.schemas.messages.allocation import (
     ExchangePermission,
     Explored,
     Objective,
-    OtherCodec,
     initial_exchange,
     is_permitted,
 )
 from dynamix.schemas.messages.policies import (
     EXCHANGE_OPTIONS,
+    KEEPS_GLOBAL_BATCH,
+    OUR_POLICIES,
+    RECURRING,
     STIGMERGY,
     GlobalBatch,
+    PolicyOptions,
     initial_split,
 )
+from dynamix.schemas.spelling import nearest
 from dynamix.schemas.subjects import is_token
-from dynamix.trainer.arguments.checks import (
+from dynamix.trainer.arguments import (
     check_choice,
     check_policy_options,
     check_switch,
     number,
     whole_number,
 )
-from dynamix.trainer.exchange.registry import CODECS
+from dynamix.trainer.communication.gradient_servers import split_address
+from dynamix.trainer.exchange.registry import CODECS, GROUP, exchange_codec
 from dynamix.trainer.gradient.codecs import find_codec
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 from dynamix.trainer.gradient.models import Averaging
@@ -69,7 +80,7 @@ class JobOptions:
     margin_steps: int
     """Steps between an action's broadcast and the boundary at which it starts to rule."""
     policy: str
-    policy_options: Mapping[str, float]
+    policy_options: PolicyOptions
     optimizer_family: OptimizerFamily
     learning_rate_rule: Rule
     reduction: Reduction
@@ -96,8 +107,6 @@ class JobOptions:
     """What decisions may do to how gradients travel."""
     fixed_exchange: Exchange | None = None
     """How they travel in the whole run, where the script says so."""
-    other_codecs: tuple[OtherCodec, ...] = ()
-    """Exchange codecs of other packages that decisions may name."""
     gradient_servers: tuple[str, ...] = ()
     """Addresses of the servers that it was started with."""
     supports_exchange: bool = False
@@ -117,13 +126,19 @@ class JobOptions:
     def initial_allocation(self) -> Allocation:
         """What rules the first step: where the policy leaves the division to the ranks, they begin with it at once."""
         split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
-        first = self.lasting_exchange or initial_exchange(self.policy, self.policy_options, self.other_codecs)
+        first = self.lasting_exchange or initial_exchange(self.policy, self.policy_options)
         return Allocation(self.local_batch_sizes, split, first)
 
     @property
     def lasting_exchange(self) -> Exchange | None:
         """How gradients travel in the whole run, whatever is decided; `None` where decisions say it."""
         return Exchange(codec=self.codec) if self.codec != EXACT.codec else self.fixed_exchange
+
+    @property
+    def named_codecs(self) -> list[str]:
+        """Exchange codecs of extensions that the policy's options name."""
+        names = {value for value in self.policy_options.values() if isinstance(value, str)} - set(CODECS)
+        return [name for name in extension_names(GROUP) if name in names] if names else []
 
     @property
     def base_batch_size(self) -> float:
@@ -225,21 +240,25 @@ class JobOptions:
 
     def _check_exchange(self) -> None:
         check_choice("exchange", self.exchange, get_args(ExchangePermission))
+        for name in self.named_codecs:
+            if self.exchange == "exact" and not exchange_codec(name).is_lossless:
+                raise ValueError(
+                    f"policy option codec={name}: it rounds gradients, which this job does not permit: "
+                    'attach(exchange="lossy")'
+                )
         first = self.initial_allocation.exchange
         self._check_asked(first)
         if first.shares and first.route not in ("shares", SERVERS):
             raise ValueError(f"shares={list(first.shares)[:16]} are of the route 'shares': add route='shares'")
         if first == EXACT or self.codec != EXACT.codec:
             return
+        exchange_codec(first.codec)  # raises for an unknown one
         is_served = first.route == SERVERS and bool(self.gradient_servers)
-        codecs = [*CODECS, *(each.name for each in self.other_codecs)]
-        if first.codec not in codecs or not (first.route in ROUTES or is_served):
-            raise ValueError(
-                f"exchange {first.label}: use one of the codecs {', '.join(codecs)}, and of the routes "
-                f"{', '.join(ROUTES)}"
-            )
-        if self.fixed_exchange is None and not is_permitted(first, self.exchange, self.other_codecs):
-            needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each, self.other_codecs))
+        if not (first.route in ROUTES or is_served):
+            raise ValueError(f"exchange {first.label}: use one of the routes {', '.join(ROUTES)}")
+        named = self.named_codecs
+        if self.fixed_exchange is None and not is_permitted(first, self.exchange, named):
+            needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each, named))
             raise ValueError(
                 f"the options of policy {self.policy!r} ask for gradients {first.label}, which this job does not "
                 f'permit: attach(exchange="{needed}")'
@@ -253,7 +272,7 @@ class JobOptions:
 
     def _check_asked(self, first: Exchange) -> None:
         """Check what the options ask for, and that it is not something else than what lasts."""
-        asked = initial_exchange(self.policy, self.policy_options, self.other_codecs)
+        asked = initial_exchange(self.policy, self.policy_options)
         if self.lasting_exchange is not None and asked not in (EXACT, first):
             raise ValueError(
                 f"policy {self.policy!r} with its options asks for gradients {asked.label}, but they travel "
@@ -391,3 +410,139 @@ def check_hook_options(
         raise ValueError(f"codec={codec!r} and a base_hook exclude each other: encode in the base hook")
     elif base_hook is not None and num_models > 1:
         raise ValueError("base_hook and its state belong to one model: attach one model with it, without a list")
+
+
+def warn_of_policy(options: JobOptions) -> None:
+    """Warn of a policy that is not ours, and of one that will not do all that it does elsewhere; once per job."""
+    policy = options.policy
+    if policy not in OUR_POLICIES:
+        near = nearest(policy, OUR_POLICIES)
+        _log.warning(
+            "policy %r is not one of ours%s: the job is steered only if the arbitrator has a learned policy of that "
+            "name, or one of another package",
+            policy,
+            f" (did you mean {near!r}?)" if near else f" ({', '.join(sorted(OUR_POLICIES))})",
+        )
+    elif options.global_batch == "fixed" and policy not in KEEPS_GLOBAL_BATCH:
+        _log.warning(
+            "policy %r may change the global batch, but it is fixed at %d: only its division will follow the "
+            "decisions; attach(global_batch='adaptive') lets the policy change it",
+            policy,
+            sum(options.local_batch_sizes),
+        )
+    if options.family and policy in OUR_POLICIES - RECURRING:
+        _log.warning(
+            "policy %r leaves nothing to later runs of the family %r, and begins with nothing: %s does, which moves "
+            "the global batch (global_batch='adaptive')",
+            policy,
+            options.family,
+            ", ".join(map(repr, sorted(RECURRING))),
+        )
+
+
+SERVED_CODECS = ("none", "rows", "sketch")
+"""Codecs whose sums owners without a gradient of their own can make."""
+VARIABLE = "DYNAMIX_TRAINER_GRADIENT_SERVERS"
+
+
+def server_addresses(text: str) -> tuple[str, ...]:
+    """The servers that the environment names.
+
+    Raises:
+        ValueError: for what is no list of addresses, or names one twice.
+    """
+    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
+    for address in addresses:
+        split_address(address)
+    if len(set(addresses)) < len(addresses):
+        raise ValueError(f"{VARIABLE}={text}: each server once")
+    return addresses
+
+
+def served_exchange(
+    exchange: ExchangePermission | Exchange, named: str
+) -> tuple[ExchangePermission | Exchange, tuple[str, ...]]:
+    """What a script asks for, over the servers that it was started with, and their addresses.
+
+    Raises:
+        ValueError: when it asks for something that servers cannot do, or for servers without any.
+    """
+    servers = server_addresses(named)
+    return _checked(exchange, servers), servers
+
+
+def _checked(exchange: ExchangePermission | Exchange, servers: tuple[str, ...]) -> ExchangePermission | Exchange:
+    asks = isinstance(exchange, Exchange) and exchange.route == SERVERS
+    if not servers:
+        if asks:
+            raise ValueError(
+                f"the route {SERVERS!r} needs gradient servers: start `dynamix serve-gradients` and name the "
+                f"addresses in {VARIABLE}=HOST:PORT,..."
+            )
+        return exchange
+    if exchange == "exact":
+        return Exchange(route=SERVERS)
+    if not isinstance(exchange, Exchange) or not asks:
+        shown = exchange.label if isinstance(exchange, Exchange) else repr(exchange)
+        raise ValueError(
+            f"exchange={shown} and gradient servers exclude each other, since no decision uses them: pass "
+            f"Exchange(route={SERVERS!r}, ...), leave exchange out, or start the job without {VARIABLE}"
+        )
+    if exchange.codec not in SERVED_CODECS:
+        reason = "servers keep no residuals" if exchange.codec in LOSSY_CODECS else "servers cannot sum what it sends"
+        raise ValueError(
+            f"exchange={exchange.label}: {reason}; use one of the codecs {', '.join(SERVED_CODECS)}, or the route "
+            "'shares'"
+        )
+    return exchange
+
+
+AUTO = "auto"
+MOST_LETTERS = 48
+"""Most of the script's name in the family's."""
+_NUMBERS = (bool, int, float, tuple)
+
+
+def job_family(
+    family: str | None,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    dataset: object,
+    *further: object,
+) -> str:
+    """The family by its given name, or under `auto` by the script's name and a fingerprint; empty for none.
+
+    The fingerprint is of model (class and shapes), optimizer (class and settings), data set (class and length) and
+    `further`. What a run can do at another size of the cluster is not part of it.
+
+    Raises:
+        ValueError: for a name that cannot be part of a subject.
+    """
+    if family is None or family == "":
+        return ""
+    if family != AUTO:
+        if isinstance(family, str) and is_token(family):
+            return family
+        raise ValueError(f"family={family!r}: use {AUTO!r}, or 1 to 63 of the characters a-z, 0-9 and '-'")
+    parts = (*map(_of_model, models), *map(_of_optimizer, optimizers), _of_data(dataset), *further)
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+    script = re.sub("[^a-z0-9]+", "-", Path(sys.argv[0]).stem.lower()).strip("-")[:MOST_LETTERS]
+    return f"{script or 'training'}-{digest}"
+
+
+def _of_model(model: torch.nn.Module) -> tuple[object, ...]:
+    inner = model.module if isinstance(getattr(model, "module", None), torch.nn.Module) else model
+    assert isinstance(inner, torch.nn.Module), "a model is one"
+    shapes = [tuple(parameter.shape) for parameter in inner.parameters() if parameter.requires_grad]
+    return (type(inner).__qualname__, *shapes)
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[object, ...]:
+    settings: dict[str, Any] = optimizer.defaults
+    known = [(name, value) for name, value in sorted(settings.items()) if isinstance(value, _NUMBERS)]
+    return (type(optimizer).__qualname__, *known)
+
+
+def _of_data(dataset: object) -> tuple[object, ...]:
+    length = len(dataset) if hasattr(dataset, "__len__") else None
+    return (type(dataset).__qualname__, length)

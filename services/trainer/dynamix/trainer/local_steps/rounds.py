@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.communication.job_exchange import JobExchange, keeps_residuals
 from dynamix.trainer.communication.model_exchange import ModelExchange, StepExchange
-from dynamix.trainer.data.division import StepPlan
+from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.exchange.codec import BucketView
 from dynamix.trainer.gradient.buckets import NOT_MEASURED, SquaredNorms, StepSketches, Waitable
 from dynamix.trainer.gradient.covered import CoveredModels

@@ -1,20 +1,29 @@
-"""Metric loggers: each window's metrics handed to the user's tools, in a thread of their own.
+"""Each window's metrics for the user's tools and for notebooks.
 
-`attach(loggers=["name"])` finds a logger by our name for it, or by the name that its package registers as an entry
-point of the group `dynamix.loggers`; an object that fits the protocol serves as well. Loggers run in global rank 0
-only. One that is slow loses the oldest windows, one that raises is closed and logged once: training waits for neither.
+`window_metrics` makes a flat mapping of a window's rows. `MetricHistory`, used by the training thread alone, keeps the
+newest windows, adds the rewards that come later, and hands a window to the loggers when the next one has ended.
+`Loggers` runs the loggers in a thread in global rank 0: one that is slow loses the oldest windows, one that raises is
+closed and logged once. `attach(loggers=["name"])` finds a logger by our name for it, or by the name that its package
+registers in the entry-point group `dynamix.loggers`; an object that fits the protocol serves as well.
 """
 
 import contextlib
 import logging
+import math
 import queue
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from dynamix.runtime.extensions import extension_names, load_extension
+from dynamix.schemas.messages import JobTotals, Reward
+from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy
+from dynamix.trainer.wire.client import INBOX_REWARDS, Transport
 
 QUEUED_WINDOWS = 64
 
@@ -45,11 +54,11 @@ class BuiltIn(NamedTuple):
 
 
 BUILT_IN = {
-    "csv": BuiltIn("files", "CsvLogger"),
-    "jsonl": BuiltIn("files", "JsonlLogger"),
-    "mlflow": BuiltIn("mlflow", "MlflowLogger", "mlflow"),
-    "tensorboard": BuiltIn("tensorboard", "TensorBoardLogger", "tensorboard"),
-    "wandb": BuiltIn("wandb", "WandbLogger", "wandb"),
+    "csv": BuiltIn("tools", "CsvLogger"),
+    "jsonl": BuiltIn("tools", "JsonlLogger"),
+    "mlflow": BuiltIn("tools", "MlflowLogger", "mlflow"),
+    "tensorboard": BuiltIn("tools", "TensorBoardLogger", "tensorboard"),
+    "wandb": BuiltIn("tools", "WandbLogger", "wandb"),
 }
 
 
@@ -165,3 +174,133 @@ def _checked(found: object) -> MetricLogger:
     if not isinstance(found, MetricLogger):
         raise TypeError(f"{type(found).__name__} is no metric logger: it needs log(metrics, *, step) and close()")
     return found
+
+
+KEPT_WINDOWS = 4096
+"""With 16 ranks 23 MB, and 80,000 steps of the default window."""
+AWAITED_WINDOWS = 64
+"""Rewards of older windows come too late."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedWindow:
+    """One window, and what its reward is summed up from."""
+
+    step: int
+    metrics: dict[str, float | str]
+    rewarded_nodes: set[str] = field(default_factory=set)
+    sums: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    """Ranks that have each term: one that cannot be computed is left out."""
+
+    def add_reward(self, reward: Reward) -> None:
+        """Take a node's rewards: means over the ranks known so far, each term apart."""
+        if reward.node in self.rewarded_nodes:
+            return
+        self.rewarded_nodes.add(reward.node)
+        for rank in reward.ranks:
+            for name, value in {"mean": rank.reward, **rank.terms}.items():
+                self.sums[name] = self.sums.get(name, 0.0) + value
+                self.counts[name] = self.counts.get(name, 0) + 1
+        self.metrics.update({f"reward/{name}": total / self.counts[name] for name, total in self.sums.items()})
+
+
+class MetricHistory:
+    """The newest windows of this generation; hands each to the loggers once."""
+
+    def __init__(self, loggers: Loggers, transport: Transport) -> None:
+        """Rewards are taken from `transport`: where nothing comes over a bus, windows have none."""
+        self._loggers = loggers
+        self._transport = transport
+        self._windows: deque[EndedWindow] = deque(maxlen=KEPT_WINDOWS)
+        self._rewards: deque[Reward] = deque(maxlen=INBOX_REWARDS)
+        """Those of a window that has not ended here: another node may be faster."""
+        self._is_newest_logged = True
+
+    def add_window(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        """Add the window that ended with `step` optimizer steps done; the one before goes to the loggers."""
+        self._log_newest()
+        self._windows.append(EndedWindow(step=step, metrics=dict(metrics)))
+        self._is_newest_logged = False
+
+    def rows(self) -> list[dict[str, float | str]]:
+        """The windows, oldest first, each with its `step`."""
+        self._take_rewards()
+        return [{"step": window.step, **window.metrics} for window in self._windows]
+
+    def close(self, timeout_s: float) -> None:
+        """Hand the last window over and close the loggers; waits at most `timeout_s`."""
+        self._log_newest()
+        self._loggers.close(timeout_s)
+
+    def _log_newest(self) -> None:
+        self._take_rewards()
+        if not self._is_newest_logged:
+            newest = self._windows[-1]
+            self._loggers.publish(newest.step, dict(newest.metrics))
+            self._is_newest_logged = True
+
+    def _take_rewards(self) -> None:
+        self._rewards.extend(self._transport.take_rewards())
+        if not self._rewards:
+            return
+        newest = list(self._windows)[-AWAITED_WINDOWS:]
+        awaited = {(window.metrics["generation"], window.metrics["window"]): window for window in newest}
+        early = []
+        for reward in self._rewards:
+            if (window := awaited.get((reward.generation, reward.window))) is not None:
+                window.add_reward(reward)
+            elif not awaited or (reward.generation, reward.window) > max(awaited):
+                early.append(reward)
+        self._rewards = deque(early, maxlen=INBOX_REWARDS)
+
+
+MAX_RANKS_APART = 16
+"""In larger jobs only minimum, mean and maximum of what each rank has: a chart of more lines cannot be read."""
+
+_TIMES = ("data_time_s", "compute_time_s", "sync_time_s", "update_time_s")
+_NOT_SPLIT = ("compute_time_s", "sync_time_s")
+
+
+def window_metrics(rows: Sequence[Row], totals: JobTotals, sizes: Sequence[int]) -> dict[str, float | str]:
+    """What the ranks measured in a window; for 2 ranks it takes 45 us, for 16 0.1 ms, for 1,000 2 ms of each rank.
+
+    Args:
+        rows: of all ranks, in their order.
+        totals: the sums over them.
+        sizes: local batch sizes of the window's last step, by rank.
+    """
+    found: dict[str, float | None] = {
+        "window": totals.window,
+        "global_batch_size": totals.global_batch_size,
+        "num_samples": totals.num_samples,
+        "step_time_s": totals.time_s / max(totals.num_steps, 1),
+        "samples_per_s": totals.num_samples / totals.time_s if totals.time_s > 0 else None,
+        "held_out_accuracy": held_out_accuracy(rows),
+        "energy_j": energy_j(rows),
+    }
+    if totals.num_samples > 0:
+        found["loss"] = None if totals.loss_sum is None else totals.loss_sum / totals.num_samples
+        found["accuracy"] = None if totals.num_correct is None else totals.num_correct / totals.num_samples
+    if totals.noise is not None and totals.noise.squared_norm > 0:
+        found["noise_scale"] = totals.noise.trace / totals.noise.squared_norm
+    if totals.drift is not None:
+        found["local_drift"] = totals.drift.ratio
+    found.update(_by_rank("local_batch_size", sizes))
+    for name in _TIMES:
+        if name not in _NOT_SPLIT or all(row.times_split for row in rows):
+            found.update(_by_rank(name, [getattr(row, name) / max(totals.num_steps, 1) for row in rows]))
+    return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def _by_rank(name: str, values: Sequence[float]) -> Iterator[tuple[str, float]]:
+    """A value that each rank has."""
+    over_ranks = (min(values), sum(values) / len(values), max(values))
+    return zip(_names(name, len(values)), (*over_ranks, *values[:MAX_RANKS_APART]), strict=False)
+
+
+@cache  # made once: of 16 ranks, the names would be half of what a window takes in memory
+def _names(name: str, num_ranks: int) -> tuple[str, ...]:
+    """`name` itself is left free, since MLflow keeps `a/b` in a directory `a`."""
+    apart = range(num_ranks) if num_ranks <= MAX_RANKS_APART else ()
+    return (f"{name}/min", f"{name}/mean", f"{name}/max", *(f"{name}/rank_{rank}" for rank in apart))

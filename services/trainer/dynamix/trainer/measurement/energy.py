@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .process import boot_id
+from .sockets import boot_id
 
 POWERCAP = Path("/sys/class/powercap")
 

@@ -23,7 +23,7 @@ from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.communication.lent_tensors import LentTensor, keep_for_ever
 from dynamix.trainer.communication.pipeline import timeout_of
 from dynamix.trainer.data.orders import Order
-from dynamix.trainer.measurement.rows import NUM_COLUMNS, Row
+from dynamix.trainer.measurement.meter import NUM_COLUMNS, Row
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import FieldView, NodeRanks, SeenTrace, Trace
-from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.data.plan import Schedule
 
-from .tracking import DEAD_BAND
+from .fast_loop import DEAD_BAND
 
 GONE = 0.01
 """Strength below which there is no trace any more."""

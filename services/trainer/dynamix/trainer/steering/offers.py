@@ -1,9 +1,9 @@
-"""Which action, if any, the job adopts at its next boundary: pure, and in global rank 0 only.
+"""Which action, if any, the job adopts at its next boundary, and the reason in words. Pure, in global rank 0 only.
 
-Nothing is repaired: an action that does not fit this job, this generation and its bounds, that names an exchange which
-the trainer cannot carry out, is too old, not newer than what was adopted, or of a window yet to come, is refused and
-counted by reason. No action, no change. One thing is less than a refusal: where the ranks cannot divide a global batch
-among themselves, an action that asks for it is adopted for its sizes, and counted as `tracking`.
+An action that does not fit this job, this generation and its bounds, that names an exchange which the trainer cannot
+carry out, is too old, not newer than the adopted one, or of a future window, is refused and counted by reason; nothing
+is repaired. Where the ranks cannot divide a global batch among themselves, an action that asks for it is adopted for
+its sizes, and counted as `tracking`.
 """
 
 from collections import Counter
@@ -14,6 +14,7 @@ import msgspec
 
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
+from dynamix.schemas.messages.policies import Split
 from dynamix.trainer.job.identity import JobIdentity
 from dynamix.trainer.job.options import JobOptions
 
@@ -92,7 +93,7 @@ class Offers:
             return exchange in (EXACT, self._lasting)
         options = self._options
         fits = len(exchange.shares) in (0, len(self._identity.max_local_batch_sizes)) and options.supports_exchange
-        return fits and is_permitted(exchange, options.exchange, options.other_codecs)
+        return fits and is_permitted(exchange, options.exchange, options.named_codecs)
 
     def _feasible(self, action: Action) -> Action:
         """The action as this job can carry it out: with its own exchange, and tracking only where it can."""
@@ -106,3 +107,55 @@ class Offers:
     def _within_bounds(self, sizes: Sequence[int]) -> bool:
         low, highs = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
         return sum(sizes) > 0 and all(low <= size <= high for size, high in zip(sizes, highs, strict=True))
+
+
+REFUSALS: dict[Refusal, str] = {
+    "job": "it is of another job",
+    "generation": "it is of another start of the job",
+    "length": "it has sizes for another number of ranks",
+    "bounds": "a size is outside the bounds of the job or of a rank's memory",
+    "sum": "it changes the global batch, which is fixed",
+    "lever": "it asks for what this trainer cannot carry out",
+    "stale": "it came too late, see max_lag_windows",
+    "not_newer": "a newer one was adopted before",
+    "future": "it is of a window that has not ended",
+}
+
+
+DIVISIONS: dict[Split, str] = {
+    "fixed": "",
+    "tracking": ", divided by the ranks",
+    "traces": ", until the traces of the nodes' agents say another sum and division",
+}
+
+
+class Decisions:
+    """What was decided for windows to come."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, dict[str, float | str]] = {}
+
+    def note(self, window: int, adopted: Action | None, refused: tuple[Action, Refusal] | None) -> None:
+        """Note which action rules from a window on, or else which one was refused last."""
+        if adopted is not None:
+            what = f"{sum(adopted.local_batch_sizes)} samples per step"
+            divided = DIVISIONS[adopted.split]
+            travels = "" if adopted.exchange == EXACT else f", gradients {adopted.exchange.label}"
+            self._found[window] = {
+                "decision": "adopted",
+                "decided_window": adopted.window,
+                "policy": adopted.policy,
+                "reason": f"policy {adopted.policy} decided {what} on window {adopted.window}{divided}{travels}",
+            }
+        elif refused is not None:
+            action, reason = refused
+            self._found[window] = {
+                "decision": "refused",
+                "reason": f"the action of window {action.window} was refused: {REFUSALS[reason]}",
+            }
+
+    def take(self, window: int) -> dict[str, float | str]:
+        """What was decided for a window that has ended; earlier ones are forgotten."""
+        found = self._found.get(window, {"decision": "none", "reason": "no action came for this window"})
+        self._found = {later: noted for later, noted in self._found.items() if later > window}
+        return found

@@ -1,23 +1,227 @@
-"""The run: what is true of this job on this rank right now. Session, steering and checkpoint share this one state."""
+"""The run: what is true of this job on this rank right now. Session, steering and checkpoint share this one state.
 
+`Windows` are where windows end, `Reporter` builds this rank's messages, `Run` holds both with schedule and speeds.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from dynamix.schemas.apportion import apportion
-from dynamix.schemas.messages import Job
+from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals, Report
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.schemas.messages.policies import RATE_EXPONENTS, STIGMERGY, STIGMERGY_OPTIONS
 from dynamix.trainer.data.orders import DataIdentity
-from dynamix.trainer.data.reference_steps import ReferenceSteps
-from dynamix.trainer.data.schedule import Schedule
+from dynamix.trainer.data.plan import Counts, Position, ReferenceSteps, Schedule
 from dynamix.trainer.gradient.noise import NoiseAverage
 from dynamix.trainer.job.identity import JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
-from dynamix.trainer.job.reporting import Reporter
+from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy, rank_row
 
-from .decisions import Decisions
+from .fast_loop import FastLoop, Tracker
 from .field import TraceField
-from .tracking import FastLoop, Tracker
-from .windows import Windows
+from .offers import Decisions
+
+FIRST_WINDOWS = 8
+"""Windows that are never stretched."""
+MOST_STRETCH = 16
+"""Longest window, in `window_steps`: steps that suddenly take much longer still end one in time."""
+
+
+class Windows:
+    """The starts of windows, counted from a generation's first step."""
+
+    def __init__(self, window_steps: int, margin_steps: int, min_window_s: float = 0.0, first_step: int = 0) -> None:
+        self._window_steps = window_steps
+        self._margin_steps = margin_steps
+        self._min_window_s = min_window_s
+        self._starts = [first_step]
+        """Starts of the windows that still matter, in order; before the last one lie all whose lengths are decided."""
+        self._first = 0
+        """The number of the window that starts at the first of them."""
+        self._plan(first_step, 1)
+
+    def window_of(self, step: int) -> int:
+        """The window that a step belongs to, from the one before the last that was measured on."""
+        place = bisect_right(self._starts, step) - 1
+        assert place >= 0, f"step {step} is of a window that was forgotten"
+        return self._first + place
+
+    def is_start(self, step: int) -> bool:
+        """Whether a window starts at a step, which is no later than `margin_steps` from now."""
+        return self._starts[bisect_right(self._starts, step) - 1] == step
+
+    def num_steps(self, window: int) -> int:
+        """Steps of a window that has ended."""
+        place = window - self._first
+        return self._starts[place + 1] - self._starts[place]
+
+    def stretch(self, window: int) -> int:
+        """How many times `window_steps` they are."""
+        return self.num_steps(window) // self._window_steps
+
+    def measured(self, window: int, step_time_s: float) -> None:
+        """Plan ahead after a window: all ranks give the same time per step, evaluations between steps included."""
+        end = self._starts[window + 1 - self._first]
+        forgotten = window - self._first
+        del self._starts[:forgotten]
+        self._first += forgotten
+        is_first = window + 1 < FIRST_WINDOWS
+        self._plan(end, 1 if is_first else stretch_to(self._min_window_s, self._window_steps * step_time_s))
+
+    def _plan(self, end: int, stretch: int) -> None:
+        """Decide the length of the window that begins at `end`, and of all that may start before the next plan."""
+        starts, shortest = self._starts, self._window_steps
+        if starts[-1] <= end:
+            starts.append(end + shortest * stretch)
+        following = starts[bisect_right(starts, end)]
+        while starts[-1] + shortest <= following + self._margin_steps:
+            starts.append(starts[-1] + shortest * stretch)
+
+
+def stretch_to(min_window_s: float, window_s: float) -> int:
+    """How many windows that last `window_s` make one of `min_window_s`; 1 where nothing tells."""
+    if not 0.0 < window_s < min_window_s:
+        return 1
+    return min(math.ceil(min_window_s / window_s), MOST_STRETCH)
+
+
+MAX_REASON = 1024
+"""Most characters of `Job.end_reason`."""
+
+ASKED_TO_STOP = (KeyboardInterrupt, SignalException)
+"""A user stopped the run: no launcher is meant to start it again, however many restarts are left."""
+
+LEFT = "left"
+"""The script ended, or let go of its session, without `close`."""
+
+
+class Reporter:
+    """Builds this rank's messages; it remembers one window, so that the readers of its reports need not."""
+
+    def __init__(self, options: JobOptions, identity: JobIdentity, place: Place, initial: Allocation) -> None:
+        self._options = options
+        self._initial = initial
+        self._identity = identity
+        self._place = place
+        self._rows_before: Sequence[Row] | None = None
+        self._totals_before: JobTotals | None = None
+
+    def specification(self, *, total_samples: int | None, end_reason: str | None = None) -> Job:
+        """The job's specification: running, or ended for a reason."""
+        options, initial = self._options, self._initial
+        return Job(
+            job=self._identity.job,
+            generation=self._identity.generation,
+            phase="running" if end_reason is None else "ended",
+            world_size=len(initial.local_batch_sizes),
+            nodes=self._identity.nodes,
+            window_steps=options.window_steps,
+            initial_local_batch_sizes=initial.local_batch_sizes,
+            base_global_batch_size=options.base_global_batch_size,
+            min_local_batch_size=options.min_local_batch_size,
+            max_local_batch_sizes=self._identity.max_local_batch_sizes,
+            optimizer_family=options.optimizer_family,
+            policy=options.policy,
+            seed=options.seed,
+            total_samples=total_samples,
+            max_lag_windows=options.max_lag_windows,
+            policy_options=dict(options.policy_options),
+            end_reason=(end_reason or "")[:MAX_REASON],
+            supports_tracking=options.supports_tracking,
+            initial_split=initial.split,
+            learning_rate_rule=options.learning_rate_rule,
+            global_batch=options.global_batch,
+            exchange=options.exchange,
+            initial_exchange=initial.exchange,
+            supports_exchange=options.supports_exchange and options.lasting_exchange is None,
+            table_share=options.table_share,
+            family=options.family,
+            explores=options.explores,
+            objective=options.objective,
+        )
+
+    def report(
+        self,
+        position: Position,
+        rows: Sequence[Row],
+        totals: JobTotals,
+        *,
+        sizes: Counts,
+        pending: Allocation,
+        total_samples: int | None,
+        num_reports_dropped: int,
+        stretch: int = 1,
+        cookies: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        view: FieldView | None = None,
+    ) -> Report:
+        """The report of this node on the window that ended at `position`.
+
+        `cookies` are those of the sockets of its ranks; they need no place in the rows, since they hardly ever change.
+        `view` is for this node's agent, where agents rule. The window lasted `stretch` times the job's `window_steps`.
+        """
+        return Report(
+            job=self._identity.job,
+            generation=self._identity.generation,
+            window=totals.window,
+            node=self._place.node,
+            optimizer_family=self._options.optimizer_family,
+            first_step=position.step - totals.num_steps,
+            epoch=position.epoch,
+            samples_seen=position.samples_seen,
+            rows=tuple(
+                rank_row(
+                    rank,
+                    rows[rank],
+                    None if self._rows_before is None else self._rows_before[rank],
+                    local_batch_size=sizes.values[rank],
+                    pending_local_batch_size=pending.local_batch_sizes[rank],
+                    cookies=cookies.get(rank, ()),
+                )
+                for rank in self._place.node_ranks
+            ),
+            totals=totals,
+            totals_before=self._totals_before,
+            total_samples=total_samples,
+            held_out_accuracy=held_out_accuracy(rows),
+            num_reports_dropped=num_reports_dropped,
+            field=view,
+            energy_j=energy_j(rows),
+            stretch=stretch,
+        )
+
+    def keep_window(self, rows: Sequence[Row], totals: JobTotals) -> None:
+        """Keep a window for the next one's report."""
+        self._rows_before, self._totals_before = rows, totals
+
+    def receipt(
+        self, action: Action, *, effective_window: int, effective_step: int, num_refused: Mapping[str, int]
+    ) -> Applied:
+        """The receipt of an adopted action, with its own sizes: under tracking the windows say which were used."""
+        return Applied(
+            job=self._identity.job,
+            generation=self._identity.generation,
+            decided_window=action.window,
+            effective_window=effective_window,
+            effective_step=effective_step,
+            local_batch_sizes=action.local_batch_sizes,
+            action_hash=action.hash,
+            num_refused=dict(num_refused),
+            exchange=action.exchange,
+        )
+
+
+def reason_after(error: BaseException | None, *, may_restart: bool) -> str | None:
+    """Why the job is over after an error, or none; `None` when a launcher starts it again."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return LEFT
+    if may_restart and not isinstance(error, ASKED_TO_STOP):
+        return None
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 @dataclass(kw_only=True)
@@ -103,7 +307,7 @@ def field_of(options: JobOptions, identity: JobIdentity) -> TraceField | None:
         return None
     return TraceField(
         identity.nodes,
-        {**STIGMERGY_OPTIONS, **options.policy_options},
+        {name: float(value) for name, value in {**STIGMERGY_OPTIONS, **options.policy_options}.items()},
         keeps_global_batch=options.global_batch == "fixed",
         rate_exponent=RATE_EXPONENTS[options.learning_rate_rule],
         base_global_batch_size=options.base_global_batch_size,

@@ -1,26 +1,258 @@
 """Steering of one rank: what is due after which step, equal on all ranks.
 
 Two loops meet here: the slow one, decisions off the bus, and the fast one, which needs no bus: under tracking every
-rank derives a new split from the compute times that the gradients brought along. Where the traces of agents rule, all
-ranks derive sum and split from those, at the same steps as from decisions.
+rank derives a new split from the compute times that the gradients brought along. Where the traces of agents are in
+effect, all ranks derive sum and split from those, at the same steps as from decisions.
 
 Steps are counted over the whole run, windows from the generation's first step. All ranks call `after_step` after the
 same steps, and whether a collective is due depends on the step's number only: no rank ever waits for one that another
 does not enter. Each collective is posted after one step and completed after the next.
 """
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dynamix.trainer.data.sampler import Position
-from dynamix.trainer.measurement.clock import AnyClock
-from dynamix.trainer.wire.transport import Transport
+from dynamix.schemas.messages import Action, JobTotals
+from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.data.orders import ONE_PART
+from dynamix.trainer.data.plan import Counts, PlanSampler, Position
+from dynamix.trainer.gradient.losses import LossWarnings
+from dynamix.trainer.gradient.noise import window_moments
+from dynamix.trainer.loggers.delivery import MetricHistory, window_metrics
+from dynamix.trainer.measurement.clock import AnyClock, StepTimes
+from dynamix.trainer.measurement.meter import RankMeter, Row, job_totals, wall_s
+from dynamix.trainer.wire.client import Transport
 
-from .adoption import Adoption
 from .collectives import AnyCollectives
-from .field_exchange import FieldExchange
+from .offers import REFUSALS, Offers
 from .run import Run
-from .window_end import WindowEnd
+
+_log = logging.getLogger("dynamix.trainer")
+
+
+class Adoption:
+    """One rank's side of adopting actions, and of the fast loop's own splits."""
+
+    def __init__(self, run: Run, sampler: PlanSampler, collectives: AnyCollectives, transport: Transport) -> None:
+        self._run = run
+        self._sampler = sampler
+        self._collectives = collectives
+        self._transport = transport
+        self._offers: Offers | None = None
+        self._posted: tuple[int, Action | None] | None = None
+        """Effective step of the decision that is on its way to all ranks, and its action, known in rank 0."""
+
+    def begin(self) -> None:
+        """Accept actions from now on: only rank 0 does."""
+        run = self._run
+        fixed = run.schedule.newest.global_batch_size if run.options.global_batch == "fixed" else None
+        self._offers = Offers(run.identity, run.options, global_batch_size=fixed)
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether `complete` has something to do."""
+        return self._posted is not None
+
+    def post(self, effective_step: int) -> None:
+        """Send rank 0's newest action to all ranks, to rule from `effective_step` on."""
+        action = self._newest_action(self._run.windows.window_of(effective_step))
+        self._collectives.post_decision(None if action is None else action.allocation)
+        self._posted = effective_step, action
+
+    def complete(self) -> None:
+        """Adopt, or not, what rank 0 sent: every rank the same, at the same step. Nothing where nothing was posted."""
+        posted, self._posted = self._posted, None
+        if posted is None or (decision := self._collectives.take_decision()) is None:
+            return
+        effective_step, action = posted
+        self._assert_not_drawn(effective_step)
+        self._run.schedule.drop_before(effective_step - self._run.options.margin_steps)
+        self._run.fast_loop.adopt(effective_step, decision)
+        if action is not None:
+            self._publish_receipt(action, effective_step)
+
+    def track(self, position: Position, seconds_per_sample: list[float], counts: tuple[int, ...]) -> None:
+        """Let the fast loop split again; one step less ahead than `post`, since nothing has to be sent first.
+
+        `counts` are the samples of the step that ended, by rank.
+        """
+        effective_step = position.step - 1 + self._run.options.margin_steps - 1
+        self._assert_not_drawn(effective_step)
+        self._run.schedule.drop_before(position.step - 1)
+        self._run.fast_loop.observe_times(seconds_per_sample, effective_step, counts)
+
+    def _newest_action(self, effective_window: int) -> Action | None:
+        """The action that rank 0 offers to all."""
+        if self._offers is None:
+            return None
+        for action in self._transport.take_actions():
+            if (reason := self._offers.consider(action, effective_window)) is not None:
+                _log.info("refused the action of window %d: %s", action.window, REFUSALS[reason])
+        adopted = self._offers.adopt(effective_window)
+        self._run.decisions.note(effective_window, adopted, self._offers.last_refused)
+        self._offers.last_refused = None
+        return adopted
+
+    def _publish_receipt(self, action: Action, effective_step: int) -> None:
+        assert self._offers is not None
+        malformed = self._transport.num_malformed
+        receipt = self._run.reporter.receipt(
+            action,
+            effective_window=self._run.windows.window_of(effective_step),
+            effective_step=effective_step,
+            num_refused={**self._offers.num_refused, **({"malformed": malformed} if malformed else {})},
+        )
+        self._transport.publish(receipt)
+
+    def _assert_not_drawn(self, effective_step: int) -> None:
+        drawn = self._sampler.last_drawn_step
+        assert effective_step > drawn, f"step {effective_step} may change, but step {drawn} is drawn already"
+
+
+class FieldExchange:
+    """One rank's side of it; in jobs of other policies it does nothing."""
+
+    def __init__(self, run: Run, collectives: AnyCollectives, transport: Transport) -> None:
+        self._run = run
+        self._collectives = collectives
+        self._transport = transport
+        self._effective_step: int | None = None
+        """From which step on the field rules that is on its way to all ranks."""
+
+    def post(self, effective_step: int) -> None:
+        """Send the newest trace of this node's agent to all ranks, to rule from `effective_step` on."""
+        run = self._run
+        if run.traces is None:
+            return
+        trace = self._transport.newest_trace
+        fits = trace is not None and (trace.job, trace.generation) == (run.identity.job, run.identity.generation)
+        mine = {run.place.node: trace} if trace is not None and fits and run.place.local_rank == 0 else {}
+        self._collectives.post_numbers(run.traces.numbers_of(mine))
+        self._effective_step = effective_step
+
+    def complete(self) -> None:
+        """Let the sizes rule that follow from what was sent. Nothing where nothing was posted."""
+        effective_step, self._effective_step = self._effective_step, None
+        run = self._run
+        if effective_step is None or run.traces is None:
+            return
+        run.traces.take(self._collectives.take_numbers(), run.windows.window_of(effective_step))
+        fewest, upper = run.options.min_local_batch_size, run.identity.max_local_batch_sizes
+        run.traces.revise(run.schedule, effective_step, fewest, upper)
+
+
+SPECIFIED_EVERY = 64
+"""Windows after which the job's specification is published again. While the broker remembers it, it drops this one as a
+duplicate; one that lost or evicted the entry has it back."""
+
+
+class WindowEnd:
+    """One rank's side of ending windows."""
+
+    def __init__(
+        self,
+        run: Run,
+        meter: RankMeter,
+        collectives: AnyCollectives,
+        transport: Transport,
+        history: MetricHistory,
+        *,
+        losses: LossWarnings | None = None,
+    ) -> None:
+        self._run = run
+        self._meter = meter
+        self._collectives = collectives
+        self._transport = transport
+        self._history = history
+        self._losses = losses
+        self._posted: tuple[Position, Counts, Allocation] | None = None
+        """Where the window ended whose rows are on their way, and what ruled its last step."""
+        self._sockets_due = False
+        self.differing: str | None = None
+        """What is wrong with the data, where the ranks have read different streams."""
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether `complete` or `match_sockets` has something to do."""
+        return self._posted is not None or self._sockets_due
+
+    def post(self, position: Position, times: list[StepTimes]) -> None:
+        """Send this rank's row of the window that ended at `position`."""
+        self._collectives.post_row(self._meter.take_row(times, self._run.held_out_accuracy))
+        schedule, last = self._run.schedule, position.step - 1
+        self._posted = position, schedule.counts_at(last), schedule.allocation_at(last)
+
+    def complete(self) -> None:
+        """Report the window whose rows have arrived. Nothing where nothing was posted."""
+        posted, self._posted = self._posted, None
+        if posted is None:
+            return
+        (position, sizes, ruling), run, rows = posted, self._run, self._collectives.take_rows()
+        if self._losses is not None:
+            self._losses.observe_window([row.num_samples for row in rows], [row.loss_sum for row in rows])
+        differing = [rank for rank, row in enumerate(rows) if row.data_digest != rows[0].data_digest]
+        if differing:
+            self.differing = (
+                f"rank {differing[0]} has read other samples of the stream than rank 0 by step {position.step}: "
+                f"it {ONE_PART}"
+            )
+        run.noise.observe_window(window_moments(row.noise for row in rows))
+        window = run.windows.window_of(position.step - 1)
+        num_steps, stretch = run.windows.num_steps(window), run.windows.stretch(window)
+        totals = job_totals(
+            rows, window=window, num_steps=num_steps, global_batch_size=sizes.total, noise=run.noise.value
+        )
+        run.windows.measured(window, wall_s(rows) / num_steps)
+        if run.place.local_rank == 0:
+            report = run.reporter.report(
+                position,
+                rows,
+                totals,
+                stretch=stretch,
+                sizes=sizes,
+                pending=run.schedule.newest,
+                total_samples=run.total_samples,
+                num_reports_dropped=self._transport.num_reports_dropped,
+                cookies=self._meter.sockets.cookies,
+                view=None if run.traces is None else run.traces.view(run.place.node),
+            )
+            self._transport.publish(report)
+        self._history.add_window(position.step, self._metrics(position, rows, totals, sizes, ruling))
+        if run.place.rank == 0 and (window + 1) % SPECIFIED_EVERY == 0:
+            self._transport.publish(run.specification())
+        run.reporter.keep_window(rows, totals)
+        self._sockets_due = self._sockets_due or window == 0
+
+    def _metrics(
+        self, position: Position, rows: Sequence[Row], totals: JobTotals, sizes: Counts, ruling: Allocation
+    ) -> dict[str, float | str]:
+        """The window's metrics: whose it is, what was measured, and in rank 0 why it had these sizes."""
+        run = self._run
+        metrics: dict[str, float | str] = {
+            "job": run.identity.job,
+            "generation": run.identity.generation,
+            "epoch": position.epoch,
+            "samples_seen": position.samples_seen,
+            **window_metrics(rows, totals, sizes.values),
+            "split": ruling.split,
+            "exchange": ruling.exchange.label,
+        }
+        return metrics | run.decisions.take(totals.window) if run.place.rank == 0 else metrics
+
+    def expect_sockets(self) -> None:
+        """Let all ranks find their sockets again after this step: they have made new ones."""
+        self._sockets_due = True
+
+    def match_sockets(self) -> None:
+        """Find the sockets to other ranks again after the first window: some back ends connect at first use."""
+        if not self._sockets_due:
+            return
+        self._sockets_due = False
+        sockets, place = self._meter.sockets, self._run.place
+        listings = self._collectives.gather_objects(sockets.candidates())
+        sockets.match(listings, place.rank, place.node_ranks)
 
 
 @dataclass(kw_only=True)

@@ -1,18 +1,11 @@
-"""Options of policies: numbers in a job's specification, each with one default, bounds and a meaning."""
+"""Options of policies: values in a job's specification, each with a default, bounds or names, and a meaning."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import (
-    EXACT,
-    FIRST_OTHER_CODEC,
-    MAX_OTHER_CODECS,
-    NAMED_OPTIONS,
-    Allocation,
-    Exchange,
-    is_permitted,
-)
+from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, is_permitted
+from dynamix.schemas.messages.policies import PolicyOptions
 from dynamix.schemas.messages.policy_options import MOST_STEPS, Bounds
 from dynamix.schemas.spelling import suggestion
 
@@ -22,6 +15,7 @@ __all__ = [
     "Options",
     "allocation_of",
     "check_options",
+    "name_of",
     "named",
     "option",
     "switch",
@@ -31,20 +25,20 @@ __all__ = [
 
 
 class Option(NamedTuple):
-    """What one number of `Job.policy_options` means to a policy."""
+    """What one value of `Job.policy_options` means to a policy."""
 
-    default: float
+    default: float | str
     low: float
     high: float
     meaning: str
     whole: bool = False
     """Only whole numbers; with bounds 0 and 1 a switch."""
-    others: tuple[float, float] | None = None
-    """Bounds of further values, apart from those."""
+    names: tuple[str, ...] = ()
+    """Names of an option that takes no numbers."""
 
-    def fault(self, value: float) -> str | None:
-        """What is wrong with a value, `None` when nothing is."""
-        return Bounds(self.low, self.high, self.whole, self.others).fault(value)
+    def fault(self, value: float | str) -> str | None:
+        """Why the option cannot have this value, or `None`."""
+        return Bounds(self.low, self.high, self.whole, self.names).fault(value)
 
 
 Options = Mapping[str, Option]
@@ -55,27 +49,19 @@ def switch(default: float, meaning: str) -> Option:
     return Option(default, 0, 1, meaning, whole=True)
 
 
-def named(name: str, meaning: str, default: str = "", *, has_others: bool = False) -> Option:
-    """An option whose numbers have names, which people may write instead; by default the first of them.
-
-    With `has_others` it also takes the numbers of codecs of other packages.
-    """
-    names = NAMED_OPTIONS[name]
-    meaning += ": " + ", ".join(f"{number} {each}" for number, each in enumerate(names))
-    others = (FIRST_OTHER_CODEC, FIRST_OTHER_CODEC + MAX_OTHER_CODECS - 1) if has_others else None
-    if others is not None:
-        meaning += f"; from {others[0]} on those of other packages that the job names"
-    return Option(names.index(default) if default else 0, 0, len(names) - 1, meaning, whole=True, others=others)
+def named(names: tuple[str, ...], meaning: str, default: str | None = None) -> Option:
+    """An option that takes one of these names, by default the first."""
+    return Option(default or names[0], 0, 0, f"{meaning}: {', '.join(names)}", names=names)
 
 
 def track(default: float) -> Option:
     """The option that all our policies have: whether the training processes divide the global batch."""
     return switch(
-        default, "1: the training processes divide it, every step, where the job supports that; 0: the policy"
+        default, "1: ranks divide the batch every step, if the job supports it; 0: the policy does once per window"
     )
 
 
-def check_options(policy: str, known: Options, given: Mapping[str, float]) -> None:
+def check_options(policy: str, known: Options, given: PolicyOptions) -> None:
     """Refuse what a policy would not understand.
 
     Raises:
@@ -85,12 +71,18 @@ def check_options(policy: str, known: Options, given: Mapping[str, float]) -> No
         if name not in known:
             raise ValueError(f"policy {policy!r} has no option {name!r}{suggestion(name, known)}")
         if fault := known[name].fault(value):
-            raise ValueError(f"option {name}={value:g} of policy {policy!r} {fault}: {known[name].meaning}")
+            shown = value if isinstance(value, str) else f"{value:g}"
+            raise ValueError(f"option {name}={shown} of policy {policy!r} {fault}: {known[name].meaning}")
 
 
 def option(known: Options, job: Job, name: str) -> float:
-    """The job's value of an option, or its default."""
-    return job.policy_options.get(name, known[name].default)
+    """The job's value of an option that takes numbers, or its default."""
+    return float(job.policy_options.get(name, known[name].default))
+
+
+def name_of(known: Options, job: Job, name: str) -> str:
+    """The job's value of an option that takes names, or its default."""
+    return str(job.policy_options.get(name, known[name].default))
 
 
 def allocation_of(
@@ -100,7 +92,7 @@ def allocation_of(
 
     Gradients travel by `exchange` where the job permits it, else as they are.
     """
-    permitted = exchange if is_permitted(exchange, job.exchange, job.other_codecs) else EXACT
+    permitted = exchange if is_permitted(exchange, job.exchange, job.policy_options.values()) else EXACT
     return Allocation(local_batch_sizes, "tracking" if tracks(known, job) else "fixed", permitted)
 
 

@@ -2,17 +2,16 @@
 
     critical, if |N_before - N| / N_before >= eta, or the learning rate fell: codec `mild`; else codec `hard`
 
-N is the mean norm of a step's gradient over an interval, by the state's `gradient_norm`; published with eta 0.5, an
-interval of ten epochs, and norms of each layer apart, where we have one. It begins as critical. Our codecs lose far
-less than those that it was made for (top-k, PowerSGD), so that the choice matters less. The batch stays. It needs
-`attach(exchange="lossy")`; elsewhere gradients travel as they are.
+N is the mean norm of a step's gradient over an interval; published with eta 0.5, ten epochs, and a norm per layer,
+where we have one for all. It starts as critical. Our codecs lose far less than those that it was made for. The batch
+stays. It needs `attach(exchange="lossy")`; elsewhere gradients are exchanged exactly.
 """
 
 import math
 import struct
 from typing import ClassVar, NamedTuple
 
-from dynamix.arbitrator.policies.base.options import Option, Options, allocation_of, named, option, track
+from dynamix.arbitrator.policies.base.options import Option, Options, allocation_of, name_of, named, option, track
 from dynamix.arbitrator.policies.base.policy import Decision
 from dynamix.arbitrator.policies.model.observation import Array32, job_value
 from dynamix.schemas.messages import Job
@@ -44,8 +43,8 @@ class Accordion:
     options: ClassVar[Options] = {
         "eta": Option(0.5, 0, 100, "relative change of the norm from which on it is critical"),
         "interval": Option(10, 1, MOST_WINDOWS, "windows whose mean norms are compared", whole=True),
-        "mild": named("mild", "codec while it is critical", "bf16"),
-        "hard": named("hard", "codec elsewhere", "int8"),
+        "mild": named(EXCHANGE_CODECS, "codec while it is critical", "bf16"),
+        "hard": named(EXCHANGE_CODECS, "codec elsewhere", "int8"),
         "track": track(0),
     }
 
@@ -54,8 +53,7 @@ class Accordion:
         norms = self._observe(
             job, _unpack(carry), job_value(global_F, "gradient_norm"), job_value(global_F, "learning_rate")
         )
-        number = option(self.options, job, "mild" if norms.is_critical else "hard")
-        exchange = Exchange(codec=EXCHANGE_CODECS[int(number)])
+        exchange = Exchange(codec=name_of(self.options, job, "mild" if norms.is_critical else "hard"))
         allocation = allocation_of(self.options, job, job.initial_local_batch_sizes, exchange)
         state = "may change fast" if norms.is_critical else f"stays near {norms.before:g}"
         reason = f"codec {exchange.codec}: the gradient's norm {state}"

@@ -2,16 +2,25 @@
 
     tau = ceil(tau_0 sqrt((lr_0 / lr) (F / F_0)))       but decay * the last tau, where that is not below the last one
 
-F is the mean training loss of an interval, lr the learning rate of the steps at its end, F_0 and lr_0 those of the
-first one; tau is decided once per interval, published with a minute for each. It never grows but with a falling
-learning rate. The batch stays. It needs `attach(exchange="local")`; elsewhere gradients travel as they are.
+F is the mean training loss of an interval, lr the learning rate at its end, F_0 and lr_0 those of the first one; tau is
+decided once per interval (published: a minute) and grows only with a falling learning rate. The batch stays. It needs
+`attach(exchange="local")`; elsewhere gradients are exchanged exactly.
 """
 
 import math
 import struct
 from typing import ClassVar, NamedTuple
 
-from dynamix.arbitrator.policies.base.options import MOST_STEPS, Option, Options, allocation_of, named, option, track
+from dynamix.arbitrator.policies.base.options import (
+    MOST_STEPS,
+    Option,
+    Options,
+    allocation_of,
+    name_of,
+    named,
+    option,
+    track,
+)
 from dynamix.arbitrator.policies.base.policy import Decision
 from dynamix.arbitrator.policies.model.observation import Array32, job_value
 from dynamix.schemas.messages import Job
@@ -45,7 +54,7 @@ class AdaComm:
         "tau_0": Option(10, 1, MOST_STEPS, "steps between two averagings at the beginning", whole=True),
         "interval": Option(10, 1, MOST_WINDOWS, "windows between two decisions", whole=True),
         "decay": Option(0.5, 0.01, 1, "factor on tau where the loss alone would not make it less"),
-        "codec": named("codec", "how what moved is encoded"),
+        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
         "track": track(0),
     }
 
@@ -53,7 +62,7 @@ class AdaComm:
         """The period of the last interval that ended; `tau_0` before, and while no loss is known."""
         course = self._observe(job, _unpack(carry), job_value(global_F, "loss"), job_value(global_F, "learning_rate"))
         tau = option(self.options, job, "tau_0") if math.isnan(course.tau) else course.tau
-        codec = EXCHANGE_CODECS[int(option(self.options, job, "codec"))]
+        codec = name_of(self.options, job, "codec")
         exchange = Exchange(every=min(max(math.ceil(tau), 1), MOST_STEPS), codec=codec)
         allocation = allocation_of(self.options, job, job.initial_local_batch_sizes, exchange)
         by = (

@@ -2,11 +2,10 @@
 
     gain = |what was sent|^2 / |what should have been|^2        samples per second * gain, of codecs with gain >= floor
 
-Each codec that the job permits is tried for some windows; the best one then rules until they are tried again. Gain is
-the state's `coding_gain`, 1 without loss; below the floor nothing but gradients as they are is chosen. Unlike GraVAC,
-which codes every gradient twice to know the gain of a candidate, a codec must rule to be measured. Its gain was made
-for codecs that drop most of a gradient: one that rounds has 1.00, and what is kept as a residual counts as lost. The
-batch stays. It needs `attach(exchange="lossy")`; elsewhere only codecs without loss are tried.
+Each permitted codec is tried for some windows; the best one is then used until the next search. Gain is the state's
+`coding_gain`, 1 without loss. Unlike GraVAC, which codes every gradient twice, a codec must be active to be measured. A
+codec that rounds has a gain of 1.00; residuals count as lost. The batch stays. It needs `attach(exchange="lossy")`;
+elsewhere only codecs without loss are tried.
 """
 
 import math

@@ -2,17 +2,25 @@
 
     h = max(h_min, floor((alpha / learning rate)^2))
 
-The period grows as the learning rate falls. Published settings have h_min 2 or 4, and alpha such that h grows in the
-last part of a schedule: 0.0175 with AdamW at a peak rate of 0.008, that is (alpha / peak)^2 = 4.8, which the default is
-at a rate of 0.1. The learning rate is that of the steps: scheduled, and scaled with the batch. Where it does not
-change, neither does h. The batch stays. It needs `attach(exchange="local")`; elsewhere gradients travel as they are.
+The period grows as the learning rate of the steps falls. Published settings have h_min 2 or 4 and (alpha / peak)^2 =
+4.8, which the default is at a rate of 0.1. The batch stays. It needs `attach(exchange="local")`; elsewhere gradients
+are exchanged exactly.
 """
 
 import math
 import struct
 from typing import ClassVar
 
-from dynamix.arbitrator.policies.base.options import MOST_STEPS, Option, Options, allocation_of, named, option, track
+from dynamix.arbitrator.policies.base.options import (
+    MOST_STEPS,
+    Option,
+    Options,
+    allocation_of,
+    name_of,
+    named,
+    option,
+    track,
+)
 from dynamix.arbitrator.policies.base.policy import Decision
 from dynamix.arbitrator.policies.model.observation import Array32, job_value
 from dynamix.schemas.messages import Job
@@ -31,14 +39,14 @@ class QSR:
     options: ClassVar[Options] = {
         "alpha": Option(0.22, 1e-6, 1e3, "learning rate at which h is 1, without h_min"),
         "h_min": Option(4, 1, MOST_STEPS, "least steps between two averagings", whole=True),
-        "codec": named("codec", "how what moved is encoded"),
+        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
         "track": track(0),
     }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The period of the newest learning rate that is known; `h_min` before the first."""
         every = self._period(job, job_value(global_F, "learning_rate"), _unpack(carry))
-        codec = EXCHANGE_CODECS[int(option(self.options, job, "codec"))]
+        codec = name_of(self.options, job, "codec")
         allocation = allocation_of(self.options, job, job.initial_local_batch_sizes, Exchange(every=every, codec=codec))
         rate = job_value(global_F, "learning_rate")
         at = f"at a learning rate of {rate:g}" if rate > 0 else "while no learning rate is known"

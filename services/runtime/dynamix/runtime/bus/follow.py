@@ -1,0 +1,260 @@
+"""Listening: core NATS subjects, and what streams announce when they store, without a consumer.
+
+`Subscription` is for what is not stored (`live`), `Following` for the newest message of one subject, `Overtaking` for
+those of some subjects ahead of a flood of others.
+"""
+
+import asyncio
+import collections
+import contextlib
+import logging
+import re
+from collections.abc import Callable
+from typing import Self
+
+from nats.aio.subscription import Subscription as NatsSubscription
+
+from dynamix.runtime.rate_limit import RateLimit
+from dynamix.schemas.subjects import ANNOUNCED, ROOT, announced, covers
+
+from .connection import BrokerConnection
+from .errors import BusError, PermissionDeniedError
+from .requests import BusMessage, Requests, newest_message
+
+logger = logging.getLogger(__name__)
+
+_STREAM = re.compile(rb"\r\nNats-Stream: ?([^\r]*)", re.IGNORECASE)
+_SUBJECT = re.compile(rb"\r\nNats-Subject: ?([^\r]*)", re.IGNORECASE)
+
+MAX_UNREAD = 1024
+MAX_UNREAD_FOLLOWED = 64
+LOOK_EVERY_S = 10.0
+"""What is only heard can be lost: one small request finds it."""
+
+
+class _Listener:
+    """What is heard on one subject, in a bounded queue: a slow reader loses the oldest."""
+
+    def __init__(self, connection: BrokerConnection, heard_on: str, max_unread: int) -> None:
+        self._connection = connection
+        self._heard_on = heard_on
+        self._messages: collections.deque[BusMessage] = collections.deque(maxlen=max_unread)
+        self._arrived = asyncio.Event()
+        self._limit = RateLimit(per_s=1.0)
+        self._ended = False
+        self._error: BusError | None = None
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        self._stack.callback(self._connection.when_denied(self._on_denied))
+        self._stack.callback(self._connection.when_closed(self.end))
+        subscription: NatsSubscription = await self._connection.subscribe(self._heard_on, self._on_message)
+        self._stack.push_async_callback(self._connection.unsubscribe, subscription)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.end()
+        await self._stack.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> BusMessage:
+        """The next message. Raises BusError when our user may not listen, or a look-up fails."""
+        while self._error is None and not self._messages:
+            if self._ended:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        if self._error is not None:  # before what is queued: following again finds the newest
+            raise self._error
+        return self._messages.popleft()
+
+    def end(self) -> None:
+        """Let the reader's loop end once it has read what is queued."""
+        self._ended = True
+        self._arrived.set()
+
+    def _on_message(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        raise NotImplementedError
+
+    def _queue(self, message: BusMessage) -> None:
+        self._messages.append(message)
+        self._arrived.set()
+
+    def _warn_of_stranger(self, subject: bytes) -> None:
+        """Say that a message came which is not what is sent here: some client had the broker send it."""
+        if self._limit.allow("stranger"):
+            what = "left out: some client lets the broker deliver there"
+            logger.warning("a message of %s came on %s, %s", subject.decode(errors="replace"), self._heard_on, what)
+
+    def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
+        if subject == self._heard_on.lower():
+            self._fail(denial)
+
+    def _fail(self, error: BusError) -> None:
+        self._error = error
+        self._arrived.set()
+
+
+class Subscription(_Listener):
+    """`async with bus.subscribe(subject) as messages: async for message in messages: ...`, for core NATS.
+
+    Attributes:
+        num_dropped: messages lost because the reader was slow; nats-py itself would drop the newest.
+    """
+
+    def __init__(self, connection: BrokerConnection, counters: dict[str, int], subject: str) -> None:
+        super().__init__(connection, subject, MAX_UNREAD)
+        self._counters = counters
+        self.num_dropped = 0
+
+    def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        is_stored = b"\r\nnats-stream:" in (headers or b"").lower()
+        if is_stored or not covers(self._heard_on, subject.decode(errors="replace")):
+            self._warn_of_stranger(subject)
+            return
+        if len(self._messages) == MAX_UNREAD:
+            self.num_dropped += 1
+            self._counters["dropped_received"] += 1
+            if self._limit.allow("slow"):
+                logger.warning("too slow for %s: %d messages dropped so far", self._heard_on, self.num_dropped)
+        self._queue(BusMessage(subject.decode(), payload, 0, 0, 0))
+
+
+class Following(_Listener):
+    """`async with bus.follow(stream, subject) as messages: async for message in messages: ...`.
+
+    The stream announces what it stores (`Stream.announces`); after each reconnection, and every `LOOK_EVERY_S`, the
+    newest message is looked up. Each comes once, but for an old one that a replica which lags brings again.
+    """
+
+    def __init__(self, connection: BrokerConnection, requests: Requests, stream: str, subject: str) -> None:
+        super().__init__(connection, announced(subject), MAX_UNREAD_FOLLOWED)
+        self._requests = requests
+        self._stream = stream
+        self._subject = subject
+        self._newest = b""
+        self._look_now = asyncio.Event()
+        self._was_away = True
+        """Since the last look: what was stored meanwhile was announced to others."""
+        self._has_heard = False
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._stack.callback(self._connection.when_reconnected(self._on_reconnected))
+        self._looking = asyncio.create_task(self._look())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._looking.cancel()
+        await asyncio.gather(self._looking, return_exceptions=True)
+        await super().__aexit__()
+
+    def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        """Take what the stream says that it stored: a client can have an answer of the broker sent here."""
+        stream, stored = _STREAM.findall(headers or b""), _SUBJECT.findall(headers or b"")
+        if (subject, stream, stored) != (self._heard_on.encode(), [self._stream.encode()], [self._subject.encode()]):
+            self._warn_of_stranger(b", ".join(stored) or subject)
+            return
+        self._has_heard = True
+        self._take(payload)
+
+    def _take(self, payload: bytes) -> bool:
+        """Whether it is another message than the last one."""
+        if payload == self._newest:
+            return False
+        self._newest = payload
+        self._queue(BusMessage(self._subject, payload, 0, 0, 0))
+        return True
+
+    async def _look(self) -> None:
+        """Look at once, after each reconnection, and every `LOOK_EVERY_S`."""
+        while True:
+            self._look_now.clear()
+            was_away, self._was_away = self._was_away, False
+            try:
+                found = await newest_message(self._requests, self._stream, self._subject)
+            except BusError as error:
+                self._fail(error)
+                return
+            is_missed = found is not None and self._take(found.payload)
+            if is_missed and not (was_away or self._was_away or self._has_heard):
+                logger.warning(
+                    "%s does not announce what it stores, so that messages on %s come up to %g s late: run "
+                    "`dynamix provision`",
+                    self._stream,
+                    self._subject,
+                    LOOK_EVERY_S,
+                )
+                self._has_heard = True  # once is enough
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await self._look_now.wait()
+
+    def _on_reconnected(self) -> None:
+        self._was_away = True
+        self._look_now.set()
+
+
+class Overtaking:
+    """`async with bus.overtake(stream, group_of) as newest: await newest.watch(subject); async for message in newest:`.
+
+    The newest message of each watched subject, soon after it is stored, whatever others have stored before it. Groups
+    of subjects take turns. A message that a later one of its subject follows at once is left out: what has to be read
+    whole is read by a consumer as well.
+    """
+
+    def __init__(
+        self, connection: BrokerConnection, requests: Requests, stream: str, group_of: Callable[[str], str | None]
+    ) -> None:
+        self._connection = connection
+        self._requests = requests
+        self._stream = stream
+        self._group_of = group_of
+        self._watched: dict[str, NatsSubscription] = {}
+        self._due: dict[str, dict[str, None]] = {}
+        """Subjects to look up, by group; both in their turns."""
+        self._heard = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for subject in list(self._watched):
+            await self.forget(subject)
+
+    async def watch(self, subject: str) -> None:
+        """Hear of what is stored of a subject. The stream sends nothing of others, however much that is."""
+        if subject not in self._watched:
+            self._watched[subject] = await self._connection.subscribe(announced(subject), self._on_stored)
+
+    async def forget(self, subject: str) -> None:
+        """Hear no more of a subject."""
+        if (subscription := self._watched.pop(subject, None)) is not None:
+            await self._connection.unsubscribe(subscription)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> BusMessage:
+        """The next message. Raises BusError when it cannot be looked up, or our user may not."""
+        while True:
+            while not self._due:
+                self._heard.clear()
+                await self._heard.wait()
+            group = next(iter(self._due))
+            subjects = self._due.pop(group)
+            subject = next(iter(subjects))
+            del subjects[subject]
+            if subjects:
+                self._due[group] = subjects
+            if (message := await newest_message(self._requests, self._stream, subject)) is not None:
+                return message
+
+    def _on_stored(self, subject: bytes, _reply: bytes, _payload: bytes, _headers: bytes | None) -> None:
+        """Note that there is something to look up: what any client could have sent here makes us look, and no more."""
+        name = ROOT + subject.decode(errors="replace").removeprefix(ANNOUNCED)
+        if (group := self._group_of(name)) is not None:
+            self._due.setdefault(group, {})[name] = None
+            self._heard.set()

@@ -1,0 +1,470 @@
+"""Requests to JetStream's API: typed, with one inbox for all answers, failing at once on a denied permission.
+
+Beside `Requests` stand the questions that we ask: the state of a stream and its copies, the newest message of a
+subject. `BusMessage` and `StreamState` are what readers and tools get.
+"""
+
+import asyncio
+import datetime as dt
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from .connection import NO_RESPONDERS, NOT_FOUND, BrokerConnection, parse_status
+from .errors import (
+    MESSAGE_NOT_FOUND,
+    STREAM_NOT_FOUND,
+    UNAVAILABLE,
+    ApiError,
+    BusError,
+    ConnectionClosedError,
+    NoAnswerError,
+    PermissionDeniedError,
+    StreamMissingError,
+)
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_ID = "Nats-Msg-Id"
+SIGNED = "#"
+"""Between the content's identity and what only its sender can know: no identity has it."""
+
+_MESSAGE_ID_LINE = f"\r\n{MESSAGE_ID}:".lower().encode()
+
+
+class StreamCopy(msgspec.Struct, frozen=True):
+    """What a stream's leader says of another copy."""
+
+    name: str
+    """The name of its server."""
+    current: bool = False
+    offline: bool = False
+    active: int = 0
+    """Nanoseconds since it was heard."""
+    lag: int = 0
+    """Entries of the log that it does not have."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it is no use at the moment, should another server be lost. One under load may be for a moment."""
+        return self.offline or not self.current
+
+    def __str__(self) -> str:
+        state = "offline" if self.offline else "current" if self.current else "not current"
+        return f"{self.name} is {state}, lags by {self.lag}, was heard {self.active / 1e9:.1f} s ago"
+
+
+class StreamCopies(msgspec.Struct, frozen=True):
+    """Who holds a stream: the leader, and what that says of the others."""
+
+    leader: str = ""
+    replicas: tuple[StreamCopy, ...] = ()
+
+    @property
+    def behind(self) -> list[StreamCopy]:
+        """The copies that are not current."""
+        return [one for one in self.replicas if one.is_behind]
+
+    def are_whole(self, num_replicas: int) -> bool:
+        """Whether there are so many, the leader's included, and none lags."""
+        return bool(self.leader) and len(self.replicas) == num_replicas - 1 and not self.behind
+
+    def __str__(self) -> str:
+        head = f"leader {self.leader or 'unknown'}, {len(self.replicas)} other copies"
+        return "; ".join([head, *map(str, self.behind)])
+
+
+class BusMessage(NamedTuple):
+    """A message from a stream; from core NATS the numbers are 0."""
+
+    subject: str
+    payload: bytes
+    sequence: int
+    """Its place in the stream."""
+    timestamp_ns: int
+    """When the broker stored it, since the Unix epoch."""
+    num_pending: int
+    """Messages for this reader that the stream still held when this one was sent: how far behind the reader is."""
+    headers: bytes = b""
+    """The headers of a delivery, not parsed: most readers have no use for them."""
+
+    @property
+    def message_id(self) -> str:
+        """The content's identity in the headers, as `codec.message_id` gives it; empty when there is none."""
+        start = self.headers.lower().find(_MESSAGE_ID_LINE)
+        if start < 0:
+            return ""
+        value, _, _ = self.headers[start + len(_MESSAGE_ID_LINE) :].partition(b"\r\n")
+        return value.strip().decode(errors="replace").partition(SIGNED)[0]
+
+
+class StreamState(NamedTuple):
+    """What a stream holds; `first_sequence` is one above `last_sequence` when it is empty."""
+
+    first_sequence: int
+    last_sequence: int
+    num_messages: int
+    num_bytes: int = 0
+    span_s: float = 0.0
+    """From the oldest to the newest message."""
+    num_consumers: int = 0
+    num_replicas: int = 1
+    copies: StreamCopies = StreamCopies()
+    """Empty where there is no cluster."""
+    created: str = ""
+    """When the stream was made: one that was deleted and made again has another time, and other messages."""
+
+
+REQUEST_TIMEOUT_S = 2.0
+RETRY_WAIT_S = 0.25
+LOST_WAIT_S = 0.02
+LATE_S = 5.0
+"""A request without an answer for so long is shown as such."""
+BUDGET_S = 60.0
+"""An R3 stream without a leader, and a broker that restarts, answer nothing for up to 10 s."""
+NO_STREAM_S = 5.0
+
+
+class Refusal(msgspec.Struct):
+    """The error part of an answer of JetStream."""
+
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class Answer(msgspec.Struct):
+    """What all answers of the API share."""
+
+    error: Refusal | None = None
+
+
+class _Reply(NamedTuple):
+    """What came back: payload and raw headers."""
+
+    payload: bytes
+    headers: bytes
+
+
+A = TypeVar("A", bound=Answer)
+T = TypeVar("T")
+
+
+class Requests:
+    """Asks JetStream's API over one connection."""
+
+    def __init__(self, connection: BrokerConnection) -> None:
+        self._connection = connection
+        self._prefix = f"{connection.inbox}.r."
+        self._tokens = itertools.count()
+        self._waiting: dict[bytes, tuple[str, asyncio.Future[_Reply | None]]] = {}
+        self._inbox_denial: PermissionDeniedError | None = None
+        self._asked_at: dict[int, float] = {}
+        """When each request began that has no final answer yet, its repetitions included."""
+
+    @property
+    def num_late(self) -> int:
+        """Requests without an answer for `LATE_S`."""
+        before = time.monotonic() - LATE_S
+        return sum(begun <= before for begun in list(self._asked_at.values()))  # also asked in other threads
+
+    async def open(self) -> None:
+        """Listen for answers."""
+        await self._connection.subscribe(self._prefix + "*", self._on_answer)
+        self._connection.when_denied(self._on_denied)
+        self._connection.when_closed(self.close)
+        self._connection.when_reconnected(self._on_reconnected)
+
+    async def check_inbox(self) -> None:
+        """Wait until the broker has seen our subscriptions. Raises PermissionDeniedError for a denied own inbox."""
+        await self._connection.round_trip(REQUEST_TIMEOUT_S)
+        if self._inbox_denial is not None:
+            raise self._inbox_denial
+
+    def close(self) -> None:
+        """Fail what is still waited for."""
+        self._fail_all(ConnectionClosedError("the connection to the bus is closed"))
+
+    async def ask(self, operation: str, body: Any, answer: type[A], *, budget_s: float = BUDGET_S) -> A:
+        """The answer to an operation of the API; asks again for up to `budget_s` while the broker is away or not ready.
+
+        Ask only what may be done twice.
+
+        Raises:
+            ApiError: when the API refuses.
+            StreamMissingError: when it knows no such stream.
+            PermissionDeniedError: when our user may not ask.
+            NoAnswerError: when no answer comes within the budget.
+        """
+        payload = b"" if body is None else msgspec.json.encode(body)
+        return await self._until_answered(operation, lambda: self._ask_once(operation, payload, answer), budget_s)
+
+    async def ask_directly(self, stream: str, subject: str) -> tuple[bytes, bytes] | None:
+        """Headers and payload of the newest message that a replica holds of a subject, `None` when it holds none.
+
+        A stream that does not exist answers as one that is not ready: nothing; it is asked for `NO_STREAM_S`. Otherwise
+        as `ask`.
+        """
+        operation = f"DIRECT.GET.{stream}.{subject}"
+        return await self._until_answered(operation, lambda: self._ask_directly_once(operation), NO_STREAM_S)
+
+    async def ask_server(self, subject: str, payload: bytes) -> bytes:
+        """The answer to a request that is not JetStream's, sent once. Raises NoAnswerError, PermissionDeniedError."""
+        try:
+            reply = await self._round_trip(subject, payload)
+        except TimeoutError:
+            reply = None
+        if reply is None:
+            raise NoAnswerError(f"no answer to {subject} within {REQUEST_TIMEOUT_S:g} s")
+        return reply.payload
+
+    async def _until_answered(self, operation: str, once: Callable[[], Awaitable[T]], budget_s: float = BUDGET_S) -> T:
+        begun, number = time.monotonic(), next(self._tokens)
+        self._asked_at[number] = begun
+        try:
+            while True:
+                try:
+                    return await once()
+                except (TimeoutError, ApiError) as error:
+                    if isinstance(error, ApiError) and not error.may_pass:
+                        raise
+                    if time.monotonic() > begun + budget_s:
+                        raise NoAnswerError(f"no answer to {operation} within {budget_s:g} s: {error}") from error
+                await asyncio.sleep(RETRY_WAIT_S)
+        finally:
+            del self._asked_at[number]
+
+    async def _ask_once(self, operation: str, payload: bytes, answer: type[A]) -> A:
+        reply = await self._round_trip(self._connection.api + operation, payload)
+        if reply is None:
+            raise ApiError(f"{operation}: JetStream does not answer (is it enabled?)", 503, 0)
+        result = msgspec.json.decode(reply.payload, type=answer)
+        if result.error is not None:
+            text = f"{operation}: {result.error.description} (code {result.error.code}, error {result.error.err_code})"
+            if result.error.err_code == STREAM_NOT_FOUND:
+                raise StreamMissingError(f"{text}: run `dynamix provision`")
+            raise ApiError(text, result.error.code, result.error.err_code)
+        return result
+
+    async def _ask_directly_once(self, operation: str) -> tuple[bytes, bytes] | None:
+        reply = await self._round_trip(self._connection.api + operation, b"")
+        if reply is None:
+            raise ApiError(f"{operation}: no such stream answers (run `dynamix provision`)", UNAVAILABLE, 0)
+        status = parse_status(reply.headers)
+        if status.code == NOT_FOUND:
+            return None
+        if status.code:
+            raise ApiError(f"{operation}: {status.text} (code {status.code})", status.code, 0)
+        return reply.headers, reply.payload
+
+    async def _round_trip(self, subject: str, payload: bytes) -> _Reply | None:
+        """The answer, `None` when no server listens."""
+        if self._inbox_denial is not None:
+            raise self._inbox_denial
+        token = b"%d" % next(self._tokens)
+        future: asyncio.Future[_Reply | None] = asyncio.get_running_loop().create_future()
+        self._waiting[token] = (subject.lower(), future)
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                while not await self._connection.send(subject, payload, self._prefix + token.decode()):
+                    await asyncio.sleep(LOST_WAIT_S)  # nats-py may know of a loss before it tells us
+                    await self._connection.connected.wait()
+                return await future
+        finally:
+            del self._waiting[token]
+
+    def _on_answer(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        _, future = self._waiting.get(subject[len(self._prefix) :], ("", None))
+        if future is not None and not future.done():
+            missing = headers is not None and parse_status(headers).code == NO_RESPONDERS
+            future.set_result(None if missing else _Reply(payload, headers or b""))
+
+    def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
+        if subject == (self._prefix + "*").lower():
+            self._inbox_denial = denial
+            self._fail_all(denial)
+        for asked, future in self._waiting.values():
+            if asked == subject and not future.done():
+                future.set_exception(denial)
+
+    def _on_reconnected(self) -> None:
+        """What was asked before is lost, or its answer is: ask again without waiting for the time-out."""
+        self._fail_all(TimeoutError("the connection was lost"))
+
+    def _fail_all(self, error: BusError | TimeoutError) -> None:
+        for _, future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # who asked may have ended
+
+
+class _State(msgspec.Struct):
+    messages: int
+    first_seq: int
+    last_seq: int
+    bytes: int = 0
+    first_ts: str = ""
+    last_ts: str = ""
+    consumer_count: int = 0
+    subjects: dict[str, int] | None = None
+
+
+class _StreamInfo(Answer):
+    state: _State | None = None
+    config: dict[str, Any] = msgspec.field(default_factory=dict)
+    created: str = ""
+    cluster: StreamCopies = StreamCopies()
+
+
+class _StoredMessage(msgspec.Struct):
+    subject: str
+    seq: int
+    time: str
+    data: bytes = b""
+
+
+class _StoredAnswer(Answer):
+    message: _StoredMessage | None = None
+
+
+class _PurgeAnswer(Answer):
+    purged: int = 0
+
+
+class _ApiUse(msgspec.Struct, frozen=True):
+    total: int = 0
+
+
+class _AccountInfo(Answer):
+    api: _ApiUse = _ApiUse()
+
+
+async def purge_subject(requests: Requests, stream: str, subject: str, *, keep: int = 0) -> int:
+    """Remove all messages of a subject but the newest ones to keep; how many. Raises StreamMissingError."""
+    return (await requests.ask(f"STREAM.PURGE.{stream}", {"filter": subject, "keep": keep}, _PurgeAnswer)).purged
+
+
+async def stream_state(requests: Requests, stream: str) -> StreamState:
+    """What the stream holds now. Raises StreamMissingError when there is none of this name."""
+    info = await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)
+    state = info.state
+    assert state is not None, "the API answers with an error or a state"
+    span_ns = nanoseconds(state.last_ts) - nanoseconds(state.first_ts) if state.messages else 0
+    return StreamState(
+        state.first_seq,
+        state.last_seq,
+        state.messages,
+        state.bytes,
+        span_ns / 1e9,
+        num_consumers=state.consumer_count,
+        num_replicas=info.config.get("num_replicas", 1),
+        copies=info.cluster,
+        created=info.created,
+    )
+
+
+async def count_messages(requests: Requests, stream: str, subject: str) -> int:
+    """How many messages a stream holds on one subject. Raises StreamMissingError when there is none of this name."""
+    state = (await requests.ask(f"STREAM.INFO.{stream}", {"subjects_filter": subject}, _StreamInfo)).state
+    assert state is not None, "the API answers with an error or a state"
+    return (state.subjects or {}).get(subject, 0)
+
+
+async def count_requests(requests: Requests) -> int:
+    """How many requests of all users of our account JetStream's API has had since the broker started.
+
+    Requests for messages (MSG.NEXT, DIRECT.GET) are none of the API.
+    """
+    return (await requests.ask("INFO", None, _AccountInfo)).api.total
+
+
+async def stream_config(requests: Requests, stream: str) -> dict[str, Any]:
+    """The stream's configuration. Raises StreamMissingError when there is none of this name."""
+    return (await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)).config
+
+
+async def write_stream(requests: Requests, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:
+    """Create or update a stream. Raises ApiError when JetStream refuses."""
+    await requests.ask(f"STREAM.{action}.{config['name']}", config, _StreamInfo)
+
+
+async def last_message(requests: Requests, stream: str, subject: str) -> BusMessage | None:
+    """The last message of a subject, `None` when there is none."""
+    return await find_message(requests, stream, {"last_by_subj": subject})
+
+
+async def find_message(
+    requests: Requests, stream: str, which: dict[str, Any], *, budget_s: float = BUDGET_S
+) -> BusMessage | None:
+    """The message that STREAM.MSG.GET finds, `None` when there is none; the stream's leader is asked, not any replica.
+
+    A follower may lag, and a writer that restarts from an old message would only learn so when its compare-and-set
+    fails.
+    """
+    try:
+        answer = await requests.ask(f"STREAM.MSG.GET.{stream}", which, _StoredAnswer, budget_s=budget_s)
+    except ApiError as error:
+        if error.err_code == MESSAGE_NOT_FOUND:
+            return None
+        raise
+    stored = answer.message
+    assert stored is not None, "the API answers with an error or a message"
+    return BusMessage(stored.subject, stored.data, stored.seq, nanoseconds(stored.time), 0)
+
+
+async def newest_message(requests: Requests, stream: str, subject: str) -> BusMessage | None:
+    """The last message of a subject, from any replica, which may lag behind the leader; `None` when there is none.
+
+    The subject stands in the request's own subject, so that permissions can limit it to one job.
+    """
+    found = await requests.ask_directly(stream, subject)
+    if found is None:
+        return None
+    headers, payload = found
+    _, _, place = headers.rpartition(b"\r\nNats-Sequence:")  # the sender may have written one before the broker's
+    return BusMessage(subject, payload, int(place.partition(b"\r\n")[0]), 0, 0, headers)
+
+
+def nanoseconds(time: str) -> int:
+    """Since the Unix epoch, of the broker's RFC 3339 time with up to nine digits; `datetime` holds six."""
+    seconds, _, fraction = time.removesuffix("Z").partition(".")
+    return _whole_seconds(seconds) * 10**9 + int(fraction.ljust(9, "0"))
+
+
+@lru_cache(maxsize=64)  # messages that are read together were stored together
+def _whole_seconds(time: str) -> int:
+    return int(dt.datetime.fromisoformat(time).replace(tzinfo=dt.UTC).timestamp())
+
+
+OLD_ANSWERS_S, PAUSE_S = 10.0, 0.5
+"""One of several servers that was cut off may lead a stream, as it believes, and say what that held before, until it
+hears of its successor; it gives up by itself after 10 s. A single server is believed at once: within seconds new
+messages would hide what it lost."""
+
+
+class FailoverWait:
+    """Pauses between the tries of one question: `while is_old(answer) and await wait.pause(): answer = await ask()`.
+
+    It costs nothing until an answer is too old, and one request then.
+    """
+
+    def __init__(self, stream_state: Callable[[str], Awaitable[StreamState]], stream: str) -> None:
+        """`stream` is one whose state we may ask for; all streams have as many copies (`provision`)."""
+        self._stream_state = stream_state
+        self._stream = stream
+        self._until_s: float | None = None
+
+    async def pause(self) -> bool:
+        """Wait a moment before asking again. False, at once, with one copy, or 10 s after the first call."""
+        if self._until_s is None:
+            num_replicas = (await self._stream_state(self._stream)).num_replicas
+            self._until_s = time.monotonic() + (OLD_ANSWERS_S if num_replicas > 1 else 0.0)
+        if time.monotonic() >= self._until_s:
+            return False
+        await asyncio.sleep(PAUSE_S)
+        return True

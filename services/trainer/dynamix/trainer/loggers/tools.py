@@ -1,0 +1,225 @@
+"""Loggers into files, TensorBoard, Weights & Biases and MLflow; packages are imported with the first window."""
+
+import csv
+import io
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dynamix.runtime import output_files
+from dynamix.runtime.output_files import FileKind
+
+from .delivery import Metrics
+
+_JSONL = FileKind("a file of metrics as lines of JSON", lambda head: head.startswith(b'{"step": '))
+_CSV = FileKind("a CSV file of metrics", lambda head: head.startswith(b"step,"))
+
+
+class JsonlLogger:
+    """Appends each window as a line of JSON to a file, by default `<job>.jsonl` in the working directory."""
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        """A restarted job goes on in the same file. Raises ValueError when something else is there."""
+        self._path = _checked(path, _JSONL)
+
+    def log(self, metrics: Metrics, *, step: int) -> None:
+        """Append a line; the file is complete after each."""
+        if self._path is None:
+            self._path = _checked(f"{metrics['job']}.jsonl", _JSONL)
+            assert self._path is not None, "it has a name now"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def close(self) -> None:
+        """Nothing is buffered."""
+
+
+class CsvLogger:
+    """Appends each window as a row to a CSV file, by default `<job>.csv` in the working directory.
+
+    A metric that was not known before becomes a further column: then the file is written again as a whole.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        """A restarted job goes on in the same file. Raises ValueError when something else is there."""
+        self._path = _checked(path, _CSV)
+        self._columns: list[str] = []
+
+    def log(self, metrics: Metrics, *, step: int) -> None:
+        """Append a row; the file is complete after each."""
+        if self._path is None:
+            self._path = _checked(f"{metrics['job']}.csv", _CSV)
+            assert self._path is not None, "it has a name now"
+        row = {"step": step, **metrics}
+        self._columns = self._columns or _columns_of(self._path)
+        if new := [name for name in row if name not in self._columns]:
+            self._columns += new
+            _widen(self._path, self._columns)
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
+
+    def close(self) -> None:
+        """Nothing is buffered."""
+
+
+def _checked(path: str | Path | None, kind: FileKind) -> Path | None:
+    if path is None:
+        return None
+    output_files.check(Path(path), kind, make_parents=True)
+    return Path(path)
+
+
+def _columns_of(path: Path) -> list[str]:
+    """The columns of a file that is there already."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return next(csv.reader(file), [])
+
+
+def _widen(path: Path, columns: list[str]) -> None:
+    """Write the file again with these columns; rows that lack one have an empty field."""
+    rows: list[dict[str, str]] = []
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    content = io.StringIO(newline="")
+    writer = csv.DictWriter(content, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    output_files.write(path, content.getvalue().encode(), make_parents=True)
+
+
+JOB_TAG = "dynamix.job"
+
+
+class MlflowLogger:
+    """Logs each window's numbers as metrics, and texts as tags with their newest value.
+
+    Into the run that is active where the logger is made, else into one of its own with the job's id as name; a
+    restarted job goes on in the same run.
+    """
+
+    def __init__(
+        self, run_id: str | None = None, *, experiment: str = "Default", tracking_uri: str | None = None
+    ) -> None:
+        """Log into a run; `tracking_uri` when not given is MLflow's own (`MLFLOW_TRACKING_URI`)."""
+        # MLflow's active run is one per thread: asked for here, in the script's; without an import there is none
+        active = sys.modules["mlflow"].active_run() if run_id is None and "mlflow" in sys.modules else None
+        self._run_id: str | None = run_id if active is None else active.info.run_id
+        self._experiment = experiment
+        self._tracking_uri = tracking_uri
+        self._client: Any = None
+        self._is_own = False
+        self._tags: dict[str, str] = {}
+
+    def log(self, metrics: Metrics, *, step: int) -> None:
+        """Log a window in one request, and the texts that are others than before."""
+        from mlflow.entities import Metric, RunTag  # noqa: PLC0415 - an extra, and slow to import
+        from mlflow.tracking import MlflowClient  # noqa: PLC0415
+
+        if self._client is None:
+            self._client = MlflowClient(self._tracking_uri)
+        if self._run_id is None:
+            self._run_id = self._begin(str(metrics["job"]))
+        now_ms = int(time.time() * 1000)
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
+        texts = {f"dynamix.{name}": value for name, value in metrics.items() if isinstance(value, str)}
+        self._client.log_batch(
+            self._run_id,
+            metrics=[Metric(name, float(value), now_ms, step) for name, value in numbers.items()],
+            tags=[RunTag(name, value) for name, value in texts.items() if self._tags.get(name) != value],
+        )
+        self._tags = texts
+
+    def close(self) -> None:
+        """End the run, if it is ours."""
+        if self._is_own:
+            self._client.set_terminated(self._run_id)
+
+    def _begin(self, job: str) -> str:
+        """The run that an earlier start of the job has made, else a new one."""
+        self._is_own = True
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment_id = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        earlier = self._client.search_runs([experiment_id], f"tags.`{JOB_TAG}` = '{job}'", max_results=1)
+        if earlier:
+            run_id = earlier[0].info.run_id
+            self._client.update_run(run_id, status="RUNNING")
+            return str(run_id)
+        return str(self._client.create_run(experiment_id, tags={JOB_TAG: job}, run_name=job).info.run_id)
+
+
+class TensorBoardLogger:
+    """Writes each window's numbers as scalars, and the reason of a decision as text when it is another one."""
+
+    def __init__(self, log_dir: str | Path | None = None, *, writer: Any = None) -> None:
+        """Write into a directory, by default `runs/<job>`; or by a `SummaryWriter` of the script, which stays open."""
+        self._log_dir = log_dir
+        self._writer = writer
+        self._is_own = writer is None
+        self._texts: dict[str, str] = {}
+
+    def log(self, metrics: Metrics, *, step: int) -> None:
+        """Write a window, and flush: TensorBoard shows it at once."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, and slow to import
+
+            self._writer = SummaryWriter(str(self._log_dir or Path("runs") / str(metrics["job"])))
+        for name, value in metrics.items():
+            if not isinstance(value, str):
+                self._writer.add_scalar(name, value, step)
+            elif self._texts.get(name) != value:
+                self._texts[name] = value
+                self._writer.add_text(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the writer, if it is ours."""
+        if self._is_own and self._writer is not None:
+            self._writer.close()
+
+
+PREFIX = "dynamix/"
+"""In front of our metrics: the script may log a `loss` of its own in the same run."""
+
+
+class WandbLogger:
+    """Logs each window into the script's run, else into a run of its own with the job's id, over restarts the same.
+
+    The step is a metric like the others, and the axis of ours: the script's own steps are not touched.
+    """
+
+    def __init__(self, run: Any = None, **init: Any) -> None:
+        """Log into a `run`; else into the script's; else `wandb.init(**init)` makes one, for example in a project."""
+        self._run = run
+        self._init = init
+        self._is_own = False
+        self._is_begun = False
+        self._prefix = ""
+
+    def log(self, metrics: Metrics, *, step: int) -> None:
+        """Log a window."""
+        if not self._is_begun:
+            self._begin(str(metrics["job"]))
+        self._run.log({f"{self._prefix}{name}": value for name, value in {"step": step, **metrics}.items()})
+
+    def close(self) -> None:
+        """Finish the run, if it is ours."""
+        if self._is_own:
+            self._run.finish()
+
+    def _begin(self, job: str) -> None:
+        import wandb  # noqa: PLC0415 - an extra, and slow to import
+
+        self._run = self._run or wandb.run
+        self._is_own = self._run is None
+        if self._is_own:
+            self._run = wandb.init(**{"id": job, "name": job, "resume": "allow", **self._init})
+        self._prefix = "" if self._is_own else PREFIX
+        self._run.define_metric(f"{self._prefix}step")
+        self._run.define_metric(f"{self._prefix}*", step_metric=f"{self._prefix}step")
+        self._is_begun = True
