@@ -7,6 +7,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 FRAMEWORKS := .venv-frameworks
 ADAPTDL := out/adaptdl
+# Python compiles what it imports; compiling all of torch takes minutes
+PIP    := --quiet --disable-pip-version-check --no-compile
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
@@ -26,9 +28,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch and the other packages of constraints.txt into $(VENV), once: several minutes; PyPI's torch"
 	@echo "brings several GB of CUDA libraries (README.md, \"Install\", says how to get the CPU build)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    --no-build-isolation --editable '.[train,cli,learn,dashboard,test,dev]'
+	$(BIN)/python -m pip install $(PIP) -c constraints.txt hatchling editables torch
+	$(BIN)/python -m pip install $(PIP) -c constraints.txt --no-build-isolation --editable '.[train,cli,learn,dashboard,test,dev]'
 	@touch $@
 
 data: $(DATA)/.complete ## fetch Fashion-MNIST into .data (31 MB, hash-checked when read)
@@ -61,8 +62,7 @@ venv-frameworks: $(FRAMEWORKS)/.installed ## make .venv-frameworks with the fram
 $(FRAMEWORKS)/.installed: constraints-frameworks.txt $(STAMP)
 	$(PYTHON) -m venv --clear $(FRAMEWORKS)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" >"$$($(FRAMEWORKS)/bin/python $(PURELIB))/base.pth"
-	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    -c constraints-frameworks.txt torch \
+	$(FRAMEWORKS)/bin/python -m pip install $(PIP) -c constraints.txt -c constraints-frameworks.txt torch \
 	    accelerate lightning transformers wandb mlflow-skinny pandas pyarrow datasets webdataset torchdata \
 	    opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 	@touch $@
@@ -101,7 +101,7 @@ virtual: venv data ## experiments on virtual clusters, docs/results.md; hours; k
 # Two packages of others and one of ours that the product never needs, beside .venv and not in it.
 $(ADAPTDL)/.installed: bench/adaptdl/requirements.txt $(wildcard bench/adaptdl/*.toml bench/adaptdl/*.py) $(STAMP)
 	rm -rf $(ADAPTDL)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(ADAPTDL) --no-deps \
+	$(BIN)/python -m pip install $(PIP) --target $(ADAPTDL) --no-deps \
 	    --no-build-isolation -r bench/adaptdl/requirements.txt ./bench/adaptdl
 	@touch $@
 

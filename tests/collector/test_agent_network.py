@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from tests.support import examples, learned
@@ -17,7 +16,7 @@ from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.service import _chooser
 from dynamix.runtime.service import StartError
 from dynamix.schemas.codec import encode
-from dynamix.schemas.messages import FieldView, GradientNoise, Report, SeenTrace, Trace
+from dynamix.schemas.messages import FieldView, Report, SeenTrace, Trace
 from dynamix.schemas.messages.policies import MULTIPLIERS
 from dynamix.schemas.networks import sight
 from dynamix.schemas.networks.files import NetworkFileError
@@ -46,13 +45,6 @@ def report(*, is_learned: bool, node: str = "node-a", ranks: tuple[int, ...] = (
     before = examples.totals(3, loss_sum=5120.0)
     view = FieldView(**(fields | changes))
     return examples.report(node, ranks, 4, rows=rows, totals=totals, totals_before=before, field=view)
-
-
-def _of_many_minds() -> bytes:
-    """A file whose choices depend on what there is to see."""
-    file = learned.policy_file("appetite")
-    weights = np.random.default_rng(3).normal(size=file.tensors["actor.4.weight"].shape).astype(np.float32)
-    return file._replace(tensors={**file.tensors, "actor.4.weight": 5 * weights}).to_bytes()
 
 
 def left(of: Report, with_network: AgentNetwork | None = None) -> Trace:
@@ -95,37 +87,6 @@ def test_the_factor_multiplies_the_agents_own_wish_within_the_bounds(choice: int
     assert trace.activity == left(report(is_learned=False, own=None, around=())).activity
 
 
-def test_without_the_option_no_network_is_asked() -> None:
-    def unexpected(_: Sight) -> float:
-        raise AssertionError
-
-    assert trace_of(report(is_learned=False), unexpected) is not None
-
-
-def test_equal_reports_and_files_give_equal_bytes() -> None:
-    first, again = (left(report(is_learned=True), AgentNetwork(_of_many_minds(), "made up")) for _ in range(2))
-    assert encode(first) == encode(again)
-
-
-def test_agents_that_see_the_same_do_the_same_whatever_they_are_called() -> None:
-    """Two nodes change places: so do their traces, since no input tells one node or rank from another."""
-    slow = {"row": {"compute_time_s": 0.7, "sync_time_s": 0.1}}
-    fast = {"row": {"compute_time_s": 0.4, "sync_time_s": 0.4}}
-    both = AgentNetwork(_of_many_minds(), "made up")
-    here = {
-        "node-a": left(report(is_learned=True, node="node-a", ranks=(0, 1), **slow), both),
-        "node-b": left(report(is_learned=True, node="node-b", ranks=(2, 3), **fast), both),
-    }
-    there = {
-        "node-a": left(report(is_learned=True, node="node-a", ranks=(0, 1), **fast), both),
-        "node-b": left(report(is_learned=True, node="node-b", ranks=(2, 3), **slow), both),
-    }
-    assert here["node-a"].appetite != here["node-b"].appetite
-    for one, other in (("node-a", "node-b"), ("node-b", "node-a")):
-        said = msgspec.structs.replace(here[one], node=other, ranks=there[other].ranks)
-        assert encode(said) == encode(there[other])
-
-
 def shown(**changes: Any) -> dict[str, float]:
     of = report(is_learned=True, **changes)
     assert of.field is not None
@@ -152,56 +113,6 @@ def test_what_is_not_known_is_no_number() -> None:
         *("speed_change_log2", "batch_to_noise_log2", "accuracy", "held_out_accuracy"),
         *("own_appetite_to_batch_log2", "around_appetite_to_batch_log2", "around_waiting_to_own_log2"),
     }
-
-
-def test_inputs_are_free_of_scale() -> None:
-    """All of it twice as large and four times slower looks the same."""
-    of = report(is_learned=True)
-    view, noise = of.field, of.totals.noise
-    assert view is not None
-    assert noise is not None
-    rows = tuple(
-        msgspec.structs.replace(
-            row,
-            num_samples=2 * row.num_samples,
-            **{name: 4 * getattr(row, name) for name in ("data_time_s", "compute_time_s", "sync_time_s")},
-        )
-        for row in of.rows
-    )
-
-    def larger(trace: SeenTrace) -> SeenTrace:
-        return msgspec.structs.replace(trace, appetite=2 * trace.appetite, waiting_s=4 * trace.waiting_s)
-
-    assert view.own is not None
-    slower = msgspec.structs.replace(
-        view,
-        activity=tuple(each / 2 for each in view.activity),
-        own=larger(view.own),
-        around=tuple(map(larger, view.around)),
-        base_global_batch_size=2 * view.base_global_batch_size,
-    )
-    totals, before = (
-        msgspec.structs.replace(
-            each,
-            num_samples=2 * each.num_samples,
-            num_correct=2 * (each.num_correct or 0.0),
-            loss_sum=2 * (each.loss_sum or 0.0),
-            global_batch_size=2 * each.global_batch_size,
-            time_s=4 * each.time_s,
-            noise=GradientNoise(trace=2 * noise.trace, squared_norm=noise.squared_norm),
-        )
-        for each in (of.totals, of.totals_before or of.totals)
-    )
-    other = msgspec.structs.replace(of, rows=rows, totals=totals, totals_before=before, field=slower)
-    np.testing.assert_allclose(
-        inputs_of(Sight(other, slower, 0.12, 2048.0)), inputs_of(Sight(of, view, 0.03, 1024.0)), rtol=1e-6
-    )
-
-
-def test_a_made_up_report_gives_numbers_all_the_same() -> None:
-    wild = {"time_s": 1e-300, "noise": GradientNoise(trace=1e300, squared_norm=1e-5), "loss_sum": 1e308}
-    trace = left(report(is_learned=True, totals=wild, row={"sync_time_s": 1e300}), network(favour=2))
-    assert trace.appetite > 0
 
 
 def test_the_network_that_comes_with_the_package_is_one_of_agents() -> None:

@@ -64,32 +64,3 @@ def test_a_run_resumed_from_its_checkpoint_uses_what_is_left_of_the_epoch(tmp_pa
     second = _train(tmp_path, resume=True, num_batches=9)
     assert len(first) == 48
     assert Counter(first + second) == Counter(range(100))
-
-
-def test_the_number_of_batches_in_a_step_is_the_arguments_and_a_contradiction_is_refused() -> None:
-    pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-frameworks")
-    from accelerate import Accelerator  # noqa: PLC0415 - where it is installed
-
-    from dynamix.trainer.frameworks.accelerate import attach  # noqa: PLC0415
-
-    plain: DataLoader[Any] = DataLoader(Numbered(480), batch_size=4)
-    num_steps = {}
-    for of_accelerator, argument in ((1, 4), (4, 4)):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=of_accelerator)
-        model = make_model()
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        session, loader = attach(
-            accelerator, model, optimizer, plain, gradient_accumulation_steps=argument, connect=False
-        )
-        for batch in loader:
-            (nn.functional.cross_entropy(model(batch[0]), batch[1]) / argument).backward()
-            if session.sync_gradients:
-                optimizer.step()
-                optimizer.zero_grad()
-            session.step()
-        num_steps[of_accelerator, argument] = session.step_index
-        session.close()
-    assert num_steps == {(1, 4): 30, (4, 4): 30}
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=4.*its own 2"):
-        attach(accelerator, model, optimizer, plain, gradient_accumulation_steps=4, connect=False)

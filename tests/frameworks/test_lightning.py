@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support.training import Numbered, make_model, offer
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 NUM_SAMPLES = 100
@@ -82,27 +82,6 @@ def test_with_an_adaptive_batch_an_epoch_ends_with_its_samples_and_validation_ru
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_the_session_still_answers_after_fit_and_is_saved_with_later_checkpoints(
-    lightning: Any, tmp_path: Path
-) -> None:
-    steering = _callback()
-    trainer = _trainer(lightning, [steering], max_epochs=1)
-    trainer.fit(_classifier(lightning), *_loaders())
-    assert (steering.session.step_index, len(steering.session.metrics())) == (7, 7)
-    trainer.save_checkpoint(tmp_path / "later.ckpt")
-    first, second = steering.session, _classifier(lightning)
-    trainer = _trainer(lightning, [steering], max_epochs=2)
-    trainer.fit(second, *_loaders(), ckpt_path=tmp_path / "later.ckpt", weights_only=False)
-    assert steering.session is not first
-    assert Counter(second.used) == Counter(range(NUM_SAMPLES))
-
-
-def test_a_schedule_that_asks_for_a_number_of_adaptive_steps_is_refused(lightning: Any) -> None:
-    trainer = _trainer(lightning, [_callback(global_batch="adaptive")], max_epochs=1)
-    with pytest.raises(RuntimeError, match="estimated_stepping_batches is unknown with global_batch='adaptive'"):
-        trainer.fit(_classifier(lightning), *_loaders())
-
-
 def test_a_run_resumed_in_the_middle_of_an_epoch_uses_what_is_left(lightning: Any, tmp_path: Path) -> None:
     first = _classifier(lightning)
     checkpoint = lightning.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=10)
@@ -115,21 +94,6 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_uses_what_is_left(lightning: An
     assert trainer.global_step == 14
 
 
-def test_a_run_resumed_after_an_epoch_that_was_cut_short_goes_on_with_the_next(lightning: Any, tmp_path: Path) -> None:
-    class Stop(lightning.Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.should_stop = trainer.global_step == 10
-
-    checkpoint = lightning.callbacks.ModelCheckpoint(tmp_path)
-    trainer = _trainer(lightning, [_callback(), checkpoint, Stop()], max_epochs=3, enable_checkpointing=True)
-    trainer.fit(_classifier(lightning), *_loaders())
-    second = _classifier(lightning)
-    trainer = _trainer(lightning, [_callback()], max_epochs=3)
-    trainer.fit(second, *_loaders(), ckpt_path=checkpoint.best_model_path, weights_only=False)
-    assert Counter(second.used) == Counter(range(NUM_SAMPLES))
-    assert (trainer.global_step, second.num_validations) == (10 + 7, 1 + 1)
-
-
 def test_a_sampler_of_its_own_chooses_the_samples(lightning: Any) -> None:
     sampler = WeightedRandomSampler([1.0] * 10 + [0.0] * (NUM_SAMPLES - 10), NUM_SAMPLES)
     classifier = _classifier(lightning)
@@ -137,13 +101,3 @@ def test_a_sampler_of_its_own_chooses_the_samples(lightning: Any) -> None:
     trainer.fit(classifier, DataLoader(Numbered(NUM_SAMPLES), batch_size=16, sampler=sampler))
     assert len(classifier.used) == 2 * NUM_SAMPLES
     assert set(classifier.used) == set(range(10))
-
-
-def test_a_sampler_that_divides_among_ranks_is_refused(lightning: Any) -> None:
-    class Own(DistributedSampler[Any]):
-        pass
-
-    data = Numbered(NUM_SAMPLES)
-    loader = DataLoader(data, batch_size=16, sampler=Own(data, num_replicas=1, rank=0))
-    with pytest.raises(ValueError, match=r"draws samples by Own.*Trainer\(use_distributed_sampler=False\)"):
-        _trainer(lightning, [_callback()], max_epochs=1).fit(_classifier(lightning), loader)

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, make_model
 
-from dynamix import trainer as dynamix
-from dynamix.trainer.loggers import MetricLogger, Metrics, MlflowLogger, TensorBoardLogger, WandbLogger
+from dynamix.extras.loggers import MlflowLogger, TensorBoardLogger, WandbLogger
+from dynamix.trainer.loggers import MetricLogger, Metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the frameworks
 TIMEOUT_S = 60.0
@@ -62,17 +60,6 @@ def test_tensorboard_shows_the_windows(tmp_path: Path, monkeypatch: pytest.Monke
     assert points(events, "loss") == [(20, 1.5), (40, 0.5)]
     assert points(events, "local_batch_size/rank_0") == [(20, 96.0), (40, 64.0)]
     assert [event.step for event in events.Tensors("reason/text_summary")] == [20]  # it did not change
-
-
-def test_a_writer_of_the_script_stays_open(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed: make test-frameworks")
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
-
-    with SummaryWriter(str(tmp_path)) as writer:
-        log_in_thread(TensorBoardLogger(writer=writer), WINDOWS)
-        writer.add_scalar("theirs", 7.0, 1)
-    events = read_events(tmp_path)
-    assert (points(events, "theirs"), points(events, "window")) == ([(1, 7.0)], [(20, 0.0), (40, 1.0)])
 
 
 # --- Weights & Biases ------------------------------------------------------------------------------------------------
@@ -175,53 +162,4 @@ def test_a_restarted_job_goes_on_in_its_mlflow_run(mlflow: Any) -> None:
     assert run.data.tags["dynamix.reason"] == "no action came"
 
 
-def test_mlflow_logs_into_the_run_that_is_active_where_the_logger_is_made(mlflow: Any) -> None:
-    with mlflow.start_run(run_name="theirs") as run:
-        logger = MlflowLogger()
-        log_in_thread(logger, WINDOWS)
-        assert mlflow.MlflowClient().get_run(run.info.run_id).info.status == "RUNNING"
-    assert mlflow_points(mlflow, run.info.run_id, "window") == [(20, 0.0), (40, 1.0)]
-
-
 # --- a whole job -----------------------------------------------------------------------------------------------------
-
-
-def _train(rank: int, directory: Path, loggers: list[str]) -> int:
-    import os  # noqa: PLC0415 - in the rank's process
-
-    import torch  # noqa: PLC0415
-
-    os.chdir(directory)
-    model = distribute(make_model(torch.float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session = dynamix.attach(
-        model, optimizer, Numbered(320, torch.float32), local_batch_size=16, window_steps=5, connect=False,
-        loggers=loggers,
-    )  # fmt: skip
-    with session:
-        for _ in session.epochs(1):
-            for inputs, targets, _ in session.loader:
-                optimizer.zero_grad()
-                loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-                loss.backward()
-                optimizer.step()
-                session.step(loss)
-    return session.step_index if rank == 0 else 0
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
-def test_a_job_logs_by_name(name: str, tmp_path: Path) -> None:
-    pytest.importorskip(name, reason=f"{name} is not installed: make test-frameworks")
-    environ = {
-        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlruns",
-        "MLFLOW_ALLOW_FILE_STORE": "true", "DYNAMIX_JOB": "by-name", "DYNAMIX_TRAINER_CLOSE_TIMEOUT_S": "60",
-    }  # fmt: skip
-    assert run_ranks(_train, 2, tmp_path, [name], environ=environ)[0] == 10
-    if name == "tensorboard":
-        assert [step for step, _ in points(read_events(tmp_path / "runs/by-name"), "samples_per_s")] == [5, 10]
-    elif name == "wandb":
-        job, rows = wandb_rows(tmp_path)
-        assert (job, [row["step"] for row in rows]) == ("by-name", [5, 10])
-    else:
-        metrics = list(tmp_path.glob("mlruns/0/*/metrics/samples_per_s"))
-        assert [line.split()[-1] for path in metrics for line in path.read_text().splitlines()] == ["5", "10"]

@@ -11,13 +11,13 @@ from dynamix.schemas import subjects
 from dynamix.schemas.messages import MetricWindow, Report
 from dynamix.schemas.streams import FEED
 
-pytestmark = [pytest.mark.bpf, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.bpf, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 async def started(plane: ControlPlane) -> ServiceProcess:
     collector = plane.another("collector", {"DYNAMIX_COLLECTOR_PROBE": "auto"})
     collector.start()
-    await wait_until_ready(plane.bus, ["collector"])
+    await wait_until_ready(plane.bus, ["collector"], 180.0)
     return collector
 
 

@@ -42,7 +42,7 @@ async def start_learner(plane: ControlPlane) -> None:
     """Start it (again), and wait until it listens."""
     plane.services["learner"] = learner = plane.another("arbitrator.learning", {})
     learner.start()
-    await wait_until_ready(plane.bus, ["learner"])
+    await wait_until_ready(plane.bus, ["learner"], 180.0)
 
 
 async def versions(plane: ControlPlane, count: int) -> list[PolicyVersion]:

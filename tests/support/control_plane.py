@@ -35,7 +35,7 @@ class ControlPlane:
         for name in names:
             self.services[name] = ServiceProcess(name, self.environ)
             self.services[name].start()
-        await wait_until_ready(self.bus, names)
+        await wait_until_ready(self.bus, names, 180.0)
 
     def another(self, name: str, environ: Mapping[str, str]) -> ServiceProcess:
         """A further process of a service, not started."""

@@ -11,7 +11,7 @@ from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Action, Job
-from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
+from dynamix.schemas.messages.allocation import Allocation, Exchange
 from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.data.plan import Schedule
 from dynamix.trainer.steering.collectives import Collectives
@@ -55,13 +55,6 @@ def test_an_arbitrator_writes_every_lever_of_a_decision_into_its_action() -> Non
 def test_an_action_carries_every_lever() -> None:
     action = _action(EVERY_LEVER)
     assert decode(Action, subject_of(action), encode(action)).allocation == EVERY_LEVER
-
-
-def test_levers_at_their_defaults_take_no_byte() -> None:
-    plain = examples.action(5)
-    fields = msgspec.msgpack.decode(encode(plain)[4:])
-    assert len(fields) == Action.__struct_fields__.index("exchange")
-    assert decode(Action, subject_of(plain), encode(plain)).exchange == EXACT
 
 
 def test_the_schedule_keeps_every_lever() -> None:

@@ -1,7 +1,6 @@
 """The bus client's thread, on its own: what it does when the broker will not have it."""
 
 import asyncio
-import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -115,29 +114,6 @@ async def test_a_full_stream_is_asked_again_after_a_pause_not_at_once(
     await asyncio.to_thread(client.close, 0.0)
 
 
-async def _greet_wrongly(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Like no broker: nats-py meets this with an AttributeError."""
-    with contextlib.suppress(ConnectionError):
-        writer.write(b"INFO []\r\n")
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-
-
-async def test_a_trouble_that_nobody_foresaw_is_said_and_tried_again_and_the_end_is_bounded(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with await asyncio.start_server(_greet_wrongly, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        with caplog.at_level(logging.WARNING, "dynamix.trainer"):
-            client = _client(BusSettings(url=f"nats://127.0.0.1:{port}"))
-            client.publish(examples.job())
-            await until(lambda: "the bus client failed with AttributeError" in caplog.text)
-            await asyncio.to_thread(client.close, 0.1)
-    assert not client._thread.is_alive()
-    assert len(client.outbox) == 1
-
-
 async def test_after_a_trouble_that_nobody_foresaw_a_broker_is_found_on_the_same_port(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,15 +131,6 @@ async def test_after_a_trouble_that_nobody_foresaw_a_broker_is_found_on_the_same
     assert not failures
     assert await bus.last("JOBS", subjects.of("job", examples.JOB)) is not None
     await asyncio.to_thread(client.close, 1.0)
-
-
-def test_a_client_that_never_met_a_broker_ends_when_asked() -> None:
-    client = _client(BusSettings(url="nats://127.0.0.1:1"))
-    client.publish(examples.job())
-    client.close(0.0)
-    assert not client._thread.is_alive()
-    client.publish(examples.report(window=0))  # harmless
-    client.close(0.0)
 
 
 @pytest.mark.parametrize("stored", ["nothing", "junk", "ended", "far too many starts"])

@@ -1,5 +1,3 @@
-import time
-
 import pytest
 
 from dynamix.trainer.measurement import clock as clock_module
@@ -55,32 +53,6 @@ def test_the_end_of_a_round_of_local_steps_is_waiting_for_others(now: list[float
     _step(clock, now, (16, "end"))
     _step(clock, now, (0, "asked"), (1, "handed_out"), (1, "gradient_ready"), (1, "reduced"), (1, "end"))
     assert clock.take_times() == [StepTimes(data_s=1, compute_s=2, sync_s=8, update_s=20), StepTimes(1, 1, 1, 1)]
-
-
-def test_our_own_work_after_a_step_is_charged_to_the_next(now: list[float]) -> None:
-    clock = HostClock()
-    _step(clock, now, (0, "asked"), (1, "handed_out"), (1, "gradient_ready"), (1, "reduced"), (1, "end"))
-    clock.charge(0.25)
-    _step(clock, now, (0, "asked"), (1, "handed_out"), (1, "gradient_ready"), (1, "reduced"), (1, "end"))
-    assert [step.update_s for step in clock.take_times()] == [1, 1.25]
-
-
-def test_without_a_bucket_computing_ends_where_the_optimizer_begins(now: list[float]) -> None:
-    clock = HostClock()
-    _step(clock, now, (0, "asked"), (1, "handed_out"), (4, "before_update"), (2, "end"))
-    assert clock.take_times() == [StepTimes(1, 4, 0, 2)]
-    _step(clock, now, (0, "asked"), (1, "handed_out"), (4, "end"))
-    assert clock.take_times() == [StepTimes(1, 4, 0, 0)]
-
-
-def test_the_monotonic_clock_is_read() -> None:
-    clock = HostClock()
-    before = time.perf_counter()
-    clock.asked()
-    clock.handed_out()
-    clock.end()
-    assert clock.last is not None
-    assert 0 <= clock.last.step_s <= time.perf_counter() - before
 
 
 class _Event:

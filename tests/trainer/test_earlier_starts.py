@@ -27,14 +27,6 @@ async def _asked(settings: BusSettings, job: str = examples.JOB) -> int | None:
     return await asyncio.to_thread(last_generation, settings, job, name="trainer-node-a")
 
 
-async def test_the_last_start_of_a_job_is_found(server: ConfiguredServer, bus: Bus) -> None:
-    assert await _asked(server.settings) is None
-    await bus.publish(examples.job(generation=3))
-    await bus.publish(examples.job(generation=3, phase="ended"))
-    assert await _asked(server.settings) == 3
-    assert await _asked(server.settings, "another") is None
-
-
 async def test_a_start_that_was_pushed_out_of_its_stream_is_known_by_its_actions(
     server: ConfiguredServer, bus: Bus
 ) -> None:
@@ -42,15 +34,6 @@ async def test_a_start_that_was_pushed_out_of_its_stream_is_known_by_its_actions
     assert await _asked(server.settings) == 2
     await bus.publish(examples.job(generation=1))
     assert await _asked(server.settings) == 2
-
-
-async def test_a_job_entry_that_cannot_be_read_is_none(
-    server: ConfiguredServer, bus: Bus, caplog: pytest.LogCaptureFixture
-) -> None:
-    await bus.publish_bytes(subjects.of("job", examples.JOB), b"no job", "bad")
-    with caplog.at_level(logging.INFO, "dynamix.trainer"):
-        assert await _asked(server.settings) is None
-    assert "MalformedMessageError" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -67,10 +50,6 @@ def test_without_a_broker_there_is_no_answer_and_no_error(
         assert last_generation(settings, examples.JOB, name="trainer-node-a") is None
     assert f"cannot ask the bus for earlier starts of {examples.JOB}" in caplog.text
     assert reason in caplog.text
-
-
-async def test_a_broker_without_streams_has_no_answer(server: ConfiguredServer) -> None:
-    assert await _asked(server.settings) is None
 
 
 async def test_a_broker_that_never_answers_is_waited_for_a_short_time_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,19 +93,3 @@ def test_a_rank_without_samples_can_normalise_its_dummy_batch() -> None:
     assert results[0]["steps"] == [(epoch, 1, 1) for epoch in (0, 1)]
     assert results[1]["steps"] == [(epoch, 0, 2) for epoch in (0, 1)]
     assert results[0]["position"] == 2
-
-
-def test_the_last_two_steps_of_an_epoch_share_what_is_left() -> None:
-    results = run_ranks(_normalise, 2, {"num_samples": 193})
-    assert results[0]["steps"] == [(epoch, count, count) for epoch in (0, 1) for count in (32, 32, 17, 16)]
-    assert results[1]["steps"] == [(epoch, count, count) for epoch in (0, 1) for count in (32, 32, 16, 16)]
-    assert results[0]["position"] == 386
-
-
-@pytest.mark.parametrize(
-    "loader", [{"num_workers": 0, "prefetch_factor": None}, {"num_workers": 2, "prefetch_factor": None}]
-)
-def test_a_tail_that_is_left_out_is_left_out_on_all_ranks(loader: dict[str, Any]) -> None:
-    results = run_ranks(_normalise, 2, {"num_samples": 193, "drop_last": True, **loader})
-    assert results[0]["steps"] == results[1]["steps"] == [(epoch, 32, 32) for epoch in (0, 1) for _ in range(3)]
-    assert results[0]["position"] == 384

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import chain
 from random import Random
 from typing import Any
 
@@ -19,7 +19,7 @@ from dynamix.schemas.messages import Applied, Job, Report
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.plan import Schedule
 from dynamix.trainer.measurement import clock as clock_module
-from dynamix.trainer.steering.fast_loop import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop, LoopPace, Tracker
+from dynamix.trainer.steering.fast_loop import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop, Tracker
 
 HELD_FROM = 100
 SLOW_FROM = 300
@@ -57,13 +57,6 @@ def test_what_the_slow_loop_fixes_is_left_alone_and_what_is_measured_then_is_rem
     assert _entries(schedule)[1:] == [(10, (30, 30), "tracking"), (12, (30, 30), "fixed"), (14, (31, 29), "fixed")]
     loop.adopt(15, Allocation((30, 30), "tracking"))
     assert _entries(schedule)[4:] == [(15, (47, 13), "tracking")]
-
-
-def test_a_newer_measurement_takes_the_place_of_an_older_for_the_same_step() -> None:
-    loop, schedule = _loop()
-    loop.adopt(10, Allocation((30, 30), "tracking"))
-    loop.observe_times([1.0, 2.0], 10)
-    assert _entries(schedule)[1:] == [(10, (40, 20), "tracking")]
 
 
 class _Clock:
@@ -108,23 +101,6 @@ def test_of_short_steps_every_fourth_is_measured_after_the_first_ones() -> None:
     assert second // SHORT_EVERY == 51
     assert found[1:] == list(range(second, 212))
     assert measured(300, 3 * per_sample_s) == list(range(300, 312))
-
-
-@pytest.mark.parametrize("period", [2, 3, 4, 5, 8, 16])
-def test_what_a_script_does_in_every_few_steps_is_measured_as_often_as_it_is_done(period: int) -> None:
-    loop, _ = _loop()
-    loop.pace = LoopPace(FIRST_MEASURED, is_short=True)
-    measured = [step for step in range(4000) if loop.measures(step)]
-    assert len(measured) == 1000
-    assert all(later - step < 2 * SHORT_EVERY for step, later in pairwise(measured))
-    share = Counter(step % period for step in measured)
-    assert all(abs(share[phase] / 1000 - 1 / period) < 0.02 for phase in range(period))
-
-
-def test_while_a_rank_was_never_measured_every_step_is() -> None:
-    loop, _ = _loop()
-    for step in range(100):
-        assert loop.measures(step)
 
 
 def _track_for_500_steps(rank: int, sample_s: float) -> dict[str, Any]:
@@ -279,10 +255,3 @@ def test_a_job_whose_ranks_divide_the_batch_begins_so_without_a_bus_or_a_decisio
     assert results[0]["sizes"] == results[1]["sizes"]
     assert results[0]["sizes"][:2] == [(12, 12), (6, 18)]  # rank 0 takes three times as long
     assert {job.initial_split for job in results[0]["jobs"]} == {"tracking"}
-
-
-def test_a_job_whose_sizes_are_decided_keeps_those_that_it_began_with() -> None:
-    for options in ({"policy": "goodput"}, {"policy": "rule", "policy_options": {"track": 0.0}}):
-        results = run_ranks(_begin_under, 2, options)
-        assert set(results[0]["sizes"]) == {(12, 12)}
-        assert {job.initial_split for job in results[0]["jobs"]} == {"fixed"}

@@ -79,16 +79,6 @@ def test_a_resumed_run_tracks_on_and_workers_only_delay_the_split(num_workers: i
     assert {sizes[step] for step in changes} == {(5, 15), (15, 5)}
 
 
-def test_a_resumed_run_of_short_steps_measures_the_same_ones() -> None:
-    results = run_ranks(_resume, 2, 0, 1e-3, environ={"DYNAMIX_JOB": "resumed"})
-    assert results[0]["straight"] != results[1]["straight"]  # each has its own samples, and both the same sizes
-    for result in results:
-        assert result["halves"] == result["straight"]
-        assert result["same_parameters"]
-    sizes = [split for split, _ in results[0]["straight"]]
-    assert len(set(sizes[40:])) > 1
-
-
 def _resume_under_another_policy(rank: int, options: dict[str, Any]) -> set[tuple[int, ...]]:
     session, model, optimizer, _ = attach_tracked(Numbered(240, torch.float32), window_steps=4, policy="rule")
     hold_times(session, rank)

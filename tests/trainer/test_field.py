@@ -66,11 +66,6 @@ def test_the_sum_over_ranks_is_the_field_of_all_nodes() -> None:
     assert summed == [300.1, 300.1, 99.9, 99.9, 80.0, 0.25, 6.0, 80.0, 0.25, 4.0]
 
 
-def test_traces_that_do_not_fit_the_job_are_none() -> None:
-    stranger = trace("a", 5.0)
-    assert field().numbers_of({"b": stranger, "c": stranger}) == [0.0] * 10
-
-
 def test_a_trace_is_gone_after_seven_windows_without_a_newer_one() -> None:
     """0.5^6 is 0.016 and 0.5^7 is 0.008: below a hundredth."""
     for window, expected in ((8, (30, 30, 10, 10)), (9, None)):
@@ -98,19 +93,10 @@ def test_the_appetite_of_an_agent_that_died_counts_for_less() -> None:
     assert made.better_sizes((10,) * 4, 1, UPPER) == EQUAL
 
 
-def test_a_fixed_global_batch_has_no_appetite() -> None:
-    assert laid(trace("a", 100.0, appetite=400.0), trace("b", 100.0)).better_sizes(EQUAL, 1, UPPER) is None
-
-
 @pytest.mark.parametrize(("appetite", "expected"), [(83.0, None), (90.0, (23, 23, 22, 22))])
 def test_within_the_dead_band_the_global_batch_stays(appetite: float, expected: tuple[int, ...] | None) -> None:
     traces = trace("a", 100.0, appetite=appetite), trace("b", 100.0, appetite=appetite)
     assert laid(*traces, keeps_global_batch=False).better_sizes(EQUAL, 1, UPPER) == expected
-
-
-def test_sizes_stay_within_the_bounds() -> None:
-    made = laid(trace("a", 300.0), trace("b", 1.0))
-    assert made.better_sizes(EQUAL, 4, (30, 100, 100, 100)) == (30, 42, 4, 4)
 
 
 def test_without_traces_nothing_changes() -> None:
@@ -120,12 +106,6 @@ def test_without_traces_nothing_changes() -> None:
     laid(trace("a", 300.0), trace("b", 100.0)).revise(schedule, 10, 1, UPPER)
     assert schedule.allocation_at(9) == Allocation(EQUAL, "traces")
     assert schedule.allocation_at(10) == Allocation((30, 30, 10, 10), "traces")
-
-
-def test_where_traces_do_not_rule_they_change_nothing() -> None:
-    schedule = Schedule(Allocation(EQUAL, "fixed"))
-    laid(trace("a", 300.0), trace("b", 100.0)).revise(schedule, 10, 1, UPPER)
-    assert schedule.newest.local_batch_sizes == EQUAL
 
 
 def test_an_agent_sees_its_own_cell_and_those_beside_it_only() -> None:

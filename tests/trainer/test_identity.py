@@ -1,15 +1,11 @@
 import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamix.schemas.messages import NodeRanks
 from dynamix.trainer.job.identity import (
     Attempt,
     Launch,
@@ -19,11 +15,9 @@ from dynamix.trainer.job.identity import (
     generation_after,
     generation_of,
     is_fresh,
-    nodes_of,
-    place_of,
     propose_job,
 )
-from dynamix.trainer.measurement.sockets import ProcessIdentity, start_ticks, this_process
+from dynamix.trainer.measurement.sockets import ProcessIdentity
 from dynamix.trainer.settings import read_environment
 
 
@@ -41,19 +35,6 @@ def _peer(node: str = "node-a", restart_count: int = 0, max_restarts: int = 3, *
         options={"local_batch_sizes": (32, 32), "window_steps": 20},
     )
     return peer._replace(**changes)
-
-
-def test_a_configured_job_is_taken_as_it_is() -> None:
-    assert propose_job("mnist", "run-17", Launch()) == "run-17"
-    with pytest.raises(ValueError, match="cannot be part of a subject"):
-        propose_job("mnist", "Run 17", Launch())
-
-
-def test_a_run_id_ends_the_id_whatever_the_launcher_says() -> None:
-    assert propose_job("mnist", "", Launch("torchruns", elastic=True), "0a1b2c3d") == "mnist-0a1b2c3d"
-    assert propose_job("mnist", "run-17", Launch(), "0a1b2c3d") == "run-17"
-    with pytest.raises(ValueError, match="cannot be part of a subject"):
-        propose_job("mnist", "", Launch(), "A.B")
 
 
 def test_without_a_launcher_every_run_has_its_own_id() -> None:
@@ -107,25 +88,6 @@ def test_a_run_id_names_the_job_whichever_agent_or_wrapper_starts_it() -> None:
     assert propose_job("mnist", "", Launch("another-run", elastic=True)) != first[0]
 
 
-def test_a_launch_is_known_by_the_directory_of_its_logs_also_behind_a_wrapper() -> None:
-    launches = [Launch("", count, 3, elastic=True, log_directory="/tmp/torchelastic_a/none_b") for count in (0, 1)]
-    other = launches[0]._replace(log_directory="/tmp/torchelastic_a/none_c")
-    assert launches[0].id == launches[1].id != other.id
-    jobs = {propose_job("mnist", "", launch) for launch in launches}
-    assert len(jobs) == 1
-    assert propose_job("mnist", "", other) not in jobs
-
-
-def test_a_start_that_nobody_knows_to_be_a_restart_is_a_launch_of_its_own() -> None:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
-        assert pool.submit(_launch_id, 1).result() != Launch("my-run", 0, 3, elastic=True).id
-    assert _launch_id(1) == _launch_id(0)
-
-
-def _launch_id(restart_count: int) -> str:
-    return Launch("my-run", restart_count, 3, elastic=True).id
-
-
 def test_a_name_leaves_room_for_the_run_id() -> None:
     assert len(propose_job("n" * 54, "", Launch())) == 63
     with pytest.raises(ValueError, match="has 55 characters: use at most 54"):
@@ -137,25 +99,6 @@ def test_the_generation_counts_the_failures_of_every_node() -> None:
     assert generation_of(peers) == 3
     assert generation_of(peers[:2]) == 1
     assert attempt_of(peers) == Attempt("launch-a", restarts=3, max_restarts=6)
-
-
-@pytest.mark.parametrize(("last", "restarts", "generation"), [(0, 0, 1), (0, 1, 1), (0, 2, 2), (7, 2, 8), (None, 2, 2)])
-def test_the_generation_is_above_the_last_that_the_bus_knows(last: int | None, restarts: int, generation: int) -> None:
-    peers = [_peer(restart_count=restarts, last_generation=last), _peer(restart_count=restarts)]
-    assert generation_of(peers) == generation
-
-
-def test_a_restart_goes_on_with_the_next_generation_also_when_the_one_before_it_saved_nothing() -> None:
-    saved = Attempt("first", restarts=0, max_restarts=3)
-    assert generation_after(0, saved, Attempt("first", 1, 3)) == 1
-    assert generation_after(0, saved, Attempt("first", 2, 3)) == 2
-    assert generation_after(0, saved, saved) == 1  # attached again by one process
-
-
-def test_another_launch_begins_above_all_that_the_saving_one_may_have_used() -> None:
-    saved = Attempt("first", restarts=1, max_restarts=3)
-    assert [generation_after(1, saved, Attempt("second", restarts, 2)) for restarts in (0, 1, 2)] == [4, 5, 6]
-    assert generation_after(4, Attempt("second", 0, 2), Attempt("second", 1, 2)) == 5
 
 
 @given(st.data())
@@ -176,24 +119,10 @@ def test_no_generation_is_used_twice_over_launches_that_resume_each_other(data: 
                 saved = (generation, now)
 
 
-def test_ranks_find_their_node_whatever_the_order() -> None:
-    peers = [_peer("node-b"), _peer("node-a"), _peer("node-b"), _peer("node-a")]
-    assert nodes_of(peers) == (NodeRanks(node="node-b", ranks=(0, 2)), NodeRanks(node="node-a", ranks=(1, 3)))
-    assert place_of(peers, 3) == (3, 1, "node-a", (1, 3))
-    assert place_of(peers, 0) == (0, 0, "node-b", (0, 2))
-
-
 def test_options_that_differ_are_named() -> None:
     check_alike([_peer(), _peer()])
     with pytest.raises(ValueError, match=r"rank 1 .*\(32, 64\) and not \(32, 32\)"):
         check_alike([_peer(), _peer(options={"local_batch_sizes": (32, 64), "window_steps": 20})])
-
-
-def test_this_process_is_found_in_proc() -> None:
-    process = this_process()
-    assert process.pid == os.getpid()
-    assert process.namespace == Path("/proc/self/ns/pid").stat().st_ino
-    assert process.start_ticks == start_ticks(os.getpid()) > start_ticks(1)
 
 
 def test_the_launcher_is_read_from_the_environment() -> None:

@@ -8,21 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.support import examples
-from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, make_model
 
-from dynamix import trainer as dynamix
-from dynamix.runtime.extensions import ExtensionError
 from dynamix.trainer.loggers import CsvLogger, JsonlLogger, Metrics
 from dynamix.trainer.loggers.delivery import (
-    BUILT_IN,
-    MAX_RANKS_APART,
     QUEUED_WINDOWS,
     Loggers,
     MetricHistory,
-    find_loggers,
     window_metrics,
 )
 from dynamix.trainer.measurement.meter import Row
@@ -89,18 +81,6 @@ def test_a_slow_logger_loses_the_oldest_windows_and_training_does_not_wait() -> 
     assert QUEUED_WINDOWS - 1 <= len(slow.steps) <= QUEUED_WINDOWS + 1
 
 
-def test_a_logger_that_is_not_done_at_the_end_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    slow = Recorded()
-    slow.may_go_on.clear()
-    loggers = Loggers([slow])
-    loggers.publish(20, {})
-    with caplog.at_level(logging.WARNING):
-        loggers.close(0.01)
-    slow.may_go_on.set()
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("the metric loggers are not done after 0.01 s, their last windows may be missing: set DYNA")
-
-
 def make_row(**changes: float) -> Row:
     """Ten steps of a rank that used 500 samples in 2 s."""
     times = {"data_time_s": 0.2, "compute_time_s": 1.0, "sync_time_s": 0.5, "update_time_s": 0.3}
@@ -132,19 +112,6 @@ def test_metrics_have_units_in_their_names_and_leave_out_what_is_not_known() -> 
 def by_rank(first: float, second: float) -> dict[str, float]:
     both = {"rank_0": first, "rank_1": second}
     return {"min": min(first, second), "mean": (first + second) / 2, "max": max(first, second), **both}
-
-
-def test_times_that_were_not_measured_apart_are_not_shown_apart() -> None:
-    found = window_metrics([make_row(times_split=0.0)], examples.totals(), (40,))
-    assert not any(name.startswith(("compute_time_s", "sync_time_s")) for name in found)
-    assert found["update_time_s/mean"] == 0.03
-
-
-def test_of_a_large_job_least_mean_and_most_are_shown() -> None:
-    num_ranks = MAX_RANKS_APART + 1
-    found = window_metrics([make_row()] * num_ranks, examples.totals(), range(num_ranks))
-    sizes = {name: value for name, value in found.items() if name.startswith("local_batch_size")}
-    assert sizes == {"local_batch_size/min": 0, "local_batch_size/mean": 8.0, "local_batch_size/max": 16}
 
 
 # --- the windows so far ----------------------------------------------------------------------------------------------
@@ -223,60 +190,3 @@ def test_a_file_of_something_else_is_refused_when_the_logger_is_made(tmp_path: P
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
-
-
-def test_loggers_of_dynamix_are_found_by_name() -> None:
-    assert [type(logger).__name__ for logger in find_loggers(["csv", "jsonl"], rank=0)] == ["CsvLogger", "JsonlLogger"]
-    assert find_loggers(["csv", "jsonl"], rank=1) == []
-    assert sorted(BUILT_IN) == ["csv", "jsonl", "mlflow", "tensorboard", "wandb"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_logger_whose_package_is_not_installed_is_refused_by_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
-) -> None:
-    (tmp_path / "nowhere").mkdir()  # as W&B leaves a directory of its name
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(BUILT_IN, "wandb", BUILT_IN["wandb"]._replace(package="nowhere"))
-    with pytest.raises(ValueError, match=r"'wandb' needs the package nowhere, .* pip install 'dynamix-batch\[wandb\]'"):
-        find_loggers(["wandb"], rank=rank)
-
-
-@pytest.mark.usefixtures("example_extension")
-def test_what_cannot_log_is_refused() -> None:
-    for rank in range(2):
-        with pytest.raises(ValueError, match=r"'exampel' .* known are csv, example, jsonl, mlflow"):
-            find_loggers(["exampel"], rank=rank)
-    with pytest.raises(TypeError, match=r"object is no metric logger: it needs log\(metrics, \*, step\) and close\(\)"):
-        find_loggers([object()], rank=0)  # type: ignore[list-item]
-    with pytest.raises(ExtensionError, match=r"example-extension 1\.0 registers 'example' .*EXAMPLE_LOGGER_FILE"):
-        find_loggers(["example"], rank=0)
-    assert find_loggers(["example"], rank=1) == []
-
-
-def _train(rank: int, installed: Path, file: Path) -> None:
-    import os  # noqa: PLC0415 - in the rank's process
-    import sys  # noqa: PLC0415
-
-    sys.path.insert(0, str(installed))
-    os.environ["EXAMPLE_LOGGER_FILE"] = str(file.with_suffix(f".{rank}"))
-    model = distribute(make_model(torch.float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    options = {"local_batch_size": 8, "min_local_batch_size": 1, "window_steps": 5, "policy": "static"}
-    with dynamix.attach(model, optimizer, Numbered(400), connect=False, loggers=["example"], **options) as session:
-        for _ in session.epochs(1):
-            for inputs, targets, _ in session.loader:
-                loss = torch.nn.functional.cross_entropy(model(inputs.float()), targets)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                session.step(loss)
-
-
-def test_a_job_logs_its_windows_to_an_installed_logger_in_rank_0(example_extension: Path, tmp_path: Path) -> None:
-    file = tmp_path / "metrics"
-    run_ranks(_train, 2, example_extension, file)
-    lines = [json.loads(line) for line in file.with_suffix(".0").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [5, 10, 15, 20, 25]
-    assert {line["global_batch_size"] for line in lines} == {16}
-    assert not file.with_suffix(".1").exists()

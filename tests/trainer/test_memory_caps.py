@@ -16,22 +16,10 @@ def test_a_rank_that_ran_out_of_memory_keeps_four_fifths_of_the_size(tmp_path: P
     assert sorted(file.name for file in path.parent.iterdir()) == ["caps.rank0.json", "caps.rank3.json"]
 
 
-def test_a_directory_in_a_bounds_place_is_not_taken_for_it(tmp_path: Path) -> None:
-    (tmp_path / "caps.rank1.json").mkdir()
-    with pytest.raises(ValueError, match=r"caps\.rank1\.json is a directory"):
-        MemoryCaps(tmp_path / "caps").lower(1, failed_size=64, minimum=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["caps.rank1.json"]
-
-
 def test_a_damaged_file_is_no_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "caps.rank1.json").write_text("{")
     assert MemoryCaps(tmp_path / "caps").read() == {}
     assert "caps.rank1.json holds no memory cap" in caplog.text
-
-
-def test_without_a_path_nothing_is_kept() -> None:
-    assert MemoryCaps(None).lower(0, failed_size=64, minimum=1) is None
-    assert MemoryCaps(None).read() == {}
 
 
 def test_the_lowest_bound_that_any_rank_knows_holds_for_all() -> None:

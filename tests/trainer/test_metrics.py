@@ -123,28 +123,6 @@ async def test_rewards_and_decisions_come_over_the_bus(server: ConfiguredServer,
     assert not any(name.startswith(("reward", "decision", "reason")) for row in others for name in row)
 
 
-class Failing(Kept):
-    def log(self, metrics: Metrics, *, step: int) -> None:
-        super().log(metrics, step=step)
-        raise OSError("the tracking server is gone")
-
-
-def _train_with(_rank: int) -> tuple[int, int, int]:
-    """Steps done with a logger that fails, and windows that it and another one were given."""
-    failing, working = Failing(), Kept()
-    session, model, optimizer = _attach([failing, working], connect=False)
-    for batch in session.loader:
-        _step(session, model, optimizer, batch)
-    session.close()
-    return session.step_index, len(failing.windows), len(working.windows)
-
-
-def test_a_logger_that_fails_stops_neither_training_nor_other_loggers() -> None:
-    (steps, failed, logged), other = run_ranks(_train_with, 2)
-    assert (steps, failed, logged) == (30, 1, 7)
-    assert other == (30, 0, 0)
-
-
 def _train_alone(_rank: int) -> list[dict[str, Any]]:
     session, model, optimizer = _attach([], connect=False)
     for batch in session.loader:

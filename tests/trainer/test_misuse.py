@@ -21,15 +21,6 @@ def test_options_that_differ_between_ranks_end_all_of_them() -> None:
     )
 
 
-def _attach_with_other_windows(rank: int) -> None:
-    attach_numbered(Numbered(100), distribute(make_model()), window_steps=10 if rank == 0 else None)
-
-
-def test_lengths_of_windows_that_differ_are_said_as_the_script_gave_them() -> None:
-    with pytest.raises(RankError, match=r"other options than rank 0 \(window_steps=None and not 10\)"):
-        run_ranks(_attach_with_other_windows, 2)
-
-
 def _attach_sparse(_rank: int) -> str:
     table = nn.Embedding(50, 4, sparse=True)
     model = distribute(nn.Sequential(table))

@@ -23,16 +23,3 @@ def test_a_full_outbox_gives_up_its_oldest_report_and_nothing_else() -> None:
         outbox.put(message)
     assert outbox.num_dropped == 2
     assert _all(outbox) == [job, applied, reports[2], reports[3]]
-
-
-def test_the_message_that_is_on_its_way_is_not_given_up() -> None:
-    outbox = Outbox(2)
-    first, second, third = (examples.report(window=window) for window in range(3))
-    outbox.put(first)
-    leaving = outbox.oldest()
-    assert leaving is first
-    outbox.put(second)
-    outbox.put(third)
-    assert outbox.num_dropped == 1
-    outbox.remove(leaving)
-    assert _all(outbox) == [third]

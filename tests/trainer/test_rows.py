@@ -11,7 +11,7 @@ from dynamix.schemas.messages import GradientNoise, Report, SocketCounters
 from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.measurement.clock import StepTimes
-from dynamix.trainer.measurement.meter import Row, held_out_accuracy, job_totals, make_row, rank_row
+from dynamix.trainer.measurement.meter import Row, job_totals, make_row, rank_row
 from dynamix.trainer.measurement.sockets import ProcessIdentity
 
 COUNT = st.integers(0, 2**53 - 1)
@@ -69,21 +69,6 @@ def test_a_row_survives_the_gather_whole(
     assert gathered.noise == NoiseSums(2, 1.0, 2.0, 3.0, 4.0)
 
 
-def test_times_are_sums_over_the_steps() -> None:
-    row = _row()
-    assert (row.data_time_s, row.compute_time_s, row.sync_time_s, row.update_time_s) == pytest.approx(
-        (0.3, 0.75, 0.75, 0.1)
-    )
-    assert row.time_s == pytest.approx(1.9)
-
-
-@pytest.mark.parametrize("times_split", [True, False])
-def test_whether_the_times_are_told_apart_travels_with_them(times_split: bool) -> None:
-    gathered = Row(*torch.tensor(_row(times_split=times_split), dtype=torch.float64).tolist())
-    message = rank_row(0, gathered, None, local_batch_size=64, pending_local_batch_size=64)
-    assert message.times_split is times_split
-
-
 @pytest.mark.parametrize("loss_sum", [None, math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_missing_or_diverged_is_unknown_and_still_makes_a_message(loss_sum: float | None) -> None:
     row = _row(loss_sum=loss_sum)
@@ -104,11 +89,6 @@ def test_totals_are_sums_of_the_rows_and_the_longest_time() -> None:
     assert totals.time_s == pytest.approx(4.15)
     uncounted = job_totals([_row(), _row(num_correct=None)], window=0, num_steps=2, global_batch_size=64)
     assert uncounted.num_correct is None
-
-
-def test_the_lowest_rank_that_evaluated_is_believed() -> None:
-    assert held_out_accuracy([_row(), _row(accuracy=0.5), _row(accuracy=0.25)]) == 0.5
-    assert held_out_accuracy([_row(), _row(accuracy=math.nan)]) is None
 
 
 def test_what_published_rules_for_exchanges_need_is_in_the_totals() -> None:

@@ -51,18 +51,6 @@ def test_each_sample_is_drawn_exactly_once_whatever_changes(
     assert used == epoch_order(num_samples, 3, 0, shuffle=True).tolist()
 
 
-@given(st.integers(30, 300), st.integers(0, 12))
-def test_a_rewound_sampler_draws_what_it_would_have_drawn(num_samples: int, consumed: int) -> None:
-    schedule = Schedule(Allocation((5, 2, 1)))
-    schedule.schedule(4, Allocation((1, 7, 3)))
-    whole = _draw_epoch(num_samples, schedule, Position())
-    consumed = min(consumed, len(whole))
-    position = Position()
-    for plan, _ in whole[:consumed]:
-        position = position.after(plan)
-    assert _draw_epoch(num_samples, schedule, position) == whole[consumed:]
-
-
 @given(st.integers(1, 300), CHANGES, st.booleans())
 def test_the_number_of_steps_left_is_what_is_drawn(
     num_samples: int, changes: list[tuple[int, tuple[int, int, int]]], drop_last: bool
@@ -108,11 +96,3 @@ def test_a_sampler_draws_by_the_epoch_and_leaves_random_numbers_as_they_were() -
     assert drawn[0] == drawn[1]
     assert drawn[0][0] != drawn[0][1]
     assert torch.equal(own.get_state(), torch.Generator().manual_seed(3).get_state())
-
-
-def test_the_order_depends_on_seed_and_epoch_only() -> None:
-    first = epoch_order(1000, 7, 0, shuffle=True)
-    assert np.array_equal(first, epoch_order(1000, 7, 0, shuffle=True))
-    assert not np.array_equal(first, epoch_order(1000, 7, 1, shuffle=True))
-    assert not np.array_equal(epoch_order(1000, 7, 1, shuffle=True), epoch_order(1000, 8, 0, shuffle=True))
-    assert epoch_order(5, 7, 3, shuffle=False).tolist() == [0, 1, 2, 3, 4]

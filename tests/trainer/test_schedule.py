@@ -28,12 +28,6 @@ def test_the_newest_entry_that_has_begun_rules_a_step(gaps: list[tuple[int, tupl
     assert [schedule.counts_at(at).values for at in range(cut, step + 3)] == expected[cut:]
 
 
-def test_a_change_is_seen_ahead() -> None:
-    schedule = Schedule(Allocation((4, 4)))
-    schedule.schedule(7, Allocation((1, 1)))
-    assert [schedule.next_change(step) for step in (0, 6, 7)] == [7, 7, None]
-
-
 def test_what_comes_too_late_or_does_not_fit_is_refused() -> None:
     schedule = Schedule(Allocation((4, 4)))
     schedule.schedule(10, Allocation((1, 2)))

@@ -18,11 +18,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from dynamix import trainer as dynamix
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import decode, message_id
-from dynamix.schemas.messages import Job, Message
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Job
 from dynamix.trainer import Session
 from dynamix.trainer.steering.run import reason_after
-from dynamix.trainer.steering.steering import SPECIFIED_EVERY
 
 
 @pytest.mark.parametrize(
@@ -119,29 +118,6 @@ async def test_a_script_that_somebody_interrupts_ends_its_job_although_restarts_
     assert b"KeyboardInterrupt" in shown
     job = await _stored(bus, "stopped")
     assert (job.phase, job.end_reason) == ("ended", "KeyboardInterrupt")
-
-
-def _train_many_windows(_rank: int) -> tuple[int, list[Message]]:
-    session, step = _train(window_steps=1, connect=False)
-    said: list[Message] = []
-    session._transport.publish = said.append  # type: ignore[method-assign]
-    for _ in session.epochs(1):
-        for batch in session.loader:
-            step(batch)
-    return session.window, said
-
-
-def test_the_specification_is_said_again_so_that_a_broker_that_lost_it_has_it_back() -> None:
-    windows, said = run_ranks(_train_many_windows, 1)[0]
-    jobs = [message for message in said if isinstance(message, Job)]
-    assert windows == 250
-    assert [job.phase for job in jobs] == ["running"] * (1 + windows // SPECIFIED_EVERY) + ["ended"]
-    assert len({message_id(job) for job in jobs[:-1]}) == 1
-    assert jobs[0] == jobs[1]
-    between = said[said.index(jobs[0]) + 1 :]
-    assert [type(message).__name__ for message in between[: SPECIFIED_EVERY + 1]] == ["Report"] * SPECIFIED_EVERY + [
-        "Job"
-    ]
 
 
 def main(store: str) -> None:

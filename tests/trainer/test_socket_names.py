@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support import examples
-from tests.support.rank_connections import match, mesh, told, transfer
+from tests.support.rank_connections import match, mesh
 from tests.support.ranks import run_ranks
 from tests.support.sockets import Pair, connected, cookie
 from tests.support.training import Numbered, distribute, make_model
 from torch import nn
 
 from dynamix import trainer as dynamix
-from dynamix.schemas.codec import MAX_MESSAGE_BYTES, encode
 from dynamix.schemas.messages import Message, Report
 from dynamix.schemas.messages.fields import MAX_SOCKETS
-from dynamix.trainer.measurement import sockets as connections
 from dynamix.trainer.measurement.sockets import MAX_NODE_SOCKETS, Connection, Endpoint, PeerSockets, mutual_connections
 
 
@@ -34,42 +31,6 @@ def test_a_rank_is_named_by_the_cookies_that_the_kernel_gives(connection: Pair) 
             0: tuple(sorted((cookie(client), cookie(other_client)))),
             1: tuple(sorted((cookie(server), cookie(other_server)))),
         }
-
-
-def test_a_connection_is_named_once_however_many_descriptors_it_has() -> None:
-    with connected() as (client, server), client.dup():
-        sockets = PeerSockets()
-        match(sockets, server)
-        transfer(client, server, 1234)
-        counted = sockets.read()
-        assert counted is not None
-        assert counted.tx_bytes == 1234
-        assert sockets.cookies[0] == (cookie(client),)
-
-
-def test_a_closed_connection_stays_named_and_later_ones_join_it(connection: Pair) -> None:
-    client, server = connection
-    first, second = cookie(client), cookie(server)
-    sockets = PeerSockets()
-    match(sockets, server)
-    client.close()
-    server.close()
-    with connected() as (new_client, new_server):
-        match(sockets, new_server)
-        assert sockets.cookies[0] == tuple(sorted((first, cookie(new_client))))
-        assert sockets.cookies[1] == tuple(sorted((second, cookie(new_server))))
-
-
-def test_a_kernel_that_gives_no_cookies_leaves_the_counters(connection: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "SO_COOKIE", 32767)  # unknown to every kernel
-    client, server = connection
-    sockets = PeerSockets()
-    sockets.match([sockets.candidates(), [told(server)._replace(cookie=None)]], 0, (0, 1))
-    transfer(client, server, 77)
-    counted = sockets.read()
-    assert counted is not None
-    assert (counted.tx_bytes, counted.rx_bytes) == (77, 1)
-    assert sockets.cookies == {0: (), 1: ()}
 
 
 def test_only_what_two_ranks_tell_is_mutual() -> None:
@@ -89,14 +50,6 @@ def test_only_what_two_ranks_tell_is_mutual() -> None:
         (missing.remote, missing.local)
     }
     assert len(mutual[2]) == len(listings[2]) - 1
-
-
-def test_the_report_of_eight_ranks_of_128_is_far_below_the_limit() -> None:
-    sockets = PeerSockets()
-    sockets.match(mesh(128, 3), 0, range(8))
-    assert {len(cookies) for cookies in sockets.cookies.values()} == {3 * 127}
-    rows = tuple(examples.row(rank, cookies=cookies) for rank, cookies in sockets.cookies.items())
-    assert len(encode(examples.report(rows=rows))) < MAX_MESSAGE_BYTES // 10
 
 
 def test_more_sockets_than_a_report_can_name_are_not_named_in_part(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,11 +1,9 @@
 """What the sockets between ranks have sent and received, by the kernel's own count, on real connections."""
 
-import socket
-
 from tests.support.rank_connections import match, told, transfer
-from tests.support.sockets import Pair, connected, cookie, tcp_info
+from tests.support.sockets import Pair, connected, tcp_info
 
-from dynamix.trainer.measurement.sockets import Connection, Endpoint, PeerSockets, own_connections
+from dynamix.trainer.measurement.sockets import Connection, Endpoint, PeerSockets
 
 
 def test_acknowledged_bytes_are_the_bytes_sent(connection: Pair) -> None:
@@ -80,25 +78,3 @@ def test_only_connections_that_another_rank_names_are_counted(connection: Pair) 
     excluded.match([excluded.candidates(), [told(server)]], 0, (0,))
     assert excluded.read() is None
     assert excluded.cookies == {0: ()}
-
-
-def test_ipv4_inside_ipv6_is_named_as_the_other_end_names_it() -> None:
-    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener:
-        client = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))
-        server, _ = listener.accept()
-    with client, server:
-        sockets = PeerSockets()
-        local, remote, _ = told(client)
-        assert Connection(remote, local, cookie(server)) in sockets.candidates()  # in the client's words
-        match(sockets, client)
-        transfer(server, client, 4321)
-        counted = sockets.read()
-        assert counted is not None
-        assert counted.tx_bytes == 4321
-
-
-def test_only_established_connections_are_listed() -> None:
-    with connected() as pair, socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX):
-        fds = set(own_connections().values())
-        assert {end.fileno() for end in pair} <= fds
-        assert listener.fileno() not in fds

@@ -138,26 +138,6 @@ def test_all_ranks_hold_equal_parameters_after_500_steps_of_changes() -> None:
     assert results[0]["noise"].trace > 0
 
 
-def _explored_rates(_rank: int) -> list[float | None]:
-    model = nn.parallel.DistributedDataParallel(make_model(torch.float32))
-    explored = {"family": "numbered", "explores": ["learning_rate"]}
-    session, optimizer = attach_numbered(Numbered(400, torch.float32), model, window_steps=5, **explored)
-    rates = []
-    for batch in session.loader:
-        train_step(session, model, optimizer, batch)
-        if session.step_index == 1:
-            offer(session, (8, 8), rate_factor=1.5)
-        rates.append(session._updates.newest_rate())
-        if session.step_index == 20:
-            break
-    session.close()
-    return [rates[0], rates[-1], optimizer.param_groups[0]["lr"]]
-
-
-def test_all_ranks_scale_their_learning_rate_by_the_factor_of_a_decision() -> None:
-    assert run_ranks(_explored_rates, 2) == [[pytest.approx(0.05), pytest.approx(0.075), 0.05]] * 2
-
-
 def _parameters_with(_rank: int, connect: Any) -> dict[str, Any]:
     model = distribute(make_model(torch.float32))
     session, optimizer = attach_numbered(Numbered(300, torch.float32), model, window_steps=3, connect=connect)
@@ -226,35 +206,3 @@ def test_a_rank_out_of_memory_lowers_its_bound_for_the_next_start(tmp_path: Path
         assert result["bounds"] == (1024, 32)
         assert result["sizes"] == {(20, 32)}
     assert results[0]["refused"]["bounds"] > 0
-
-
-def _count_traffic(_rank: int) -> list[Report]:
-    data = Numbered(800, torch.float32)
-    torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(
-        nn.Sequential(nn.Linear(6, 4096), nn.ReLU(), nn.Linear(4096, 4)), bucket_cap_mb=25
-    )
-    session, optimizer = attach_numbered(data, model, window_steps=10)
-    reports: list[Message] = []
-    session._transport.publish = reports.append  # type: ignore[method-assign]
-    for _ in session.epochs(1):
-        for batch in session.loader:
-            train_step(session, model, optimizer, batch)
-    session.close()
-    return [report for report in reports if isinstance(report, Report)]
-
-
-def test_the_traffic_of_a_window_is_its_gradients() -> None:
-    """Two ranks send every gradient once: half of it reduced, half of it gathered."""
-    reports, others = run_ranks(_count_traffic, 2, store="tcp")
-    assert len(reports) == 5
-    assert others == []  # one node: its first rank reports for both
-    gradient_bytes = 4 * (6 * 4096 + 4096 + 4096 * 4 + 4)
-    for report in reports:
-        for row in report.rows:
-            assert row.sockets is not None
-            assert row.sockets_before is not None
-            sent = row.sockets.tx_bytes - row.sockets_before.tx_bytes
-            assert 0.9 < sent / (10 * gradient_bytes) < 1.1
-            assert row.sockets.srtt_us is not None
-            assert row.sockets.retransmits >= 0

@@ -1,7 +1,5 @@
 """Where windows end: by themselves, and in a whole small job on real gloo ranks."""
 
-import math
-import sys
 import time
 from itertools import pairwise
 from random import Random
@@ -13,8 +11,8 @@ from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, attach_numbered, distribute, make_model, offer, train_step
 
 from dynamix.schemas.messages import Applied, Message, Report
-from dynamix.trainer import attach
-from dynamix.trainer.steering.run import FIRST_WINDOWS, MOST_STRETCH, Windows
+from dynamix.trainer.job import options
+from dynamix.trainer.steering.run import FIRST_WINDOWS, Windows
 
 NUM_STEPS = 600
 
@@ -38,20 +36,6 @@ def test_windows_of_short_steps_last_a_second_after_the_first_ones() -> None:
     assert starts[: FIRST_WINDOWS + 1] == list(range(0, 10 * FIRST_WINDOWS + 1, 10))
     assert [after - before for before, after in pairwise(starts[FIRST_WINDOWS:])] == [40] * 5  # 0.26 s, 1.04 s
     assert starts_of(Windows(10, 2, 1.0), 0.1, 101) == list(range(0, 101, 10))  # a second already
-
-
-@pytest.mark.parametrize(("step_time_s", "stretch"), [(1e-9, MOST_STRETCH), (0.0, 1), (math.nan, 1), (math.inf, 1)])
-def test_no_window_is_longer_than_the_longest_and_times_that_are_none_change_nothing(
-    step_time_s: float, stretch: int
-) -> None:
-    starts = starts_of(Windows(10, 2, 1.0), step_time_s, 1000)
-    assert starts[FIRST_WINDOWS + 1] - starts[FIRST_WINDOWS] == 10 * stretch
-
-
-def test_windows_are_counted_from_the_first_step_of_a_generation() -> None:
-    windows = Windows(10, 2, first_step=523)
-    assert [windows.window_of(step) for step in (523, 532, 533)] == [0, 0, 1]
-    assert (windows.is_start(533), windows.num_steps(0), windows.stretch(0)) == (True, 10, 1)
 
 
 @given(st.integers(1, 12), st.integers(2, 40), st.integers(0, 2**32))
@@ -85,7 +69,7 @@ def test_a_rank_that_knows_a_window_sooner_than_others_asks_for_nothing_that_the
 def _train_by_default(rank: int, num_workers: int, pause_s: float = 0.0) -> list[Message]:
     """Short steps, and windows that the script says nothing of; with pauses between steps, they last 50 ms."""
     if pause_s:
-        sys.modules[attach.__module__].MIN_WINDOW_S = 0.05  # type: ignore[attr-defined]
+        options.MIN_WINDOW_S = 0.05
     published: list[Message] = []
     model = distribute(make_model())
     session, optimizer = attach_numbered(Numbered(NUM_STEPS * 16), model, num_workers=num_workers)
@@ -121,8 +105,3 @@ def test_ranks_with_short_steps_end_the_same_longer_windows_and_report_how_long_
     for receipt in applied:
         assert receipt.effective_step in ends
         assert ends.index(receipt.effective_step) == receipt.effective_window - 1
-
-
-def test_what_a_script_does_between_steps_counts_in_how_long_a_window_lasts() -> None:
-    published = run_ranks(_train_by_default, 2, 0, 0.006)
-    assert {message.stretch for message in published[0] if isinstance(message, Report)} == {1}

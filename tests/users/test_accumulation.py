@@ -139,26 +139,6 @@ def test_accumulating_wrong_is_refused_with_the_fix() -> None:
     run_ranks(_misuse_accumulation, 2)
 
 
-def test_a_single_process_accumulates_as_several_do() -> None:
-    data, model = Numbered(100), make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    used: list[int] = []
-    with dynamix.attach(
-        model, optimizer, data, local_batch_size=32, micro_batch_size=10, connect=False, num_workers=0
-    ) as session:
-        for batch in session.loader:
-            loss = loss_of(model, batch)
-            loss.backward()
-            used += batch[2].tolist()
-            if session.sync_gradients:
-                assert relative_error(gradient_of(model), whole_gradient(data, used)) < 1e-12
-                optimizer.step()
-                optimizer.zero_grad()
-                used = []
-            session.step(loss)
-    assert session.step_index == 4
-
-
 def _own_accumulation(_rank: int) -> None:
     data = Numbered(200)
     model = distribute(make_model())

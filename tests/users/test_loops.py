@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -46,21 +46,6 @@ def _left_before_step(_rank: int) -> None:
 
 def test_leaving_a_loop_between_update_and_step_is_refused() -> None:
     run_ranks(_left_before_step, 2)
-
-
-def test_training_before_the_first_epoch_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dynamix.attach(model, optimizer, Numbered(64), local_batch_size=8, connect=False) as session:
-        for batch in islice(session.loader, 3):
-            loss_of(model, batch).backward()
-            optimizer.step()
-            session.step()
-        assert list(session.epochs(2)) == [0, 1]
-    with dynamix.attach(model, optimizer, Numbered(64), local_batch_size=8, connect=False) as session:
-        list(session.epochs(2))
-    assert len(caplog.messages) == 1
-    assert "begins in epoch 0 with 24 samples used by a loop before it" in caplog.text
 
 
 def _lengths(_rank: int, options: dict[str, Any]) -> tuple[list[int], int]:
@@ -144,65 +129,3 @@ def _wrong_order(_rank: int) -> None:
 
 def test_ending_a_step_before_the_update_is_refused() -> None:
     run_ranks(_wrong_order, 2)
-
-
-def _skipped(_rank: int) -> int:
-    """Batches that a script skips on all ranks, as an AMP scaler skips updates, are fine."""
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = dynamix.attach(model, optimizer, Numbered(200), local_batch_size=8, connect=False)
-    for number, batch in enumerate(session.loader):
-        optimizer.zero_grad()
-        if number % 3 != 1:
-            loss_of(model, batch).backward()
-        if number % 3 == 0:
-            optimizer.step()
-        session.step()
-    session.close()
-    return session.step_index
-
-
-def test_batches_and_updates_may_be_skipped() -> None:
-    assert run_ranks(_skipped, 2) == [13, 13]
-
-
-def _count(_rank: int, micro_batch_size: int | None) -> tuple[int, int, list[dict[str, Any]]]:
-    """A script's own count of samples, behind `session.step`, and all that it saw."""
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {**OPTIONS, "window_steps": 5}
-    session = dynamix.attach(
-        model, optimizer, Numbered(600), micro_batch_size=micro_batch_size, global_batch="adaptive", **options
-    )
-    counted, seen = 0, 0
-    for _ in session.epochs(1):
-        for batch in session.loader:
-            loss = loss_of(model, batch)
-            loss.backward()
-            seen += session.num_samples
-            if session.sync_gradients:
-                optimizer.step()
-                optimizer.zero_grad()
-                offer(session, SIZES[session.step_index % len(SIZES)])
-            session.step(loss)
-            counted += session.num_samples
-    session.close()
-    return counted, seen, session.metrics()
-
-
-@pytest.mark.parametrize("micro_batch_size", [None, 7])
-def test_samples_can_be_counted_after_the_step(micro_batch_size: int | None) -> None:
-    results = run_ranks(_count, 2, micro_batch_size)
-    assert all(counted == seen for counted, seen, _ in results)
-    assert sum(counted for counted, _, _ in results) == 600
-
-
-def test_a_notebook_has_the_windows_as_plain_rows() -> None:
-    for _, _, rows in run_ranks(_count, 2, None):
-        assert [row["step"] for row in rows] == [5 * (window + 1) for window in range(len(rows))]
-        assert len(rows) > 1
-        assert all(type(value) in (int, float, str) for row in rows for value in row.values())
-        assert {"loss", "samples_per_s", "noise_scale", "local_batch_size/rank_1", "compute_time_s/mean"} <= rows[
-            0
-        ].keys()
-        assert rows[-1]["samples_seen"] <= 600

@@ -11,7 +11,7 @@ from tests.support.training import Numbered, distribute, flat_parameters, make_m
 from torch import nn
 
 from dynamix import trainer as dynamix
-from dynamix.trainer import Session, rendezvous
+from dynamix.trainer import Session
 
 
 def _start(optimizer_class: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer, Session]:
@@ -53,36 +53,6 @@ def test_a_snapshot_without_the_sessions_state_is_warned_about(
         assert "call session.load_state_dict(...) on all ranks" in caplog.text
 
 
-def test_a_resumed_run_that_is_asked_for_the_epochs_that_are_left_is_warned(caplog: pytest.LogCaptureFixture) -> None:
-    model, optimizer, session = _start(torch.optim.SGD)
-    for epoch in session.epochs(6):
-        _two_steps(model, optimizer, session)
-        if epoch == 1:
-            break
-    state = session.state_dict()
-    session.close()
-    left = {}
-    for asked in (6, 4, 1):
-        again = _start(torch.optim.SGD)[2]
-        again.load_state_dict(state)
-        left[asked] = [len(list(again.epochs(asked))), len(caplog.messages)]
-        again.close()
-    assert left == {6: [5, 0], 4: [3, 1], 1: [0, 2]}
-    assert "session.epochs(4) after a resume trains 3 more epochs" in caplog.text
-    assert "pass session.epochs(6)" in caplog.text
-
-
-def test_noise_averages_of_a_state_of_version_4_are_taken_over_and_speeds_are_measured_again() -> None:
-    model, optimizer, session = _start(torch.optim.SGD)
-    saved = session.state_dict() | {"version": 4, "noise": [1.9, 0.38, 0.19], "speeds": [[0.001], [0]]}
-    session.close()
-    again = dynamix.attach(model, optimizer, Numbered(64), local_batch_size=8, connect=False)
-    again.load_state_dict(saved)
-    state = again.state_dict()
-    assert (state["version"], state["noise"]) == (7, pytest.approx([10.0, 2.0, 2]))
-    assert state["speeds"][0][0] == 0.0
-
-
 def test_a_second_session_of_a_process_is_no_resume(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer, session = _start(torch.optim.Adam)
     _two_steps(model, optimizer, session)
@@ -91,28 +61,6 @@ def test_a_second_session_of_a_process_is_no_resume(caplog: pytest.LogCaptureFix
     _two_steps(model, optimizer, again)
     assert again.step_index == 2
     assert caplog.messages == []
-
-
-def test_a_restart_at_the_first_sample_is_warned_about(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A snapshot of the model alone leaves no trace in the optimizer, but torchrun says that it started again."""
-    for name, value in (("RUN_ID", "r"), ("RESTART_COUNT", "1"), ("MAX_RESTARTS", "3")):
-        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
-    _two_steps(*_start(torch.optim.SGD))
-    assert [message.startswith("start 1 of job training-") for message in caplog.messages] == [True]
-    assert "but this session begins at epoch 0 with sample 0: if" in caplog.text
-
-
-def test_a_new_run_under_an_id_that_was_used_before_is_told_that_it_is_right(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The broker knows of two starts; whether the model comes from a snapshot cannot be seen."""
-    monkeypatch.setenv("DYNAMIX_JOB", "alice-1")
-    monkeypatch.setattr(rendezvous, "_last_generation", lambda *_: 1)
-    _two_steps(*_start(torch.optim.SGD))
-    said = "start 2 of job alice-1 follows an earlier one, and this session begins at epoch 0 with sample 0, as a new"
-    assert [message.startswith(said) for message in caplog.messages] == [True]
 
 
 def _save(_rank: int) -> tuple[dict[str, Any], torch.Tensor]:

@@ -15,7 +15,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    RandomSampler,
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -129,42 +128,6 @@ def test_what_a_sampler_yields_is_used_in_its_order_and_resumed_at_the_sample(ki
             assert np.mean(epoch) > 65  # 79 if drawn by the weights 1 ... 120, 59.5 if all are alike
 
 
-class Endless:
-    """No length: a data set that its sampler alone measures."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
-        return torch.full((6,), float(index), dtype=torch.float64), 0, index
-
-
-def _endless(_rank: int) -> list[int]:
-    model = distribute(make_model())
-    session, optimizer = _attach(model, Endless(), SequentialSampler(range(40)))
-    used = [index for batch in session.loader for index in _train_step(session, model, optimizer, batch)]
-    session.close()
-    return used
-
-
-def test_with_a_sampler_a_data_set_needs_no_length() -> None:
-    assert run_ranks(_endless, 2) == [list(range(40))] * 2
-
-
-def _rank_0_alone_looks(rank: int) -> list[int]:
-    """Rank 0 alone looks at a batch first, as scripts do for a log."""
-    data, model = Numbered(50), distribute(make_model())
-    session, optimizer = _attach(model, data, RandomSampler(data))
-    if rank == 0:
-        next(iter(session.loader))
-    used = [index for batch in session.loader for index in _train_step(session, model, optimizer, batch)]
-    session.close()
-    return used
-
-
-def test_one_rank_may_look_at_a_batch_before_the_others_come() -> None:
-    used = run_ranks(_rank_0_alone_looks, 2)
-    assert used[0] == used[1]
-    assert sorted(used[0]) == list(range(50))
-
-
 # --- what is refused -------------------------------------------------------------------------------------------
 
 
@@ -234,16 +197,3 @@ def _unseeded(_rank: int) -> str:
 
 def test_resuming_in_another_order_is_refused() -> None:
     assert len(set(run_ranks(_unseeded, 2))) == 1
-
-
-def test_shuffle_false_of_a_script_with_a_distributed_sampler_is_warned_about(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside that sampler a DataLoader has shuffle=False although the sampler shuffles."""
-    _attach(make_model(), Numbered(60), None, local_batch_size=9)[0].close()
-    assert caplog.messages == []
-    _attach(make_model(), Numbered(60), None, local_batch_size=9, shuffle=False)[0].close()
-    assert ["leave shuffle=False out of attach" in message for message in caplog.messages] == [True]
-    monkeypatch.delitem(globals(), "DistributedSampler")
-    _attach(make_model(), Numbered(60), None, local_batch_size=9, shuffle=False)[0].close()
-    assert len(caplog.messages) == 1

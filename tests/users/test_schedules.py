@@ -105,35 +105,6 @@ def test_a_schedule_that_the_session_drives_follows_samples() -> None:
         assert result["worst"] < 1
 
 
-def _step_schedule(_rank: int, global_batch: str) -> list[str]:
-    """What is logged of a scheduler that the script steps once per step."""
-    import logging  # noqa: PLC0415 - in the rank's process
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dynamix.trainer").addHandler(handler)
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=100)
-    options: Any = {"global_batch": global_batch}
-    session = dynamix.attach(model, optimizer, Numbered(400), local_batch_size=16, connect=False, **options)
-    for batch in session.loader:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        scheduler.step()
-        session.step()
-    session.close()
-    return [text for text in said if "session.schedule" in text]
-
-
-@pytest.mark.parametrize(("global_batch", "warnings"), [("adaptive", 1), ("fixed", 0)])
-def test_a_schedule_by_steps_is_warned_about_once_where_steps_change(global_batch: str, warnings: int) -> None:
-    first, second = run_ranks(_step_schedule, 2, global_batch)
-    assert (len(first), len(second)) == (warnings, 0)
-
-
 def _stop_by_count(_rank: int) -> tuple[int, float]:
     data = Numbered(320)
     model = distribute(make_model())

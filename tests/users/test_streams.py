@@ -39,11 +39,6 @@ class Stream(IterableDataset[Any]):
             yield self.data[index]
 
 
-class Sized(Stream):
-    def __len__(self) -> int:
-        return len(self.data)
-
-
 def _attach(dataset: Any, **options: Any) -> tuple[Session, nn.Module, torch.optim.Optimizer]:
     model = distribute(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -111,27 +106,6 @@ def test_a_stream_is_used_exactly_once_and_resumed_at_the_sample(num_workers: in
         assert result["tail"] == result["again"]
         assert result["progress"] == pytest.approx(300 / 13)
     assert sum(len(result["tail"]) for result in results) > 40
-
-
-def _lengths(_rank: int) -> dict[str, Any]:
-    session, model, optimizer = _attach(Stream(60), drop_last=True, global_batch="fixed")
-    for ask in (lambda: len(session.loader), lambda: session.num_reference_steps):
-        with pytest.raises(TypeError, match="the stream has no length: give its class a __len__, or stop by"):
-            ask()
-    used = [index for batch in session.loader for index in _train_batch(session, model, optimizer, batch)]
-    session.close()
-
-    sized, model, optimizer = _attach(Sized(60), global_batch="fixed")
-    expected, steps = len(sized.loader), sized.num_reference_steps
-    for batch in sized.loader:
-        _train_batch(sized, model, optimizer, batch)
-    sized.close()
-    return {"dropped": 60 - len(_everything(used)), "len": expected, "steps": steps, "done": sized.step_index}
-
-
-def test_a_stream_needs_a_length_only_where_one_is_asked_for() -> None:
-    for result in run_ranks(_lengths, 2):
-        assert result == {"dropped": 60 % 13, "len": 5, "steps": 5, "done": 5}
 
 
 def _gradient_of_the_end(_rank: int) -> float:
@@ -256,20 +230,6 @@ class Unequal(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return (self.data[index] for index in range(self.num_samples) if index == 0 or self.keep())
-
-
-def _read_unequal(rank: int, num_workers: int) -> None:
-    chooser = random.Random(rank)
-    data = Unequal(400, lambda: chooser.random() < 0.8)
-    session, model, optimizer = _attach(data, local_batch_size=4, window_steps=4, num_workers=num_workers)
-    with pytest.raises(ValueError, match="rank 1 has read other samples of the stream than rank 0 by step 4: it must"):
-        _train_epoch(session, model, optimizer)
-    assert session.step_index == 5
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_ranks_that_read_other_samples_of_a_stream_end_with_the_next_window(num_workers: int) -> None:
-    run_ranks(_read_unequal, 2, num_workers)
 
 
 def _read_to_unequal_ends(rank: int, more: int) -> None:

@@ -229,40 +229,6 @@ def test_batches_by_tokens_count_resume_and_report_in_tokens() -> None:
     assert 0 < results[0]["whole"]["tokens"] <= 2 * total
 
 
-def _counted_reports(_rank: int) -> list[tuple[float | None, float | None, int]]:
-    """Loss, correct tokens and samples of each report where sizes are in samples: one all-ignored batch included."""
-    data, model = Sequences(160), distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = dynamix.attach(
-        model, optimizer, data, local_batch_size=1, window_steps=8, collate_fn=pad, connect=False,
-        count_tokens=count_targets, policy="static",
-    )  # fmt: skip
-    reports: list[Message] = []
-    session._transport.publish = reports.append  # type: ignore[method-assign]
-    for batch in session.loader:
-        optimizer.zero_grad()
-        loss = _loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        session.step(loss, num_correct=int(count_targets(batch)))
-    finite = all(bool(torch.isfinite(each).all()) for each in model.parameters())
-    session.close()
-    totals = [report.totals for report in reports if isinstance(report, Report) and report.totals is not None]
-    assert finite
-    return [(each.loss_sum, each.num_correct, each.num_samples) for each in totals]
-
-
-def test_losses_are_reported_per_sample_where_tokens_are_counted_in_batches() -> None:
-    found = run_ranks(_counted_reports, 2)[0]
-    assert len(found) == 10
-    for loss_sum, num_correct, num_samples in found:
-        assert num_samples == 16
-        assert loss_sum is not None
-        assert 0 < loss_sum / num_samples < 3
-        assert num_correct is not None
-        assert num_correct <= num_samples  # every counted token was said to be right; batches without one have none
-
-
 def _refusals(_rank: int) -> None:
     data, model = Sequences(20), distribute(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

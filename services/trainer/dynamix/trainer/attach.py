@@ -3,7 +3,7 @@
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Unpack
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, Explored, Objective
-from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY, GlobalBatch
+from dynamix.schemas.messages.policies import GlobalBatch
 from dynamix.trainer.communication.gradient_servers import GradientServers
 from dynamix.trainer.communication.job_exchange import JobExchange
 from dynamix.trainer.communication.lent_tensors import forget_imports
@@ -32,34 +32,29 @@ from dynamix.trainer.data.loader import (
 from dynamix.trainer.data.orders import Orders, OwnSampler
 from dynamix.trainer.data.plan import Division, SamplerOptions
 from dynamix.trainer.exchange.codec import CodedSquares
-from dynamix.trainer.exchange.embedding_tables import table_share
 from dynamix.trainer.gradient.accumulation import check_accumulation, needs_equal_steps
 from dynamix.trainer.gradient.codecs import find_codec
 from dynamix.trainer.gradient.covered import CoveredModels
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
 from dynamix.trainer.gradient.losses import LossWarnings
-from dynamix.trainer.gradient.models import Weighting, averaging_of, unwrapped, unwrapped_optimizer, world_size_of
+from dynamix.trainer.gradient.models import (
+    Averaging,
+    Weighting,
+    averaging_of,
+    unwrapped,
+    unwrapped_optimizer,
+    world_size_of,
+)
 from dynamix.trainer.gradient.noise import SecondMoments
 from dynamix.trainer.gradient.schedulers import Schedulers, StepScheduleWarning
 from dynamix.trainer.gradient.updates import Updates
 from dynamix.trainer.gradient.weighting import BaseHook, GradientHook, Reduction
 from dynamix.trainer.gradient.weights import StepWeights
 from dynamix.trainer.job.identity import MemoryCaps
-from dynamix.trainer.job.options import (
-    JobOptions,
-    NoiseMetric,
-    bounds_of,
-    check_exchange_options,
-    check_hook_options,
-    check_local_options,
-    family_of,
-    fewest_samples,
-    job_family,
-    served_exchange,
-    warn_of_two_momenta,
-)
+from dynamix.trainer.job.options import NoiseMetric, options_of, warn_of_two_momenta
 from dynamix.trainer.local_steps.rounds import LocalSteps
-from dynamix.trainer.loggers.delivery import Loggers, MetricHistory, MetricLogger, find_loggers
+from dynamix.trainer.loggers import MetricLogger, find_loggers
+from dynamix.trainer.loggers.delivery import Loggers, MetricHistory
 from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
 from dynamix.trainer.measurement.energy import energy_meter, unmeasured
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
@@ -68,9 +63,8 @@ from dynamix.trainer.steering.run import Run
 from dynamix.trainer.steering.steering import Adoption, Steering, WindowEnd
 from dynamix.trainer.wire.client import BusClient, Transport
 
-from .arguments import names_of, policy_options_of, sizes_of, whole_number
 from .rendezvous import Rendezvous, meet_ranks
-from .session import ExitRules, Session
+from .session import ExitRules, Gradients, Session
 from .settings import Environment, read_environment
 
 Connect = BusSettings | Transport | Literal[False] | None
@@ -113,10 +107,6 @@ _log = logging.getLogger("dynamix.trainer")
 
 SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""
-WINDOW_STEPS = 10
-MIN_WINDOW_S = 1.0
-"""Windows of a script that does not say how long they shall be, with divisors for periods of local steps. Their end
-costs some 6 ms of a processor on each host, 1 to 2 % of a second on half of one (docs/overhead.md)."""
 
 
 def attach(
@@ -247,6 +237,7 @@ def attach(
         ValueError: for what cannot work, naming the value, the limit and how to fix it.
         RuntimeError: when torch.distributed is not initialised, or the model has a communication hook already.
     """
+    given = dict(locals())
     models = [unwrapped(each) for each in (model if isinstance(model, Sequence) else [model])]
     optimizers = [unwrapped_optimizer(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     if not models or not optimizers:
@@ -255,55 +246,20 @@ def attach(
     world_size = world_size_of(models, environment.launch.world_size)
     averaging = averaging_of(models, weighting, world_size)
     forget_imports()
-    exchange, servers = served_exchange(exchange, environment.trainer.gradient_servers)
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
-    check_hook_options(averaging, len(models), codec, base_hook, noise_metric)
-    check_exchange_options(averaging, exchange, codec, base_hook)
-    check_local_options(exchange, optimizers, counts_in_batches=count_tokens is not None)
-    sizes = sizes_of(local_batch_size, world_size)
+    options = options_of(
+        *(given, models, optimizers),
+        averaging=averaging,
+        world_size=world_size,
+        margin_steps=drawn_ahead(loader_options) + look_ahead + SPARE_STEPS,
+        policy=environment.trainer.policy,
+        gradient_servers=environment.trainer.gradient_servers,
+    )
     metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0))
-    lower, upper = bounds_of(
-        *(sizes, global_batch, (min_local_batch_size, max_local_batch_size)),
-        fewest_samples(models, whole_number("gradient_accumulation_steps", gradient_accumulation_steps)),
-    )
-    margin_steps = drawn_ahead(loader_options) + look_ahead + SPARE_STEPS + (exchange in ("lossy", "local"))
-    options = JobOptions(
-        local_batch_sizes=sizes,
-        base_global_batch_size=sum(sizes) if base_global_batch_size is None else base_global_batch_size,
-        window_steps=WINDOW_STEPS * -(-margin_steps // WINDOW_STEPS) if window_steps is None else window_steps,
-        min_window_s=MIN_WINDOW_S if window_steps is None else 0.0,
-        min_local_batch_size=lower,
-        max_local_batch_size=upper,
-        max_lag_windows=max_lag_windows,
-        margin_steps=margin_steps,
-        policy=environment.trainer.policy or policy or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
-        policy_options=policy_options_of(policy_options),
-        optimizer_family=optimizer_family or family_of(optimizers[0]),
-        learning_rate_rule=learning_rate_rule,
-        reduction=reduction,
-        seed=seed,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        noise_every=noise_every,
-        noise_decay=noise_decay,
-        noise_metric=noise_metric,
-        global_batch=global_batch,
-        micro_batch_size=micro_batch_size,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        supports_tracking=averaging == "hook" and base_hook is None and codec == EXACT.codec,
-        codec=codec,
-        exchange="exact" if isinstance(exchange, Exchange) else exchange,
-        fixed_exchange=exchange if isinstance(exchange, Exchange) else None,
-        gradient_servers=servers,
-        supports_exchange=averaging == "hook" and base_hook is None and codec == EXACT.codec,
-        table_share=table_share(models),
-        family=job_family(family, models, optimizers, dataset, learning_rate_rule),
-        explores=names_of("explores", explores, "learning_rate"),
-        objective=objective,
-    )
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
     if token_counts is not None:
-        orders.count_by_tokens(token_counts, dataset, most=min(upper, micro_batch_size or upper))
+        most = options.max_local_batch_size
+        orders.count_by_tokens(token_counts, dataset, most=min(most, micro_batch_size or most))
     accumulates = micro_batch_size is not None or gradient_accumulation_steps > 1
     if accumulates:
         check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
@@ -320,8 +276,6 @@ def attach(
         energy=None if objective == "time" else energy_meter(device, Path(environment.trainer.powercap)),
     )
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
-
-    clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
     _connect(orders, met.collectives, dataset, loader_options, sys._getframe(1))  # noqa: SLF001 - the script that calls
     plan_sampler = sampler_of(
         *(orders, run.schedule),
@@ -332,56 +286,16 @@ def attach(
         ),
     )
     loader = Loader(dataset, plan_sampler, options=loader_options, look_ahead=look_ahead, count_tokens=count_tokens)
-    gradient_servers = GradientServers(servers, met.identity.job, met.place.rank, world_size)
-    exchanges = JobExchange(run.schedule, gradient_servers, is_decided=options.supports_exchange)
-    losses = _warn(
-        options,
-        models,
-        optimizers,
-        rank=met.place.rank,
-        has_equal_data=shuffle and sampler is None and not isinstance(dataset, IterableDataset),
-        weighs_samples=count_tokens is None and token_counts is None,
-    )
-    adaptive = weakref.WeakSet(optimizers if noise_metric == "adam" else ())  # a session ends with its last name
-
-    def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
-        return GradientHook(
-            covered.process_group,
-            clock,
-            weights,
-            reduction=reduction,
-            noise_every=noise_every,
-            second_moments=SecondMoments(adaptive) if noise_metric == "adam" else None,
-            base_hook=base_hook,
-            base_state=base_hook_state,
-            codec=find_codec(codec),
-            exchange=exchanges.of_model(covered),
-            losses=losses,
-        )
-
-    weights = StepWeights(
-        None if count_tokens is None else met.collectives,
-        by_samples=count_tokens is None and token_counts is None,
-        base_size=options.base_batch_size if reduction == "sum" else None,
-    )
-    covered_models = CoveredModels(
-        make_hook if averaging == "hook" else None,
-        reduction,
-        weights,
-        exchanges,
-        weighs_alone=averaging == "none" and (accumulates or reduction == "sum"),
-        losses=losses,
-    )
-    schedulers = Schedulers()
-    updates = Updates(
+    clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
+    gradients = _gradients(
+        *(given, models, optimizers),
+        run=run,
         loader=loader,
-        before_update=_before_update(
-            *(loader, clock, covered_models, schedulers), warns=global_batch == "adaptive" and met.place.rank == 0
-        ),
-        factor=lambda samples: FACTORS[learning_rate_rule](samples / run.options.base_global_batch_size),
-        warns=met.place.rank == 0,
+        clock=clock,
+        collectives=met.collectives,
+        averaging=averaging,
+        weighs_alone=averaging == "none" and (accumulates or reduction == "sum"),
     )
-    _cover(models, optimizers, covered_models, updates)
     meter = RankMeter(
         rank=met.place.rank,
         local_rank=met.place.local_rank,
@@ -390,14 +304,14 @@ def attach(
         device=device,
         reduction=reduction,
         times_split=averaging == "hook",
-        learning_rate=while_it_lives(updates.newest_rate, None),
-        coded=while_it_lives(covered_models.coded, CodedSquares()),
+        learning_rate=while_it_lives(gradients.updates.newest_rate, None),
+        coded=while_it_lives(gradients.models.coded, CodedSquares()),
         energy_j=unmeasured if met.energy is None else met.energy.take_j,
     )
     transport = transport_of(connect, bus, met, environment, hears_traces=run.traces is not None)
     history = MetricHistory(metric_loggers, transport)
-    window_end = WindowEnd(run, meter, met.collectives, transport, history, losses=losses)
-    exchanges.on_connect = window_end.expect_sockets
+    window_end = WindowEnd(run, meter, met.collectives, transport, history, losses=gradients.losses)
+    gradients.exchanges.on_connect = window_end.expect_sockets
     return Session(
         run,
         loader=loader,
@@ -412,15 +326,7 @@ def attach(
         ),
         transport=transport,
         history=history,
-        models=covered_models,
-        updates=updates,
-        local_steps=LocalSteps(
-            *(exchanges, covered_models, updates, met.collectives.gather_objects),
-            noise_every=noise_every if noise_metric == "gradient" else None,
-        ),
-        schedulers=schedulers,
-        losses=losses,
-        needs_scaling=averaging == "loss",
+        gradients=gradients,
         memory_caps=caps,
         exit_rules=ExitRules(
             close_timeout_s=environment.trainer.close_timeout_s,
@@ -429,45 +335,95 @@ def attach(
     )
 
 
-def _warn(
-    options: JobOptions,
+def _gradients(
+    given: Mapping[str, Any],
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     *,
-    rank: int,
-    has_equal_data: bool,
-    weighs_samples: bool,
-) -> LossWarnings | None:
-    """Warn in rank 0 of what trains wrong; returns what warns of it later, where batches can differ."""
-    if rank != 0:
-        return None
-    warn_of_two_momenta(options.initial_allocation.exchange, optimizers)
-    sizes = options.local_batch_sizes
-    if len(sizes) == 1 or (options.policy == "static" and len(set(sizes)) == 1):
-        return None
-    losses = LossWarnings(
-        is_sum=options.reduction == "sum",
-        weighs_samples=weighs_samples,
-        is_joint=needs_equal_steps(models),
-        has_equal_data=has_equal_data,
-        is_in_parts=options.micro_batch_size is not None,
+    run: Run,
+    loader: Loader,
+    clock: AnyClock,
+    collectives: AnyCollectives,
+    averaging: Averaging,
+    weighs_alone: bool,
+) -> Gradients:
+    """What weighs, exchanges and applies gradients; `given` are the arguments of `attach` that are no options."""
+    options, is_first = run.options, run.place.rank == 0
+    by_samples = given["count_tokens"] is None and given["token_counts"] is None
+    servers = GradientServers(options.gradient_servers, run.identity.job, run.place.rank, collectives.world_size)
+    exchanges = JobExchange(run.schedule, servers, is_decided=options.supports_exchange)
+    losses, sizes = None, options.local_batch_sizes
+    if is_first:
+        warn_of_two_momenta(options.initial_allocation.exchange, optimizers)
+    if is_first and len(sizes) > 1 and (options.policy != "static" or len(set(sizes)) > 1):
+        losses = LossWarnings(
+            is_sum=options.reduction == "sum",
+            weighs_samples=by_samples,
+            is_joint=needs_equal_steps(models),
+            has_equal_data=options.shuffle
+            and given["sampler"] is None
+            and not isinstance(loader.dataset, IterableDataset),
+            is_in_parts=options.micro_batch_size is not None,
+        )
+        losses.look_at_modules(models)
+    # what hooks hold must not hold the optimizers: a session ends with its last name
+    adaptive = weakref.WeakSet(optimizers if options.noise_metric == "adam" else ())
+    base_hook, base_state = given["base_hook"], given["base_hook_state"]
+
+    def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
+        return GradientHook(
+            covered.process_group,
+            clock,
+            weights,
+            reduction=options.reduction,
+            noise_every=options.noise_every,
+            second_moments=SecondMoments(adaptive) if options.noise_metric == "adam" else None,
+            base_hook=base_hook,
+            base_state=base_state,
+            codec=find_codec(options.codec),
+            exchange=exchanges.of_model(covered),
+            losses=losses,
+        )
+
+    weights = StepWeights(
+        None if given["count_tokens"] is None else collectives,
+        by_samples=by_samples,
+        base_size=options.base_batch_size if options.reduction == "sum" else None,
     )
-    losses.look_at_modules(models)
-    return losses
+    covered_models = CoveredModels(
+        make_hook if averaging == "hook" else None,
+        options.reduction,
+        weights,
+        exchanges,
+        weighs_alone=weighs_alone,
+        losses=losses,
+    )
+    schedulers = Schedulers()
+    watch = StepScheduleWarning(schedulers) if options.global_batch == "adaptive" and is_first else None
 
+    def before_update(optimizer: torch.optim.Optimizer) -> None:
+        clock.before_update()
+        covered_models.accumulation.check_gradients()
+        if watch is not None:
+            watch.observe_update(optimizer, loader.position.epoch)
 
-def _cover(
-    models: Sequence[torch.nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    covered_models: CoveredModels,
-    updates: Updates,
-) -> None:
+    updates = Updates(
+        loader=loader,
+        before_update=before_update,
+        factor=lambda samples: FACTORS[options.learning_rate_rule](samples / run.options.base_global_batch_size),
+        warns=is_first,
+    )
     for model in models:
         covered_models.cover(model)
     for optimizer in optimizers:
         updates.cover(optimizer)
     if covered_models.has_hooks:
         covered_models.watch_others()
+    local_steps = LocalSteps(
+        *(exchanges, covered_models, updates, collectives.gather_objects),
+        noise_every=options.noise_every if options.noise_metric == "gradient" else None,
+    )
+    return Gradients(covered_models, updates, local_steps, schedulers, exchanges, losses, averaging == "loss")
 
 
 def _connect(
@@ -484,18 +440,3 @@ def _connect(
             "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave shuffle=False "
             "out of attach to shuffle as it does"
         )
-
-
-def _before_update(
-    loader: Loader, clock: AnyClock, models: CoveredModels, schedulers: Schedulers, *, warns: bool
-) -> Callable[[torch.optim.Optimizer], None]:
-    """What is to be done right before an optimizer steps."""
-    watch = StepScheduleWarning(schedulers) if warns else None
-
-    def before_update(optimizer: torch.optim.Optimizer) -> None:
-        clock.before_update()
-        models.accumulation.check_gradients()
-        if watch is not None:
-            watch.observe_update(optimizer, loader.position.epoch)
-
-    return before_update

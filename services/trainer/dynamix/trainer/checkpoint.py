@@ -23,9 +23,6 @@ from .steering.run import Run
 _log = logging.getLogger("dynamix.trainer")
 
 VERSION = 7
-READABLE = (3, 4, 5, 6, 7)
-"""In version 3 an allocation had sizes and a split only; before 5 noise averages were sums, with their weight; before 6
-speeds were averaged otherwise, so that they are measured again; before 7 nothing was known of how gradients travel."""
 
 Residuals = dict[str, dict[str, torch.Tensor]]
 """What the sums of one model lack on one rank, by codec and parameter."""
@@ -75,8 +72,8 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
     Raises:
         ValueError: when it is of another version, or was saved over other data.
     """
-    if state.get("version") not in READABLE:
-        raise ValueError(f"session state of version {state.get('version')!r}: this program reads versions 3 to 7")
+    if state.get("version") != VERSION:
+        raise ValueError(f"session state of version {state.get('version')!r}: this program reads version {VERSION}")
     if (data := DataIdentity(**state["data"])) != run.data:
         differing = ", ".join(
             f"{name} {was!r}, now {now!r}"
@@ -94,21 +91,19 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         known = (dict(enumerate(caps)), dict(enumerate(state["memory_caps"])))
         caps = merge_caps(known, len(caps), run.options.max_local_batch_size, run.options.min_local_batch_size)
     run.use_identity(run.identity._replace(generation=generation, max_local_batch_sizes=caps))
-    is_same_script = state.get("local_batch_sizes", ours := list(run.options.local_batch_sizes)) == ours
+    is_same_script = state["local_batch_sizes"] == list(run.options.local_batch_sizes)
     if not is_same_world or is_same_script:
-        base = state.get("base_global_batch_size", run.options.base_global_batch_size)
-        run.options = replace(run.options, base_global_batch_size=base)
+        run.options = replace(run.options, base_global_batch_size=state["base_global_batch_size"])
     if is_same_world and (is_same_script or run.options.global_batch == "adaptive"):
-        _restore_schedule(run, entries, is_same_policy=state.get("decided_by") == _policy_of(run))
+        _restore_schedule(run, entries, is_same_policy=state["decided_by"] == _policy_of(run))
     else:
         total = run.options.local_batch_sizes if is_same_world else entries[0].allocation.local_batch_sizes
         run.schedule.reset(position.step, _rescaled(run, sum(total)))
-    if is_same_world and state["version"] >= 6:
+    if is_same_world:
         run.fast_loop.tracker.filter.restore(FilterState(*map(tuple, state["speeds"])))
-        run.fast_loop.pace = LoopPace(*state.get("pace", ()))
-    average = NoiseAverage if state["version"] >= 5 else NoiseAverage.of_sums
-    run.noise = average(run.options.noise_decay, *state["noise"])
-    run.num_epochs = state.get("num_epochs")
+        run.fast_loop.pace = LoopPace(*state["pace"])
+    run.noise = NoiseAverage(run.options.noise_decay, *state["noise"])
+    run.num_epochs = state["num_epochs"]
     return position
 
 
@@ -118,15 +113,15 @@ def residuals_of(run: Run, state: dict[str, Any], step: int) -> list[Residuals]:
     Every rank has its own: one that loads what another saved begins without, which loses a fraction of one gradient.
     """
     codec = run.schedule.allocation_at(step).exchange.codec
-    of_this = state.get("rank") == run.place.rank and state["world_size"] == len(run.options.local_batch_sizes)
-    saved: list[Residuals] = state.get("residuals", []) if of_this else []
+    of_this = state["rank"] == run.place.rank and state["world_size"] == len(run.options.local_batch_sizes)
+    saved: list[Residuals] = state["residuals"] if of_this else []
     return [{name: parts for name, parts in each.items() if name == codec} for each in saved]
 
 
 def outer_momentum_of(run: Run, state: dict[str, Any], step: int) -> list[dict[str, torch.Tensor]]:
     """The saved momentum of outer steps, by model; any rank's, since all have the same. None where none rules."""
     has_momentum = run.schedule.allocation_at(step).exchange.outer_momentum > 0
-    saved: list[dict[str, torch.Tensor]] = state.get("outer_momentum", []) if has_momentum else []
+    saved: list[dict[str, torch.Tensor]] = state["outer_momentum"] if has_momentum else []
     return saved
 
 

@@ -94,7 +94,7 @@ def meet_ranks(
             energy=None if energy is None else energy.offer,
         )
     )
-    if launch.elastic and collectives.rank == 0 and collectives.world_size > 1:
+    if launch.elastic and not launch.connects_late and collectives.rank == 0 and collectives.world_size > 1:
         _forget_addresses()  # after the gather: all ranks are connected
     check_alike(peers)
     if energy is not None:

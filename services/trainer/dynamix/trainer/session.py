@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.trainer.arguments import share, whole_number
+from dynamix.trainer.communication.job_exchange import JobExchange
 from dynamix.trainer.communication.scaled_residuals import GradientScaler, ScaledResiduals
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.plan import MicroBatch
@@ -165,6 +166,19 @@ class SessionView:
 _log = logging.getLogger("dynamix.trainer")
 
 
+class Gradients(NamedTuple):
+    """What weighs, exchanges and applies gradients."""
+
+    models: CoveredModels
+    updates: Updates
+    local_steps: LocalSteps
+    schedulers: Schedulers
+    exchanges: JobExchange
+    losses: LossWarnings | None
+    needs_scaling: bool
+    """Whether the script weighs each loss by `session.scale_loss`."""
+
+
 class Session(SessionView):
     """Handle of one attached training job; made by `dynamix.trainer.attach`.
 
@@ -180,29 +194,24 @@ class Session(SessionView):
         steering: Steering,
         transport: Transport,
         history: MetricHistory,
-        models: CoveredModels,
-        updates: Updates,
-        local_steps: LocalSteps,
-        schedulers: Schedulers,
-        losses: LossWarnings | None,
-        needs_scaling: bool,
+        gradients: Gradients,
         memory_caps: MemoryCaps,
         exit_rules: ExitRules,
     ) -> None:
-        """Made by `attach`; `needs_scaling` says that the script weighs each loss by `scale_loss`."""
+        """Made by `attach`."""
         self._run = run
         self._loader = loader
         self._meter = meter
         self._steering = steering
         self._transport = transport
         self._history = history
-        self._models = models
-        self._updates = updates
-        self._local = local_steps
-        self._schedulers = schedulers
+        self._models = models = gradients.models
+        self._updates = gradients.updates
+        self._local = gradients.local_steps
+        self._schedulers = gradients.schedulers
         self._scaled = ScaledResiduals(lambda: models.exchanges, warns=run.place.rank == 0)
-        self._losses = losses
-        self._needs_scaling = needs_scaling
+        self._losses = gradients.losses
+        self._needs_scaling = gradients.needs_scaling
         self._memory_caps = memory_caps
         self._exit_rules = exit_rules
         loader.bind(

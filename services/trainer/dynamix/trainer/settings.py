@@ -11,7 +11,6 @@ from dynamix.runtime.settings import BusSettings, SharedSettings
 from dynamix.runtime.settings import read as read_settings
 
 from .job.identity import Launch
-from .measurement.energy import POWERCAP
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +26,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Messages kept while the bus is away; beyond it the oldest report is given up."""
     gradient_servers: str = ""
     """Addresses of gradient servers, HOST:PORT with commas between them: they sum the job's gradients."""
-    powercap: str = str(POWERCAP)
+    powercap: str = "/sys/class/powercap"
     """Folder of the processors' energy counters (RAPL), where a container has the host's at another place."""
     close_timeout_s: float = 2.0
     """How long the end of the training may wait for the last messages to leave."""
@@ -73,6 +72,7 @@ def _launch(environ: Mapping[str, str]) -> Launch:
         max_restarts=int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
         world_size=int(environ.get("WORLD_SIZE", "1")),
         elastic="TORCHELASTIC_RUN_ID" in environ,
+        connects_late=environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "true", "yes", "on"),
         log_directory=_log_directory(environ.get("TORCHELASTIC_ERROR_FILE", "")),
     )
 

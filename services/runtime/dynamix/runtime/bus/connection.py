@@ -580,6 +580,7 @@ class BrokerConnection:
             self._refused_logins += 1
             if self._refused_logins >= MAX_REFUSED_LOGINS:  # it came back with other users: end, to read ours again
                 self._report_closed(self._login.refusal())
+            return  # the end says why
         kind = type(error).__name__
         if self._limit.allow(kind) if self.connected.is_set() else self._is_new_reason(error):
             logger.warning("bus: %s", describe(error), extra={"suppressed": self._limit.suppressed(kind)})
@@ -619,7 +620,8 @@ class BrokerConnection:
         if self._closing or self._reported:
             return
         self._reported = True
-        logger.error("the connection to the bus is closed for good: %s", reason)
+        if not self._while_waiting:  # else the caller reports it, and connects again
+            logger.error("the connection to the bus is closed for good: %s", reason)
         for callback in list(self._on_closing):
             callback()
         if self._on_closed is not None:

@@ -3,7 +3,10 @@
 import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from msgspec import Meta
 
 from dynamix.schemas.messages.policies import PolicyOptions
 from dynamix.schemas.messages.policy_options import OPTION_BOUNDS, VERSION, option_value
@@ -60,6 +63,31 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Raise ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name}={value!r}: use one of {', '.join(choices)}")
+
+
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """An option's value, by the type and bounds that it is declared with; only plain types are checked.
+
+    Raises:
+        TypeError: for another type.
+        ValueError: outside of the bounds, or for what is no choice.
+    """
+    if get_origin(hint) in (Union, UnionType):
+        if value is None:
+            return None
+        hint = get_args(hint)[0]
+    meta = next((each for each in get_args(hint) if isinstance(each, Meta)), Meta())
+    plain = hint if meta == Meta() else get_args(hint)[0]
+    if plain is bool:
+        check_switch(name, value)
+    elif get_origin(plain) is Literal:
+        check_choice(name, value, get_args(plain))
+    elif plain in (int, float):
+        value = whole_number(name, value) if plain is int else number(name, value)
+        if (meta.ge is not None and value < meta.ge) or (meta.lt is not None and not value < meta.lt):
+            limit = "" if meta.lt is None else f", below {meta.lt}"
+            raise ValueError(f"{name}={value}: use at least {meta.ge}{limit}")
+    return value
 
 
 def share(name: str, value: Any) -> float:

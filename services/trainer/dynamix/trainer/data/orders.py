@@ -240,11 +240,11 @@ def _pieces(value: Any, found: list[bytes | npt.NDArray[Any]]) -> list[bytes | n
         text = value[:: len(value) // MOST_ELEMENTS or 1]
         found.append(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
     elif value is None or isinstance(value, (int, float, np.generic)):
-        found.append(repr(value).encode())
+        found.append(np.array([value]) if isinstance(value, (float, np.floating)) else repr(value).encode())
     elif isinstance(value, (list, tuple)):
         few = value[:: len(value) // MOST_NUMBERS or 1]
         if all(type(item) is int or type(item) is float for item in few):
-            found.append(repr(few).encode())
+            found.append(np.array(few, float) if any(type(item) is float for item in few) else repr(few).encode())
         else:
             for item in few:
                 _pieces(item, found)

@@ -157,11 +157,13 @@ class StreamEnds:
         Raises:
             ValueError: when they are not.
         """
-        self._store.set(f"end/{epoch}", str(num_samples))
+        first = int(self._store.compare_set(f"end/{epoch}", "", str(num_samples)))  # the first rank's that got there
+        if first != num_samples:
+            self._tell(epoch, min(first, num_samples), max(first, num_samples))
 
         def look() -> None:
             if self._store.check([f"passed/{epoch}"]):
-                raise ValueError(_differing_ends(epoch, num_samples, self._store.get(f"passed/{epoch}").decode()))
+                raise ValueError(self._store.get(f"passed/{epoch}").decode())
 
         ends = self._exchange.gather_numbers((num_samples, read), look)
         for rank, end in enumerate(ends):
@@ -178,10 +180,14 @@ class StreamEnds:
         if self._store.check([f"end/{epoch}"]):
             end = int(self._store.get(f"end/{epoch}"))
             if end < num_samples:
-                more = f"rank {self._exchange.rank} has read {num_samples}"
-                self._store.set(f"passed/{epoch}", more)
-                _log.error("%s", _differing_ends(epoch, end, more))
+                self._tell(epoch, end, num_samples)
                 self._stop()
+
+    def _tell(self, epoch: int, end: int, num_samples: int) -> None:
+        """Tell a rank that waits at the end of an epoch that the stream is longer on this one, or shorter."""
+        text = _differing_ends(epoch, end, f"another one has read {num_samples}, as rank {self._exchange.rank} found")
+        self._store.set(f"passed/{epoch}", text)
+        _log.error("%s", text)
 
 
 def _watch(held: "weakref.ref[StreamEnds]", stop: threading.Event) -> None:

@@ -34,6 +34,9 @@ class Launch(NamedTuple):
     elastic: bool = False
     """Whether an elastic agent started this process."""
 
+    connects_late: bool = False
+    """Whether gloo connects two ranks only when they first exchange something (TORCH_GLOO_LAZY_INIT)."""
+
     log_directory: str = ""
     """Created by the agent for its launch; known to its workers also when a wrapper script stands between."""
 

@@ -4,12 +4,13 @@ import hashlib
 import logging
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import torch
+from msgspec import Meta
 
 from dynamix.runtime.extensions import extension_names
 from dynamix.schemas.messages import OptimizerFamily
@@ -27,10 +28,12 @@ from dynamix.schemas.messages.allocation import (
     is_permitted,
 )
 from dynamix.schemas.messages.policies import (
+    DEFAULT_POLICY,
     EXCHANGE_OPTIONS,
     KEEPS_GLOBAL_BATCH,
     OUR_POLICIES,
     RECURRING,
+    SPLIT_POLICY,
     STIGMERGY,
     GlobalBatch,
     PolicyOptions,
@@ -41,14 +44,17 @@ from dynamix.schemas.subjects import is_token
 from dynamix.trainer.arguments import (
     check_choice,
     check_policy_options,
-    check_switch,
-    number,
+    checked,
+    names_of,
+    policy_options_of,
+    sizes_of,
     whole_number,
 )
 from dynamix.trainer.communication.gradient_servers import split_address
+from dynamix.trainer.exchange.embedding_tables import table_share
 from dynamix.trainer.exchange.registry import CODECS, GROUP, exchange_codec
 from dynamix.trainer.gradient.codecs import find_codec
-from dynamix.trainer.gradient.learning_rate import FACTORS, Rule
+from dynamix.trainer.gradient.learning_rate import Rule
 from dynamix.trainer.gradient.models import Averaging
 from dynamix.trainer.gradient.weighting import BaseHook, Reduction
 
@@ -56,11 +62,13 @@ NoiseMetric = Literal["gradient", "adam"]
 
 _log = logging.getLogger("dynamix.trainer")
 
-WHOLE_NUMBERS = (
-    *("base_global_batch_size", "window_steps", "min_local_batch_size", "max_local_batch_size", "max_lag_windows"),
-    *("seed", "noise_every", "micro_batch_size", "gradient_accumulation_steps"),
-)
-"""The options that count something; `None` where they may be left out."""
+WINDOW_STEPS = 10
+MIN_WINDOW_S = 1.0
+"""Windows of a script that does not say how long they shall be, with divisors for periods of local steps. Their end
+costs some 6 ms of a processor on each host, 1 to 2 % of a second on half of one (docs/overhead.md)."""
+
+AtLeast0 = Annotated[int, Meta(ge=0)]
+AtLeast1 = Annotated[int, Meta(ge=1)]
 
 ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "adafactor", "lamb", "novograd", "shampoo", "yogi")
 """Parts of class names of optimizers that divide by a running gradient norm."""
@@ -71,12 +79,12 @@ class JobOptions:
     """The steering of a job; all ranks hold the same."""
 
     local_batch_sizes: tuple[int, ...]
-    base_global_batch_size: int
-    window_steps: int
+    base_global_batch_size: AtLeast1
+    window_steps: AtLeast1
     """Optimizer steps of a window, or of a part of it."""
-    min_local_batch_size: int
-    max_local_batch_size: int
-    max_lag_windows: int
+    min_local_batch_size: AtLeast0
+    max_local_batch_size: AtLeast1
+    max_lag_windows: AtLeast1
     margin_steps: int
     """Steps between an action's broadcast and the boundary at which it starts to rule."""
     policy: str
@@ -84,20 +92,20 @@ class JobOptions:
     optimizer_family: OptimizerFamily
     learning_rate_rule: Rule
     reduction: Reduction
-    seed: int
+    seed: AtLeast0
     shuffle: bool
     drop_last: bool
     """Whether an epoch ends before a step that it cannot fill."""
-    noise_every: int
+    noise_every: AtLeast1
     """Steps between two measurements of the gradient noise."""
-    noise_decay: float
+    noise_decay: Annotated[float, Meta(ge=0, lt=1)]
     noise_metric: NoiseMetric = "gradient"
     """What its squared norms are of: the gradient, or the gradient as Adam divides it."""
     global_batch: GlobalBatch = "adaptive"
     """Whether decisions may change the sum of the sizes."""
-    micro_batch_size: int | None = None
+    micro_batch_size: AtLeast1 | None = None
     """Most samples that a rank computes one gradient on."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: AtLeast1 = 1
     """Gradients that a rank computes in a step, each of a loss divided by it."""
     supports_tracking: bool = False
     """Whether the ranks can divide a global batch among themselves."""
@@ -152,29 +160,27 @@ class JobOptions:
             TypeError: for what is of another type than the option.
             ValueError: for what cannot work; each text names the value, the limit and how to fix it.
         """
-        self._check_types()
-        if self.window_steps < 1:
-            raise ValueError(f"window_steps={self.window_steps}: a window has at least 1 step")
-        if not 0 <= self.min_local_batch_size <= self.max_local_batch_size or self.max_local_batch_size < 1:
+        for name, hint in get_type_hints(JobOptions, include_extras=True).items():
+            object.__setattr__(self, name, checked(name, getattr(self, name), hint))
+        if self.min_local_batch_size > self.max_local_batch_size:
             raise ValueError(
                 f"bounds [{self.min_local_batch_size}, {self.max_local_batch_size}] hold no batch size: "
                 "use 0 <= min_local_batch_size <= max_local_batch_size"
             )
         for rank, size in enumerate(self.local_batch_sizes):
-            self._check_size(rank, size)
-        if sum(self.local_batch_sizes) < 1 or self.base_global_batch_size < 1:
+            if not self.min_local_batch_size <= size <= self.max_local_batch_size:
+                raise ValueError(
+                    f"local_batch_size={size} of rank {rank} is outside "
+                    f"[{self.min_local_batch_size}, {self.max_local_batch_size}]: "
+                    "pass min_local_batch_size or max_local_batch_size to attach"
+                )
+        if sum(self.local_batch_sizes) < 1:
             raise ValueError("a step needs at least one sample over all ranks")
-        check_choice("learning_rate_rule", self.learning_rate_rule, FACTORS)
-        check_choice("reduction", self.reduction, ("mean", "sum"))
-        check_choice("noise_metric", self.noise_metric, ("gradient", "adam"))
-        check_choice("global_batch", self.global_batch, ("fixed", "adaptive"))
-        self._check_accumulation()
-        if self.noise_every < 1:
-            raise ValueError(f"noise_every={self.noise_every}: measure at least on every step, 1")
-        if not 0 <= self.noise_decay < 1:
-            raise ValueError(f"noise_decay={self.noise_decay} is outside [0, 1)")
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} is negative")
+        if self.gradient_accumulation_steps > 1 and self.micro_batch_size is not None:
+            raise ValueError(
+                "micro_batch_size and gradient_accumulation_steps exclude each other: drop gradient_accumulation_steps "
+                "and do not divide the loss, or drop micro_batch_size and divide it by gradient_accumulation_steps"
+            )
         if not (isinstance(self.policy, str) and is_token(self.policy)):
             raise ValueError(
                 f"policy={self.policy!r}: a policy's name has 1 to 63 of the characters a-z, 0-9 and '-'; pass its "
@@ -195,33 +201,6 @@ class JobOptions:
             "policy_options": dict(self.policy_options),
         }
 
-    def _check_types(self) -> None:
-        for name in WHOLE_NUMBERS:
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, whole_number(name, value))
-        for name in ("shuffle", "drop_last"):
-            check_switch(name, getattr(self, name))
-        object.__setattr__(self, "noise_decay", number("noise_decay", self.noise_decay))
-
-    def _check_size(self, rank: int, size: int) -> None:
-        if not self.min_local_batch_size <= size <= self.max_local_batch_size:
-            raise ValueError(
-                f"local_batch_size={size} of rank {rank} is outside "
-                f"[{self.min_local_batch_size}, {self.max_local_batch_size}]: "
-                "pass min_local_batch_size or max_local_batch_size to attach"
-            )
-
-    def _check_accumulation(self) -> None:
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size={self.micro_batch_size}: a micro-batch has at least 1 sample")
-        if self.gradient_accumulation_steps < 1:
-            raise ValueError(f"gradient_accumulation_steps={self.gradient_accumulation_steps}: a step has at least 1")
-        if self.gradient_accumulation_steps > 1 and self.micro_batch_size is not None:
-            raise ValueError(
-                "micro_batch_size and gradient_accumulation_steps exclude each other: drop gradient_accumulation_steps "
-                "and do not divide the loss, or drop micro_batch_size and divide it by gradient_accumulation_steps"
-            )
-
     def _check_explores(self) -> None:
         for each in self.explores:
             check_choice("explores", each, get_args(Explored))
@@ -229,7 +208,6 @@ class JobOptions:
             raise ValueError(
                 f"explores={list(self.explores)} is between the runs of a family: add family='auto', or a name"
             )
-        check_choice("objective", self.objective, get_args(Objective))
         if self.objective != "time" and not self.explores:
             raise ValueError(
                 f"objective={self.objective!r} is what runs that try something out are compared by: add "
@@ -239,7 +217,6 @@ class JobOptions:
             raise ValueError("explores='exchange' has nothing to explore: use it with exchange='lossy' or 'local'")
 
     def _check_exchange(self) -> None:
-        check_choice("exchange", self.exchange, get_args(ExchangePermission))
         for name in self.named_codecs:
             if self.exchange == "exact" and not exchange_codec(name).is_lossless:
                 raise ValueError(
@@ -311,6 +288,70 @@ class JobOptions:
                 f"batches ahead: an action would be {shortest} windows old, max_lag_windows={self.max_lag_windows}; "
                 "use longer windows or less num_workers * prefetch_factor"
             )
+
+
+def options_of(
+    given: Mapping[str, Any],
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    averaging: Averaging,
+    world_size: int,
+    margin_steps: int,
+    policy: str,
+    gradient_servers: str,
+) -> JobOptions:
+    """The options that `attach` was `given` by its argument's names, with what follows from models and environment.
+
+    Args:
+        given: the arguments.
+        models: without wrappers.
+        optimizers: likewise.
+        averaging: who averages gradients.
+        world_size: number of ranks.
+        margin_steps: steps between a broadcast and its effect that prefetching demands.
+        policy: overrules the argument where it is not empty.
+        gradient_servers: addresses from the environment.
+
+    Raises:
+        TypeError: for what is of another type than the option.
+        ValueError: for what cannot work.
+    """
+    exchange, servers = served_exchange(given["exchange"], gradient_servers)
+    codec, base_hook, in_batches = given["codec"], given["base_hook"], given["count_tokens"] is not None
+    check_hook_options(averaging, len(models), codec, base_hook, given["noise_metric"])
+    check_exchange_options(averaging, exchange, codec, base_hook)
+    check_local_options(exchange, optimizers, counts_in_batches=in_batches)
+    sizes, global_batch = sizes_of(given["local_batch_size"], world_size), given["global_batch"]
+    num_batches = whole_number("gradient_accumulation_steps", given["gradient_accumulation_steps"])
+    lower, upper = bounds_of(
+        *(sizes, global_batch, (given["min_local_batch_size"], given["max_local_batch_size"])),
+        fewest_samples(models, num_batches),
+    )
+    margin_steps += exchange in ("lossy", "local")
+    window_steps, base = given["window_steps"], given["base_global_batch_size"]
+    is_ours = averaging == "hook" and base_hook is None and codec == EXACT.codec
+    derived = {
+        "local_batch_sizes": sizes,
+        "base_global_batch_size": sum(sizes) if base is None else base,
+        "window_steps": WINDOW_STEPS * -(-margin_steps // WINDOW_STEPS) if window_steps is None else window_steps,
+        "min_window_s": MIN_WINDOW_S if window_steps is None else 0.0,
+        "min_local_batch_size": lower,
+        "max_local_batch_size": upper,
+        "margin_steps": margin_steps,
+        "policy": policy or given["policy"] or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
+        "policy_options": policy_options_of(given["policy_options"]),
+        "optimizer_family": given["optimizer_family"] or family_of(optimizers[0]),
+        "supports_tracking": is_ours,
+        "supports_exchange": is_ours,
+        "exchange": "exact" if isinstance(exchange, Exchange) else exchange,
+        "fixed_exchange": exchange if isinstance(exchange, Exchange) else None,
+        "gradient_servers": servers,
+        "table_share": table_share(models),
+        "family": job_family(given["family"], models, optimizers, given["dataset"], given["learning_rate_rule"]),
+        "explores": names_of("explores", given["explores"], "learning_rate"),
+    }
+    return JobOptions(**{each.name: given[each.name] for each in fields(JobOptions) if each.name in given} | derived)
 
 
 def bounds_of(

@@ -16,11 +16,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from dynamix.runtime.extensions import extension_names, load_extension
 from dynamix.schemas.messages import JobTotals, Reward
 from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy
 from dynamix.trainer.wire.client import INBOX_REWARDS, Transport
@@ -42,50 +39,6 @@ class MetricLogger(Protocol):
 
     def close(self) -> None:
         """The job has ended: write what is buffered."""
-
-
-class BuiltIn(NamedTuple):
-    """A logger of ours."""
-
-    module: str
-    name: str
-    package: str = ""
-    """What it needs to be installed; empty when nothing is needed."""
-
-
-BUILT_IN = {
-    "csv": BuiltIn("tools", "CsvLogger"),
-    "jsonl": BuiltIn("tools", "JsonlLogger"),
-    "mlflow": BuiltIn("tools", "MlflowLogger", "mlflow"),
-    "tensorboard": BuiltIn("tools", "TensorBoardLogger", "tensorboard"),
-    "wandb": BuiltIn("tools", "WandbLogger", "wandb"),
-}
-
-
-def find_loggers(loggers: Sequence[str | MetricLogger], *, rank: int) -> list[MetricLogger]:
-    """Loggers by their names, or the objects themselves; made in global rank 0, in others only looked up.
-
-    Raises:
-        ValueError: on all ranks alike when no logger has a name, or the package it needs is not installed; in rank 0
-            when what is registered cannot be made or does not fit the protocol.
-    """
-    registered = extension_names("dynamix.loggers")
-    for logger in loggers:
-        if not isinstance(logger, str):
-            continue
-        if (found := BUILT_IN.get(logger)) is not None:
-            if found.package and not _is_installed(found.package):
-                raise ValueError(
-                    f"logger {logger!r} needs the package {found.package}, which is not installed here: "
-                    f"pip install 'dynamix-batch[{logger}]'"
-                )
-        elif logger not in registered:
-            known = ", ".join(sorted({*BUILT_IN, *registered}))
-            raise ValueError(
-                f"neither is {logger!r} a logger of DYNAMIX, nor does an installed package register it (group "
-                f"dynamix.loggers): known are {known}"
-            )
-    return [_made(logger) for logger in loggers] if rank == 0 else []
 
 
 class Loggers:
@@ -130,50 +83,27 @@ class Loggers:
         working = list(self._loggers)
         while (item := self._queue.get()) is not None:
             step, metrics = item
-            working = [logger for logger in working if _logged(logger, step, metrics)]
+            for logger in tuple(working):
+                is_done = True
+                with _goes_on(logger):
+                    logger.log(metrics, step=step)
+                    is_done = False
+                if is_done:
+                    working.remove(logger)
+                    with _goes_on(logger):
+                        logger.close()
         for logger in working:
-            _close(logger)
+            with _goes_on(logger):
+                logger.close()
 
 
-def _logged(logger: MetricLogger, step: int, metrics: Metrics) -> bool:
-    """Whether the logger took the metrics; one that raised is closed and not asked again."""
+@contextlib.contextmanager
+def _goes_on(logger: MetricLogger) -> Iterator[None]:
+    """Log whatever code of the user's raises: training goes on without that logger."""
     try:
-        logger.log(metrics, step=step)
-    except Exception:  # noqa: BLE001 - whatever code of the user's raises, training goes on without it
+        yield
+    except Exception:  # noqa: BLE001 - whatever a user's logger raises
         _log.exception("metric logger %s failed and gets no more metrics; training goes on", type(logger).__name__)
-        _close(logger)
-        return False
-    return True
-
-
-def _close(logger: MetricLogger) -> None:
-    try:
-        logger.close()
-    except Exception:  # noqa: BLE001 - as above
-        _log.exception("metric logger %s could not be closed", type(logger).__name__)
-
-
-def _made(logger: str | MetricLogger) -> MetricLogger:
-    if not isinstance(logger, str):
-        return _checked(logger)
-    if logger in BUILT_IN:
-        ours = BUILT_IN[logger]
-        return _checked(getattr(import_module(f".{ours.module}", __package__), ours.name)())
-    found = load_extension("dynamix.loggers", logger, _checked)
-    assert found is not None, "its name is registered"
-    return found
-
-
-def _is_installed(package: str) -> bool:
-    """Whether it can be imported; a directory without code does not count: W&B makes one of its own name."""
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None
-
-
-def _checked(found: object) -> MetricLogger:
-    if not isinstance(found, MetricLogger):
-        raise TypeError(f"{type(found).__name__} is no metric logger: it needs log(metrics, *, step) and close()")
-    return found
 
 
 KEPT_WINDOWS = 4096

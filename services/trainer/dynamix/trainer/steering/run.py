@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -114,36 +115,23 @@ class Reporter:
     def specification(self, *, total_samples: int | None, end_reason: str | None = None) -> Job:
         """The job's specification: running, or ended for a reason."""
         options, initial = self._options, self._initial
-        return Job(
-            job=self._identity.job,
-            generation=self._identity.generation,
-            phase="running" if end_reason is None else "ended",
-            world_size=len(initial.local_batch_sizes),
-            nodes=self._identity.nodes,
-            window_steps=options.window_steps,
-            initial_local_batch_sizes=initial.local_batch_sizes,
-            base_global_batch_size=options.base_global_batch_size,
-            min_local_batch_size=options.min_local_batch_size,
-            max_local_batch_sizes=self._identity.max_local_batch_sizes,
-            optimizer_family=options.optimizer_family,
-            policy=options.policy,
-            seed=options.seed,
-            total_samples=total_samples,
-            max_lag_windows=options.max_lag_windows,
-            policy_options=dict(options.policy_options),
-            end_reason=(end_reason or "")[:MAX_REASON],
-            supports_tracking=options.supports_tracking,
-            initial_split=initial.split,
-            learning_rate_rule=options.learning_rate_rule,
-            global_batch=options.global_batch,
-            exchange=options.exchange,
-            initial_exchange=initial.exchange,
-            supports_exchange=options.supports_exchange and options.lasting_exchange is None,
-            table_share=options.table_share,
-            family=options.family,
-            explores=options.explores,
-            objective=options.objective,
-        )
+        shared = {name: getattr(options, name) for name in Job.__struct_fields__ if hasattr(options, name)}
+        own: dict[str, Any] = {
+            "job": self._identity.job,
+            "generation": self._identity.generation,
+            "phase": "running" if end_reason is None else "ended",
+            "world_size": len(initial.local_batch_sizes),
+            "nodes": self._identity.nodes,
+            "initial_local_batch_sizes": initial.local_batch_sizes,
+            "max_local_batch_sizes": self._identity.max_local_batch_sizes,
+            "total_samples": total_samples,
+            "policy_options": dict(options.policy_options),
+            "end_reason": (end_reason or "")[:MAX_REASON],
+            "initial_split": initial.split,
+            "initial_exchange": initial.exchange,
+            "supports_exchange": options.supports_exchange and options.lasting_exchange is None,
+        }
+        return Job(**shared | own)
 
     def report(
         self,

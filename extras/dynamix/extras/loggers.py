@@ -1,99 +1,23 @@
-"""Loggers into files, TensorBoard, Weights & Biases and MLflow; packages are imported with the first window."""
+"""Loggers into TensorBoard, Weights & Biases and MLflow; their packages are imported with the first window."""
 
-import csv
-import io
-import json
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dynamix.runtime import output_files
-from dynamix.runtime.output_files import FileKind
-
-from .delivery import Metrics
-
-_JSONL = FileKind("a file of metrics as lines of JSON", lambda head: head.startswith(b'{"step": '))
-_CSV = FileKind("a CSV file of metrics", lambda head: head.startswith(b"step,"))
-
-
-class JsonlLogger:
-    """Appends each window as a line of JSON to a file, by default `<job>.jsonl` in the working directory."""
-
-    def __init__(self, path: str | Path | None = None) -> None:
-        """A restarted job goes on in the same file. Raises ValueError when something else is there."""
-        self._path = _checked(path, _JSONL)
-
-    def log(self, metrics: Metrics, *, step: int) -> None:
-        """Append a line; the file is complete after each."""
-        if self._path is None:
-            self._path = _checked(f"{metrics['job']}.jsonl", _JSONL)
-            assert self._path is not None, "it has a name now"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
-
-    def close(self) -> None:
-        """Nothing is buffered."""
-
-
-class CsvLogger:
-    """Appends each window as a row to a CSV file, by default `<job>.csv` in the working directory.
-
-    A metric that was not known before becomes a further column: then the file is written again as a whole.
-    """
-
-    def __init__(self, path: str | Path | None = None) -> None:
-        """A restarted job goes on in the same file. Raises ValueError when something else is there."""
-        self._path = _checked(path, _CSV)
-        self._columns: list[str] = []
-
-    def log(self, metrics: Metrics, *, step: int) -> None:
-        """Append a row; the file is complete after each."""
-        if self._path is None:
-            self._path = _checked(f"{metrics['job']}.csv", _CSV)
-            assert self._path is not None, "it has a name now"
-        row = {"step": step, **metrics}
-        self._columns = self._columns or _columns_of(self._path)
-        if new := [name for name in row if name not in self._columns]:
-            self._columns += new
-            _widen(self._path, self._columns)
-        with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow(row)
-
-    def close(self) -> None:
-        """Nothing is buffered."""
-
-
-def _checked(path: str | Path | None, kind: FileKind) -> Path | None:
-    if path is None:
-        return None
-    output_files.check(Path(path), kind, make_parents=True)
-    return Path(path)
-
-
-def _columns_of(path: Path) -> list[str]:
-    """The columns of a file that is there already."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return next(csv.reader(file), [])
-
-
-def _widen(path: Path, columns: list[str]) -> None:
-    """Write the file again with these columns; rows that lack one have an empty field."""
-    rows: list[dict[str, str]] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    content = io.StringIO(newline="")
-    writer = csv.DictWriter(content, columns)
-    writer.writeheader()
-    writer.writerows(rows)
-    output_files.write(path, content.getvalue().encode(), make_parents=True)
-
+from dynamix.trainer.loggers import Metrics
 
 JOB_TAG = "dynamix.job"
+PREFIX = "dynamix/"
+"""In front of our metrics in W&B: the script may log a `loss` of its own in the same run."""
+
+
+def _require(package: str) -> None:
+    """Make sure that a package is installed; a directory without code does not count: W&B makes one of its own name."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"the package {package} is not installed here: pip install 'dynamix-batch[{package}]'")
 
 
 class MlflowLogger:
@@ -107,6 +31,7 @@ class MlflowLogger:
         self, run_id: str | None = None, *, experiment: str = "Default", tracking_uri: str | None = None
     ) -> None:
         """Log into a run; `tracking_uri` when not given is MLflow's own (`MLFLOW_TRACKING_URI`)."""
+        _require("mlflow")
         # MLflow's active run is one per thread: asked for here, in the script's; without an import there is none
         active = sys.modules["mlflow"].active_run() if run_id is None and "mlflow" in sys.modules else None
         self._run_id: str | None = run_id if active is None else active.info.run_id
@@ -118,8 +43,8 @@ class MlflowLogger:
 
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Log a window in one request, and the texts that are others than before."""
-        from mlflow.entities import Metric, RunTag  # noqa: PLC0415 - an extra, and slow to import
-        from mlflow.tracking import MlflowClient  # noqa: PLC0415
+        from mlflow.entities import Metric, RunTag
+        from mlflow.tracking import MlflowClient
 
         if self._client is None:
             self._client = MlflowClient(self._tracking_uri)
@@ -158,6 +83,7 @@ class TensorBoardLogger:
 
     def __init__(self, log_dir: str | Path | None = None, *, writer: Any = None) -> None:
         """Write into a directory, by default `runs/<job>`; or by a `SummaryWriter` of the script, which stays open."""
+        _require("tensorboard")
         self._log_dir = log_dir
         self._writer = writer
         self._is_own = writer is None
@@ -166,7 +92,7 @@ class TensorBoardLogger:
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Write a window, and flush: TensorBoard shows it at once."""
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, and slow to import
+            from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._log_dir or Path("runs") / str(metrics["job"])))
         for name, value in metrics.items():
@@ -183,10 +109,6 @@ class TensorBoardLogger:
             self._writer.close()
 
 
-PREFIX = "dynamix/"
-"""In front of our metrics: the script may log a `loss` of its own in the same run."""
-
-
 class WandbLogger:
     """Logs each window into the script's run, else into a run of its own with the job's id, over restarts the same.
 
@@ -195,6 +117,7 @@ class WandbLogger:
 
     def __init__(self, run: Any = None, **init: Any) -> None:
         """Log into a `run`; else into the script's; else `wandb.init(**init)` makes one, for example in a project."""
+        _require("wandb")
         self._run = run
         self._init = init
         self._is_own = False
@@ -213,7 +136,7 @@ class WandbLogger:
             self._run.finish()
 
     def _begin(self, job: str) -> None:
-        import wandb  # noqa: PLC0415 - an extra, and slow to import
+        import wandb
 
         self._run = self._run or wandb.run
         self._is_own = self._run is None
