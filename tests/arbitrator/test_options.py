@@ -1,7 +1,7 @@
 import pytest
 from tests.support import examples
 
-from dynamix.arbitrator.policies.options import Option, check_options, option, switch, tracks
+from dynamix.arbitrator.policies.options import Option, check_options, switch, tracks
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.messages.policies import STIGMERGY
 from dynamix.schemas.messages.policy_options import OPTION_BOUNDS, Bounds
@@ -20,17 +20,6 @@ def test_an_unknown_option_is_refused_with_the_list_of_known_ones() -> None:
 def test_a_value_out_of_bounds_is_refused_with_the_bounds(value: float) -> None:
     with pytest.raises(ValueError, match="must be from 0 to 1: weight of the newest"):
         check_options("rule", OPTIONS, {"smoothing": value})
-
-
-def test_a_switch_is_on_or_off() -> None:
-    check_options("rule", OPTIONS, {"track": 1.0, "step": 0.0})
-    with pytest.raises(ValueError, match=r"track=0.5 .* must be a whole number"):
-        check_options("rule", OPTIONS, {"track": 0.5})
-
-
-def test_what_the_job_does_not_say_has_its_default() -> None:
-    assert option(OPTIONS, examples.job(), "smoothing") == 0.3
-    assert option(OPTIONS, examples.job(policy_options={"smoothing": 0.7}), "smoothing") == 0.7
 
 
 def test_only_a_job_that_can_is_left_to_divide_its_batch() -> None:

@@ -18,7 +18,7 @@ from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Applied, Job
 from dynamix.schemas.streams import FEED, JOBS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def used_per_epoch(job: TrainingJob) -> dict[int, list[int]]:

@@ -21,7 +21,7 @@ async def next_action(plane: ControlPlane, job: Job, window: int, num_actions: i
 async def test_a_restarted_arbitrator_keeps_the_version_and_the_next_generation_takes_the_newest() -> None:
     async with control_plane("collector") as plane:
         store = PolicyStore(plane.bus)
-        first = await store.put("mine", SHRINKS, feature_version=1)
+        first = await store.put("mine", SHRINKS)
         await plane.start("arbitrator")
         job = one_node_job(policy="mine")
         await plane.bus.publish(job)
@@ -29,7 +29,7 @@ async def test_a_restarted_arbitrator_keeps_the_version_and_the_next_generation_
         assert (action.policy, action.policy_version, action.policy_digest) == ("mine", 1, first.digest)
         assert action.deltas == (-25,) * 4
 
-        second = await store.put("mine", GROWS, feature_version=1)
+        second = await store.put("mine", GROWS)
         assert (await next_action(plane, job, 1, 2)).policy_version == 1
         plane.services["arbitrator"].kill()
         await plane.start("arbitrator")

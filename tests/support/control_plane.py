@@ -57,7 +57,7 @@ class ControlPlane:
         """The job's actions so far."""
         return [message for _, message in await self.messages(ACTIONS.name, subjects.of("action", job))]  # type: ignore[misc]
 
-    async def wait_for(self, stream: str, subject: str, count: int, timeout_s: float = 60.0) -> list[Message]:
+    async def wait_for(self, stream: str, subject: str, count: int, timeout_s: float = 120.0) -> list[Message]:
         """The first `count` messages on a subject, once they are there."""
         found: list[Message] = []
         async with asyncio.timeout(timeout_s), self.bus.consume(stream, [subject], start="all") as consumer:

@@ -106,19 +106,9 @@ class PolicyCatalogue(NamedTuple):
 
     async def entries(self) -> list[AvailablePolicy]:
         """All versions: by name, the newest first."""
-        found = [_shipped(name)[0] for name in shipped_names()]
-        found += [
-            AvailablePolicy(
-                name=stored.name,
-                version=stored.version,
-                origin="bus",
-                num_bytes=stored.num_bytes,
-                feature_version=stored.feature_version,
-                sha256=stored.digest.hex(),
-                stored_at=stored.stored_at,
-            )
-            for stored in ([] if self.store is None else await self.store.versions())
-        ]
+        stored = [] if self.store is None else await self.store.versions()
+        found = [_available(one.name, one.version, "bus", one.data, one.stored_at) for one in stored]
+        found += [_available(name, SHIPPED_VERSION, "shipped", shipped_policy(name) or b"") for name in shipped_names()]
         return sorted(found, key=lambda entry: (entry.name, -entry.version))
 
     async def read(self, name: str, version: int | None) -> tuple[AvailablePolicy, bytes]:
@@ -126,8 +116,9 @@ class PolicyCatalogue(NamedTuple):
         entries = await self.entries()
         for entry in entries:
             if entry.name == name and version in (None, entry.version):
-                bus = entry.origin == "bus"
-                return entry, (await self.on_bus().get(name, entry.version))[1] if bus else _shipped(name)[1]
+                shipped = shipped_policy(name) or b""
+                is_shipped = entry.origin == "shipped"
+                return entry, shipped if is_shipped else (await self.on_bus().get(name, entry.version)).data
         if versions := [str(entry.version) for entry in entries if entry.name == name]:
             text = f"policy {name!r} has no version {version}: there is {', '.join(versions)}"
         else:
@@ -136,19 +127,19 @@ class PolicyCatalogue(NamedTuple):
         raise CommandError(f"{text} ({self.absence})" if self.absence else text)
 
 
-def _shipped(name: str) -> tuple[AvailablePolicy, bytes]:
-    data = shipped_policy(name)
-    assert data is not None, "a listed file is there"
-    metadata, _ = _read(data)  # `show` says what is wrong with a file without them
-    entry = AvailablePolicy(
+def _available(
+    name: str, version: int, origin: Literal["bus", "shipped"], data: bytes, stored_at: str = ""
+) -> AvailablePolicy:
+    metadata, _ = _read(data)  # `show` tells what is wrong with a file without them
+    return AvailablePolicy(
         name=name,
-        version=SHIPPED_VERSION,
-        origin="shipped",
+        version=version,
+        origin=origin,
         num_bytes=len(data),
         feature_version=metadata.feature_version if metadata else 0,
         sha256=hashlib.sha256(data).hexdigest(),
+        stored_at=stored_at,
     )
-    return entry, data
 
 
 @contextlib.asynccontextmanager
@@ -163,7 +154,7 @@ async def opened() -> AsyncIterator[PolicyCatalogue]:
                     await bus.stream_state(POLICIES.name)
                     catalogue = PolicyCatalogue(PolicyStore(bus))
                 except StreamMissingError:
-                    absence = f"the broker at {where} has no bucket for policies: run `dynamix provision`"
+                    absence = f"the broker at {where} has no stream for policies: run `dynamix provision`"
                     catalogue = PolicyCatalogue(None, absence)
                 yield catalogue
     except NoBrokerError:
@@ -202,7 +193,7 @@ async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
         metadata = PolicyFile.from_bytes(data, str(arguments.file)).metadata
         metadata.make_action_set()
     name = arguments.name or metadata.policy
-    stored = await catalogue.on_bus().put(name, data, feature_version=metadata.feature_version)
+    stored = await catalogue.on_bus().put(name, data)
     entry, _ = await catalogue.read(stored.name, stored.version)
     return _done(entry, "stored on the bus: jobs of this policy that start from now on take it", {})
 

@@ -1,17 +1,15 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
 import logging
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
@@ -29,7 +27,7 @@ from dynamix.trainer.data.loader import (
     orders_of,
     sampler_of,
 )
-from dynamix.trainer.data.orders import Orders, OwnSampler
+from dynamix.trainer.data.orders import OwnSampler
 from dynamix.trainer.data.plan import Division, SamplerOptions
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.gradient.accumulation import check_accumulation, needs_equal_steps
@@ -276,7 +274,7 @@ def attach(
         energy=None if objective == "time" else energy_meter(device, Path(environment.trainer.powercap)),
     )
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
-    _connect(orders, met.collectives, dataset, loader_options, sys._getframe(1))  # noqa: SLF001 - the script that calls
+    orders.connect(met.collectives, dataset, loader_options)
     plan_sampler = sampler_of(
         *(orders, run.schedule),
         SamplerOptions(
@@ -424,19 +422,3 @@ def _gradients(
         noise_every=options.noise_every if options.noise_metric == "gradient" else None,
     )
     return Gradients(covered_models, updates, local_steps, schedulers, exchanges, losses, averaging == "loss")
-
-
-def _connect(
-    orders: Orders, collectives: AnyCollectives, dataset: Dataset[Any], options: LoaderOptions, caller: FrameType
-) -> None:
-    """Connect the orders of all ranks, and warn of a shuffle=False that a script has kept from beside a sampler."""
-    orders.connect(collectives, dataset, options)
-    if orders.identity.shuffle or orders.identity.sampler or collectives.rank > 0:
-        return
-    values = [*caller.f_globals.values(), *caller.f_locals.values()]
-    if any(value is DistributedSampler or type(value) is DistributedSampler for value in values):
-        _log.warning(
-            "shuffle=False uses the samples in the data set's order in every epoch, but this script knows a "
-            "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave shuffle=False "
-            "out of attach to shuffle as it does"
-        )

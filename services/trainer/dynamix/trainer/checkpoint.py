@@ -190,14 +190,3 @@ def warn_of_fewer_epochs(run: Run, num_epochs: int, done: int) -> None:
             planned,
             planned,
         )
-
-
-def warn_of_used_samples(run: Run, epoch: int, used: int) -> None:
-    """Warn of a loop before the first epoch, such as a search for a learning rate: its samples count as trained."""
-    if used and run.place.rank == 0:
-        _log.warning(
-            "session.epochs begins in epoch %d with %d samples used by a loop before it: for a trial use a DataLoader "
-            "of its own before attach, or end its session by session.close() and attach again",
-            epoch,
-            used,
-        )

@@ -157,9 +157,10 @@ class StreamEnds:
         Raises:
             ValueError: when they are not.
         """
-        first = int(self._store.compare_set(f"end/{epoch}", "", str(num_samples)))  # the first rank's that got there
-        if first != num_samples:
-            self._tell(epoch, min(first, num_samples), max(first, num_samples))
+        mine = (num_samples, self._exchange.rank)
+        first = _numbers(self._store.compare_set(f"end/{epoch}", "", f"{num_samples} {self._exchange.rank}"))
+        if first[0] != num_samples:  # `first` is of the rank that got there before all others
+            self._tell(epoch, min(first, mine)[0], max(first, mine))
 
         def look() -> None:
             if self._store.check([f"passed/{epoch}"]):
@@ -178,16 +179,22 @@ class StreamEnds:
         """Look whether another rank is at an end that this one has passed, and say so: to it, and in the log."""
         epoch, num_samples = self.passed
         if self._store.check([f"end/{epoch}"]):
-            end = int(self._store.get(f"end/{epoch}"))
+            end, _ = _numbers(self._store.get(f"end/{epoch}"))
             if end < num_samples:
-                self._tell(epoch, end, num_samples)
+                self._tell(epoch, end, (num_samples, self._exchange.rank))
                 self._stop()
 
-    def _tell(self, epoch: int, end: int, num_samples: int) -> None:
-        """Tell a rank that waits at the end of an epoch that the stream is longer on this one, or shorter."""
-        text = _differing_ends(epoch, end, f"another one has read {num_samples}, as rank {self._exchange.rank} found")
+    def _tell(self, epoch: int, end: int, more: tuple[int, int]) -> None:
+        """Tell a rank that waits at the end of an epoch how many samples another one has read, and say so here."""
+        text = _differing_ends(epoch, end, f"rank {more[1]} has read {more[0]}")
         self._store.set(f"passed/{epoch}", text)
         _log.error("%s", text)
+
+
+def _numbers(stored: bytes | str) -> tuple[int, int]:
+    """How many samples a rank has read, and which rank."""
+    num_samples, rank = stored.split()
+    return int(num_samples), int(rank)
 
 
 def _watch(held: "weakref.ref[StreamEnds]", stop: threading.Event) -> None:

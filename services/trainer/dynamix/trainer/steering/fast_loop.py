@@ -19,6 +19,7 @@ compute for less than `SHORT_S`, only one of `SHORT_EVERY` steps is measured, af
 
 import math
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
 from typing import NamedTuple
 
 from dynamix.schemas.apportion import divide_by_time
@@ -84,6 +85,7 @@ class FilterState(NamedTuple):
     moments: tuple[float, ...]
 
 
+@dataclass(slots=True)
 class RankRate:
     """Seconds per sample of one rank.
 
@@ -95,32 +97,19 @@ class RankRate:
     chart): beyond `EVIDENCE` all since the sum was zero are the new average.
     """
 
-    NUM_NUMBERS = 9
-
-    __slots__ = (
-        "_newest",
-        "_num_seen",
-        "_number",
-        "_run_length",
-        "_run_total",
-        "_sum",
-        "_suspect",
-        "noise_2",
-        "value",
-    )
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        """0: never measured."""
-        self.noise_2 = FIRST_NOISE * FIRST_NOISE
-        """Square of the noise, relative."""
-        self._number = 0.0
-        """Measurements since the last change."""
-        self._num_seen = 0.0
-        self._newest = 0.0
-        self._suspect = 0.0
-        """Side to which the newest measurement was an outlier: 1 slower, -1 faster, 0 it was none."""
-        self._sum = self._run_length = self._run_total = 0.0
+    value: float = 0.0
+    """0: never measured."""
+    noise_2: float = FIRST_NOISE * FIRST_NOISE
+    """Square of the noise, relative."""
+    _number: float = 0.0
+    """Measurements since the last change."""
+    _num_seen: float = 0.0
+    _newest: float = 0.0
+    _suspect: float = 0.0
+    """Side to which the newest measurement was an outlier: 1 slower, -1 faster, 0 it was none."""
+    _sum: float = 0.0
+    _run_length: float = 0.0
+    _run_total: float = 0.0
 
     def begin(self, value: float, number: float = 1.0) -> None:
         """Become the mean of so many measurements."""
@@ -188,43 +177,23 @@ class RankRate:
         self._run_total += measured
         return abs(self._sum) > EVIDENCE
 
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """What `restore` takes."""
-        return (
-            *(self.value, self.noise_2, self._number, self._num_seen, self._newest, self._suspect),
-            *(self._sum, self._run_length, self._run_total),
-        )
 
-    def restore(self, numbers: Sequence[float]) -> None:
-        """Go on from saved numbers."""
-        self.value, self.noise_2, self._number, self._num_seen, self._newest, self._suspect = numbers[:6]
-        self._sum, self._run_length, self._run_total = numbers[6:]
-
-
+@dataclass(slots=True)
 class FixedCost:
     """Fits what one rank does once per step, in samples, from its times at different sizes.
 
     A line through the newest measurements, weighted: number, means of sizes and times, and their (co)variances.
     """
 
-    NUM_MOMENTS = 9
-
-    __slots__ = (
-        "_both",
-        "_newest_size",
-        "_number",
-        "_size",
-        "_size_2",
-        "_slowdown",
-        "_slowdown_age",
-        "_time_2",
-        "_time_s",
-    )
-
-    def __init__(self) -> None:
-        self._number = self._size = self._time_s = self._size_2 = self._both = self._time_2 = 0.0
-        self._newest_size = self._slowdown = self._slowdown_age = 0.0
+    _number: float = 0.0
+    _size: float = 0.0
+    _time_s: float = 0.0
+    _size_2: float = 0.0
+    _both: float = 0.0
+    _time_2: float = 0.0
+    _newest_size: float = 0.0
+    _slowdown: float = 0.0
+    _slowdown_age: float = 0.0
 
     def observe(self, size: int, time_s: float) -> None:
         """Take in the time of a step."""
@@ -277,19 +246,6 @@ class FixedCost:
             return None
         fixed = self._time_s * self._size_2 / self._both - self._size
         return int(min(max(fixed, 0.0), most))
-
-    @property
-    def moments(self) -> tuple[float, ...]:
-        """What `restore` takes."""
-        return (
-            *(self._number, self._size, self._time_s, self._size_2, self._both, self._time_2),
-            *(self._newest_size, self._slowdown, self._slowdown_age),
-        )
-
-    def restore(self, moments: Sequence[float]) -> None:
-        """Go on from saved moments."""
-        self._number, self._size, self._time_s, self._size_2, self._both, self._time_2 = moments[:6]
-        self._newest_size, self._slowdown, self._slowdown_age = moments[6:]
 
 
 class RateFilter:
@@ -391,10 +347,10 @@ class RateFilter:
     def state(self) -> FilterState:
         """What `restore` takes."""
         return FilterState(
-            tuple(value for rate in self._rates for value in rate.numbers),
+            tuple(value for rate in self._rates for value in astuple(rate)),
             tuple(self.fixed),
             tuple(self._is_fitted),
-            tuple(value for fit in self._fits for value in fit.moments),
+            tuple(value for fit in self._fits for value in astuple(fit)),
         )
 
     def restore(self, state: FilterState) -> None:
@@ -405,11 +361,9 @@ class RateFilter:
         """
         if len(state.fixed) != len(self._rates):
             raise ValueError(f"rates of {len(state.fixed)} ranks for a world of {len(self._rates)}")
-        for rate, numbers in zip(self._rates, _parts(state.rates, RankRate.NUM_NUMBERS), strict=True):
-            rate.restore(numbers)
+        self._rates = [RankRate(*numbers) for numbers in _parts(state.rates, len(fields(RankRate)))]
         self.fixed, self._is_fitted = list(state.fixed), list(state.is_fitted)
-        for fit, moments in zip(self._fits, _parts(state.moments, FixedCost.NUM_MOMENTS), strict=True):
-            fit.restore(moments)
+        self._fits = [FixedCost(*moments) for moments in _parts(state.moments, len(fields(FixedCost)))]
 
 
 def _parts(values: Sequence[float], length: int) -> list[Sequence[float]]:

@@ -56,22 +56,33 @@ class Adoption:
         return self._posted is not None
 
     def post(self, effective_step: int) -> None:
-        """Send rank 0's newest action to all ranks, to rule from `effective_step` on."""
+        """Send rank 0's newest action to all ranks, and this node's newest trace, for `effective_step` and later."""
         action = self._newest_action(self._run.windows.window_of(effective_step))
         self._collectives.post_decision(None if action is None else action.allocation)
         self._posted = effective_step, action
+        run = self._run
+        if run.traces is not None:
+            trace = self._transport.newest_trace
+            fits = trace is not None and (trace.job, trace.generation) == (run.identity.job, run.identity.generation)
+            mine = {run.place.node: trace} if trace is not None and fits and run.place.local_rank == 0 else {}
+            self._collectives.post_numbers(run.traces.numbers_of(mine))
 
     def complete(self) -> None:
         """Adopt, or not, what rank 0 sent: every rank the same, at the same step. Nothing where nothing was posted."""
         posted, self._posted = self._posted, None
-        if posted is None or (decision := self._collectives.take_decision()) is None:
+        if posted is None:
             return
-        effective_step, action = posted
-        self._assert_not_drawn(effective_step)
-        self._run.schedule.drop_before(effective_step - self._run.options.margin_steps)
-        self._run.fast_loop.adopt(effective_step, decision)
-        if action is not None:
-            self._publish_receipt(action, effective_step)
+        (effective_step, action), run = posted, self._run
+        if (decision := self._collectives.take_decision()) is not None:
+            self._assert_not_drawn(effective_step)
+            run.schedule.drop_before(effective_step - run.options.margin_steps)
+            run.fast_loop.adopt(effective_step, decision)
+            if action is not None:
+                self._publish_receipt(action, effective_step)
+        if run.traces is not None:  # behind the decision, which says of such a job that nothing was decided
+            run.traces.take(self._collectives.take_numbers(), run.windows.window_of(effective_step))
+            fewest, upper = run.options.min_local_batch_size, run.identity.max_local_batch_sizes
+            run.traces.revise(run.schedule, effective_step, fewest, upper)
 
     def track(self, position: Position, seconds_per_sample: list[float], counts: tuple[int, ...]) -> None:
         """Let the fast loop split again; one step less ahead than `post`, since nothing has to be sent first.
@@ -109,43 +120,6 @@ class Adoption:
     def _assert_not_drawn(self, effective_step: int) -> None:
         drawn = self._sampler.last_drawn_step
         assert effective_step > drawn, f"step {effective_step} may change, but step {drawn} is drawn already"
-
-
-class FieldExchange:
-    """One rank's side of it; in jobs of other policies it does nothing."""
-
-    def __init__(self, run: Run, collectives: AnyCollectives, transport: Transport) -> None:
-        self._run = run
-        self._collectives = collectives
-        self._transport = transport
-        self._effective_step: int | None = None
-        """From which step on the field rules that is on its way to all ranks."""
-
-    def post(self, effective_step: int) -> None:
-        """Send the newest trace of this node's agent to all ranks, to rule from `effective_step` on."""
-        run = self._run
-        if run.traces is None:
-            return
-        trace = self._transport.newest_trace
-        fits = trace is not None and (trace.job, trace.generation) == (run.identity.job, run.identity.generation)
-        mine = {run.place.node: trace} if trace is not None and fits and run.place.local_rank == 0 else {}
-        self._collectives.post_numbers(run.traces.numbers_of(mine))
-        self._effective_step = effective_step
-
-    def complete(self) -> None:
-        """Let the sizes rule that follow from what was sent. Nothing where nothing was posted."""
-        effective_step, self._effective_step = self._effective_step, None
-        run = self._run
-        if effective_step is None or run.traces is None:
-            return
-        run.traces.take(self._collectives.take_numbers(), run.windows.window_of(effective_step))
-        fewest, upper = run.options.min_local_batch_size, run.identity.max_local_batch_sizes
-        run.traces.revise(run.schedule, effective_step, fewest, upper)
-
-
-SPECIFIED_EVERY = 64
-"""Windows after which the job's specification is published again. While the broker remembers it, it drops this one as a
-duplicate; one that lost or evicted the entry has it back."""
 
 
 class WindowEnd:
@@ -220,8 +194,6 @@ class WindowEnd:
             )
             self._transport.publish(report)
         self._history.add_window(position.step, self._metrics(position, rows, totals, sizes, ruling))
-        if run.place.rank == 0 and (window + 1) % SPECIFIED_EVERY == 0:
-            self._transport.publish(run.specification())
         run.reporter.keep_window(rows, totals)
         self._sockets_due = self._sockets_due or window == 0
 
@@ -265,13 +237,8 @@ class Steering:
     clock: AnyClock
     collectives: AnyCollectives
     transport: Transport
-    _field_exchange: FieldExchange = field(init=False)
     _counts_before: tuple[int, ...] = field(default=(), init=False)
     _num_alike: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        """Be ready for traces, where they rule."""
-        self._field_exchange = FieldExchange(self.run, self.collectives, self.transport)
 
     def start(self, position: Position) -> None:
         """Begin the generation: all ranks make sure that they stand at the same place, rank 0 publishes the job."""
@@ -318,7 +285,6 @@ class Steering:
             self.window_end.post(position, times)
         if adopts:
             self.adoption.post(ahead)
-            self._field_exchange.post(ahead)
         self.clock.charge(time.perf_counter() - began)
 
     def _measured_counts(self, counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -331,4 +297,3 @@ class Steering:
         """Complete what the last step posted; no new collective, so that a rank may do it alone, for a checkpoint."""
         self.window_end.complete()
         self.adoption.complete()
-        self._field_exchange.complete()
