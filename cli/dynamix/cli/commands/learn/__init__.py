@@ -1,8 +1,9 @@
 """Learn a policy on virtual clusters: episodes, updates, validation, and a policy file at the end.
 
 `ppo` is a bounded residual on `rule`; `ppo-paper` is as published; `stigmergy` is a bounded residual on the wish of
-each agent, for collectors. Only scenarios with learn = true are learned from. Killed or interrupted, the same command continues to the same bits. The policy that is written is the
-best by validation (time to the target against `rule`), scored on other seeds; judge it with `dynamix evaluate`.
+each agent, for collectors. Only scenarios with learn = true are learned from. Killed or interrupted, the same command
+continues to the same bits. The policy that is written is the best by validation (time to the target against `rule`),
+scored on other seeds; judge it with `dynamix evaluate`.
 """
 
 import argparse
