@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from dynamix.cli.reference import document
+from dynamix.cli.reference.__main__ import document
 
 
 def test_the_page_is_what_the_code_says_and_everything_has_a_meaning() -> None:

@@ -1,0 +1,1 @@
+"""docs/reference.md, made of the code; `__main__` prints it."""
