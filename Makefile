@@ -7,6 +7,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 FRAMEWORKS := .venv-frameworks
 ADAPTDL := out/adaptdl
+# Python compiles what it imports; compiling all takes minutes. Some frameworks are compiled with warnings, which fail tests
+PIP    := --quiet --disable-pip-version-check --no-compile
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
@@ -26,9 +28,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch and the other packages of constraints.txt into $(VENV), once: several minutes; PyPI's torch"
 	@echo "brings several GB of CUDA libraries (README.md, \"Install\", says how to get the CPU build)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    --no-build-isolation --editable '.[train,cli,learn,dashboard,test,dev]'
+	$(BIN)/python -m pip install $(PIP) -c constraints.txt hatchling editables torch
+	$(BIN)/python -m pip install $(PIP) -c constraints.txt --no-build-isolation --editable '.[train,cli,learn,dashboard,test,dev]'
 	@touch $@
 
 data: $(DATA)/.complete ## fetch Fashion-MNIST into .data (31 MB, hash-checked when read)
@@ -50,7 +51,8 @@ test: venv data ## the tests, three at a time (ARGS="-k name"); what takes long 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow" --ignore tests/frameworks $(ARGS)
 
 test-slow: venv data ## whole jobs under torchrun, all faults in small counts, the demo, small runs of the benchmarks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist load --maxschedchunk 1 -m slow --ignore tests/frameworks $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist load --maxschedchunk 1 -m slow $(ARGS) \
+	    $$(grep -rl 'mark\.slow' tests --include='test_*.py' --exclude-dir=frameworks) # importing all others takes half a minute
 
 test-frameworks: $(FRAMEWORKS)/.installed ## what needs others' frameworks: adapters, loggers, tables; in a venv of their own
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n 2 --dist load --maxschedchunk 1 tests/frameworks $(ARGS)
@@ -61,8 +63,7 @@ venv-frameworks: $(FRAMEWORKS)/.installed ## make .venv-frameworks with the fram
 $(FRAMEWORKS)/.installed: constraints-frameworks.txt $(STAMP)
 	$(PYTHON) -m venv --clear $(FRAMEWORKS)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" >"$$($(FRAMEWORKS)/bin/python $(PURELIB))/base.pth"
-	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    -c constraints-frameworks.txt torch \
+	$(FRAMEWORKS)/bin/python -m pip install $(filter-out --no-compile,$(PIP)) -c constraints.txt -c constraints-frameworks.txt torch \
 	    accelerate lightning transformers wandb mlflow-skinny pandas pyarrow datasets webdataset torchdata \
 	    opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 	@touch $@
@@ -101,7 +102,7 @@ virtual: venv data ## experiments on virtual clusters, docs/results.md; hours; k
 # Two packages of others and one of ours that the product never needs, beside .venv and not in it.
 $(ADAPTDL)/.installed: bench/adaptdl/requirements.txt $(wildcard bench/adaptdl/*.toml bench/adaptdl/*.py) $(STAMP)
 	rm -rf $(ADAPTDL)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(ADAPTDL) --no-deps \
+	$(BIN)/python -m pip install $(PIP) --target $(ADAPTDL) --no-deps \
 	    --no-build-isolation -r bench/adaptdl/requirements.txt ./bench/adaptdl
 	@touch $@
 

@@ -471,7 +471,7 @@ def fork_ranks(data: str) -> None:
 
 # --- services and runs -----------------------------------------------------------------------------------------------
 
-ATTACH_TIMEOUT_S, END_TIMEOUT_S, READY_TIMEOUT_S = 60.0, 30.0, 120.0
+ATTACH_TIMEOUT_S, READY_TIMEOUT_S = 60.0, 120.0
 WALL_PER_TRAINED = 4.0
 """A run is ended when it takes more than so many seconds per second of training time up to its limit."""
 NOT_DECIDED = 4

@@ -37,7 +37,7 @@ wheel=$(ls "$work"/dist/dynamix_batch-*.whl)
 cd "$work" # nothing of the clone can be imported here
 unset PYTHONPATH
 "$python" -m venv empty
-empty/bin/python -m pip install --quiet --disable-pip-version-check -c "$clone/constraints.txt" \
+empty/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c "$clone/constraints.txt" \
     "$wheel[train,cli,learn,dashboard]"
 rm -rf source
 found=$(empty/bin/python -P -c 'import dynamix.schemas as package; print(package.__file__)')

@@ -64,11 +64,11 @@ def _streams() -> str:
 
 
 def _row(stream: Stream) -> str:
-    kept = ", ".join(kind.name for kind in KINDS if kind.carrier == stream.name) or f"objects: {stream.bucket}"
+    kept = ", ".join(kind.name for kind in KINDS if kind.carrier == stream.name)
     age = f"{stream.max_age_s / 86400:g} days" if stream.max_age_s else "ever"
     count = str(stream.max_messages_per_subject) if stream.max_messages_per_subject > 0 else "no limit"
     size, window = f"{stream.max_bytes >> 20} MiB", f"{stream.duplicate_window_s:g} s"
-    one = f"{stream.max_message_bytes >> 10} KiB" if stream.max_message_bytes > 0 else "as the broker"
+    one = f"{stream.max_message_bytes >> 10} KiB"
     return f"| {stream.name} | {kept} | {age} | {size} | {count} | {one} | {window} |\n"
 
 

@@ -160,14 +160,3 @@ def test_folders_never_import_each_other_in_a_circle() -> None:
     while leaves := {folder for folder in edges if not edges[folder] & edges.keys()}:
         edges = {folder: targets for folder, targets in edges.items() if folder not in leaves}
     assert edges == {}, "each of these folders imports another of them"
-
-
-def test_a_docstring_stands_alone_as_hover_text() -> None:
-    """It says what something is or returns; "Of ..." and "As ..." can only be read below the line before."""
-    found = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for path in product_files()
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if line.lstrip().startswith(('"""Of ', '"""As '))
-    ]
-    assert found == []

@@ -2,7 +2,6 @@
 
 import asyncio
 
-import msgspec
 import pytest
 from tests.support import examples
 from tests.support.old_server import OldServer
@@ -43,13 +42,6 @@ async def test_a_long_generation_is_read_completely_with_any_grace_period(bus: B
     assert (len(found.recording.actions), found.num_unrewarded) == (1, 0)
 
 
-async def test_rewards_that_do_not_come_are_counted(bus: Bus) -> None:
-    await record(bus, range(5), range(3))
-    found = await collect(bus, JOB, grace_s=NO_TIME_S, refuse=refuse)
-    assert found is not None
-    assert (len(found.recording.states), found.num_unrewarded) == (5, 2)
-
-
 async def test_the_last_rewards_are_waited_for(bus: Bus) -> None:
     await record(bus, range(5), range(3))
     reading = asyncio.create_task(collect(bus, JOB, grace_s=60, refuse=refuse))
@@ -58,15 +50,6 @@ async def test_the_last_rewards_are_waited_for(bus: Bus) -> None:
     found = await reading
     assert found is not None
     assert (len(found.recording.rewards), found.num_unrewarded) == (5, 0)
-
-
-async def test_another_generation_is_not_waited_for_and_nothing_is_no_matter(bus: Bus) -> None:
-    await record(bus, range(5), range(0))
-    other = msgspec.structs.replace(JOB, generation=1)
-    for job in (other, msgspec.structs.replace(JOB, job="unheard-of-0")):
-        found = await collect(bus, job, grace_s=60, refuse=refuse)
-        assert found is not None
-        assert (found.recording.states, found.num_unrewarded) == ([], 0)
 
 
 async def test_actions_that_were_applied_are_asked_for_again_after_a_fail_over(

@@ -15,7 +15,7 @@ from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.features import GLOBAL_INDEX
-from dynamix.schemas.messages import ExploredArm, Job, JobProfile
+from dynamix.schemas.messages import Job, JobProfile
 from dynamix.schemas.messages.allocation import Objective
 from dynamix.schemas.subjects import subject_of
 
@@ -109,17 +109,6 @@ def test_the_arm_of_least_energy_is_taken_although_another_one_is_faster(
     assert stopped == ([False] * 4 if objective == "time" else [False, True, False, False])
     assert len(profile.arms_of(objective)) == 3
     assert profile.arms_of("time" if objective == "energy" else "energy") == ()
-
-
-def test_runs_of_another_objective_are_kept_and_not_compared_with() -> None:
-    by_time, _ = chain_of("time", 3)
-    by_energy, decisions = next_run(by_time, "energy")
-    assert decisions[0].allocation.rate_factor == 1.0
-    assert by_energy.arms == by_time.arms
-    assert [record.arm for record in by_energy.energy_arms] == [ExploredArm()]
-    by_time_again, decisions = next_run(by_energy, "time")
-    assert decisions[0].allocation.rate_factor == 1.5
-    assert by_time_again.energy_arms == by_energy.energy_arms
 
 
 def test_a_run_of_unknown_energy_says_so_and_leaves_no_record() -> None:

@@ -64,7 +64,7 @@ async def test_a_job_is_held_to_the_options_and_the_version_of_an_installed_poli
     with pytest.raises(ValueError, match=r"policy 'halving' has version 3, not 2"):
         await source.choose(HALVED, examples.action(policy="halving", policy_version=2, policy_digest=b""))
     with pytest.raises(ValueError, match=r"'halving' is the name of a policy in code"):
-        await PolicyStore(bus).put("halving", b"", feature_version=1)
+        await PolicyStore(bus).put("halving", b"")
 
 
 @pytest.mark.usefixtures("example_extension")
@@ -104,14 +104,6 @@ def test_an_error_in_an_extension_names_the_policy_and_the_window(theirs: Write,
     policy = extension_policy("theirs")
     assert policy is not None
     with pytest.raises(ExtensionError, match=r"'theirs' \(their_module\.Theirs\) failed at window 4: .*: full; fix"):
-        policy.decide(HALVED, 4, None, None, b"")  # type: ignore[arg-type]  # it looks at none
-
-
-def test_something_else_than_a_decision_is_refused(theirs: Write) -> None:
-    theirs(f"{THEIRS}\nTheirs.decide = lambda *arguments: (64, 64)")
-    policy = extension_policy("theirs")
-    assert policy is not None
-    with pytest.raises(ExtensionError, match="decide returned tuple, not a Decision"):
         policy.decide(HALVED, 4, None, None, b"")  # type: ignore[arg-type]  # it looks at none
 
 

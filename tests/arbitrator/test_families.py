@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,12 +13,10 @@ from structlog.testing import capture_logs
 from tests.support import examples
 from tests.support.brokers import until
 from tests.support.old_server import OldServer
-from tests.support.recordings import JobRecording, into_arbitrator
 from tests.support.services_here import services_here
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.deciding.family_ends import MAX_TRIES, FamilyEnds
-from dynamix.arbitrator.deciding.fold import Fold
+from dynamix.arbitrator.deciding.family_ends import FamilyEnds
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
 from dynamix.arbitrator.families.profile import profile_after
 from dynamix.arbitrator.families.source import ProfileSource
@@ -108,33 +105,6 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_pauses")
-async def test_an_old_profile_shown_after_a_fail_over_costs_no_run(bus: Bus) -> None:
-    """What follows the old one is refused; more often than arbitrators compete for an end."""
-    async with following(bus, Counter()):
-        await end(bus, JOB)
-        await until_run(bus, 1)
-    old = OldServer(bus)
-    old.answer_old(2 * MAX_TRIES, PROFILE, None)
-    async with following(old, Counter()):  # type: ignore[arg-type]
-        await end(bus, msgspec.structs.replace(JOB, job="mnist-99999999"))
-        assert (await until_run(bus, 2)).job == "mnist-99999999"
-    assert old.num_asked[PROFILE] > 2 * MAX_TRIES
-
-
-@pytest.mark.usefixtures("short_pauses")
-async def test_an_old_end_of_jobs_shown_after_a_fail_over_stores_no_run_twice(bus: Bus) -> None:
-    async with following(bus, Counter()):
-        await end(bus, JOB)
-        await until_run(bus, 1)
-    old = OldServer(bus)
-    old.answer_old(4, JOBS.name, 0)
-    async with following(old, Counter()):  # type: ignore[arg-type]
-        await end(bus, msgspec.structs.replace(JOB, job="mnist-99999999"))
-        assert (await until_run(bus, 2)).job == "mnist-99999999"
-    assert old.num_asked[JOBS.name] > 4
-
-
-@pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize("num_replicas", [3, 1])
 async def test_a_run_is_kept_with_all_windows_that_the_trainer_applied(bus: Bus, num_replicas: int) -> None:
     old, decided = OldServer(bus, num_replicas), last_action()
@@ -156,12 +126,6 @@ async def test_a_run_is_kept_with_all_windows_that_the_trainer_applied(bus: Bus,
                 assert (await until_run(bus, 1)).num_windows == 12
             else:
                 await until(lambda: any(one["event"] == "what the run taught is not stored" for one in logs))
-
-
-async def test_an_end_that_no_arbitrator_saw_is_stored_by_the_next_start(bus: Bus) -> None:
-    await end(bus, JOB)
-    async with following(bus, Counter()):
-        assert (await until_run(bus, 1)).num_windows == 12
 
 
 async def test_a_forgotten_family_stays_forgotten_and_its_next_run_is_the_first(bus: Bus) -> None:
@@ -238,24 +202,6 @@ async def test_a_job_begins_with_its_familys_profile_which_is_in_its_first_actio
     await bus.publish(made_profile(run=2))  # a restart goes on from the carry
     resumed = await opened(bus, JOB)
     assert resumed._fold._carry == actions[1].carry
-
-
-async def test_a_job_without_a_family_begins_with_none(bus: Bus) -> None:
-    await bus.publish(made_profile())
-    log = await opened(bus, msgspec.structs.replace(JOB, family=""))
-    assert log._fold._carry == b""
-
-
-@pytest.mark.parametrize("is_used", [True, False])
-async def test_a_capture_replays_byte_for_byte_without_the_store(tmp_path: Path, is_used: bool) -> None:
-    profile = encode(made_profile()) if is_used else b""
-    with JobRecording(tmp_path / "job.dxc", JOB) as recording:
-        recording._fold = Fold(JOB, Rule(), None, profile)
-        for window in range(8):
-            recording.state(window)
-    assert [bool(action.profile) for action in recording.actions] == [is_used, *[False] * 7]
-    outcome = await into_arbitrator(recording.path)
-    assert (outcome.counts.num_compared, outcome.counts.num_equal) == (8, 8)
 
 
 async def test_a_service_keeps_what_a_run_taught_and_gives_it_to_the_next(bus: Bus) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import examples
@@ -13,7 +12,7 @@ from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.schemas.chain import is_intact
-from dynamix.schemas.codec import MalformedMessageError, encode
+from dynamix.schemas.codec import encode
 from dynamix.schemas.features import RANK_INDEX
 from dynamix.schemas.messages import Action, Job, State
 
@@ -83,20 +82,6 @@ def test_a_node_never_heard_of_is_unknown_and_as_old_as_can_be() -> None:
     assert obs_WF[3, RANK_INDEX["decided_local_batch_size"]] == 128
 
 
-def test_a_late_state_is_counted_and_decides_nothing() -> None:
-    fold = Fold(JOB, policy_named("static"), None)
-    run(fold, numbered(a(0), a(1), a(2)))
-    assert fold.add_state(4, b(0)) is False
-    assert fold.close() is None
-
-
-def test_a_duplicate_changes_nothing() -> None:
-    states = [a(0), b(0), a(1), b(1)]
-    clean = run(Fold(JOB, policy_named("random"), None), numbered(*states))
-    doubled = [(s, state) for s, state in numbered(*states) for _ in range(2)]
-    assert run(Fold(JOB, policy_named("random"), None), doubled) == clean
-
-
 def test_actions_chain_and_carry() -> None:
     recorder = Recorder()
     actions = run(Fold(JOB, recorder, None), numbered(a(0), b(0), a(1), b(1)))
@@ -104,36 +89,6 @@ def test_actions_chain_and_carry() -> None:
     assert actions[1].previous_hash == actions[0].hash
     assert all(is_intact(encode(action)) for action in actions)
     assert actions[1].carry == b"\x00\x01"
-
-
-def test_sizes_are_clamped_to_the_bounds_and_deltas_are_to_the_own_last_decision() -> None:
-    job = examples.job(NODES, max_local_batch_sizes=(1024, 1024, 1024, 140), policy="random")
-    fold = Fold(job, policy_named("random"), None)
-    states = [state for window in range(60) for state in (a(window), b(window))]
-    previous = job.initial_local_batch_sizes
-    for action in run(fold, numbered(*states)):
-        assert all(
-            32 <= size <= top for size, top in zip(action.local_batch_sizes, job.max_local_batch_sizes, strict=True)
-        )
-        assert action.deltas == tuple(x - y for x, y in zip(action.local_batch_sizes, previous, strict=True))
-        previous = action.local_batch_sizes
-
-
-def test_a_job_with_a_fixed_global_batch_keeps_its_sum_under_every_policy() -> None:
-    job = examples.job(NODES, policy="random", global_batch="fixed")
-    states = [state for window in range(60) for state in (a(window), b(window))]
-    decided = [action.local_batch_sizes for action in run(Fold(job, policy_named("random"), None), numbered(*states))]
-    assert {sum(sizes) for sizes in decided} == {sum(job.initial_local_batch_sizes)}
-    assert len(set(decided)) > 30
-    assert all(32 <= size <= 1024 for sizes in decided for size in sizes)
-
-
-def test_a_foreign_node_or_other_ranks_are_refused() -> None:
-    fold = Fold(JOB, policy_named("static"), None)
-    with pytest.raises(MalformedMessageError, match="not in the job's specification"):
-        fold.add_state(1, examples.state("node-c", (0, 1)))
-    with pytest.raises(MalformedMessageError, match="not in the job's specification"):
-        fold.add_state(1, examples.state("node-a", (0, 1, 2)))
 
 
 def test_one_absurd_window_number_does_not_move_the_job() -> None:
@@ -155,13 +110,6 @@ def test_after_a_gap_the_first_full_window_is_decided_and_marked() -> None:
     fold.start_after_gap(40)
     actions = run(fold, [(50, b(7)), (51, a(8)), (52, b(8)), (53, a(9)), (54, b(9))])
     assert [(action.window, action.gap) for action in actions] == [(8, True), (9, False)]
-
-
-def test_after_a_gap_a_dead_collector_does_not_stop_decisions() -> None:
-    last = run(Fold(JOB, policy_named("static"), None), numbered(a(0), b(0)))[-1]
-    fold = Fold(JOB, policy_named("static"), last)
-    fold.start_after_gap(40)
-    assert [action.window for action in run(fold, [(50, b(7)), (51, b(8)), (52, b(9))])] == [7]
 
 
 def test_an_action_of_an_earlier_generation_only_gives_the_chain_its_predecessor() -> None:

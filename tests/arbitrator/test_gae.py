@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamix.arbitrator.learning.ppo import discounted_returns, explained_variance, gae
+from dynamix.arbitrator.learning.ppo import discounted_returns, gae
 
 
 def definition(
@@ -53,21 +53,6 @@ def test_a_truncated_trajectory_ends_with_the_critics_value_and_a_terminated_one
     assert over[0, 0] == pytest.approx(1)
 
 
-def test_workers_are_columns_that_do_not_mix() -> None:
-    rewards = np.array([[1.0, 10.0], [2.0, 20.0]])
-    values = np.zeros((2, 2))
-    _, both = gae(rewards, values, np.zeros(2), np.array([0.5, 0.5]), 1.0)
-    assert both.tolist() == [[2.0, 20.0], [2.0, 20.0]]
-
-
 def test_returns_of_the_papers_variant_by_hand() -> None:
     returns = discounted_returns(np.array([[1.0], [2.0], [4.0]]), np.array([0.5, 0.25, 0.5]))
     assert returns[:, 0].tolist() == [1 + 0.5 * (2 + 0.25 * 4), 2 + 0.25 * 4, 4.0]
-
-
-def test_explained_variance_of_a_perfect_a_mute_and_a_wrong_critic() -> None:
-    returns = np.array([1.0, 2.0, 3.0])
-    assert explained_variance(returns, returns) == 1
-    assert explained_variance(np.full(3, 7.0), returns) == 0
-    assert explained_variance(-returns, returns) == pytest.approx(-3)
-    assert np.isnan(explained_variance(returns, np.ones(3)))

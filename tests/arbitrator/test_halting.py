@@ -31,13 +31,13 @@ async def report(bus: Bus, job: Job) -> None:
 
 async def decided(bus: Bus) -> list[str]:
     """The job of the first action."""
-    async with asyncio.timeout(10), bus.consume(ACTIONS.name, [subjects.of("action", "*")], start="all") as consumer:
+    async with asyncio.timeout(60), bus.consume(ACTIONS.name, [subjects.of("action", "*")], start="all") as consumer:
         return [decode(Action, message.subject, message.payload).job for message in await anext(consumer)]
 
 
 async def halted(context: Context[ArbitratorSettings, Bus]) -> None:
     """Wait until one generation was halted: jobs are opened beside each other, so that it may come second."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not context.counters.get("halted"):  # noqa: ASYNC110 - a counter has no event
             await asyncio.sleep(0.01)
     assert context.counters["halted"] == 1
@@ -48,7 +48,7 @@ async def halted(context: Context[ArbitratorSettings, Bus]) -> None:
 async def test_a_file_with_odd_metadata_halts_its_own_generation_only(
     bus: Bus, metadata: object, is_there_first: bool
 ) -> None:
-    await PolicyStore(bus).put("odd", trained_policies.with_metadata(metadata), feature_version=1)
+    await PolicyStore(bus).put("odd", trained_policies.with_metadata(metadata))
     await bus.publish(ODD)
     await bus.publish(OTHER)
     if is_there_first:

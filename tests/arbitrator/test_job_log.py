@@ -10,12 +10,12 @@ from dynamix.arbitrator.deciding.action_store import ActionStoreError
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
 from dynamix.arbitrator.families.source import ProfileSource
 from dynamix.arbitrator.learned.policy_source import PolicySource
-from dynamix.arbitrator.learned.policy_store import BUCKET, PolicyStore
+from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Event, Job
-from dynamix.schemas.streams import ACTIONS, FEED
+from dynamix.schemas.streams import ACTIONS, FEED, POLICIES
 
 JOB = examples.job({"node-a": (0, 1)}, policy="mine")
 SHRINKS, GROWS = (learned.policy_file("deltas", favour=choice).to_bytes() for choice in (1, 2))
@@ -41,9 +41,9 @@ async def newest_action(bus: Bus) -> Action:
 async def test_the_second_of_two_arbitrators_adopts_the_policy_version_of_the_first(bus: Bus) -> None:
     counts = Counter[str]()
     store = PolicyStore(bus)
-    stored = await store.put("mine", SHRINKS, feature_version=1)
+    stored = await store.put("mine", SHRINKS)
     first = await opened(bus, counts)
-    await store.put("mine", GROWS, feature_version=1)
+    await store.put("mine", GROWS)
     second = await opened(bus, counts)
     await first.add_state(1, examples.state())
     await second.add_state(1, examples.state())  # refused by the broker: window 0 is decided
@@ -56,12 +56,12 @@ async def test_the_second_of_two_arbitrators_adopts_the_policy_version_of_the_fi
 
 async def test_the_second_decides_nothing_when_the_version_of_the_first_is_gone(bus: Bus) -> None:
     store = PolicyStore(bus)
-    await store.put("mine", SHRINKS, feature_version=1)
+    await store.put("mine", SHRINKS)
     first = await opened(bus, Counter())
-    await store.put("mine", GROWS, feature_version=1)
+    await store.put("mine", GROWS)
     second = await opened(bus, Counter())
     await first.add_state(1, examples.state())
-    await bus.objects.delete(BUCKET, "mine/1")
+    await bus.purge(POLICIES.name, subjects.of("policy", "mine"), keep=1)
     with pytest.raises(ValueError, match="version 1 of policy 'mine' which decided this generation so far, is gone"):
         await second.add_state(1, examples.state())
     assert (await newest_action(bus)).window == 0
@@ -76,7 +76,7 @@ async def test_an_action_for_another_number_of_ranks_is_not_this_jobs(bus: Bus) 
 async def test_sizes_that_stick_to_their_minimum_are_an_event_once(bus: Bus) -> None:
     """From 128 in steps of 25: at 32 from the fourth decision, stuck with the 23rd."""
     counts = Counter[str]()
-    await PolicyStore(bus).put("mine", SHRINKS, feature_version=1)
+    await PolicyStore(bus).put("mine", SHRINKS)
     log = await opened(bus, counts)
     for window in range(30):
         await log.add_state(window + 1, examples.state(window_index=window))

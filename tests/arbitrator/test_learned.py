@@ -14,17 +14,15 @@ from dynamix.arbitrator.learned import inputs, policy_file
 from dynamix.arbitrator.learned.actions import ACTIONS, DELTAS, ActionSetName, action_set_named
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy
-from dynamix.arbitrator.learning.agent import Agent
 from dynamix.arbitrator.policies.policy import Policy
-from dynamix.arbitrator.policies.random import keyed_generator
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.messages.policies import MULTIPLIERS
-from dynamix.schemas.networks.forward import Forward, Normalisation, sample
+from dynamix.schemas.networks.forward import Forward
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
-ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global", "levers")
+ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global")
 
 
 def run(job: Job, policy: Policy, num_windows: int = 12) -> list[Action]:
@@ -47,14 +45,6 @@ def test_an_untrained_global_policy_is_the_rule_itself(supports_tracking: bool) 
     decided = run(job, LearnedPolicy(learned.policy_file("global")))
     assert [(a.local_batch_sizes, a.split) for a in decided] == [(a.local_batch_sizes, a.split) for a in ruled]
     assert len({a.local_batch_sizes for a in ruled}) > 2
-
-
-def test_an_untrained_deltas_policy_changes_nothing() -> None:
-    job = examples.job(NODES, policy="ppo-paper", policy_options={})
-    file = learned.policy_file("deltas")
-    zeros = {name: np.zeros_like(array) for name, array in file.tensors.items() if name.startswith("actor.4")}
-    policy = LearnedPolicy(file._replace(tensors={**file.tensors, **zeros}))
-    assert {a.local_batch_sizes for a in run(job, policy)} == {job.initial_local_batch_sizes}
 
 
 @pytest.mark.parametrize("choice", range(1, len(MULTIPLIERS)))
@@ -113,18 +103,6 @@ def test_a_sampled_decision_has_log_probabilities_and_a_greedy_one_has_none(acti
     assert (greedy.logprobs, greedy.values) == (None, None)
 
 
-def test_actions_are_sampled_as_often_as_they_are_likely() -> None:
-    probabilities = np.array([0.1, 0.6, 0.0, 0.3])
-    with np.errstate(divide="ignore"):
-        logprobs = np.log(np.tile(probabilities, (20_000, 1)))
-    counts = (
-        np.bincount(sample(logprobs, keyed_generator(examples.job(), 3, "explore:").random(20_000)), minlength=4)
-        / 20_000
-    )
-    assert counts == pytest.approx(probabilities, abs=0.015)
-    assert counts[2] == 0
-
-
 @pytest.mark.parametrize("action_set", ACTION_SETS)
 def test_with_nothing_known_a_policy_still_decides_within_bounds(action_set: ActionSetName) -> None:
     job = examples.job(NODES)
@@ -162,23 +140,6 @@ def test_ratios_of_a_rank_by_hand() -> None:
     assert np.isnan(found["accuracy"]).all()
 
 
-def test_normalisation_by_parts_equals_normalisation_of_the_whole_and_ignores_unknown_values() -> None:
-    rng = np.random.default_rng(0)
-    rows = rng.normal(5, 3, (500, 3)).astype(np.float32)
-    rows[rng.random(rows.shape) < 0.3] = np.nan
-    rows[:, 2] = np.nan
-    whole = Normalisation.empty(3)
-    for part in np.array_split(rows, 7):
-        whole = whole.updated(part)
-    assert whole.mean_I[:2] == pytest.approx(np.nanmean(rows[:, :2].astype(np.float64), axis=0))
-    assert whole.m2_I[:2] / whole.count_I[:2] == pytest.approx(np.nanvar(rows[:, :2].astype(np.float64), axis=0))
-    shown = whole.applied(rows)
-    assert np.isfinite(shown).all()
-    assert (shown[:, :3][np.isnan(rows)] == 0).all()
-    assert (shown[:, 3:] == ~np.isnan(rows)).all()
-    assert np.array_equal(Normalisation.of_tensors(whole.tensors()).applied(rows), shown)
-
-
 @pytest.mark.parametrize("name", ["ppo", "ppo-paper"])
 def test_a_program_with_more_inputs_and_actions_decides_the_same_with_a_shipped_file(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -196,20 +157,6 @@ def test_a_program_with_more_inputs_and_actions_decides_the_same_with_a_shipped_
     assert len({action.values for action in before}) > 2
 
 
-def test_a_network_is_shown_the_inputs_that_its_file_names_in_their_order() -> None:
-    job, wanted = examples.job(NODES), ("job_world_size_log2", "room_above_log2", "size_log2")
-    obs_WF = np.full((4, len(RANK_FEATURES)), np.nan, dtype=np.float32)
-    obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = 128
-    shown = action_set_named("deltas", wanted, (0.0, 25.0)).situation(job, 0, obs_WF, np.full(99, np.nan), b"")
-    assert shown.inputs_DI.tolist() == [[2.0, 3.0, 7.0]] * 4
-
-
 def test_deciding_needs_no_torch() -> None:
     program = "import sys; import dynamix.arbitrator.learned.policy; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
-def test_an_agent_restored_from_its_file_writes_the_same_file() -> None:
-    agent = learned.agent("global")
-    again = Agent.of(agent.file())
-    assert again.file().to_bytes() == agent.file().to_bytes()

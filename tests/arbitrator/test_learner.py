@@ -17,7 +17,6 @@ from dynamix.arbitrator.learning.collecting import Collected, Finished
 from dynamix.arbitrator.learning.rollout import Recording
 from dynamix.arbitrator.learning.service import LearnerSettings, _Learner
 from dynamix.arbitrator.learning.updating import Lesson, Outcome
-from dynamix.reward.formula import formula_for
 from dynamix.runtime.bus import Bus, PermissionDeniedError, PublishError
 from dynamix.runtime.service import Context
 from dynamix.schemas.messages import RankReward, Reward
@@ -62,7 +61,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 
 async def a_learner(bus: Bus, executor: Any, **settings: Any) -> tuple[_Learner, Context[LearnerSettings, Bus]]:
-    await PolicyStore(bus).put("mine", FIRST.to_bytes(), feature_version=1)
+    await PolicyStore(bus).put("mine", FIRST.to_bytes())
     chosen = LearnerSettings(policy="mine", generations_per_update=1, **settings)
     context = Context("learner", "0", "here", bus, chosen, asyncio.Event(), structlog.get_logger())
     learner = _Learner(context, executor)
@@ -114,40 +113,23 @@ async def test_a_version_that_the_bus_refuses_is_kept_and_so_are_later_lessons(
     bus: Bus, updates: Updates, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, context = await a_learner(bus, executor)
-    put = bus.objects.put
+    put = bus.publish_policy
 
     async def refuse(*_: object, **__: object) -> None:
         raise PublishError("maximum bytes exceeded")
 
-    monkeypatch.setattr(bus.objects, "put", refuse)
+    monkeypatch.setattr(bus, "publish_policy", refuse)
     for generation in range(6):
         await over(learner, recording("time-aware", generation=generation), monkeypatch)
     assert (len(updates.lessons), context.counters["updates_refused"]) == (1, 6)
     assert [lesson.name.rpartition(":")[2] for lesson in learner._lessons] == ["2", "3", "4", "5"]
 
-    monkeypatch.setattr(bus.objects, "put", put)
+    monkeypatch.setattr(bus, "publish_policy", put)
     await over(learner, recording("time-aware", generation=6), monkeypatch)
     assert [len(lessons) for lessons in updates.lessons] == [1, 5]
     assert [stored.version for stored in await PolicyStore(bus).versions("mine")] == [3, 2, 1]
-    assert (await PolicyStore(bus).get("mine", 2))[1] == NEXT[1]
+    assert (await PolicyStore(bus).get("mine", 2)).data == NEXT[1]
     assert context.counters["updates"] == 2
-
-
-async def test_an_announcement_that_was_refused_is_made_good_under_the_same_version(
-    bus: Bus, updates: Updates, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner, _ = await a_learner(bus, executor)
-    publish = bus.publish
-
-    async def refuse(*_: object) -> None:
-        raise PublishError("no room")
-
-    monkeypatch.setattr(bus, "publish", refuse)
-    await over(learner, recording("time-aware"), monkeypatch)
-    monkeypatch.setattr(bus, "publish", publish)
-    await over(learner, recording("time-aware", generation=1), monkeypatch)
-    assert len(updates.lessons) == 2
-    assert [stored.version for stored in await PolicyStore(bus).versions("mine")] == [3, 2, 1]
 
 
 async def test_an_error_that_retrying_cannot_fix_ends_the_learner(
@@ -158,28 +140,10 @@ async def test_an_error_that_retrying_cannot_fix_ends_the_learner(
     async def deny(*_: object, **__: object) -> None:
         raise PermissionDeniedError("not yours")
 
-    monkeypatch.setattr(bus.objects, "put", deny)
+    monkeypatch.setattr(bus, "publish_policy", deny)
     with pytest.raises(PermissionDeniedError):
         await over(learner, recording("time-aware"), monkeypatch)
     assert len(updates.lessons) == 1
-
-
-@pytest.mark.parametrize("family", ["sgd", "adam"])
-def test_auto_means_the_published_formula_of_the_jobs_optimizer(family: Any) -> None:
-    metadata = learned.metadata(reward_formula=updating.AUTO)
-    assert updating.foreign_formulas(metadata, recording(formula_for(family), optimizer_family=family)) == []
-    other = "adam" if family == "sgd" else "sgd"
-    foreign = recording(formula_for(other), "time-aware", optimizer_family=family)  # type: ignore[arg-type]
-    assert updating.foreign_formulas(metadata, foreign) == sorted({formula_for(other), "time-aware"})  # type: ignore[arg-type]
-
-
-def test_a_policy_names_the_reward_formulas_that_it_was_learned_by() -> None:
-    auto = learned.metadata(reward_formula=updating.AUTO)
-    assert updating.formula_after(auto, [recording("paper-sgd"), recording()]) == "auto"
-    assert updating.formula_after(auto, [recording("paper-sgd"), recording("time-aware")]) == "auto, time-aware"
-    mixed = learned.metadata(reward_formula="auto, time-aware")
-    assert updating.foreign_formulas(mixed, recording("paper-sgd", "time-aware")) == []
-    assert updating.formula_after(learned.metadata(), [recording("time-aware")]) == "time-aware"
 
 
 def test_a_version_names_the_reward_formulas_of_its_generations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +166,3 @@ def test_an_update_in_numbers_that_are_too_large_is_refused(
     outcome = updating.update(file.to_bytes(), [Lesson("job:0", recording("time-aware"), terminated=True)])
     assert outcome.content is None
     assert outcome.refused[0].startswith("job:0: ")
-
-
-def test_a_learner_of_a_policy_in_code_is_refused_before_it_starts() -> None:
-    with pytest.raises(ValueError, match="policy 'rule' is one in code: give the learned one another name"):
-        LearnerSettings(policy="rule")

@@ -1,12 +1,8 @@
 """After a fail-over one of several servers may answer as it did before: that halts no job, unless it goes on."""
 
-import asyncio
-
-import msgspec
 import pytest
 from structlog.testing import capture_logs
-from tests.arbitrator.test_action_store import JOB, OTHER, SIZES, actions, decide, opened, receipt, state
-from tests.support import examples
+from tests.arbitrator.test_action_store import JOB, OTHER, actions, decide, opened, receipt, state
 from tests.support.brokers import until
 from tests.support.old_server import OldServer
 from tests.support.services_here import arbitrator_here
@@ -15,11 +11,9 @@ from dynamix.arbitrator import service
 from dynamix.arbitrator.deciding import job_log
 from dynamix.arbitrator.deciding.action_store import ActionsEndEarlyError
 from dynamix.arbitrator.learned.policy_source import PolicyAbsentError, PolicySource
-from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.runtime.bus import Bus, requests
 from dynamix.schemas import subjects
-from dynamix.schemas.chain import seal
 from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.streams import ACTIONS, FEED
 
@@ -153,27 +147,3 @@ async def test_a_policy_that_the_server_does_not_know_yet_is_looked_for_again(
         expected = "decided" if num_replicas > 1 else "halted"
         await until(lambda: context.counters.get(expected) == 1)
         assert num_asked == (4 if num_replicas > 1 else 1)
-
-
-async def test_an_unknown_policy_is_one_that_may_come(bus: Bus) -> None:
-    with pytest.raises(PolicyAbsentError, match="no policy is called 'unknown': choose one of"):
-        await PolicySource(PolicyStore(bus)).choose(msgspec.structs.replace(JOB, policy="unknown"), None)
-
-
-async def test_a_job_that_waits_to_store_an_action_delays_no_other(bus: Bus) -> None:
-    old = OldServer(bus)
-    for job in (JOB, OTHER):
-        await bus.publish(job)
-    async with arbitrator_here(old) as context:  # type: ignore[arg-type]
-        for window in range(2):
-            await bus.publish(state(JOB, window))
-        await until(lambda: context.counters.get("decided") == 2)
-        old.answer_old(NEVER, OWN, await bus.last(ACTIONS.name, OWN))
-        action = examples.action(2, job=JOB.job, local_batch_sizes=SIZES, deltas=(0, 0))
-        await bus.publish_action(seal(action, (await actions(bus))[-1].hash), expected_last=2)
-        await bus.publish(state(JOB, 2))
-        await until(lambda: old.num_asked[OWN] >= 2)
-        async with asyncio.timeout(5):
-            await bus.publish(state(OTHER, 0))
-            await until(lambda: context.counters.get("decided") == 3)
-        assert [action.window for action in await actions(bus, OTHER)] == [0]

@@ -3,25 +3,25 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 import pytest
+import structlog
 from tests.support import examples
-from tests.support.brokers import until
+from tests.support.brokers import operate, until
 from tests.support.services_here import arbitrator_here
 
-from dynamix.arbitrator import service, state_queues
-from dynamix.arbitrator.deciding import held_jobs
-from dynamix.arbitrator.deciding.held_jobs import HeldJobs, WaitingJobs, Wanted
+from dynamix.arbitrator import service
 from dynamix.arbitrator.deciding.job_log import JobLog
+from dynamix.arbitrator.deciding.waiting_jobs import WaitingJobs
 from dynamix.arbitrator.service import MAX_OPENING, ArbitratorSettings
-from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.arbitrator.shown import ShownDecisions
+from dynamix.runtime.bus import Bus, BusMessage, PublishError
+from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Action, Job, State
+from dynamix.schemas.messages import Action, Applied, Job, State
 from dynamix.schemas.streams import ACTIONS, FEED
 
 NUM_CROWD = 100
@@ -55,14 +55,17 @@ async def decisions(bus: Bus, job: str, count: int) -> list[int]:
     raise AssertionError("the consumer ended")
 
 
-def noting(goes_on: asyncio.Event) -> Callable[[Wanted, BusMessage, int], None]:
-    """`note_state`, which also says that a state was noted for a job that is being opened."""
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[State]:
+    """The states that the arbitrator has read so far."""
+    found, record = list[State](), ShownDecisions.record_state
 
-    def note(wanted: Wanted, message: BusMessage, generation: int) -> None:
-        held_jobs.note_state(wanted, message, generation)
-        goes_on.set()
+    def note(shown: ShownDecisions, state: State) -> None:
+        found.append(state)
+        record(shown, state)
 
-    return note
+    monkeypatch.setattr(ShownDecisions, "record_state", note)
+    return found
 
 
 async def test_a_crowd_of_new_jobs_does_not_delay_one_that_is_open(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,52 +117,6 @@ async def test_a_job_whose_decision_is_not_stored_delays_no_other(bus: Bus, monk
         assert await decisions(bus, HONEST.job, 2) == [0, 1]
 
 
-async def test_a_job_that_falls_behind_is_decided_once_for_each_window(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is opened again, and reads what was put off from FEED."""
-    monkeypatch.setattr(state_queues, "MAX_BEHIND", 8)
-    await bus.publish(HONEST)
-    async with arbitrator_here(bus) as context:
-        await bus.publish(state_of(HONEST))
-        assert await decisions(bus, HONEST.job, 1) == [0]
-        await asyncio.gather(*[await bus.publish_soon(state_of(HONEST, window)) for window in range(1, 300)])
-        assert await decisions(bus, HONEST.job, 300) == list(range(300))
-        assert context.counters["states_put_off"] > 8
-
-
-async def test_a_generation_that_comes_while_a_job_is_opened_is_opened_next(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its state is read while the specification before it is resumed."""
-    opened = JobLog.open
-    entered, goes_on = asyncio.Event(), asyncio.Event()
-    noted: list[int] = []
-
-    def note(wanted: Wanted, message: BusMessage, generation: int) -> None:
-        noted.append(generation)
-        held_jobs.note_state(wanted, message, generation)
-
-    async def late(job: Job, *arguments: object) -> JobLog:
-        entered.set()
-        await goes_on.wait()
-        return await opened(job, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(JobLog, "open", late)
-    monkeypatch.setattr(service, "note_state", note)
-    await bus.publish(HONEST)
-    async with arbitrator_here(bus) as context:
-        await bus.publish(state_of(HONEST))
-        await entered.wait()
-        await bus.publish(msgspec.structs.replace(HONEST, generation=1))
-        await bus.publish(msgspec.structs.replace(state_of(HONEST), generation=1))
-        await bus.publish(msgspec.structs.replace(state_of(HONEST), generation=5))
-        await until(lambda: noted[-2:] == [1, 5])
-        goes_on.set()
-        assert await decisions(bus, HONEST.job, 2) == [0, 0]
-        await until_counter(context, "dead_letters", 1)  # generation 5 has no specification
-
-
 async def test_a_restart_decides_for_all_jobs_and_opens_none_without_states(bus: Bus) -> None:
     jobs = crowd()
     for job in jobs:
@@ -171,117 +128,6 @@ async def test_a_restart_decides_for_all_jobs_and_opens_none_without_states(bus:
             assert await decisions(bus, job.job, 1) == [0]
         await until_counter(context, "jobs_waiting", 0)
         assert context.counters["jobs"] == 3
-
-
-async def test_states_that_come_while_a_job_is_opened_are_decided_in_their_order(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened, goes_on = JobLog.open, asyncio.Event()
-
-    async def slow(job: Job, *arguments: object) -> JobLog:
-        await goes_on.wait()
-        return await opened(job, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(JobLog, "open", slow)
-    await bus.publish(HONEST)
-    async with arbitrator_here(bus) as context:
-        for window in range(5):
-            await bus.publish(state_of(HONEST, window))
-        await until_counter(context, "jobs_waiting", 1)
-        goes_on.set()
-        await bus.publish(state_of(HONEST, 5))
-        assert await decisions(bus, HONEST.job, 6) == [0, 1, 2, 3, 4, 5]
-
-
-async def test_a_job_of_before_the_start_is_opened_once_though_a_state_comes_meanwhile(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num_opened, opened, goes_on = 0, JobLog.open, asyncio.Event()
-
-    async def slow(job: Job, *arguments: object) -> JobLog:
-        nonlocal num_opened
-        num_opened += 1
-        await goes_on.wait()
-        return await opened(job, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(JobLog, "open", slow)
-    monkeypatch.setattr(service, "note_state", noting(goes_on))
-    await bus.publish(HONEST)
-    await bus.publish(state_of(HONEST))
-    async with arbitrator_here(bus) as context:
-        await until(lambda: num_opened == 1)
-        await bus.publish(state_of(HONEST, 1))
-        assert await decisions(bus, HONEST.job, 2) == [0, 1]
-        await until_counter(context, "jobs_waiting", 0)
-    assert num_opened == 1
-
-
-async def test_a_state_that_comes_while_a_job_is_found_to_have_none_is_decided(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The broker has answered that there is none; the state is read before that answer is."""
-    last, asked, goes_on = Bus.last, asyncio.Event(), asyncio.Event()
-
-    async def late(self: Bus, stream: str, subject: str) -> BusMessage | None:
-        found = await last(self, stream, subject)
-        if stream == FEED.name and not asked.is_set():
-            asked.set()
-            await goes_on.wait()
-        return found
-
-    monkeypatch.setattr(Bus, "last", late)
-    monkeypatch.setattr(service, "note_state", noting(goes_on))
-    await bus.publish(HONEST)
-    async with arbitrator_here(bus):
-        await asked.wait()
-        await bus.publish(state_of(HONEST))
-        assert await decisions(bus, HONEST.job, 1) == [0]
-
-
-async def test_an_idle_job_is_forgotten_and_goes_on_with_its_next_state(bus: Bus) -> None:
-    await bus.publish(HONEST)
-    other = examples.job(NODES, job="other-0", policy="static")
-    await bus.publish(other)
-    async with arbitrator_here(bus, forget_after_s=0.2) as context:
-        await bus.publish(state_of(HONEST))
-        assert await decisions(bus, HONEST.job, 1) == [0]
-        await asyncio.sleep(0.3)
-        await bus.publish(state_of(other))
-        assert await decisions(bus, other.job, 1) == [0]
-        await until_counter(context, "jobs", 1)
-        await bus.publish(state_of(HONEST, 1))
-        assert await decisions(bus, HONEST.job, 2) == [0, 1]
-
-
-class Held(NamedTuple):
-    job: Job
-
-
-def held(num_ranks: int) -> Held:
-    return Held(examples.job({"node-a": tuple(range(num_ranks))}))
-
-
-def test_jobs_are_held_up_to_a_number_of_ranks_of_all_of_them() -> None:
-    jobs = HeldJobs[Held](max_jobs=3, max_ranks=10, idle_s=60.0)
-    for name, num_ranks in (("a", 4), ("b", 4), ("c", 2)):
-        jobs.hold(name, held(num_ranks), 0.0)
-    assert (len(jobs), jobs.num_ranks) == (3, 10)
-    jobs.use("a", 1.0)
-    jobs.hold("d", held(1), 2.0)
-    assert [name for name in "abcd" if jobs.get(name)] == ["a", "c", "d"]
-    jobs.hold("e", held(11), 3.0)
-    assert [name for name in "abcde" if jobs.get(name)] == ["e"]
-    assert jobs.num_ranks == 11
-
-
-def test_what_was_not_used_for_a_while_is_dropped() -> None:
-    jobs = HeldJobs[Held](max_jobs=3, max_ranks=10, idle_s=60.0)
-    jobs.hold("a", held(4), 0.0)
-    jobs.hold("b", held(4), 0.0)
-    jobs.use("b", 30.0)
-    jobs.drop_idle(61.0)
-    assert [name for name in "ab" if jobs.get(name)] == ["b"]
-    assert jobs.num_ranks == 4
 
 
 def test_the_job_with_the_most_states_is_opened_first_and_no_more_wait_than_may() -> None:
@@ -309,23 +155,6 @@ def test_jobs_that_wait_are_taken_in_the_order_of_their_states_however_they_came
     assert (taken, len(waiting)) == (expected, 0)
 
 
-def test_taking_a_job_looks_at_no_other_of_a_crowd_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Counter[str]()
-
-    class Looked(Wanted):
-        def __getattribute__(self, name: str) -> object:
-            looks[name] += 1
-            return super().__getattribute__(name)
-
-    monkeypatch.setattr(held_jobs, "Wanted", Looked)
-    waiting = WaitingJobs(max_jobs=10_000)
-    for sequence in range(1, 10_001):
-        waiting.add_state(f"job-{sequence}", BusMessage("subject", b"", sequence, 0, 0), 0)
-    looks.clear()
-    assert len(waiting.take(16)) == 16
-    assert looks["num_states"] == 16
-
-
 async def test_a_specification_of_a_made_up_generation_stops_no_job_that_is_open(bus: Bus) -> None:
     await bus.publish(HONEST)
     async with arbitrator_here(bus) as context:
@@ -336,3 +165,152 @@ async def test_a_specification_of_a_made_up_generation_stops_no_job_that_is_open
         await until_counter(context, "dead_letters", 2)  # the specification, and a state without one
         await bus.publish(state_of(HONEST, 1))
         assert await decisions(bus, HONEST.job, 2) == [0, 1]
+
+
+async def test_a_job_that_falls_behind_is_decided_once_for_each_window(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads what was put off from FEED again; meanwhile hardly anything may wait."""
+    monkeypatch.setattr(service, "MAX_BEHIND", 8)
+    monkeypatch.setattr(service, "MAX_QUEUED_BYTES", 1)
+    await bus.publish(HONEST)
+    async with arbitrator_here(bus) as context:
+        await bus.publish(state_of(HONEST))
+        assert await decisions(bus, HONEST.job, 1) == [0]
+        await asyncio.gather(*[await bus.publish_soon(state_of(HONEST, window)) for window in range(1, 300)])
+        assert await decisions(bus, HONEST.job, 300) == list(range(300))
+        assert context.counters["states_put_off"] > 8
+
+
+async def test_a_generation_that_comes_while_a_job_is_opened_is_opened_next(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, read: list[State]
+) -> None:
+    opened, entered, goes_on = JobLog.open, asyncio.Event(), asyncio.Event()
+
+    async def late(job: Job, *arguments: object) -> JobLog:
+        entered.set()
+        await goes_on.wait()
+        return await opened(job, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(JobLog, "open", late)
+    await bus.publish(HONEST)
+    async with arbitrator_here(bus) as context:
+        await bus.publish(state_of(HONEST))
+        await entered.wait()
+        await bus.publish(msgspec.structs.replace(HONEST, generation=1))
+        await bus.publish(msgspec.structs.replace(state_of(HONEST), generation=1))
+        await bus.publish(msgspec.structs.replace(state_of(HONEST), generation=5))
+        await until(lambda: len(read) == 3)
+        goes_on.set()
+        assert await decisions(bus, HONEST.job, 2) == [0, 0]
+        await until_counter(context, "dead_letters", 1)  # generation 5 has no specification
+
+
+async def test_a_job_of_before_the_start_is_opened_once_and_decided_in_order_though_states_come_meanwhile(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, read: list[State]
+) -> None:
+    num_opened, opened, goes_on = 0, JobLog.open, asyncio.Event()
+
+    async def slow(job: Job, *arguments: object) -> JobLog:
+        nonlocal num_opened
+        num_opened += 1
+        await goes_on.wait()
+        return await opened(job, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(JobLog, "open", slow)
+    await bus.publish(HONEST)
+    await bus.publish(state_of(HONEST))
+    async with arbitrator_here(bus) as context:
+        await until(lambda: num_opened == 1)
+        for window in range(1, 5):
+            await bus.publish(state_of(HONEST, window))
+        await until(lambda: len(read) == 4)
+        goes_on.set()
+        assert await decisions(bus, HONEST.job, 5) == [0, 1, 2, 3, 4]
+        await until_counter(context, "jobs_waiting", 0)
+    assert num_opened == 1
+
+
+async def test_a_state_that_comes_while_a_job_is_found_to_have_none_is_decided(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, read: list[State]
+) -> None:
+    """The broker has answered that there is none; the state is read before that answer is."""
+    last, asked, goes_on = Bus.last, asyncio.Event(), asyncio.Event()
+
+    async def late(self: Bus, stream: str, subject: str) -> BusMessage | None:
+        found = await last(self, stream, subject)
+        if stream == FEED.name and not asked.is_set():
+            asked.set()
+            await goes_on.wait()
+        return found
+
+    monkeypatch.setattr(Bus, "last", late)
+    await bus.publish(HONEST)
+    async with arbitrator_here(bus):
+        await asked.wait()
+        await bus.publish(state_of(HONEST))
+        await until(lambda: len(read) == 1)
+        goes_on.set()
+        assert await decisions(bus, HONEST.job, 1) == [0]
+
+
+async def test_an_idle_job_is_forgotten_and_goes_on_with_its_next_state(bus: Bus) -> None:
+    await bus.publish(HONEST)
+    async with arbitrator_here(bus, forget_after_s=0.2) as context:
+        await bus.publish(state_of(HONEST))
+        assert await decisions(bus, HONEST.job, 1) == [0]
+        await until_counter(context, "jobs", 0)
+        await bus.publish(state_of(HONEST, 1))
+        assert await decisions(bus, HONEST.job, 2) == [0, 1]
+
+
+@pytest.mark.parametrize("limits", [{"max_jobs": 1}, {"max_ranks": 3}])
+async def test_jobs_that_have_no_room_beside_each_other_are_decided_in_turn(bus: Bus, limits: dict[str, int]) -> None:
+    jobs = [HONEST, examples.job(NODES, job="other-0", policy="static")]
+    for job in jobs:
+        await bus.publish(job)
+    async with arbitrator_here(bus, **limits) as context:
+        for window in range(3):
+            for job in jobs:
+                await bus.publish(state_of(job, window))
+                assert await decisions(bus, job.job, window + 1) == list(range(window + 1))
+                await until_counter(context, "jobs", 1)
+
+
+async def test_a_job_is_taken_up_again_after_actions_alone_was_made_again(bus: Bus) -> None:
+    """It goes on behind the newest receipt, with a gap: trainers have applied what is decided before."""
+    await bus.publish(HONEST)
+    async with arbitrator_here(bus) as context:
+        for window in range(3):
+            await bus.publish(state_of(HONEST, window))
+        assert await decisions(bus, HONEST.job, 3) == [0, 1, 2]
+        await bus.publish(
+            Applied(
+                job=HONEST.job,
+                generation=0,
+                decided_window=2,
+                effective_window=4,
+                effective_step=40,
+                local_batch_sizes=(128, 128),
+            )
+        )
+        await operate(bus, f"STREAM.DELETE.{ACTIONS.name}")
+        await provision(bus)
+        await bus.publish(state_of(HONEST, 3))
+        await until_counter(context, "jobs", 0)
+        await bus.publish(state_of(HONEST, 4))
+        assert await decisions(bus, HONEST.job, 2) == [3, 4]
+        assert "halted" not in context.counters
+
+
+async def test_an_error_of_the_bus_in_one_job_ends_the_service(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise PublishError("no broker")
+
+    monkeypatch.setattr(JobLog, "add_state", fail)
+    await bus.publish(HONEST)
+    await bus.publish(state_of(HONEST))
+    context = Context("arbitrator", "0", "here", bus, ArbitratorSettings(), asyncio.Event(), structlog.get_logger())
+    with pytest.raises(PublishError, match="no broker"):
+        async with asyncio.timeout(60):
+            await service.serve(context)

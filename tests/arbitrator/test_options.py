@@ -1,8 +1,8 @@
 import pytest
 from tests.support import examples
 
-from dynamix.arbitrator.policies.options import Option, check_options, option, switch, tracks
-from dynamix.arbitrator.policies.registry import POLICIES
+from dynamix.arbitrator.policies.options import Option, check_options, switch, tracks
+from dynamix.arbitrator.policies.registry import POLICIES, policy_named
 from dynamix.schemas.messages.policies import STIGMERGY
 from dynamix.schemas.messages.policy_options import OPTION_BOUNDS, Bounds
 
@@ -22,17 +22,6 @@ def test_a_value_out_of_bounds_is_refused_with_the_bounds(value: float) -> None:
         check_options("rule", OPTIONS, {"smoothing": value})
 
 
-def test_a_switch_is_on_or_off() -> None:
-    check_options("rule", OPTIONS, {"track": 1.0, "step": 0.0})
-    with pytest.raises(ValueError, match=r"track=0.5 .* must be a whole number"):
-        check_options("rule", OPTIONS, {"track": 0.5})
-
-
-def test_what_the_job_does_not_say_has_its_default() -> None:
-    assert option(OPTIONS, examples.job(), "smoothing") == 0.3
-    assert option(OPTIONS, examples.job(policy_options={"smoothing": 0.7}), "smoothing") == 0.7
-
-
 def test_only_a_job_that_can_is_left_to_divide_its_batch() -> None:
     able, unable = examples.job(supports_tracking=True), examples.job()
     assert (tracks(OPTIONS, able), tracks(OPTIONS, unable)) == (True, False)
@@ -40,11 +29,10 @@ def test_only_a_job_that_can_is_left_to_divide_its_batch() -> None:
 
 
 def test_scripts_are_held_to_the_bounds_that_policies_have() -> None:
-    bounds = {
-        policy.name: {name: Bounds(one.low, one.high, one.whole, one.names) for name, one in policy.options.items()}
-        for policy in POLICIES.values()
-    }
-    assert bounds == OPTION_BOUNDS
+    assert {*POLICIES} <= {*OPTION_BOUNDS}
+    for policy, bounds in OPTION_BOUNDS.items():  # also those of our extensions
+        options = policy_named(policy).options
+        assert {name: Bounds(one.low, one.high, one.whole, one.names) for name, one in options.items()} == bounds
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

@@ -92,23 +92,6 @@ def test_the_simplified_variant_leaves_the_critic_alone() -> None:
     assert all((before[name] == after[name]).all() == name.startswith("critic") for name in before)
 
 
-def test_equal_seeds_give_equal_bits() -> None:
-    results = []
-    for _ in range(2):
-        made = network()
-        optimizer = torch.optim.Adam(made.parameters(), lr=1.0, eps=1e-5)
-        stats = update(made, optimizer, batch(), SMALL, generator=torch.Generator().manual_seed(3))
-        results.append((stats, {name: array.tobytes() for name, array in made.tensors().items()}))
-    assert results[0] == results[1]
-
-
-def test_making_a_network_draws_nothing_from_the_global_generator() -> None:
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    network()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_the_hidden_layers_begin_orthogonal_and_the_neutral_action_ahead() -> None:
     made = ActorCritic(6, 5, (4,), generator=torch.Generator().manual_seed(0), neutral_logit=1.5)
     weight = made.tensors()["actor.0.weight"].astype(np.float64)

@@ -1,22 +1,17 @@
 """A job of a family begins with what an earlier run taught, and drops it when its first windows disagree."""
 
-import math
-from dataclasses import replace
-
 import msgspec
 import numpy as np
 import pytest
 from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.families.profile import UnusableProfileError, check_usable, profile_after, read_profile
-from dynamix.arbitrator.policies.model.noise_curve import NoiseCurve
+from dynamix.arbitrator.families.profile import profile_after
+from dynamix.arbitrator.policies.model.earlier_runs import Standing, Trial
 from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.model.recurrence import ProfileTrial, Standing
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.schemas.codec import encode
-from dynamix.schemas.messages import ArmRecord, ExploredArm, Job, JobProfile, NoisePoint
+from dynamix.schemas.messages import ArmRecord, ExploredArm, Job, JobProfile
 
 RATES = np.array([4000.0, 4000.0, 1000.0, 1000.0])
 FAMILY = "mnist-0a1b2c3d"
@@ -143,45 +138,11 @@ def test_profiles_count_runs_and_keep_what_a_run_could_not_measure(first: list[D
     assert (again.run, again.noise) == (2, two.noise)
 
 
-def test_a_short_run_teaches_nothing(first: list[Decision]) -> None:
-    action = examples.action(3, carry=first[3].carry, policy="rule")
-    assert profile_after(job_of(), action, Rule(), None) is None
-    assert profile_after(job_of(), examples.action(9, carry=b"", policy="rule"), Rule(), None) is None
-
-
-def test_profiles_that_cannot_be_used_say_why(first: list[Decision]) -> None:
-    profile = profile_of(first)
-    assert check_usable(job_of(), Rule(), encode(profile)) == profile
-    with pytest.raises(UnusableProfileError, match="a newer program wrote it, in format 2; this one reads"):
-        read_profile(FAMILY, encode(msgspec.structs.replace(profile, format=2)))
-    with pytest.raises(UnusableProfileError, match="it cannot be read: not a DYNAMIX message"):
-        read_profile(FAMILY, b"junk")
-    with pytest.raises(UnusableProfileError, match="carries the identity"):
-        read_profile("other", encode(profile))
-
-
 @pytest.mark.parametrize(("windows", "standing", "after"), [("aa", 2, 2), ("oo", 3, 2), ("oao", 3, 3), ("aoa", 2, 3)])
 def test_a_profile_is_settled_within_three_windows(windows: str, standing: int, after: int) -> None:
-    trial = ProfileTrial(Standing.ON_TRIAL)
+    trial = Trial(Standing.ON_TRIAL)
     for number, window in enumerate(windows, start=1):
         assert trial.standing is Standing.ON_TRIAL
         trial = trial.judge(agrees=window == "a")
         assert (trial.standing is Standing.ON_TRIAL) == (number < after)
     assert trial.standing == standing
-
-
-def test_a_noise_curve_lies_between_its_points_and_is_the_mean_over_runs() -> None:
-    curve = NoiseCurve.of_points([NoisePoint(1024.0, 100.0), NoisePoint(4096.0, 400.0)])
-    assert [curve.at(samples) for samples in (10, 1024, 2048, 4096, 1e9)] == pytest.approx([100, 100, 200, 400, 400])
-    assert [tuple(msgspec.structs.astuple(point)) for point in curve.points] == [
-        pytest.approx((1024.0, 100.0)),
-        pytest.approx((4096.0, 400.0)),
-    ]
-    other = NoiseCurve.of_points([NoisePoint(1024.0, 400.0)])
-    assert other.with_earlier(curve).at(1024) == pytest.approx(200.0)
-    assert other.with_earlier(curve).at(4096) == pytest.approx(400.0)
-    assert math.isnan(NoiseCurve.empty().at(1024))
-    packed = NoiseCurve.unpack(curve.pack())
-    assert packed.at(2048) == pytest.approx(200.0)
-    assert not NoiseCurve.unpack(b"other").is_known
-    assert replace(curve, counts=np.zeros(40)).points == ()

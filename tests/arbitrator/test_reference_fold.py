@@ -12,7 +12,6 @@ from tests.support.reference_fold import reference_decisions
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.policy import Decision
-from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import RANK_INDEX
 from dynamix.schemas.messages import Action, Job, State
@@ -67,12 +66,6 @@ def all_of(window: int) -> list[State]:
     return [of(node, window) for node in NODES]
 
 
-def test_windows_are_decided_in_order_by_the_state_that_completes_them() -> None:
-    decided = reference_decisions(JOB, policy_named("static"), numbered(*all_of(0), *all_of(1)))
-    assert [(one.window, one.sequence, one.gap) for one in decided] == [(0, 3, False), (1, 6, False)]
-    assert decided[0].local_batch_sizes == JOB.initial_local_batch_sizes
-
-
 def test_a_dead_node_holds_a_window_for_two_and_is_forgotten_after_sixteen() -> None:
     witness = Witness()
     feed = numbered(*all_of(0), *[of(node, window) for window in range(1, 30) for node in ("node-a", "node-b")])
@@ -80,14 +73,6 @@ def test_a_dead_node_holds_a_window_for_two_and_is_forgotten_after_sixteen() -> 
     assert [one.window for one in decided] == list(range(28))
     assert decided[1].sequence == 3 + 2 * 2 + 1  # the first state of window 3
     assert [witness.ages[window][4] for window in (1, 15, 16, 17)] == [1, 15, 16, 16]
-
-
-def test_sizes_are_clamped_and_other_generations_and_strangers_passed_over() -> None:
-    stranger = examples.state("node-x", (0, 1), 0)
-    feed = numbered(stranger, examples.state("node-a", (0, 1), 0, generation=3), *all_of(0))
-    (decided,) = reference_decisions(JOB, Witness(), feed)
-    assert decided.sequence == 5
-    assert all(32 <= size <= 1024 for size in decided.local_batch_sizes)
 
 
 @st.composite

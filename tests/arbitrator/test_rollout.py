@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Sequence
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,7 +20,7 @@ from dynamix.schemas.networks.forward import Forward, log_softmax
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
 JOB = examples.job(NODES, policy="ppo", policy_options={"explore": 1.0})
-ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global", "levers")
+ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global")
 
 
 def states_of(num_windows: int, generation: int = 0) -> list[State]:
@@ -111,21 +110,6 @@ def test_windows_without_a_new_decision_extend_the_transition() -> None:
     assert found.num_windows_T.tolist() == [3, 3]
 
 
-def test_the_later_of_two_decisions_for_one_window_rules() -> None:
-    record = recording([(0, 4), (2, 4), (3, 5)])
-    found = trajectory_of(record, action_set_named("global"))
-    chosen = [record.actions[2].logprobs, record.actions[3].logprobs]
-    assert [tuple(row) for row in found.logprobs_TD.tolist()] == chosen
-
-
-def test_a_lost_action_takes_its_windows_with_it() -> None:
-    record = recording([(0, 2), (1, 3), (2, 4)])
-    record = record._replace(actions=[action for action in record.actions if action.window != 1])
-    found = trajectory_of(record, action_set_named("global"))
-    assert found.num_windows_T.tolist() == [1, 4]
-    assert windows_under(found) == [201.5, 401.5 + 501.5 + 601.5 + 701.5]
-
-
 def test_a_window_without_reward_gets_the_mean_and_a_missing_node_that_of_the_others() -> None:
     record = recording([(0, 2), (1, 3), (2, 4)], num_windows=6)
     rewards = [r for r in record.rewards if r.window != 3 and (r.window, r.node) != (2, "node-b")]
@@ -142,23 +126,6 @@ def test_what_comes_after_the_end_does_not_count_and_a_terminated_end_is_worth_n
     cut_off = trajectory_of(record, action_set_named("global"))
     assert cut_off.next_values_D.tolist() == list(record.actions[-1].values or ())
     assert cut_off.next_values_D[0] != 0
-
-
-def test_of_the_last_window_counts_what_came_before_the_target() -> None:
-    record = recording([(0, 2), (1, 3)])
-    found = trajectory_of(record, action_set_named("global"), End(last_window=3, terminated=True, last_share=0.25))
-    assert windows_under(found) == [201.5, 301.5 / 4]
-
-
-def test_other_generations_and_jobs_are_left_out() -> None:
-    record = recording([(0, 2), (1, 3)])
-    foreign = [msgspec.structs.replace(message, generation=1) for message in record.applied]
-    mixed = record._replace(
-        applied=[*record.applied, *(msgspec.structs.replace(m, effective_window=2, decided_window=1) for m in foreign)],
-        rewards=[*record.rewards, *rewards_of(range(20), generation=1)],
-        states=[*record.states, *enumerate(states_of(3, generation=1), start=100)],
-    )
-    same(trajectory_of(mixed, action_set_named("global")), trajectory_of(record, action_set_named("global")))
 
 
 def test_without_an_adopted_decision_there_is_nothing_to_learn() -> None:

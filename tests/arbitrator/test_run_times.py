@@ -5,7 +5,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support import examples
 
-from dynamix.arbitrator.deciding.run_times import MAX_NAMES, MAX_RUNS, RunKind, RunTimes
+from dynamix.arbitrator.deciding.run_times import RunKind, RunTimes
 from dynamix.arbitrator.shown import ShownDecisions
 from dynamix.runtime.metrics import ServiceMetrics
 
@@ -41,19 +41,6 @@ def test_a_last_window_that_comes_after_the_end_counts() -> None:
         times.end_run(job, "rule")
         times.record_window(job, 1.0, 0.8)
     assert times.variations() == {RunKind("mnist", "rule"): 0.0}
-
-
-def test_the_newest_runs_of_the_newest_names_are_kept() -> None:
-    times = RunTimes()
-    for number in range(MAX_RUNS):
-        run(times, f"mnist-{number}", [(100.0, 0.5)])
-    for number in range(MAX_RUNS):
-        run(times, f"mnist-{MAX_RUNS + number}", [(1.0, 0.5)])
-    assert times.variations() == {RunKind("mnist", "rule"): 0.0}
-    for number in range(MAX_NAMES):
-        run(times, f"name{number}-a", [(1.0, 0.5)])
-    assert times.variations() == {}
-    assert len(times._running) <= MAX_NAMES
 
 
 def test_a_state_that_comes_after_the_end_of_its_job_does_not_bring_it_back() -> None:

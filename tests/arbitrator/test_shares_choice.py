@@ -1,30 +1,22 @@
 """Shares of owners, decided by what links carry: where they beat a ring, for as long as they do."""
 
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import msgspec
 import numpy as np
-import pytest
 from tests.support import examples
 
-from dynamix.arbitrator.policies.model.exchange_choice import choose, is_decided, model_after
-from dynamix.arbitrator.policies.model.exchange_memory import (
-    DWELL,
+from dynamix.arbitrator.policies.model.exchange import (
     LAG,
     LINK_WINDOWS,
     LOOK_AGAIN,
     ExchangeMemory,
     WindowExposure,
+    choose,
 )
 from dynamix.arbitrator.policies.model.links import (
-    MOST_RANKS,
     PIPELINE,
-    can_share,
     link_rates,
-    share_of_ring_time,
-    shares_of,
 )
 from dynamix.arbitrator.policies.model.observation import Array32, Array64
 from dynamix.arbitrator.policies.model.step_time import StepTime
@@ -108,48 +100,10 @@ def test_a_slow_link_among_fast_ones_owns_nothing_in_an_exact_job() -> None:
     assert found == [EXACT] * before + [shares] * (42 - before)
 
 
-def test_equal_links_that_processors_use_in_turns_keep_the_ring() -> None:
-    generator = random.Random(5)
-    shared_out = [[300 * MB * generator.choice((0.2, 0.4, 0.7, 1.0)) for _ in range(4)] for _ in range(200)]
-    found = ruled((300 * MB,) * 4, windows=200, waiting_s=0.02, shown=lambda window: shared_out[window])
-    assert set(found) == {EXACT}
-
-
-def test_a_higher_rate_is_believed_at_once_and_a_lower_one_by_half() -> None:
-    memory = ExchangeMemory().with_links(np.array([8.0, 8.0, 8.0]) * MB)
-    assert not memory.knows_links
-    memory = memory.with_links(np.array([16.0, 8.0, 2.0]) * MB)
-    assert memory.rates == pytest.approx((16.0 * MB, 8.0 * MB, 4.0 * MB))
-    assert memory.knows_links
-
-
 def test_shares_relieve_a_slow_link_of_its_bytes_and_not_the_ranks_of_waiting_for_each_other() -> None:
     bytes_s = GRADIENT * ring_time(ONE_SLOW)
     assert ruled(ONE_SLOW, waiting_s=0.1 * bytes_s)[-1].route == "shares"
     assert set(ruled(ONE_SLOW, waiting_s=10 * bytes_s)) == {EXACT}
-
-
-@pytest.mark.parametrize("rates", [FAST, (12 * MB, 10 * MB, 11 * MB, 13 * MB), (2.5 * MB,) * 4, (2 * MB, 12 * MB)])
-def test_links_that_are_about_equal_keep_the_ring(rates: tuple[float, ...]) -> None:
-    assert set(ruled(rates)) == {EXACT}
-
-
-def test_links_of_which_nothing_is_seen_keep_the_ring() -> None:
-    assert set(ruled(ONE_SLOW, is_seen=False)) == {EXACT}
-
-
-def test_shares_that_save_nothing_here_end_and_are_not_tried_again() -> None:
-    found = ruled(ONE_SLOW, windows=200, slower=1.6)
-    assert sum(each.route == "shares" for each in found) <= DWELL + LAG
-    assert found[-1] == EXACT
-
-
-def test_links_are_looked_at_again_now_and_then() -> None:
-    found = ruled(ONE_SLOW, windows=LOOK_AGAIN + 3 * DWELL)
-    begun = LAG + LINK_WINDOWS - 1
-    away = [window for window, each in enumerate(found) if each == EXACT and window >= begun]
-    assert away == list(range(begun + LOOK_AGAIN, begun + LOOK_AGAIN + DWELL))
-    assert found[-1].route == "shares"
 
 
 def test_a_link_that_is_fast_again_gets_its_ring_back() -> None:
@@ -166,10 +120,6 @@ def test_another_link_that_gets_slow_under_shares_is_found_at_once() -> None:
     assert found[-1].shares[0] == 0 < found[-1].shares[2]
 
 
-def test_a_codec_that_saves_more_is_taken_where_the_job_permits_it() -> None:
-    assert ruled(ONE_SLOW, permission="lossy")[-1] == Exchange(codec="int8")
-
-
 def test_a_rank_that_sends_fast_to_another_has_a_fast_link_and_so_has_the_other() -> None:
     found = link_rates(observed(ONE_SLOW))
     assert found is not None
@@ -183,44 +133,3 @@ def test_a_rank_that_sends_fast_to_another_has_a_fast_link_and_so_has_the_other(
     unknown = observed(FAST)
     unknown[1, RANK_INDEX["link_peer"]] = 4
     assert link_rates(unknown) is None
-
-
-def test_two_ranks_and_very_many_cannot_share() -> None:
-    assert can_share(job_of(4))
-    assert is_decided(job_of(4))
-    assert not can_share(job_of(2))
-    assert not is_decided(job_of(2))
-    assert not can_share(job_of(MOST_RANKS + 1))
-    assert not can_share(msgspec.structs.replace(job_of(4), supports_exchange=False))
-
-
-def test_what_is_promised_is_what_was_measured() -> None:
-    # four ranks, 1.92 MB in 8 chunks: best ring and shares in ms, docs/communication.md
-    for rates, ring_ms, shares_ms in (
-        ((100.0, 100.0, 100.0, 20.0), 1226, 987),
-        ((200.0, 200.0, 200.0, 50.0), 490, 392),
-        ((100.0, 100.0, 100.0, 50.0), 498, 409),
-        ((100.0, 100.0, 100.0, 100.0), 243, 278),
-    ):
-        assert share_of_ring_time(rates) == pytest.approx(shares_ms / ring_ms, rel=0.06)
-    assert shares_of((100.0, 100.0, 100.0, 50.0)) == (333.0, 333.0, 333.0, 0.0)
-
-
-def test_the_best_batch_under_shares_is_that_of_the_model_fitted_to_them() -> None:
-    memory = ExchangeMemory(exact_s=0.2, rates=ONE_SLOW, gradient_bytes=GRADIENT)
-    fitted = replace(model_of(4, 0.3), sync_slope=-0.5)  # computing hides half of its time
-    assert model_after(SHARES, SHARES, fitted, memory) is fitted
-    assert model_after(EXACT, EXACT, fitted, memory) is fitted
-    begun = model_after(EXACT, SHARES, fitted, memory)  # what was fitted is still that of the ring
-    assert begun.sync_intercept_s == pytest.approx(share_of_ring_time(ONE_SLOW) * 0.3)
-    assert begun.sync_slope == -0.5
-    assert model_after(SHARES, EXACT, begun, memory).sync_intercept_s == pytest.approx(0.3)
-
-
-def test_a_job_that_was_restarted_under_shares_looks_at_its_links_first() -> None:
-    shares = Exchange(route="shares", shares=(1.0, 1.0, 0.0, 1.0))
-    job = msgspec.structs.replace(job_of(4), initial_exchange=shares)
-    memory = ExchangeMemory.unpack(b"", job)
-    assert memory.newest_with_shares == shares
-    memory = memory.observe(WindowExposure(0.2, COMPUTE_S), 1.0, 4.0, 4)
-    assert choose(job, model_of(4, 0.2), memory, worth, max_every=16) == EXACT

@@ -37,14 +37,6 @@ def test_refused_actions_are_shown_by_reason_and_all_made_up_reasons_as_one(metr
     ]
 
 
-def test_a_new_generation_begins_without_refused_actions(metrics: ServiceMetrics) -> None:
-    shown = ShownDecisions(metrics)
-    shown.record_receipt(examples.applied(0, 2, num_refused={"stale": 2}))  # without a state there is no such job
-    shown.record_state(examples.state(generation=1))
-    shown.record_receipt(examples.applied(0, 2, num_refused={"stale": 2}))
-    assert refused(metrics.exposition("")[0].decode()) == []
-
-
 async def test_the_service_shows_what_receipts_say(bus: Bus) -> None:
     async with services_here(bus, "arbitrator") as services, asyncio.timeout(30):
         await bus.publish(examples.job())

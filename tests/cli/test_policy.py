@@ -103,7 +103,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(
     become(monkeypatch, broker, "watcher")
     assert main(["policy", "import", str(good)]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("dynamix policy: the broker does not let user 'watcher' publish to $o.policies.c.")
+    assert error.startswith("dynamix policy: the broker does not let user 'watcher' publish to dynamix.v1.policy.ppo")
     broker.credential("watcher").write_text(Authority.new().issue("watcher", "watcher", [], days=1).text())
     assert main(["policy", "list"]) == 1
     assert "refuses user 'watcher'" in capsys.readouterr().err
@@ -117,7 +117,7 @@ def test_a_broker_without_a_bucket_is_as_good_as_none(
         become(monkeypatch, broker, "watcher")
         assert main(["policy", "list"]) == 0
     shown = capsys.readouterr()
-    assert "has no bucket for policies: run `dynamix provision`; these come with the package" in shown.err
+    assert "has no stream for policies: run `dynamix provision`; these come with the package" in shown.err
     assert "ppo" in shown.out
 
 

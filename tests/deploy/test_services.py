@@ -58,7 +58,7 @@ async def test_a_window_passes_all_services_and_views_without_a_denied_permissio
     try:
         for service in services:
             service.start()
-        await wait_until_ready(watcher, SERVICES)
+        await wait_until_ready(watcher, SERVICES, 180.0)
         await trainer.publish(job)
         await trainer.publish(report_of(job, 0, job.initial_local_batch_sizes, (1000.0, 1000.0, 1000.0, 300.0)))
         subject = subjects.of("action", job.job)

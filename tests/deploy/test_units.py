@@ -25,7 +25,6 @@ MAX_EXPOSURE = {
 
 The collector's is with eBPF: its three capabilities, and other users' processes that it looks up.
 """
-EBPF = "dynamix-collector.service.d/ebpf.conf"
 
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None,

@@ -10,7 +10,7 @@ import pytest
 from tests.support.http_get import free_port
 from tests.support.manifests import find, training
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCRIPT = """
 import json, os, pathlib

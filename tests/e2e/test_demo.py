@@ -1,7 +1,6 @@
-"""The demo as a user runs it, with fewer windows: broker, services, three torchrun jobs, JSON and picture."""
+"""The demo when it is killed; test_release.py runs it to its end."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -29,74 +28,6 @@ def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     with started:
         yield started
         started.kill()  # where a test failed; after the end it does nothing
-
-
-def test_the_demo_steers_a_real_job_and_writes_results(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "dynamix.cli.main", "demo", "--json", "out.json", "--png", "out.png"),
-            *("--data", str(Path(".data/fashion-mnist").resolve())),
-            *("--windows", "5", "--target", "0.4", "--pace", "0.0004"),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "PACED" in result.stderr
-    assert 'local_batch_size=128, global_batch="adaptive")' in result.stderr
-    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
-    assert [run["policy"] for run in runs] == ["static", "split", "rule"]
-    for run in runs:
-        assert run["final_accuracy"] >= 0.4
-        assert run["num_actions_applied"] >= 3
-    static, split, rule = runs
-    for run in (static, split):
-        assert (run["num_windows"], run["num_steps"], run["target_accuracy"]) == (5, 50, 0.4)
-        assert {sum(sizes) for sizes in run["local_batch_sizes"]} == {512}
-    assert {tuple(sizes) for sizes in static["local_batch_sizes"]} == {(128, 128, 128, 128)}
-    assert split["local_batch_sizes"][-1][3] < 80
-    assert sum(rule["local_batch_sizes"][-1]) != 512
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_failing_job_is_reported_with_its_own_message(tmp_path: Path) -> None:
-    """A misspelt setting: the ranks refuse it, and the demo says what they said."""
-    result = subprocess.run(
-        [sys.executable, "-m", "dynamix.cli.main", "demo", "--data", str(Path(".data/fashion-mnist").resolve())],
-        cwd=tmp_path,
-        env={**os.environ, "DYNAMIX_TRAINER_POLICE": "static"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 1
-    assert "did you mean DYNAMIX_TRAINER_POLICY" in result.stderr
-    assert "ExceptionGroup" not in result.stderr
-
-
-def test_without_data_the_demo_explains_how_to_get_it(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "dynamix.cli.main", "demo", "--data", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 1
-    assert "make data" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_the_demo_that_is_ended_by_sigterm_leaves_no_files(tmp_path: Path, demo: subprocess.Popen[str]) -> None:
-    assert demo.stderr is not None
-    assert any(" are ready" in line for line in demo.stderr)
-    assert list(tmp_path.glob("dynamix-demo-*"))
-    demo.terminate()
-    told = demo.stderr.read()
-    assert demo.wait() == 128 + signal.SIGTERM
-    assert told.endswith("dynamix demo: ended by SIGTERM\n")
-    assert list(tmp_path.glob("dynamix-demo-*")) == []
 
 
 def processes_that_name(text: str) -> list[int]:

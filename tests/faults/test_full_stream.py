@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 from tests.support.bus_watch import watching
-from tests.support.control_plane import NODE, ControlPlane, control_plane, feed_windows, one_node_job, report_of
+from tests.support.control_plane import NODE, ControlPlane, control_plane, one_node_job, report_of
 from tests.support.decision_checks import check_decisions, recorded_states
 from tests.support.faults import Figure, Scale
 
@@ -16,11 +16,11 @@ from dynamix.runtime.bus import StreamFullError
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.bus.requests import Answer, stream_config, write_stream
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.messages import Job, State
-from dynamix.schemas.streams import FEED, STREAMS
+from dynamix.schemas.codec import encode
+from dynamix.schemas.messages import Job
+from dynamix.schemas.streams import FEED
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SIZES = (128,) * 4
 SPEEDS = (3000.0, 3000.0, 2000.0, 1000.0)
@@ -90,32 +90,3 @@ async def test_a_full_feed_drops_windows_first_and_stores_every_decision(
     assert states == set(range(num_windows))
     figure("windows_shed", num_windows - len(rewards))
     figure("states_missing", num_windows - len(states))
-
-
-async def test_decisions_continue_while_feed_drops_old_messages(
-    plane: ControlPlane, scale: Scale, figure: Figure
-) -> None:
-    """At its limit FEED drops its oldest messages, long read; ACTIONS has its own reserved room."""
-    job, num_windows = one_node_job(), scale(150, 600)
-    small = msgspec.structs.replace(FEED, max_bytes=128 * 1024)
-    await provision(plane.bus, [small if stream is FEED else stream for stream in STREAMS])
-    await plane.bus.publish(job)
-    seen: list[tuple[int, State]] = []
-    reading = asyncio.create_task(_read_states(plane, job, seen, num_windows))
-    async with watching(plane.bus, job.job) as watch:
-        await feed_windows(plane, job, range(num_windows), every_s=0.01)
-        await watch.until_decided(num_windows)
-    await reading
-    first_kept = (await plane.bus.stream_state(FEED.name)).first_sequence
-    assert first_kept > 1
-    await check_decisions(plane.bus, job, num_windows=num_windows, feed=seen)
-    figure("messages_forgotten", first_kept - 1)
-
-
-async def _read_states(plane: ControlPlane, job: Job, seen: list[tuple[int, State]], num_windows: int) -> None:
-    """Read the states before FEED drops them, for the reference fold."""
-    async with plane.bus.consume(FEED.name, [subjects.of("state", job.job, NODE)], start="all") as consumer:
-        async for batch in consumer:
-            seen += [(one.sequence, decode(State, one.subject, one.payload)) for one in batch]
-            if len(seen) >= num_windows:
-                return

@@ -6,15 +6,12 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.support.arbitrators import Feeding, crew, feed_states, two_node_job
 from tests.support.bus_watch import watching
-from tests.support.control_plane import NODE, ControlPlane, control_plane, feed_windows, one_node_job
+from tests.support.control_plane import ControlPlane, control_plane
 from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
 from tests.support.proxy import Proxy
 
-from dynamix.schemas import subjects
-from dynamix.schemas.streams import FEED
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
@@ -27,26 +24,6 @@ async def plane() -> AsyncIterator[ControlPlane]:
 async def proxy(plane: ControlPlane) -> AsyncIterator[Proxy]:
     async with Proxy(plane.server.port) as running:
         yield running
-
-
-async def test_a_delay_over_the_publish_timeout_loses_and_repeats_nothing(
-    plane: ControlPlane, proxy: Proxy, scale: Scale, figure: Figure
-) -> None:
-    """0.5 s each way; a publisher sends again after as much, and the broker drops what it has."""
-    num_windows, delay_s, job = scale(5, 30), scale(0.3, 0.5), one_node_job()
-    plane.environ["DYNAMIX_NATS_URL"] = proxy.url
-    await plane.start("collector", "reward", "arbitrator")
-    await plane.bus.publish(job)
-    async with watching(plane.bus, job.job) as watch:
-        proxy.delay_s = delay_s
-        await feed_windows(plane, job, range(num_windows))
-        await watch.until_decided(num_windows, timeout_s=120)
-        rewards = await plane.wait_for(FEED.name, subjects.of("reward", job.job, "*"), num_windows)
-        assert sorted(reward.window for reward in rewards) == list(range(num_windows))  # type: ignore[attr-defined]
-        await watch.until(lambda: watch.counter(NODE, "bus_retries") > 0)
-        figure("actions_sent_again", watch.counter(NODE, "bus_retries"))
-        proxy.delay_s = 0.0
-    await check_decisions(plane.bus, job, num_windows=num_windows)
 
 
 async def test_an_arbitrator_behind_a_half_open_link_is_replaced_and_returns(

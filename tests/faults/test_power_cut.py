@@ -15,12 +15,12 @@ from tests.support.control_plane import control_plane
 
 from dynamix.schemas.streams import ACTIONS, FEED
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 BEFORE, LOST, AFTER = 8, 2, 6
 
 
-@pytest.mark.parametrize("lost", [(ACTIONS.name, FEED.name), (ACTIONS.name,), (FEED.name,)], ids="-".join)
+@pytest.mark.parametrize("lost", [(ACTIONS.name, FEED.name), (ACTIONS.name,)], ids="-".join)
 async def test_after_a_power_cut_a_restarted_arbitrator_decides_each_window_once(lost: Sequence[str]) -> None:
     job = two_node_job()
     async with control_plane() as plane, crew(plane) as arbitrators:

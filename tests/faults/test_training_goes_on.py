@@ -18,7 +18,7 @@ from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Applied, Job
 from dynamix.schemas.streams import FEED, JOBS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def used_per_epoch(job: TrainingJob) -> dict[int, list[int]]:
@@ -41,7 +41,7 @@ async def specification_of(plane: ControlPlane) -> Job:
 
 
 async def test_training_continues_while_services_and_broker_are_killed(tmp_path: Path) -> None:
-    async with control_plane("collector", "reward", "arbitrator") as plane, training(plane, tmp_path, 7) as job:
+    async with control_plane("collector", "reward", "arbitrator") as plane, training(plane, tmp_path, 1000) as job:
         await job.wait_for_steps(25)
         specification = await specification_of(plane)
         await plane.wait_for(FEED.name, subjects.of("applied", JOB), 1)
@@ -54,6 +54,7 @@ async def test_training_continues_while_services_and_broker_are_killed(tmp_path:
         await plane.server.start()
         applied = len(await plane.messages(FEED.name, subjects.of("applied", JOB)))
         await plane.wait_for(FEED.name, subjects.of("applied", JOB), applied + 2)
+        job.stop_after_epoch()
         assert await job.process.wait() == 0
         assert {line["generation"] for line in job.steps()} == {0}
         for samples in used_per_epoch(job).values():

@@ -8,7 +8,7 @@ from tests.support.http_get import free_port, get
 
 from dynamix.cli.services import SERVICES, wait_until_ready
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 async def answers(port: int, path: str, status: int) -> str:
@@ -21,18 +21,20 @@ async def answers(port: int, path: str, status: int) -> str:
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("module", [*SERVICES, "arbitrator.learning"])
-async def test_a_service_is_alive_without_a_broker_and_ready_only_with_one(module: str) -> None:
-    port = free_port()
+async def test_services_are_alive_without_a_broker_and_ready_only_with_one() -> None:
+    modules = {module: free_port() for module in (*SERVICES, "arbitrator.learning")}
     async with control_plane() as plane:
-        service = plane.another(module, {"DYNAMIX_METRICS_PORT": str(port)})
-        plane.services[module] = service
-        service.start()
-        await wait_until_ready(plane.bus, ["learner" if module == "arbitrator.learning" else module])
-        assert await answers(port, "/readyz", 200) == "ok\n"
+        for module, port in modules.items():
+            plane.services[module] = plane.another(module, {"DYNAMIX_METRICS_PORT": str(port)})
+            plane.services[module].start()
+        await wait_until_ready(plane.bus, [*SERVICES, "learner"], 180.0)
+        for port in modules.values():
+            assert await answers(port, "/readyz", 200) == "ok\n"
         await plane.server.kill()
-        assert "broker" in await answers(port, "/readyz", 503)
-        assert await get(port, "/livez") == (200, "ok\n")
+        for port in modules.values():
+            assert "broker" in await answers(port, "/readyz", 503)
+            assert await get(port, "/livez") == (200, "ok\n")
         await plane.server.restart()
-        assert await answers(port, "/readyz", 200) == "ok\n"
-        assert service.exit_code() is None
+        for module, port in modules.items():
+            assert await answers(port, "/readyz", 200) == "ok\n"
+            assert plane.services[module].exit_code() is None

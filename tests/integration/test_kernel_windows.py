@@ -11,13 +11,13 @@ from dynamix.schemas import subjects
 from dynamix.schemas.messages import MetricWindow, Report
 from dynamix.schemas.streams import FEED
 
-pytestmark = [pytest.mark.bpf, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.bpf, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 async def started(plane: ControlPlane) -> ServiceProcess:
     collector = plane.another("collector", {"DYNAMIX_COLLECTOR_PROBE": "auto"})
     collector.start()
-    await wait_until_ready(plane.bus, ["collector"])
+    await wait_until_ready(plane.bus, ["collector"], 180.0)
     return collector
 
 
@@ -26,12 +26,12 @@ async def test_windows_use_the_kernel_probe_unless_the_collector_starts_after_th
         collector = await started(plane)
         try:
             async with training(plane, tmp_path, num_epochs=100) as job:  # outlives a slow start of the second one
-                await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), 4, timeout_s=60)
+                await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), 4, timeout_s=240)
                 collector.kill()
                 before = await windows_of(plane)
                 collector = await started(plane)
                 await job.more_steps(1)
-                await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), len(before) + 2)
+                await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), len(before) + 2, timeout_s=240)
                 after = (await windows_of(plane))[len(before) :]
         finally:
             collector.stop()

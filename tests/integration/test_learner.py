@@ -19,7 +19,7 @@ from dynamix.lab.simulator.lockstep import run_lockstep
 from dynamix.reward.formula import Weights
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import PolicyVersion
-from dynamix.schemas.streams import FEED
+from dynamix.schemas.streams import POLICIES
 
 POLICY = "mine"
 EXPLORE = {"explore": 1.0}
@@ -42,12 +42,12 @@ async def start_learner(plane: ControlPlane) -> None:
     """Start it (again), and wait until it listens."""
     plane.services["learner"] = learner = plane.another("arbitrator.learning", {})
     learner.start()
-    await wait_until_ready(plane.bus, ["learner"])
+    await wait_until_ready(plane.bus, ["learner"], 180.0)
 
 
 async def versions(plane: ControlPlane, count: int) -> list[PolicyVersion]:
-    """The announced versions, once there are so many."""
-    return await plane.wait_for(FEED.name, subjects.of("policy", POLICY), count)  # type: ignore[return-value]
+    """The stored versions, once there are so many."""
+    return await plane.wait_for(POLICIES.name, subjects.of("policy", POLICY), count)  # type: ignore[return-value]
 
 
 def in_one_process(file: PolicyFile, seed: int) -> Trajectory:
@@ -80,14 +80,14 @@ async def test_a_learner_on_the_bus_gives_the_policies_of_learning_in_one_proces
         await start_learner(plane)
         store = PolicyStore(plane.bus)
         await versions(plane, 1)
-        first = PolicyFile.from_bytes((await store.get(POLICY, 1))[1])
+        first = PolicyFile.from_bytes((await store.get(POLICY, 1)).data)
         assert await explore(plane, seed=1) == {1}
 
         plane.services["learner"].kill()  # what it had in hand is on the bus
         await start_learner(plane)
         assert await explore(plane, seed=2) == {1}
         await versions(plane, 2)
-        second = PolicyFile.from_bytes((await store.get(POLICY, 2))[1])
+        second = PolicyFile.from_bytes((await store.get(POLICY, 2)).data)
         assert second.metadata.learned_from == ("job-1:0", "job-2:0")
         assert (second.metadata.num_updates, second.metadata.num_episodes) == (1, 2)
         assert second.metadata.parent == first.digest

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-import pytest
 from tests.support import virtual
 from tests.support.control_plane import ControlPlane, control_plane
 
@@ -12,7 +11,7 @@ from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.collector.agent import trace_of
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.episode import Episode, run_episode
-from dynamix.lab.simulator.lockstep import NoActionError, run_lockstep
+from dynamix.lab.simulator.lockstep import run_lockstep
 from dynamix.lab.simulator.scenario import Scenario, Stragglers
 from dynamix.reward.formula import Weights
 from dynamix.runtime.bus import Bus
@@ -50,7 +49,7 @@ async def collectors(plane: ControlPlane) -> AsyncIterator[None]:
 
 
 async def _listening(bus: Bus, instance: str) -> None:
-    async with asyncio.timeout(30), bus.subscribe(subjects.of("live", "collector", instance)) as beats:
+    async with asyncio.timeout(90), bus.subscribe(subjects.of("live", "collector", instance)) as beats:
         async for _ in beats:
             return
 
@@ -125,8 +124,3 @@ async def _check_messages(plane: ControlPlane, expected: Episode) -> None:
 def _adoption(message: object) -> tuple[object, ...]:
     assert isinstance(message, Applied)
     return message.decided_window, message.effective_step, message.local_batch_sizes
-
-
-async def test_without_services_the_error_names_what_may_be_missing(bus: Bus) -> None:
-    with pytest.raises(NoActionError, match=r"no action for window 0 of job-static .*=virtual-0 \.\.\. virtual-1\)"):
-        await run_lockstep(make_cluster("static"), bus, timeout_s=0.2)

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 from tests.support import examples
 from tests.support.small_suites import outcome, write_suite
-from tests.support.virtual import action, cluster, data, scenario
 
 from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.lab.comparison import HEADER
 from dynamix.lab.comparison.omnilearn import OmniLearn
 from dynamix.lab.comparison.rows import Row
 from dynamix.lab.comparison.runs import Ledger, RunOutcome, RunTask, outcomes, run_task
-from dynamix.lab.simulator.cluster import ClairvoyantCluster, ComputeTimes, best_split
+from dynamix.lab.simulator.cluster import ComputeTimes, best_split
 from dynamix.lab.simulator.episode import EpisodeError
-from dynamix.lab.simulator.scenario import SpeedChange, Stragglers, Workers
 from dynamix.runtime.output_files import RefusedOutputError
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 
@@ -182,36 +180,6 @@ def test_the_best_split_is_the_best_of_all_there_are(seed: int) -> None:
     assert slowest_s(found) == pytest.approx(min(map(slowest_s, every)))
     assert best_split(1000, times, lower, upper) == (9, 12, 20)
     assert best_split(1, times, lower, upper) == (1, 2, 0)
-
-
-def test_a_clairvoyant_cluster_meets_every_slowdown_with_equal_times_and_takes_no_action() -> None:
-    job = scenario(
-        workers=(Workers(samples_per_s=4000, count=2), Workers(samples_per_s=1000, count=2)),
-        stragglers=Stragglers(factor=3.0, mean_normal_s=0.05, mean_slow_s=0.05, jitter=0.1),
-        min_local_batch_size=1,
-        initial_local_batch_size=128,
-    )
-    run = ClairvoyantCluster(job, data(6000), seed=3, policy="static")
-    run.run_window()
-    run.offer(action(run.job, 0, (8, 24, 40, 56)))
-    report = run.run_window()[0]
-    assert run.applied == []
-    assert sum(row.num_samples for row in report.rows) == 5 * 512
-    plain = cluster(job, data=data(6000))
-    plain.run_window()
-    plain.run_window()
-    assert run.time_s < 0.6 * plain.time_s
-    waits = [row.sync_time_s or 0.0 for row in report.rows]
-    assert max(waits) - min(waits) < 0.1 * run.time_s / 10  # whole samples alone keep times apart
-
-
-def test_a_clairvoyant_cluster_divides_by_a_changed_speed_from_the_first_step_that_has_it() -> None:
-    workers = (Workers(samples_per_s=1000, count=2),)
-    change = SpeedChange(rank=1, at_s=0.08, factor=3.0)
-    job = scenario(workers=workers, speed_changes=(change,), initial_local_batch_size=32)
-    rows = ClairvoyantCluster(job, data(6000), seed=3, policy="static").run_window()[0].rows
-    # three steps of 32 ms and some communication begin before 0.08 s, the others divide 64 samples as 48 and 16
-    assert [row.num_samples for row in rows] == [3 * 32 + 2 * 48, 3 * 32 + 2 * 16]
 
 
 def test_runs_at_a_constant_batch_are_fastest_under_the_oracle_and_slowest_undivided(tmp_path: Path) -> None:

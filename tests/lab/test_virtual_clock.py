@@ -167,14 +167,6 @@ def test_what_is_slow_depends_on_the_time_and_not_on_when_one_looked() -> None:
             assert (seldom.at(tick * 0.05) == state).all()
 
 
-def test_workers_are_slow_for_the_share_of_time_that_the_means_give() -> None:
-    switching = Switching(1, SLOW, 16, off_s=2.0, on_s=1.0)
-    seen = np.array([switching.at(tick * 0.1).copy() for tick in range(10_000)])
-    assert seen.mean() == pytest.approx(1 / 3, abs=0.03)
-    switches = np.abs(np.diff(seen.astype(int), axis=0)).sum() / 16
-    assert switches == pytest.approx(2 * 1000 / 3.0, rel=0.1)  # on and off once in 3 s, over 1000 s
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_congestion_is_of_the_whole_network_or_of_single_links(shared: bool) -> None:
     congestion = Congestion(factor=8.0, mean_clear_s=2.0, mean_congested_s=1.0, shared=shared)

@@ -8,7 +8,6 @@ import pytest
 from tests.support import examples, learned
 from tests.support.recordings import DEMO, JobRecording, Matching, changed, into_arbitrator, written
 
-from dynamix.arbitrator.learned.actions import ActionSetName
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.collector.agent import trace_of
@@ -209,10 +208,9 @@ async def test_a_restarted_arbitrator_counts_stuck_sizes_from_its_start(tmp_path
     assert [note for note in outcome.counts.notes if ":19:size-stuck is only in the replay" in note]
 
 
-@pytest.mark.parametrize("action_set", ["deltas", "levers"])
-async def test_a_learned_policy_is_replayed_from_its_file(tmp_path: Path, action_set: ActionSetName) -> None:
+async def test_a_learned_policy_is_replayed_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.safetensors"
-    file.write_bytes(learned.policy_file(action_set, favour=2, policy="mine").to_bytes())
+    file.write_bytes(learned.policy_file("deltas", favour=2, policy="mine").to_bytes())
     policy = LearnedPolicy(PolicyFile.from_bytes(file.read_bytes()), version=3)
     job = examples.job({"node-a": (0, 1)}, policy="mine")
     with JobRecording(tmp_path / "job.dxc", job, policy) as recording:

@@ -56,7 +56,7 @@ async def test_a_subject_that_holds_more_than_its_stream_shall_keeps_the_newest(
     assert (await bus.stream_state(FEED.name)).num_messages == 5001
     assert await provision(bus) == [
         *("JOBS: unchanged", "FEED: updated max_msgs_per_subject 100000 -> 4096"),
-        *(f"{name}: unchanged" for name in ("ACTIONS", "DEAD", "PROFILES", "OBJ_policies")),
+        *(f"{name}: unchanged" for name in ("ACTIONS", "DEAD", "PROFILES", "POLICIES")),
     ]
     assert (await bus.stream_state(FEED.name)).num_messages == 4097
     oldest, kept = await bus.first(FEED.name, flooded), await bus.last(FEED.name, other)

@@ -48,7 +48,7 @@ MESSAGES: dict[str, Message] = {
     ),
     "trace": examples.trace(window=3),
     "profile": examples.profile(),
-    "policy": PolicyVersion(policy="ppo", version=3, feature_version=1, digest=b"d" * 32),
+    "policy": PolicyVersion(policy="ppo", version=3, digest=b"d" * 32, content=b"file"),
     "dead": Dead(service="reward", subject="dynamix.v1.window.a.b", sequence=9, reason="why", payload=b"x"),
     "live": Live(service="reward", instance="node-a", uptime_s=1.5, counters={"rewards": 4}),
     "event": Event(

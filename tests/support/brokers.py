@@ -69,7 +69,7 @@ def _state_of(task: Path) -> str:
         return "T"
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
     """Wait for what no event tells."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - see above

@@ -30,12 +30,12 @@ class BusWatch:
         self.beats: dict[tuple[str, str], Live] = {}
         """The newest of each, by service and instance."""
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
         """Wait for a condition on what was seen."""
         async with asyncio.timeout(timeout_s), self._news:
             await self._news.wait_for(condition)
 
-    async def until_decided(self, count: int, timeout_s: float = 90.0) -> None:
+    async def until_decided(self, count: int, timeout_s: float = 180.0) -> None:
         """Wait until the job has so many actions."""
         await self.until(lambda: len(self.actions) >= count, timeout_s)
 

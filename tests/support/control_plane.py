@@ -35,7 +35,7 @@ class ControlPlane:
         for name in names:
             self.services[name] = ServiceProcess(name, self.environ)
             self.services[name].start()
-        await wait_until_ready(self.bus, names)
+        await wait_until_ready(self.bus, names, 180.0)
 
     def another(self, name: str, environ: Mapping[str, str]) -> ServiceProcess:
         """A further process of a service, not started."""
@@ -57,7 +57,7 @@ class ControlPlane:
         """The job's actions so far."""
         return [message for _, message in await self.messages(ACTIONS.name, subjects.of("action", job))]  # type: ignore[misc]
 
-    async def wait_for(self, stream: str, subject: str, count: int, timeout_s: float = 60.0) -> list[Message]:
+    async def wait_for(self, stream: str, subject: str, count: int, timeout_s: float = 120.0) -> list[Message]:
         """The first `count` messages on a subject, once they are there."""
         found: list[Message] = []
         async with asyncio.timeout(timeout_s), self.bus.consume(stream, [subject], start="all") as consumer:

@@ -80,7 +80,7 @@ async def _is_ready(port: int) -> bool:
     return False
 
 
-async def eventually(condition: Callable[[], Awaitable[object]], timeout_s: float = 60.0) -> None:
+async def eventually(condition: Callable[[], Awaitable[object]], timeout_s: float = 120.0) -> None:
     """Wait for what is only seen by asking."""
     async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 - see above
@@ -93,7 +93,7 @@ async def start_scraped(plane: ControlPlane, ports: dict[str, int]) -> dict[str,
     for service in services.values():
         service.start()
     plane.services |= services
-    await wait_until_ready(plane.bus, services)
+    await wait_until_ready(plane.bus, services, 180.0)
     return services
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from bench.hosts import Host, Namespace
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 240.0
 START = multiprocessing.get_context("forkserver")
 """Starts processes that have imported torch already."""
 START.set_forkserver_preload(

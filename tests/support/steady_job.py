@@ -1,6 +1,7 @@
 """A training script for fault tests: two ranks, a small model, steps of about 20 ms, a checkpoint every 10 steps.
 
 Run under torchrun: steady_job.py DIRECTORY NUM_EPOCHS. Each rank appends a JSON line per step to rank-N.jsonl there.
+The job ends after an epoch when there is a file `stop`.
 """
 
 import json
@@ -80,6 +81,10 @@ def main(directory: Path, num_epochs: int) -> None:
                     if rank == 0:
                         torch.save(state, checkpoint.with_suffix(".new"))
                         checkpoint.with_suffix(".new").replace(checkpoint)
+            stop = torch.tensor(int((directory / "stop").exists()))
+            dist.all_reduce(stop)
+            if stop:
+                break
     dist.destroy_process_group()
 
 

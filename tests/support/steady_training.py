@@ -30,10 +30,14 @@ class TrainingJob:
 
     async def wait_for_steps(self, count: int) -> None:
         """Wait until rank 0 has done `count` steps in all."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while len(self.steps()) < count:
                 assert self.process.returncode is None, "the job has ended"
                 await asyncio.sleep(0.05)
+
+    def stop_after_epoch(self) -> None:
+        """Let the job end by itself."""
+        (self.directory / "stop").touch()
 
     async def more_steps(self, count: int) -> None:
         """Wait until the job has done `count` further steps: it is training now."""

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.deciding.halted_jobs import reason_of
+from dynamix.arbitrator.deciding.job_log import reason_of
 from dynamix.arbitrator.deciding.signatures import STUCK_WINDOWS, SizeWatch
 from dynamix.arbitrator.learned.policy import VERSION, LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy

@@ -7,7 +7,7 @@ broker's permissions against it.
 from typing import NamedTuple
 
 from . import messages
-from .streams import ACTIONS, DEAD, FEED, JOBS, PROFILES, Stream
+from .streams import ACTIONS, DEAD, FEED, JOBS, POLICIES, PROFILES, Stream
 
 SERVICES = ("trainer", "collector", "reward", "arbitrator", "learner")
 WATCHER = "watcher"
@@ -81,8 +81,8 @@ KINDS = (
          ("trainer",), ("arbitrator", "learner"), "an action that all ranks adopted", "rank 0"),
     Kind("trace", 12, messages.Trace, ("job", "node"), _WINDOW, FEED,
          ("collector",), ("trainer",), "what a node's agent leaves for all ranks", "local rank 0"),
-    Kind("policy", 8, messages.PolicyVersion, ("policy",), ("version",), FEED,
-         ("learner",), (), "a version of a policy exists"),
+    Kind("policy", 8, messages.PolicyVersion, ("policy",), ("version", "digest"), POLICIES,
+         ("learner",), ("arbitrator", "learner"), "a version of a learned policy"),
     Kind("dead", 9, messages.Dead, ("kind", "job"), (), DEAD,
          SERVICES, (), "a message that could not be used, and why"),
     Kind("live", 10, messages.Live, ("service", "instance"), (), None,

@@ -28,14 +28,12 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     deny_delete: bool = False
     """Refuse to delete or purge single messages: the log of decisions is append-only."""
     max_message_bytes: int = MAX_STORED_BYTES
-    """The limit of one message with its headers; -1: none but the broker's."""
+    """The limit of one message with its headers."""
     discard: Literal["old", "new"] = "old"
     announces: bool = False
     """Send each message once more, to those who listen, when it is stored: see `subjects.announced`."""
     hints: bool = False
     """The same with its headers only: readers then know that there is something to read."""
-    bucket: str = ""
-    """The object store that this stream is, in JetStream's standard layout; it then keeps no messages of ours."""
 
 
 JOBS = Stream(
@@ -76,15 +74,7 @@ PROFILES = Stream(
     hints=True,
 )
 """A version per run of each family; `dynamix family forget` purges a subject."""
-POLICIES = Stream(
-    name="OBJ_policies",
-    max_age_s=0,
-    max_bytes=256 * MIB,
-    max_messages_per_subject=-1,
-    max_message_bytes=-1,
-    discard="new",
-    bucket="policies",
-)
-"""Learned policies as files: object `<policy>/<version>`."""
+POLICIES = Stream(name="POLICIES", max_age_s=0, max_bytes=256 * MIB, max_messages_per_subject=64, discard="new")
+"""The newest versions of each learned policy; full, it takes no more names, so that one learner drops no other's."""
 
 STREAMS = (JOBS, FEED, ACTIONS, DEAD, PROFILES, POLICIES)

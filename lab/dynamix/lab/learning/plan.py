@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from dynamix.arbitrator.learned.actions import LearnedSetName
-from dynamix.arbitrator.learned.ppo_settings import LEVERS, PAPER, PPOSettings
+from dynamix.arbitrator.learned.ppo_settings import PAPER, PPOSettings
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import TIME_ONLY, Formula, Weights
@@ -145,7 +145,6 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
             "validate_every": 30,
             "select": "last",
         },
-        "levers": {"action_set": "levers", "settings": LEVERS},
         STIGMERGY: {
             "action_set": "appetite",
             "curriculum": (2, 8, 32),
@@ -156,10 +155,9 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         },
     }
 )
-"""`ppo`: a bounded residual on `rule`. `levers`: one lever per window on its decisions. `ppo-paper`: as published, as
-far as it is published: per-worker deltas, the simplified objective, an update at the end of each episode, the published
-reward. `stigmergy`: a bounded residual on the wish of each agent, with one network for all of them and a curriculum
-over their number."""
+"""`ppo`: a bounded residual on `rule`. `ppo-paper`: as published, as far as it is published: per-worker deltas, the
+simplified objective, an update at the end of each episode, the published reward. `stigmergy`: a bounded residual on the
+wish of each agent, with one network for all of them and a curriculum over their number."""
 
 
 def plan_named(policy: str, scenarios: tuple[Scenario, ...], **changes: object) -> LearningPlan:

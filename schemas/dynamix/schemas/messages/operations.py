@@ -8,13 +8,14 @@ from .fields import Count, Digest, Message, Seconds, Text, Token
 
 
 class PolicyVersion(Message, frozen=True, kw_only=True, array_like=True):
-    """A learner's announcement that a version of a policy is stored."""
+    """One version of a learned policy."""
 
     policy: Token
     version: Count
-    feature_version: Count
     digest: Digest
-    location: Text = ""
+    """SHA-256 of `content`."""
+    content: bytes
+    """The policy file."""
 
 
 Signature = Literal[

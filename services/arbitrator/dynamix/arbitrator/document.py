@@ -7,7 +7,7 @@ from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY
 
 from .deciding import signatures
 from .policies.policy import NamedPolicy
-from .policies.registry import POLICIES
+from .policies.registry import POLICIES, ExtensionPolicy, policy_named, policy_names
 
 _DOCUMENT = """# Policies and their options
 
@@ -40,14 +40,19 @@ Known failures of batch-size control are detected and published once per onset a
 
 
 def document() -> str:
-    """The text of docs/policies.md."""
-    policies = "\n".join(_section(policy) for policy in POLICIES.values())
-    return _DOCUMENT.format(default=DEFAULT_POLICY, split=SPLIT_POLICY, policies=policies, **vars(signatures))
+    """The text of docs/policies.md: policies of the core by their modules, our extensions by their classes."""
+    sections = [_section(policy, inspect.getmodule(type(policy))) for policy in POLICIES.values()]
+    for name in sorted({*policy_names()} - {*POLICIES}):
+        extension = policy_named(name)
+        if isinstance(extension, ExtensionPolicy) and type(extension.policy).__module__.startswith("dynamix.extras."):
+            sections.append(_section(extension, type(extension.policy)))
+    return _DOCUMENT.format(
+        default=DEFAULT_POLICY, split=SPLIT_POLICY, policies="\n".join(sections), **vars(signatures)
+    )
 
 
-def _section(policy: NamedPolicy) -> str:
-    """The module's own words, and the options."""
-    words = inspect.cleandoc(inspect.getmodule(type(policy)).__doc__ or "")
+def _section(policy: NamedPolicy, described: object) -> str:
+    words = inspect.cleandoc(described.__doc__ or "")
     rows = "".join(
         f"| `{name}` | {one.default} | | | {one.meaning} |\n"
         if one.names

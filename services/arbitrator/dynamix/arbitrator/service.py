@@ -1,17 +1,17 @@
-"""The arbitrator's service: reads specifications and states, and gives each state to its job's log."""
+"""The arbitrator's service: a task for each job opens it, folds its states, publishes its decisions, and ends."""
 
 import asyncio
+import collections
 import contextlib
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from dynamix.runtime.bus import BatchConsumer, BusError, BusMessage, FailoverWait
+from dynamix.runtime.bus import Bus, BusError, BusMessage, FailoverWait
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -20,16 +20,13 @@ from dynamix.schemas.messages.fields import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 from .deciding.action_store import ActionsEndEarlyError, ActionStoreError, Stored
-from .deciding.family_ends import FamilyEnds, ProfileStore
-from .deciding.halted_jobs import HALTING_ERRORS, HaltedJobs, reason_of, refused_log
-from .deciding.held_jobs import HeldJobs, WaitingJobs, Wanted, note_state
-from .deciding.job_log import JobLog, Surroundings
-from .deciding.own_states import own_states
+from .deciding.family_ends import FamilyEnds
+from .deciding.job_log import HALTING_ERRORS, JobLog, Surroundings, reason_of, refused_log
+from .deciding.waiting_jobs import WaitingJobs, Wanted
 from .families.source import ProfileSource
 from .learned.policy_source import PolicyAbsentError, PolicySource
-from .learned.policy_store import PolicyBucket, PolicyReader
+from .learned.policy_store import PolicyReader
 from .shown import ShownDecisions
-from .state_queues import StateQueues
 
 
 class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,24 +45,10 @@ class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The log file of nats-server on this machine, in which refused operations are counted; empty: they are not."""
 
 
-class ArbitratorBus(ProfileStore, Protocol):
-    """What the arbitrator uses of the bus."""
-
-    @property
-    def objects(self) -> PolicyBucket:
-        """Whole files in buckets."""
-
-    async def count_requests(self) -> int:
-        """Requests of all users that JetStream's API has had."""
-
-
-async def serve(context: Context[ArbitratorSettings, ArbitratorBus], *, in_step: bool = False) -> None:
-    """Decide for every job until the context stops.
-
-    `in_step` is for a replay: a job is opened before more is read, not beside it.
-    """
+async def serve(context: Context[ArbitratorSettings, Bus]) -> None:
+    """Decide for every job until the context stops."""
     shown = ShownDecisions(context.metrics)
-    followed = {
+    followed: dict[str, Callable[[], Awaitable[None]]] = {
         "how jobs end": partial(shown.follow_ends, context.bus),
         "which actions are refused": partial(shown.follow_receipts, context.bus, context.dead_letter),
         "what streams hold": partial(shown.follow_streams, context.bus.stream_state),
@@ -74,31 +57,29 @@ async def serve(context: Context[ArbitratorSettings, ArbitratorBus], *, in_step:
     if context.settings.broker_log:
         log = Path(context.settings.broker_log)
         followed["which operations the broker refuses"] = partial(shown.follow_violations, log)
-    following = [asyncio.create_task(_follow(context, *one), name=one[0]) for one in followed.items()]
-    if not in_step:
-        following.append(asyncio.create_task(_keep_profiles(context), name="what runs taught"))
+    following = [asyncio.create_task(_keep_profiles(context), name="what runs taught")]
+    if context.metrics.is_served:
+        following += [asyncio.create_task(_follow(context, *one), name=one[0]) for one in followed.items()]
     try:
-        await _Arbitrator(context, shown, in_step=in_step).run()
+        await _Arbitrator(context, shown).run()
+    except BaseExceptionGroup as group:  # one error ends the process, as the bus or the job's task raised it
+        raise group.exceptions[0] from None
     finally:
         for task in following:
             task.cancel()
         await asyncio.gather(*following, return_exceptions=True)
 
 
-async def _follow(
-    context: Context[ArbitratorSettings, ArbitratorBus], what: str, follow: Callable[[], Awaitable[None]]
-) -> None:
-    """Follow what only metrics need: what goes wrong here ends no decisions."""
-    if not context.metrics.is_served:
-        return
+async def _follow(context: Context[ArbitratorSettings, Bus], what: str, follow: Callable[[], Awaitable[None]]) -> None:
+    """Follow what only metrics need: an error here ends no decisions."""
     try:
         await follow()
     except BusError as error:
         context.log.warning("the metrics are incomplete", missing=what, reason=str(error))
 
 
-async def _keep_profiles(context: Context[ArbitratorSettings, ArbitratorBus]) -> None:
-    """Store what runs taught: what goes wrong here ends no decisions."""
+async def _keep_profiles(context: Context[ArbitratorSettings, Bus]) -> None:
+    """Store what runs taught: an error here ends no decisions."""
     try:
         await FamilyEnds(context.bus, context.log, context.count).follow()
     except BusError as error:
@@ -107,110 +88,96 @@ async def _keep_profiles(context: Context[ArbitratorSettings, ArbitratorBus]) ->
 
 MAX_OPENING = 16
 """Jobs that are opened at once, beside the states of those that are open: 4 requests to the broker each, or more."""
-SWEEP_S = 60.0
-"""Idle jobs are looked for at least so often."""
+MAX_BEHIND = 4096
+"""States of one job that wait: three windows of 1,250 nodes. A job with more reads them from FEED again by itself."""
+MAX_BEHIND_BYTES = 32 << 20
+"""The same in bytes."""
+MAX_QUEUED_BYTES = 256 << 20
+"""No more is read while so much waits of all jobs: a decision of each hangs, as while the broker is away."""
 
 M = TypeVar("M", Job, State)
 
 
+class _Job:
+    """One job in memory: how far it is folded, and what waits for its task."""
+
+    def __init__(self, name: str, wanted: Wanted) -> None:
+        self.name = name
+        self.wanted = wanted
+        self.log: JobLog | None = None
+        self.generation = -1
+        """Of the specification that is opened, or open."""
+        self.states: collections.deque[tuple[BusMessage, State]] = collections.deque()
+        self.num_bytes = 0
+        """In `states`."""
+        self.folded = 0
+        """FEED sequence up to which its states are folded."""
+        self.put_off_until = 0
+        """FEED sequence up to which its states are read from there, since too many waited."""
+        self.came = asyncio.Event()
+        self.is_over = False
+        """Whether its task ends once nothing waits."""
+        self.task: asyncio.Task[None] | None = None
+
+
 class _Arbitrator:
-    def __init__(
-        self, context: Context[ArbitratorSettings, ArbitratorBus], shown: ShownDecisions, *, in_step: bool
-    ) -> None:
+    def __init__(self, context: Context[ArbitratorSettings, Bus], shown: ShownDecisions) -> None:
         self._context = context
         self._shown = shown
         self._bus = context.bus
-        self._in_step = in_step
         settings = context.settings
-        cache = settings.policy_cache
-        policies = PolicySource(PolicyReader(context.bus.objects, Path(cache) if cache else None))
+        cache = Path(settings.policy_cache) if settings.policy_cache else None
+        policies = PolicySource(PolicyReader(context.bus, cache))
         profiles = ProfileSource(context.bus, context.log, context.count)
         self._surroundings = Surroundings(context.bus, policies, profiles, context.log, context.count)
-        self._logs = HeldJobs[JobLog](settings.max_jobs, settings.max_ranks, settings.forget_after_s)
         self._waiting = WaitingJobs(settings.max_jobs)
-        self._opening: dict[str, Wanted] = {}
-        self._pausing: set[str] = set()
-        """Those among them that ask again later, because a server that knows less answered."""
-        self._queues = StateQueues(self._fold_state, self._put_off, may_put_off=not in_step)
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Those that open jobs, until their end was looked at."""
-        self._halted = HaltedJobs(settings.max_jobs)
+        self._jobs: dict[str, _Job] = {}
+        """All that have a task."""
+        self._held: dict[str, _Job] = {}
+        """Those that are open, the least recently used first."""
+        self._num_ranks = 0
+        """Of all that are held."""
+        self._opening: set[_Job] = set()
+        """Those that are opened, without those that only wait for a server to answer as it should."""
+        self._halted: dict[str, int] = {}
+        """The newest generation without decisions, by job; those of long ago are forgotten when there are too many."""
+        self._num_bytes = 0
+        self._room = asyncio.Event()
         self._last = 0
         """The last sequence of FEED that was read."""
         self._actions_created = ""
+        self._is_stopping = False
 
     async def run(self) -> None:
         last = (await self._bus.stream_state(FEED.name)).last_sequence  # first: later states are read below
         self._actions_created = (await self._bus.stream_state(ACTIONS.name)).created
-        for job in reversed(await self._running_jobs()):  # the newest first, where not all can wait
-            self._waiting.add_job(job, newest=last)
+        for name in reversed(await self._running_jobs()):  # the newest first, where not all can wait
+            self._waiting.add_job(name, newest=last)
         states = subjects.of("state", subjects.ANY, subjects.ANY)
-        try:
-            await self._open_in_step()
+        async with asyncio.TaskGroup() as self._group:
             async with self._bus.consume(FEED.name, [states], start=last + 1) as consumer:
                 self._context.counters["ready"] = 1
-                await self._take_turns(consumer)
-        finally:
-            await self._stop_work()
-
-    async def _stop_work(self) -> None:
-        await self._queues.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _begin_again(self) -> None:
-        """Forget all jobs: what is known of them is of streams that were there before. Their states come again."""
-        self._context.log.warning("FEED was made again: all jobs are opened again")
-        await self._stop_work()
-        self._queues.changed.set()  # or its waiter would never look at the new ones
-        self._tasks.clear()
-        self._logs.clear()
-        self._waiting.clear()
-        self._halted = HaltedJobs(self._context.settings.max_jobs)
-        self._queues = StateQueues(self._fold_state, self._put_off, may_put_off=not self._in_step)
-
-    async def _take_turns(self, consumer: BatchConsumer) -> None:
-        """Fold what comes, and open jobs beside that, so that no crowd of jobs delays those that are open."""
-        reading: asyncio.Task[list[BusMessage] | None] | None = None
-        changed: asyncio.Task[bool] | None = None
-        try:
-            while True:
-                reading = reading or asyncio.create_task(_next_batch(consumer))
-                changed = changed or asyncio.create_task(self._queues.changed.wait())
                 self._start_opening()
-                self._count_jobs()
-                awaited = [reading] if self._queues.has_room else []
-                await asyncio.wait(
-                    [changed, *awaited, *self._tasks], timeout=SWEEP_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                self._end_opening()
-                if changed.done():
-                    changed = None
-                    self._queues.check()
-                self._logs.drop_idle(_now_s())
-                if reading.done() and self._queues.has_room:
-                    batch, reading = reading.result(), None
-                    if batch is None:
-                        await self._queues.drained()
-                        self._queues.check()
-                        return
-                    await self._fold(batch)
-                    await self._open_in_step()
-        finally:
-            unfinished = [task for task in (reading, changed) if task is not None]
-            for task in unfinished:
-                task.cancel()
-            await asyncio.gather(*unfinished, return_exceptions=True)
+                async for batch in consumer:
+                    for message in batch:
+                        await self._read(message)
+                    await asyncio.sleep(0)  # more may be there already, and jobs must go on meanwhile
+                    while self._num_bytes >= MAX_QUEUED_BYTES:
+                        self._room.clear()
+                        await self._room.wait()
+            self._is_stopping = True
+            for job in self._jobs.values():
+                if job.name in self._held:
+                    self._end(job)
+                elif job.task is not None:
+                    job.task.cancel()
 
     async def _running_jobs(self) -> list[str]:
         """The jobs whose newest specification says that they run, oldest first."""
-        if await self._bus.last(JOBS.name, subjects.of("job", subjects.ANY)) is None:
+        wanted, found = subjects.of("job", subjects.ANY), dict[str, None]()
+        if await self._bus.last(JOBS.name, wanted) is None:
             return []
-        found: dict[str, None] = {}
-        async with self._bus.consume(
-            JOBS.name, [subjects.of("job", subjects.ANY)], start="last_per_subject"
-        ) as consumer:
+        async with self._bus.consume(JOBS.name, [wanted], start="last_per_subject") as consumer:
             async for batch in consumer:
                 for message in batch:
                     job = await self._decoded(Job, message)
@@ -220,148 +187,245 @@ class _Arbitrator:
                     break
         return list(found)
 
-    async def _fold(self, batch: list[BusMessage]) -> None:
-        """Fold a batch: jobs concurrently, the states of one job in order. In a replay nothing is read meanwhile."""
-        if batch[0].sequence <= self._last or batch[-1].sequence < batch[0].sequence:
+    async def _read(self, message: BusMessage) -> None:
+        """Hand a state to its job's task, or let the job wait to be opened."""
+        if message.sequence <= self._last:
             await self._begin_again()
-        self._last = batch[-1].sequence
-        decoded = [(message, await self._decoded(State, message)) for message in batch]
-        self._queues.add_states((message, state) for message, state in decoded if state is not None)
-        if self._in_step:
-            await self._queues.drained()
-            self._queues.check()
+        self._last = message.sequence
+        state = await self._decoded(State, message)
+        if state is not None:
+            self._shown.record_state(state)
+            self._add(message, state)
 
-    async def _fold_state(self, message: BusMessage, state: State) -> None:
-        job = state.job
-        self._shown.record_state(state)
-        if state.generation <= self._halted.generation(job):
+    async def _begin_again(self) -> None:
+        """Forget all jobs: what is known of them is of streams that were there before. Their states come again."""
+        self._context.log.warning("FEED was made again: all jobs are opened again")
+        tasks = [job.task for job in self._jobs.values() if job.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._waiting.clear()
+        self._halted.clear()
+        self._actions_created = (await self._bus.stream_state(ACTIONS.name)).created
+
+    def _add(self, message: BusMessage, state: State) -> None:
+        name, num_bytes = state.job, len(message.payload)
+        if state.generation <= self._halted.get(name, -1):
             return
-        log = self._logs.use(job, _now_s())
-        if log is None or log.job.generation < state.generation or self._is_wanted(job):
-            self._let_wait(job, message, state.generation)
-        elif log.job.generation == state.generation:
-            try:
-                await log.add_state(message.sequence, state)
-                self._shown.record_folded(state, log)
-            except MalformedMessageError as error:
-                await self._context.dead_letter(message, str(error))
-            except HALTING_ERRORS as error:
-                await self._halt(job, state.generation, error)
+        job = self._jobs.get(name)
+        if job is None:  # it is read from FEED again once the job is opened, so that none is held meanwhile
+            if not self._waiting.add_state(name, message, state.generation):
+                self._context.count("jobs_put_off")
+            self._start_opening()
+            return
+        job.states.append((message, state))
+        job.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        if len(job.states) > MAX_BEHIND or job.num_bytes > MAX_BEHIND_BYTES:
+            for _ in job.states:
+                self._context.count("states_put_off")
+            job.put_off_until = message.sequence
+            self._clear(job)
+        if job.log is not None:
+            self._hold(job)
+        job.came.set()
 
-    def _put_off(self, message: BusMessage, state: State) -> None:
-        """Let a job that has fallen behind be opened again."""
-        self._shown.record_state(state)
-        if state.generation > self._halted.generation(state.job):
-            self._let_wait(state.job, message, state.generation)
-            self._context.count("states_put_off")
+    def _clear(self, job: _Job) -> None:
+        self._num_bytes -= job.num_bytes
+        job.num_bytes = 0
+        job.states.clear()
+        self._room.set()
 
-    def _is_wanted(self, job: str) -> bool:
-        return job in self._opening or job in self._waiting
+    def _hold(self, job: _Job) -> None:
+        """Let a job be the most recently used; others end where that is too much. One job alone is always held."""
+        assert job.log is not None, "only open jobs are held"
+        job.is_over = False
+        if self._held.pop(job.name, None) is None:
+            self._num_ranks += job.log.job.world_size
+        self._held[job.name] = job
+        settings = self._context.settings
+        while len(self._held) > 1 and (len(self._held) > settings.max_jobs or self._num_ranks > settings.max_ranks):
+            self._end(next(iter(self._held.values())))
+        self._count_jobs()
 
-    def _let_wait(self, job: str, message: BusMessage, generation: int) -> None:
-        """Open the job soon: its states are read from FEED again then, so that none is held meanwhile."""
-        if (opening := self._opening.get(job)) is not None:
-            note_state(opening, message, generation)
-        elif not self._waiting.add_state(job, message, generation):
-            self._context.count("jobs_put_off")
+    def _end(self, job: _Job) -> None:
+        """Let a job's task end once nothing waits."""
+        self._drop(job)
+        job.is_over = True
+        job.came.set()
+
+    def _drop(self, job: _Job) -> None:
+        if self._held.pop(job.name, None) is not None and job.log is not None:
+            self._num_ranks -= job.log.job.world_size
+        self._count_jobs()
+
+    def _count_jobs(self) -> None:
+        self._context.counters["jobs"] = len(self._held)
+        self._context.counters["jobs_waiting"] = len(self._waiting) + len(self._jobs) - len(self._held)
 
     def _start_opening(self) -> None:
-        num_new = sum(self._logs.get(job) is None for job in self._opening.keys() - self._pausing)
-        # those that fell behind keep none out, nor do those that only wait
-        for job, wanted in self._waiting.take(MAX_OPENING - num_new):
-            self._opening[job] = wanted
-            self._tasks.add(asyncio.create_task(self._open(job, wanted), name=f"open {job}"))
+        if not self._is_stopping:
+            for name, wanted in self._waiting.take(MAX_OPENING - len(self._opening)):
+                job = self._jobs[name] = _Job(name, wanted)
+                self._opening.add(job)
+                job.task = self._group.create_task(self._run_job(job), name=f"job {name}")
+        self._count_jobs()
 
-    def _end_opening(self) -> None:
-        """Raise the error of a task that has failed: of the bus, or our own."""
-        done = {task for task in self._tasks if task.done()}
-        self._tasks -= done
-        if errors := [error for task in done if (error := task.exception()) is not None]:
-            raise errors[0]
-
-    async def _open_in_step(self) -> None:
-        """Open, in a replay, all that wait before the next batch: what they read is of this moment."""
-        while self._in_step and (len(self._waiting) or self._opening):
-            self._start_opening()
-            await asyncio.wait(self._tasks)
-            self._end_opening()
-
-    async def _open(self, job: str, wanted: Wanted) -> None:
-        """Read a job's newest specification, which rank 0 publishes before its ranks' first report, and resume it."""
+    async def _run_job(self, job: _Job) -> None:
+        """Open a job, and fold its states until it is idle, halted, or others need its room."""
         try:
-            states = subjects.of("state", job, subjects.ANY)
-            if not wanted.num_states and await self._bus.last(FEED.name, states) is None and not wanted.num_states:
-                return  # it never began, or died long ago, and no state of it came meanwhile
-            message = await self._bus.last(JOBS.name, subjects.of("job", job))
-            specification = None if message is None else await self._decoded(Job, message)
-            if message is not None and specification is not None and specification.generation > MAX_GENERATION:
-                reason = f"generation {specification.generation} of job {job!r} is one that no job reaches: made up"
-                await self._context.dead_letter(message, reason)
-                specification = None
-            held = self._logs.get(job)
-            if held is not None and (specification is None or specification.generation < held.job.generation):
-                specification = held.job  # what is open goes on, with the states that came meanwhile
-            generation = -1 if specification is None else specification.generation
-            looked_for = wanted.generation
-            if generation < wanted.generation and wanted.example is not None:
-                reason = f"generation {wanted.generation} of job {job!r} has no specification"
-                await self._context.dead_letter(wanted.example, reason)
-            if specification is not None and generation > self._halted.generation(job):
-                await self._resume(specification, held, wanted)  # last: nothing is noted after it
-        finally:
-            del self._opening[job]
-        if wanted.generation > max(looked_for, generation) and wanted.example is not None:  # its state came meanwhile
-            self._let_wait(job, wanted.example, wanted.generation)
-
-    async def _resume(self, job: Job, earlier: JobLog | None, wanted: Wanted) -> None:
-        """Hold a job's log once it has folded all states of the job that were read so far, unless that halts it."""
-        try:
-            log = await self._open_log(job, None if earlier is None else earlier.known)
-            log.actions_created = self._actions_created
-            await self._check_inputs(log)
-            wait, done, until = FailoverWait(self._bus.stream_state, FEED.name), 0, 0
-            while until < wanted.newest:  # more may have come meanwhile
-                until = wanted.newest
-                done = await self._catch_up(log, max(done, log.watermark), until, wanted)
-                while wanted.first <= until and done < until and await self._pause(job.job, wait):
-                    done = await self._catch_up(log, max(done, log.watermark), until, wanted)
+            if await self._open(job):
+                self._opening.discard(job)
+                self._start_opening()
+                await self._fold_states(job)
         except HALTING_ERRORS as error:
-            await self._halt(job.job, job.generation, error)
-        else:
-            self._logs.hold(job.job, log, _now_s())
-            self._count_jobs()
+            await self._halt(job, error)
+        finally:
+            self._opening.discard(job)
+            self._drop(job)
+            del self._jobs[job.name]
+            left = list(job.states)
+            self._clear(job)
+        if not self._is_stopping:
+            for message, state in left:  # they came while it ended
+                self._add(message, state)
+            self._start_opening()
 
-    async def _open_log(self, job: Job, known: Stored | None) -> JobLog:
+    async def _open(self, job: _Job) -> bool:
+        """Open the newest specification, which rank 0 publishes before its ranks' first report; whether it is open.
+
+        A job that is open stays so, unless there is a newer generation.
+        """
+        wanted, states = job.wanted, subjects.of("state", job.name, subjects.ANY)
+        is_known = wanted.num_states or job.states or await self._bus.last(FEED.name, states) is not None
+        if not is_known and not job.states:
+            return False  # it never began, or died long ago, and no state of it came meanwhile
+        message = await self._bus.last(JOBS.name, subjects.of("job", job.name))
+        specification = None if message is None else await self._decoded(Job, message)
+        if message is not None and specification is not None and specification.generation > MAX_GENERATION:
+            reason = f"generation {specification.generation} of job {job.name!r} is one that no job reaches: made up"
+            await self._context.dead_letter(message, reason)
+            specification = None
+        newest = -1 if specification is None else specification.generation
+        if max(newest, job.generation) < wanted.generation and wanted.example is not None:
+            reason = f"generation {wanted.generation} of job {job.name!r} has no specification"
+            await self._context.dead_letter(wanted.example, reason)
+        if specification is None or newest <= job.generation:
+            return job.log is not None
+        if newest <= self._halted.get(job.name, -1):
+            return False
+        known = None if job.log is None else job.log.known
+        self._drop(job)
+        job.generation = newest
+        log = await self._open_log(job, specification, known)
+        log.actions_created = self._actions_created
+        await self._check_inputs(job, log)
+        job.log, job.folded = log, log.watermark
+        await self._read_again(job, wanted.newest, wanted.first)
+        self._hold(job)
+        return True
+
+    async def _open_log(self, job: _Job, specification: Job, known: Stored | None) -> JobLog:
         """Open a job's log; where one of several servers answers that knows less, for up to 10 s."""
         wait = FailoverWait(self._bus.stream_state, FEED.name)
         while True:
             try:
-                return await JobLog.open(job, self._surroundings, known)
+                return await JobLog.open(specification, self._surroundings, known)
             except (ActionsEndEarlyError, PolicyAbsentError):
-                if not await self._pause(job.job, wait):
+                if not await self._pause(job, wait):
                     raise
 
-    async def _check_inputs(self, log: JobLog) -> None:
+    async def _check_inputs(self, job: _Job, log: JobLog) -> None:
         """See that FEED holds what follows the watermark; a server that was cut off may not know of it yet."""
         if not log.has_inputs:
             return
         wait, feed = FailoverWait(self._bus.stream_state, FEED.name), await self._bus.stream_state(FEED.name)
-        while log.watermark > feed.last_sequence and await self._pause(log.job.job, wait):
+        while log.watermark > feed.last_sequence and await self._pause(job, wait):
             feed = await self._bus.stream_state(FEED.name)
         log.check_inputs(feed)
 
-    async def _pause(self, job: str, wait: FailoverWait) -> bool:
-        """Wait before a job's opening goes on; others are opened in its place."""
-        self._pausing.add(job)
-        self._queues.changed.set()
+    async def _pause(self, job: _Job, wait: FailoverWait) -> bool:
+        """Wait before a job goes on; others are opened in its place."""
+        is_opening = job in self._opening
+        self._opening.discard(job)
+        self._start_opening()
         try:
             return await wait.pause()
         finally:
-            self._pausing.discard(job)
+            if is_opening:
+                self._opening.add(job)
 
-    def _count_jobs(self) -> None:
-        self._context.counters["jobs"] = len(self._logs)
-        self._context.counters["jobs_waiting"] = len(self._waiting) + len(self._opening)
+    async def _fold_states(self, job: _Job) -> None:
+        """Fold what comes, in order, until the job is over or idle."""
+        while True:
+            if job.put_off_until > job.folded:
+                await self._read_again(job, job.put_off_until, job.folded + 1)
+                job.folded = max(job.folded, job.put_off_until)
+            elif job.states:
+                message, state = job.states.popleft()
+                job.num_bytes -= len(message.payload)
+                self._num_bytes -= len(message.payload)
+                self._room.set()
+                if state.generation > job.generation:
+                    job.wanted = Wanted.of(message, state.generation)
+                    if not await self._open(job):
+                        return
+                elif message.sequence > job.folded:
+                    await self._fold(job, message, state, is_new=True)
+                job.folded = max(job.folded, message.sequence)
+            elif job.is_over:
+                return
+            else:
+                job.came.clear()
+                try:
+                    async with asyncio.timeout(self._context.settings.forget_after_s):
+                        await job.came.wait()
+                except TimeoutError:
+                    return
+
+    async def _fold(self, job: _Job, message: BusMessage, state: State, *, is_new: bool) -> None:
+        assert job.log is not None, "it is open"
+        if state.generation != job.generation:
+            return
+        try:
+            await job.log.add_state(message.sequence, state)
+        except MalformedMessageError as error:
+            await self._context.dead_letter(message, str(error))
+        else:
+            if is_new:
+                self._shown.record_folded(state, job.log)
+
+    async def _read_again(self, job: _Job, until: int, first: float) -> None:
+        """Fold a job's states from FEED up to a sequence; those from `first` on are known to be there, and new.
+
+        Of several servers one that was cut off may answer, which does not know the last of them.
+        """
+        wait = FailoverWait(self._bus.stream_state, FEED.name)
+        while True:
+            async with contextlib.aclosing(self._own_states(job.name, job.folded, until)) as messages:
+                async for message in messages:
+                    state = await self._decoded(State, message)
+                    if state is not None:
+                        await self._fold(job, message, state, is_new=message.sequence >= first)
+                    job.folded = message.sequence
+            if job.folded >= until or first > until or not await self._pause(job, wait):
+                return
+
+    async def _own_states(self, job: str, after: int, until: int) -> AsyncGenerator[BusMessage, None]:
+        """The states of a job that FEED holds; those of one that ended long ago cost nothing."""
+        wanted = subjects.of("state", job, subjects.ANY)
+        newest = await self._bus.last(FEED.name, wanted)
+        if newest is None or newest.sequence <= after:
+            return
+        async with self._bus.consume(FEED.name, [wanted], start=after + 1) as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    if message.sequence > until:
+                        return
+                    yield message
+                    await asyncio.sleep(0)  # a long way to catch up must not delay the states of others
+                if batch[-1].sequence >= min(until, newest.sequence):
+                    return
 
     async def _decoded(self, kind: type[M], message: BusMessage) -> M | None:
         try:
@@ -370,52 +434,24 @@ class _Arbitrator:
             await self._context.dead_letter(message, str(error))
             return None
 
-    async def _catch_up(self, log: JobLog, after: int, until: int, wanted: Wanted) -> int:
-        """Fold a job's own states behind a sequence up to another; returns the last one's."""
-        async with contextlib.aclosing(own_states(self._bus, log.job.job, after, until)) as messages:
-            async for message in messages:
-                await self._fold_one(log, message, is_new=message.sequence >= wanted.first)
-                after = message.sequence
-        return after
-
-    async def _fold_one(self, log: JobLog, message: BusMessage, *, is_new: bool) -> None:
-        try:
-            state = decode(State, message.subject, message.payload)
-            if state.generation == log.job.generation:
-                await log.add_state(message.sequence, state)
-                if is_new:
-                    self._shown.record_folded(state, log)
-        except MalformedMessageError as error:
-            await self._context.dead_letter(message, str(error))
-
-    async def _is_of_other_actions(self, log: JobLog) -> bool:
-        self._actions_created = (await self._bus.stream_state(ACTIONS.name)).created
-        return self._actions_created != log.actions_created
-
-    async def _halt(self, job: str, generation: int, error: Exception) -> None:
+    async def _halt(self, job: _Job, error: Exception) -> None:
         """Decide nothing for this generation of a job: its training continues with the sizes that it has."""
-        log = self._logs.get(job)
-        self._logs.drop(job)
-        if isinstance(error, ActionStoreError) and log is not None and await self._is_of_other_actions(log):
-            self._context.log.warning("ACTIONS was made again: the job is opened again", job=job, reason=str(error))
-            return
-        self._halted.add_job(job, generation)
-        self._shown.record_halt(job, generation)
+        if isinstance(error, ActionStoreError) and job.log is not None:
+            self._actions_created = (await self._bus.stream_state(ACTIONS.name)).created
+            if self._actions_created != job.log.actions_created:
+                warning = "ACTIONS was made again: the job is opened again"
+                self._context.log.warning(warning, job=job.name, reason=str(error))
+                return
+        self._halted.pop(job.name, None)
+        self._halted[job.name] = job.generation
+        if len(self._halted) > self._context.settings.max_jobs:
+            self._halted.pop(next(iter(self._halted)))
+        self._shown.record_halt(job.name, job.generation)
         self._context.count("halted")
         reason, exc_info = reason_of(error)
         self._context.log.error(
-            "no decisions for this job", job=job, generation=generation, reason=reason, exc_info=exc_info
+            "no decisions for this job", job=job.name, generation=job.generation, reason=reason, exc_info=exc_info
         )
         if isinstance(error, ActionStoreError):
             self._context.count("refused_logs")
-            await self._bus.publish_soon(refused_log(job, generation, error))
-
-
-async def _next_batch(consumer: BatchConsumer) -> list[BusMessage] | None:
-    """The next batch; `None` at the end."""
-    return await anext(consumer, None)
-
-
-def _now_s() -> float:
-    """The clock of what is held in memory only: no decision depends on it."""
-    return time.monotonic()
+            await self._bus.publish_soon(refused_log(job.name, job.generation, error))

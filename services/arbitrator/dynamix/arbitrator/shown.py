@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dynamix.runtime.bus import BusMessage, PermissionDeniedError, ServiceBus, StreamState
+from dynamix.runtime.bus import Bus, BusMessage, PermissionDeniedError, StreamState
 from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -198,7 +198,7 @@ class ShownDecisions:
                     warned, fix = True, "let the arbitrator read it, or unset DYNAMIX_ARBITRATOR_BROKER_LOG"
                     logger.warning("refused operations are not counted: %s: %s; %s", log, error.strerror, fix)
 
-    async def follow_ends(self, bus: ServiceBus) -> None:
+    async def follow_ends(self, bus: Bus) -> None:
         """Note the end of every run until the intake ends."""
         async with bus.consume(JOBS.name, [subjects.of("job", subjects.ANY)], start="new") as consumer:
             async for batch in consumer:
@@ -210,7 +210,7 @@ class ShownDecisions:
                     if job.phase == "ended":
                         self.record_end(job)
 
-    async def follow_receipts(self, bus: ServiceBus, set_aside: Callable[[BusMessage, str], Awaitable[None]]) -> None:
+    async def follow_receipts(self, bus: Bus, set_aside: Callable[[BusMessage, str], Awaitable[None]]) -> None:
         """Note every receipt until the intake ends."""
         async with bus.consume(FEED.name, [subjects.of("applied", subjects.ANY)], start="new") as consumer:
             async for batch in consumer:

@@ -1,7 +1,7 @@
 """Learn a policy on virtual clusters: episodes, updates, validation, and a policy file at the end.
 
-`ppo` is a bounded residual on `rule`, `levers` chooses one lever per window on its decisions; `ppo-paper` is as
-published; `stigmergy` is a bounded residual on the wish of each agent, for collectors. Only scenarios with learn = true
+`ppo` is a bounded residual on `rule`; `ppo-paper` is as published; `stigmergy` is a bounded residual on the wish of
+each agent, for collectors. Only scenarios with learn = true
 are learned from. Killed or interrupted, the same command continues to the same bits. The policy that is written is the
 best by validation (time to the target against `rule`), scored on other seeds; judge it with `dynamix evaluate`.
 """
@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_option(parser, "--scenarios", "train", "the train suite, or a directory", metavar="train|DIR")
     parser.add_argument(
-        "--policy", default="ppo", help="ppo, ppo-paper, levers, stigmergy (its agents), or another name: ppo's preset"
+        "--policy", default="ppo", help="ppo, ppo-paper, stigmergy (its agents), or another name: ppo's preset"
     )
     add_option(parser, "--seed", 0, "of the learning", type=seed)
     add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors")

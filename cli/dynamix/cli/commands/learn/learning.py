@@ -178,9 +178,8 @@ async def _publish(settings: BusSettings, messages: Sequence[Message]) -> None:
 
 
 async def _store(settings: BusSettings, file: PolicyFile) -> int:
-    policy, feature_version = file.metadata.policy, file.metadata.feature_version
     async with connected(settings, SERVICE) as bus:
-        return (await PolicyStore(bus).put(policy, file.to_bytes(), feature_version=feature_version)).version
+        return (await PolicyStore(bus).put(file.metadata.policy, file.to_bytes())).version
 
 
 def _summary(learned: LearningResult, output: Path, checkpoint: Path) -> str:

@@ -15,7 +15,7 @@ from dynamix.arbitrator.learned.policy_file import (
     shipped_names,
     shipped_policy,
 )
-from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy
+from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.cli.connection import HOW_TO_START, NoBrokerError, connected
 from dynamix.cli.errors import CommandError, explained
 from dynamix.cli.output import in_columns
@@ -62,7 +62,8 @@ class PolicyCatalogue(NamedTuple):
     async def entries(self) -> list[AvailablePolicy]:
         """All versions: by name, the newest first."""
         stored = [] if self.store is None else await self.store.versions()
-        found = [_on_bus(one) for one in stored] + [_shipped(name) for name in shipped_names()]
+        found = [_available(one.name, one.version, "bus", one.data, one.stored_at) for one in stored]
+        found += [_available(name, SHIPPED_VERSION, "shipped", shipped_policy(name) or b"") for name in shipped_names()]
         return sorted(found, key=lambda entry: (entry.name, -entry.version))
 
     async def read(self, name: str, version: int | None) -> tuple[AvailablePolicy, bytes]:
@@ -72,7 +73,7 @@ class PolicyCatalogue(NamedTuple):
         if entry is None:
             raise CommandError(self._absence_of(name, version, entries))
         if entry.origin == "bus":
-            return entry, (await self.on_bus().get(entry.name, entry.version))[1]
+            return entry, (await self.on_bus().get(entry.name, entry.version)).data
         data = shipped_policy(name)
         assert data is not None, "a listed file is there"
         return entry, data
@@ -102,36 +103,25 @@ async def _of_broker(bus: Bus, where: str) -> PolicyCatalogue:
     try:
         await bus.stream_state(POLICIES.name)
     except StreamMissingError:
-        return PolicyCatalogue(None, f"the broker at {where} has no bucket for policies: run `dynamix provision`")
+        return PolicyCatalogue(None, f"the broker at {where} has no stream for policies: run `dynamix provision`")
     return PolicyCatalogue(PolicyStore(bus))
 
 
-def _on_bus(stored: StoredPolicy) -> AvailablePolicy:
-    return AvailablePolicy(
-        name=stored.name,
-        version=stored.version,
-        origin="bus",
-        num_bytes=stored.num_bytes,
-        feature_version=stored.feature_version,
-        sha256=stored.digest.hex(),
-        stored_at=stored.stored_at,
-    )
-
-
-def _shipped(name: str) -> AvailablePolicy:
-    data = shipped_policy(name)
-    assert data is not None, "a listed file is there"
+def _available(
+    name: str, version: int, origin: Literal["bus", "shipped"], data: bytes, stored_at: str = ""
+) -> AvailablePolicy:
     try:
         feature_version = PolicyFile.from_bytes(data).metadata.feature_version
     except PolicyFileError:  # `show` says what is wrong with it
         feature_version = 0
     return AvailablePolicy(
         name=name,
-        version=SHIPPED_VERSION,
-        origin="shipped",
+        version=version,
+        origin=origin,
         num_bytes=len(data),
         feature_version=feature_version,
         sha256=hashlib.sha256(data).hexdigest(),
+        stored_at=stored_at,
     )
 
 

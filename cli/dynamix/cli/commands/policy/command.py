@@ -91,7 +91,7 @@ async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
         metadata = PolicyFile.from_bytes(data, str(arguments.file)).metadata
         metadata.make_action_set()
     name = arguments.name or metadata.policy
-    stored = await catalogue.on_bus().put(name, data, feature_version=metadata.feature_version)
+    stored = await catalogue.on_bus().put(name, data)
     entry, _ = await catalogue.read(stored.name, stored.version)
     return _done(entry, "stored on the bus: jobs of this policy that start from now on take it", {})
 

@@ -3,8 +3,7 @@
 In: states from FEED in the order in which the broker stored them, the job's specification, a policy. Out: actions in
 ACTIONS, chained by hashes and written under compare-and-set. `fold` closes windows and asks the policy (pure),
 `action_store` reads and checks what is stored, `job_log` joins the two on the bus, `signatures` recognises failures,
-`family_ends` stores what a run taught. `own_states` reads what FEED has of a job, `held_jobs` are the jobs in memory,
-`halted_jobs` those without decisions.
+`family_ends` stores what a run taught, `waiting_jobs` are those that wait to be opened.
 
 You may change when a window closes, and then also the reference fold of the tests. What must stay: a decision is a
 function of recorded messages, without a clock or global random state.

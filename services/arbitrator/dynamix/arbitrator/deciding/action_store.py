@@ -6,16 +6,17 @@ compared with the stored actions: their own hashes, what this arbitrator wrote o
 receipts (`Applied`), which are in another stream.
 """
 
+import contextlib
 import logging
-from asyncio import Future
 from collections.abc import AsyncIterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from dynamix.runtime.bus import BusMessage, StreamState
+from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.runtime.bus.requests import nanoseconds
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Applied, Event, Job, State
+from dynamix.schemas.messages import Action, Applied, Job, State
 from dynamix.schemas.streams import ACTIONS, FEED
 
 from .fold import MAX_SKIP_WINDOWS
@@ -24,25 +25,6 @@ logger = logging.getLogger(__name__)
 
 MOST_DECIDED_MEANWHILE = 256
 """Actions that other arbitrators may store while the actions of a job are read."""
-
-
-class ActionStore(Protocol):
-    """The part of the bus that a job's decisions use."""
-
-    async def stream_state(self, stream: str) -> StreamState:
-        """First and last sequence of a stream, and its copies."""
-
-    async def last(self, stream: str, subject: str) -> BusMessage | None:
-        """The newest message on a subject."""
-
-    async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:
-        """The oldest message on a subject at or after a sequence."""
-
-    async def publish_action(self, action: Action, *, expected_last: int) -> int:
-        """Store an action if the job's newest one has the sequence `expected_last`."""
-
-    async def publish_soon(self, message: Event) -> Future[int]:
-        """Send an event; errors are the bus's to log."""
 
 
 class ActionStoreError(RuntimeError):
@@ -70,7 +52,15 @@ class Stored(NamedTuple):
     action: Action
 
 
-async def newest_action(bus: ActionStore, job: Job) -> Stored | None:
+class Checked(NamedTuple):
+    """The stored actions of a job, after their check."""
+
+    newest: Stored | None
+    lost_until: int = 0
+    """FEED sequence of the receipt for an action of an ACTIONS that was there before this one; 0: none is lost."""
+
+
+async def newest_action(bus: Bus, job: Job) -> Stored | None:
     """The job's newest action, of any arbitrator.
 
     Raises:
@@ -92,7 +82,7 @@ async def newest_action(bus: ActionStore, job: Job) -> Stored | None:
     return stored
 
 
-async def checked_action(bus: ActionStore, job: Job, known: Stored | None = None) -> Stored | None:
+async def checked_action(bus: Bus, job: Job, known: Stored | None = None) -> Checked:
     """The job's newest action, held against the trainer's receipts and the action known last.
 
     Raises:
@@ -103,11 +93,10 @@ async def checked_action(bus: ActionStore, job: Job, known: Stored | None = None
     newest = await newest_action(bus, job)
     if known is not None:
         await check_goes_on(bus, job, known, newest)
-    await check_receipt(bus, job, newest, receipt)
-    return newest
+    return Checked(newest, await check_receipt(bus, job, newest, receipt))
 
 
-async def newest_receipt(bus: ActionStore, job: Job) -> BusMessage | None:
+async def newest_receipt(bus: Bus, job: Job) -> BusMessage | None:
     """The trainer's newest receipt: what it applied last.
 
     Read it before the newest action: another arbitrator may decide in between, and a receipt is never ahead of actions
@@ -116,35 +105,35 @@ async def newest_receipt(bus: ActionStore, job: Job) -> BusMessage | None:
     return await bus.last(FEED.name, subjects.of("applied", job.job))
 
 
-async def check_receipt(bus: ActionStore, job: Job, newest: Stored | None, message: BusMessage | None) -> None:
+async def check_receipt(bus: Bus, job: Job, newest: Stored | None, message: BusMessage | None) -> int:
     """Check that the action is stored that the trainer's receipt names; read the receipt before the actions.
 
-    A replay of a recorded job has no receipts: those of the recording belong to other actions.
+    Returns 0, or the receipt's sequence where only ACTIONS was made again since: decisions go on behind it.
 
     Raises:
         ActionsEndEarlyError: when the stored actions end before it.
         ActionStoreError: when another one is in its place.
     """
-    if message is None:
-        return
-    try:
-        receipt = decode(Applied, message.subject, message.payload)
-    except MalformedMessageError:
-        return  # an unreadable receipt is no evidence
-    if receipt.generation != job.generation:
-        return  # trainers refuse actions of an earlier generation, so its loss has no effect
+    receipt = None
+    with contextlib.suppress(MalformedMessageError):  # an unreadable receipt is no evidence
+        receipt = None if message is None else decode(Applied, message.subject, message.payload)
+    if message is None or receipt is None or receipt.generation != job.generation:
+        return 0  # trainers refuse actions of an earlier generation, so its loss has no effect
     applied = (receipt.generation, receipt.decided_window)
     stored = (-1, -1) if newest is None else (newest.action.generation, newest.action.window)
     where = f"window {receipt.decided_window} of generation {receipt.generation}"
     if stored < applied and not (newest is None and await _is_older_than_actions(bus, message)):
+        if newest is None and nanoseconds((await bus.stream_state(ACTIONS.name)).created) > message.timestamp_ns:
+            logger.warning("ACTIONS was made again after the trainer of %s applied the action for %s", job.job, where)
+            return message.sequence
         if newest is None and await _began_after(bus, receipt):
             logger.warning(
                 "the streams were made again after the trainer of %s applied the action for %s", job.job, where
             )
-            return
+            return 0
         if await _is_made_up(bus, receipt):
             logger.warning("a receipt of %s is for %s, far beyond what its ranks reported: made up", job.job, where)
-            return
+            return 0
         raise ActionsEndEarlyError(
             f"{subjects.of('action', job.job)} ends at {_place(newest)}, but the trainer applied an action for {where}"
             ": the broker lost its end, or runs on an old copy of its store",
@@ -153,9 +142,10 @@ async def check_receipt(bus: ActionStore, job: Job, newest: Stored | None, messa
         )
     if newest is not None and stored == applied and receipt.action_hash not in (b"", newest.action.hash):
         raise _refusal(newest, f"is not the action for {where} that the trainer applied")
+    return 0
 
 
-async def check_goes_on(bus: ActionStore, job: Job, known: Stored | None, newest: Stored | None) -> None:
+async def check_goes_on(bus: Bus, job: Job, known: Stored | None, newest: Stored | None) -> None:
     """Check that the stored actions continue after the action known last; `None`: there was none.
 
     Raises:
@@ -181,7 +171,7 @@ async def check_goes_on(bus: ActionStore, job: Job, known: Stored | None, newest
         await _check_chain(bus, job, known, newest)
 
 
-async def _check_chain(bus: ActionStore, job: Job, known: Stored | None, newest: Stored) -> None:
+async def _check_chain(bus: Bus, job: Job, known: Stored | None, newest: Stored) -> None:
     """Read all actions after the known one: other arbitrators may have decided several windows."""
     check, start = ChainCheck(), 1 if known is None else known.sequence
     oldest: Stored | None = None
@@ -208,7 +198,7 @@ async def _check_chain(bus: ActionStore, job: Job, known: Stored | None, newest:
         raise _refusal(oldest, "begins another chain than the one that was known")
 
 
-async def _messages(bus: ActionStore, job: Job, start: int, last: int) -> AsyncIterator[BusMessage]:
+async def _messages(bus: Bus, job: Job, start: int, last: int) -> AsyncIterator[BusMessage]:
     """The job's stored actions from one sequence to another."""
     while start <= last:
         message = await bus.first(ACTIONS.name, subjects.of("action", job.job), start=start)
@@ -218,13 +208,13 @@ async def _messages(bus: ActionStore, job: Job, start: int, last: int) -> AsyncI
         start = message.sequence + 1
 
 
-async def _has_dropped(bus: ActionStore, sequence: int) -> bool:
+async def _has_dropped(bus: Bus, sequence: int) -> bool:
     """Whether ACTIONS was full and dropped what was at a sequence; a stream that was made again begins at 1."""
     oldest = await bus.first(ACTIONS.name, subjects.of("action", subjects.ANY))
     return oldest is not None and oldest.sequence > sequence
 
 
-async def _is_made_up(bus: ActionStore, receipt: Applied) -> bool:
+async def _is_made_up(bus: Bus, receipt: Applied) -> bool:
     """Whether a receipt is for a window that cannot have been decided: far behind what any node reported last.
 
     What is within reach, only permissions per job can refuse: any trainer may publish it.
@@ -239,7 +229,7 @@ async def _is_made_up(bus: ActionStore, receipt: Applied) -> bool:
     return newest.generation == receipt.generation and receipt.decided_window > newest.window + MAX_SKIP_WINDOWS
 
 
-async def _began_after(bus: ActionStore, receipt: Applied) -> bool:
+async def _began_after(bus: Bus, receipt: Applied) -> bool:
     """Whether FEED begins behind the states that the receipt's action was made from: it was made again, with ACTIONS.
 
     A FEED that is full drops states and receipts of one time together.
@@ -254,7 +244,7 @@ async def _began_after(bus: ActionStore, receipt: Applied) -> bool:
     return oldest.generation == receipt.generation and oldest.window > receipt.decided_window
 
 
-async def _is_older_than_actions(bus: ActionStore, receipt: BusMessage) -> bool:
+async def _is_older_than_actions(bus: Bus, receipt: BusMessage) -> bool:
     """Whether ACTIONS was full and may have dropped the receipt's action: all that it holds is newer."""
     oldest = await bus.first(ACTIONS.name, subjects.of("action", subjects.ANY))
     return oldest is not None and oldest.sequence > 1 and oldest.timestamp_ns > receipt.timestamp_ns

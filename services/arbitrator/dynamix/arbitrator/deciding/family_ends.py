@@ -5,7 +5,6 @@ specifications are all that a restarted arbitrator looks at, and two arbitrators
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 from structlog.stdlib import BoundLogger
 
@@ -13,10 +12,10 @@ from dynamix.arbitrator.families.profile import UnusableProfileError, profile_af
 from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.runtime.bus import (
+    Bus,
     BusMessage,
     FailoverWait,
     PermissionDeniedError,
-    ServiceBus,
     StaleWriterError,
     StreamMissingError,
 )
@@ -26,24 +25,17 @@ from dynamix.schemas.messages import Action, Job, JobProfile
 from dynamix.schemas.messages.profiles import MAX_PROFILE_BYTES
 from dynamix.schemas.streams import JOBS, PROFILES
 
-from .action_store import ActionsEndEarlyError, ActionStore, ActionStoreError, checked_action
+from .action_store import ActionsEndEarlyError, ActionStoreError, checked_action
 
 MAX_TRIES = 5
 """Other arbitrators that may store another run's profile meanwhile."""
 MAX_KNOWN = 10_000
 
 
-class ProfileStore(ServiceBus, ActionStore, Protocol):
-    """The part of the bus that it uses."""
-
-    async def publish_profile(self, profile: JobProfile, *, expected_last: int) -> int:
-        """Store a profile if the family's newest one has the sequence `expected_last`."""
-
-
 class FamilyEnds:
     """Follows the ends of jobs that have a family."""
 
-    def __init__(self, bus: ProfileStore, log: BoundLogger, count: Callable[[str], None]) -> None:
+    def __init__(self, bus: Bus, log: BoundLogger, count: Callable[[str], None]) -> None:
         self._bus = bus
         self._log = log
         self._count = count
@@ -101,7 +93,7 @@ class FamilyEnds:
         if earlier is not None and earlier.ended_sequence >= sequence and await self._is_of_these_jobs(earlier, wait):
             self._stored[job.family] = earlier.ended_sequence
             return ""
-        newest = await checked_action(self._bus, job)
+        newest = (await checked_action(self._bus, job)).newest
         if newest is None or newest.action.generation != job.generation:
             return "nothing was decided in its last start"
         policy = _recurring(newest.action)

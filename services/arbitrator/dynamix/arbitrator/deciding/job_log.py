@@ -9,15 +9,15 @@ from structlog.stdlib import BoundLogger
 
 from dynamix.arbitrator.families.source import ProfileSource
 from dynamix.arbitrator.learned.policy_source import PolicyAbsentError, PolicySource
-from dynamix.arbitrator.policies.policy import Policy, digest_of
+from dynamix.arbitrator.policies.policy import MISTAKES, Policy, digest_of
 from dynamix.arbitrator.policies.static import Static
-from dynamix.runtime.bus import FailoverWait, StaleWriterError, StreamState
-from dynamix.schemas.messages import Action, Job, State
+from dynamix.runtime.bus import Bus, FailoverWait, StaleWriterError, StreamState
+from dynamix.schemas.messages import Action, Event, Job, State
 from dynamix.schemas.streams import FEED
 
 from .action_store import (
     ActionsEndEarlyError,
-    ActionStore,
+    ActionStoreError,
     Stored,
     check_goes_on,
     checked_action,
@@ -26,6 +26,10 @@ from .action_store import (
 from .fold import Fold
 from .signatures import SizeWatch
 
+HALTING_ERRORS = (ActionStoreError, *MISTAKES)
+"""Errors of a policy, or of a job's stored actions. They halt one generation of that job and no other job; an error of
+the bus ends the process, and a restart fixes it."""
+MAX_EXPLANATION = 1024
 SHOW_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Waits before the newest action is read again: a broker may refuse for an action that it shows a moment later."""
 
@@ -34,7 +38,7 @@ SHOW_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 class Surroundings:
     """What all jobs of an arbitrator use: the bus, the policies, the log and the counters."""
 
-    bus: ActionStore
+    bus: Bus
     policies: PolicySource
     profiles: ProfileSource
     log: BoundLogger
@@ -69,13 +73,16 @@ class JobLog:
             ActionStoreError: when it cannot be one of this job.
             ValueError: when there is no such policy, or not any more.
         """
-        newest = await checked_action(around.bus, job, known)
+        newest, lost_until = await checked_action(around.bus, job, known)
         recorded = _of_generation(newest, job)
         policy = await around.policies.choose(job, recorded)
         profile = b"" if recorded is not None else await around.profiles.choose(job, policy)
         opened = cls(job, policy, around, profile)
         if newest is not None:
             opened._adopt(newest)
+        if lost_until:
+            opened._fold.start_after_gap(lost_until)
+            opened._has_begun = True
         opened._log.info("decides", policy=job.policy, version=opened._fold.policy.version)
         return opened
 
@@ -216,3 +223,23 @@ def _sequence_of(stored: Stored | None) -> int:
 def _of_generation(stored: Stored | None, job: Job) -> Action | None:
     """The action, if it is of this generation."""
     return stored.action if stored is not None and stored.action.generation == job.generation else None
+
+
+def reason_of(error: Exception) -> tuple[str, Exception | None]:
+    """The text of the error, and the error itself where it is unexpected and its traceback is wanted."""
+    is_foreseen = isinstance(error, (ActionStoreError, ValueError))
+    return (str(error), None) if is_foreseen else (repr(error), error)
+
+
+def refused_log(job: str, generation: int, error: ActionStoreError) -> Event:
+    """The event about stored actions that are not those that were written: people have to fix what the broker lost."""
+    return Event(
+        job=job,
+        generation=generation,
+        window=max(0, error.known_window),
+        signature="log-refused",
+        service="arbitrator",
+        value=error.window,
+        limit=error.known_window,
+        explanation=str(error)[:MAX_EXPLANATION],
+    )

@@ -1,12 +1,11 @@
 """Finds the profile that a generation of a job begins with."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from structlog.stdlib import BoundLogger
 
 from dynamix.arbitrator.policies.policy import Policy, RecurringPolicy
-from dynamix.runtime.bus import BusMessage, PermissionDeniedError, StreamMissingError
+from dynamix.runtime.bus import Bus, PermissionDeniedError, StreamMissingError
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import PROFILES
@@ -16,17 +15,10 @@ from .profile import UnusableProfileError, check_usable
 MAX_WARNED = 1000
 
 
-class ProfileReadingBus(Protocol):
-    """The part of the bus that it uses."""
-
-    async def last(self, stream: str, subject: str) -> BusMessage | None:
-        """The newest message on a subject."""
-
-
 class ProfileSource:
     """Reads the newest profile of a family; what cannot be used is ignored, with one warning."""
 
-    def __init__(self, bus: ProfileReadingBus, log: BoundLogger, count: Callable[[str], None]) -> None:
+    def __init__(self, bus: Bus, log: BoundLogger, count: Callable[[str], None]) -> None:
         self._bus = bus
         self._log = log
         self._count = count

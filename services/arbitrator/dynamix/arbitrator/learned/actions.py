@@ -5,21 +5,21 @@ concern it.
 
 `deltas`   one choice per rank: the published change of its local batch size, split `fixed` (method section 2).
 `global`   one choice per job: a bounded multiplier on the global batch of `rule`, divided as the rule divides.
-`levers`   one choice per job: a lever on the next decision of `rule` (`levers`), chosen by the last windows.
 
-A fourth, `appetite`, is that of the agents of `stigmergy`: the same multipliers, on an agent's own wish. Collectors
+A third, `appetite`, is that of the agents of `stigmergy`: the same multipliers, on an agent's own wish. Collectors
 decide by it (`dynamix.collector.agent_network`); here it has its names only.
 
 Of equal logits the first choice wins, and the first is the neutral one: an untrained network changes nothing.
 """
 
-import struct
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 from dynamix.arbitrator.policies import random
+from dynamix.arbitrator.policies.carry import pack, unpack
 from dynamix.arbitrator.policies.model.observation import Array32, decided_sizes
 from dynamix.arbitrator.policies.options import Options
 from dynamix.arbitrator.policies.policy import Decision
@@ -32,11 +32,9 @@ from dynamix.schemas.messages.policies import MULTIPLIERS
 from dynamix.schemas.networks.forward import Choices
 
 from . import inputs
-from .levers import LEVER_NUMBERS, Levers
-from .situation import Situation
 
-ActionSetName = Literal["deltas", "global", "levers"]
-LearnedSetName = Literal["deltas", "global", "levers", "appetite"]
+ActionSetName = Literal["deltas", "global"]
+LearnedSetName = Literal["deltas", "global", "appetite"]
 """With that of the agents of `stigmergy`, which decide in the collector."""
 
 DELTAS = tuple(sorted(random.DELTAS, key=lambda delta: (abs(delta), delta)))
@@ -45,10 +43,18 @@ DELTAS = tuple(sorted(random.DELTAS, key=lambda delta: (abs(delta), delta)))
 ACTIONS: Mapping[LearnedSetName, tuple[float, ...]] = {
     "deltas": tuple(map(float, DELTAS)),
     "global": MULTIPLIERS,
-    "levers": LEVER_NUMBERS,
     "appetite": MULTIPLIERS,
 }
 """All actions of each set, the neutral one first; a policy file has these or some of them."""
+
+
+class Situation(NamedTuple):
+    """One window as an action set shows it to a network."""
+
+    inputs_DI: Array32
+    """Decisions x the inputs that are wanted, NaN where unknown. D is the number of ranks, or 1 for the whole job."""
+    base: Decision
+    """The decision of the neutral choice."""
 
 
 class Deltas:
@@ -82,7 +88,14 @@ class Deltas:
         return np.frombuffer(carry, dtype=np.uint8).astype(np.int64)
 
 
-_LEVER = struct.Struct("<BQ")
+class _Kept(msgspec.Struct, array_like=True):
+    """The carry of `global`."""
+
+    choice: int = 0
+    rule_total: int | None = None
+    """The rule's last global batch; `None` before its first decision."""
+    rule: bytes = b""
+    """The rule's carry."""
 
 
 class GlobalLever:
@@ -103,11 +116,12 @@ class GlobalLever:
 
     def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:
         """One row: pooled inputs of the ranks, the job's, and what the rule would do."""
-        choice, last_total, rule_carry = self._unpack(carry)
-        base = self._rule.decide(job, window, _as_the_rule_left_it(job, obs_WF, last_total), global_F, rule_carry)
+        kept = self._kept(carry)
+        as_left = _as_the_rule_left_it(job, obs_WF, kept.rule_total)
+        base = self._rule.decide(job, window, as_left, global_F, kept.rule)
         sizes = np.clip(base.allocation.local_batch_sizes, job.min_local_batch_size, job.max_local_batch_sizes)
         base = base._replace(allocation=base.allocation.with_sizes(tuple(sizes.tolist())))
-        lever = np.log2([max(1, sizes.sum()) / max(1, sum(decided_sizes(obs_WF))), self._multipliers[choice]])
+        lever = np.log2([max(1, sizes.sum()) / max(1, sum(decided_sizes(obs_WF))), self._multipliers[kept.choice]])
         pooled, shared = inputs.pooled(job, obs_WF), inputs.global_inputs(job, window, obs_WF, global_F)
         row = np.concatenate([pooled, shared, lever.astype(np.float32)])
         return Situation(row[None, self._columns], base)
@@ -119,21 +133,18 @@ class GlobalLever:
         if self._multipliers[choice] != 1:
             proportions = np.asarray(allocation.local_batch_sizes, dtype=np.float64)
             allocation = allocation.with_sizes(divided(job, round(total * self._multipliers[choice]), proportions))
-        return base._replace(allocation=allocation, carry=_LEVER.pack(choice, total) + base.carry)
+        return base._replace(allocation=allocation, carry=pack(_Kept(choice, total, base.carry)))
 
     def choices(self, job: Job, carry: bytes) -> Choices:  # noqa: ARG002 - one for the whole job
         """One; neutral where the carry holds none."""
-        return np.array([self._unpack(carry)[0]], dtype=np.int64)
+        return np.array([self._kept(carry).choice], dtype=np.int64)
 
-    def _unpack(self, carry: bytes) -> tuple[int, int | None, bytes]:
-        """Choice, the rule's last global batch (`None` before its first decision), the rule's carry."""
-        if len(carry) < _LEVER.size:
-            return 0, None, b""
-        choice, total = _LEVER.unpack_from(carry)
-        return (choice if choice < len(self._multipliers) else 0), total, carry[_LEVER.size :]
+    def _kept(self, carry: bytes) -> _Kept:
+        kept = unpack(_Kept, carry)
+        return kept if kept.choice < len(self._multipliers) else msgspec.structs.replace(kept, choice=0)
 
 
-ActionSet = Deltas | GlobalLever | Levers
+ActionSet = Deltas | GlobalLever
 """Between a job's observation and a network that only knows numbered choices. `options` are those of a job that it
 understands; `situation` has the arguments of `Policy.decide`."""
 
@@ -143,8 +154,6 @@ def action_set_named(
 ) -> ActionSet:
     """The action set of that name, with the inputs and actions of a policy file, or with all that this program has."""
     wanted, actions = wanted or inputs.names(name), actions or ACTIONS[name]
-    if name == "levers":
-        return Levers(inputs.columns(name, wanted), actions)
     return Deltas(wanted, actions) if name == "deltas" else GlobalLever(wanted, actions)
 
 

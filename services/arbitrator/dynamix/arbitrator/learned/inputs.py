@@ -14,8 +14,6 @@ from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.networks import sight
 
-from .situation import STEERED_INPUTS, WINDOW_INPUTS
-
 Columns = Mapping[str, Array64]
 Input = Callable[[Columns], Array64]
 
@@ -73,8 +71,6 @@ def names(action_set: str) -> tuple[str, ...]:
     """All inputs of one decision of an action set, in order; a policy file lists those that it was learned with."""
     if action_set == "appetite":
         return sight.INPUTS
-    if action_set == "levers":
-        return (*WINDOW_INPUTS, *STEERED_INPUTS)
     common = tuple(f"job_{name}" for name in GLOBAL_INPUTS)
     if action_set == "deltas":
         return (*RANK_INPUTS, *common)

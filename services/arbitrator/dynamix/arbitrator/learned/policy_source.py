@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.policy import NamedPolicy, Policy, digest_of
 from dynamix.arbitrator.policies.registry import POLICIES, extension_policy, policy_names
-from dynamix.runtime.bus import ObjectBrokenError, ObjectMissingError, PermissionDeniedError
+from dynamix.runtime.bus import PermissionDeniedError
 from dynamix.schemas.messages import Action, Job
 
 from .policy import VERSION, LearnedPolicy
@@ -67,9 +67,7 @@ class PolicySource:
             return held
         try:
             policy = await self._read(name, wanted)
-        except ObjectMissingError as error:
-            raise PolicyAbsentError(f"policy {name!r} cannot be read: {error}") from error
-        except (ObjectBrokenError, PermissionDeniedError) as error:
+        except PermissionDeniedError as error:
             raise ValueError(f"policy {name!r} cannot be read: {error}") from error
         self._held[name, policy.version, policy.digest] = policy
         while len(self._held) > NUM_HELD:
@@ -81,7 +79,7 @@ class PolicySource:
         is_shipped = wanted.version == SHIPPED_VERSION and name in shipped_names()
         if not is_shipped and (stored := await self._find(name, wanted)) is not None:
             held = self._held.get((name, stored.version, stored.digest))
-            return held or _loaded(name, stored.version, await self._store.read(stored))
+            return held or _loaded(name, stored.version, stored.data)
         if wanted.version is not None and wanted.digest and (data := self._store.cached(wanted.digest)) is not None:
             return _loaded(name, wanted.version, data)
         shipped = shipped_policy(name) if wanted.version in (None, SHIPPED_VERSION) else None
@@ -90,7 +88,12 @@ class PolicySource:
         raise PolicyAbsentError(await self._absence(name, wanted))
 
     async def _find(self, name: str, wanted: _Wanted) -> StoredPolicy | None:
-        stored = await self._store.find(name, wanted.version)
+        try:
+            stored = await self._store.find(name, wanted.version)
+        except ValueError as error:
+            if self._store.cached(wanted.digest or b"") is not None:
+                return None
+            raise ValueError(f"policy {name!r} cannot be read: {error}") from error
         if stored is not None and wanted.digest and stored.digest != wanted.digest:
             cached = self._store.cached(wanted.digest)
             return stored if cached is None else None  # refused by its digest, unless the true one is at hand

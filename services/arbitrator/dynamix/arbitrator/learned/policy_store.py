@@ -1,106 +1,100 @@
-"""Learned policies on the bus: files under a name and a version, each stored once and never changed.
+"""Learned policies on the bus: each version of a policy is one message in the stream POLICIES, and never changes.
 
-A policy's version is the object `<policy>/<version>` in the bucket. The broker refuses a second writer of one version;
-the refused one takes the next. A file whose digest is not the expected one is refused.
+A version is one more than the newest one of its name. The broker refuses the second writer of a version, who takes the
+next, and drops a name's oldest version for the newest. A file whose SHA-256 is not the expected one is refused.
 """
 
+import datetime as dt
 import hashlib
 import logging
-import re
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from dynamix.arbitrator.policies.registry import policy_names
-from dynamix.runtime.bus import (
-    Bus,
-    ObjectBrokenError,
-    ObjectInfo,
-    ObjectMissingError,
-    StaleWriterError,
-    StoredObject,
-    StreamMissingError,
-)
+from dynamix.runtime.bus import Bus, BusMessage, StaleWriterError, StreamMissingError
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import MAX_MESSAGE_BYTES, MalformedMessageError, decode
 from dynamix.schemas.messages import PolicyVersion
-from dynamix.schemas.networks.files import MAX_BYTES
 from dynamix.schemas.streams import POLICIES
-from dynamix.schemas.subjects import check_token
 
 from .policy_file import SHIPPED_VERSION, SUFFIX, shipped_names
 
 logger = logging.getLogger(__name__)
 
-BUCKET = POLICIES.bucket
-NUM_KEPT_VERSIONS = 200
-"""The newest versions of each name are kept. A generation that outlives so many newer versions can no longer be
-decided after a restart without a cache."""
+MAX_POLICY_BYTES = MAX_MESSAGE_BYTES - 1024
 
-_OBJECT = re.compile(r"([a-z0-9-]{1,63})/([1-9][0-9]{0,14})")
-_NUMBER = re.compile(r"[0-9]{1,9}")
-_FEATURE_VERSION = "feature_version"
+
+class PolicyMissingError(ValueError):
+    """The bus has no such policy or version."""
 
 
 class StoredPolicy(NamedTuple):
-    """One version of a policy, as the bucket lists it."""
+    """One version of a policy."""
 
     name: str
     version: int
     digest: bytes
-    """SHA-256 of the file; empty when the bucket's description of it is broken."""
-    num_bytes: int
-    feature_version: int
-    """The version of the features that it was learned on; 0 when the bucket does not say."""
+    """SHA-256 of the file."""
+    data: bytes
     stored_at: str
-    """RFC 3339."""
-    is_deleted: bool
-
-
-class PolicyBucket(Protocol):
-    """The part of the object stores that reading policies uses."""
-
-    async def get(self, bucket: str, name: str, *, max_bytes: int = MAX_BYTES) -> StoredObject:
-        """Read an object, its digest checked."""
-
-    async def list_all(self, bucket: str) -> list[ObjectInfo]:
-        """All objects, also deleted ones."""
+    """RFC 3339; empty in what `put` returns."""
 
 
 class PolicyReader:
-    """The policies in the bucket, with an optional directory that keeps what was read."""
+    """The policies on the bus, with an optional directory that keeps what was read."""
 
-    def __init__(self, bucket: PolicyBucket, cache: Path | None = None) -> None:
-        self._bucket = bucket
+    def __init__(self, bus: Bus, cache: Path | None = None) -> None:
+        self._reading = bus
         self._cache = cache
 
-    async def get(self, name: str, version: int | None = None) -> tuple[StoredPolicy, bytes]:
-        """A version of a policy, the newest by default.
+    async def find(self, name: str, version: int | None = None) -> StoredPolicy | None:
+        """A version of a policy, the newest by default; `None` when the bus has none.
 
         Raises:
-            ObjectMissingError: when the bucket has none.
-            BusError: when it cannot be read, or is not what its description says.
+            ValueError: when what is stored is not a policy.
         """
+        subject = subjects.of("policy", name)
+        try:
+            message = await self._reading.last(POLICIES.name, subject)
+        except StreamMissingError:
+            logger.warning("the broker has no stream %s: run `dynamix provision`", POLICIES.name)
+            return None
+        stored = None if message is None else _stored(message)
+        if message is None or stored is None or version in (None, stored.version):
+            return self._kept(stored)
+        low, high = 1, message.sequence
+        while low < high:  # later versions have higher sequences
+            middle = (low + high) // 2
+            message = await self._reading.first(POLICIES.name, subject, start=middle)
+            stored = None if message is None else _stored(message)
+            if message is not None and stored is not None and stored.version < version:
+                low = message.sequence + 1
+            else:
+                high = middle
+        message = await self._reading.first(POLICIES.name, subject, start=low)
+        stored = None if message is None else _stored(message)
+        return self._kept(stored) if stored is not None and stored.version == version else None
+
+    async def get(self, name: str, version: int | None = None) -> StoredPolicy:
+        """The version, as `find` has it; raises PolicyMissingError where there is none."""
         stored = await self.find(name, version)
         if stored is None:
-            raise ObjectMissingError(f"the bus has no {_called(name, version)}")
-        return stored, await self.read(stored)
+            raise PolicyMissingError(f"the bus has no {name if version is None else f'version {version} of {name}'}")
+        return stored
 
-    async def find(self, name: str, version: int | None = None) -> StoredPolicy | None:
-        """What the bucket says of a version, the newest by default; `None` when it has none."""
-        return next((stored for stored in await self.versions(name) if version in (None, stored.version)), None)
-
-    async def read(self, stored: StoredPolicy) -> bytes:
-        """The file of a listed version, from the cache when it is there. Raises as `get`."""
-        data = self.cached(stored.digest)
-        if data is None:
-            found = await self._bucket.get(BUCKET, _object(stored.name, stored.version), max_bytes=MAX_BYTES)
-            if found.info.sha256 != stored.digest:
-                raise ObjectBrokenError(f"{_called(stored.name, stored.version)} was exchanged while it was read")
-            data = found.data
-            self._keep(stored.digest, data)
-        return data
-
-    async def versions(self, name: str | None = None) -> list[StoredPolicy]:
+    async def versions(self, name: str = subjects.ANY) -> list[StoredPolicy]:
         """All versions on the bus, of one policy or of all: by name, the newest first."""
-        return [stored for stored in await self._ever_stored(name) if not stored.is_deleted]
+        found, start = [], 1
+        try:
+            while message := await self._reading.first(POLICIES.name, subjects.of("policy", name), start=start):
+                start = message.sequence + 1
+                try:
+                    found.append(_stored(message))
+                except ValueError as error:
+                    logger.warning("%s", error)
+        except StreamMissingError:
+            logger.warning("the broker has no stream %s: run `dynamix provision`", POLICIES.name)
+        return sorted(found, key=lambda stored: (stored.name, -stored.version))
 
     def cached(self, digest: bytes) -> bytes | None:
         """A file of this digest, from the cache; `None` when it has none."""
@@ -115,119 +109,64 @@ class PolicyReader:
             return None
         return data if hashlib.sha256(data).digest() == digest else None
 
-    async def _ever_stored(self, name: str | None) -> list[StoredPolicy]:
-        """Every version ever stored; foreign objects of the bucket are left alone."""
-        try:
-            infos = await self._bucket.list_all(BUCKET)
-        except StreamMissingError:
-            logger.warning("the broker has no bucket %s: run `dynamix provision`", BUCKET)
-            return []
-        found = [stored for info in infos if (stored := _stored(info)) is not None and name in (None, stored.name)]
-        return sorted(found, key=lambda stored: (stored.name, -stored.version))
-
-    def _keep(self, digest: bytes, data: bytes) -> None:
-        """Leave a copy in the cache; without room for it everything works, a little slower."""
-        if self._cache is None:
-            return
-        path = self._cache / (digest.hex() + SUFFIX)
+    def _kept(self, stored: StoredPolicy | None) -> StoredPolicy | None:
+        """Leave a copy in the cache; a cache that cannot be written costs only what it would have saved."""
+        if self._cache is None or stored is None or self.cached(stored.digest) is not None:
+            return stored
+        path = self._cache / (stored.digest.hex() + SUFFIX)
         partial = path.with_suffix(".partial")
         try:
             self._cache.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(data)
+            partial.write_bytes(stored.data)
             partial.replace(path)
         except OSError as error:
             logger.warning("cannot keep a policy in the cache: %s", error)
+        return stored
 
 
 class PolicyStore(PolicyReader):
-    """The bucket of policies, for a program that may write it."""
+    """The policies on the bus, for a program that may add some."""
 
     def __init__(self, bus: Bus, cache: Path | None = None) -> None:
-        super().__init__(bus.objects, cache)
+        super().__init__(bus, cache)
         self._bus = bus
 
-    async def put(self, name: str, data: bytes, *, feature_version: int) -> StoredPolicy:
-        """Store a file as the next version of a policy, and announce it.
-
-        Putting the content of the newest version again stores nothing and only repeats the announcement, so that a
-        caller that does not know whether it succeeded may simply try again.
+    async def put(self, name: str, data: bytes) -> StoredPolicy:
+        """Store a file as the next version of a policy; content equal to the newest version stores nothing.
 
         Raises:
             ValueError: when `name` cannot be a learned policy's, or the file is too large.
             BusError: when the bus cannot store it.
         """
-        if check_token(name) in policy_names():
+        if subjects.check_token(name) in policy_names():
             raise ValueError(f"{name!r} is the name of a policy in code: give the learned one another name")
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"a policy of {len(data)} bytes is over the limit of {MAX_BYTES}")
-        stored = await self._put(name, data, feature_version)
-        await self._bus.publish(
-            PolicyVersion(
-                policy=name,
-                version=stored.version,
-                feature_version=feature_version,
-                digest=stored.digest,
-                location=f"{POLICIES.name}/{name}/{stored.version}",
-            )
-        )
-        return stored
-
-    async def _put(self, name: str, data: bytes, feature_version: int) -> StoredPolicy:
-        """What was stored as the next free version, or the newest one where it is the same."""
-        digest, free = hashlib.sha256(data).digest(), 1 + (SHIPPED_VERSION if name in shipped_names() else 0)
-        metadata = {_FEATURE_VERSION: str(feature_version)}
+        if len(data) > MAX_POLICY_BYTES:
+            raise ValueError(f"a policy of {len(data)} bytes is over the limit of {MAX_POLICY_BYTES}")
+        digest = hashlib.sha256(data).digest()
         while True:
-            ever = await self._ever_stored(name)
-            present = [stored for stored in ever if not stored.is_deleted]
-            if present and present[0].digest == digest:
-                return present[0]
-            free = max([free, *(1 + stored.version for stored in ever)])
-            await self._make_room(present)
+            last = await self._bus.last(POLICIES.name, subjects.of("policy", name))
+            newest = None if last is None else _stored(last)
+            if newest is not None and newest.digest == digest:
+                return newest
+            free = 1 + (SHIPPED_VERSION if name in shipped_names() else 0)
+            version = free if newest is None else newest.version + 1
+            message = PolicyVersion(policy=name, version=version, digest=digest, content=data)
             try:
-                info = await self._bus.objects.put(
-                    BUCKET, _object(name, free), data, metadata=metadata, create_only=True
-                )
-            except StaleWriterError:  # another writer was faster, or the listing leaves it out
-                free += 1
+                await self._bus.publish_policy(message, expected_last=0 if last is None else last.sequence)
+            except StaleWriterError:  # another writer took this version
                 continue
-            self._keep(digest, data)
-            stored = _stored(info)
-            assert stored is not None, "the name of the object is a policy's"
-            return stored
-
-    async def _make_room(self, before: list[StoredPolicy]) -> None:
-        """First, so that a full bucket takes the new version; others may make room at the same time."""
-        for old in before[NUM_KEPT_VERSIONS - 1 :]:
-            try:
-                await self._bus.objects.delete(BUCKET, _object(old.name, old.version))
-            except (StaleWriterError, ObjectBrokenError) as error:
-                logger.info("an old version was not removed: %s", error)
+            return StoredPolicy(name, version, digest, data, "")
 
 
-def _object(name: str, version: int) -> str:
-    return f"{name}/{version}"
-
-
-def _called(name: str, version: int | None) -> str:
-    return f"policy {name!r}" if version is None else f"version {version} of policy {name!r}"
-
-
-def _stored(info: ObjectInfo) -> StoredPolicy | None:
-    """`None` for an object that is not a policy."""
-    match = _OBJECT.fullmatch(info.name)
-    if match is None:
-        return None
-    said = info.metadata.get(_FEATURE_VERSION, "")
+def _stored(message: BusMessage) -> StoredPolicy:
     try:
-        digest = info.sha256
-    except ObjectBrokenError:  # reading it will say what is wrong; its number is taken all the same
-        digest = b""
-    return StoredPolicy(
-        name=match[1],
-        version=int(match[2]),
-        digest=digest,
-        num_bytes=info.size,
-        feature_version=int(said) if _NUMBER.fullmatch(said) else 0,
-        stored_at=info.mtime,
-        is_deleted=info.deleted,
-    )
+        found = decode(PolicyVersion, message.subject, message.payload)
+    except MalformedMessageError as error:
+        raise ValueError(f"{message.subject} at {message.sequence} cannot be read: {error}") from error
+    if hashlib.sha256(found.content).digest() != found.digest:
+        raise ValueError(f"{message.subject} at {message.sequence} is damaged: its SHA-256 is another")
+    return StoredPolicy(found.policy, found.version, found.digest, found.content, _when(message.timestamp_ns))
+
+
+def _when(time_ns: int) -> str:
+    return dt.datetime.fromtimestamp(time_ns / 1e9, dt.UTC).isoformat()

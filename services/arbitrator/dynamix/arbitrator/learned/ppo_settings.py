@@ -63,6 +63,3 @@ PAPER = PPOSettings(
 )
 """The paper's variant as its text describes it: plain policy-gradient steps at the end of each episode. Their number
 and size are ours: with fewer or smaller ones the policy hardly moves in the 15 episodes that the paper speaks of."""
-
-LEVERS = PPOSettings(neutral_logit=3.0)
-"""Most of the eleven levers change nothing in most jobs: untrained, two thirds of the draws are the rule's own."""

@@ -75,8 +75,8 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`own`: generations whose rewards are of another formula than the policy's are left out; `any`: they are not."""
     reward_formula: Literal["auto", "paper-sgd", "paper-adam", "time-aware"] = "auto"
     """For a new policy: the value of DYNAMIX_REWARD_FORMULA of the jobs that it will learn from."""
-    action_set: Literal["deltas", "global", "levers"] = "global"
-    """For a new policy: one choice per rank, one for the job, or a lever on each decision of `rule`."""
+    action_set: Literal["deltas", "global"] = "global"
+    """For a new policy: one choice per rank, or one for the job."""
     objective: Literal["clipped", "simplified"] = "clipped"
     """For a new policy: PPO's, or the paper's."""
     seed: Annotated[int, Meta(ge=0)] = 0
@@ -132,7 +132,7 @@ class _Learner:
         name = self._settings.policy
         stored = await self._store.find(name)
         if stored is not None:
-            self._take(stored.version, await self._store.read(stored))
+            self._take(stored.version, stored.data)
         elif (shipped := shipped_policy(name)) is not None:
             self._take(SHIPPED_VERSION, shipped)
         else:
@@ -238,8 +238,7 @@ class _Learner:
         await self._watch(outcome)
 
     async def _put(self, content: bytes) -> None:
-        metadata = PolicyFile.from_bytes(content).metadata
-        stored = await self._store.put(self._settings.policy, content, feature_version=metadata.feature_version)
+        stored = await self._store.put(self._settings.policy, content)
         self._take(stored.version, content)
 
     def _take(self, version: int, content: bytes) -> None:

@@ -4,13 +4,16 @@ It doubles after a number of samples, as published schedules do, or when the tra
 """
 
 import math
-import struct
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
+
+import msgspec
+from msgspec.structs import replace
 
 from dynamix.schemas.messages import Job
 
+from .carry import pack, unpack
 from .model.observation import Array32, decided_sizes, job_value, steps_of
-from .model.step_time_fit import StepTimeFit, window_of
+from .model.step_time import StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, switch, track
 from .policy import Decision
 from .sizing import by_speed, clamp_total, scaled
@@ -21,10 +24,8 @@ LOSS_SMOOTHING = 0.2
 MAX_DOUBLINGS = 30
 """More would leave every bound."""
 
-_HEAD = struct.Struct("<dIddI")
 
-
-class _Schedule(NamedTuple):
+class _Schedule(msgspec.Struct, array_like=True):
     """The progress of the schedule."""
 
     samples: float = 0.0
@@ -34,15 +35,16 @@ class _Schedule(NamedTuple):
     best_loss: float = math.inf
     num_stalled: int = 0
     """Windows since the averaged loss was last better than the best by `min_improvement`."""
+    fit: StepTimeFit | None = None
 
     def observe(self, samples: float, loss: float, min_improvement: float) -> "_Schedule":
-        seen = self._replace(samples=self.samples + (round(samples) if 0 < samples < math.inf else 0))
+        seen = replace(self, samples=self.samples + (round(samples) if 0 < samples < math.inf else 0))
         if math.isnan(loss):
             return seen
         average = loss if math.isnan(self.loss) else (1 - LOSS_SMOOTHING) * self.loss + LOSS_SMOOTHING * loss
         if average < (1 - min_improvement) * self.best_loss:
-            return seen._replace(loss=average, best_loss=average, num_stalled=0)
-        return seen._replace(loss=average, num_stalled=self.num_stalled + 1)
+            return replace(seen, loss=average, best_loss=average, num_stalled=0)
+        return replace(seen, loss=average, num_stalled=self.num_stalled + 1)
 
 
 class Doubling:
@@ -61,14 +63,14 @@ class Doubling:
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The initial batch times a power of two. Samples are counted from the job's own totals."""
-        schedule, fit = _unpack(carry, job)
+        schedule = unpack(_Schedule, carry)
         samples = job_value(global_F, "throughput") * job_value(global_F, "step_time_s") * steps_of(job, global_F)
         improvement = option(self.options, job, "min_improvement")
         schedule = schedule.observe(samples, job_value(global_F, "loss"), improvement)
         if self._is_due(job, schedule):
-            schedule = schedule._replace(samples=0.0, num_doublings=schedule.num_doublings + 1, num_stalled=0)
-        fit = fit.observe(job, window_of(job, obs_WF, global_F))
-        carry = _HEAD.pack(*schedule) + fit.pack()
+            schedule = replace(schedule, samples=0.0, num_doublings=schedule.num_doublings + 1, num_stalled=0)
+        fit = StepTimeFit.of(schedule.fit, job).observe(job, window_of(job, obs_WF, global_F))
+        carry = pack(replace(schedule, fit=fit.kept()))
         sizes = self._sizes(job, schedule, fit, decided_sizes(obs_WF))
         reason = f"doubled {schedule.num_doublings} times; {schedule.num_stalled} windows without a lower loss"
         return Decision(allocation_of(self.options, job, sizes), carry=carry, reason=reason)
@@ -85,10 +87,3 @@ class Doubling:
         if option(self.options, job, "proportional") == 1:
             return by_speed(job, total, fit.model(job), current)
         return scaled(job, total, initial)
-
-
-def _unpack(carry: bytes, job: Job) -> tuple[_Schedule, StepTimeFit]:
-    if len(carry) < _HEAD.size:
-        return _Schedule(), StepTimeFit.empty(job)
-    schedule = _Schedule(*_HEAD.unpack_from(carry))
-    return schedule, StepTimeFit.unpack(carry[_HEAD.size :], job)

@@ -13,18 +13,24 @@ moving average, and may go below the initial batch.
 import math
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 
 from dynamix.schemas.messages import Job
 
-from .model.observation import PACKED_BYTES, Array32, Array64, NoiseMemory, decided_sizes, job_value
-from .model.step_time import StepTime
-from .model.step_time_fit import StepTimeFit, window_of
+from .carry import pack, unpack
+from .model.observation import Array32, Array64, NoiseMemory, decided_sizes, job_value
+from .model.step_time import StepTime, StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, switch, track, tracks
 from .policy import Decision
 from .sizing import by_speed, equally
 
 NUM_CANDIDATES = 50
+
+
+class _State(msgspec.Struct, array_like=True):
+    noise: NoiseMemory = NoiseMemory()
+    fit: StepTimeFit | None = None
 
 
 class Goodput:
@@ -42,8 +48,9 @@ class Goodput:
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The best candidate, if it is enough better than the current sizes. Without B_noise the batch stays."""
-        noise = NoiseMemory.unpack(carry[:PACKED_BYTES]).observe(job_value(global_F, "noise_scale"))
-        fit = StepTimeFit.unpack(carry[PACKED_BYTES:], job)
+        state = unpack(_State, carry)
+        noise = state.noise.observe(job_value(global_F, "noise_scale"))
+        fit = StepTimeFit.of(state.fit, job)
         fit = fit.observe(
             job, window_of(job, obs_WF, global_F), jump=math.inf, smoothing=option(self.options, job, "smoothing")
         )
@@ -52,7 +59,7 @@ class Goodput:
             sizes = self._chosen(job, sizes, model, option(self.options, job, "noise_multiplier") * noise.noise_scale)
         allocation = allocation_of(self.options, job, sizes)
         reason = _reason(allocation.global_batch_size - sum(decided_sizes(obs_WF)), model, noise.noise_scale)
-        return Decision(allocation, carry=noise.pack() + fit.pack(), reason=reason)
+        return Decision(allocation, carry=pack(_State(noise, fit.kept())), reason=reason)
 
     def _chosen(self, job: Job, current: tuple[int, ...], model: StepTime, noise_scale: float) -> tuple[int, ...]:
         proportional = option(self.options, job, "proportional") == 1

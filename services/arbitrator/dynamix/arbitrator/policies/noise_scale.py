@@ -6,15 +6,23 @@ B = multiplier * B_noise, without a model of the step time.
 import math
 from typing import ClassVar
 
+import msgspec
+
 from dynamix.schemas.messages import Job
 
-from .model.observation import PACKED_BYTES, Array32, NoiseMemory, decided_sizes, job_value
-from .model.step_time_fit import StepTimeFit, window_of
+from .carry import pack, unpack
+from .model.observation import Array32, NoiseMemory, decided_sizes, job_value
+from .model.step_time import StepTimeFit, window_of
 from .options import Option, Options, allocation_of, option, switch, track
 from .policy import Decision
 from .sizing import Pace, by_speed, clamp_total, equally
 
 _PACE = Pace()
+
+
+class _State(msgspec.Struct, array_like=True):
+    noise: NoiseMemory = NoiseMemory()
+    fit: StepTimeFit | None = None
 
 
 class NoiseScale:
@@ -31,8 +39,9 @@ class NoiseScale:
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """A limited step towards the multiple. While B_noise was never known the batch stays."""
-        noise = NoiseMemory.unpack(carry[:PACKED_BYTES]).observe(job_value(global_F, "noise_scale"))
-        fit = StepTimeFit.unpack(carry[PACKED_BYTES:], job).observe(job, window_of(job, obs_WF, global_F))
+        state = unpack(_State, carry)
+        noise = state.noise.observe(job_value(global_F, "noise_scale"))
+        fit = StepTimeFit.of(state.fit, job).observe(job, window_of(job, obs_WF, global_F))
         current = decided_sizes(obs_WF)
         total = self._total(job, sum(current), noise.noise_scale)
         if option(self.options, job, "proportional") == 1:
@@ -42,7 +51,7 @@ class NoiseScale:
         factor, reason = option(self.options, job, "multiplier"), "no noise scale is known yet"
         if not math.isnan(noise.noise_scale):
             reason = f"towards {factor:g} times the noise scale of {noise.noise_scale:.3g}"
-        return Decision(allocation_of(self.options, job, sizes), carry=noise.pack() + fit.pack(), reason=reason)
+        return Decision(allocation_of(self.options, job, sizes), carry=pack(_State(noise, fit.kept())), reason=reason)
 
     def _total(self, job: Job, current: int, noise_scale: float) -> int:
         if math.isnan(noise_scale):

@@ -1,5 +1,93 @@
-"""What a policy is, as authors of policies import it."""
+"""What a policy is: a pure function of what is known about one job at one closed window."""
 
-from .base.policy import MAX_REASON, MISTAKES, Decision, Knowledge, NamedPolicy, Policy, RecurringPolicy, digest_of
+from typing import NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["MAX_REASON", "MISTAKES", "Decision", "Knowledge", "NamedPolicy", "Policy", "RecurringPolicy", "digest_of"]
+from dynamix.arbitrator.policies.model.observation import Array32
+from dynamix.schemas.messages import ArmRecord, Job, JobProfile, NoisePoint
+from dynamix.schemas.messages.allocation import Allocation
+
+from .options import Options
+
+MAX_REASON = 240
+"""Characters of a reason that an action carries."""
+MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What faults of a policy's own code raise: they cost one job, or one profile, and no other."""
+
+
+class Decision(NamedTuple):
+    """What a policy wants from the next windows, and what it wants to remember."""
+
+    allocation: Allocation
+    """The sizes that the job continues with; the fold clamps its sizes to the job's bounds."""
+    carry: bytes = b""
+    """The policy's whole memory, at most 256 KB: handed back at the next window, also after a restart."""
+    logprobs: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+    reason: str = ""
+    """Why, in a short sentence with its numbers, for people: it decides nothing. The fold keeps `MAX_REASON` of it."""
+    note: str = ""
+    """What the arbitrator's log should say of it, once: a sentence for people."""
+
+
+class Policy(Protocol):
+    """Decides allocations. The same arguments give the same decision: no clock, no global random state."""
+
+    @property
+    def name(self) -> str:
+        """The name that a job's specification chooses it by."""
+
+    @property
+    def version(self) -> int:
+        """Fixed within a generation; 1 for policies that do not learn."""
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
+        """Decide how a job continues after `window`.
+
+        Args:
+            job: the specification: bounds, initial sizes, options.
+            window: index of the closed window.
+            obs_WF: ranks x `schemas.features.RANK_FEATURES`; NaN where unknown; `age_windows` > 0 marks a stale row.
+            global_F: `schemas.features.GLOBAL_FEATURES`; NaN where unknown.
+            carry: the carry of the previous decision, empty at the start of a generation.
+        """
+
+
+class NamedPolicy(Policy, Protocol):
+    """One that a job's specification can choose."""
+
+    @property
+    def options(self) -> Options:
+        """What of `Job.policy_options` it understands."""
+
+
+class Knowledge(NamedTuple):
+    """What a run taught, for the next one of its family."""
+
+    memory: bytes
+    """Times and links, in the policy's own bytes; empty when nothing was measured."""
+    noise: tuple[NoisePoint, ...] = ()
+    """The noise scale by samples seen: of this run and, where it began with a profile, of those before."""
+    tried: ArmRecord | None = None
+    """How this run went, with what it tried out; `None` where runs explore nothing, or nothing tells how it went."""
+    is_changed: bool = False
+    """Whether the cluster is another than that of the profile that it began with, as its first windows showed."""
+
+
+@runtime_checkable
+class RecurringPolicy(Policy, Protocol):
+    """One that can begin with what earlier runs of a job's family taught."""
+
+    def begin(self, job: Job, profile: JobProfile) -> bytes:
+        """The carry of a generation that begins with a profile.
+
+        It checks the profile against the first windows; of what does not fit the job's shape, nothing is in the carry.
+        """
+
+    def knowledge(self, job: Job, carry: bytes) -> Knowledge:
+        """What the run behind the last decision's carry taught."""
+
+
+def digest_of(policy: Policy) -> bytes:
+    """SHA-256 of the file that a policy was read from, which tells exactly what decided; empty for one that is code."""
+    digest: bytes = getattr(policy, "digest", b"")
+    return digest

@@ -13,7 +13,7 @@ from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
 
 from .model.observation import Array32, Array64, decided_sizes
-from .model.step_time_fit import filtered, window_of
+from .model.step_time import filtered, window_of
 from .options import Option, Options, allocation_of, option, track
 from .policy import Decision
 

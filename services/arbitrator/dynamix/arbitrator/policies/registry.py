@@ -9,11 +9,6 @@ from dynamix.runtime.extensions import ExtensionError, extension_names, load_ext
 from dynamix.schemas.messages import Job
 
 from .doubling import Doubling
-from .exchanges.accordion import Accordion
-from .exchanges.adacomm import AdaComm
-from .exchanges.diloco import DiLoCo
-from .exchanges.gravac import GraVAC
-from .exchanges.qsr import QSR
 from .goodput import Goodput
 from .model.observation import Array32
 from .noise_scale import NoiseScale
@@ -26,9 +21,8 @@ from .split import Split
 from .static import Static
 from .stigmergy import Stigmergy
 
-_SIZES = (Static(), Split(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule(), Stigmergy())
-_EXCHANGES = (DiLoCo(), QSR(), AdaComm(), Accordion(), GraVAC())
-POLICIES: Mapping[str, NamedPolicy] = {policy.name: policy for policy in (*_SIZES, *_EXCHANGES)}
+_OURS = (Static(), Split(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule(), Stigmergy())
+POLICIES: Mapping[str, NamedPolicy] = {policy.name: policy for policy in _OURS}
 """The policies of this package; learned ones are files."""
 
 

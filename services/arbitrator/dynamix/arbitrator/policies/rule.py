@@ -15,29 +15,54 @@ where one link is slower than others, the route `shares` also in exact jobs.
 A job of a family starts from what earlier runs taught (docs/recurring.md).
 """
 
+import dataclasses
 import math
 from typing import ClassVar
 
+import msgspec
+import numpy as np
 from msgspec.structs import replace
 
-from dynamix.schemas.messages import Job, JobProfile
-from dynamix.schemas.messages.allocation import Exchange
+from dynamix.schemas.messages import ExploredArm, Job, JobProfile
 from dynamix.schemas.messages.policies import RATE_EXPONENTS
+from dynamix.schemas.messages.profiles import MAX_PROFILE_BYTES
 from dynamix.schemas.progress import most_worthwhile, progress
 
-from .model.exchange_choice import choose, exposure_of, is_decided, model_after
-from .model.exchange_memory import OVER_OWNERS, ExchangeMemory, way_of
-from .model.levers import AS_RULE, Lever, Wish, changed_exchange
+from .carry import pack, unpack
+from .model.earlier_runs import EarlierRuns, SeenTimes, Standing
+from .model.exchange import OVER_OWNERS, ExchangeMemory, choose, exposure_of, is_decided, model_after, way_of
+from .model.exploration import Exploration
 from .model.links import can_share, link_rates, slowest_in_words
-from .model.observation import Array32, decided_sizes, job_value
-from .model.rule_memory import RuleMemory, begun_with, knowledge_of
-from .model.step_time import StepTime, best_global_batch
-from .model.step_time_fit import window_of
+from .model.observation import Array32, NoiseMemory, decided_sizes, job_value, steps_of
+from .model.step_time import StepTime, StepTimeFit, best_global_batch, window_of
 from .options import Option, Options, allocation_of, option, track
 from .policy import Decision, Knowledge
 from .sizing import Pace, by_speed, clamp_total
 
+MAX_MEMORY_BYTES = MAX_PROFILE_BYTES - 16 * 1024
+"""No times of very many ranks are kept for the next run: the other half of a profile must have room as well."""
 _PACE = Pace()
+
+
+class _State(msgspec.Struct, array_like=True):
+    """All that `rule` remembers; each advisor has its own part, which only some jobs need."""
+
+    global_batch_size: float = 0.0
+    """Its own, not rounded: a policy that scales its decisions does not feed back; 0 before the first decision."""
+    noise: NoiseMemory = NoiseMemory()
+    fit: StepTimeFit | None = None
+    exchange: bytes = b""
+    runs: EarlierRuns | None = None
+    exploration: Exploration | None = None
+
+
+class _Memory(msgspec.Struct, array_like=True):
+    """What a profile holds of a run's times and links."""
+
+    largest: int = 0
+    """Local batch size that the job's bounds allowed."""
+    fit: StepTimeFit | None = None
+    exchange: bytes = b""
 
 
 class Rule:
@@ -56,81 +81,122 @@ class Rule:
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""
-        return self.steered(job, obs_WF, global_F, carry)[0]
-
-    def steered(
-        self,
-        job: Job,
-        obs_WF: Array32,
-        global_F: Array32,
-        carry: bytes,
-        *,
-        lever: Lever = AS_RULE,
-        wish: Wish | None = None,
-    ) -> tuple[Decision, Wish | None]:
-        """The decision with a lever on it, and what the rule itself wished; `wish` is that of the last decision.
-
-        It is `None` where the job's gradients can travel in one way only.
-        """
-        known = RuleMemory.unpack(carry, job)
-        noise, memory, noise_scale = known.noise, known.exchange, job_value(global_F, "noise_scale")
+        state = unpack(_State, carry)
+        memory, before = ExchangeMemory.unpack(state.exchange, job), state.runs or EarlierRuns()
+        tried, noise, noise_scale = state.exploration or Exploration(), state.noise, job_value(global_F, "noise_scale")
         if memory.ruling[0].every == 1 or math.isfinite(noise_scale):  # not each round of local steps measures it
             noise = noise.observe(noise_scale)
-        seen = known.observe_times(job, window_of(job, obs_WF, global_F)).observe_noise(obs_WF, noise_scale)
+
+        # what earlier runs taught, while the first windows agree with it
+        seen = before.observe_times(job, StepTimeFit.of(state.fit, job), window_of(job, obs_WF, global_F))
+        fit, exploration = seen.fit, tried
+        if seen.runs.times.standing is Standing.DROPPED is not before.times.standing:
+            memory = dataclasses.replace(  # of another cluster only what was decided is known
+                ExchangeMemory.unpack(b"", job), ruling=memory.ruling, age=memory.age, shares=memory.shares
+            )
+            exploration = tried = tried.without_records()
+        runs = seen.runs.observe_noise(obs_WF, noise_scale)
+        disagrees = runs.times.standing is Standing.ON_TRIAL and bool(seen.disagreement)
+
+        # what this run tries out
         if job.explores:
-            seen = seen.observe_progress(global_F, job)
-        fit, known = seen.fit, seen.memory
-        model = fit.model(job)
-        arm = known.exploration.arm
-        scale = known.recurrence.noise_scale(noise.noise_scale) * option(self.options, job, "noise_multiplier")
+            exploration = tried.observe(global_F, steps_of(job, global_F), job.objective)
+        arm = exploration.arm
+        scale = runs.noise_scale(noise.noise_scale) * option(self.options, job, "noise_multiplier")
         scale *= arm.noise_multiplier
+
+        # how gradients are exchanged
+        model, ruled = seen.deciding.model(job), memory.ruling[0]
         if is_decided(job):
-            memory = known.exchange
-            if not seen.disagrees:
+            if not disagrees:
                 loss, drift = job_value(global_F, "loss"), job_value(global_F, "local_drift")
-                memory = memory.observe(exposure_of(fit, model, obs_WF), loss, drift, job.world_size)
+                memory = memory.observe(exposure_of(seen.deciding, model, obs_WF), loss, drift, job.world_size)
                 memory = memory.with_links(link_rates(obs_WF)) if can_share(job) else memory
-            permitting = replace(job, exchange="exact") if arm.exact else job
-            own = memory if wish is None else wish.seen_in(memory)
-            wished, ruled = self._exchange(permitting, model, own, scale), memory.ruling[0]
-            wish = Wish(wished, own.age if wished == own.newest else 0)
-            max_every = int(option(self.options, job, "max_every"))
-            knows_times = model is not None and math.isfinite(memory.exact_s)
-            chosen = changed_exchange(lever, wished, permitting, memory, knows_times=knows_times, max_every=max_every)
-            if model is not None:
-                model = model_after(ruled, chosen, model, memory)
-            memory = memory.decided(chosen)
-            if memory.ruling[0] != ruled:  # what the next window exposes is no pair with what this one did
-                known = known.with_unknown_sync()
-        wanted, reason = self._next(job, known.global_batch_size, model, scale * lever.noise)
+            memory, model = self._exchange(replace(job, exchange="exact") if arm.exact else job, memory, model, scale)
+        if memory.ruling[0] != ruled:  # what the next window exposes is no pair with what this one did
+            fit, runs = replace(fit, sync_s=math.nan), runs.with_unknown_sync()
+
+        # the global batch, and its division
+        current = state.global_batch_size or float(sum(job.initial_local_batch_sizes))
+        wanted, reason = self._next(job, current, model, scale)
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
-        allocation = allocation_of(self.options, job, sizes)
+        allocation = replace(allocation_of(self.options, job, sizes), rate_factor=arm.rate_factor)
         if is_decided(job):
             if way_of(memory.newest) == OVER_OWNERS:
                 reason += f"; {slowest_in_words(memory.rates)}"
             allocation = replace(allocation, exchange=memory.newest_with_shares)
-        if arm.rate_factor != 1.0:
-            allocation = replace(allocation, rate_factor=arm.rate_factor)
-        packed = known.decided(wanted, noise, memory).pack(job)
-        return Decision(allocation, carry=packed, reason=reason + seen.remark, note=seen.note), wish
+
+        note = _note(before, runs, seen, tried, exploration)
+        if note or disagrees:
+            remarks = [note or f"not by its profile: {seen.disagreement}"]
+        else:
+            remarks = ["begins with its profile"] * seen.is_first + [arm.label] * (arm != ExploredArm())
+        kept = _kept(job, _State(wanted, noise, fit, b"", runs, exploration), memory)
+        return Decision(allocation, carry=pack(kept), reason="; ".join((reason, *remarks)), note=note)
 
     def begin(self, job: Job, profile: JobProfile) -> bytes:
-        """The carry of a generation that begins with a profile."""
-        return begun_with(job, profile, self.name).pack(job)
+        """The carry of a generation that begins with a profile: without its times, if the ranks or their bounds differ.
+
+        Its first window is no pair with the other run's last one.
+        """
+        fit, memory = None, ExchangeMemory.unpack(b"", job)
+        known = unpack(_Memory, profile.memory)
+        is_of_these = profile.policy == self.name and profile.world_size == job.world_size
+        if is_of_these and known.largest == max(job.max_local_batch_sizes):
+            fit = StepTimeFit.of(known.fit, job)
+            model = fit.model(job)
+            if model is None:
+                fit = None
+            else:
+                if is_decided(job):
+                    theirs, first = ExchangeMemory.unpack(known.exchange, job), memory.ruling[0]
+                    if theirs.ruling[0] != first:
+                        model = model_after(theirs.ruling[0], first, model, theirs)
+                    memory = theirs.begun_again(memory)
+                unknown = np.full(job.world_size, math.nan)
+                fit = replace(
+                    fit,
+                    samples_W=unknown,
+                    compute_W=unknown,
+                    barrier_s=math.nan,
+                    sync_s=math.nan,
+                    sync_intercept_s=model.sync_intercept_s,
+                    sync_slope=model.sync_slope,
+                )
+        runs = EarlierRuns.of_profile(profile, has_times=fit is not None, first_start=job.generation == 0)
+        records = profile.arms_of(job.objective) if is_of_these else ()
+        exploration = Exploration.of_records(records, job) if is_of_these else Exploration()
+        return pack(_kept(job, _State(noise=NoiseMemory(), fit=fit, runs=runs, exploration=exploration), memory))
 
     def knowledge(self, job: Job, carry: bytes) -> Knowledge:
-        """What the run behind a carry taught."""
-        return Knowledge(*knowledge_of(job, carry))
-
-    def _exchange(self, job: Job, model: StepTime | None, memory: ExchangeMemory, noise_scale: float) -> Exchange:
-        """The way that is decided now; that of the last decision before anything is known."""
-        if model is None or math.isnan(noise_scale):
-            return memory.newest
-        exponent, most = self._exponent(job), most_worthwhile(noise_scale, job.base_global_batch_size)
-        max_every = int(option(self.options, job, "max_every"))
-        return choose(
-            job, model, memory, lambda sizes: progress(sizes, noise_scale, exponent, most), max_every=max_every
+        """What the run behind a carry taught. A restarted run's curve begins amid a training: it is left out."""
+        state = unpack(_State, carry)
+        fit, runs = StepTimeFit.of(state.fit, job), state.runs or EarlierRuns()
+        memory = pack(_Memory(max(job.max_local_batch_sizes), fit.kept(), state.exchange))
+        is_kept = len(memory) <= MAX_MEMORY_BYTES and fit.model(job) is not None
+        curve = runs.own.with_earlier(runs.earlier) if runs.noise.standing.is_used else runs.own
+        exploration = state.exploration or Exploration()
+        return Knowledge(
+            memory if is_kept else b"",
+            curve.points if job.generation == 0 else (),
+            exploration.record if job.explores and job.generation == 0 else None,
+            runs.times.standing is Standing.DROPPED,
         )
+
+    def _exchange(
+        self, job: Job, memory: ExchangeMemory, model: StepTime | None, noise_scale: float
+    ) -> tuple[ExchangeMemory, StepTime | None]:
+        """After the way that is decided now; that of the last decision before anything is known."""
+        chosen = memory.newest
+        if model is not None and not math.isnan(noise_scale):
+            exponent, most = self._exponent(job), most_worthwhile(noise_scale, job.base_global_batch_size)
+            max_every = int(option(self.options, job, "max_every"))
+            chosen = choose(
+                job, model, memory, lambda sizes: progress(sizes, noise_scale, exponent, most), max_every=max_every
+            )
+        if model is not None:
+            model = model_after(memory.ruling[0], chosen, model, memory)
+        return memory.decided(chosen), model
 
     def _exponent(self, job: Job) -> float:
         return option(self.options, job, "rate_weight") * RATE_EXPONENTS[job.learning_rate_rule]
@@ -144,3 +210,30 @@ class Rule:
         pace = _PACE._replace(**{name: option(self.options, job, name) for name in ("max_change", "dead_band")})
         reason = f"{target:.0f} samples buy the most progress per second, at a noise scale of {noise_scale:.3g}"
         return pace.step(max(current, 1.0), target), reason
+
+
+def _kept(job: Job, state: _State, memory: ExchangeMemory) -> _State:
+    """The parts that this job needs."""
+    return replace(
+        state,
+        fit=None if state.fit is None else state.fit.kept(),
+        exchange=memory.pack() if is_decided(job) else b"",
+        runs=state.runs if job.family else None,
+        exploration=state.exploration if job.explores else None,
+    )
+
+
+def _note(before: EarlierRuns, runs: EarlierRuns, seen: SeenTimes, tried: Exploration, now: Exploration) -> str:
+    """For the log: what of the profile is dropped or was accepted, what was given up; empty in other windows."""
+    found = []
+    if runs.times.standing is not before.times.standing:
+        dropped = f"dropped its profile: {seen.disagreement}"
+        found.append(dropped if seen.disagreement else "the first windows agree with its profile")
+    if runs.noise.standing is Standing.DROPPED is not before.noise.standing:
+        expected = runs.earlier.at(runs.num_samples)
+        found.append(f"dropped its noise scales: {expected:.3g} samples by now, another was measured")
+    if now.stopped and not tried.stopped:
+        found.append(f"stopped trying {tried.arm.label}: too far behind earlier runs")
+    if math.isnan(now.cost) and not math.isnan(tried.cost):
+        found.append("a window's energy is unknown: with what this run spends from here on nothing is compared")
+    return "; ".join(found)

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, ROUTES, exchange_of
+from dynamix.schemas.messages.policy_options import MOST_STEPS
 
-from .base.options import MOST_STEPS
 from .model.observation import Array32
 from .options import Option, Options, allocation_of, named, track
 from .policy import Decision

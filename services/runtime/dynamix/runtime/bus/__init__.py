@@ -4,8 +4,6 @@ from .bus import BatchConsumer, Bus, ServiceBus
 from .errors import (
     BusError,
     ConnectionClosedError,
-    ObjectBrokenError,
-    ObjectMissingError,
     PermissionDeniedError,
     PublishError,
     SequenceRegressError,
@@ -13,8 +11,6 @@ from .errors import (
     StreamFullError,
     StreamMissingError,
 )
-from .object_layout import ObjectInfo
-from .objects import StoredObject
 from .read import Reader, Start
 from .requests import BusMessage, FailoverWait, StreamState
 
@@ -25,9 +21,6 @@ __all__ = [
     "BusMessage",
     "ConnectionClosedError",
     "FailoverWait",
-    "ObjectBrokenError",
-    "ObjectInfo",
-    "ObjectMissingError",
     "PermissionDeniedError",
     "PublishError",
     "Reader",
@@ -35,7 +28,6 @@ __all__ = [
     "ServiceBus",
     "StaleWriterError",
     "Start",
-    "StoredObject",
     "StreamFullError",
     "StreamMissingError",
     "StreamState",

@@ -55,7 +55,6 @@ _READS = {
 }
 _ALSO = {
     "arbitrator": (f"{API}INFO", f"{API}STREAM.INFO.{DEAD.name}"),  # for alerts: all users' requests, what DEAD takes
-    "learner": (f"$O.{POLICIES.bucket}.C.*", f"$O.{POLICIES.bucket}.M.*", f"{API}STREAM.PURGE.{POLICIES.name}"),
     WATCHER: (f"{API}INFO",),
 }
 _UNLIMITED = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "streams", "consumer"), -1)

@@ -7,16 +7,15 @@ from typing import Any, Protocol, Self, TypeVar
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import codec, subjects
-from dynamix.schemas.messages import Action, JobProfile, Live, Message
-from dynamix.schemas.streams import ACTIONS, PROFILES
+from dynamix.schemas.messages import Action, JobProfile, Live, Message, PolicyVersion
+from dynamix.schemas.streams import ACTIONS, POLICIES, PROFILES
 
 from . import requests as asked
 from .connection import BrokerConnection, DeniedCallback
 from .errors import StaleWriterError
 from .follow import Following, Overtaking, Subscription
-from .objects import Objects
 from .publish import Publisher
-from .read import DirectReader, DurableReader, HandlingStatistics, Reader, Start, StatisticsByKind
+from .read import DirectReader, DurableReader, Reader, Start, StatisticsByKind
 from .requests import BusMessage, Requests, StreamState
 
 R = TypeVar("R", DirectReader, DurableReader, Subscription, Following)
@@ -27,7 +26,6 @@ class Bus:
 
     Attributes:
         statistics: what consumers handed out and what became of it, by kind of message.
-        objects: whole files in buckets.
         requests: JetStream's API; only `provision` needs it.
     """
 
@@ -37,8 +35,6 @@ class Bus:
         self.requests = Requests(connection)
         self._publisher = Publisher(connection)
         connection.leave_while(lambda: bool(self._publisher.num_late or self.requests.num_late))
-        self.objects = Objects(self.requests, self._publisher, self._read)
-        self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._intake: weakref.WeakSet[Reader | Subscription | Following] = weakref.WeakSet()
         self._intake_stopped = False
         self._counters = dict.fromkeys(
@@ -154,6 +150,10 @@ class Bus:
         """Publish a profile if `expected_last` is the last sequence on its subject. Raises as `publish_action`."""
         return await self._publish_next(PROFILES.name, profile, expected_last)
 
+    async def publish_policy(self, policy: PolicyVersion, *, expected_last: int) -> int:
+        """Publish a policy if `expected_last` is the last sequence on its subject. Raises as `publish_action`."""
+        return await self._publish_next(POLICIES.name, policy, expected_last)
+
     async def _publish_next(self, stream: str, message: Message, expected_last: int) -> int:
         subject, payload = subjects.subject_of(message), codec.encode(message)
         try:
@@ -263,8 +263,6 @@ class Bus:
     async def close(self) -> None:
         """Close at once; publishes still in flight fail with ConnectionClosedError."""
         self.stop_intake()
-        for reader in self._readers:
-            reader.end()
         self.requests.close()
         await self._publisher.close()
         await self._connection.close()
@@ -273,14 +271,6 @@ class Bus:
         self._intake.add(reader)
         if self._intake_stopped:
             reader.end()
-        return reader
-
-    def _read(self, stream: str, subjects: Sequence[str], start: Start) -> Reader:
-        """A reader for what has an end: the end of intake lets it finish, only `close` ends it."""
-        unseen = HandlingStatistics("object")
-        place = self._connection, self.requests, stream, subjects
-        reader = DirectReader(*place, start=start, counters=self._counters, statistics=unseen)
-        self._readers.add(reader)
         return reader
 
 

@@ -41,14 +41,6 @@ class StaleWriterError(BusError):
         self.last_sequence = last_sequence
 
 
-class ObjectMissingError(BusError):
-    """A bucket has no object of this name."""
-
-
-class ObjectBrokenError(BusError):
-    """An object that is not what its description says, or is larger than wanted: it is refused whole."""
-
-
 class SequenceRegressError(BusError):
     """A stream ends before what was already read from it: the broker lost data, or the stream was recreated."""
 

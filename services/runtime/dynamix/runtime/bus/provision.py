@@ -9,7 +9,6 @@ from dynamix.schemas.subjects import ROOT, announced, kept_by
 
 from . import Bus
 from .errors import ApiError, BusError, StreamMissingError
-from .object_layout import all_chunks, all_descriptions
 from .requests import stream_config, write_stream
 
 
@@ -51,10 +50,9 @@ async def _provision_one(bus: Bus, stream: Stream, num_replicas: int | None) -> 
 
 def config_of(stream: Stream) -> dict[str, Any]:
     """JetStream's configuration of a stream."""
-    kept = [all_chunks(stream.bucket), all_descriptions(stream.bucket)] if stream.bucket else kept_by(stream)
     return {
         "name": stream.name,
-        "subjects": kept,
+        "subjects": kept_by(stream),
         "republish": _republished(stream),
         "retention": "limits",
         "storage": "file",
@@ -67,7 +65,6 @@ def config_of(stream: Stream) -> dict[str, Any]:
         "deny_delete": stream.deny_delete,
         "deny_purge": stream.deny_delete,
         "allow_direct": True,
-        "allow_rollup_hdrs": bool(stream.bucket),  # an object's new description replaces the old one
     }
 
 

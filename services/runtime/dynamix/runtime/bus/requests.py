@@ -311,7 +311,6 @@ class _State(msgspec.Struct):
     first_ts: str = ""
     last_ts: str = ""
     consumer_count: int = 0
-    subjects: dict[str, int] | None = None
 
 
 class _StreamInfo(Answer):
@@ -366,13 +365,6 @@ async def stream_state(requests: Requests, stream: str) -> StreamState:
         copies=info.cluster,
         created=info.created,
     )
-
-
-async def count_messages(requests: Requests, stream: str, subject: str) -> int:
-    """How many messages a stream holds on one subject. Raises StreamMissingError when there is none of this name."""
-    state = (await requests.ask(f"STREAM.INFO.{stream}", {"subjects_filter": subject}, _StreamInfo)).state
-    assert state is not None, "the API answers with an error or a state"
-    return (state.subjects or {}).get(subject, 0)
 
 
 async def count_requests(requests: Requests) -> int:

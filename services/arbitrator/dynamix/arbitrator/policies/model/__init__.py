@@ -1,8 +1,5 @@
-"""Model: what is observed of a window, and fitted to it: the time of a step and the gradient noise scale.
+"""What policies predict: `step_time` how long a step takes, `exchange` what each way of exchanging gradients costs.
 
-In: an observation. Out: its columns by name and the last known B_noise (`observation`), T(B) of a job (`step_time`,
-fitted by `step_time_fit` and, rank by rank, `rank_times`). The fits are packed into a policy's carry. No policy has to
-use them.
-
-You may improve a fit; policies that use it then need a new `version`. Nothing here knows of policies.
+`observation` names the columns, `links` are the rates of the ranks' links, `earlier_runs` and `exploration` what runs
+of a job family teach each other. States are msgspec structs that `policies.carry` packs. No policy has to use them.
 """

@@ -12,12 +12,11 @@ time, with eta = 1. Idle devices draw power, too, so that time has its price alr
 """
 
 import math
-import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
-from msgspec.structs import replace as changed
+from msgspec.structs import replace
 
 from dynamix.schemas.messages import ArmRecord, ExploredArm, Job
 from dynamix.schemas.messages.allocation import Objective
@@ -40,22 +39,18 @@ SMOOTHING = 0.5
 RATE_STEP, NOISE_STEP = 1.5, 0.5
 
 FIRST = ExploredArm()
-_HEAD = struct.Struct("<ddI?")
-_ARM = struct.Struct("<dd?")
-EXPLORATION_BYTES = _HEAD.size + 2 * _ARM.size + 2 * 4 * NUM_LEVELS
 
 
-@dataclass(frozen=True)
-class Exploration:
+class Exploration(msgspec.Struct, frozen=True, array_like=True):
     """What this run tries out, and how it goes."""
 
     tried: ExploredArm = FIRST
     """What the run began with."""
     best: ExploredArm = FIRST
     """To go back to."""
-    reference: Array64 = field(default_factory=lambda: np.zeros(NUM_LEVELS))
+    reference: Array64 = msgspec.field(default_factory=lambda: np.zeros(NUM_LEVELS))
     """Milestones of the best arm so far; 0 where unknown."""
-    own: Array64 = field(default_factory=lambda: np.zeros(NUM_LEVELS))
+    own: Array64 = msgspec.field(default_factory=lambda: np.zeros(NUM_LEVELS))
     cost: float = 0.0
     """Seconds of training so far, or joules; NaN from the first window on whose joules are unknown."""
     accuracy: float = math.nan
@@ -120,25 +115,6 @@ class Exploration:
         missing = np.flatnonzero((own == 0.0) & (self.reference > 0.0))
         return bool(missing.size) and cost > TOO_SLOW * float(self.reference[missing[0]])
 
-    def pack(self) -> bytes:
-        """`EXPLORATION_BYTES` bytes."""
-        arms = (self.tried, self.best)
-        head = _HEAD.pack(self.cost, self.accuracy, self.num_windows, self.stopped)
-        packed = b"".join(_ARM.pack(arm.rate_factor, arm.noise_multiplier, arm.exact) for arm in arms)
-        return head + packed + np.concatenate([self.reference, self.own]).astype("<f4").tobytes()
-
-    @classmethod
-    def unpack(cls, packed: bytes) -> "Exploration":
-        """What `pack` gave; the beginning of a first run from anything else."""
-        if len(packed) != EXPLORATION_BYTES:
-            return cls()
-        cost, accuracy, num_windows, stopped = _HEAD.unpack_from(packed)
-        arms = packed[_HEAD.size : _HEAD.size + 2 * _ARM.size]
-        tried, best = (ExploredArm(*values) for values in _ARM.iter_unpack(arms))
-        numbers = np.frombuffer(packed, dtype="<f4", offset=_HEAD.size + 2 * _ARM.size).astype(np.float64)
-        milestones = (numbers[:NUM_LEVELS], numbers[NUM_LEVELS:])
-        return cls(tried, best, *milestones, cost, accuracy, num_windows, stopped)
-
 
 def next_arm(records: Sequence[ArmRecord], job: Job) -> ExploredArm:
     """What the next run tries out, or the best arm when enough was tried; nothing that the job does not permit."""
@@ -196,20 +172,20 @@ def _candidates(tried: Sequence[ArmRecord], first: ArmRecord, job: Job) -> Itera
     further = [record.arm for record in tried if not record.num_stopped and score(record, first) <= WORTH]
     for arm in further:
         if arm.rate_factor > 1.0:
-            yield changed(arm, rate_factor=arm.rate_factor * RATE_STEP)
+            yield replace(arm, rate_factor=arm.rate_factor * RATE_STEP)
         elif arm.noise_multiplier < 1.0:
-            yield changed(arm, noise_multiplier=arm.noise_multiplier * NOISE_STEP)
+            yield replace(arm, noise_multiplier=arm.noise_multiplier * NOISE_STEP)
     base = further[-1] if further else FIRST
     if "learning_rate" in job.explores and base.rate_factor == 1.0:
-        yield changed(base, rate_factor=RATE_STEP)
+        yield replace(base, rate_factor=RATE_STEP)
     if "exchange" in job.explores and job.exchange != "exact":
-        yield changed(base, exact=True)
+        yield replace(base, exact=True)
     if "noise_multiplier" in job.explores and base.noise_multiplier == 1.0:
-        yield changed(base, noise_multiplier=NOISE_STEP)
+        yield replace(base, noise_multiplier=NOISE_STEP)
     if "learning_rate" in job.explores:
-        yield changed(base, rate_factor=1.0 / RATE_STEP)
+        yield replace(base, rate_factor=1.0 / RATE_STEP)
     if "noise_multiplier" in job.explores:
-        yield changed(base, noise_multiplier=1.0 / NOISE_STEP)
+        yield replace(base, noise_multiplier=1.0 / NOISE_STEP)
 
 
 def _levels(record: ArmRecord) -> Array64:

@@ -1,7 +1,6 @@
 """The observation of a policy: columns and values by the names of the state's features, and the last known B_noise."""
 
 import math
-import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +12,6 @@ from dynamix.schemas.messages.measured import MAX_STRETCH
 
 _GROWTH = 1.1
 _MOST = 4.0
-_PACKED = struct.Struct("<dI")
-PACKED_BYTES = _PACKED.size
 
 Array32 = npt.NDArray[np.float32]
 Array64 = npt.NDArray[np.float64]
@@ -62,15 +59,3 @@ class NoiseMemory(NamedTuple):
         size can measure, so the last known one is taken as too small, by 10 % more per window, at most by a factor 4.
         """
         return self.last_known * min(_MOST, _GROWTH ** min(self.num_masked, 100))
-
-    def pack(self) -> bytes:
-        """`PACKED_BYTES` bytes for a carry."""
-        return _PACKED.pack(self.last_known, min(self.num_masked, 100))
-
-    @classmethod
-    def unpack(cls, packed: bytes) -> "NoiseMemory":
-        """What `pack` gave; empty from anything else."""
-        if len(packed) != PACKED_BYTES:
-            return cls()
-        last_known, num_masked = _PACKED.unpack(packed)
-        return cls(last_known, num_masked) if 0 < last_known < math.inf else cls()

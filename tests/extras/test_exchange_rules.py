@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 from tests.support import examples
 
-from dynamix.arbitrator.policies.registry import POLICIES
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission
+from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, initial_exchange
 
+RULES = ("diloco", "qsr", "adacomm", "accordion", "gravac")
 OBS_WF = np.full((4, len(RANK_FEATURES)), np.nan, dtype=np.float32)
 
 
-def job(permission: ExchangePermission = "local", **options: float) -> Job:
+def job(permission: ExchangePermission = "local", **options: float | str) -> Job:
     return examples.job(exchange=permission, policy_options=options)
 
 
@@ -26,7 +27,7 @@ def decided(policy: str, of: Job, windows: Iterable[dict[str, float]]) -> list[E
         global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
         for name, value in known.items():
             global_F[GLOBAL_INDEX[name]] = value
-        decision = POLICIES[policy].decide(of, window, OBS_WF, global_F, carry)
+        decision = policy_named(policy).decide(of, window, OBS_WF, global_F, carry)
         assert decision.allocation.local_batch_sizes == of.initial_local_batch_sizes
         carry = decision.carry
         found.append(decision.allocation.exchange)
@@ -41,7 +42,21 @@ def codecs(exchanges: Sequence[Exchange]) -> list[str]:
     return [each.codec for each in exchanges]
 
 
-@pytest.mark.parametrize("policy", ["diloco", "qsr", "adacomm", "accordion", "gravac"])
+def test_diloco_makes_rounds_with_outer_steps_as_its_options_say() -> None:
+    published = Exchange(every=8, outer_rate=0.7, outer_momentum=0.9)
+    assert decided("diloco", job(), [{}]) == [published] == [initial_exchange("diloco", {})]
+    longer = Exchange(every=16, codec="int8", outer_rate=0.7, outer_momentum=0.9)
+    assert decided("diloco", job(every=16, codec="int8"), [{}]) == [longer]
+
+
+@pytest.mark.parametrize("policy", RULES)
+def test_a_carry_of_something_else_is_a_beginning(policy: str) -> None:
+    seen = np.ones(len(GLOBAL_FEATURES), dtype=np.float32)
+    expected = policy_named(policy).decide(job(), 0, OBS_WF, seen, b"")
+    assert policy_named(policy).decide(job(), 0, OBS_WF, seen, bytes(1000)) == expected
+
+
+@pytest.mark.parametrize("policy", RULES)
 def test_nothing_is_decided_that_a_job_does_not_permit(policy: str) -> None:
     seen = {"learning_rate": 0.01, "loss": 1.0, "gradient_norm": 1.0, "throughput": 100.0, "coding_gain": 1.0}
     assert decided(policy, job("exact"), [seen] * 30) == [EXACT] * 30
@@ -91,7 +106,7 @@ def test_gravac_tries_codecs_and_keeps_the_one_of_most_throughput_times_gain(
         global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
         global_F[GLOBAL_INDEX["throughput"]] = throughput[ruled]
         global_F[GLOBAL_INDEX["coding_gain"]] = gains.get(ruled, math.nan)
-        decision = POLICIES["gravac"].decide(of, window, OBS_WF, global_F, carry)
+        decision = policy_named("gravac").decide(of, window, OBS_WF, global_F, carry)
         carry, codec = decision.carry, decision.allocation.exchange.codec
         ruling.append(codec)
         found.append(codec)
