@@ -22,14 +22,6 @@ def test_the_reading_before_and_the_seconds_since_are_given_back() -> None:
     assert intervals.exchange("cpu", 15, at(2)) == (14, 0.5)
 
 
-def test_a_window_after_a_gap_has_no_difference() -> None:
-    clock = Clock()
-    intervals = Intervals[int](clock)
-    for window, expected in ((3, None), (6, None), (7, (6, 1.0))):
-        clock.now_s += 1.0
-        assert [intervals.exchange(rank, window, at(window)) for rank in range(8)] == [expected] * 8
-
-
 def test_a_window_delivered_again_changes_nothing() -> None:
     clock = Clock()
     intervals = Intervals[int](clock)
@@ -39,35 +31,6 @@ def test_a_window_delivered_again_changes_nothing() -> None:
         clock.now_s += 1.0
         found.append(intervals.exchange("cpu", value, at(window)))
     assert found == [None, (40, 1.0), None, None, (50, 3.0)]
-
-
-def test_a_restarted_job_starts_without_history_and_late_reports_are_ignored() -> None:
-    clock = Clock()
-    intervals = Intervals[int](clock)
-    order = (at(7), at(0, generation=1), at(8), at(1, generation=1))
-    found = []
-    for value, window in enumerate(order):
-        clock.now_s += 1.0
-        found.append(intervals.exchange("net", value, window))
-    assert found == [None, None, None, (1, 2.0)]
-
-
-def test_two_jobs_on_a_node_have_windows_of_their_own() -> None:
-    clock = Clock()
-    intervals = Intervals[int](clock)
-    for value, (job, window) in enumerate((("a", 0), ("b", 10), ("a", 1), ("b", 12), ("a", 2))):
-        clock.now_s += 1.0
-        last = intervals.exchange((job, "stat"), value, at(window, job))
-        assert last == {2: (0, 2.0), 4: (2, 2.0)}.get(value)
-
-
-def test_one_process_that_was_not_read_loses_its_difference_but_not_the_window() -> None:
-    clock = Clock()
-    intervals = Intervals[str](clock)
-    for window, keys in ((0, "ab"), (1, "a"), (2, "ab")):
-        clock.now_s += 1.0
-        found = [intervals.exchange(key, key, at(window)) for key in keys]
-    assert found == [("a", 1.0), None]
 
 
 def test_what_is_not_read_for_an_hour_is_forgotten() -> None:

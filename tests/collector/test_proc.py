@@ -61,12 +61,6 @@ def test_without_schedstats_what_threads_waited_is_unknown_and_the_rest_known(tm
     assert Proc(copy_with(tmp_path / "off", off)).family(4242).threads is None
 
 
-def test_a_command_name_cut_within_a_character_is_read(tmp_path: Path) -> None:
-    stat = copy_with(tmp_path, {}) / "4242" / "stat"
-    stat.write_bytes(stat.read_bytes().replace(b"(python (rank 0))", b"(Trainings\xc3)"))
-    assert Proc(tmp_path).stat(4242).start_ticks == 8812345
-
-
 def test_23_retransmissions_are_counted_as_23_and_loopback_bytes_as_none() -> None:
     assert Proc(CAPTURED).traffic(4242) == NamespaceTraffic(tx_bytes=7_000_200, rx_bytes=5_000_100, retransmits=23)
 
@@ -84,21 +78,10 @@ def test_the_host_is_read_over_all_its_processors() -> None:
     )
 
 
-@pytest.mark.parametrize(("version", "wait_ns"), [("15", 400_000_000), ("16", 400_000_000), ("17", 400_000_000)])
-def test_the_versions_of_schedstat_agree_on_a_processors_line(version: str, wait_ns: int) -> None:
-    text = (CAPTURED / "schedstat").read_text().replace("version 15", f"version {version}")
-    assert parse_host_schedstat(text) == wait_ns
-
-
 @pytest.mark.parametrize("version", ["14", "18", "150"])
 def test_an_unknown_version_of_schedstat_is_not_guessed_at(version: str) -> None:
     text = (CAPTURED / "schedstat").read_text().replace("version 15", f"version {version}")
     assert parse_host_schedstat(text) is None
-
-
-def test_a_kernel_without_schedstat_says_nothing_of_waiting(tmp_path: Path) -> None:
-    host = Proc(copy_with(tmp_path, {}, without=("schedstat",))).host()
-    assert (host.wait_ns, host.num_switches) == (None, 70_000)
 
 
 def test_the_running_kernels_proc_files_parse_like_the_captured_ones() -> None:

@@ -92,12 +92,6 @@ def test_a_thread_that_is_new_or_has_anothers_id_counts_from_zero(machine: Machi
     assert metrics.context_switches_per_s == pytest.approx(27)
 
 
-def test_a_thread_never_waited_longer_than_the_interval(machine: Machine) -> None:
-    machine.readings.process(captured_row(), at(0))
-    machine.passes(2.0, {"4242/task/4250/schedstat": ("20000000 300", "40020000000 301")})
-    assert machine.readings.process(captured_row(), at(1)).run_queue_wait_ratio == pytest.approx(1.0)
-
-
 def test_the_node_is_read_as_a_whole(machine: Machine) -> None:
     first = machine.readings.node(captured_row(), at(0))
     assert first == NodeMetrics(load_per_cpu=0.75, memory_used_ratio=0.25)
@@ -122,31 +116,6 @@ def test_the_node_is_read_as_a_whole(machine: Machine) -> None:
     )
 
 
-def test_switches_of_the_node_are_per_second(machine: Machine) -> None:
-    machine.readings.node(None, at(0))
-    machine.passes(4.0, {"stat": ("ctxt 70000", "ctxt 78000")})
-    node = machine.readings.node(None, at(1))
-    assert (node.context_switches_per_s, node.cpu_time_ratio, node.tx_bytes) == (2000.0, None, None)
-
-
-def test_two_jobs_on_a_node_are_read_over_their_own_intervals(machine: Machine) -> None:
-    machine.readings.node(None, at(0, "a"))
-    machine.passes(1.0, {})
-    machine.readings.node(None, at(0, "b"))
-    machine.passes(1.0, {"stat": ("ctxt 70000", "ctxt 71000")})
-    assert machine.readings.node(None, at(1, "a")).context_switches_per_s == 500.0
-    assert machine.readings.node(None, at(1, "b")).context_switches_per_s == 1000.0
-
-
-def test_windows_that_were_not_read_are_masked(machine: Machine) -> None:
-    for window in (0, 3):
-        machine.readings.process(captured_row(), at(window))
-        metrics = machine.readings.node(captured_row(), at(window))
-        machine.passes(1.0, {})
-    assert (metrics.interval_s, metrics.cpu_time_ratio, metrics.tx_bytes) == (None, None, None)
-    assert machine.readings.process(captured_row(), at(4)).context_switches_per_s == 0.0
-
-
 def test_bytes_of_another_namespace_are_not_a_difference(machine: Machine) -> None:
     machine.readings.node(captured_row(), at(0))
     machine.passes(1.0, {})
@@ -164,21 +133,10 @@ def test_a_kernel_that_does_not_count_is_unknown_never_zero(machine: Machine) ->
     assert (node.context_switches_per_s, node.run_queue_wait_ratio) == (0.0, None)
 
 
-def test_a_machine_without_a_readable_proc_is_unknown(tmp_path: Path) -> None:
-    readings = Readings(Proc(tmp_path))
-    assert readings.node(captured_row(), at(0)) == NodeMetrics()
-    assert readings.node(captured_row(), at(1)).cpu_time_ratio is None
-    assert readings.process(captured_row(), at(1)) == SystemMetrics()
-
-
 def test_the_memory_of_a_gpu_counts_where_there_is_one(machine: Machine) -> None:
     gpu = captured_row(device_memory_bytes=GIB, device_memory_total_bytes=4 * GIB)
     metrics = machine.readings.process(gpu, at(0))
     assert (metrics.memory_bytes, metrics.memory_ratio) == (GIB // 2, 0.25)
-
-
-def test_a_process_that_is_gone_is_unknown_not_an_error(machine: Machine) -> None:
-    assert machine.readings.process(captured_row(pid=99999), at(0)) == SystemMetrics()
 
 
 def test_what_is_unknown_is_masked_in_the_state(machine: Machine) -> None:

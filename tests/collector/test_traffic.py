@@ -4,8 +4,7 @@ import pytest
 from tests.support import examples
 
 from dynamix.collector.ebpf.program import Counters
-from dynamix.collector.ebpf.traffic import MAX_JOBS, KernelWindow, SocketTraffic
-from dynamix.collector.procfs.intervals import FORGET_AFTER_S
+from dynamix.collector.ebpf.traffic import KernelWindow, SocketTraffic
 from dynamix.schemas.messages import NetworkMetrics, Report
 
 
@@ -86,20 +85,6 @@ def test_a_socket_that_the_probe_does_not_know_masks_the_window_for_all_ranks(
     assert sockets.window(report_of(3, (), (21,))) == "rank 0 names no socket"
 
 
-def test_a_socket_of_another_user_is_not_read(kernel: Kernel, sockets: SocketTraffic) -> None:
-    kernel.uids[11] = 4321
-    assert "does not know 1 of 1" in str(sockets.window(report_of(3, (11,))))
-
-
-def test_a_socket_named_twice_counts_once(kernel: Kernel, clock: Clock, sockets: SocketTraffic) -> None:
-    sockets.window(report_of(0, (11, 11)))
-    kernel.add(11, 7, 0, 0, 0, 0)
-    clock.now_s += 1.0
-    window = sockets.window(report_of(1, (11, 11)))
-    assert isinstance(window, KernelWindow)
-    assert window.by_rank[0].rx_bytes == 7
-
-
 def test_a_socket_whose_counters_fell_masks_one_window_and_is_never_negative(
     kernel: Kernel, clock: Clock, sockets: SocketTraffic
 ) -> None:
@@ -117,15 +102,6 @@ def test_a_socket_whose_counters_fell_masks_one_window_and_is_never_negative(
         "the window before was not read",
         9,
     ]
-
-
-def test_of_endless_jobs_the_oldest_is_forgotten(kernel: Kernel, clock: Clock, sockets: SocketTraffic) -> None:
-    sockets.window(report_of(0, (11,)))
-    for number in range(MAX_JOBS):
-        sockets.window(report_of(0, (21,), job=f"job-{number}"))
-    del kernel.counters[11]
-    clock.now_s += 1.0
-    assert "does not know" in str(sockets.window(report_of(1, (11,))))
 
 
 def test_a_window_in_which_sockets_join_is_masked_since_they_carried_something_before(
@@ -173,10 +149,3 @@ def test_an_earlier_generation_is_not_read_and_the_next_starts_without_history(
     assert window.by_rank[0].rx_bytes == 3
     del kernel.counters[12]
     assert "does not know" in str(sockets.window(report_of(0, (12,), generation=2)))
-
-
-def test_a_job_without_reports_is_forgotten(kernel: Kernel, clock: Clock, sockets: SocketTraffic) -> None:
-    sockets.window(report_of(0, (11,)))
-    del kernel.counters[11]
-    clock.now_s += FORGET_AFTER_S + 1
-    assert "does not know" in str(sockets.window(report_of(1, (11,))))

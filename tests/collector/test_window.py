@@ -45,12 +45,6 @@ def test_times_that_were_not_measured_separately_are_unknown_and_their_sum_is_ke
     assert features[1, columns] == pytest.approx([0.05, 0.03])
 
 
-def test_a_rank_without_samples_has_no_loss_and_no_accuracy() -> None:
-    empty = examples.row(0, num_samples=0, loss_sum=0.0, num_correct=0.0)
-    training = window_of(examples.report(rows=(empty,))).ranks[0].training
-    assert (training.loss, training.accuracy, training.num_samples) == (None, None, 0)
-
-
 def test_changes_come_from_the_report_itself_so_that_the_collector_needs_no_memory() -> None:
     report = examples.report(
         window=1,
@@ -76,11 +70,6 @@ def test_the_noise_scale_and_sigma_norm_are_those_of_the_method() -> None:
 def test_the_noise_is_masked_while_it_drowns_the_signal(noise: GradientNoise | None) -> None:
     metrics = window_of(examples.report(totals=examples.totals(noise=noise))).job_metrics
     assert (metrics.noise_scale, metrics.sigma_norm_sq) == (None, None)
-
-
-def test_a_quotient_that_overflows_is_unknown() -> None:
-    metrics = window_of(examples.report(totals=examples.totals(time_s=1e-308))).job_metrics
-    assert metrics.throughput is None
 
 
 def test_progress_is_a_share_of_the_planned_samples() -> None:
@@ -138,12 +127,6 @@ def test_without_tcp_info_the_namespaces_counters_serve_a_node_of_one_rank_and_n
     assert (traffic.probe, traffic.by_rank[0].retransmits, traffic.interval_s) == ("proc", 4, 1.0)
     assert read_network(Evidence(examples.report(), NODE), "auto").probe == "none"
     assert read_network(Evidence(alone, NodeMetrics()), "auto").probe == "none"
-
-
-def test_the_setting_chooses_the_probe() -> None:
-    report = examples.report(rows=(examples.row(0, sockets=examples.sockets()),))
-    assert read_network(Evidence(report, NODE), "proc").probe == "proc"
-    assert read_network(Evidence(report, NODE), "tcp_info").probe == "tcp_info"
 
 
 def test_the_window_keeps_what_the_kernel_saw_and_what_it_did_not() -> None:

@@ -18,10 +18,10 @@ from dynamix.cli.commands.doctor.bus import bus as broker_checks
 from dynamix.cli.commands.up.store_watch import AGAIN_AFTER_S, MIN_ROOM_BYTES, PATIENCE_S, StoreJudge
 from dynamix.cli.connection import find
 from dynamix.runtime.bus import Bus, publish, requests
+from dynamix.runtime.bus.health import Watchdog
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.health.watchdog import Watchdog
 from dynamix.runtime.metrics import MetricsServer, ServiceMetrics
-from dynamix.runtime.service.shown import ServiceState
+from dynamix.runtime.service.frame import ServiceState
 from dynamix.schemas.messages import Live
 
 REPORT = "dynamix.v1.report.job.1.node-a"

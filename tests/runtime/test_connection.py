@@ -4,10 +4,8 @@ import asyncio
 import ssl
 import subprocess
 from pathlib import Path
-from urllib.parse import urlparse
 
 import pytest
-from nats.aio.client import Server
 from tests.support import examples
 from tests.support.brokers import STATE, ConfiguredServer, connected, publish_unstored, until
 
@@ -66,15 +64,6 @@ async def test_the_first_connection_waits_for_a_broker_that_comes_later_and_says
     assert connected_again == f"connected to the broker at nats://127.0.0.1:{server.port}"
 
 
-async def test_waiting_for_the_first_connection_can_be_cancelled(server: ConfiguredServer) -> None:
-    await server.stop()
-    connecting = asyncio.create_task(Bus.connect(server.settings, name="test"))
-    await asyncio.sleep(0.05)
-    connecting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await connecting
-
-
 async def test_it_reconnects_beyond_the_sixty_attempts_after_which_nats_py_would_give_up(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,33 +113,9 @@ async def test_a_server_that_answers_and_stores_nothing_is_left_for_another(
         assert (await admin.stream_state("FEED")).num_messages == 1
 
 
-async def test_the_only_server_is_not_left(server: ConfiguredServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "LEAVE_AFTER_S", 0.1)
-    monkeypatch.setattr(connection, "WATCH_INTERVAL_S", 0.02)
-    monkeypatch.setattr(publish, "LATE_S", 0.05)
-    async with connected(server.settings) as bus, connected(server.settings) as admin:
-        future = await bus.publish_soon(examples.state())
-        await until(lambda: bus.counters["unacknowledged"])
-        await asyncio.sleep(0.5)
-        await provision(admin)
-        assert await future == 1
-        assert bus.counters["reconnects"] == 0
-
-
 async def num_stored(server: ConfiguredServer) -> int:
     async with connected(server.settings) as bus:
         return (await bus.stream_state("FEED")).num_messages
-
-
-async def test_of_several_servers_the_lost_one_comes_last() -> None:
-    servers = [Server(uri=urlparse(f"nats://127.0.0.1:{port}"), reconnects=0) for port in (1, 2, 3)]
-    for _ in range(30):
-        lost = BrokerConnection(BusSettings(), "test", None)
-        lost._lost_server = "127.0.0.1:2"
-        chosen, wait_s = lost._next_server(servers, {})
-        assert chosen in (servers[0], servers[2])
-        assert 0 <= wait_s <= connection.RECONNECT_WAIT_S
-        assert lost._next_server(servers[1:2], {})[0] == servers[1], "it is the only one"
 
 
 async def test_a_password_file_is_read_at_every_connection(server: ConfiguredServer, tmp_path: Path) -> None:
@@ -189,13 +154,6 @@ async def test_a_broker_restarted_with_another_password_closes_the_connection(se
     assert [reason.partition(": check")[0] for reason in reasons] == [
         f"{server.settings.url} refuses user 'dynamix'"
     ]  # and once only
-
-
-async def test_closing_by_the_owner_does_not_call_on_closed(server: ConfiguredServer) -> None:
-    reasons: list[str] = []
-    async with connected(server.settings, on_closed=reasons.append):
-        pass
-    assert reasons == []
 
 
 async def test_an_error_while_noting_an_error_leaves_the_connection_alive(
@@ -279,11 +237,6 @@ async def test_a_user_without_inbox_permission_gets_an_error_when_connecting(
             await Bus.connect(guarded.user("deaf", "deaf-pw"), name="test")
 
 
-@pytest.mark.parametrize("url", ["nats://127.0.0.1:4222", "localhost:4222", "nats://[::1]:4222", "nats://127.9.9.9"])
-def test_this_machine_needs_no_credentials(url: str) -> None:
-    check_url(BusSettings(url=url))
-
-
 @pytest.mark.parametrize(
     "url", ["nats://10.0.0.1:4222", "broker.example", "nats://127.0.0.1:4222,nats://10.0.0.1:4222"]
 )
@@ -306,12 +259,6 @@ def test_credentials_in_the_url_count_and_are_never_shown() -> None:
     assert "hush" not in repr(settings)
     with pytest.raises(ValueError, match=r"ws://me:\*\*\*@10.0.0.1: the bus speaks"):
         check_url(BusSettings(url="ws://me:secret@10.0.0.1"))
-
-
-async def test_credentials_in_the_url_log_in(server: ConfiguredServer) -> None:
-    url = f"nats://dynamix:{server.settings.password}@127.0.0.1:{server.port}"
-    async with connected(BusSettings(url=url)) as bus:
-        assert bus.is_connected
 
 
 async def test_no_password_is_sent_in_clear_text_when_tls_is_required(server: ConfiguredServer) -> None:
@@ -341,20 +288,6 @@ async def test_tls_checks_the_broker_against_the_ca_file(tmp_path: Path) -> None
             await Bus.connect(
                 BusSettings(url=trusted.url, user=trusted.user, password=trusted.password), name="test", wait=False
             )
-
-
-async def test_an_outage_is_logged_once_and_so_is_its_end(
-    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(connection, "RECONNECT_WAIT_S", 0.001)
-    await server.kill()
-    await until(lambda: bus.counters["errors"] > 200)
-    await server.start()
-    await until(lambda: bus.is_connected)
-    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert logged.count("lost the connection to the bus; reconnecting") == 1
-    assert logged[-1] == "reconnected to the bus"
-    assert len(logged) == len(set(logged)) < 8, logged  # the others are reasons, once each
 
 
 async def test_a_login_goes_out_in_one_piece_so_that_its_refusal_is_read() -> None:

@@ -10,7 +10,6 @@ from tests.support.brokers import (
     STATE,
     ConfiguredServer,
     connected,
-    consumer_names,
     operate,
     publish_states,
     publish_unstored,
@@ -37,17 +36,6 @@ async def test_all_messages_come_in_stream_order_with_what_the_broker_says_of_th
     assert [message.num_pending for message in found] == list(range(1499, -1, -1))
     assert all(before_ns <= message.timestamp_ns <= time.time_ns() for message in found)
     assert {message.subject for message in found} == {STATE}
-
-
-async def test_a_batch_holds_at_most_what_was_asked_for(bus: Bus) -> None:
-    await publish_states(bus, range(50))
-    sizes = []
-    async with bus.consume("FEED", STATES, start="all", max_batch=7) as reader:
-        while sum(sizes) < 50:
-            sizes.append(len(await anext(reader)))
-            await asyncio.sleep(0)
-    assert max(sizes) == 7
-    assert sum(sizes) == 50
 
 
 async def test_only_the_subjects_asked_for_are_delivered(bus: Bus) -> None:
@@ -160,17 +148,6 @@ async def test_a_silent_broker_is_noticed(
         assert numbers(await read(reader, 3)) == [0, 1, 2]
 
 
-async def test_of_more_subjects_than_the_broker_lists_each_ones_newest_message_still_comes(bus: Bus) -> None:
-    """It lists 1,024; then all messages come, each subject's newest one last."""
-    for number in range(1030):
-        await bus.publish_bytes_soon(f"dynamix.v1.state.job-{number}.a", b"1", f"{number}")
-    await bus.flush()
-    await publish_states(bus, range(2), "dynamix.v1.state.job-7.a")
-    async with bus.consume("FEED", STATES, start="last_per_subject") as reader:
-        found = {message.subject: message for message in await read(reader, 1032)}
-    assert (len(found), found["dynamix.v1.state.job-7.a"].sequence) == (1030, 1032)
-
-
 @pytest.mark.parametrize("durable", [None, "d"])
 async def test_a_quiet_stream_is_not_taken_for_a_silent_broker(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, durable: str | None
@@ -202,15 +179,6 @@ async def anext_after(bus: Bus, reader: Reader) -> None:
     number = (await bus.stream_state("FEED")).last_sequence
     await publish_states(bus, range(number, number + 1))
     assert numbers(await anext(reader)) == [number]
-
-
-async def test_the_last_message_of_several_subjects_says_that_nothing_is_pending(bus: Bus) -> None:
-    """Also where others follow that their common filter takes."""
-    await publish_states(bus, range(2), OTHER)
-    await publish_states(bus, range(2, 5))
-    async with bus.consume("FEED", [OTHER, "dynamix.v1.window.>"], start="all") as reader:
-        found = await read(reader, 2)
-    assert (numbers(found), found[-1].num_pending) == ([0, 1], 0)
 
 
 async def test_what_a_sender_writes_in_headers_of_the_brokers_is_not_believed(bus: Bus) -> None:
@@ -254,18 +222,6 @@ async def test_a_slow_reader_is_sent_no_more_than_it_has_room_for(
         assert numbers(await read(reader, 4000)) == list(range(4000))
 
 
-async def test_a_request_is_bounded_in_bytes(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "MAX_BYTES", 10_000)
-    monkeypatch.setattr(reader_module, "MAX_BUFFERED_BYTES", 10_000)
-    for number in range(40):
-        await bus.publish_bytes(STATE, bytes(3000), f"m{number}")
-    async with bus.consume("FEED", STATES, start="all") as reader:
-        await until(lambda: len(reader._buffer) >= 3)
-        await asyncio.sleep(0.1)
-        assert len(reader._buffer) <= 6
-        assert len(await read(reader, 40)) == 40
-
-
 async def test_a_missing_stream_is_named_at_once(server: ConfiguredServer) -> None:
     async with connected(server.settings) as bus:
         with pytest.raises(StreamMissingError, match=r"STREAM.INFO.FEED: stream not found.*dynamix provision"):
@@ -290,13 +246,6 @@ async def test_stopping_the_intake_ends_the_loops_over_consumers_and_subscriptio
     await asyncio.sleep(0.05)
     bus.stop_intake()
     assert await asyncio.gather(*loops) == ["subscription ended", "consumer ended"]
-
-
-async def test_a_reader_without_a_name_keeps_nothing_at_the_broker(bus: Bus) -> None:
-    await publish_states(bus, range(1))
-    async with bus.consume("FEED", STATES, start="all") as reader:
-        assert await read(reader, 1)
-        assert await consumer_names(bus, "FEED") == []
 
 
 async def test_the_second_form_of_acknowledgement_subjects_is_understood() -> None:

@@ -4,8 +4,7 @@ import pytest
 from tests.support.brokers import ConfiguredServer, until
 
 from dynamix.runtime.bus import Bus, BusMessage
-from dynamix.runtime.health import dead_letters
-from dynamix.runtime.health.dead_letters import DeadLetters, tokens_of
+from dynamix.runtime.bus.health import DeadLetters, tokens_of
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Dead
 
@@ -29,14 +28,6 @@ async def test_a_dead_letter_keeps_origin_reason_and_the_first_4_kb(bus: Bus) ->
     assert counters == {"dead_letters": 1}
 
 
-async def test_the_same_message_read_again_is_kept_once(bus: Bus) -> None:
-    letters = DeadLetters(bus, "arbitrator", {})
-    await letters.set_aside(message(), "bad")
-    await letters.set_aside(message(), "bad")
-    assert await bus.flush()
-    assert (await bus.stream_state("DEAD")).num_messages == 1
-
-
 async def test_all_are_counted_and_about_ten_a_second_of_a_kind_are_kept(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,16 +40,6 @@ async def test_all_are_counted_and_about_ten_a_second_of_a_kind_are_kept(
     assert await bus.flush()
     assert (await bus.stream_state("DEAD")).num_messages == 11
     assert counters == {"dead_letters": 51, "dead_letters_not_kept": 40}
-
-
-async def test_a_long_reason_and_subject_are_cut_to_what_a_message_holds(bus: Bus) -> None:
-    letters = DeadLetters(bus, "arbitrator", {})
-    await letters.set_aside(message("dynamix.v1.state." + "x" * 5000), "y" * 5000)
-    assert await bus.flush()
-    stored = await bus.last("DEAD", "dynamix.v1.dead.state.unknown._")
-    assert stored is not None
-    dead = codec.decode(Dead, stored.subject, stored.payload)
-    assert (len(dead.subject), len(dead.reason)) == (1024, 1024)
 
 
 async def test_a_bus_that_cannot_keep_it_does_not_end_the_service(server: ConfiguredServer, bus: Bus) -> None:
@@ -86,7 +67,3 @@ async def test_a_bus_that_cannot_keep_it_does_not_end_the_service(server: Config
 )
 def test_kind_and_job_come_from_the_subject_where_they_are_valid(subject: str, tokens: tuple[str, str]) -> None:
     assert tokens_of(subject) == tokens
-
-
-def test_the_limits_are_those_of_the_schema() -> None:
-    assert dead_letters.MAX_PAYLOAD_BYTES == 4096

@@ -5,8 +5,8 @@ import shutil
 
 import msgspec
 import pytest
-from tests.support.brokers import STATE, ConfiguredServer, connected, operate, publish_states
-from tests.support.reading import OTHER, STATES, numbers, read
+from tests.support.brokers import ConfiguredServer, connected, operate, publish_states
+from tests.support.reading import STATES, numbers, read
 
 from dynamix.runtime.bus import Bus, BusMessage, SequenceRegressError, requests
 from dynamix.runtime.bus import read as reader_module
@@ -41,16 +41,6 @@ async def test_a_durable_consumer_loses_and_repeats_nothing_over_a_killed_broker
             while len(found) < 300:
                 found += await read(reader, 1)
         assert [message.sequence for message in found] == list(range(1, 301))
-
-
-async def test_a_durable_consumer_takes_another_subject_when_asked_to(bus: Bus) -> None:
-    await publish_states(bus, range(2), STATE)
-    async with bus.consume("FEED", [STATE], start="all", durable="d") as reader:
-        await reader.ack((await read(reader, 2))[-1])
-        assert await bus.stream_state("FEED")
-    await publish_states(bus, range(2, 4), OTHER)
-    async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
-        assert numbers(await read(reader, 2)) == [2, 3]
 
 
 async def test_what_was_handled_and_comes_again_is_acknowledged(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,14 +86,6 @@ async def test_a_second_process_of_a_name_goes_on_where_the_first_one_ends(serve
             assert first is not second
         async with bus.consume("FEED", STATES, start="all", durable="d") as first:
             assert numbers(await read(first, 2)) == [2, 3]
-
-
-async def test_only_a_durable_consumer_acknowledges(bus: Bus) -> None:
-    await publish_states(bus, range(1))
-    async with bus.consume("FEED", STATES, start="all") as reader:
-        (message,) = await read(reader, 1)
-        with pytest.raises(ValueError, match="durable=NAME"):
-            await reader.ack(message)
 
 
 @pytest.mark.parametrize("durable", [None, "d"])

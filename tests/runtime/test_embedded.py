@@ -1,7 +1,6 @@
 """The embedded broker: where it listens, what it hides, how it ends."""
 
 import asyncio
-import os
 import signal
 import stat
 import sys
@@ -12,7 +11,7 @@ from tests.support.brokers import ConfiguredServer, connected, publish_states, u
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError, server_binary
+from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
 
 PARENT = """
 import asyncio, sys
@@ -45,15 +44,6 @@ async def test_it_listens_on_loopback_only(server: ConfiguredServer) -> None:
     assert addresses == {f"0100007F:{port}"}
 
 
-async def test_it_listens_on_the_one_address_it_is_given() -> None:
-    async with EmbeddedServer(host="127.0.0.2") as other, connected(other.settings) as bus:
-        assert other.settings.url == f"nats://127.0.0.2:{other.port}"
-        assert (await provision(bus))[0] == "JOBS: created"
-        listening = [line.split() for line in proc(other.pid, "net/tcp").splitlines()[1:]]
-        port = f"{other.port:04X}"
-        assert {f[1] for f in listening if f[3] == "0A" and f[1].endswith(port)} == {f"0200007F:{port}"}
-
-
 async def test_its_password_is_neither_in_arguments_nor_in_logs_nor_readable_for_others(
     server: ConfiguredServer, bus: Bus
 ) -> None:
@@ -68,12 +58,6 @@ async def test_its_password_is_neither_in_arguments_nor_in_logs_nor_readable_for
     assert [path.name for path in holders] == ["nats.conf"]
     assert stat.S_IMODE(holders[0].stat().st_mode) == 0o600
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-
-
-async def test_two_servers_run_side_by_side_with_passwords_of_their_own(server: ConfiguredServer) -> None:
-    async with EmbeddedServer() as other:
-        assert other.port != server.port
-        assert other.settings.password != server.settings.password
 
 
 async def test_after_a_kill_it_comes_back_on_the_same_port_with_its_streams(server: ConfiguredServer, bus: Bus) -> None:
@@ -119,20 +103,3 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         with pytest.raises(EmbeddedServerError, match=reason):
             async with EmbeddedServer(store_dir=tmp_path / "b", port=occupied.port):
                 pass
-
-
-async def test_it_is_not_running_before_and_after_its_context() -> None:
-    server = EmbeddedServer()
-    async with server:
-        assert is_running(server.pid)
-    with pytest.raises(EmbeddedServerError, match="not running"):
-        _ = server.pid
-
-
-async def test_the_first_form_of_acknowledgement_subjects_is_pinned(server: ConfiguredServer) -> None:
-    assert "js_ack_fc_v2: false" in (server.log_file.parent / "nats.conf").read_text()
-
-
-def test_the_server_of_the_wheel_is_found_without_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert os.access(server_binary(), os.X_OK)

@@ -36,13 +36,6 @@ def test_a_name_that_no_package_registers_is_none() -> None:
     assert load_extension("dynamix.loggers", "halving", as_it_is) is None
 
 
-def test_a_class_is_called_and_another_object_is_taken_as_it_is(path: Path) -> None:
-    register(path, "made", POLICIES, dictionary="builtins:dict", module="math", number="math:pi")
-    assert load_extension(POLICIES, "dictionary", as_it_is) == {}
-    assert load_extension(POLICIES, "number", as_it_is) == pytest.approx(3.14159, abs=1e-5)
-    assert load_extension(POLICIES, "module", as_it_is).__name__ == "math"
-
-
 def test_a_name_of_two_packages_is_refused_and_the_others_still_load(path: Path) -> None:
     register(path, "one", POLICIES, shared="builtins:dict", own="builtins:list")
     register(path, "two", POLICIES, shared="builtins:set")
@@ -79,11 +72,6 @@ def test_a_broken_package_is_reported_in_one_sentence(
     )
     assert text.endswith("; fix the package or uninstall it")
     assert "\n" not in text
-
-
-def test_names_are_listed_without_an_import(path: Path) -> None:
-    register(path, "their-package", POLICIES, b="no_such_module:B", a="no_such_module:A")
-    assert extension_names(POLICIES) == ["a", "b"]
 
 
 def test_importing_dynamix_imports_no_extension(example_extension: Path) -> None:

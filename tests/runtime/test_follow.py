@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.support import examples
-from tests.support.brokers import ConfiguredServer, connected, consumer_names, until
+from tests.support.brokers import ConfiguredServer, connected, until
 
 from dynamix.runtime.bus import Bus, StaleWriterError, follow
 from dynamix.runtime.bus.provision import provision
@@ -66,13 +66,6 @@ async def test_an_answer_of_the_broker_that_a_client_has_sent_there_is_left_out(
         assert (await anext(heard)).payload == b"live"
 
 
-async def test_nothing_is_kept_for_it_at_the_broker(bus: Bus) -> None:
-    await bus.publish(action(0))
-    async with bus.follow(ACTIONS.name, SUBJECT) as messages:
-        await anext(messages)
-        assert await consumer_names(bus, ACTIONS.name) == []
-
-
 async def test_what_was_stored_while_the_broker_was_away_is_found_after_it(server: ConfiguredServer, bus: Bus) -> None:
     async with connected(server.settings, "other") as other, bus.follow(ACTIONS.name, SUBJECT) as messages:
         await server.kill()
@@ -96,34 +89,7 @@ async def test_what_is_not_announced_is_found_by_looking_and_said(
     assert caplog.text.count("run `dynamix provision`") == 1
 
 
-async def test_what_was_missed_while_away_is_no_lack_of_announcements(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    await without_announcements(bus)
-    async with bus.follow(ACTIONS.name, SUBJECT) as messages:
-        for window in (0, 1):
-            await bus.publish(action(window))
-            messages._on_reconnected()
-            assert (await anext(messages)).payload == encode(action(window))
-        monkeypatch.setattr(follow, "LOOK_EVERY_S", 0.05)
-        messages._on_reconnected()
-        assert "does not announce" not in caplog.text
-        await bus.publish(action(2))
-        assert (await anext(messages)).payload == encode(action(2))
-        await until(lambda: "ACTIONS does not announce what it stores" in caplog.text)
-
-
 async def test_provisioning_adds_the_announcements(bus: Bus) -> None:
     await without_announcements(bus)
     assert (await provision(bus, [ACTIONS]))[0].startswith("ACTIONS: updated republish null -> ")
     assert await provision(bus, [ACTIONS]) == ["ACTIONS: unchanged"]
-
-
-async def test_an_ended_intake_ends_it(bus: Bus) -> None:
-    async with bus.follow(ACTIONS.name, SUBJECT) as messages:
-        bus.stop_intake()
-        assert [message async for message in messages] == []
-
-
-async def test_the_newest_of_a_subject_without_messages_is_none(bus: Bus) -> None:
-    assert await bus.newest(ACTIONS.name, SUBJECT) is None

@@ -5,7 +5,6 @@ import contextlib
 import signal
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,11 +12,16 @@ from tests.runtime.test_service import end, heartbeat, started
 from tests.support.brokers import ConfiguredServer, publish_states
 from tests.support.http_get import free_port, get
 
+from dynamix.runtime import metrics as metrics_module
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.metrics import LabelTable, MetricsServer, Scrape, ServiceMetrics, scrape
-from dynamix.runtime.metrics.label_table import FORGET_AFTER_S
-from dynamix.runtime.metrics.server import MAX_REQUEST_BYTES, PortError
-from dynamix.runtime.settings import SettingsError, SharedSettings, read
+from dynamix.runtime.metrics import (
+    FORGET_AFTER_S,
+    MAX_REQUEST_BYTES,
+    LabelTable,
+    MetricsServer,
+    Scrape,
+    ServiceMetrics,
+)
 
 
 def values(text: str) -> dict[str, float]:
@@ -95,29 +99,6 @@ async def test_a_port_that_is_taken_is_one_sentence_and_exit_code_1(server: Conf
     assert "Traceback" not in text
 
 
-async def test_an_address_that_is_not_ours_is_named() -> None:
-    with pytest.raises(PortError, match=r"cannot listen on port \d+ of 192\.0\.2\.1"):
-        async with MetricsServer("192.0.2.1", free_port(), ServiceMetrics(), str):
-            pass
-
-
-async def test_without_a_port_nothing_listens(server: ConfiguredServer, bus: Bus) -> None:
-    async with started(server) as process:
-        await heartbeat(bus)
-        listing = await asyncio.to_thread(open_ports, process.pid)
-    assert listing == []
-
-
-def open_ports(pid: int) -> list[int]:
-    """Local ports on which any socket of the process listens."""
-    inodes = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes.add(str(descriptor.readlink()).removeprefix("socket:[").rstrip("]"))
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()][1:]
-    return [int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes]
-
-
 @pytest.mark.parametrize(
     ("request_text", "status"),
     [
@@ -134,13 +115,6 @@ def open_ports(pid: int) -> list[int]:
 async def test_every_request_gets_the_answer_that_it_should(request_text: bytes, status: int) -> None:
     async with answering(ServiceMetrics()) as port:
         assert (await raw(port, request_text)).startswith(b"HTTP/1.1 %d " % status)
-
-
-async def test_head_has_the_length_and_no_body() -> None:
-    async with answering(ServiceMetrics()) as port:
-        head, body = (await raw(port, b"HEAD /livez HTTP/1.1\r\n\r\n")).split(b"\r\n\r\n")
-    assert b"Content-Length: 3" in head
-    assert body == b""
 
 
 async def test_a_client_that_sends_nothing_keeps_neither_others_nor_the_end_waiting() -> None:
@@ -178,7 +152,7 @@ async def test_a_number_that_cannot_be_shown_is_said_and_does_no_other_harm(capl
 
 
 def test_a_scrape_has_a_bound_and_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape, "MAX_SAMPLES", 5)
+    monkeypatch.setattr(metrics_module, "MAX_SAMPLES", 5)
     metrics = ServiceMetrics("reward")
     for n in range(8):
         metrics.add(lambda shown, n=n: shown.gauge("size", "a size", n, training_job=f"job-{n}"))
@@ -188,12 +162,6 @@ def test_a_scrape_has_a_bound_and_says_what_it_left_out(monkeypatch: pytest.Monk
         f"dynamix_size/component=reward/training_job=job-{n}" for n in range(5)
     ]
     assert shown["dynamix_samples_left_out/component=reward"] == 3
-
-
-def test_what_is_not_known_is_not_shown_as_zero() -> None:
-    metrics = ServiceMetrics("reward")
-    metrics.add(lambda shown: shown.gauge("loss", "a loss", None))
-    assert "dynamix_loss" not in metrics.exposition("")[0].decode()
 
 
 def test_jobs_are_bounded_in_number_and_in_time() -> None:
@@ -213,9 +181,3 @@ def test_jobs_are_bounded_in_number_and_in_time() -> None:
     assert [entry.key for entry in table.entries()] == ["c"]
     table.drop("c")
     assert table.entries() == []
-
-
-@pytest.mark.parametrize("port", [-1, 65536])
-def test_a_port_that_is_none_is_refused_by_name(port: int) -> None:
-    with pytest.raises(SettingsError, match=f"metrics_port must be 0 \\(none\\) to 65535, not {port}"):
-        read(SharedSettings, "", {"DYNAMIX_METRICS_PORT": str(port)})

@@ -13,8 +13,7 @@ from tests.support.service_processes import service_process
 
 from dynamix.cli.services import SERVICES
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.service.notifier import SystemdNotifier
-from dynamix.runtime.supervisor import Supervisor, read_supervisor
+from dynamix.runtime.settings import read_supervisor
 
 STUCK = "tests.support.stuck_service"
 
@@ -79,52 +78,6 @@ async def test_an_interpreter_that_is_stuck_sends_none_and_shows_where_when_syst
         _, stderr = await process.communicate()
     assert process.returncode == -signal.SIGABRT
     assert b"in hold_interpreter_lock" in stderr
-
-
-async def test_what_a_full_socket_does_not_take_is_told_later() -> None:
-    """The kernel keeps ten datagrams of a socket that is not read, or as many as the machine says."""
-    with NotificationSocket(f"@dynamix-test-{os.getpid()}") as held:
-        reasons = ["not yet"]
-        async with SystemdNotifier(Supervisor(held.address), lambda: reasons[0]) as notifier:
-            assert await held.line() == "STATUS=not yet"
-            while notifier._send("STATUS=more"):
-                pass
-            reasons[0] = ""
-            notifier._look()
-            assert not notifier._was_ready
-            assert set(await held.lines_until("STATUS=working")) == {"STATUS=more"}
-            assert await held.line() == "READY=1"
-
-
-async def test_a_sign_of_life_is_sent_four_times_within_the_limit() -> None:
-    now_s = [0.0]
-    with NotificationSocket(f"@dynamix-test-{os.getpid()}") as held:
-        async with SystemdNotifier(Supervisor(held.address, 60.0), lambda: "not yet", lambda: now_s[0]) as notifier:
-            assert notifier._timer is not None
-            notifier._timer.cancel()
-            assert [await held.line(), await held.line()] == ["STATUS=not yet", "WATCHDOG=1"]
-            for now_s[0] in range(0, 60, 5):
-                notifier._look()
-                assert notifier._timer is not None
-                notifier._timer.cancel()
-            assert [await held.line() for _ in range(3)] == ["WATCHDOG=1"] * 3  # after 15, 30 and 45 s
-            with pytest.raises(TimeoutError):
-                await held.line(timeout_s=0.1)
-
-
-async def test_a_socket_that_is_gone_is_warned_about_once_and_tried_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with SystemdNotifier(Supervisor(str(tmp_path / "notify"), 0.4), lambda: ""):
-        assert caplog.text.count("systemd cannot be notified (NOTIFY_SOCKET): [Errno 2]") == 1
-        with NotificationSocket(tmp_path / "notify") as held:
-            assert await held.lines_until("WATCHDOG=1") == ["STATUS=working", "READY=1"]
-    assert caplog.text.count("systemd cannot be notified") == 1
-
-
-def test_without_systemd_nothing_is_asked_for() -> None:
-    assert read_supervisor({}) == Supervisor("", 0.0)
-    assert read_supervisor({"WATCHDOG_USEC": "1000000"}) == Supervisor("", 0.0)
 
 
 def test_a_watchdog_for_another_process_is_not_ours() -> None:

@@ -4,14 +4,13 @@ import asyncio
 
 import msgspec
 import pytest
-from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected
 
 from dynamix.runtime.bus import Bus, PublishError
 from dynamix.runtime.bus.provision import ProvisionError, provision
 from dynamix.schemas import subjects
 from dynamix.schemas.kinds import KINDS
-from dynamix.schemas.streams import ACTIONS, FEED, JOBS, STREAMS
+from dynamix.schemas.streams import ACTIONS, FEED, STREAMS
 
 
 async def test_all_streams_are_made_and_the_second_time_nothing_changes(server: ConfiguredServer) -> None:
@@ -40,12 +39,6 @@ async def test_what_jetstream_never_changes_is_refused_with_what_to_do(bus: Bus)
         await provision(bus, [msgspec.structs.replace(ACTIONS, deny_delete=False)])
 
 
-async def test_messages_survive_a_change(bus: Bus) -> None:
-    await bus.publish(examples.state())
-    await provision(bus, [msgspec.structs.replace(FEED, max_bytes=FEED.max_bytes // 2)])
-    assert (await bus.stream_state("FEED")).num_messages == 1
-
-
 async def test_a_subject_that_holds_more_than_its_stream_shall_keeps_the_newest(bus: Bus) -> None:
     """As where FEED was made when it kept 100,000 messages of a subject."""
     await provision(bus, [msgspec.structs.replace(FEED, max_messages_per_subject=100_000)])
@@ -64,28 +57,6 @@ async def test_a_subject_that_holds_more_than_its_stream_shall_keeps_the_newest(
     assert oldest.payload == b"904"
     assert kept is not None
     assert kept.sequence == 1
-
-
-async def test_only_the_last_specification_of_a_job_is_kept(bus: Bus) -> None:
-    for generation in range(3):
-        await bus.publish(examples.job(generation=generation))
-    state = await bus.stream_state(JOBS.name)
-    assert (state.num_messages, state.last_sequence) == (1, 3)
-
-
-async def test_more_copies_than_servers_are_refused(bus: Bus) -> None:
-    with pytest.raises(ProvisionError, match="replicas"):
-        await provision(bus, [FEED], num_replicas=3)
-
-
-async def test_a_full_stream_that_refuses_new_messages_is_an_error_for_the_publisher(server: ConfiguredServer) -> None:
-    small = msgspec.structs.replace(FEED, max_bytes=2000, discard="new")
-    async with connected(server.settings) as bus:
-        await provision(bus, [small])
-        for number in range(2):
-            await bus.publish_bytes("dynamix.v1.state.a.b", bytes(500), f"m{number}")
-        with pytest.raises(PublishError, match="maximum bytes exceeded"):
-            await bus.publish_bytes("dynamix.v1.state.a.b", bytes(1500), "large")
 
 
 async def test_a_message_over_the_limit_of_its_stream_is_refused(bus: Bus) -> None:

@@ -12,7 +12,7 @@ from tests.support.brokers import ConfiguredServer
 from tests.support.service_processes import service_process
 
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.health.watchdog import Blocked, Watchdog
+from dynamix.runtime.bus.health import Blocked, Watchdog
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Live
 

@@ -14,10 +14,9 @@ from dynamix.collector.service import serve as serve_collector
 from dynamix.reward.service import RewardSettings
 from dynamix.reward.service import serve as serve_reward
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.health.watchdog import Watchdog
+from dynamix.runtime.bus.health import Watchdog
 from dynamix.runtime.metrics import ServiceMetrics
-from dynamix.runtime.service import Context
-from dynamix.runtime.service.shown import COUNTERS, GAUGES, ServiceState
+from dynamix.runtime.service.frame import COUNTERS, GAUGES, Context, ServiceState
 
 from .brokers import until
 from .control_plane import NODE

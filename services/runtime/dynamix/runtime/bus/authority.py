@@ -25,7 +25,7 @@ from dynamix.runtime.input_files import read_regular
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MAX_TRAINER_BYTES
 from dynamix.schemas.kinds import BY_NAME, KINDS, SERVICES, WATCHER, Kind
-from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, POLICIES, PROFILES
+from dynamix.schemas.streams import ACTIONS, DAY_S, DEAD, FEED, JOBS, POLICIES, PROFILES
 from dynamix.schemas.subjects import ANY, covers
 
 PROVISION = "provision"
@@ -38,7 +38,6 @@ DURABLES = {"collector": "report", "reward": "window"}
 """Roles that read FEED by a durable consumer, which is made with the key, and the kind that it delivers."""
 
 API = "$JS.API."
-DAY_S = 24 * 3600
 HEADER_BYTES = 4096
 """Room for a message's headers, which the broker counts, too."""
 TEMPORARY_S = 300

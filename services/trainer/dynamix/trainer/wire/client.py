@@ -16,9 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from dynamix.runtime.bus import Bus, BusError, BusMessage
-from dynamix.runtime.health.dead_letters import DeadLetters
-from dynamix.runtime.health.heartbeat import HEARTBEAT_S, send_heartbeats
-from dynamix.runtime.health.watchdog import Watchdog
+from dynamix.runtime.bus.health import HEARTBEAT_S, DeadLetters, Watchdog, send_heartbeats
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_intact

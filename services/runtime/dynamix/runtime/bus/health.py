@@ -1,0 +1,285 @@
+"""What a process shows of its own state: a watchdog over its event loop, its heartbeat, dead letters.
+
+Services and training processes share it. In come the process's counters and messages that cannot be used; out go
+`live` and `dead` messages, log lines, and, where an event loop is stuck for too long, the process's exit code.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import hashlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Never, Self
+
+from dynamix.runtime.rate_limit import RateLimit
+from dynamix.schemas import codec, subjects
+from dynamix.schemas.kinds import BY_NAME
+from dynamix.schemas.messages import Dead, Live
+from dynamix.schemas.streams import DAY_S
+
+from .bus import Bus, ServiceBus
+from .errors import BusError, PermissionDeniedError
+from .requests import BusMessage
+
+logger = logging.getLogger(__name__)
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+LAG_LOGGED_S = 1.0
+LOOKS = 20
+"""How often the watching thread looks within the limit."""
+MAX_LOOK_S = 0.5
+SAYING_TIMEOUT_S = 2.0
+"""A log whose reader has stopped must not keep a stuck process alive."""
+EXIT_STUCK = 1
+
+
+class Watchdog:
+    """Watches the running event loop between `async with Watchdog(limit_s):` and the end of the block.
+
+    The time is counted in what the watching thread itself lived through: of the time between two of its looks no more
+    than two intervals count. A process that was stopped (SIGSTOP, a debugger, a frozen container) or starved of
+    processor time, or a machine that slept, therefore never looks stuck: thread and loop go on together.
+
+    It does not see code that keeps Python's interpreter lock for ever: the thread then waits, too.
+
+    Args:
+        limit_s: a loop that is blocked for so long ends the process with code 1; 0 only measures.
+        tick_s: how often the loop shows that it runs; each costs 20 us of CPU time.
+
+    Attributes:
+        max_lag_s: how much later than scheduled the loop ran, at most, since the start.
+        total_lag_s: the same, summed over all ticks: its rate is the share of time in which the loop was blocked.
+    """
+
+    def __init__(self, limit_s: float, *, tick_s: float = TICK_S) -> None:
+        self.max_lag_s = self.total_lag_s = 0.0
+        self._limit_s = limit_s
+        self._tick_s = tick_s
+        self._look_s = min(MAX_LOOK_S, limit_s / LOOKS)
+        self._num_ticks = 0
+        self._due = 0.0
+        self._recent_lag_s = 0.0
+        self._limit = RateLimit(per_s=1.0)
+        self._ended = threading.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._timer: asyncio.TimerHandle | None = None
+        self._thread: threading.Thread | None = None
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._due = time.monotonic()
+        self._tick()
+        if self._limit_s > 0:
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._thread is not None:
+            self._thread.join()
+
+    def take_max_lag_s(self) -> float:
+        """How much later than scheduled the loop ran, at most, since the last call.
+
+        A block shorter than a tick is seen only when a tick was due during it.
+        """
+        lag_s, self._recent_lag_s = max(self._recent_lag_s, time.monotonic() - self._due), 0.0
+        return lag_s
+
+    def _tick(self) -> None:
+        """Run in the loop; `time.monotonic`, as the loop's own time stands still within one turn."""
+        now = time.monotonic()
+        self._record_lag(now - self._due)
+        self._num_ticks += 1
+        self._due = now + self._tick_s
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    def _record_lag(self, lag_s: float) -> None:
+        self._recent_lag_s, self.max_lag_s = max(self._recent_lag_s, lag_s), max(self.max_lag_s, lag_s)
+        self.total_lag_s += lag_s
+        if lag_s > LAG_LOGGED_S and self._limit.allow("lag"):
+            logger.warning("the event loop was blocked for %.1f s: move the work to a thread or process", lag_s)
+
+    def _watch(self) -> None:
+        """Runs in the thread."""
+        blocked = Blocked(self._look_s, time.monotonic())
+        while not self._ended.wait(self._look_s):
+            blocked_s = blocked.look(self._num_ticks, time.monotonic())
+            if blocked_s >= self._limit_s:
+                end_stuck_process(blocked_s)
+
+
+class Blocked:
+    """For how long a loop has not ticked, in the time of a thread that looks every `look_s`. Pure: told the time."""
+
+    def __init__(self, look_s: float, now_s: float) -> None:
+        self._look_s = look_s
+        self._last_s = now_s
+        self._num_ticks = 0
+        self._blocked_s = 0.0
+
+    def look(self, num_ticks: int, now_s: float) -> float:
+        """Seconds without a tick. A late look, because the process did not run, counts as two intervals at most."""
+        lived_s = min(now_s - self._last_s, 2 * self._look_s)
+        self._blocked_s = self._blocked_s + lived_s if num_ticks == self._num_ticks else 0.0
+        self._last_s, self._num_ticks = now_s, num_ticks
+        return self._blocked_s
+
+
+def end_stuck_process(blocked_s: float) -> None:
+    """Say what the threads are doing, and end the process at once: nothing of it can be trusted to end in order.
+
+    The log's reader may have stopped: writing to a full pipe waits for ever, with the interpreter lock held. So another
+    thread, one of C that needs no lock, ends the process soon in any case.
+    """
+    with Path(os.devnull).open("wb") as nowhere:
+        faulthandler.dump_traceback_later(SAYING_TIMEOUT_S, exit=True, file=nowhere)
+        # the stacks first: a thread that is stuck in writing a log holds the lock that our own line waits for
+        faulthandler.dump_traceback(sys.stderr.fileno(), all_threads=True)
+        logger.critical(
+            "the event loop has been blocked for %.1f s: this process ends, so that it is started again; "
+            "where it was stuck stands above",
+            blocked_s,
+        )
+        os._exit(EXIT_STUCK)
+
+
+HEARTBEAT_S = 1.0
+WARN_BEFORE_S = 30 * DAY_S
+"""A credential that expires is warned of once a day."""
+
+
+async def send_heartbeats(
+    bus: Bus,
+    watchdog: Watchdog,
+    counters: Callable[[], Mapping[str, int]],
+    *,
+    service: str,
+    instance: str,
+    node: str,
+    started_s: float,
+) -> Never:
+    """Send a heartbeat every `HEARTBEAT_S`, until cancelled. One that the bus does not take is left out.
+
+    It holds the process's `counters`, the bus's own with the prefix `bus_`, how late the event loop ran by the watchdog
+    (`loop_lag_ms` since the last heartbeat, `max_loop_lag_ms` in all), and the uptime since `started_s` (monotonic).
+
+    Raises:
+        PermissionDeniedError: when the broker denies them. Then the login is that of another service or node, and this
+            one would take messages from where they belong, unheard.
+    """
+    denied: asyncio.Future[PermissionDeniedError] = asyncio.get_running_loop().create_future()
+    ours = subjects.of("live", service, instance).lower()
+
+    def note(subject: str, denial: PermissionDeniedError) -> None:
+        if subject == ours and not denied.done():
+            denied.set_result(denial)
+
+    def heartbeat() -> Live:
+        shown = {f"bus_{name}": value for name, value in bus.counters.items()} | dict(counters())
+        shown["loop_lag_ms"] = int(1000 * watchdog.take_max_lag_s())
+        shown["max_loop_lag_ms"] = int(1000 * watchdog.max_lag_s)
+        uptime_s = time.monotonic() - started_s
+        return Live(service=service, instance=instance, node=node, uptime_s=uptime_s, counters=shown)
+
+    forget, warn_at = bus.when_denied(note), 0.0
+    try:
+        while True:
+            left = bus.seconds_left
+            if left is not None and left < WARN_BEFORE_S and time.monotonic() >= warn_at:
+                warn_at = time.monotonic() + DAY_S
+                fix = "replace its file by a new one of `dynamix keys create`"
+                logger.warning("the credential of this %s expires in %.1f days: %s", service, left / DAY_S, fix)
+            with contextlib.suppress(BusError):
+                await bus.publish_live(heartbeat())
+            if (await asyncio.wait([denied], timeout=HEARTBEAT_S))[0]:
+                raise PermissionDeniedError(f"{denied.result()}; {_of_another(service, node, instance)}")
+    finally:
+        forget()
+
+
+def _of_another(service: str, node: str, instance: str) -> str:
+    """The fix of a login that is not this service's."""
+    limit = {"collector": f" --node {node}", "reward": f" --instance {instance}"}.get(service, "")
+    made = f"dynamix keys create NAME --role {service}{limit}"
+    wrong = "its login is for another service, node or instance"
+    return f"{wrong}: correct DYNAMIX_NODE or DYNAMIX_INSTANCE, or give it a key of `{made}`"
+
+
+MAX_PAYLOAD_BYTES = 4096
+MAX_TEXT = 1024
+PER_KIND_PER_S = 10.0
+UNKNOWN = "unknown"
+
+
+class DeadLetters:
+    """Sets aside the messages that one service cannot use.
+
+    Args:
+        bus: where it is published.
+        service: the service that could not use them.
+        counters: gets `dead_letters`, and `dead_letters_not_kept` for those over the rate or refused by the bus.
+    """
+
+    def __init__(self, bus: ServiceBus, service: str, counters: dict[str, int]) -> None:
+        self._bus = bus
+        self._service = service
+        self._counters = counters
+        self._limit = RateLimit(PER_KIND_PER_S, burst=int(PER_KIND_PER_S))
+
+    async def set_aside(self, message: BusMessage, reason: str) -> None:
+        """Set a message aside; never raises."""
+        self._count("dead_letters")
+        self._bus.statistics.of_subjects(message.subject).num_errors += 1
+        kind, job = tokens_of(message.subject)
+        if not self._limit.allow(kind):
+            self._count("dead_letters_not_kept")
+            return
+        dead = Dead(
+            service=self._service,
+            subject=message.subject[:MAX_TEXT],
+            sequence=message.sequence,
+            reason=reason[:MAX_TEXT],
+            payload=message.payload[:MAX_PAYLOAD_BYTES],
+        )
+        digest = hashlib.sha256(message.payload).hexdigest()[:16]
+        identity = f"dead:{self._service}:{dead.subject}:{message.sequence}:{digest}"
+        logger.warning(
+            "dead letter: %s",
+            reason,
+            extra={
+                "subject": dead.subject,
+                "sequence": message.sequence,
+                "job": job,
+                "suppressed": self._limit.suppressed(kind),
+            },
+        )
+        try:
+            await self._bus.publish_bytes_soon(subjects.of("dead", kind, job), codec.encode(dead), identity)
+        except (BusError, ValueError) as error:
+            self._count("dead_letters_not_kept")
+            logger.warning("a dead letter was not kept: %s", error)
+
+    def _count(self, name: str) -> None:
+        self._counters[name] = self._counters.get(name, 0) + 1
+
+
+def tokens_of(subject: str) -> tuple[str, str]:
+    """Kind and job in a subject that may be foreign; `unknown` for what is not ours or cannot be a token."""
+    tokens = subject.removeprefix(subjects.ROOT + ".").split(".")
+    kind = tokens[0] if subject.startswith(subjects.ROOT + ".") and tokens[0] in BY_NAME else UNKNOWN
+    try:
+        return kind, subjects.parse(subject).tokens[0]
+    except ValueError:
+        return kind, UNKNOWN
