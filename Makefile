@@ -7,7 +7,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 FRAMEWORKS := .venv-frameworks
 ADAPTDL := out/adaptdl
-# Python compiles what it imports; compiling all takes minutes. Some frameworks are compiled with warnings, which fail tests
+# Python compiles what it imports; compiling all of torch takes a minute. Frameworks are compiled: a warning of theirs would
+# fail the test that imports them first.
 PIP    := --quiet --disable-pip-version-check --no-compile
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 DATA   := .data/fashion-mnist

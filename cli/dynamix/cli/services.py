@@ -79,7 +79,7 @@ class ServiceProcess:
             self.kill()
 
 
-async def wait_until_ready(bus: Bus, names: Collection[str], timeout_s: float = 30.0) -> None:
+async def wait_until_ready(bus: Bus, names: Collection[str], timeout_s: float = 120.0) -> None:
     """Wait until each named service reports in a heartbeat that it is ready. Raises TimeoutError, naming the others."""
     missing = set(names)
 
