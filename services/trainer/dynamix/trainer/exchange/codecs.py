@@ -10,9 +10,9 @@ import torch
 from dynamix.runtime.extensions import Group, extension_names, load_extension
 from dynamix.schemas.spelling import suggestion
 from dynamix.trainer.exchange.codec import ErrorFeedback, ExchangeCodec, PlainExchange
+from dynamix.trainer.exchange.rows import RowsExchange
 
 from .narrow import Cast, Int8, NarrowExchange
-from .rows import RowsExchange
 
 GROUP: Group = "dynamix.codecs"
 """Group of entry points."""
