@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix import trainer as dynamix
 from dynamix.trainer import Session
+from dynamix.trainer.exchange import transport
 from dynamix.trainer.exchange.transport import CONTEXT, LentTensor, launched
 from dynamix.trainer.steering.collectives import Collectives
 
