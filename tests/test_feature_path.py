@@ -1,6 +1,6 @@
 """The way of a measured value from a rank's row to the state: a place that was forgotten fails here.
 
-A row (`trainer/measurement/rows.py`) becomes a message's row, a metric window (`collector/window.py`) and a state
+A row (`trainer/measurement/meter.py`) becomes a message's row, a metric window (`collector/window.py`) and a state
 (`schemas/features.py`). Each test changes one value after the other and looks whether what is made of it changes.
 """
 
@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.support import examples
+from tests.support.rows import row
 
 from dynamix.collector.probes import Traffic
 from dynamix.collector.window import Observation, metric_window
@@ -42,14 +43,19 @@ NOT_IN_THE_STATE = {
 """What the state holds as a ratio, or of each rank."""
 
 
-def _row(**changes: float) -> Row:
-    """Every column is known."""
-    columns = {name: float(number) for number, name in enumerate(Row._fields, 1)}
-    return Row(**(columns | {"times_split": 0.0} | changes))
+def _changed(value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value / 2 if value == 0.5 else value + 1
+    if isinstance(value, tuple):
+        return type(value)(*map(_changed, value)) if hasattr(value, "_fields") else tuple(map(_changed, value))
+    return type(value)(**{name: _changed(getattr(value, name)) for name in type(value).__annotations__})
 
 
-def _message_row(row: Row) -> RankRow:
-    return rank_row(0, row, _row(), local_batch_size=64, pending_local_batch_size=96, cookies=(7,))
+def _message_row(one: Row) -> RankRow:
+    return rank_row(0, one, row(), local_batch_size=64, pending_local_batch_size=96, cookies=(7,))
 
 
 def _window(row: RankRow) -> MetricWindow:
@@ -72,31 +78,31 @@ def _state(changed: Metrics) -> State:
     return state_of(msgspec.structs.replace(window, ranks=ranks, node_metrics=node))
 
 
-@pytest.mark.parametrize("column", sorted({*Row._fields} - {"data_digest"}))  # ranks compare that one
+@pytest.mark.parametrize("column", sorted({*Row.__struct_fields__} - {"data_digest"}))  # ranks compare that one
 def test_every_column_of_a_row_reaches_a_message(column: str) -> None:
-    def messages(row: Row) -> Any:
-        totals = job_totals([row], window=0, num_steps=1, global_batch_size=64)
-        return _message_row(row), totals, held_out_accuracy([row]), energy_j([row]), wall_s([row]), row.noise
+    def messages(one: Row) -> Any:
+        totals = job_totals([one], window=0, num_steps=1, global_batch_size=64)
+        return _message_row(one), totals, held_out_accuracy([one]), energy_j([one]), wall_s([one]), one.noise
 
-    assert messages(_row(**{column: 0.25 if column == "held_out_accuracy" else 60.0})) != messages(_row()), column
+    assert messages(row(**{column: _changed(getattr(row(), column))})) != messages(row()), column
 
 
 def test_every_field_of_a_messages_row_is_filled_in() -> None:
-    message = _message_row(_row())
+    message = _message_row(row(times_split=False))
     missing = [f.name for f in msgspec.structs.fields(RankRow) if getattr(message, f.name) == f.default]
     assert missing == [], "rank_row() leaves these at their defaults"
 
 
 @pytest.mark.parametrize("field", sorted(set(RankRow.__struct_fields__) - READ_BY_READINGS_AND_PROBES))
 def test_every_measured_field_of_a_row_reaches_the_metric_window(field: str) -> None:
-    row = msgspec.structs.replace(_message_row(_row()), times_split=True)
-    value = getattr(row, field)
+    known = msgspec.structs.replace(_message_row(row()), times_split=True)
+    value = getattr(known, field)
     changed = not value if isinstance(value, bool) else value + 1
-    assert _window(msgspec.structs.replace(row, **{field: changed})) != _window(row), field
+    assert _window(msgspec.structs.replace(known, **{field: changed})) != _window(known), field
 
 
 def test_every_field_of_the_training_metrics_is_filled_in() -> None:
-    training = _window(msgspec.structs.replace(_message_row(_row()), times_split=True)).ranks[0].training
+    training = _window(msgspec.structs.replace(_message_row(row()), times_split=True)).ranks[0].training
     assert [f.name for f in msgspec.structs.fields(TrainingMetrics) if getattr(training, f.name) == f.default] == []
 
 

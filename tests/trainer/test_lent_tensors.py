@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support import rows
 from tests.support.interpreter import Entries
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, make_model, offer
@@ -22,7 +23,6 @@ from dynamix import trainer as dynamix
 from dynamix.trainer import Session
 from dynamix.trainer.communication import lent_tensors
 from dynamix.trainer.communication.lent_tensors import CONTEXT, LentTensor, launched
-from dynamix.trainer.measurement.meter import NUM_COLUMNS, Row
 from dynamix.trainer.steering.collectives import Collectives
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def test_our_group_ends_with_the_session() -> None:
 def _close_under_way(rank: int) -> float:
     """Rank 0 closes while its row waits for rank 1's; returns how long that took, or what rank 1 received."""
     collectives = Collectives()
-    row = Row(*(float(rank + 1) for _ in range(NUM_COLUMNS)))
+    row = rows.row(num_samples=rank + 1)
     found = 0.0
     if rank == 0:
         collectives.post_row(row)
@@ -132,7 +132,7 @@ def _close_under_way(rank: int) -> float:
     dist.barrier()
     if rank == 1:
         collectives.post_row(row)
-        found = collectives.take_rows()[0][0]
+        found = collectives.take_rows()[0].num_samples
     dist.barrier()
     return found
 

@@ -27,7 +27,7 @@ from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured,
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.measurement.clock import StepTimes
-from dynamix.trainer.measurement.meter import UNKNOWN, Row, job_totals, make_row
+from dynamix.trainer.measurement.meter import Row, job_totals
 from dynamix.trainer.measurement.sockets import ProcessIdentity
 from dynamix.trainer.steering.fast_loop import FastLoop, Tracker
 from dynamix.trainer.steering.offers import Offers
@@ -191,7 +191,7 @@ class WindowRecorder:
         link_bytes, rows = self._num_rings * self._tx_bytes_per_step, []
         for rank, local_rank in enumerate(self._local_ranks):
             compute_s, sending_s = float(self._compute_s[rank]), self._sending_s[rank]
-            energy_j, link, sockets = UNKNOWN, None, None
+            energy_j, link, sockets = None, None, None
             if self._busy_w.size:
                 idle_s = self._time_s - compute_s
                 energy_j = float(self._busy_w[rank] * compute_s + self._idle_w[rank] * idle_s)
@@ -205,13 +205,13 @@ class WindowRecorder:
                     srtt_us=self._round_trip_us * float(self._weighted_round_trip[rank]) / self._time_s,
                 )
             rows.append(
-                make_row(
-                    local_rank,
-                    NO_PROCESS,
+                Row(
+                    local_rank=local_rank,
+                    process=NO_PROCESS,
                     num_samples=int(self._num_samples[rank]),
                     loss_sum=float(self._loss[rank]),
                     num_correct=float(self._num_correct[rank]),
-                    times=[StepTimes(0.0, compute_s, float(self._sync_s[rank]), self._update_s)],
+                    times=StepTimes(0.0, compute_s, float(self._sync_s[rank]), self._update_s),
                     times_split=True,
                     noise=self._noise[rank],
                     sockets=sockets,

@@ -1,7 +1,6 @@
 """The meter of one rank: everything that it measures of itself, taken as one row at the end of a window.
 
-The row has a fixed number of float64, gathered by all ranks; the messages are made of these rows. Every whole number in
-it is below 2^53 and therefore exact; unknown values are NaN. Numbers that are still on a GPU stay there until the
+All ranks gather these rows; the messages are made of them. Numbers that are still on a GPU stay there until the
 window ends: one transfer per window, no wait per step.
 """
 
@@ -9,10 +8,11 @@ import math
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import torch
 
 from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, RankRow, SocketCounters
@@ -28,158 +28,51 @@ from .clock import AnyClock, StepTimes
 from .energy import unmeasured
 from .sockets import PeerSockets, ProcessIdentity, this_process
 
-UNKNOWN = math.nan
 
+class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one rank measured in one window; all ranks gather it. Floats that are not finite count as unknown."""
 
-class Row(NamedTuple):
-    """What one rank measured in one window, as numbers."""
-
-    local_rank: float
-    pid: float
-    pid_start_ticks: float
-    pid_namespace: float
-    uid: float
-    num_samples: float
-    loss_sum: float
-    num_correct: float
-    data_time_s: float
-    compute_time_s: float
-    sync_time_s: float
-    update_time_s: float
-    tx_bytes: float
-    rx_bytes: float
-    retransmits: float
-    srtt_us: float
-    device_memory_bytes: float
-    device_memory_total_bytes: float
-    held_out_accuracy: float
-    noise_num_steps: float
-    noise_local_trace: float
-    noise_local_signal: float
-    noise_global_trace: float
-    noise_global_signal: float
-    times_split: float
-    """1 where compute and sync were measured separately, else 0."""
-    drift_own: float
-    drift_mean: float
+    local_rank: int
+    process: ProcessIdentity
+    num_samples: int
+    loss_sum: float | None
+    num_correct: float | None
+    times: StepTimes
+    """Sums over the steps."""
+    times_split: bool
+    """Whether compute and sync were measured separately."""
+    noise: NoiseSums
+    """The rank's part of the noise estimate."""
+    sockets: SocketCounters | None
+    """`None` without sockets that can be read."""
+    held_out_accuracy: float | None
+    device: tuple[int, int] | None = None
+    """Memory of the device in bytes, used and in all."""
+    drift: tuple[float, float] = (0.0, 0.0)
     """The rank's addend, and what all ranks know (`local_steps.drift`); 0 without local steps."""
-    learning_rate: float
-    coded_wanted: float
-    coded_sent: float
-    """Squares of what codecs with loss should have sent and of what they sent; 0 where none ruled."""
-    link_bytes_per_s: float
-    link_peer: float
-    """While it sent, to the rank with which it was fastest."""
-    energy_j: float
+    learning_rate: float | None = None
+    coded: CodedSquares = CodedSquares()
+    """Squares of what codecs with loss should have sent and of what they sent."""
+    link: tuple[float, int] | None = None
+    """Bytes per second while it sent to the rank with which it was fastest, and that rank."""
+    energy_j: float | None = None
     """Joules of the devices that this rank counts; 0 where another one counts them."""
-    wall_s: float
+    wall_s: float | None = None
     """Since the row before was taken, also between steps."""
-    data_digest: float
+    data_digest: int = 0
     """The digest of the samples of a stream that were read so far, equal on all ranks; 0 for other data."""
 
-    @property
-    def time_s(self) -> float:
-        """Sum of the window's step times."""
-        return self.data_time_s + self.compute_time_s + self.sync_time_s + self.update_time_s
-
-    @property
-    def noise(self) -> NoiseSums:
-        """The rank's part of the noise estimate."""
-        return NoiseSums(
-            int(self.noise_num_steps),
-            self.noise_local_trace,
-            self.noise_local_signal,
-            self.noise_global_trace,
-            self.noise_global_signal,
-        )
-
-    @property
-    def sockets(self) -> SocketCounters | None:
-        """The rank's socket counters, if it has sockets that can be read."""
-        if math.isnan(self.tx_bytes):
-            return None
-        return SocketCounters(
-            tx_bytes=int(self.tx_bytes),
-            rx_bytes=int(self.rx_bytes),
-            retransmits=int(self.retransmits),
-            srtt_us=_known(self.srtt_us),
-        )
+    def __post_init__(self) -> None:
+        """Forget what is not finite, such as the loss of a run that diverged."""
+        for name in ("loss_sum", "num_correct", "held_out_accuracy", "learning_rate", "energy_j", "wall_s"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                msgspec.structs.force_setattr(self, name, None)
 
     @property
     def accuracy(self) -> float | None:
         """Mean training accuracy of the rank; `None` without samples or when the script does not count."""
-        return None if math.isnan(self.num_correct) or self.num_samples == 0 else self.num_correct / self.num_samples
-
-
-NUM_COLUMNS = len(Row._fields)
-
-
-def make_row(
-    local_rank: int,
-    process: ProcessIdentity,
-    *,
-    num_samples: int,
-    loss_sum: float | None,
-    num_correct: float | None,
-    times: Iterable[StepTimes],
-    times_split: bool,
-    noise: NoiseSums,
-    sockets: SocketCounters | None,
-    held_out_accuracy: float | None,
-    device: tuple[int, int] | None = None,
-    drift: tuple[float, float] = (0.0, 0.0),
-    learning_rate: float | None = None,
-    coded: tuple[float, float] = (0.0, 0.0),
-    link: tuple[float, int] | None = None,
-    energy_j: float = UNKNOWN,
-    wall_s: float = UNKNOWN,
-    data_digest: int = 0,
-) -> Row:
-    """One rank's row; `device` is its memory in bytes, used and in all. A loss that is not finite is none.
-
-    `coded` are squares, of what codecs with loss should have sent and of what they sent; `link` is the rate of sending
-    to the rank with which it was fastest, in bytes per second, and that rank.
-    """
-    steps = list(times)
-    device_memory, device_memory_total = device or (UNKNOWN, UNKNOWN)
-    link_bytes_per_s, link_peer = link or (UNKNOWN, UNKNOWN)
-    return Row(
-        local_rank=local_rank,
-        pid=process.pid,
-        pid_start_ticks=process.start_ticks,
-        pid_namespace=process.namespace,
-        uid=process.uid,
-        num_samples=num_samples,
-        loss_sum=_number(loss_sum),
-        num_correct=_number(num_correct),
-        data_time_s=sum(step.data_s for step in steps),
-        compute_time_s=sum(step.compute_s for step in steps),
-        sync_time_s=sum(step.sync_s for step in steps),
-        update_time_s=sum(step.update_s for step in steps),
-        tx_bytes=UNKNOWN if sockets is None else sockets.tx_bytes,
-        rx_bytes=UNKNOWN if sockets is None else sockets.rx_bytes,
-        retransmits=UNKNOWN if sockets is None else sockets.retransmits,
-        srtt_us=UNKNOWN if sockets is None else _number(sockets.srtt_us),
-        device_memory_bytes=device_memory,
-        device_memory_total_bytes=device_memory_total,
-        held_out_accuracy=_number(held_out_accuracy),
-        noise_num_steps=noise.num_steps,
-        noise_local_trace=noise.local_trace,
-        noise_local_signal=noise.local_signal,
-        noise_global_trace=noise.global_trace,
-        noise_global_signal=noise.global_signal,
-        times_split=times_split,
-        drift_own=drift[0],
-        drift_mean=drift[1],
-        learning_rate=_number(learning_rate),
-        coded_wanted=coded[0],
-        coded_sent=coded[1],
-        link_bytes_per_s=link_bytes_per_s,
-        link_peer=link_peer,
-        energy_j=energy_j,
-        wall_s=wall_s,
-        data_digest=data_digest,
-    )
+        return None if self.num_correct is None or self.num_samples == 0 else self.num_correct / self.num_samples
 
 
 def rank_row(
@@ -193,31 +86,33 @@ def rank_row(
 ) -> RankRow:
     """The message's row of a rank, with what is needed of its row one window earlier; sockets count since attach."""
     nothing = None if row.sockets is None else SocketCounters(tx_bytes=0, rx_bytes=0, retransmits=0)
+    memory, memory_total = row.device or (None, None)
+    link_bytes_per_s, link_peer = row.link or (None, None)
     return RankRow(
         rank=rank,
-        local_rank=int(row.local_rank),
-        pid=int(row.pid),
-        pid_start_ticks=int(row.pid_start_ticks),
-        pid_namespace=int(row.pid_namespace),
-        uid=int(row.uid),
+        local_rank=row.local_rank,
+        pid=row.process.pid,
+        pid_start_ticks=row.process.start_ticks,
+        pid_namespace=row.process.namespace,
+        uid=row.process.uid,
         local_batch_size=local_batch_size,
         pending_local_batch_size=pending_local_batch_size,
-        num_samples=int(row.num_samples),
-        loss_sum=_known(row.loss_sum),
-        num_correct=_known(row.num_correct),
-        data_time_s=row.data_time_s,
-        compute_time_s=row.compute_time_s,
-        sync_time_s=row.sync_time_s,
-        update_time_s=row.update_time_s,
+        num_samples=row.num_samples,
+        loss_sum=row.loss_sum,
+        num_correct=row.num_correct,
+        data_time_s=row.times.data_s,
+        compute_time_s=row.times.compute_s,
+        sync_time_s=row.times.sync_s,
+        update_time_s=row.times.update_s,
         sockets=row.sockets,
         sockets_before=nothing if before is None else before.sockets,
         accuracy_before=None if before is None else before.accuracy,
-        device_memory_bytes=_whole(row.device_memory_bytes),
-        device_memory_total_bytes=_whole(row.device_memory_total_bytes),
-        times_split=bool(row.times_split),
+        device_memory_bytes=memory,
+        device_memory_total_bytes=memory_total,
+        times_split=row.times_split,
         cookies=cookies,
-        link_bytes_per_s=_known(row.link_bytes_per_s),
-        link_peer=_whole(row.link_peer),
+        link_bytes_per_s=link_bytes_per_s,
+        link_peer=link_peer,
     )
 
 
@@ -228,14 +123,14 @@ def job_totals(
     return JobTotals(
         window=window,
         num_steps=num_steps,
-        num_samples=int(sum(row.num_samples for row in rows)),
+        num_samples=sum(row.num_samples for row in rows),
         global_batch_size=global_batch_size,
-        loss_sum=_known(sum(row.loss_sum for row in rows)),
-        num_correct=_known(sum(row.num_correct for row in rows)),
-        time_s=max(row.time_s for row in rows),
+        loss_sum=_total([row.loss_sum for row in rows]),
+        num_correct=_total([row.num_correct for row in rows]),
+        time_s=max(row.times.step_s for row in rows),
         noise=noise,
         drift=_drift(rows),
-        learning_rate=_known(rows[0].learning_rate),
+        learning_rate=rows[0].learning_rate,
         gradient_norm=_gradient_norm(noise, global_batch_size),
         coding_gain=_coding_gain(rows),
     )
@@ -243,22 +138,22 @@ def job_totals(
 
 def energy_j(rows: Sequence[Row]) -> float | None:
     """Joules of all ranks' devices; unknown where one of them is."""
-    return _known(sum(row.energy_j for row in rows))
+    return _total([row.energy_j for row in rows])
 
 
 def wall_s(rows: Sequence[Row]) -> float:
-    """How long the window lasted, on the rank on which it lasted longest; NaN where one does not know."""
-    return math.nan if any(math.isnan(row.wall_s) for row in rows) else max(row.wall_s for row in rows)
+    """How long the window lasted, on the rank on which it lasted longest; infinite where one does not know."""
+    return max(math.inf if row.wall_s is None else row.wall_s for row in rows)
 
 
 def held_out_accuracy(rows: Sequence[Row]) -> float | None:
     """The newest evaluation, as the lowest rank that has one knows it."""
-    return next((row.held_out_accuracy for row in rows if not math.isnan(row.held_out_accuracy)), None)
+    return next((row.held_out_accuracy for row in rows if row.held_out_accuracy is not None), None)
 
 
 def _drift(rows: Sequence[Row]) -> ParameterDrift | None:
     """The drift of all ranks; |d|^2 is rank 0's, since on mixed processors its last bits may differ."""
-    moved, own = rows[0].drift_mean, sum(row.drift_own for row in rows)
+    moved, own = rows[0].drift[1], sum(row.drift[0] for row in rows)
     if not (0.0 < moved < math.inf and own < math.inf):
         return None
     return ParameterDrift(spread=max(own - moved, 0.0), moved=moved)
@@ -274,21 +169,17 @@ def _gradient_norm(noise: GradientNoise | None, global_batch_size: int) -> float
 
 def _coding_gain(rows: Sequence[Row]) -> float | None:
     """Over all ranks; unknown where no codec with loss ruled, or something was not finite."""
-    wanted, sent = (sum(getattr(row, name) for row in rows) for name in ("coded_wanted", "coded_sent"))
+    wanted, sent = sum(row.coded.wanted for row in rows), sum(row.coded.sent for row in rows)
     return sent / wanted if 0 < wanted < math.inf and sent < math.inf else None
 
 
-def _number(value: float | None) -> float:
-    return UNKNOWN if value is None or not math.isfinite(value) else value
+def _total(values: Sequence[float | None]) -> float | None:
+    """Their sum; unknown where one of them is."""
+    known = [value for value in values if value is not None]
+    return float(sum(known)) if len(known) == len(values) else None
 
 
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-def _whole(value: float) -> int | None:
-    return None if math.isnan(value) else int(value)
-
+NO_TIMES = StepTimes(0.0, 0.0, 0.0, 0.0)
 
 AnswerT = TypeVar("AnswerT")
 Scalar = float | torch.Tensor
@@ -364,18 +255,18 @@ class RankMeter:
         taken_s, self._taken_s = self._taken_s, time.perf_counter()
         batches, self._batches = self._batches, []
         drifts, self._drifts = self._drifts, []
-        return make_row(
-            self.local_rank,
-            self.process,
+        return Row(
+            local_rank=self.local_rank,
+            process=self.process,
             num_samples=sum(each.batch.size for each in batches),
             loss_sum=_sum_if_known([each.loss_sum for each in batches]),
             num_correct=_sum_if_known([each.num_correct for each in batches]),
-            times=times,
+            times=StepTimes(*(float(sum(part)) for part in zip(*times, strict=True))) if times else NO_TIMES,
             times_split=self.times_split,
             noise=self._noise(batches),
             drift=(
-                sum(_to_floats([value for each in drifts for value in each.own])),
-                sum(_to_floats([value for each in drifts for value in each.mean])),
+                float(sum(_to_floats([value for each in drifts for value in each.own]))),
+                float(sum(_to_floats([value for each in drifts for value in each.mean]))),
             ),
             sockets=self.sockets.read(),
             link=self.sockets.take_link(),
@@ -414,7 +305,7 @@ def device_memory(device: torch.device) -> tuple[int, int] | None:
 
 def _sum_if_known(values: Sequence[Scalar | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return sum(_to_floats(known)) if len(known) == len(values) else None
+    return float(sum(_to_floats(known))) if len(known) == len(values) else None
 
 
 def _detached(name: str, value: Scalar) -> Scalar:

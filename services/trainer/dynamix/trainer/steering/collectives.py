@@ -23,7 +23,7 @@ from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.communication.lent_tensors import LentTensor, keep_for_ever
 from dynamix.trainer.communication.pipeline import timeout_of
 from dynamix.trainer.data.orders import Order
-from dynamix.trainer.measurement.meter import NUM_COLUMNS, Row
+from dynamix.trainer.measurement.meter import Row
 
 T = TypeVar("T")
 
@@ -33,8 +33,24 @@ MEETING_POLL_S = 0.002
 SIZE_BYTES = 18
 """Most bytes of a broadcast decision: 9 each per size and share in msgpack, and room for every other lever."""
 
-_decoder: msgspec.msgpack.Decoder[Allocation | None] = msgspec.msgpack.Decoder(Allocation | None)
-"""Decodes decisions; made once: to make one takes longer than to decode."""
+ROW_BYTES = 640
+"""Most bytes of a row: some forty numbers of 9 bytes, and the names of the noise's sums."""
+
+_decisions: msgspec.msgpack.Decoder[Allocation | None] = msgspec.msgpack.Decoder(Allocation | None)
+_rows = msgspec.msgpack.Decoder(Row)
+"""Made once: to make one takes longer than to decode."""
+
+
+def _write(lent: LentTensor, value: object) -> None:
+    packed = msgspec.msgpack.encode(value)
+    packed = len(packed).to_bytes(LENGTH_BYTES) + packed
+    lent.tensor[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
+def _read(lent: LentTensor) -> bytes:
+    padded = lent.tensor.numpy().tobytes()
+    length = int.from_bytes(padded[:LENGTH_BYTES])  # what follows is of earlier, longer values
+    return padded[LENGTH_BYTES : LENGTH_BYTES + length]
 
 
 class Collectives:
@@ -46,9 +62,8 @@ class Collectives:
         whole = dist.group.WORLD
         assert whole is not None, "the ranks have no group"
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout_of(whole))
-        self._rows = torch.empty(self.world_size, NUM_COLUMNS, dtype=torch.float64)
-        self._lent_rows = [LentTensor(row) for row in self._rows.unbind()]
-        self._mine = LentTensor(torch.empty(NUM_COLUMNS, dtype=torch.float64))
+        self._rows = [LentTensor(torch.zeros(ROW_BYTES, dtype=torch.uint8)) for _ in range(self.world_size)]
+        self._mine = LentTensor(torch.zeros(ROW_BYTES, dtype=torch.uint8))
         self._decision = LentTensor(torch.zeros(HEAD_BYTES + SIZE_BYTES * self.world_size, dtype=torch.uint8))
         self._gathering: dist.Work | None = None
         self._broadcasting: dist.Work | None = None
@@ -78,23 +93,21 @@ class Collectives:
     def post_row(self, row: Row) -> None:
         """Send this rank's row to all others."""
         assert self._gathering is None, "a gather is under way"
-        self._mine.tensor.numpy()[:] = row
-        self._gathering = self._gather(self._lent_rows, self._mine)
+        _write(self._mine, row)
+        self._gathering = self._gather(self._rows, self._mine)
 
     def take_rows(self) -> list[Row]:
         """The rows of all ranks, in rank order, as they were posted last."""
         assert self._gathering is not None, "no gather is under way"
         self._gathering.wait()
         self._gathering = None
-        return [Row(*values) for values in self._rows.tolist()]
+        return [_rows.decode(_read(each)) for each in self._rows]
 
     def post_decision(self, decision: Allocation | None) -> None:
         """Send rank 0's decision, or none, to all ranks."""
         assert self._broadcasting is None, "a broadcast is under way"
         if self.rank == 0:
-            packed = msgspec.msgpack.encode(decision)
-            packed = len(packed).to_bytes(LENGTH_BYTES) + packed
-            self._decision.tensor[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+            _write(self._decision, decision)
         assert self._group is not None, "left"
         self._broadcasting = self._group.broadcast(self._decision.alias, 0)
 
@@ -103,9 +116,7 @@ class Collectives:
         assert self._broadcasting is not None, "no broadcast is under way"
         self._broadcasting.wait()
         self._broadcasting = None
-        padded = self._decision.tensor.numpy().tobytes()
-        length = int.from_bytes(padded[:LENGTH_BYTES])  # what follows is of earlier, longer decisions
-        return _decoder.decode(padded[LENGTH_BYTES : LENGTH_BYTES + length])
+        return _decisions.decode(_read(self._decision))
 
     def post_numbers(self, mine: Sequence[float]) -> None:
         """Send float64 to be summed over all ranks, each place on its own; all ranks send as many."""

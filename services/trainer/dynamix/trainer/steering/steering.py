@@ -165,7 +165,7 @@ class WindowEnd:
             return
         (position, sizes, ruling), run, rows = posted, self._run, self._collectives.take_rows()
         if self._losses is not None:
-            self._losses.observe_window([row.num_samples for row in rows], [row.loss_sum for row in rows])
+            self._losses.observe_window([row.num_samples for row in rows], [row.loss_sum or 0.0 for row in rows])
         differing = [rank for rank, row in enumerate(rows) if row.data_digest != rows[0].data_digest]
         if differing:
             self.differing = (
