@@ -26,7 +26,7 @@ import numpy as np
 from bench.harness import ROOT, BenchmarkError, Cell, Interval, Panel, Table, draw
 
 from dynamix.cli.main import main as dynamix
-from dynamix.cli.progress import ProgressLine
+from dynamix.cli.terminal import ProgressLine
 from dynamix.lab.comparison.figure import CURVE_POINTS, mean_curve
 from dynamix.lab.comparison.rows import Tuned, parse_rows, read_tuned
 from dynamix.lab.comparison.runs import TYPICAL_RUN_S, ComparisonProgress, Ledger, as_published, estimate, fill, plan
@@ -320,7 +320,7 @@ class Laboratory:
         self.scale, self._directory, self._jobs, self._data = scale, directory, jobs, data
         chosen = scenario_root() / TUNED_FILE
         self.tuned_by_family = read_tuned(chosen) if chosen.exists() else Tuned()
-        """What `dynamix tune` chose, for experiments on its own scenarios."""
+        """What `dynamix evaluate tune` chose, for experiments on its own scenarios."""
         self._tuned = Tuned(overall=self.tuned_by_family.overall)
         """What it chose over all families: the clusters of most experiments are no family of its."""
         directory.mkdir(parents=True, exist_ok=True)

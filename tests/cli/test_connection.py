@@ -22,9 +22,11 @@ def test_with_nothing_set_and_nothing_running_it_is_the_default(environ: dict[st
     assert connection.find(environ) == BusSettings()
 
 
-def test_a_running_up_is_found(environ: dict[str, str]) -> None:
-    with connection.published(BROKER, environ):
-        assert connection.find(environ) == BROKER
+def test_a_running_up_is_found_by_a_file_for_its_user_only(environ: dict[str, str]) -> None:
+    with connection.published(BROKER, environ) as file:
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert file.parent.stat().st_mode & 0o777 == 0o700
+        assert connection.find(environ) == connection.find({**environ, "DYNAMIX_NATS_URL": ""}) == BROKER
     assert connection.find(environ) == BusSettings()
 
 
@@ -34,21 +36,10 @@ def test_the_environment_counts_more_than_the_file(environ: dict[str, str]) -> N
     assert (found.url, found.password) == ("nats://127.0.0.1:5000", "")
 
 
-def test_an_empty_variable_is_not_set(environ: dict[str, str]) -> None:
-    with connection.published(BROKER, environ):
-        assert connection.find({**environ, "DYNAMIX_NATS_URL": ""}) == BROKER
-
-
 def test_a_misspelt_variable_is_a_usage_error_that_names_the_right_one(environ: dict[str, str]) -> None:
     with pytest.raises(CommandError, match="DYNAMIX_NATS_URL") as caught:
         connection.find({**environ, "DYNAMIX_NATS_ULR": "nats://x"})
     assert caught.value.exit_code == 2
-
-
-def test_the_file_is_for_its_user_only(environ: dict[str, str]) -> None:
-    with connection.published(BROKER, environ) as file:
-        assert file.stat().st_mode & 0o777 == 0o600
-        assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_file_that_others_may_read_is_refused(environ: dict[str, str]) -> None:

@@ -10,8 +10,8 @@ pytest.importorskip("starlette", reason="starlette is not installed: make venv")
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from dynamix.cli.dashboard import DashboardSettings, token_of
 from dynamix.cli.dashboard.access import COOKIE, HEADERS, SESSION_S, Gate
-from dynamix.cli.dashboard.settings import DashboardSettings, token_of
 
 TOKEN = "a-token-of-24-characters"
 

@@ -1,18 +1,15 @@
-"""What the page is given: documents and alarms of known boards; a capture at any moment."""
+"""What the page is given: documents and alarms of known views; a capture at any moment."""
 
 from pathlib import Path
 
 import msgspec
 import pytest
 from tests.support import examples
-from tests.support.examples import applied, event, reward
+from tests.support.examples import applied, event
 
-from dynamix.cli.board.board import Board
-from dynamix.cli.board.heartbeats import Heartbeats
-from dynamix.cli.dashboard.alarms import alarms_of, alarms_of_job
-from dynamix.cli.dashboard.captured import CapturedJob
-from dynamix.cli.dashboard.documents import curves, decisions, job_now, overview
-from dynamix.recording.capture import CaptureError
+from dynamix.cli.dashboard.documents import CapturedJob, alarms_of, alarms_of_job, curves, decisions, job_now, overview
+from dynamix.cli.heartbeats import Heartbeats
+from dynamix.recording.job_view import JobView
 from dynamix.schemas.messages import Live, Message
 
 S = 10**9
@@ -20,11 +17,11 @@ NOW = 10 * S
 DEMO = Path(__file__).parents[1] / "data" / "demo.dxc"
 
 
-def board_of(*messages: Message) -> Board:
-    board = Board(examples.JOB)
+def view_of(*messages: Message) -> JobView:
+    view = JobView(examples.JOB)
     for message in messages:
-        board.fold(message, NOW)
-    return board
+        view.fold(message, NOW)
+    return view
 
 
 def timed(rank: int, compute_s: float | None, sync_s: float | None) -> Message:
@@ -36,16 +33,11 @@ def timed(rank: int, compute_s: float | None, sync_s: float | None) -> Message:
 
 
 def test_what_every_rank_waits_is_communication_and_the_rest_the_barrier() -> None:
-    found = job_now(board_of(timed(0, 0.05, 0.04), timed(1, 0.08, 0.01)), NOW)["ranks"]
+    found = job_now(view_of(timed(0, 0.05, 0.04), timed(1, 0.08, 0.01)), NOW)["ranks"]
     assert [(rank["communication_time_s"], rank["wait_time_s"]) for rank in found] == [
         (0.01, pytest.approx(0.03)),
         (0.01, 0.0),
     ]
-
-
-def test_times_that_were_not_split_stay_unknown() -> None:
-    (rank,) = job_now(board_of(timed(0, None, None)), NOW)["ranks"]
-    assert (rank["communication_time_s"], rank["wait_time_s"], rank["step_time_s"]) == (None, None, 0.1)
 
 
 def test_a_large_job_has_its_slowest_ranks_and_a_spread_of_sizes() -> None:
@@ -57,24 +49,24 @@ def test_a_large_job_has_its_slowest_ranks_and_a_spread_of_sizes() -> None:
         )
         for rank in window.ranks
     )
-    board = board_of(msgspec.structs.replace(window, ranks=slow))
-    document = job_now(board, NOW)
+    view = view_of(msgspec.structs.replace(window, ranks=slow))
+    document = job_now(view, NOW)
     assert (document["num_ranks_known"], [rank["rank"] for rank in document["ranks"]]) == (100, list(range(36, 100)))
-    assert curves(board)[0]["local_batch_sizes"] == {"min": 0, "median": 49.5, "max": 99}
+    assert curves(view)[0]["local_batch_sizes"] == {"min": 0, "median": 49.5, "max": 99}
 
 
 def test_levers_are_those_of_the_specification_until_a_decision_says_otherwise() -> None:
-    board = board_of(examples.job(policy="rule", supports_tracking=True, initial_split="tracking"))
-    assert job_now(board, NOW)["levers"]["split"] == "tracking"
-    board.fold(examples.action(0, split="fixed"), NOW)
-    levers = job_now(board, NOW)["levers"]
+    view = view_of(examples.job(policy="rule", supports_tracking=True, initial_split="tracking"))
+    assert job_now(view, NOW)["levers"]["split"] == "tracking"
+    view.fold(examples.action(0, split="fixed"), NOW)
+    levers = job_now(view, NOW)["levers"]
     assert (levers["split"], levers["exchange"], levers["initial_global_batch_size"]) == ("fixed", "exact", 512)
 
 
 def test_a_decision_says_what_it_changed_and_when_it_rules() -> None:
     sizes, deltas = (150, 150, 150, 60), (22, 22, 22, -68)
-    board = board_of(examples.job(), examples.action(3, local_batch_sizes=sizes, deltas=deltas, reason="by speed"))
-    (found,) = decisions(board)
+    view = view_of(examples.job(), examples.action(3, local_batch_sizes=sizes, deltas=deltas, reason="by speed"))
+    (found,) = decisions(view)
     assert (found["global_batch_size"], found["change"]["global_batch_size"], found["effective_window"]) == (
         510,
         -2,
@@ -82,38 +74,33 @@ def test_a_decision_says_what_it_changed_and_when_it_rules() -> None:
     )
     assert (found["change"]["num_ranks_more"], found["change"]["num_ranks_less"]) == (3, 1)
     assert found["reason"] == "by speed"
-    board.fold(applied(3, 5), NOW)
-    assert decisions(board)[0]["effective_window"] == 5
+    view.fold(applied(3, 5), NOW)
+    assert decisions(view)[0]["effective_window"] == 5
 
 
 def test_the_list_of_jobs_begins_with_those_that_run_newest_first() -> None:
-    boards = []
+    views = []
     for name, phase in (("old", "running"), ("done", "ended"), ("new", "running"), ("dead", "running")):
-        board = Board(f"{name}-00000000")
-        board.fold(msgspec.structs.replace(examples.job(), job=board.name, phase=phase), 0 if name == "dead" else NOW)
-        boards.append(board)
-    boards[3].heard_ns = 1
-    document = overview(boards, Heartbeats(), [], num_older=0, now_ns=NOW + 500 * S, now_s=0.0)
+        view = JobView(f"{name}-00000000")
+        view.fold(msgspec.structs.replace(examples.job(), job=view.name, phase=phase), 0 if name == "dead" else NOW)
+        views.append(view)
+    views[3].heard_ns = 1
+    document = overview(views, Heartbeats(), [], num_older=0, now_ns=NOW + 500 * S, now_s=0.0)
     assert [(row["name"][:3], row["phase"]) for row in document["jobs"]] == [
         ("dea", "running"),
         ("new", "running"),
         ("old", "running"),
         ("don", "ended"),
     ]
-    document = overview(boards, Heartbeats(), [], num_older=0, now_ns=NOW + 595 * S, now_s=0.0)
+    document = overview(views, Heartbeats(), [], num_older=0, now_ns=NOW + 595 * S, now_s=0.0)
     assert [row["phase"] for row in document["jobs"]] == ["running", "running", "silent", "ended"]
-
-
-def test_a_healthy_job_raises_no_alarm() -> None:
-    board = board_of(examples.job(), examples.window(), reward("node-a", (0, 1)), examples.action(0), applied(0, 2))
-    assert list(alarms_of_job(board, NOW)) == []
 
 
 def test_signatures_refusals_and_lost_readings_are_alarms() -> None:
     window = msgspec.structs.replace(examples.window(window=5), num_readings_lost=3)
     refused = applied(0, 2, num_refused={"too old": 2, "bounds": 0})
-    board = board_of(examples.job(), window, examples.action(0), refused, event(5))
-    texts = [alarm.text for alarm in alarms_of_job(board, NOW)]
+    view = view_of(examples.job(), window, examples.action(0), refused, event(5))
+    texts = [alarm.text for alarm in alarms_of_job(view, NOW)]
     assert texts == [
         "size-stuck: 75% of the ranks were at their minimum of 32 (window 5)",
         "the trainer refused 2 decisions: 2 too old",
@@ -122,14 +109,14 @@ def test_signatures_refusals_and_lost_readings_are_alarms() -> None:
 
 
 def test_a_job_without_decisions_and_one_that_was_killed_are_alarms() -> None:
-    board = board_of(examples.job(), examples.window(window=4))
-    assert ["no decision in 5 windows" in alarm.text for alarm in alarms_of_job(board, NOW)] == [True]
-    (alarm,) = alarms_of_job(board, NOW + 300 * S)
+    view = view_of(examples.job(), examples.window(window=4))
+    assert ["no decision in 5 windows" in alarm.text for alarm in alarms_of_job(view, NOW)] == [True]
+    (alarm,) = alarms_of_job(view, NOW + 300 * S)
     assert (alarm.level, alarm.text) == (
         "error",
         "no message for 5 min, and no end: its processes were probably killed",
     )
-    assert list(alarms_of_job(board, NOW + 4000 * S)) == []
+    assert list(alarms_of_job(view, NOW + 4000 * S)) == []
 
 
 def test_missing_services_and_dead_letters_are_alarms() -> None:
@@ -145,14 +132,14 @@ def test_a_node_of_a_running_job_without_a_collector_is_an_alarm() -> None:
     heartbeats = Heartbeats()
     for service in ("collector", "reward", "arbitrator"):
         heartbeats.record(Live(service=service, instance="one", node="node-b", uptime_s=5.0), 100.0)
-    (alarm,) = alarms_of([board_of(examples.job())], heartbeats, now_ns=NOW, now_s=101.0)
+    (alarm,) = alarms_of([view_of(examples.job())], heartbeats, now_ns=NOW, now_s=101.0)
     assert (alarm.level, alarm.subject) == ("error", examples.JOB)
     assert alarm.text.startswith("no collector on node-a: start it there")
-    measured = board_of(examples.job(), examples.window())
+    measured = view_of(examples.job(), examples.window())
     assert list(alarms_of([measured], heartbeats, now_ns=NOW, now_s=101.0)) == []
 
 
-def test_a_capture_is_the_board_of_any_of_its_moments() -> None:
+def test_a_capture_shows_the_job_at_any_of_its_moments() -> None:
     captured = CapturedJob(DEMO)
     begin, middle, end = (captured.document(part * captured.duration_s, with_curves=True) for part in (0, 0.5, 1))
     assert [document["job"]["window"] for document in (begin, middle, end)][::2] == [None, 29]
@@ -168,9 +155,3 @@ def test_a_capture_that_is_cut_off_is_shown_as_far_as_it_goes(tmp_path: Path) ->
     captured = CapturedJob(cut)
     assert len(captured.notes) == 1
     assert captured.duration_s > 0
-
-
-def test_what_is_no_capture_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("no capture")
-    with pytest.raises(CaptureError, match="this is no capture"):
-        CapturedJob(tmp_path / "text")

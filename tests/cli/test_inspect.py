@@ -8,7 +8,7 @@ import pytest
 from tests.support import capture_files, examples
 from tests.support.examples import applied, event, reward
 
-from dynamix.cli.inspection.inspection import Inspection, inspect
+from dynamix.cli.commands.inspect import Inspection, inspect
 from dynamix.cli.main import main
 from dynamix.recording import capture
 from dynamix.schemas.chain import seal
@@ -40,7 +40,7 @@ def chained(num_windows: int) -> list[Action]:
 
 
 def inspected(tmp_path: Path, messages: list[Message]) -> Inspection:
-    return inspect(capture_files.write(tmp_path / "job.dxc", capture_files.records_of(messages)), keep_details=True)
+    return inspect(capture_files.write(tmp_path / "job.dxc", capture_files.records_of(messages)), keep_ranks=True)
 
 
 def shown(path: Path, *arguments: str) -> int:
@@ -86,21 +86,18 @@ def test_one_window_is_shown_with_every_rank(capsys: pytest.CaptureFixture[str],
     assert "from step 20 on under the action of window 0: 153/153/153/53" in output
     assert "by proportional version 1 (fixed), watermark 12" in output
     assert [window["window"] for window in json.loads(report.read_text())["windows"]] == [2]
-    assert shown(DEMO, "--window", "30") == 2
-    assert "no such window; it has 0 to 29" in capsys.readouterr().err
-    assert shown(DEMO, "--generation", "0") == 2
 
 
 def test_means_and_times_are_those_of_the_messages(tmp_path: Path) -> None:
     action, *_ = chained(1)
     found = inspected(tmp_path, [examples.job(), *window_of(0), action, applied(0, 2), event(0)])
-    window = found.windows[0, 0]
-    assert window.mean_reward == pytest.approx(0.6)
+    window = found.view.windows[0, 0]
+    assert window.mean_reward() == pytest.approx(0.6)
     assert window.decision_s == pytest.approx(0.002)  # node-b's state, its reward, the action: a millisecond each
     assert window.sizes == (128,) * 4
     assert window.started_ns == capture_files.STARTED_NS + 2_000_000
-    assert [one.window for one in found.sorted_windows()] == [0]  # window 2 was never run
-    assert found.windows[0, 2].applied == [applied(0, 2)]
+    assert [one.window for one in found.view.history] == [0]  # window 2 was never run
+    assert window.applied == applied(0, 2)
     assert found.events == [event(0)]
     assert found.gaps() == []
 
@@ -110,8 +107,8 @@ def test_what_is_missing_is_named_by_kind_node_and_window(tmp_path: Path, capsys
     messages: list[Message] = [examples.job(), *window_of(0), actions[0], *window_of(1)[:-1], actions[1]]
     messages += [*window_of(4), actions[4], *window_of(5)]
     found = inspected(tmp_path, messages)
-    assert [gap.window for gap in found.gaps()] == [1, 2, 3, 5]
-    assert list(found.windows[0, 1].missing(set(NODES))) == ["reward of node-b"]
+    assert [window.window for window, _ in found.gaps()] == [1, 2, 3, 5]
+    assert found.gaps()[0][1] == ["reward of node-b"]
     assert shown(tmp_path / "job.dxc") == 1
     output = capsys.readouterr().out
     assert "missing in generation 0: reward of node-b of windows 1\n" in output
@@ -148,7 +145,7 @@ def test_a_changed_action_breaks_the_chain(tmp_path: Path) -> None:
 def test_restarts_stand_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     again = examples.job(generation=1)
     found = inspected(tmp_path, [examples.job(), *window_of(0), *window_of(1), again, *window_of(0, generation=1)])
-    assert [(one.generation, one.window) for one in found.sorted_windows()] == [(0, 0), (0, 1), (1, 0)]
+    assert [(one.generation, one.window) for one in found.view.history] == [(0, 0), (0, 1), (1, 0)]
     path = tmp_path / "job.dxc"
     assert shown(path, "--png", str(tmp_path / "restart.png")) == 0
     assert "generation" in capsys.readouterr().out
@@ -168,18 +165,7 @@ def test_doubles_and_what_cannot_be_read_are_said(tmp_path: Path, capsys: pytest
     assert f"malformed: '{records[-1].subject}': not a DYNAMIX message" in output
 
 
-def test_a_capture_that_is_cut_off_is_shown_as_far_as_it_goes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cut = tmp_path / "cut.dxc"
-    cut.write_bytes(DEMO.read_bytes()[:-1])
-    assert shown(cut) == 1
-    output = capsys.readouterr().out
-    assert "CUT OFF; 181 messages" in output
-    assert "the file is cut off here; the 181 records before it are good" in output
-
-
-def test_a_damaged_capture_is_shown_without_the_damaged_block(
+def test_a_damaged_or_cut_capture_is_shown_as_far_as_it_is_good(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = bytearray(DEMO.read_bytes())
@@ -189,6 +175,11 @@ def test_a_damaged_capture_is_shown_without_the_damaged_block(
     assert shown(path) == 1
     assert "damaged: " in (output := capsys.readouterr().out)
     assert "lost: " in output
+    path.write_bytes(DEMO.read_bytes()[:-1])
+    assert shown(path) == 1
+    output = capsys.readouterr().out
+    assert "CUT OFF; 181 messages" in output
+    assert "the file is cut off here; the 181 records before it are good" in output
     assert shown(tmp_path / "nowhere") == 1
     assert "cannot read" in capsys.readouterr().err
     empty = capture_files.write(tmp_path / "empty.dxc", [])

@@ -124,46 +124,8 @@ def test_agents_are_learned_by_a_curriculum(scenarios: Path, tmp_path: Path) -> 
     assert AgentNetwork.read(output).actions == MULTIPLIERS
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--ppo", "clip_coeff=0.1"], "clip_coeff"),
-        (["--ppo", "clip_coef"], "write NAME=VALUE"),
-        (["--ppo", "clip_coef=-1"], "clip_coef"),
-        (["--workers", "0"], "--workers 0: at least 1 is needed"),
-        (["--episodes-per-update", "0"], "episodes_per_update=0: Expected `int` >= 1"),
-        (["--validate-every", "0"], "validate_every=0: Expected `int` >= 1"),
-        (["--seed", "-1"], "argument --seed: -1: it must be 0 to 2147483647"),
-        (["--policy", "A b"], "policy='A b': Expected `str` matching"),
-        (["--policy", "rule"], "'rule' is the name of a policy in code: give the learned one another name"),
-        (["--policy", "stigmergy", "--actions", "global"], "what agents learn is 'stigmergy' with 'appetite'"),
-        (["--policy", "stigmergy", "--publish"], "--publish: agents decide by a file, not by one on the bus"),
-        (["--curriculum", "2,,8"], "'2,,8': write numbers of workers with commas, as in 2,8,32"),
-        (["--episodes", "100001"], "num_episodes=100001: at most 100000"),
-    ],
-)
-def test_what_is_typed_wrongly_is_said_before_anything_runs(  # noqa: PLR0917 - fixtures and the two columns
-    scenarios: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    said: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dynamix.cli.commands.learn.learning.learn", _must_not_run)
-    assert main(["learn", "--scenarios", str(scenarios), *arguments]) == 2
-    assert said in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["scenarios"]
-
-
 def _must_not_run(*_: object, **__: object) -> None:
     raise AssertionError("a plan that cannot be was learned")
-
-
-def test_a_directory_without_scenarios_is_said(scenarios: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["learn", "--scenarios", str(scenarios / "none")]) == 1
-    assert "none holds no scenario" in capsys.readouterr().err
 
 
 async def test_a_policy_is_put_on_the_bus_when_that_is_asked_for(

@@ -86,26 +86,6 @@ def test_equal_decisions_are_enough_for_another_processor_unless_bytes_are_asked
     assert played(path, "--strict") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--until", "soon"], "write a window as N or GENERATION:N"),
-        (
-            ["--policy", "magic"],
-            "policies: generation 0 is not decided any more: no policy is called 'magic': choose",
-        ),
-        (["--policy", "rule", "--policy-option", "speed"], "write NAME=VALUE"),
-        (["--policy", "rule", "--into", "reward"], "asks the arbitrator, not the reward"),
-        (["--policy-file", "/nowhere.safetensors"], "cannot read the policy file /nowhere.safetensors"),
-    ],
-)
-def test_what_cannot_be_done_is_two_with_a_reason(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert played(DEMO, *arguments) == 2
-    assert reason in capsys.readouterr().err
-
-
 def test_what_cannot_be_read_is_two_and_says_how_far_it_is_good(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,11 +119,6 @@ def test_the_recorded_policy_can_be_asked_with_other_options(tmp_path: Path) -> 
     asked = json.loads(target.read_text())["what_if"]
     assert asked["policy"] == "rule"
     assert asked["mean_global_batch_size_ratio"] > 1.2
-
-
-def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert played(DEMO, "--json", "-") == 0
-    assert json.loads(capsys.readouterr().out)["counts"]["num_equal"] == 30
 
 
 def test_an_interrupted_replay_says_so_and_leaves_cleanly() -> None:

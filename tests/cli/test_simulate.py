@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.cli.commands.simulate.simulation import scenario_named
 from dynamix.cli.main import main
 
 DATA = Path(__file__).parents[2] / ".data" / "fashion-mnist"
@@ -63,40 +62,8 @@ def test_a_run_is_told_as_a_table_as_json_and_as_a_picture(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["nowhere"], "scenario 'nowhere' is neither a file nor among those that are shipped: heldout/adam, "),
-        (["n32"], "scenario 'n32' could be heldout/n32 or train/n32: name one of them"),
-        (["train/mixed-8", "--policy", "statik"], "no policy is called 'statik'"),
-        (["train/mixed-8", "--policy", "static:speed=2"], "speed"),
-        (["train/mixed-8", "--policy", "oracle"], "'oracle' stands for several runs: use `dynamix evaluate"),
-        (["train/mixed-8", "--seed", "-1"], "argument --seed: -1: it must be 0 to 2147483647"),
-        (["train/mixed-8", "--bus", "--policy-file", "a.safetensors"], "on the bus, policies come from there"),
-    ],
-)
-def test_what_was_typed_wrongly_is_said(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", *arguments]) == 2
-    assert complaint in capsys.readouterr().err
-
-
 def test_missing_data_is_said_with_the_way_to_get_it(
     scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", scenario, "--policy", "static", "--data", str(tmp_path)]) == 1
     assert "make data" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("device", ["abacus", "meta", "cuda:99"])
-def test_a_device_that_cannot_compute_is_refused(
-    device: str, scenario: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", scenario, "--device", device, "--data", str(DATA)]) == 1
-    assert f"dynamix simulate: --device '{device}'" in capsys.readouterr().err
-
-
-def test_scenarios_that_are_shipped_have_names() -> None:
-    assert scenario_named("train/mixed-8").name == "mixed-8"
-    assert scenario_named("mixed-8") == scenario_named("train/mixed-8")

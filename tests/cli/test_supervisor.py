@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from dynamix.cli.commands.up.supervisor import Child, exited, kept
+from dynamix.cli.commands.up.supervisor import Child, kept
 
 
 class Sleeper:
@@ -89,24 +89,3 @@ async def test_a_child_that_is_stopped_with_us_is_not_started_again(said: list[s
         stopping.set()
         os.kill(child.pid(), signal.SIGTERM)
     assert (child.num_starts, said) == (1, [])
-
-
-async def test_a_failure_of_the_keeping_itself_ends_everything(said: list[str]) -> None:
-    class Broken(Sleeper):
-        def pid(self) -> int:
-            raise ValueError("lost")
-
-    stop = asyncio.Event()
-    child = Broken()
-    await child.start()
-    with pytest.raises(ValueError, match="lost"):
-        async with keeping(child, said, stop):
-            await asyncio.wait_for(stop.wait(), 10)
-    assert not child.is_running()
-
-
-async def test_the_end_of_a_process_is_noticed_even_when_it_ended_before() -> None:
-    process = subprocess.Popen(["true"])  # noqa: ASYNC220 - returns at once
-    await asyncio.wait_for(exited(process.pid), 10)
-    process.wait()
-    await asyncio.wait_for(exited(process.pid), 10)

@@ -1,212 +1,395 @@
-"""`dynamix top` on a real broker: messages of the real services, the right job, one frame, one snapshot."""
+"""`dynamix top`: its frames, on a real broker with the real services, and on a real pseudo-terminal."""
 
 import asyncio
+import fcntl
 import json
 import os
+import pty
+import signal
+import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+import termios
+from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tests.support import examples
-from tests.support.control_plane import NODE, ControlPlane, control_plane, one_node_job, report_of
-from tests.support.examples import applied, event
+from tests.support.control_plane import NODE, control_plane, one_node_job, report_of
+from tests.support.examples import applied, event, reward
 
-from dynamix.cli.board.feed import Feed
+from dynamix.cli.commands.top.frame import BarSegment, frame, shown_job, stacked_bar
+from dynamix.cli.fleet import Fleet
+from dynamix.cli.heartbeats import Heartbeats
 from dynamix.cli.jobs import newest_job
 from dynamix.cli.main import main
 from dynamix.cli.services import SERVICES, bus_environment
+from dynamix.cli.terminal import bar, curve, duration, number, percent, ranges, signed_count, sizes_text
+from dynamix.recording.job_view import JobView
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
-from dynamix.schemas.messages import Job
+from dynamix.schemas.messages import Job, Live, MetricWindow
+from dynamix.schemas.messages.allocation import Exchange
 
-SPEEDS = (1000.0, 1000.0, 1000.0, 300.0)
+S = 10**9
+
+
+def window_of(ranks: dict[int, dict[str, Any]], index: int = 0, node: str = "node-a") -> MetricWindow:
+    """A window whose ranks have the given training metrics."""
+    plain = examples.window(node, tuple(ranks), index)
+    changed = tuple(
+        msgspec.structs.replace(rank, training=examples.training(**ranks[rank.rank])) for rank in plain.ranks
+    )
+    return msgspec.structs.replace(plain, ranks=changed)
+
+
+def view_with(num_ranks: int = 4, num_windows: int = 3) -> JobView:
+    view = JobView(examples.JOB)
+    view.fold(examples.job({"node-a": tuple(range(num_ranks))}))
+    for index in range(num_windows):
+        ranks = {
+            rank: {"local_batch_size": 100 + rank, "compute_time_s": 0.01 * (1 + rank % 7), "sync_time_s": 0.02}
+            for rank in range(num_ranks)
+        }
+        view.fold(window_of(ranks, index), timestamp_ns=index * S)
+        view.fold(reward("node-a", tuple(range(num_ranks)), index))
+    deltas = tuple(25 if rank else -25 for rank in range(num_ranks))
+    view.fold(examples.action(2, deltas=deltas, policy="proportional", local_batch_sizes=(128,) * num_ranks))
+    view.fold(applied(0, 2, num_refused={"stale": 2, "generation": 0}))
+    return view
+
+
+def alive(*names: str, **counters: int) -> Heartbeats:
+    services = Heartbeats()
+    for name in names:
+        services.record(Live(service=name, instance="1", uptime_s=1.0, node="node-a", counters=counters), 0.0)
+    return services
+
+
+def shown(view: JobView | None, services: Heartbeats | None = None, width: int = 80, height: int = 24) -> str:
+    lines = frame(view, services or alive(*SERVICES), now_ns=4 * S, now_s=1.0, width=width, height=height)
+    return "\n".join(line.plain.rstrip() for line in lines)
+
+
+FRAME = """\
+mnist-0a1b2c3d  ● running  proportional · window 2 · 4 ranks           2.0 s ago
+────────────────────────────────────────────────────────────────────────────────
+throughput   5,120/s     ▄▄▄             loss         0.500       ▄▄▄
+step time    100.0 ms    ▄▄▄             accuracy     75.0 %      ▄▄▄
+global batch 406 adaptive ▄▄▄            held-out     70.0 %      ▄▄▄
+noise scale  2,000       ▄▄▄             progress     25.0 %      ████░░░░░░░░░░
+────────────────────────────────────────────────────────────────────────────────
+rank batch  next █ compute  ▒ wait  ▓ data       compute      wait  reward   cpu
+   0   100  →128 ▓▓▓███▒▒▒▒▒▒░░                  10.0 ms   20.0 ms   0.500  0.90
+   1   101  →128 ▓▓▓██████▒▒▒▒▒░░░               20.0 ms   20.0 ms   0.500  0.90
+   2   102  →128 ▓▓▓█████████▒▒▒▒▒░░░            30.0 ms   20.0 ms   0.500  0.90
+   3   103  →128 ▓▓▓███████████▒▒▒▒▒▒░░░         40.0 ms   20.0 ms   0.500  0.90
+────────────────────────────────────────────────────────────────────────────────
+decision  -25 +25 +25 +25  of window 2 by proportional v1
+adopted   of window 0, from window 2 on   refused: 2 stale
+reward    0.500  paper-sgd:  accuracy +0.600  size -0.100
+network   tcp_info
+services  ● arbitrator  ● collector node-a  ● reward"""
+
+
+def test_a_frame_shows_the_job_its_ranks_the_decision_and_the_services() -> None:
+    """The one snapshot of the layout; the other tests look for parts."""
+    assert shown(view_with()) == FRAME
+    wide = shown(view_with(), width=160, height=50)
+    assert all(title in wide for title in ("cpu", "retrans", "samp/s", "queued", "loss", "accuracy", "memory"))
+
+
+def test_a_frame_shows_what_is_wrong_and_what_to_do() -> None:
+    view = JobView(examples.JOB)
+    view.fold(examples.job({"node-x": (0, 1), "node-y": (2, 3)}, initial_exchange=Exchange(codec="rows")))
+    text = shown(view, width=120)
+    assert "waiting for the first window; local batch sizes 128 128 128 128" in text
+    assert "decision  none yet: the initial sizes stay" in text
+    assert "gradients rows over all-reduce" in text
+    fix = "start it, or set one DYNAMIX_NODE for it and the ranks"
+    assert f"collector none on node-x and 1 more: {fix}" in text
+    note = "ebpf: the report came late"
+    for node, rank, probe, lost in (("node-a", 0, "tcp_info", 0), ("node-b", 4, "ebpf", 2)):
+        pending = {"local_batch_size": 128, "pending_local_batch_size": 153}
+        changes = {"probe": probe, "num_readings_lost": lost, "probe_note": note if rank == 0 else ""}
+        view.fold(msgspec.structs.replace(window_of({rank: pending}, 3, node), **changes))
+    view.fold(event(2))
+    text = shown(view, width=120)
+    assert "128  →153" in text
+    assert "decision  none in 4 windows: the arbitrator's log says why" in text
+    assert "signature size-stuck  75% of the ranks were at their minimum of 32  window 2" in text
+    assert f"network   tcp_info on 1, ebpf on 1  {note}  2 readings lost" in text
+    view.fold(examples.action(4, reason="word " * 100))
+    lines = [line for line in shown(view, width=60, height=40).splitlines() if "word" in line]
+    assert ([line[:10].strip() for line in lines], lines[-1][-2:]) == (["because", "", ""], " …")
+    view.fold(examples.job({"node-a": (0, 1)}, phase="ended", end_reason="all epochs done"))
+    assert "■ ended" in (text := shown(view, width=120))
+    assert "all epochs done" in text
+    empty = frame(None, alive("reward"), missing="no job 'x'; jobs: a", now_ns=0, now_s=0, width=80, height=9)
+    assert [line.plain for line in empty[:2]] == ["no job 'x'", "jobs: a"]
+
+
+def test_services_that_are_missing_late_or_complain_are_in_the_last_line() -> None:
+    services = alive("trainer", "collector", "reward")
+    line = frame(None, services, now_ns=0, now_s=10.0, width=80, height=24)[-1].plain.rstrip()
+    assert line == "services  ○ collector node-a  ○ reward  ○ arbitrator not heard", "a trainer may have ended"
+    counters = {"dead_letters": 2, "refused_logs": 1, "bus_unacknowledged": 3, "bus_in_flight": 40}
+    line = shown(None, alive(*SERVICES, **counters), width=160).splitlines()[-1]
+    assert line.startswith("services  9 not stored by the broker  3 logs refused  ● arbitrator")
+    assert line.endswith("6 dead letters")
+
+
+def test_of_many_ranks_the_slowest_are_shown_and_a_summary() -> None:
+    lines = shown(view_with(num_ranks=128)).splitlines()
+    rows = [line for line in lines if "70.0 ms" in line and "20.0 ms" in line]
+    summary = next(line for line in lines if line.startswith("slowest"))
+    assert summary == f"slowest {len(rows)} of 128 · batch 100/164/227 · compute 10.0/40.0/70.0 ms (min/med/max)"
+    assert "127 ranks more, 1 less, 0 the same" in "\n".join(lines)
+    unknown: dict[str, Any] = {"compute_time_s": None, "sync_time_s": None, "step_time_s": 0.1}
+    view = JobView(examples.JOB)
+    view.fold(window_of(dict.fromkeys(range(64), unknown)))
+    lines = shown(view, width=160).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("rank"))
+    assert set(lines[at + 1].split()[2]) == {"▓", "-", "░"}, "what could not be told apart is neither"
+    assert "compute - ms (min/med/max)" in "\n".join(lines)
+
+
+@given(
+    width=st.integers(1, 220), height=st.integers(1, 70), num_ranks=st.integers(1, 200), num_windows=st.integers(0, 3)
+)
+@settings(max_examples=60, deadline=None)
+def test_a_frame_fits_every_terminal(width: int, height: int, num_ranks: int, num_windows: int) -> None:
+    view = view_with(num_ranks, num_windows)
+    lines = frame(view, alive(*SERVICES), now_ns=0, now_s=0.0, width=width, height=height)
+    assert len(lines) <= height
+    assert all(line.cell_len <= width for line in lines)
+
+
+@given(st.lists(st.floats(-1e12, 1e12), max_size=300), st.integers(0, 100))
+@example(values=[0.0, 1e-308], width=1)
+def test_a_curve_is_never_wider_than_it_may_be(values: list[float], width: int) -> None:
+    assert len(curve(values, width)) == min(len(values), width)
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=5), st.integers(1, 80))
+def test_a_stacked_bar_has_exactly_its_width(values: list[float], width: int) -> None:
+    assert stacked_bar([BarSegment(value, "█", "cyan") for value in values], sum(values), width).cell_len == width
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (duration(None), "-"),
+        (duration(0.0), "0 ms"),
+        (duration(0.0000421), "42 µs"),
+        (duration(0.0421), "42.1 ms"),
+        (duration(600), "10 min"),
+        (duration(9000), "2.5 h"),
+        (number(5120.4), "5,120"),
+        (number(0.51234), "0.512"),
+        (percent(0.8123), "81.2 %"),
+        (signed_count(25), "+25"),
+        (signed_count(0), "·"),
+        (bar(0.5, 4), "██░░"),
+        (bar(7.0, 4), "████"),
+        (curve([1, 2, 3, 4, 5, 6, 7, 8], 8), "▁▂▃▄▅▆▇█"),
+        (str(len(set(curve([1000.0, *range(39)], 40)[1:]))), "8"),
+        (stacked_bar([BarSegment(3.0, "█", ""), BarSegment(1.0, "▒", "")], 8.0, 16).plain, "██████▒▒        "),
+        (ranges([0, 4, 5, 6, 9, 10]), "0, 4-6, 9-10"),
+        (sizes_text((1, 2, 3)), "1/2/3"),
+        (sizes_text(range(9)), "0...8 (4)"),
+    ],
+)
+def test_numbers_are_written_as_people_read_them(text: str, expected: str) -> None:
+    assert text == expected
+
+
+# --- on a broker
 
 
 @pytest.fixture
-async def bus() -> AsyncIterator[Bus]:
+async def server() -> AsyncIterator[EmbeddedServer]:
+    async with EmbeddedServer() as running:
+        yield running
+
+
+@pytest.fixture
+async def bus(server: EmbeddedServer) -> AsyncIterator[Bus]:
     """A broker with streams and no clients."""
-    async with EmbeddedServer() as server:
-        connection = await Bus.connect(server.settings, name="test")
-        await provision(connection)
-        yield connection
-        await connection.close()
+    connection = await Bus.connect(server.settings, name="test")
+    await provision(connection)
+    yield connection
+    await connection.close()
 
 
 def job_called(name: str, phase: str = "running") -> Job:
     return msgspec.structs.replace(examples.job(), job=name, phase=phase)
 
 
-async def until(feed: Feed, holds: Callable[[], bool]) -> None:
-    """Wait until something holds of a feed that is being followed."""
-    async with asyncio.timeout(20):
-        while not holds():
-            feed.changed.clear()
-            await feed.changed.wait()
+async def run_top(settings: Any, *arguments: str) -> tuple[int | None, str, str]:
+    environ = {**os.environ, **bus_environment(settings), "COLUMNS": "120"}
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", "dynamix.cli.main", "top", *arguments],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    output, errors = await process.communicate()
+    return process.returncode, output.decode(), errors.decode()
 
 
-async def test_what_real_services_say_of_a_job_is_on_the_board() -> None:
+async def test_a_job_that_real_services_steer_is_shown_and_written_as_json() -> None:
     async with control_plane(*SERVICES) as plane:
         job = one_node_job()
         await plane.bus.publish(job)
         for window in range(3):
-            await plane.bus.publish(report_of(job, window, job.initial_local_batch_sizes, SPEEDS))
+            speeds = (1000.0, 1000.0, 1000.0, 300.0)
+            await plane.bus.publish(report_of(job, window, job.initial_local_batch_sizes, speeds))
         await plane.wait_for_actions(3)
         await plane.bus.publish(applied(0, 2))
         await plane.bus.publish(event(2))
-
-        following = Feed(plane.bus, None)
-        task = asyncio.create_task(following.follow())
-        await until(
-            following, lambda: following.board is not None and following.board.window == 2 and _is_whole(following)
+        (_, text, _), (_, written, _) = await asyncio.gather(
+            run_top(plane.server.settings, "--once"), run_top(plane.server.settings, "--json", "-")
         )
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        at_once = Feed(plane.bus, job.job)
-        await at_once.catch_up()
-        shown, snapshot = await asyncio.gather(_command(plane, "--once"), _command(plane, "--json", "-"))
-
-    for feed in (following, at_once):
-        board = feed.board
-        assert board is not None
-        assert board.local_batch_sizes == (128, 128, 128, 128)
-        assert board.action is not None
-        assert board.action.window == 2
-        assert board.action.local_batch_sizes[3] < 128
-        assert board.applied is not None
-        assert board.event is not None
-        assert {row.node for row in board.ranks.values()} == {NODE}
-        assert len(board.curve("throughput")) == 3
-        assert next(iter(board.reward_terms())) == "accuracy"
-        assert {beat.live.service for beat in feed.heartbeats.recent(_now(feed))} == set(SERVICES)
-    assert "window 2 · 4 ranks" in shown
-    assert "signature size-stuck" in shown
-    assert f"● collector {NODE}" in shown
-    data = json.loads(snapshot)
-    assert data["job"]["name"] == job.job
+    assert "window 2 · 4 ranks" in text
+    assert "signature size-stuck" in text
+    assert f"● collector {NODE}" in text
+    data = json.loads(written)
+    assert (data["job"]["name"], data["services_missing"]) == (job.job, [])
     assert [rank["training"]["local_batch_size"] for rank in data["job"]["ranks"]] == [128] * 4
-    assert data["job"]["specification"]["policy"] == "proportional"
+    assert [rank["reward"] is not None for rank in data["job"]["ranks"]] == [True] * 4
+    assert data["job"]["action"]["local_batch_sizes"][3] < 128
     assert "carry" not in data["job"]["action"]
-    assert data["job"]["event"]["signature"] == "size-stuck"
-    assert data["services_missing"] == []
+    assert (len(data["job"]["history"]), data["job"]["event"]["signature"]) == (3, "size-stuck")
 
 
-def _is_whole(feed: Feed) -> bool:
-    board = feed.board
-    assert board is not None
-    rewards = [row.reward for row in board.ranks.values()]
-    heard = {beat.live.service for beat in feed.heartbeats.recent(_now(feed))}
-    return None not in rewards and None not in (board.applied, board.action, board.event) and heard == set(SERVICES)
+@pytest.mark.parametrize("wanted", [None, "second"])
+async def test_it_turns_to_a_job_that_starts_and_not_to_one_that_ends(bus: Bus, wanted: str | None) -> None:
+    fleet = Fleet(bus, wanted)
+    following = asyncio.create_task(fleet.follow())
 
+    async def turns_to(name: str) -> None:
+        async with asyncio.timeout(30):
+            while shown_job(fleet, wanted, 0) != name:
+                await fleet.news.wait()
 
-def _now(feed: Feed) -> float:
-    """A time at which everything heard so far counts."""
-    return max((beat.heard_s for beat in feed.heartbeats.recent(0.0)), default=0.0)
-
-
-async def _command(plane: ControlPlane, *arguments: str) -> str:
-    environ = {**os.environ, **bus_environment(plane.server.settings), "COLUMNS": "120"}
-    process = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-m", "dynamix.cli.main", "top", *arguments], env=environ, stdout=subprocess.PIPE
-    )
-    output, _ = await process.communicate()
-    assert process.returncode == 0
-    return output.decode()
-
-
-async def test_it_turns_to_a_job_that_starts_and_not_to_one_that_ends(bus: Bus) -> None:
-    feed = Feed(bus, None)
-    following = asyncio.create_task(feed.follow())
-    for name in ("first-00000001", "second-00000002"):
-        await bus.publish(job_called(name))
-        await until(feed, lambda name=name: feed.board is not None and feed.board.name == name)
+    await bus.publish(job_called("first-00000001"))
+    if wanted is None:
+        await turns_to("first-00000001")
+    await bus.publish(job_called("second-00000002"))
+    await turns_to("second-00000002")
     await bus.publish(job_called("first-00000001", "ended"))
-    window = examples.window(job="second-00000002")
-    await bus.publish(window)
-    await until(feed, lambda: feed.board is not None and feed.board.window == 0)
-    assert feed.board is not None
-    assert feed.board.name == "second-00000002"
+    await bus.publish(examples.window(job="second-00000002"))
+    async with asyncio.timeout(30):
+        while (view := await fleet.open("second-00000002")) is None or view.window != 0:
+            await fleet.news.wait()
+    await turns_to("second-00000002")
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
 
 
-async def test_a_named_job_is_waited_for_and_kept(bus: Bus) -> None:
-    feed = Feed(bus, "mine")
-    following = asyncio.create_task(feed.follow())
-    await bus.publish(job_called("other-00000001"))
-    await bus.publish(job_called("mine-00000002"))
-    await until(feed, lambda: feed.board is not None)
-    assert feed.board is not None
-    assert feed.board.name == "mine-00000002"
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
-
-
-async def test_a_job_that_is_not_there_is_answered_with_those_that_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+async def test_what_cannot_be_shown_is_a_sentence_and_1(
+    server: EmbeddedServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dynamix.cli.board.feed.HEARTBEAT_WAIT_S", 0.1)
-    async with EmbeddedServer() as server:
-        for name, value in bus_environment(server.settings).items():
-            monkeypatch.setenv(name, value)
-        connection = await Bus.connect(server.settings, name="test")
-        await provision(connection)
-        await connection.publish(job_called("first-00000001", "ended"))
-        await connection.publish(job_called("second-00000002"))
-        await connection.close()
-        assert await asyncio.to_thread(main, ["top", "nosuch", "--once"]) == 1
-    output = capsys.readouterr()
-    assert "no job is called 'nosuch'; jobs on this broker: second-00000002, first-00000001" in output.err
-    assert output.out == ""
-
-
-async def test_an_empty_broker_gives_an_empty_board(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamix.cli.board.feed.HEARTBEAT_WAIT_S", 0.1)
-    feed = Feed(bus, None)
-    await feed.catch_up()
-    assert feed.board is None
-
-
-async def test_a_broker_without_streams_says_what_to_run() -> None:
-    async with EmbeddedServer() as server:
-        environ = {**os.environ, **bus_environment(server.settings)}
-        process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "dynamix.cli.main", "top", "--once"], env=environ, stderr=subprocess.PIPE
-        )
-        _, errors = await process.communicate()
-    assert process.returncode == 1
-    assert "run `dynamix provision`" in errors.decode()
-    assert "Traceback" not in errors.decode()
+    for job in (job_called("first-00000001", "ended"), job_called("second-00000002")):
+        await bus.publish(job)
+    code, output, errors = await run_top(server.settings, "nosuch", "--once")
+    assert (code, output) == (1, "")
+    assert "no job is called 'nosuch'; jobs on this broker: second-00000002, first-00000001" in errors
+    async with EmbeddedServer() as without_streams:
+        code, _, errors = await run_top(without_streams.settings, "--once")
+    assert (code, "run `dynamix provision`" in errors, "Traceback" in errors) == (1, True, False)
+    monkeypatch.setenv("DYNAMIX_NATS_URL", "nats://127.0.0.1:1")
+    monkeypatch.setattr("dynamix.cli.connection.CONNECT_TIMEOUT_S", 0.2)
+    assert await asyncio.to_thread(main, ["top", "--once"]) == 1
+    assert "no broker at nats://127.0.0.1:1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("wanted", "expected"),
+    ("wanted", "silent", "expected"),
     [
-        (None, "b-00000002"),
-        ("a-00000001", "a-00000001"),
-        ("a", "a-00000004"),
-        ("c", "c-00000003"),
-        ("00000003", "c-00000003"),
-        ("a-0000", None),
-        ("missing", None),
+        (None, (), "b-00000002"),
+        (None, ("b-00000002",), "a-00000004"),
+        ("a-00000001", (), "a-00000001"),
+        ("a", (), "a-00000004"),
+        ("b", ("b-00000002",), "b-00000002"),
+        ("00000003", (), "c-00000003"),
+        ("a-0000", (), None),
+        ("missing", (), None),
     ],
 )
-def test_the_job_shown_is_the_one_meant(wanted: str | None, expected: str | None) -> None:
-    jobs = {
-        "a-00000001": job_called("a-00000001", "ended"),
-        "b-00000002": job_called("b-00000002"),
-        "c-00000003": job_called("c-00000003", "ended"),
-        "a-00000004": job_called("a-00000004", "ended"),
-    }
-    assert newest_job(jobs, wanted) == expected
+def test_the_job_shown_is_the_one_meant(wanted: str | None, silent: tuple[str, ...], expected: str | None) -> None:
+    phases = {"a-00000001": "ended", "b-00000002": "running", "c-00000003": "ended", "a-00000004": "ended"}
+    jobs = {name: job_called(name, phase) for name, phase in phases.items()}
+    assert newest_job(jobs, wanted, silent) == expected
 
 
-def test_without_a_broker_it_says_where_it_looked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+# --- on a terminal
+
+
+class Terminal:
+    """The master side of a pseudo-terminal."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self._master, self.slave = pty.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+        self.before = termios.tcgetattr(self.slave)
+        self.shown = b""
+        self._news = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._master, self._read)
+
+    def _read(self) -> None:
+        self.shown += os.read(self._master, 1 << 16)
+        self._news.set()
+
+    async def shows(self, text: bytes) -> None:
+        """Wait until something was written."""
+        async with asyncio.timeout(60):
+            while text not in self.shown:
+                self._news.clear()
+                await self._news.wait()
+
+    def types(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._master)
+        os.close(self._master)
+        os.close(self.slave)
+
+
+@pytest.mark.parametrize("leave", ["q", "SIGINT"])
+async def test_it_draws_until_one_leaves_and_gives_the_terminal_back(
+    server: EmbeddedServer, bus: Bus, leave: str
 ) -> None:
-    monkeypatch.setenv("DYNAMIX_NATS_URL", "nats://127.0.0.1:1")
-    monkeypatch.setattr("dynamix.cli.connection.CONNECT_TIMEOUT_S", 0.2)
-    assert main(["top", "--once"]) == 1
-    assert "no broker at nats://127.0.0.1:1" in capsys.readouterr().err
+    for message in (examples.job(), examples.window(), examples.action()):
+        await bus.publish(message)
+    terminal = Terminal(80, 24)
+    environ = {**os.environ, **bus_environment(server.settings), "TERM": "xterm-256color"}
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", "dynamix.cli.main", "top"],
+        env={key: value for key, value in environ.items() if key not in ("COLUMNS", "LINES")},
+        stdin=terminal.slave,
+        stdout=terminal.slave,
+        stderr=terminal.slave,
+    )
+    try:
+        await terminal.shows(b"mnist-0a1b2c3d")
+        await terminal.shows(b"no change")
+        if leave == "SIGINT":
+            process.send_signal(signal.SIGINT)
+        else:
+            terminal.types(leave.encode())
+        async with asyncio.timeout(60):
+            code = await process.wait()
+        await terminal.shows(b"\x1b[?1049l")
+        assert code == (130 if leave == "SIGINT" else 0)
+        assert terminal.shown.index(b"\x1b[?1049h") < terminal.shown.index(b"mnist-0a1b2c3d")
+        assert termios.tcgetattr(terminal.slave) == terminal.before
+        assert b"Traceback" not in terminal.shown
+    finally:
+        terminal.close()

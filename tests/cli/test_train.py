@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.cli.commands.train import command as train
+from dynamix.cli.commands import train
 from dynamix.cli.errors import CommandError
 from dynamix.cli.main import main
 from dynamix.runtime.bus.authority import Authority
@@ -106,11 +106,6 @@ def test_the_environment_adds_what_ranks_need_and_keeps_what_the_user_chose() ->
     assert train.environment({}, {}, bus, None)["OMP_NUM_THREADS"] == "1"
 
 
-def test_no_script_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--name", "mnist"]) == 2
-    assert "behind --" in capsys.readouterr().err
-
-
 def test_torch_that_is_not_installed_is_said_with_the_way_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,26 +130,3 @@ def test_torchrun_starts_the_script_with_its_own_arguments_and_our_environment(t
     assert f"watch it with: dynamix top {seen['DYNAMIX_JOB']}\n" in done.stderr
     assert (seen["DYNAMIX_NATS_URL"], seen["OMP_NUM_THREADS"]) == ("nats://127.0.0.1:5999", "1")
     assert seen["TORCHELASTIC_RESTART_COUNT"] == "0"
-
-
-ATTACHED = """
-import torch
-from torch.utils.data import TensorDataset
-from dynamix.trainer import attach
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for named in ({}, {"name": "mnist"}):
-    print(attach(model, optimizer, TensorDataset(torch.ones(8, 2)), local_batch_size=4, connect=False, **named).job)
-"""
-
-
-@pytest.mark.slow
-def test_the_scripts_own_name_counts_unless_another_was_typed(tmp_path: Path) -> None:
-    script = tmp_path / "My_Script.py"
-    script.write_text(ATTACHED)
-    environ = {**os.environ, "DYNAMIX_NATS_URL": "nats://127.0.0.1:5999", "HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "dynamix.cli.main", "train", "--", *TORCHRUN, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=True)
-    unnamed, named = done.stdout.split()
-    assert (unnamed.rpartition("-")[0], named.rpartition("-")[0]) == ("my-script", "mnist")
-    assert f"watch it with: dynamix top {named.rpartition('-')[2]}\n" in done.stderr

@@ -8,10 +8,10 @@ import pytest
 from tests.support.control_plane import NODE, one_node_job, report_of
 from tests.support.deployed_broker import INSTANCE, DeployedBroker
 
-from dynamix.cli.board.feed import Feed
-from dynamix.cli.board.fleet import Fleet
 from dynamix.cli.commands.doctor.bus import HOW_TO_LOOK, is_alive
 from dynamix.cli.commands.doctor.bus import bus as bus_checks
+from dynamix.cli.commands.top import stored as stored_view
+from dynamix.cli.fleet import Fleet
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.recording import capture
 from dynamix.runtime.bus import Bus
@@ -72,26 +72,25 @@ async def test_a_window_passes_all_services_and_views_without_a_denied_permissio
         assert [rank.rank for rank in reward.ranks] == [0, 1, 2, 3]
         assert await denials(watcher) == dict.fromkeys(SERVICES, 0)
 
-        view, fleet = Feed(watcher, None), Fleet(watcher)
-        await view.catch_up()
-        assert view.board is not None
-        assert (view.board.name, view.board.window, len(view.board.ranks)) == (job.job, 0, 4)
+        (view, _, _), fleet = await stored_view(watcher, None), Fleet(watcher)
+        assert view is not None
+        assert (view.name, view.window, len(view.ranks)) == (job.job, 0, 4)
         following = asyncio.create_task(fleet.follow())
         async with asyncio.timeout(60):
-            while not fleet.boards or fleet.boards[job.job].window < 0:
+            while not fleet.jobs or fleet.jobs[job.job].window < 0:
                 await fleet.news.wait()
-            board = await fleet.open(job.job)
+            opened = await fleet.open(job.job)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-        assert board is not None
-        assert [point.window for point in board.timeline.points] == [0]
+        assert opened is not None
+        assert [window.window for window in opened.history] == [0]
 
         checks = await bus_checks(broker.settings("watcher"), configured=True)
         assert {check.name: check.present for check in checks} == {"broker": True, "streams": True, "services": True}
         unseen = await bus_checks(broker.settings("trainer"), configured=True)
-        assert {check.name: check.fix for check in unseen if not check.present} == dict.fromkeys(
-            ("streams", "services"), HOW_TO_LOOK
-        )
+        forbidden = {check.name: check.fix for check in unseen if not check.permitted}
+        assert forbidden == dict.fromkeys(("streams", "services"), HOW_TO_LOOK)
+        assert not any(check.is_missing for check in unseen)
         asked = [is_alive(broker.settings(name), name, environment(name)) for name in SERVICES]  # as each service
         assert all(await asyncio.gather(*asked))
         assert trainer.counters["permission_denials"] == watcher.counters["permission_denials"] == 0

@@ -11,17 +11,16 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 import pytest
+from dynamix.cli.commands.trace import export
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tests.support import examples
 from tests.support.brokers import connected
 
-from dynamix.cli.commands.trace import export
-from dynamix.cli.commands.trace.export import SpanExport
-from dynamix.cli.commands.trace.spans import WindowTraces
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
+from dynamix.extras.trace import SpanExport, WindowTraces
 from dynamix.recording.capture import read_header, records
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer

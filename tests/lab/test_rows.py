@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.support.small_suites import made_up, tuned_for, write_suite
 
-from dynamix.cli.commands.evaluate.command import POLICIES
+from dynamix.cli.commands.evaluate import POLICIES
 from dynamix.lab.comparison import tuning
 from dynamix.lab.comparison.rows import (
     BASES,
@@ -148,7 +148,7 @@ def test_a_family_without_a_train_part_falls_back_to_the_best_over_all_and_best_
     tuned = tuned_for(other=256)
     assert only_setting("best-static", tuned).local_batch_size == 128
     assert (tuned.is_fallback("mixed"), tuned.is_fallback("other")) == (True, False)
-    with pytest.raises(ValueError, match="dynamix tune"):
+    with pytest.raises(ValueError, match="dynamix evaluate tune"):
         only_setting("best-static")
 
 
@@ -208,7 +208,7 @@ def train(tmp_path: Path) -> Suite:
 def tuned(train: Suite, monkeypatch: pytest.MonkeyPatch) -> Tuned:
     monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(time_s))
     with Ledger() as ledger:
-        return tuning.tune(train, ledger, seeds=[10_000, 10_001], command="dynamix tune")
+        return tuning.tune(train, ledger, seeds=[10_000, 10_001], command="dynamix evaluate tune")
 
 
 def test_the_best_setting_is_chosen_per_family(tuned: Tuned) -> None:

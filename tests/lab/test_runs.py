@@ -94,7 +94,7 @@ def test_without_resume_old_results_are_put_aside_not_lost(task: RunTask, tmp_pa
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, content: bytes, *, resume: bool) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
-    with pytest.raises(RefusedOutputError, match=r"notes\.txt is not a file of results and would be lost"):
+    with pytest.raises(RefusedOutputError, match=r"notes\.txt exists and is not a file of results"):
         Ledger(path, resume=resume)
     assert path.read_bytes() == content
     assert list(tmp_path.iterdir()) == [path]

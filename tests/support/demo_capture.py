@@ -16,9 +16,9 @@ from tests.support.capture_files import capture_job
 from dynamix.cli.commands.demo.plan import DemoPlan, Variant
 from dynamix.cli.commands.demo.runner import _Demo, services
 from dynamix.recording.capture import CaptureEnd
+from dynamix.recording.job_view import JobView
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
-from dynamix.schemas.messages import Report
 from dynamix.schemas.streams import JOBS
 
 STEERED = Variant(policy="proportional", arguments={"policy": "proportional"}, what="divided by decisions")
@@ -35,8 +35,8 @@ async def captured(path: Path, plan: DemoPlan) -> CaptureEnd:
     return end
 
 
-def _show(_policy: str, num_applied: int, report: Report) -> None:
-    sys.stderr.write(f"window {report.window}, {num_applied} applied\n")
+def _show(_policy: str, view: JobView, _accuracy: float | None) -> None:
+    sys.stderr.write(f"window {view.window}\n")
 
 
 async def _announced(bus: Bus) -> str:

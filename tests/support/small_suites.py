@@ -45,7 +45,7 @@ def write_suite(directory: Path, **slow_by_family: int) -> Suite:
 
 
 def tuned_for(**static_by_family: int) -> Tuned:
-    """What `dynamix tune` would have chosen: a static size per family, 128 over all, goodput with the noise doubled."""
+    """Settings as `dynamix evaluate tune` writes them: a static size per family, 128 over all."""
     goodput = Choice(setting="goodput", options={"noise_multiplier": 2.0})
 
     def choices(size: int) -> dict[str, Choice]:

@@ -1,6 +1,6 @@
 """The `dynamix` command.
 
-`main` finds the sub-command in `commands` and turns errors into exit codes. The other modules are what several commands
-share; `board` (a job while it runs) and `inspection` (a captured job) compute without a terminal, so that any other
-display can use them. Only the modules named `view` and `figure`, and `tables`, import rich and matplotlib.
+`main` finds the sub-command in `commands`, or among the extensions, and turns errors into exit codes. The other modules
+are what several commands share: `arguments`, `output` and `terminal`; `connection`, `jobs`, `services`, `source` and
+`fleet` for the bus; `dashboard`, the page.
 """

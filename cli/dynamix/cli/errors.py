@@ -1,6 +1,5 @@
 """What a command could not do, in a sentence for the person who typed it."""
 
-import argparse
 import contextlib
 from collections.abc import Iterator
 
@@ -23,13 +22,6 @@ class MisuseError(CommandError):
 
     def __init__(self, text: str) -> None:
         super().__init__(text, exit_code=MISUSED)
-
-
-def check_counts(arguments: argparse.Namespace, *names: str) -> None:
-    """Refuse counts below 1."""
-    for name in names:
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise MisuseError(f"--{name} {value}: at least 1 is needed")
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

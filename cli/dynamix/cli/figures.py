@@ -27,12 +27,14 @@ def save(figure: Figure, path: str) -> None:
 
 
 def finish(axes: Axes, *, from_zero: bool = True, beside: float = 0.0, **labels: str) -> None:
-    """Labels, a grid, and a legend where there is something to name: in a free corner, or `beside` the axes."""
+    """Labels, a grid, and a legend where there is something to name: in a corner, or `beside` the axes."""
     axes.set(**labels)
     if from_zero:
         axes.set_ylim(bottom=0)
     if axes.get_legend_handles_labels()[0]:
-        place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (beside, 0.5)} if beside else {}
+        place: dict[str, Any] = (
+            {"loc": "center left", "bbox_to_anchor": (beside, 0.5)} if beside else {"loc": "upper left"}
+        )
         axes.legend(fontsize="small", **place)
     axes.grid(alpha=0.3)
 

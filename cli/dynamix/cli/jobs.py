@@ -16,7 +16,7 @@ NO_JOB = "no job has run on this broker yet"
 
 
 def check_job(wanted: str, *, or_file: bool = False) -> str:
-    """Return what may name a job, an id or a part of one, where there is no file of that name, if one is taken too.
+    """Return what may name a job, an id or a part of one; `or_file`: where a file is taken too, and there is none.
 
     Raises:
         MisuseError: for what no id can hold.
@@ -25,11 +25,6 @@ def check_job(wanted: str, *, or_file: bool = False) -> str:
         no_file = f"; nor is there a file {wanted[:64]}" if or_file else ""
         raise MisuseError(f"{wanted[:64]!r} names no job: use 1 to 63 of the characters a-z, 0-9 and '-'{no_file}")
     return wanted
-
-
-async def find_job(bus: Bus, wanted: str) -> Job:
-    """The newest specification of the wanted job. Raises as `chosen`."""
-    return chosen(await known_jobs(bus), wanted)
 
 
 async def known_jobs(bus: Bus) -> dict[str, Job]:
@@ -51,6 +46,11 @@ async def known_jobs(bus: Bus) -> dict[str, Job]:
     return jobs
 
 
+async def find_job(bus: Bus, wanted: str) -> Job:
+    """The newest specification of the wanted job. Raises as `chosen`."""
+    return chosen(await known_jobs(bus), wanted)
+
+
 def chosen(jobs: Mapping[str, Job], wanted: str) -> Job:
     """The job of that id; else the only one whose id begins so or has that run id, or the only one of those that runs.
 
@@ -68,19 +68,24 @@ def chosen(jobs: Mapping[str, Job], wanted: str) -> Job:
 
 
 def none_called(wanted: str, jobs: Mapping[str, Job]) -> str:
-    """Say that there is no such job, and which ones there are."""
+    """The sentence that there is no such job, and which ones there are."""
     return f"no job is called {wanted!r}; jobs on this broker: {_listed(list(jobs)) or 'none'}"
+
+
+def is_called(name: str, wanted: str) -> bool:
+    """Whether a job is meant by its id, its name or its run id."""
+    return wanted == name or wanted in name.rpartition("-")[::2]
 
 
 def newest_job(jobs: dict[str, Job], wanted: str | None, silent: Container[str] = ()) -> str | None:
     """The id to watch: the wanted one; of several the one that runs, and of those the newest; `None` without any.
 
-    `jobs` are by id, oldest first; `wanted` is an id, its name or its run id, or `None` for any. `silent` are those
-    that did not say that they ended, and send nothing any more.
+    `jobs` are by id, oldest first; `wanted` is an id, a name or a run id, or `None` for any. `silent` are those that
+    published no end, and send nothing any more.
     """
     if wanted is not None and wanted in jobs:
         return wanted
-    fitting = [name for name in reversed(jobs) if wanted is None or wanted in name.rpartition("-")[::2]]
+    fitting = [name for name in reversed(jobs) if wanted is None or is_called(name, wanted)]
     running = (name for name in fitting if jobs[name].phase == "running" and name not in silent)
     return next(running, fitting[0] if fitting else None)
 

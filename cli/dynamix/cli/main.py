@@ -1,6 +1,7 @@
 """The `dynamix` command: finds the sub-command, imports only that one, and turns errors into exit codes.
 
-0: done; 1: it could not be done, and standard error says why; 2: typed wrongly; 130: interrupted.
+0: done; 1: it could not be done, and standard error says why; 2: typed wrongly; 130: interrupted. Packages add
+commands by entry points of the group `dynamix.commands`, each a module of the same shape as ours.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points, version
 from typing import Any, NoReturn
 
 from dynamix.schemas.spelling import suggestion
@@ -19,6 +21,7 @@ from .errors import CommandError
 
 DISTRIBUTION = "dynamix-batch"
 PACKAGE = "dynamix.cli.commands"
+GROUP = "dynamix.commands"
 EXTRAS = {
     "rich": "cli",
     "matplotlib": "cli",
@@ -29,13 +32,25 @@ EXTRAS = {
     "pyarrow": "tables",
 }
 """Packages that only some commands need, and the extra that brings them."""
-LEARN = "learn"
-"""A command and its extra, which brings everything that it needs."""
-COMMANDS = (
-    *("demo", "up", "train", "serve-gradients", "top", "dashboard", "capture", "replay", "inspect", "export", "trace"),
-    *("simulate", "learn", "evaluate", "tune", "calibrate", "policy", "family", "provision", "keys", "doctor"),
-)
-"""Folders of `dynamix.cli.commands`, with '_' for '-', in the order of `dynamix --help`."""
+COMMANDS = {
+    "demo": "Train a real job on this machine three times: left alone, divided by speed, and steered",
+    "up": "Run broker and services on this machine until interrupted",
+    "train": "Start a training script with torchrun, connected to the bus",
+    "serve-gradients": "Sum parts of a job's gradients in a separate process (a parameter server)",
+    "top": "Watch a job: batch sizes, times, throughput, accuracy, decisions",
+    "dashboard": "Show jobs, services and captures as a web page",
+    "capture": "Record a job: all its messages into one file",
+    "replay": "Replay a capture into a service, and compare its output with the recorded one",
+    "inspect": "Show what a capture holds: windows, decisions, rewards, gaps",
+    "simulate": "Run one job on a virtual cluster",
+    "learn": "Learn a policy by PPO on virtual clusters",
+    "evaluate": "Compare policies on virtual clusters; tune the baselines",
+    "policy": "List, show, export and import learned policies",
+    "provision": "Create the broker's streams, or bring them up to date",
+    "keys": "Create, revoke and list the keys that let users in at the broker",
+    "doctor": "Check what this machine has, what is missing, and how to fix it",
+}
+"""Modules of `dynamix.cli.commands`, with '_' for '-', in the order of `dynamix --help`; and what each does."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,11 +80,11 @@ class Parser(argparse.ArgumentParser):
 
 
 class LostOutputError(Exception):
-    """Standard output cannot be written. It is no OSError, which commands take for an error of their own files."""
+    """Standard output cannot be written; not an OSError, which commands take for an error of their own files."""
 
 
 class StandardOutput(io.FileIO):
-    """Standard output, whose errors are told from those of files."""
+    """Standard output, whose errors differ from those of files."""
 
     def write(self, data: Any) -> int:
         """Write, as FileIO does. Raises LostOutputError, and BrokenPipeError where the reader has gone."""
@@ -83,14 +98,13 @@ class StandardOutput(io.FileIO):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    _replace_closed()
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as by `>&-`: the next file or socket would take its number
+            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))  # noqa: SIM115, PTH123
     if (given := sys.stdout) is sys.__stdout__ and isinstance(given, io.TextIOWrapper):
-        sys.stdout = io.TextIOWrapper(
-            io.BufferedWriter(StandardOutput(given.fileno(), "w", closefd=False)),
-            encoding=given.encoding,
-            line_buffering=given.line_buffering,
-            write_through=given.write_through,
-        )
+        raw = io.BufferedWriter(StandardOutput(given.fileno(), "w", closefd=False))
+        options: dict[str, Any] = {"line_buffering": given.line_buffering, "write_through": given.write_through}
+        sys.stdout = io.TextIOWrapper(raw, encoding=given.encoding, **options)
     for stream in (sys.stdout, sys.stderr):  # a locale that lacks a character shows `?` instead of ending us
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -106,43 +120,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code
 
 
-def _replace_closed() -> None:
-    """Where we were started without one of the three streams, as by `>&-`, nothing is read and all is thrown away.
-
-    Otherwise the next file or socket would take its number, and what is printed.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: that of this stream
-            setattr(sys, name, open(descriptor, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 - for all of our life
-
-
 def dispatch(given: Sequence[str]) -> int:
     """Show help, or run the command that is named first; returns the exit code."""
     if not given or given[0] in ("-h", "--help"):
         print(overview())
         return 0 if given else 2
     if given[0] in ("-V", "--version"):
-        from importlib.metadata import version  # noqa: PLC0415 - half of the time of `dynamix --help`
-
         print(f"dynamix {version(DISTRIBUTION)}")
         return 0
     name = given[0]
-    if name not in COMMANDS:
-        print(f"dynamix: unknown command {name!r}{suggestion(name, COMMANDS)}\n{overview()}", file=sys.stderr)
+    if name not in (names := command_names()):
+        print(f"dynamix: unknown command {name!r}{suggestion(name, names)}\n{overview()}", file=sys.stderr)
         return 2
     return guarded(name, lambda: execute(name, given[1:]))
 
 
+def command_names() -> list[str]:
+    """All commands: ours, then those of extensions."""
+    return [*COMMANDS, *sorted({entry.name for entry in entry_points(group=GROUP)} - COMMANDS.keys())]
+
+
+def command_module(name: str) -> Any:
+    """The module of a command: its docstring is the help, `configure(parser)` and `run(arguments)` are called."""
+    if name in COMMANDS:
+        return importlib.import_module(f"{PACKAGE}.{name.replace('-', '_')}")
+    found = list(entry_points(group=GROUP, name=name))
+    if len(found) > 1:
+        raise CommandError(f"{len(found)} packages register the command {name!r}: uninstall all but one of them")
+    return found[0].load()
+
+
 def execute(name: str, arguments: Sequence[str]) -> int:
     """Import the command's module, parse its arguments, run it."""
-    from .output import check_distinct  # noqa: PLC0415 - msgspec: only once a command runs
+    from .arguments import check_outputs  # noqa: PLC0415 - only once a command runs
 
-    module = importlib.import_module(f"{PACKAGE}.{name.replace('-', '_')}.command")
+    module = command_module(name)
     parser = Parser(prog=f"dynamix {name}", description=module.__doc__)
     module.configure(parser)
     parsed = parser.parse_args(arguments)
-    check_distinct(parsed)
+    check_outputs(parsed)
     # Without a home that it can write Matplotlib takes a temporary directory, and warns about it in two lines.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     exit_code: int = module.run(parsed)
@@ -150,20 +166,24 @@ def execute(name: str, arguments: Sequence[str]) -> int:
 
 
 def guarded(name: str, work: Callable[[], int]) -> int:
-    """What `work` returns; the errors that a person can cause become a line and an exit code."""
+    """The result of `work`; the errors that a person can cause become a line and an exit code."""
     try:
         return work()
     except ModuleNotFoundError as error:
         if (extra := EXTRAS.get(str(error.name))) is None:
             raise
-        extra = LEARN if name == LEARN else extra
+        extra = "learn" if name == "learn" else extra  # which brings all that `learn` needs
         print(f"dynamix {name}: needs the package {error.name}: pip install 'dynamix-batch[{extra}]'", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader of our output has gone, which is no failure
+    except BrokenPipeError:  # the reader of our output has gone, which is not a failure
         raise
-    except (CommandError, OSError, RecursionError) as error:
-        print(f"dynamix {name}: {_reason(error)}", file=sys.stderr)
-        return error.exit_code if isinstance(error, CommandError) else 1
+    except CommandError as error:
+        print(f"dynamix {name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        named = error.strerror and error.filename is not None
+        print(f"dynamix {name}: {f'{error.strerror}: {error.filename}' if named else error}", file=sys.stderr)
+        return 1
     except SystemExit as exit_:  # argparse ends the process itself
         return exit_.code if isinstance(exit_.code, int) else 1
     except KeyboardInterrupt:
@@ -171,28 +191,14 @@ def guarded(name: str, work: Callable[[], int]) -> int:
         return 128 + signal.SIGINT
 
 
-def _reason(error: CommandError | OSError | RecursionError) -> str:
-    """What a person is told about an error that a person can cause."""
-    if isinstance(error, RecursionError):
-        return "what was read is nested too deeply"
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.strerror}: {error.filename}"
-    return str(error)
-
-
 def overview() -> str:
     """The list of commands."""
-    width = max(map(len, COMMANDS)) + 2
-    lines = [f"  {name:{width}}{summary(name)}" for name in COMMANDS]
+    lines = [f"  {name:{max(map(len, COMMANDS)) + 2}}{what}" for name, what in COMMANDS.items()]
+    lines += ["", f"Extensions: {', '.join(more)}"] if (more := command_names()[len(COMMANDS) :]) else []
     usage = "usage: dynamix COMMAND [ARGUMENTS]"
     what = "Steers the batch size of every rank of a running PyTorch DDP job, over NATS."
-    more = "'dynamix COMMAND --help' says more; settings are also read from DYNAMIX_... variables."
-    return "\n".join((usage, "", what, "", *lines, "", more))
-
-
-def summary(name: str) -> str:
-    """What a command does, in a line: how the docstring of its folder begins."""
-    return (importlib.import_module(f"{PACKAGE}.{name.replace('-', '_')}").__doc__ or "").partition("\n")[0].rstrip(".")
+    more_help = "'dynamix COMMAND --help' explains a command; settings are also read from DYNAMIX_... variables."
+    return "\n".join((usage, "", what, "", *lines, "", more_help))
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ class MlflowLogger:
 
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Log a window in one request, and the texts that are others than before."""
-        from mlflow.entities import Metric, RunTag  # noqa: PLC0415 - an extra, and slow to import
-        from mlflow.tracking import MlflowClient  # noqa: PLC0415
+        from mlflow.entities import Metric, RunTag
+        from mlflow.tracking import MlflowClient
 
         if self._client is None:
             self._client = MlflowClient(self._tracking_uri)
@@ -92,7 +92,7 @@ class TensorBoardLogger:
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Write a window, and flush: TensorBoard shows it at once."""
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, and slow to import
+            from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._log_dir or Path("runs") / str(metrics["job"])))
         for name, value in metrics.items():
@@ -136,7 +136,7 @@ class WandbLogger:
             self._run.finish()
 
     def _begin(self, job: str) -> None:
-        import wandb  # noqa: PLC0415 - an extra, and slow to import
+        import wandb
 
         self._run = self._run or wandb.run
         self._is_own = self._run is None

@@ -3,7 +3,6 @@
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Literal, get_args, get_type_hints
@@ -13,17 +12,13 @@ import msgspec
 from dynamix.collector.probes import Traffic
 from dynamix.collector.window import Observation, metric_window
 from dynamix.recording.capture import CaptureReader, Record
-from dynamix.schemas import codec
-from dynamix.schemas.codec import MalformedMessageError
+from dynamix.recording.job_view import JobView, NodeWindow, Window, WindowKey
+from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import (
-    Action,
-    Applied,
     GlobalMetrics,
-    MetricWindow,
     NetworkMetrics,
     NodeMetrics,
     Report,
-    Reward,
     SystemMetrics,
     TrainingMetrics,
 )
@@ -34,8 +29,6 @@ if TYPE_CHECKING:
 
 Value = str | int | float | None
 ColumnKind = Literal["text", "whole", "number"]
-RowKey = tuple[int, int, int]
-"""Generation, window, rank."""
 
 _UNSEEN = Observation(systems={}, node=NodeMetrics(), network=Traffic("none", {}, interval_s=None, note=""))
 """What is known of a report's processes where the collector's window is missing."""
@@ -68,11 +61,32 @@ def load(path: str | Path) -> "CaptureTable":
 
 def table_of(job: str, records: Iterable[Record], origin: str) -> "CaptureTable":
     """A job's records as a table, as `load` makes it of a capture; `origin` names them in the warning."""
-    builder = _TableBuilder()
-    num_malformed = sum(not builder.add_record(record) for record in records)
+    view = JobView(job, most_windows=1 << 62, keep_ranks=True)
+    reports: list[Report] = []
+    num_malformed = 0
+    for record in records:
+        try:
+            message = decode_any(record.subject, record.payload)
+        except MalformedMessageError:
+            num_malformed += 1
+            continue
+        view.fold(message, record.timestamp_ns)
+        if isinstance(message, Report):
+            reports.append(message)
+    for report in reports:  # what the rank reported, where the collector's window is missing
+        view.fold(metric_window(report, _UNSEEN))
     if num_malformed:
         warnings.warn(f"{origin}: {num_malformed} messages cannot be decoded, rows may lack them", stacklevel=3)
-    return builder.table(job)
+    rewards = (rank for window in view.history for node in window.nodes.values() for rank in node.rewards)
+    terms = sorted({f"reward_{name}" for rank in rewards for name in rank.terms})
+    kinds: dict[str, ColumnKind] = {**_KINDS, **dict.fromkeys(terms, "number")}
+    columns: dict[str, list[Value]] = {name: [] for name in kinds}
+    adopted = sorted((key, max(decided)[1]) for key, decided in view.adopted_in.items())
+    for window in view.history:
+        for row in _rows(window, adopted):
+            for name, column in columns.items():
+                column.append(job if name == "job" else row.get(name))
+    return CaptureTable(columns, kinds)
 
 
 class CaptureTable(Mapping[str, Sequence[Value]]):
@@ -122,95 +136,51 @@ class CaptureTable(Mapping[str, Sequence[Value]]):
         return pa.table({name: pa.array(self[name], type=types[self._kinds[name]]) for name in self})
 
 
-class _TableBuilder:
-    """Gathers rows; the messages of a window may come in any order."""
-
-    def __init__(self) -> None:
-        self._windows: dict[RowKey, dict[str, Value]] = {}
-        self._reports: dict[RowKey, dict[str, Value]] = {}
-        """What is shown of a rank whose window is missing."""
-        self._rewards: dict[RowKey, dict[str, Value]] = {}
-        self._actions: dict[tuple[int, int], Action] = {}
-        self._applied: dict[tuple[int, int], int] = {}
-        """Generation and the window from which on it ruled, and the one on which it was decided."""
-        self._started_s: dict[tuple[int, int], float] = {}
-
-    def add_record(self, record: Record) -> bool:
-        """Take a record into account; False when it cannot be decoded."""
-        try:
-            message = codec.decode_any(record.subject, record.payload)
-        except MalformedMessageError:
-            return False
-        match message:
-            case Report():
-                self._started_s.setdefault((message.generation, message.window), record.timestamp_ns / 1e9)
-                self._add_window(metric_window(message, _UNSEEN), self._reports)
-            case MetricWindow():
-                self._add_window(message, self._windows)
-            case Reward():
-                for rank in message.ranks:
-                    terms = {f"reward_{name}": value for name, value in rank.terms.items()}
-                    key = (message.generation, message.window, rank.rank)
-                    self._rewards[key] = {"reward_formula": message.formula, "reward": rank.reward, **terms}
-            case Action():
-                self._actions[message.generation, message.window] = message
-            case Applied():
-                self._applied[message.generation, message.effective_window] = message.decided_window
-        return True
-
-    def table(self, job: str) -> CaptureTable:
-        """All rows found, as columns."""
-        terms = sorted({name for row in self._rewards.values() for name in row} - {"reward_formula", "reward"})
-        kinds: dict[str, ColumnKind] = {**_KINDS, **dict.fromkeys(terms, "number")}
-        rows = {**self._reports, **self._windows}
-        ruling = sorted(self._applied.items())
-        columns: dict[str, list[Value]] = {name: [] for name in kinds}
-        for key in sorted(rows):
-            row = {"job": job, **self._of_window(key, ruling), **rows[key], **self._rewards.get(key, {})}
-            for name, column in columns.items():
-                column.append(row.get(name))
-        return CaptureTable(columns, kinds)
-
-    def _add_window(self, window: MetricWindow, rows: dict[RowKey, dict[str, Value]]) -> None:
-        shared: dict[str, Value] = {
-            "node": window.node,
-            "num_steps": window.num_steps,
-            "probe": window.probe,
-            **_values(window.node_metrics, "node_"),
-            **_values(window.job_metrics, "job_"),
+def _rows(window: Window, adopted: Sequence[tuple[WindowKey, int]]) -> Iterator[dict[str, Value]]:
+    """The rows of a window, by rank; `adopted` are windows in which a decision came into effect, with the decided."""
+    begun = bisect_right(adopted, ((window.generation, window.window), 1 << 62))
+    (generation, _), decided = adopted[begun - 1] if begun else ((-1, -1), -1)
+    shared: dict[str, Value] = {
+        "generation": window.generation,
+        "window": window.window,
+        "num_steps": window.num_steps,
+        "reported_unix_s": window.started_ns / 1e9 if window.started_ns else None,
+        "ruling_window": decided if generation == window.generation else None,
+        **_values(window.metrics, "job_"),
+    }
+    sizes: Sequence[int] = ()
+    if (action := window.action) is not None:
+        sizes = action.local_batch_sizes
+        shared |= {
+            "decided_global_batch_size": sum(sizes),
+            "decided_split": action.split,
+            "decided_exchange": action.exchange.label,
+            "decided_policy": action.policy,
+            "decided_policy_version": action.policy_version,
+            "decided_reason": action.reason,
         }
-        for rank in window.ranks:
-            rows[window.generation, window.window, rank.rank] = {
-                **_values(rank.training),
-                **_values(rank.system),
-                **_values(rank.network),
-                **shared,
-            }
-
-    def _of_window(self, key: RowKey, applied: Sequence[tuple[tuple[int, int], int]]) -> dict[str, Value]:
-        """What the decisions say about a rank's window; `applied` is sorted."""
-        generation, window, rank = key
-        begun = bisect_right(applied, (generation, window), key=itemgetter(0))
-        (since, decided) = applied[begun - 1] if begun else ((-1, -1), -1)
-        found: dict[str, Value] = {
-            "generation": generation,
-            "window": window,
-            "rank": rank,
-            "reported_unix_s": self._started_s.get((generation, window)),
-            "ruling_window": decided if since[0] == generation else None,
+    measured = [(rank, name, node) for name, node in window.nodes.items() for rank in node.ranks]
+    for rank, name, node in sorted(measured, key=lambda found: found[0].rank):
+        yield {
+            "rank": rank.rank,
+            "node": name,
+            "probe": node.probe,
+            "decided_local_batch_size": sizes[rank.rank] if rank.rank < len(sizes) else None,
+            **shared,
+            **_values(rank.training),
+            **_values(rank.system),
+            **_values(rank.network),
+            **_values(node.metrics, "node_"),
+            **_reward(window, node, rank.rank),
         }
-        if (action := self._actions.get((generation, window))) is not None:
-            sizes = action.local_batch_sizes
-            found |= {
-                "decided_local_batch_size": sizes[rank] if rank < len(sizes) else None,
-                "decided_global_batch_size": sum(sizes),
-                "decided_split": action.split,
-                "decided_exchange": action.exchange.label,
-                "decided_policy": action.policy,
-                "decided_policy_version": action.policy_version,
-                "decided_reason": action.reason,
-            }
-        return found
+
+
+def _reward(window: Window, node: NodeWindow, rank: int) -> dict[str, Value]:
+    for one in node.rewards:
+        if one.rank == rank:
+            terms = {f"reward_{name}": value for name, value in one.terms.items()}
+            return {"reward_formula": window.formula, "reward": one.reward, **terms}
+    return {}
 
 
 def _values(message: msgspec.Struct | None, prefix: str = "") -> dict[str, Value]:

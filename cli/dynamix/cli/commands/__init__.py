@@ -1,12 +1,8 @@
-"""The sub-commands of `dynamix`, a folder each, all of one shape.
+"""The sub-commands of `dynamix`: a module each, or a folder where a part needs torch, rich or much code.
 
-    commands/NAME/__init__.py   first line: the summary in `dynamix --help`; then what comes in and goes out
-    commands/NAME/command.py    its docstring is `dynamix NAME --help`; `configure(parser)` declares the arguments,
-                                `run(arguments)` does the work and returns the exit code
-    commands/NAME/view...       what prints (rich); figure.py: what draws (matplotlib); nothing else imports these two
-    other modules               what the command computes, without a terminal
-
-A command imports its view, torch and the laboratory inside `run`, so that `--help` stays fast. A new command is a new
-folder and its name in `dynamix.cli.main.COMMANDS`. Commands do not import each other: what two of them need is a module
-of `dynamix.cli`, or a room of its own (`board`, `inspection`). `tests/cli/test_shape.py` holds all of this.
+A command's docstring is `dynamix NAME --help`; `configure(parser)` declares the arguments, from `dynamix.cli.arguments`
+where several commands share them; `run(arguments)` does the work and returns the exit code. It imports rich,
+matplotlib, torch and the laboratory inside of `run`, so that `--help` stays fast. A new command is a new module and its
+line in `dynamix.cli.main.COMMANDS`; one of another package is an entry point of the group `dynamix.commands`. Commands
+do not import each other: what two of them need is a module of `dynamix.cli`.
 """

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .settings import is_loopback
+from . import is_loopback
 
 COOKIE = "dynamix-dashboard"
 SESSION_S = 12 * 3600

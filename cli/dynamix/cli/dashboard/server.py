@@ -23,14 +23,15 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from dynamix.cli.board.board import Board
-from dynamix.cli.board.fleet import Fleet
+from dynamix.cli.errors import first_error
+from dynamix.cli.fleet import Fleet
 from dynamix.cli.output import Document
+from dynamix.recording.job_view import JobView
+from dynamix.runtime.bus import Bus
 
+from . import DashboardSettings
 from .access import Gate
-from .alarms import alarms_of, alarms_of_job
-from .captured import CapturedJob
-from .documents import curves, decisions, job_now, overview
+from .documents import CapturedJob, alarms_of, alarms_of_job, curves, decisions, job_now, overview
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {
@@ -71,11 +72,11 @@ class DashboardServer:
         self._round = asyncio.Event()
         """Set when a new round of events is due, and replaced; in a round all readers get what is encoded once."""
         self._overview, self._overview_due_s = b"", 0.0
-        self._revisions: dict[str, tuple[int, int]] = {}
-        """By job: revision of its board and of its timeline, in this round."""
+        self._revisions: dict[str, int] = {}
+        """By job: revision of its view in this round."""
         self._changes: dict[tuple[str, int], bytes] = {}
-        """The events of this round, by job and by the timeline's revision that its reader has."""
-        self._socket = _listening(host, port)
+        """The events of this round, by job and by the revision that its reader has."""
+        self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         where = f"[{host}]" if ":" in host else host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{where}:{self.port}/" + (f"?token={token}" if token else "")
@@ -127,8 +128,8 @@ class DashboardServer:
         return _json({"kind": "bus" if self._fleet is not None else "captures", "captures": captures})
 
     async def _job(self, request: Request) -> Response:
-        board = None if self._fleet is None else await self._fleet.open(request.path_params["name"])
-        return PlainTextResponse("404: there is no such job\n", 404) if board is None else _json(_job_event(board, 0))
+        view = None if self._fleet is None else await self._fleet.open(request.path_params["name"])
+        return PlainTextResponse("404: there is no such job\n", 404) if view is None else _json(_job_event(view, 0))
 
     async def _capture(self, request: Request) -> Response:
         number = request.path_params["number"]
@@ -171,20 +172,20 @@ class DashboardServer:
     async def _event_stream(self, fleet: Fleet, name: str) -> AsyncIterator[bytes]:
         """What changed since the reader's last event, a round after the other."""
         yield b"retry: 1000\n\n"
-        overview, seen, since = b"", -1, 0
+        overview, since = b"", 0
         while not self._stopping.is_set():
             begun = self._round
             if overview is not (newest := self._overview_event(fleet)):
                 overview = newest
                 yield overview
-            board = fleet.opened(name)  # without waiting: a broker that is away is to be said
-            if board is not None:
-                revisions = self._revisions.setdefault(name, (board.revision, board.timeline.revision))
-                if revisions[0] != seen:
+            view = fleet.opened(name)  # without waiting: a broker that is away is to be said
+            if view is not None:
+                revision = self._revisions.setdefault(name, view.revision)
+                if revision != since:
                     if (name, since) not in self._changes:
-                        self._changes[name, since] = _event("job", _job_event(board, since))
+                        self._changes[name, since] = _event("job", _job_event(view, since))
                     change = self._changes[name, since]
-                    seen, since = revisions  # before a slow reader lets time pass
+                    since = revision  # before a slow reader lets time pass
                     yield change
             await begun.wait()
 
@@ -192,6 +193,29 @@ class DashboardServer:
         if (now_s := time.monotonic()) >= self._overview_due_s:
             self._overview, self._overview_due_s = _event("overview", _overview(fleet)), now_s + OVERVIEW_EVERY_S
         return self._overview
+
+
+@contextlib.asynccontextmanager
+async def served(
+    bus: Bus, settings: DashboardSettings, token: str, *, on_end: Callable[[], None] = lambda: None
+) -> AsyncIterator[DashboardServer]:
+    """Serve a bus for as long as the context lasts. `on_end` is called when the bus cannot be followed any more.
+
+    Raises BusError then, at the end of the context, and OSError when it cannot listen.
+    """
+    fleet = Fleet(bus)
+    async with DashboardServer(host=settings.host, port=settings.port, token=token, fleet=fleet) as server:
+        following = asyncio.create_task(fleet.follow(), name="fleet")
+        following.add_done_callback(lambda _: on_end())
+        try:
+            yield server
+        finally:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                try:
+                    await following
+                except BaseExceptionGroup as group:
+                    raise first_error(group) from group
 
 
 class _Events(StreamingResponse):
@@ -211,20 +235,20 @@ class _Events(StreamingResponse):
 
 def _overview(fleet: Fleet) -> Document:
     now_ns, now_s = time.time_ns(), time.monotonic()
-    boards = list(fleet.boards.values())
-    alarms = alarms_of(boards, fleet.heartbeats, now_ns=now_ns, now_s=now_s)
-    document = overview(boards, fleet.heartbeats, alarms, num_older=fleet.num_older, now_ns=now_ns, now_s=now_s)
+    views = list(fleet.jobs.values())
+    alarms = alarms_of(views, fleet.heartbeats, now_ns=now_ns, now_s=now_s)
+    document = overview(views, fleet.heartbeats, alarms, num_older=fleet.num_older, now_ns=now_ns, now_s=now_s)
     return {"broker_connected": fleet.is_connected, "now_unix_s": now_ns / 1e9, **document}
 
 
-def _job_event(board: Board, since: int) -> Document:
+def _job_event(view: JobView, since: int) -> Document:
     now_ns = time.time_ns()
     return {
         "is_whole": since == 0,
-        "job": job_now(board, now_ns),
-        "curves": curves(board, since),
-        "decisions": decisions(board, since),
-        "alarms": [{"level": one.level, "text": one.text} for one in alarms_of_job(board, now_ns)],
+        "job": job_now(view, now_ns),
+        "curves": curves(view, since),
+        "decisions": decisions(view, since),
+        "alarms": [msgspec.structs.asdict(alarm) for alarm in alarms_of_job(view, now_ns)],
     }
 
 
@@ -244,11 +268,6 @@ def _file(path: Path) -> Any:
         return FileResponse(path, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
     return answer
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family)
 
 
 class _QuietServer(uvicorn.Server):

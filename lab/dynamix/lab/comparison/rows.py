@@ -116,11 +116,11 @@ def read_tuned(path: Path) -> Tuned:
     try:
         return msgspec.toml.decode(_read(path, "settings"), type=Tuned)
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: tune the baselines with `dynamix tune -o {path}`") from None
+        raise ValueError(f"{path} is missing: tune the baselines with `dynamix evaluate tune -o {path}`") from None
     except RecursionError as error:
         raise ValueError(f"{path}: not a file of settings: its values are nested too deeply") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}; write it again with `dynamix tune -o {path}`") from error
+        raise ValueError(f"{path}: {error}; write it again with `dynamix evaluate tune -o {path}`") from error
 
 
 def _read(path: Path, what: str) -> bytes:
@@ -143,7 +143,7 @@ def to_toml(tuned: Tuned) -> str:
             return "[" + ", ".join(map(value_of, value)) + "]"
         return msgspec.json.encode(value).decode()
 
-    lines = ["# Written by `dynamix tune`; do not edit. Times in virtual seconds.", ""]
+    lines = ["# Written by `dynamix evaluate tune`; do not edit. Times in virtual seconds.", ""]
     about = ("command", "scenarios", "code", "seeds", "num_settings")
     lines += [f"{name} = {value_of(getattr(tuned, name))}" for name in about]
     families = {f"families.{value_of(family)}": choices for family, choices in tuned.families.items()}
@@ -241,7 +241,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             choice = next(filter(None, (tuned.choice(name, family) for name in names)), None) or choice
         size = self.local_batch_size if self.local_batch_size is not None else choice.initial_local_batch_size
         if self.is_best_static and size is None:
-            raise ValueError(f"no static size was chosen for {family!r}: run `dynamix tune` first")
+            raise ValueError(f"no static size was chosen for {family!r}: run `dynamix evaluate tune` first")
         setting = replace(
             self,
             policy="static" if self.is_best_static else self.policy,

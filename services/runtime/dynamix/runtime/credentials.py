@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .input_files import read_regular
+from .input_files import read_secret
 
 KEY_BYTES = 32
 _SEED = 18 << 3
@@ -89,7 +89,7 @@ class Credential(NamedTuple):
 
 def read_credential(path: Path) -> Credential:
     """Read a credential; its signature is for the broker to check. Raises ValueError when it is none, or OSError."""
-    text = read_regular(path, max_bytes=64 * 1024).decode(errors="replace")
+    text = read_secret(path).decode(errors="replace")
     jwt, seed = (re.search(_BLOCK % (what, what), text) for what in (_JWT, _USER_SEED))
     if jwt is None or seed is None:
         raise ValueError("it has no NATS USER JWT and USER NKEY SEED")

@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from dynamix.runtime.credentials import Credential, read_credential
-from dynamix.runtime.input_files import check_regular, read_regular
+from dynamix.runtime.input_files import check_regular, read_secret
 from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 
@@ -251,7 +251,7 @@ def password_of(settings: BusSettings) -> str:
     """The password in force: the file's when one is named, read now. Raises OSError when the file cannot be read."""
     if not settings.password_file:
         return settings.password
-    return read_regular(Path(settings.password_file), max_bytes=MAX_PASSWORD_BYTES).decode(errors="replace").strip()
+    return read_secret(Path(settings.password_file), max_bytes=MAX_PASSWORD_BYTES).decode(errors="replace").strip()
 
 
 def credential_in(settings: BusSettings) -> Credential | None:

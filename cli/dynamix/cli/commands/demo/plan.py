@@ -2,12 +2,14 @@
 
 import statistics
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
 
-from dynamix.schemas.messages import Applied, Report
 from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY, GlobalBatch
+
+if TYPE_CHECKING:  # the training script has no use for it
+    from dynamix.recording.job_view import JobView
 
 NUM_TRAINING_IMAGES = 60_000
 LOOKS = 3
@@ -118,10 +120,8 @@ def is_at_target(accuracies: Sequence[float], target_accuracy: float) -> bool:
     return len(accuracies) >= LOOKS and statistics.fmean(accuracies[-LOOKS:]) >= target_accuracy
 
 
-def summarise(
-    plan: DemoPlan, policy: str, progress: Sequence[DemoStep], reports: Sequence[Report], applied: Sequence[Applied]
-) -> DemoRun:
-    """Put a run's parts together; `reports` may hold windows of several nodes, in any order."""
+def summarise(plan: DemoPlan, policy: str, progress: Sequence[DemoStep], view: "JobView") -> DemoRun:
+    """Put a run together: the script's own log, and the job as its messages describe it."""
     accuracies: list[float] = []
     reached_s: float | None = None
     for line in progress:
@@ -129,7 +129,7 @@ def summarise(
             accuracies.append(line.accuracy)
             if reached_s is None and is_at_target(accuracies, plan.target_accuracy):
                 reached_s = line.trained_s
-    sizes = _sizes_per_window(reports)
+    sizes = [list(window.sizes) for window in view.history]
     summary = RunSummary(
         policy=policy,
         seed=plan.seed,
@@ -139,7 +139,7 @@ def summarise(
         median_step_time_s=statistics.median(line.step_time_s for line in progress),
         num_steps=len(progress),
         num_windows=len(sizes),
-        num_actions_applied=len({message.decided_window for message in applied}),
+        num_actions_applied=sum(window.applied is not None for window in view.windows.values()),
         local_batch_sizes=sizes,
     )
     return DemoRun(summary=summary, progress=list(progress))
@@ -149,10 +149,3 @@ def read_progress(lines: bytes) -> list[DemoStep]:
     """The script's log, without a last line that is still being written."""
     whole = lines[: lines.rfind(b"\n") + 1]
     return [msgspec.json.decode(line, type=DemoStep) for line in whole.splitlines()]
-
-
-def _sizes_per_window(reports: Sequence[Report]) -> list[list[int]]:
-    windows: dict[int, dict[int, int]] = {}
-    for report in reports:
-        windows.setdefault(report.window, {}).update({row.rank: row.local_batch_size for row in report.rows})
-    return [[sizes[rank] for rank in sorted(sizes)] for _, sizes in sorted(windows.items())]

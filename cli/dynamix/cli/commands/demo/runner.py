@@ -11,33 +11,30 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from msgspec import structs
 
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.cli.source import capture_stored
+from dynamix.recording.job_view import JobView
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import DIE_WITH_PARENT, EmbeddedServer
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
-from dynamix.schemas.messages import Applied, Message, Report
 from dynamix.schemas.streams import FEED
 
 from .plan import DemoPlan, DemoRun, DemoStep, Variant, read_progress, summarise
 
 LAST_MESSAGES_TIMEOUT_S = 5.0
 MAX_ERROR_CHARACTERS = 3000
+MOST_WINDOWS = 1 << 20
 TORCH_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restart of the ranks fails under gloo
 }
 
-Watcher = Callable[[str, int, Report, bool], None]
-"""Called with the policy, the number of actions applied so far, each window's report, and whether it is final.
-
-The final call repeats the newest report with the last accuracy, which no window's report has.
-"""
+Watcher = Callable[[str, JobView, float | None], None]
+"""Called with the policy, the job so far, and at its end its last accuracy."""
 
 
 class TrainingFailedError(RuntimeError):
@@ -119,24 +116,34 @@ class _Demo(NamedTuple):
     async def run(self, variant: Variant) -> DemoRun:
         """One training job, watched on the bus."""
         job = f"demo-{variant.policy}-{subjects.new_run_id()}"
-        messages = _RunMessages(variant.policy, self.watch)
-        follower = asyncio.create_task(messages.follow(self.bus, job))
+        view, more = JobView(job, most_windows=MOST_WINDOWS), asyncio.Event()
+        follower = asyncio.create_task(self._follow(variant.policy, view, more))
         try:
             progress = await self._train(job, variant)
             with contextlib.suppress(TimeoutError):  # the job has drained: what is missing is on its way
                 async with asyncio.timeout(LAST_MESSAGES_TIMEOUT_S):
-                    await messages.wait_for_windows(len(progress) // self.plan.window_steps)
+                    while len(view.history) < len(progress) // self.plan.window_steps:
+                        more.clear()
+                        await more.wait()
         finally:
             follower.cancel()
             await asyncio.gather(follower, return_exceptions=True)
         if self.captures is not None:
             self.captures.mkdir(parents=True, exist_ok=True)
             await capture_stored(self.bus, job, self.captures / f"{variant.policy}.dxc")
-        run = summarise(self.plan, variant.policy, progress, messages.reports, messages.applied)
-        if messages.reports:
-            final = structs.replace(messages.reports[-1], held_out_accuracy=run.summary.final_accuracy)
-            self.watch(variant.policy, run.summary.num_actions_applied, final, True)
+        run = summarise(self.plan, variant.policy, progress, view)
+        self.watch(variant.policy, view, run.summary.final_accuracy)
         return run
+
+    async def _follow(self, policy: str, view: JobView, more: asyncio.Event) -> None:
+        """Fold the job's messages as they come."""
+        per_node = [subjects.of(kind, view.name, subjects.ANY) for kind in ("report", "window")]
+        async with self.bus.consume(FEED.name, [*per_node, subjects.of("applied", view.name)], start="all") as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    view.fold(decode_any(message.subject, message.payload), message.timestamp_ns)
+                self.watch(policy, view, None)
+                more.set()
 
     async def _train(self, job: str, variant: Variant) -> list[DemoStep]:
         """Run the training script under torchrun until it ends; its own log. Raises TrainingFailedError."""
@@ -166,36 +173,3 @@ def _first_error(output: Path) -> str:
     text = output.read_text(errors="replace")
     start = max(0, text.find("Traceback"))
     return text[start : start + MAX_ERROR_CHARACTERS]
-
-
-class _RunMessages:
-    """Messages of one run, as they come over the bus."""
-
-    def __init__(self, policy: str, watch: Watcher) -> None:
-        self.reports: list[Report] = []
-        self.applied: list[Applied] = []
-        self._policy = policy
-        self._watch = watch
-        self._more = asyncio.Event()
-
-    async def follow(self, bus: Bus, job: str) -> None:
-        """Store reports and adopted decisions as they come."""
-        wanted = [subjects.of("report", job, subjects.ANY), subjects.of("applied", job)]
-        async with bus.consume(FEED.name, wanted, start="all") as consumer:
-            async for batch in consumer:
-                for message in batch:
-                    self._record(decode_any(message.subject, message.payload))
-                self._more.set()
-
-    def _record(self, message: Message) -> None:
-        if isinstance(message, Report):
-            self.reports.append(message)
-            self._watch(self._policy, len(self.applied), message, False)
-        elif isinstance(message, Applied):
-            self.applied.append(message)
-
-    async def wait_for_windows(self, count: int) -> None:
-        """Wait until that many windows were reported."""
-        while len({report.window for report in self.reports}) < count:
-            self._more.clear()
-            await self._more.wait()

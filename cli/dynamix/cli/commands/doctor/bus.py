@@ -1,16 +1,17 @@
 """Checks of the broker, of the services on it, and of one job's stored actions."""
 
 import asyncio
+import contextlib
 import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from dynamix.arbitrator.deciding.action_store import ActionStoreError, check_receipt, newest_action, newest_receipt
-from dynamix.cli.board.feed import listen
-from dynamix.cli.board.heartbeats import Heartbeats
 from dynamix.cli.connection import connected
 from dynamix.cli.errors import CommandError
+from dynamix.cli.fleet import listen
+from dynamix.cli.heartbeats import Heartbeats
 from dynamix.cli.services import hear
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError, StreamState
 from dynamix.runtime.settings import BusSettings, SharedSettings, node_name, read, redact_url
@@ -20,7 +21,7 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.streams import ACTIONS, JOBS, STREAMS
 
-from .check import DoctorCheck, Need, failed, passed
+from . import DoctorCheck, Need, failed, forbidden, passed
 
 CONNECT_TIMEOUT_S = 3.0
 LOOKS_AT_COPIES, LOOK_AGAIN_S = 3, 1.0
@@ -49,13 +50,10 @@ async def bus(settings: BusSettings, *, configured: bool) -> list[DoctorCheck]:
 def credential(settings: BusSettings) -> list[DoctorCheck]:
     """The key's file, where others may read it."""
     file = settings.creds_file
-    try:
-        is_open = bool(file) and Path(file).stat().st_mode & stat.S_IROTH
-    except OSError:  # the attempt to connect says so
-        return []
-    if not is_open:
-        return []
-    return [failed("key", "secrecy", f"{file} may be read by every user of this machine", f"chmod 600 {file}")]
+    with contextlib.suppress(OSError):  # the attempt to connect reports it
+        if file and Path(file).stat().st_mode & stat.S_IROTH:
+            return [failed("key", "secrecy", f"{file} may be read by every user of this machine", f"chmod 600 {file}")]
+    return []
 
 
 async def _reached(settings: BusSettings, need: Need, *, configured: bool) -> list[DoctorCheck]:
@@ -87,8 +85,8 @@ async def _streams(connection: Bus, need: Need) -> DoctorCheck:
         states = {stream.name: await connection.stream_state(stream.name) for stream in STREAMS}
     except StreamMissingError as error:
         return failed("streams", need, str(error).partition(":")[0] + ": not made yet", "run `dynamix provision`")
-    except PermissionDeniedError as error:
-        return failed("streams", need, str(error), HOW_TO_LOOK)
+    except PermissionDeniedError:
+        return forbidden("streams", need, HOW_TO_LOOK)
     except BusError as error:
         return failed("streams", need, str(error), "use a broker with JetStream")
     return passed("streams", need, ", ".join(f"{name} {state.num_messages:,}" for name, state in states.items()))
@@ -120,6 +118,8 @@ async def _services(connection: Bus) -> list[DoctorCheck]:
     heartbeats = Heartbeats()
     try:
         await listen(connection, heartbeats, LISTEN_S)
+    except PermissionDeniedError:
+        return [forbidden("services", "training", HOW_TO_LOOK)]
     except BusError as error:
         return [failed("services", "training", str(error), HOW_TO_LOOK)]
     now_s = time.monotonic()
@@ -145,21 +145,17 @@ async def actions(settings: BusSettings, job: str) -> DoctorCheck:
             try:
                 return await _check_actions(connection, job)
             except (ActionStoreError, BrokenChainError, MalformedMessageError) as error:
-                return _failed_actions(str(error), HOW_TO_RESTORE)
+                return failed("actions", "training", str(error), HOW_TO_RESTORE)
             except (BusError, ValueError) as error:
-                return _failed_actions(str(error), HOW_TO_ASK)
+                return failed("actions", "training", str(error), HOW_TO_ASK)
     except CommandError as error:
-        return _failed_actions(str(error), HOW_TO_CONNECT)
-
-
-def _failed_actions(found: str, fix: str) -> DoctorCheck:
-    return failed("actions", "training", found, fix)
+        return failed("actions", "training", str(error), HOW_TO_CONNECT)
 
 
 async def _check_actions(connection: Bus, name: str) -> DoctorCheck:
     message = await connection.last(JOBS.name, subjects.of("job", name))
     if message is None:
-        return _failed_actions(f"no job is called {name!r}", "`dynamix top` shows the jobs")
+        return failed("actions", "training", f"no job is called {name!r}", "`dynamix top` shows the jobs")
     job = decode(Job, message.subject, message.payload)
     receipt = await newest_receipt(connection, job)
     newest = await newest_action(connection, job)

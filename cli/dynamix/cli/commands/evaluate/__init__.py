@@ -1,1 +1,133 @@
-"""Compare policies on virtual clusters, with intervals."""
+"""Compare policies on virtual clusters: time to a held-out target accuracy, paired by scenario and seed.
+
+Always shown: best static (its size chosen on train scenarios), random (a baseline), goodput, the default policy and the
+learned ones.
+The other rows come from a TOML file (--rows, see scenarios/rows) or a list (--policies): policies by name, with options
+or keys of a row after a colon, for example goodput:track=1 or static:track=1,local_batch_size=128.
+rule:learning_rate_factor=best is the best of the learning rates times 0.5, 1 and 2, and oracle the best constant global
+batch under a split that knows the speeds of every step.
+With --exchange local every job permits lossy codecs and local steps; rule:exchange=exact is a row without them.
+Interrupted, it shows the finished runs; --resume continues.
+
+  dynamix evaluate tune     choose the baselines' settings, which it reads, on the train scenarios
+"""
+
+import argparse
+import shlex
+import time
+from typing import TYPE_CHECKING
+
+from dynamix.cli.arguments import (
+    add_data_argument,
+    add_json_argument,
+    add_list,
+    add_option,
+    add_output_argument,
+    add_png_argument,
+    output_path,
+)
+from dynamix.cli.output import TUNED
+from dynamix.cli.terminal import ProgressLine, bar, duration
+from dynamix.lab.comparison import LEDGER
+
+if TYPE_CHECKING:
+    from dynamix.lab.comparison.runs import ComparisonProgress
+
+POLICIES = ",".join(
+    (
+        *("proportional", "noise-scale", "doubling", "omnilearn", "best-static:track=1"),
+        "static:track=1,local_batch_size=64",
+        "goodput:hysteresis=0.05,noise_multiplier=1,track=0",
+    )
+)
+"""Compared with the references; the last is Pollux's rule as published, with a split by measured speed."""
+BAR_WIDTH = 20
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the comparison, and of `tune`."""
+    which = parser.add_mutually_exclusive_group()
+    add_option(which, "--suite", "heldout", "shipped scenarios", choices=("heldout", "train"))
+    which.add_argument("--scenarios", metavar="DIR", help="a directory of scenario files of your own instead")
+    rows = parser.add_mutually_exclusive_group()
+    add_option(rows, "--policies", POLICIES, "NAME[:KEY=VALUE,...], with commas between", metavar="LIST")
+    rows.add_argument("--rows", metavar="FILE", help="a TOML file with a table [[row]] for each instead")
+    what = "files of a learned policy, one per policy seed; may be repeated"
+    add_list(parser, "--policy-file", "NAME=PATH[,PATH...]", what)
+    add_option(parser, "--seeds", 12, "scenario seeds, from 0")
+    parser.add_argument(
+        "--exchange",
+        choices=("exact", "lossy", "local"),
+        help="permission of every job for codecs and local steps (default: the scenario's)",
+    )
+    what = "rows with which all are compared, as for --policies; or `against = true` in FILE"
+    parser.add_argument("--against", metavar="LIST", help=what)
+    what = "run every policy seed under every scenario seed; by default each scenario seed runs with one, in turn"
+    parser.add_argument("--crossed", action="store_true", help=what)
+    parser.add_argument("--tuned", metavar="FILE", help="the baselines' settings (default: scenarios/tuned.toml)")
+    _add_run_arguments(parser, "dynamix-evaluate.jsonl")
+    add_json_argument(parser)
+    add_png_argument(parser, "draw ratios with intervals, and accuracies of one scenario")
+    parser.add_argument(
+        "--curves", metavar="SCENARIO", help="whose accuracies --png draws (default: the first heterogeneous one)"
+    )
+    description = (
+        "Choose the baselines' settings on the train scenarios: six settings each, the same scenarios and seeds for "
+        "all. Writes the file that `dynamix evaluate` reads them from. Held-out scenarios are never read."
+    )
+    actions = parser.add_subparsers(metavar="tune", dest="action")
+    _configure_tune(actions.add_parser("tune", help="choose the baselines' settings", description=description))
+
+
+def _configure_tune(parser: argparse.ArgumentParser) -> None:
+    what = "a directory of scenario files (default: the train scenarios)"
+    parser.add_argument("--scenarios", metavar="DIR", help=what)
+    parser.add_argument("--baselines", metavar="LIST", help="separated by commas (default: all that have settings)")
+    what = "tune the baselines that decide how gradients are exchanged, in jobs that permit this"
+    parser.add_argument("--exchange", choices=("lossy", "local"), help=what)
+    add_option(parser, "--seeds", 3, "seeds per scenario")
+    what = (
+        "the file to write (default, for all baselines only: tuned.toml beside the train scenarios, or "
+        "tuned-exchange.toml with --exchange)"
+    )
+    add_output_argument(parser, TUNED, what)
+    _add_run_arguments(parser, "dynamix-tune.jsonl")
+    add_json_argument(parser)
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser, results: str) -> None:
+    add_option(parser, "--jobs", 2, "worker processes")
+    add_data_argument(parser)
+    what = "the results of all runs, one per line"
+    add_option(parser, "--results", results, what, metavar="FILE", type=output_path(LEDGER, make_parents=True))
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the runs that FILE has; without it, an old file becomes FILE.old"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare or tune; an interrupt shows what there is and returns 130."""
+    from .comparison import evaluate, tune_baselines
+
+    return tune_baselines(arguments) if arguments.action == "tune" else evaluate(arguments)
+
+
+def command_line(*words: str | int) -> str:
+    """A command line that makes the same numbers again, for the result."""
+    return shlex.join(["dynamix", "evaluate", *map(str, words)])
+
+
+class RunsProgress(ProgressLine):
+    """How many runs are done, what is left, and which one was the last."""
+
+    def __init__(self) -> None:
+        super().__init__(keep=True)
+        self._begun_s = time.monotonic()
+
+    def show_run(self, progress: "ComparisonProgress") -> None:
+        """One run is over."""
+        done, total = progress.num_done, progress.num_total
+        passed = duration(time.monotonic() - self._begun_s)
+        left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"
+        text = f"{bar(done / total, BAR_WIDTH)} {done}/{total} runs, {passed}{left}: {progress.newest}"
+        self.show(text, now=done == total)

@@ -1,35 +1,55 @@
-"""What an evaluation runs, and reasons to doubt its verdict."""
+"""An evaluation: the runs that it takes, reasons to doubt its verdict, its tables; and the tuning of the baselines."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.cli.errors import INTERRUPTED, MisuseError
-from dynamix.cli.runs import RunsProgress, suite_of
+from dynamix.cli.arguments import STANDARD_OUTPUT
+from dynamix.cli.errors import INTERRUPTED, MisuseError, explained
+from dynamix.cli.output import TUNED, write_file, write_json
+from dynamix.cli.terminal import UNKNOWN, formatted, print_lines, print_table
+from dynamix.lab.comparison.figure import draw
 from dynamix.lab.comparison.rows import (
+    Choice,
     Row,
     Tuned,
     parse_rows,
     read_rows,
     read_tuned,
+    to_toml,
     untuned_families,
     with_references,
 )
 from dynamix.lab.comparison.runs import ComparisonCell, Ledger, estimate, fill, plan
-from dynamix.lab.comparison.tuning import EXCHANGE_GRID, GRID
-from dynamix.lab.comparison.verdict import note_on
-from dynamix.lab.simulator.episode import code_digest
+from dynamix.lab.comparison.tuning import EXCHANGE_GRID, FIRST_SEED, GRID, tune
+from dynamix.lab.comparison.verdict import RatioInterval, Verdict, VerdictBuilder, VerdictFamily, VerdictRow, note_on
+from dynamix.lab.simulator.episode import EpisodeError, code_digest
 from dynamix.lab.simulator.scenario import (
     TRAIN,
     TUNED_EXCHANGE_FILE,
     TUNED_FILE,
     Suite,
+    read_suite,
     scenario_root,
     suite_named,
 )
+from dynamix.runtime import output_files
 
-HOW_TO_FIX = "run `dynamix tune`"
+from . import RunsProgress, command_line
+
+HEADINGS = (
+    "median",
+    "missed",
+    "runs",
+    "vs best static",
+    "vs goodput",
+    "at fixed time",
+    "at equal samples",
+    "test",
+    "spread",
+)
+HOW_TO_FIX = "run `dynamix evaluate tune`"
 
 
 class PlannedComparison(NamedTuple):
@@ -43,9 +63,35 @@ class PlannedComparison(NamedTuple):
     """Labels of rows that all are compared with."""
 
 
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Run the comparison and show the verdict; an interrupt shows what there is and returns 130."""
+    with explained(OSError, ValueError, EpisodeError):
+        comparison = planned(arguments)
+        suite, rows, tuned, cells, against = comparison
+        with Ledger(Path(arguments.results), resume=arguments.resume) as ledger:
+            exit_code = _fill_ledger(comparison, ledger, arguments)
+            builder = VerdictBuilder(suite, rows, cells, ledger, tuned, against=against)
+        verdict = builder.verdict(_command_line(arguments))
+        show(verdict, stderr=arguments.json == STANDARD_OUTPUT)
+        write_json(verdict, arguments.json)
+        if arguments.png is not None:
+            draw(verdict, builder.table, curves_of(arguments, suite), Path(arguments.png))
+    return exit_code
+
+
+def _command_line(arguments: argparse.Namespace) -> str:
+    """The command that makes these numbers again, without options that do not change them."""
+    which = ["--scenarios", arguments.scenarios] if arguments.scenarios else ["--suite", arguments.suite]
+    files = [word for text in arguments.policy_file for word in ("--policy-file", text)]
+    how = ["--exchange", arguments.exchange] if arguments.exchange else []
+    against = ["--against", arguments.against] if arguments.against else []
+    which += ["--rows", arguments.rows] if arguments.rows else ["--policies", arguments.policies]
+    return command_line(*which, *files, *how, *against, "--seeds", arguments.seeds)
+
+
 def planned(arguments: argparse.Namespace) -> PlannedComparison:
     """The comparison that the arguments ask for. Raises ValueError when a policy or scenario cannot be used."""
-    suite = suite_of(arguments, arguments.suite)
+    suite = _suite(arguments, arguments.suite)
     files = _policy_files(arguments.policy_file)
     asked = read_rows(Path(arguments.rows), files) if arguments.rows else parse_rows(arguments.policies, files)
     against = parse_rows(arguments.against, files) if arguments.against else ()
@@ -64,7 +110,7 @@ def planned(arguments: argparse.Namespace) -> PlannedComparison:
     return PlannedComparison(suite, rows, tuned, cells, list(dict.fromkeys(labels)))
 
 
-def fill_ledger(comparison: PlannedComparison, ledger: Ledger, arguments: argparse.Namespace) -> int:
+def _fill_ledger(comparison: PlannedComparison, ledger: Ledger, arguments: argparse.Namespace) -> int:
     """Run what the ledger does not have; the command's exit code."""
     with RunsProgress() as progress:
         for warning in _warnings(comparison):
@@ -115,3 +161,144 @@ def _policy_files(texts: list[str]) -> dict[str, list[str]]:
             raise MisuseError(f"--policy-file {text!r}: write NAME=PATH[,PATH...]")
         files.setdefault(name, []).extend(paths.split(","))
     return files
+
+
+def _suite(arguments: argparse.Namespace, name: str) -> Suite:
+    return read_suite(Path(arguments.scenarios)) if arguments.scenarios else suite_named(name)
+
+
+# --- tables
+
+
+def show(verdict: Verdict, *, stderr: bool) -> None:
+    """Print all tables, the most important last."""
+    default = verdict.default_policy
+    for name, family in verdict.families.items():
+        _print_policies(_family_title(name, family), family.policies, default, stderr=stderr)
+    names = ", ".join(verdict.heterogeneous_families) or "all families: none is heterogeneous"
+    _print_policies(f"Over {names}, each counted alike", verdict.policies, default, stderr=stderr)
+    # the default policy against each baseline, the control family counted like any other in the first column
+    headline = [
+        (row.against, _interval(row.all_families), _interval(row.heterogeneous), _interval(row.control))
+        for row in verdict.headline
+    ]
+    headings: tuple[str, ...] = ("against", "all families", "heterogeneous", "control")
+    print_table(headings, headline, left=("against",), title=f"{default}: time over", stderr=stderr)
+    for base in verdict.against:
+        rows = [
+            (
+                row.policy,
+                *(_interval(_row(family.policies, row.policy).against[base]) for family in verdict.families.values()),
+                _interval(row.against[base]),
+            )
+            for row in verdict.policies
+        ]
+        headings = ("policy", *verdict.families, "heterogeneous")
+        print_table(headings, rows, left=("policy",), title=f"time over that of {base}", stderr=stderr)
+    missing = f" {verdict.num_runs_missing} runs are missing." if verdict.num_runs_missing else ""
+    about_ratios = (
+        f"Time to target in virtual seconds, a miss counts as the time limit. Ratios: geometric mean of pairs of the "
+        f"same scenario and seed, [95 % interval over {len(verdict.seeds)} seeds and the policy seeds] {{the same with "
+        f"families as a sample of those there could be}}; below 1 is faster.{missing}"
+    )
+    notes = [about_ratios]
+    for row in verdict.policies:
+        about = [row.note] if row.note and row.num_runs else []
+        notes += [f"{row.policy}: {text}" for text in (*about, *row.signatures)]
+    print_lines(notes, stderr=stderr)
+
+
+def _print_policies(title: str, rows: Sequence[VerdictRow], default: str, *, stderr: bool) -> None:
+    cells = [(f"{row.policy} (default)" if row.policy == default else row.policy, *_cells(row)) for row in rows]
+    full = [row + ("",) * (1 + len(HEADINGS) - len(row)) for row in cells]
+    print_table(("policy", *HEADINGS), full, left=("policy",), title=title, stderr=stderr)
+
+
+def _row(rows: Sequence[VerdictRow], policy: str) -> VerdictRow:
+    return next(row for row in rows if row.policy == policy)
+
+
+def _cells(row: VerdictRow) -> tuple[str, ...]:
+    if row.num_runs == 0:
+        return (row.note or "no runs",)
+    seeds = f" ({row.num_policy_seeds} policies)" if row.num_policy_seeds > 1 else ""
+    return (
+        f"{row.median_time_to_target_s:.1f} s",
+        str(row.misses),
+        f"{row.num_runs}{seeds}",
+        _interval(row.vs_best_static),
+        _interval(row.vs_goodput),
+        formatted(row.accuracy_at_fixed_time, "{:.1%}"),
+        formatted(row.accuracy_at_equal_samples, "{:.1%}"),
+        formatted(row.test_accuracy, "{:.1%}"),
+        formatted(row.relative_spread, "{:.0%}"),
+    )
+
+
+def _interval(found: RatioInterval | None) -> str:
+    if found is None:
+        return UNKNOWN
+    if found.low is None or found.high is None:
+        return f"{found.ratio:.2f}"
+    families = "" if found.family_low is None else f" {{{found.family_low:.2f}, {found.family_high:.2f}}}"
+    return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]{families}"
+
+
+def _family_title(name: str, family: VerdictFamily) -> str:
+    what = "control: homogeneous" if family.control else "heterogeneous"
+    size = family.best_static_local_batch_size
+    best = "" if size is None else f"; best static is {size} per rank, chosen on {family.chosen_on}"
+    return f"{name} ({what}{best})"
+
+
+# --- tuning
+
+
+def tune_baselines(arguments: argparse.Namespace) -> int:
+    """Run all settings and choose; an interrupt chooses nothing."""
+    scenarios = ["--scenarios", arguments.scenarios] if arguments.scenarios else []
+    baselines = ["--baselines", arguments.baselines] if arguments.baselines else []
+    exchange = ["--exchange", arguments.exchange] if arguments.exchange else []
+    grid = EXCHANGE_GRID if arguments.exchange else GRID
+    with explained(OSError, ValueError, EpisodeError):
+        suite, output = _suite(arguments, TRAIN), _tuned_file(arguments)
+        with Ledger(Path(arguments.results), resume=arguments.resume) as ledger, RunsProgress() as progress:
+            tuned = tune(
+                suite,
+                ledger,
+                seeds=range(FIRST_SEED, FIRST_SEED + arguments.seeds),
+                baselines=tuple(arguments.baselines.split(",")) if arguments.baselines else tuple(grid),
+                exchange=arguments.exchange,
+                command=command_line("tune", *scenarios, *baselines, *exchange, "--seeds", arguments.seeds),
+                jobs=arguments.jobs,
+                data=arguments.data,
+                on_estimate=lambda found: progress.write_line(found.text(arguments.jobs)),
+                on_progress=progress.show_run,
+            )
+        write_file(output, to_toml(tuned).encode())
+        headings = ("family", *tuned.overall)
+        rows = [
+            (family, *(_choice(name, choices[name]) for name in tuned.overall))
+            for family, choices in [*tuned.families.items(), ("all", tuned.overall)]
+        ]
+        title, stderr = f"Best of {tuned.num_settings} settings each", arguments.json == STANDARD_OUTPUT
+        print_table(headings, rows, left=headings, title=title, stderr=stderr)
+        write_json(tuned, arguments.json)
+    return 0
+
+
+def _tuned_file(arguments: argparse.Namespace) -> Path:
+    """The file to write: choices for some baselines, or on other scenarios, never replace those for all."""
+    if arguments.output:
+        return Path(arguments.output)
+    path = scenario_root() / (TUNED_EXCHANGE_FILE if arguments.exchange else TUNED_FILE)
+    for option in ("baselines", "scenarios"):
+        if value := getattr(arguments, option):
+            what = f"{path} holds the choices for all baselines on the train scenarios"
+            raise MisuseError(f"--{option} {value}: {what}; name another file with -o")
+    output_files.check(path, TUNED, force=arguments.force)
+    return path
+
+
+def _choice(baseline: str, choice: Choice) -> str:
+    return f"{choice.setting.removeprefix(baseline).lstrip(':@')}: {choice.score_s:.1f} s"

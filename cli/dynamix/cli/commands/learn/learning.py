@@ -16,7 +16,7 @@ from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import INTERRUPTED, MISUSED, CommandError, MisuseError, explained
-from dynamix.cli.output import POLICY, write_result
+from dynamix.cli.output import POLICY, write_file, write_result
 from dynamix.lab.learning import PRESETS, LearningPlan, LearningResult, LearningUpdate, learn, plan_named
 from dynamix.lab.learning.run import KIND, LearningCheckpointError
 from dynamix.lab.simulator.episode import EpisodeError
@@ -27,7 +27,7 @@ from dynamix.runtime.bus import BusError
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import Message
 
-from .command import WEIGHTS
+from . import WEIGHTS
 
 SERVICE = "learn"
 
@@ -55,7 +55,7 @@ def learn_policy(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print(f"\ninterrupted: the same command continues from {checkpoint}", file=sys.stderr)
             return INTERRUPTED
-        output_files.write(output, learned.file.to_bytes())
+        write_file(output, learned.file.to_bytes())
         if learned.finished:
             checkpoint.unlink(missing_ok=True)
         write_result(_as_json(learned), _summary(learned, output, checkpoint), arguments.json)
@@ -68,7 +68,7 @@ def _files(arguments: argparse.Namespace) -> tuple[Path, Path]:
     """The policy file and the checkpoint beside it, checked."""
     output = Path(arguments.output or f"{arguments.policy}-{arguments.seed}.safetensors")
     checkpoint = output.with_name(output.name + ".checkpoint")
-    output_files.check(output, POLICY)
+    output_files.check(output, POLICY, force=arguments.force)
     output_files.check(checkpoint, KIND)
     return output, checkpoint
 

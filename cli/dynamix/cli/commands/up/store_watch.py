@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from dynamix.cli.board.heartbeats import Heartbeats
+from dynamix.cli.heartbeats import Heartbeats
 from dynamix.cli.services import hear
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError

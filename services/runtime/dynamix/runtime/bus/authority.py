@@ -21,7 +21,7 @@ import msgspec
 
 from dynamix.runtime import output_files
 from dynamix.runtime.credentials import Credential, Key
-from dynamix.runtime.input_files import read_regular
+from dynamix.runtime.input_files import MAX_BYTES, read_secret
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MAX_TRAINER_BYTES
 from dynamix.schemas.kinds import BY_NAME, KINDS, SERVICES, WATCHER, Kind
@@ -110,7 +110,7 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def read(cls, path: Path) -> "Authority":
         """Read the file. Raises ValueError when it is none, OSError when it cannot be read."""
         try:
-            return msgspec.json.decode(read_regular(path), type=cls)
+            return msgspec.json.decode(read_secret(path, max_bytes=MAX_BYTES), type=cls)
         except msgspec.DecodeError as error:
             raise ValueError(f"{path} is not an authority of `dynamix keys` ({error}): restore a copy") from error
 

@@ -1,1 +1,0 @@
-"""Fit a virtual cluster to a real job's metric windows."""

@@ -1,0 +1,152 @@
+"""Record a job: all its stored messages, into a file that can be replayed and inspected.
+
+  dynamix capture JOB -o FILE            from the first stored message on, until the job has ended
+  dynamix capture JOB -o FILE --past     what is stored now
+  dynamix capture JOB -o FILE --windows 100
+
+JOB is a job's id or how it begins. The file begins with the specification that is stored: capture a job while it runs
+to have its start, since the broker keeps only the newest. Ctrl-C finishes the file; a kill leaves a readable beginning.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from dynamix.cli.arguments import add_json_argument, add_output_argument, count
+from dynamix.cli.connection import connected, find
+from dynamix.cli.jobs import check_job, find_job
+from dynamix.cli.output import CAPTURE, Document, write_result, writing
+from dynamix.cli.source import Source
+from dynamix.cli.terminal import ProgressLine, stop_event
+from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record
+from dynamix.runtime.bus import Bus
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Report
+
+PLAIN_EVERY_S = 5.0
+FLUSH_EVERY_S = 5.0
+"""At most these last seconds of a live capture are lost when the process is killed."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("job", metavar="JOB", help="the job's id, or how it begins if that is one job")
+    add_output_argument(parser, CAPTURE, "where to write the capture", required=True)
+    parser.add_argument("--past", action="store_true", help="only what is stored now, also of a job that runs")
+    parser.add_argument("--windows", type=count(), metavar="N", help="end after the job's first N stored windows")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Capture to the end; 0 when the file is complete."""
+    check_job(arguments.job)
+    with writing(arguments.output):
+        found = asyncio.run(_from_bus(arguments))
+    write_result(found, _sentence(found), arguments.json)
+    return 0
+
+
+async def _from_bus(arguments: argparse.Namespace) -> Document:
+    async with connected(find(os.environ), "capture") as bus:
+        job = (await find_job(bus, arguments.job)).job
+        with stop_event() as stop:
+            return await capture(bus, job, Path(arguments.output), stop, past=arguments.past, most=arguments.windows)
+
+
+async def capture(
+    bus: Bus, job: str, path: Path, stop: asyncio.Event, *, past: bool = False, most: int | None = None
+) -> Document:
+    """Write a job's records to a file, until it has ended, `stop` is set or its first `most` windows are there.
+
+    A window is complete when the first report of the next one comes: a window takes longer than deciding on it.
+    """
+    kinds: Counter[str] = Counter()
+    windows: set[tuple[int, int]] = set()
+    num_bytes, is_full = 0, False
+    with (
+        CaptureWriter(path, CaptureHeader.of(job), overwrite=True) as writer,
+        ProgressLine(PLAIN_EVERY_S, keep=True) as progress,
+    ):
+        async with Source(bus, job, past=past, stop=stop) as source:
+            if not past:
+                progress.write_line(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.")
+            async with contextlib.aclosing(_flushing(source, writer)) as batches:
+                async for batch in batches:
+                    for record in batch:
+                        kind, window = _described(record)
+                        if window is not None and window not in windows and len(windows) == most:
+                            is_full = True
+                            break
+                        windows |= {window} if window is not None else set()
+                        kinds[kind] += 1
+                        num_bytes += len(record.payload)
+                        writer.write_record(record)
+                    progress.show(
+                        f"{len(windows)} windows, {writer.num_records} messages, "
+                        f"{num_bytes / 1024:.0f} KiB ({writer.num_bytes / 1024:.0f} in the file)"
+                    )
+                    if is_full:
+                        break
+        end = writer.finish("windows" if is_full else source.reason)
+    return {
+        "file": str(path),
+        "job": job,
+        "num_windows": len(windows),
+        "kinds": dict(sorted(kinds.items())),
+        "num_payload_bytes": num_bytes,
+        "num_file_bytes": writer.num_bytes,
+        "end": end,
+    }
+
+
+def _described(record: Record) -> tuple[str, tuple[int, int] | None]:
+    """The kind of a record, and generation and window of a report; `foreign` when it is of another program."""
+    kind = "foreign"
+    with contextlib.suppress(ValueError):  # what cannot be decoded is counted, too
+        kind = subjects.parse(record.subject).kind
+        if kind == "report":
+            report = decode(Report, record.subject, record.payload)
+            return kind, (report.generation, report.window)
+    return kind, None
+
+
+async def _flushing(source: Source, writer: CaptureWriter) -> AsyncGenerator[list[Record], None]:
+    """The batches of the source; the file is flushed every few seconds, also while no batch comes."""
+    due_s = time.monotonic() + FLUSH_EVERY_S
+    reading = asyncio.create_task(source.read())
+    try:
+        while True:
+            await asyncio.wait([reading], timeout=max(0.0, due_s - time.monotonic()))
+            if time.monotonic() >= due_s:
+                writer.flush()
+                due_s = time.monotonic() + FLUSH_EVERY_S
+            if reading.done():
+                if not (batch := reading.result()):
+                    return
+                reading = asyncio.create_task(source.read())
+                yield batch
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+def _sentence(found: Document) -> str:
+    why = {
+        "ended": "the job has ended",
+        "stored": "as stored so far",
+        "windows": "as many windows as asked for",
+        "interrupted": "interrupted, all before is there",
+    }[found["end"].reason]
+    kinds = ", ".join(f"{number} {kind}" for kind, number in found["kinds"].items())
+    num_left_out = found["end"].num_left_out
+    left_out = f"; {num_left_out} messages over 1 MiB left out" if num_left_out else ""
+    return (
+        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}): {kinds}{left_out}; "
+        f"{found['num_file_bytes'] / 1024:.0f} KiB for {found['num_payload_bytes'] / 1024:.0f}"
+    )

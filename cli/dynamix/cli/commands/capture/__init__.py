@@ -1,1 +1,0 @@
-"""Record a job: all its messages into one file."""

@@ -1,0 +1,91 @@
+"""Show all jobs of the broker, and the services, as a web page while they run; or one or two captures.
+
+  dynamix dashboard                     what runs now
+  dynamix dashboard FILE                a capture, with a slider for the time
+  dynamix dashboard FILE FILE           two captures beside each other
+
+It only reads, and listens on 127.0.0.1: from another machine, forward the port (ssh -L 8650:127.0.0.1:8650 HOST). With
+--host ADDRESS it can be reached from elsewhere; every request then needs a token, which is part of the URL that is
+printed. Traffic is not encrypted: put a proxy with TLS in front of it where the network is not yours. Settings are also
+read from DYNAMIX_DASHBOARD_HOST, _PORT, _TOKEN and _TOKEN_FILE. Ctrl-C ends it.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dynamix.cli.connection import connected, find
+from dynamix.cli.dashboard import DashboardSettings, token_of
+from dynamix.cli.errors import MISUSED, CommandError, MisuseError, explained, reading
+from dynamix.cli.terminal import stop_event
+from dynamix.recording.capture import CaptureError
+from dynamix.runtime.log import configure as configure_log
+from dynamix.runtime.settings import SettingsError, read
+
+if TYPE_CHECKING:
+    from dynamix.cli.dashboard.documents import CapturedJob
+
+MOST_CAPTURES = 2
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("files", metavar="FILE", nargs="*", help="a capture to show instead of the broker's jobs")
+    parser.add_argument("--host", metavar="ADDRESS", help="listen on this address (default: 127.0.0.1)")
+    parser.add_argument("--port", metavar="N", help="listen on this port; 0 takes a free one (default: 8650)")
+    parser.add_argument("--token-file", metavar="FILE", help="every request needs the token in this file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal; 0 after one."""
+    if len(arguments.files) > MOST_CAPTURES:
+        raise MisuseError(f"{len(arguments.files)} files: the page shows {MOST_CAPTURES} captures at most")
+    given = {"--host": arguments.host, "--port": arguments.port, "--token-file": arguments.token_file}
+    flags = [f"{flag}={value}" for flag, value in given.items() if value]
+    with explained(SettingsError, exit_code=MISUSED):
+        settings = read(DashboardSettings, "dashboard", os.environ, flags)
+    with explained(ValueError, exit_code=MISUSED), reading(settings.token_file):
+        token = token_of(settings)
+    configure_log("critical")  # the terminal belongs to the URL
+    captures = [_captured(Path(file)) for file in arguments.files]
+    try:
+        asyncio.run(_serve(settings, token, captures))
+    except OSError as error:
+        where, why = f"{settings.host}:{settings.port}", error.strerror or error
+        raise CommandError(f"cannot listen on {where}: {why}; --port 0 takes a free port of this machine") from error
+    return 0
+
+
+def _captured(path: Path) -> "CapturedJob":
+    from dynamix.cli.dashboard.documents import CapturedJob
+
+    with explained(CaptureError), reading(path):
+        return CapturedJob(path)
+
+
+async def _serve(settings: DashboardSettings, token: str, captures: "list[CapturedJob]") -> None:
+    from dynamix.cli.dashboard.server import DashboardServer, served
+
+    async with contextlib.AsyncExitStack() as stack:
+        stop = stack.enter_context(stop_event())
+        if captures:
+            server = DashboardServer(host=settings.host, port=settings.port, token=token, captures=captures)
+            await stack.enter_async_context(server)
+        else:
+            bus = await stack.enter_async_context(connected(find(os.environ), "dashboard"))
+            server = await stack.enter_async_context(served(bus, settings, token, on_end=stop.set))
+        _announce(server.url, settings, token)
+        await stop.wait()
+
+
+def _announce(url: str, settings: DashboardSettings, token: str) -> None:
+    """Print where the page is. A token that was set is not shown: what this prints may become a log."""
+    secret = "; who has this URL can read everything" if token else ""
+    if given := settings.token_file or (settings.token and "DYNAMIX_DASHBOARD_TOKEN"):
+        url, _, _ = url.partition("?")
+        secret = f"; the first visit needs {url}?token= and what {given} holds"
+    print(f"{url} shows the page (read-only{secret}); Ctrl-C ends it", file=sys.stderr, flush=True)

@@ -1,1 +1,0 @@
-"""Show jobs, services and captures as a web page."""

@@ -1,1 +1,0 @@
-"""Write a job or a capture as a table: Parquet, CSV or JSON lines."""

@@ -1,1 +1,0 @@
-"""List, show and forget what the runs of job families taught."""

@@ -1,0 +1,488 @@
+"""Show what a capture holds: windows, decisions, rewards, gaps, and whether it was made by this build.
+
+dynamix inspect FILE                   a line for each window
+dynamix inspect FILE --window 12       one window with every rank
+dynamix inspect FILE --png FILE        the job as a figure
+"""
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_png_argument, count
+from dynamix.cli.errors import CommandError, MisuseError, explained, reading
+from dynamix.cli.output import Document, document_of, write_json
+from dynamix.cli.terminal import UNKNOWN, formatted, print_lines, print_table, ranges, sizes_text
+from dynamix.recording.capture import (
+    CaptureEnd,
+    CaptureError,
+    CaptureHeader,
+    CaptureReader,
+    Fingerprint,
+    Record,
+    differences,
+    fingerprint,
+)
+from dynamix.recording.job_view import JobView, Window
+from dynamix.schemas import subjects
+from dynamix.schemas.chain import BrokenChainError, ChainCheck
+from dynamix.schemas.codec import MalformedMessageError, decode_any
+from dynamix.schemas.messages import Action, Event, Job, RankMetrics
+from dynamix.schemas.messages.allocation import EXACT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_MISSING = 1000
+"""At most so many absent windows in a row are listed, since a malformed message may name any number."""
+MOST_LINES = 60
+"""The first and the last windows up to this number are shown, unless all are asked for."""
+ENDS = {
+    "ended": "whole, to the end of the job",
+    "stored": "whole, what was stored when it was made",
+    "windows": "whole, the windows that were asked for",
+    "interrupted": "whole, made until it was interrupted",
+}
+HEADINGS = (
+    *("window", "at, s", "batch", "step, ms", "loss", "accuracy", "held out", "sizes", "probe"),
+    *("decided", "after, ms", "adopted", "reward"),
+)
+LEFT = ("sizes", "probe", "decided")
+DETAIL_COLUMNS: dict[str, Callable[[RankMetrics], str]] = {
+    "size": lambda rank: str(rank.training.local_batch_size),
+    "next": lambda rank: str(rank.training.pending_local_batch_size),
+    "samples": lambda rank: str(rank.training.num_samples),
+    "loss": lambda rank: formatted(rank.training.loss, "{:.3f}"),
+    "accuracy": lambda rank: formatted(rank.training.accuracy, "{:.1%}"),
+    "step, ms": lambda rank: formatted(rank.training.step_time_s, "{:.2f}", 1000),
+    "data": lambda rank: formatted(rank.training.data_time_s, "{:.2f}", 1000),
+    "compute": lambda rank: formatted(rank.training.compute_time_s, "{:.2f}", 1000),
+    "sync": lambda rank: formatted(rank.training.sync_time_s, "{:.2f}", 1000),
+    "update": lambda rank: formatted(rank.training.update_time_s, "{:.2f}", 1000),
+    "cpu": lambda rank: formatted(rank.system.cpu_time_ratio, "{:.2f}"),
+    "memory": lambda rank: formatted(rank.system.memory_ratio, "{:.1%}"),
+    "sent, B": lambda rank: str(rank.network.tx_bytes) if rank.network else UNKNOWN,
+    "retrans": lambda rank: str(rank.network.retransmits) if rank.network else UNKNOWN,
+    "rtt, us": lambda rank: formatted(rank.network.srtt_us if rank.network else None, "{:.0f}"),
+}
+"""Columns of the table of ranks, by heading."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
+    parser.add_argument("--window", type=count(0), metavar="N", help="this window only, with every rank")
+    what = "of this restart of the job (default: the last)"
+    parser.add_argument("--generation", type=count(0), metavar="G", help=what)
+    parser.add_argument("--all", action="store_true", help="every window, also of a long job")
+    add_json_argument(parser)
+    add_png_argument(parser, "draw sizes, step time, accuracy, rewards and decisions")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read and show; 1 when the file is cut off or damaged, or holds messages that cannot be used."""
+    if arguments.generation is not None and arguments.window is None:
+        raise MisuseError("--generation selects the restart of --window N: add --window")
+    with explained(CaptureError), reading(arguments.file):
+        keep_ranks = arguments.window is not None or arguments.json is not None
+        inspection = inspect(Path(arguments.file), keep_ranks=keep_ranks)
+    here, stderr = fingerprint(), arguments.json == STANDARD_OUTPUT
+    windows = inspection.view.history
+    if arguments.window is None:
+        print_lines(lines(inspection, here), stderr=stderr)
+        _print_windows(inspection, windows, every=arguments.all, stderr=stderr)
+        events = (f"{one.signature} at window {one.window}: {one.explanation}" for one in inspection.events)
+        print_lines(events, stderr=stderr)
+    else:
+        windows = [_chosen(windows, arguments.window, arguments.generation)]
+        _print_ranks(windows[0], stderr=stderr)
+        print_lines(window_lines(inspection.view, windows[0]), stderr=stderr)
+    if arguments.png:
+        if not inspection.view.history:
+            raise CommandError("the capture has no window to draw")
+        _draw(inspection.view, arguments.png)
+    if arguments.json is not None:
+        write_json(document(inspection, here, windows), arguments.json)
+    return 0 if inspection.is_sound else 1
+
+
+def _chosen(windows: Sequence[Window], window: int, generation: int | None) -> Window:
+    """The window that was asked for; of several generations that have it, the last."""
+    found = [known for known in windows if known.window == window and generation in (None, known.generation)]
+    if not found:
+        held = f"{windows[0].window} to {windows[-1].window}" if windows else "none"
+        raise MisuseError(f"the capture has no such window; it has {held}")
+    return found[-1]
+
+
+class Inspection(msgspec.Struct):
+    """A captured job, and the file that holds it."""
+
+    header: CaptureHeader
+    view: JobView
+    end: CaptureEnd | None = None
+    """`None` where the capture is cut off."""
+    faults: list[str] = []
+    """What is wrong with the file: damaged blocks, and where it is cut off."""
+    num_records: int = 0
+    num_payload_bytes: int = 0
+    kinds: Counter[str] = msgspec.field(default_factory=Counter)
+    malformed: list[tuple[str, str]] = []
+    """Subject and reason of messages that cannot be decoded."""
+    jobs: list[Job] = []
+    events: list[Event] = []
+    chain: ChainCheck = msgspec.field(default_factory=ChainCheck)
+    chain_fault: str = ""
+    """What is wrong with the first action that breaks the chain, empty without one."""
+    first_ns: int = 0
+    """When the broker stored the first message, 0 without one."""
+    last_ns: int = 0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the file is whole, and every message in it can be used."""
+        return not (self.faults or self.malformed or self.chain_fault)
+
+    def record(self, record: Record) -> None:
+        """Take the next record into account."""
+        self.num_records += 1
+        self.num_payload_bytes += len(record.payload)
+        self.first_ns = self.first_ns or record.timestamp_ns
+        self.last_ns = max(self.last_ns, record.timestamp_ns)
+        try:
+            self.kinds[subjects.parse(record.subject).kind] += 1
+            message = decode_any(record.subject, record.payload)
+        except (MalformedMessageError, ValueError) as error:
+            self.malformed.append((record.subject, str(error)))
+            return
+        self.view.fold(message, record.timestamp_ns)
+        match message:
+            case Action() if not self.chain_fault:
+                try:
+                    self.chain.check_next(message, record.payload)
+                except BrokenChainError as error:
+                    self.chain_fault = str(error)
+            case Job():
+                self.jobs.append(message)
+            case Event():
+                self.events.append(message)
+
+    def gaps(self) -> list[tuple[Window, list[str]]]:
+        """Windows that lack something, with what; and those between two others that lack all, the first of many."""
+        nodes: dict[int, set[str]] = {}
+        for window in self.view.history:
+            nodes.setdefault(window.generation, set()).update(window.nodes)
+        nodes |= {job.generation: {node.node for node in job.nodes} for job in self.jobs}
+        found: list[tuple[Window, list[str]]] = []
+        for generation in sorted(nodes):
+            known = [window for window in self.view.history if window.generation == generation]
+            for window, following in zip(known, [*known[1:], None], strict=True):
+                absent = (
+                    range(window.window + 1, min(following.window, window.window + 1 + MOST_MISSING))
+                    if following
+                    else ()
+                )
+                lacking = [window, *(Window(generation, index) for index in absent)]
+                found += [(one, missing) for one in lacking if (missing := list(one.missing(nodes[generation])))]
+        return found
+
+
+def inspect(path: Path, *, keep_ranks: bool = False) -> Inspection:
+    """Read what is good of a capture. Raises CaptureError when it is none, and OSError."""
+    with CaptureReader(path) as reader:
+        view = JobView(reader.header.job, most_windows=1 << 62, keep_ranks=keep_ranks)
+        inspection = Inspection(reader.header, view)
+        for record in reader.good_records():
+            inspection.record(record)
+        inspection.faults = [str(fault) for fault in reader.faults]
+        inspection.end = reader.end
+    return inspection
+
+
+# --- as text
+
+
+def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
+    """What the file is and what is wrong with it, a sentence each."""
+    header, end = inspection.header, inspection.end
+    lasted_s = (inspection.last_ns - inspection.first_ns) / 1e9
+    yield (
+        f"{header.job}, captured {header.created}: {ENDS[end.reason] if end else 'CUT OFF'}; {inspection.num_records} "
+        f"messages of {lasted_s:.1f} s, {inspection.num_payload_bytes / 1024:.0f} KiB"
+    )
+    yield from (f"damaged: {fault}" for fault in inspection.faults)
+    if end and end.num_records > inspection.num_records:
+        yield f"lost: {end.num_records - inspection.num_records} messages of damaged blocks"
+    yield from (_job(job, inspection.view.history) for job in inspection.jobs)
+    yield "messages: " + ", ".join(f"{kind} {number}" for kind, number in sorted(inspection.kinds.items()))
+    if end:
+        yield "sequences: " + ", ".join(
+            f"{stream} {of.first_sequence}-{of.last_sequence} ({of.num_records})" for stream, of in end.ranges.items()
+        )
+        if end.num_left_out:
+            yield f"left out: {end.num_left_out} messages over 1 MiB"
+    if others := differences(header.fingerprint, here):
+        yield "build or processor: another than here, a replay may differ in its last digits"
+        yield from (f"  {line}" for line in others)
+    else:
+        yield "build and processor: the same as here, a replay gives the same bytes"
+    yield "chain of actions: " + (inspection.chain_fault or f"unbroken over {inspection.kinds['action']}")
+    yield from _gaps(inspection)
+    for subject, reason in inspection.malformed:
+        yield f"malformed: {subject!r}: {reason}"
+    if num_doubles := sum(window.num_doubles for window in inspection.view.windows.values()):
+        yield f"repeated: {num_doubles} messages"
+
+
+def _job(job: Job, windows: Sequence[Window]) -> str:
+    """A specification in a sentence; windows of short steps grow longer."""
+    steps = {one.num_steps for one in windows if one.generation == job.generation and one.num_steps}
+    counts = f"{min(steps)} to {max(steps)}" if len(steps) > 1 else next(iter(steps), job.window_steps)
+    ended = f", {job.end_reason or 'no reason given'}" if job.phase == "ended" else ""
+    nodes = "1 node" if len(job.nodes) == 1 else f"{len(job.nodes)} nodes"
+    return (
+        f"job {job.phase}{ended}: generation {job.generation}, {job.world_size} ranks on {nodes}, "
+        f"{counts} steps a window, {job.optimizer_family}, policy {job.policy}, "
+        f"global batch {job.global_batch}, sizes {sizes_text(job.initial_local_batch_sizes)} at first"
+    )
+
+
+def _gaps(inspection: Inspection) -> Iterator[str]:
+    lacking: dict[tuple[int, str], list[int]] = {}
+    for window, missing in inspection.gaps():
+        for what in missing:
+            lacking.setdefault((window.generation, what), []).append(window.window)
+    for (generation, what), windows in lacking.items():
+        yield f"missing in generation {generation}: {what} of windows {ranges(windows)}"
+    if not inspection.view.windows:
+        yield "gaps: unknown, there is no window"
+    elif not lacking:
+        yield "gaps: none, every window has all its messages"
+
+
+def _print_windows(inspection: Inspection, windows: Sequence[Window], *, every: bool, stderr: bool) -> None:
+    if not windows:
+        return
+    several = len({window.generation for window in windows}) > 1
+    headings = (*(("generation",) if several else ()), *HEADINGS)
+    rows = [
+        (*((str(window.generation),) if several else ()), *_cells(inspection, window, before))
+        for window, before in zip(windows, (None, *windows), strict=False)
+    ]
+    caption = None
+    if not every and len(rows) > MOST_LINES:
+        caption = f"{len(rows) - MOST_LINES} windows are not shown: --all"
+        rows[MOST_LINES // 2 : -MOST_LINES // 2] = [("...",) * len(headings)]
+    print_table(headings, rows, left=LEFT, caption=caption, stderr=stderr)
+
+
+def _cells(inspection: Inspection, window: Window, before: Window | None) -> tuple[str, ...]:
+    metrics, action, previous = window.metrics, window.action, before.action if before else None
+    same = action and previous and action.local_batch_sizes == previous.local_batch_sizes
+    same = same and action and previous and action.exchange == previous.exchange
+    at_s = (window.started_ns - inspection.first_ns) / 1e9 if window.started_ns else None
+    return (
+        str(window.window),
+        formatted(at_s, "{:.2f}"),
+        str(metrics.global_batch_size) if metrics else UNKNOWN,
+        formatted(metrics.step_time_s if metrics else None, "{:.1f}", 1000),
+        formatted(metrics.loss if metrics else None, "{:.3f}"),
+        formatted(metrics.accuracy if metrics else None, "{:.1%}"),
+        formatted(metrics.held_out_accuracy if metrics else None, "{:.1%}"),
+        sizes_text(window.sizes),
+        "+".join(window.probes) or UNKNOWN,
+        "the same" if same else _decided(action) if action else UNKNOWN,
+        formatted(window.decision_s, "{:.1f}", 1000),
+        ", ".join(str(adopted.window) for adopted in inspection.view.adopted(window)),
+        formatted(window.mean_reward()),
+    )
+
+
+def window_lines(view: JobView, window: Window) -> Iterator[str]:
+    """The window's metrics, the decision made on it, and the decisions adopted in it."""
+    where = f"window {window.window} of generation {window.generation}"
+    if (metrics := window.metrics) is not None:
+        yield (
+            f"{where}: global batch {metrics.global_batch_size}, step {metrics.step_time_s * 1000:.1f} ms, "
+            f"{formatted(metrics.throughput, '{:.0f}')} samples/s, "
+            f"noise scale {formatted(metrics.noise_scale, '{:.0f}')}, mean reward {formatted(window.mean_reward())}"
+            + ("" if window.energy_j is None else f", {window.energy_j:.4g} J")
+        )
+    yield f"decided: {_action(window.action)}" if window.action else f"no action for {where}"
+    for adopted in view.adopted(window):
+        if (applied := adopted.applied) is not None:
+            refused = ", ".join(f"{number} {reason}" for reason, number in applied.num_refused.items())
+            yield (
+                f"from step {applied.effective_step} on under the action of window {applied.decided_window}: "
+                + sizes_text(applied.local_batch_sizes)
+                + ("" if applied.exchange == EXACT else f", gradients {applied.exchange.label}")
+                + (f"; refused so far: {refused}" if refused else "")
+            )
+
+
+def _decided(action: Action) -> str:
+    exchange = "" if action.exchange == EXACT else f", {action.exchange.label}"
+    return sizes_text(action.local_batch_sizes) + exchange
+
+
+def _action(action: Action) -> str:
+    levers = "".join(f", {name} {value:g}" for name, value in action.levers.items())
+    exchange = "" if action.exchange == EXACT else f", gradients {action.exchange.label}"
+    gap = ", after a gap" if action.gap else ""
+    return (
+        f"{sizes_text(action.local_batch_sizes)} by {action.policy} version {action.policy_version} "
+        f"({action.split}{exchange}), watermark {action.watermark}{gap}{levers}, {len(action.carry)} bytes of memory, "
+        f"{action.hash.hex()[:16]} after {action.previous_hash.hex()[:16] or 'nothing'}"
+    )
+
+
+def _print_ranks(window: Window, *, stderr: bool) -> None:
+    metrics = {rank.rank: rank for node in window.nodes.values() for rank in node.ranks}
+    rewards = {rank.rank: rank for node in window.nodes.values() for rank in node.rewards}
+    if not (metrics or rewards):
+        return
+    terms = list(dict.fromkeys(name for reward in rewards.values() for name in reward.terms))
+    rows = [
+        (
+            str(rank),
+            *(cell(metrics[rank]) if rank in metrics else UNKNOWN for cell in DETAIL_COLUMNS.values()),
+            formatted(rewards[rank].reward if rank in rewards else None),
+            *(formatted(rewards[rank].terms.get(name) if rank in rewards else None) for name in terms),
+        )
+        for rank in sorted(metrics | rewards)
+    ]
+    print_table(("rank", *DETAIL_COLUMNS, "reward", *terms), rows, stderr=stderr)
+
+
+# --- as JSON
+
+
+def document(inspection: Inspection, here: Fingerprint, windows: Sequence[Window]) -> Document:
+    """The capture and some of its windows, with the units in the names."""
+    return {
+        "capture": msgspec.to_builtins(inspection.header),
+        "end": msgspec.to_builtins(inspection.end),
+        "faults": inspection.faults,
+        "fingerprint_differences": differences(inspection.header.fingerprint, here),
+        "num_records": inspection.num_records,
+        "num_payload_bytes": inspection.num_payload_bytes,
+        "first_ns": inspection.first_ns or None,
+        "last_ns": inspection.last_ns or None,
+        "kinds": dict(sorted(inspection.kinds.items())),
+        "malformed": [{"subject": subject, "reason": reason} for subject, reason in inspection.malformed],
+        "chain_fault": inspection.chain_fault or None,
+        "jobs": document_of(inspection.jobs),
+        "events": document_of(inspection.events),
+        "gaps": [
+            {"generation": window.generation, "window": window.window, "missing": missing}
+            for window, missing in inspection.gaps()
+        ],
+        "windows": [_window(inspection.view, window) for window in windows],
+    }
+
+
+def _window(view: JobView, window: Window) -> Document:
+    metrics = {rank.rank: rank for node in window.nodes.values() for rank in node.ranks}
+    rewards = {rank.rank: rank for node in window.nodes.values() for rank in node.rewards}
+    return {
+        "generation": window.generation,
+        "window": window.window,
+        "started_ns": window.started_ns or None,
+        "metrics": document_of(window.metrics),
+        "energy_j": window.energy_j,
+        "local_batch_sizes": list(window.sizes),
+        "probes": window.probes,
+        "mean_reward": window.mean_reward(),
+        "action": document_of(window.action, leave_out=("carry",)),  # opaque: the policy's own memory
+        "decided_ns": window.decided_ns or None,
+        "decision_s": window.decision_s,
+        "applied": [document_of(adopted.applied) for adopted in view.adopted(window)],
+        "num_doubles": window.num_doubles,
+        "ranks": [
+            {"rank": rank, "metrics": document_of(metrics.get(rank)), "reward": document_of(rewards.get(rank))}
+            for rank in sorted(metrics | rewards)
+        ],
+    }
+
+
+# --- as a figure
+
+
+def _draw(view: JobView, path: str) -> None:
+    """Write a PNG; the generations of a job stand one after the other."""
+    from matplotlib.figure import Figure
+
+    from dynamix.cli.figures import COLOURS, finish, save
+
+    windows = view.history
+    places = _places(windows)
+    figure = Figure(figsize=(12, 10), layout="constrained")
+    all_axes = figure.subplots(4, 1, sharex=True, height_ratios=(2, 1, 1.2, 1))
+    sizes, times, accuracy, reward = all_axes
+    _draw_sizes(sizes, view, places)
+    times.plot(places, _of_job(windows, "step_time_s", 1000.0), color=COLOURS[0])
+    finish(times, ylabel="step time, ms")
+    accuracy.plot(places, _of_job(windows, "accuracy"), color=COLOURS[0], label="training")
+    accuracy.plot(places, _of_job(windows, "held_out_accuracy"), color=COLOURS[3], label="held out", marker=".")
+    loss = accuracy.twinx()
+    dashed: dict[str, Any] = {"color": "#999999", "linewidth": 1, "linestyle": "--"}
+    loss.plot(places, _of_job(windows, "loss"), **dashed)
+    loss.set_ylabel("loss")
+    accuracy.plot([], [], label="loss, right", **dashed)
+    finish(accuracy, from_zero=False, beside=1.05, ylabel="accuracy")
+    reward.plot(places, _known([window.mean_reward() for window in windows]), color="#0b6e4f")
+    finish(reward, from_zero=False, ylabel="mean reward")
+    for place, window, before in zip(places[1:], windows[1:], windows, strict=False):
+        if window.generation != before.generation:  # a restart
+            for axes in all_axes:
+                axes.axvline(place - 0.5, color="black", linewidth=0.8, linestyle=":")
+    reward.set_xlabel("window" if windows[-1].generation == windows[0].generation else "window, over all generations")
+    policies = sorted({window.action.policy for window in windows if window.action})
+    figure.suptitle(f"{view.name}, {len(windows)} windows under {', '.join(policies) or 'no policy'}")
+    save(figure, path)
+
+
+def _draw_sizes(axes: "Axes", view: JobView, places: Sequence[int]) -> None:
+    """The sizes; below them, windows whose action changed the sizes, and windows in which a decision was adopted."""
+    from dynamix.cli.figures import draw_sizes, finish
+
+    windows = view.history
+    ranks = sorted({rank for window in windows for rank in window.local_batch_sizes})
+    by_rank = [_known([window.local_batch_sizes.get(rank) for window in windows]) for rank in ranks]
+    draw_sizes(axes, places, by_rank, "mid")
+    actions = [(place, window.action) for place, window in zip(places, windows, strict=True) if window.action]
+    changed = [place for place, action in actions if action.split == "tracking" or any(action.deltas)]
+    began = [place for place, window in zip(places, windows, strict=True) if view.adopted(window)]
+    bottom = axes.get_xaxis_transform()
+    for marked, height, marker, colour, label in (
+        (changed, 0.07, "^", "#dd8452", "decided a change"),
+        (began, 0.02, "|", "#0b6e4f", "adopted"),
+    ):
+        heights = [height] * len(marked)
+        axes.plot(marked, heights, marker, color=colour, markersize=6, transform=bottom, label=label)
+    finish(axes, beside=1.0, ylabel="local batch size", title="Sizes in use")
+
+
+def _of_job(windows: Sequence[Window], field: str, factor: float = 1.0) -> list[float]:
+    return [value * factor for value in _known([getattr(window.metrics, field, None) for window in windows])]
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    """Numbers to draw: NaN, which is not drawn, for unknown ones."""
+    return [math.nan if value is None else float(value) for value in values]
+
+
+def _places(windows: Sequence[Window]) -> list[int]:
+    """The place of each window: its index, after the last window of the generation before it."""
+    places: list[int] = []
+    start = 0
+    for window, before in zip(windows, (None, *windows), strict=False):
+        if before is not None and window.generation != before.generation:
+            start = places[-1] + 1
+        places.append(start + window.window)
+    return places

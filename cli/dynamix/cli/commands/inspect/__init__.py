@@ -1,1 +1,0 @@
-"""Show what a capture holds: windows, decisions, rewards, gaps."""

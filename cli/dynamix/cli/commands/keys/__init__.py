@@ -1,1 +1,0 @@
-"""Create, revoke and list the keys that let users in at the broker."""

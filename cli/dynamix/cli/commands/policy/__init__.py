@@ -1,1 +1,0 @@
-"""List, show, export and import learned policies."""

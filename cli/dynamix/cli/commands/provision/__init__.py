@@ -1,1 +1,0 @@
-"""Create the broker's streams, or bring them up to date."""

@@ -1,0 +1,248 @@
+"""Replay a capture: give a service's functions the recorded inputs, and compare each output byte for byte.
+
+  dynamix replay FILE                              into the arbitrator, as fast as it goes
+  dynamix replay FILE --into reward
+  dynamix replay FILE --into collector --speed original
+  dynamix replay FILE --policy rule --policy-option noise_multiplier=2
+
+The first difference is shown field by field. With another policy it says what that would have decided here. The
+services' own settings are read from DYNAMIX_COLLECTOR_... and DYNAMIX_REWARD_... as the services read them.
+
+0: equal, or a policy was asked; 1: different, or not every recorded output was compared; 2: it cannot be replayed;
+130: interrupted.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_list, add_option
+from dynamix.cli.errors import INTERRUPTED, CommandError, explained, reading
+from dynamix.cli.output import Document, write_json
+from dynamix.cli.terminal import ProgressLine, print_lines, print_table, sizes_text, stop_event
+from dynamix.collector.observation import CollectorSettings
+from dynamix.recording.capture import (
+    CaptureError,
+    WindowKey,
+    differences,
+    fingerprint,
+    first_generation,
+    read_header,
+)
+from dynamix.recording.comparison import Difference, FieldPair
+from dynamix.recording.decisions import OtherPolicy, PolicyComparison, WindowComparison
+from dynamix.recording.playback import Player, ReplayError
+from dynamix.recording.replay import ReplayOutcome, ReplayRequest, replay
+from dynamix.reward.service import RewardSettings
+from dynamix.runtime.settings import load
+from dynamix.schemas.messages.policy_options import option_value
+
+EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
+MAX_FIELDS = 40
+"""Differing fields that are shown."""
+MAX_ALIKE = 12
+"""Fields that are alike, for orientation."""
+MAX_WINDOWS = 40
+CONCERNED = {"collector": "windows, states and traces", "reward": "rewards", "arbitrator": "actions and events"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
+    services = ("collector", "reward", "arbitrator")
+    add_option(parser, "--into", "arbitrator", "the service whose outputs are made again", choices=services)
+    add_option(parser, "--speed", "max", "the recording's pace or none", choices=("original", "max"))
+    parser.add_argument("--until", metavar="WINDOW", help="the last window, as N or GENERATION:N (default: all)")
+    parser.add_argument("--policy", metavar="NAME", help="ask another policy what it would have decided")
+    what = "of that policy, or of the recorded one asked again; may be given again"
+    add_list(parser, "--policy-option", "NAME=VALUE", what)
+    add_list(parser, "--policy-file", "PATH", "a learned policy that is not in the package; may be given again")
+    parser.add_argument("--strict", action="store_true", help="other bytes are a difference on any build and processor")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Replay and show; the exit code says equal or not."""
+    to_stderr, strict = arguments.json == STANDARD_OUTPUT, arguments.strict
+    unusable = explained(CaptureError, ReplayError, ValueError, exit_code=UNUSABLE)
+    with unusable, reading(arguments.file, exit_code=UNUSABLE):
+        request = _request(arguments)
+        found = differences(read_header(request.path).fingerprint, fingerprint())
+        if found:
+            expected = "captured by another build or processor: expect equal decisions, not equal bytes"
+            print_lines([expected, *(f"  {line}" for line in found)], stderr=to_stderr)
+        outcome = asyncio.run(_replayed(request))
+    _show(outcome, strict=strict, stderr=to_stderr)
+    with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
+        write_json(_document(outcome, strict=strict), arguments.json)
+    if outcome.interrupted:
+        return INTERRUPTED
+    return EQUAL if outcome.what_if is not None or outcome.is_equal(strict=strict) else DIFFERENT
+
+
+def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
+    """All of it; `equal` is what the exit code says, `null` where another policy was asked or it was interrupted."""
+    asked = outcome.what_if is not None or outcome.interrupted
+    return {
+        "equal": None if asked else outcome.is_equal(strict=strict),
+        "bytes_equal": None if asked else outcome.bytes_equal,
+        "decisions_equal": None if asked else outcome.decisions_equal,
+        "times_real_time": outcome.recorded_s / outcome.wall_s if outcome.wall_s > 0 else None,
+        **msgspec.to_builtins(outcome),
+    }
+
+
+def _request(arguments: argparse.Namespace) -> ReplayRequest:
+    path, options = Path(arguments.file), dict(_option(text) for text in arguments.policy_option)
+    asks_another = arguments.policy is not None or bool(options)
+    if asks_another and arguments.into != "arbitrator":
+        raise CommandError(f"--policy asks the arbitrator, not the {arguments.into}", exit_code=UNUSABLE)
+    return ReplayRequest(
+        path=path,
+        into=arguments.into,
+        speed=arguments.speed,
+        until=None if arguments.until is None else _window_key(path, arguments.until),
+        other=OtherPolicy(arguments.policy, options) if asks_another else None,
+        policy_files=tuple(Path(file) for file in arguments.policy_file),
+        collector=load("collector", CollectorSettings, []).own,
+        reward=load("reward", RewardSettings, []).own,
+    )
+
+
+def _option(text: str) -> tuple[str, float | str]:
+    name, _, value = text.partition("=")
+    if not value:
+        raise CommandError(f"--policy-option {text!r}: write NAME=VALUE", exit_code=UNUSABLE)
+    return name, option_value(value)
+
+
+def _window_key(path: Path, text: str) -> WindowKey:
+    generation, separator, window = text.rpartition(":")
+    if not window.isdecimal() or (separator and not generation.isdecimal()):
+        raise CommandError(f"--until {text}: write a window as N or GENERATION:N", exit_code=UNUSABLE)
+    return WindowKey(int(generation) if separator else first_generation(path), int(window))
+
+
+async def _replayed(request: ReplayRequest) -> ReplayOutcome:
+    with stop_event() as stop, ProgressLine() as progress:
+        progress.write_line(f"replaying {request.path} into the {request.into}")
+        begun_s = time.monotonic()
+
+        def show(player: Player) -> None:
+            pace = player.recorded_s / max(1e-9, time.monotonic() - begun_s)
+            progress.show(
+                f"{player.num_records} messages, {player.recorded_s:.0f} s of the recording, {pace:.1f} times its pace"
+            )
+
+        return await replay(request, stop=stop, on_progress=show)
+
+
+def _show(outcome: ReplayOutcome, *, strict: bool, stderr: bool) -> None:
+    """Print the verdict, what was compared, and the first difference."""
+    print_lines(lines(outcome, strict=strict), stderr=stderr)
+    first = outcome.counts.first_disagreeing or outcome.counts.first
+    if outcome.what_if is not None:
+        _print_windows(outcome.what_if, stderr=stderr)
+    elif first is not None:
+        print_lines([_difference(first)], stderr=stderr)
+        if first.fields:
+            _print_fields(first.fields, stderr=stderr)
+
+
+def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
+    """The outcome in sentences."""
+    ratio = outcome.recorded_s / max(1e-9, outcome.wall_s)
+    yield (
+        f"{outcome.job} into the {outcome.into}: {outcome.num_records} messages of {outcome.recorded_s:.1f} s in "
+        f"{outcome.wall_s:.2f} s, {ratio:.1f} times the recording's pace"
+    )
+    if outcome.cut_off:
+        yield f"cut off: {outcome.cut_off}"
+    yield from (f"note: {note}" for note in outcome.counts.notes)
+    if outcome.interrupted:
+        yield "interrupted: what follows is of the part before"
+    yield from _compared(outcome, strict=strict) if outcome.what_if is None else _asked(outcome.what_if)
+
+
+def _compared(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
+    counts, what = outcome.counts, CONCERNED[outcome.into]
+    verdict = "EQUAL" if outcome.is_equal(strict=strict) else "DIFFERENT"
+    if counts.num_uncompared and not counts.num_different:
+        verdict = "INCOMPLETE"
+    yield (
+        f"{verdict}: of {counts.num_compared} {what} {counts.num_equal} are equal byte for "
+        f"byte, {counts.num_agreeing} in what they say only, {counts.num_different} differ or are missing"
+    )
+    if counts.num_repeated:
+        yield f"{counts.num_repeated} were recorded twice"
+    if counts.num_uncompared:
+        yield (
+            f"{counts.num_uncompared} recorded {what} were not compared: what they follow from is not in the capture, "
+            "or cannot be decoded"
+        )
+    if counts.num_outside:
+        yield f"{counts.num_outside} replayed ones have no counterpart: the capture ends about there"
+    if counts.differing:
+        named = [f"{window} ({kind})" for _, window, kind in counts.differing[:12]]
+        more = " ..." if counts.num_agreeing + counts.num_different > len(named) else ""
+        yield f"windows that differ: {', '.join(named)}{more}"
+
+
+def _asked(comparison: PolicyComparison) -> Iterator[str]:
+    yield (
+        f"{comparison.policy} (version {comparison.policy_version}) would have decided otherwise in "
+        f"{comparison.num_windows_different} of {comparison.num_windows} windows: {comparison.mean_difference:.1f} "
+        f"samples a rank on average, {comparison.p95_difference:.1f} at the 95th percentile; its global batch is "
+        f"{comparison.mean_global_batch_size_ratio:.2f} times the recorded one"
+    )
+    yield "open loop: it saw what was recorded, not what its own sizes would have led to"
+
+
+def _print_windows(comparison: PolicyComparison, *, stderr: bool) -> None:
+    """Print windows that differ, else the first ones."""
+    sizes = ("recorded sizes", "its sizes")
+    headings = ("window", "recorded batch", "its batch", "change", "a rank, mean", *sizes)
+    chosen = [row for row in comparison.windows if row.recorded != row.other] or comparison.windows
+    several = len({row.generation for row in comparison.windows}) > 1
+    rows = [_cells(row, several=several) for row in chosen[:MAX_WINDOWS]]
+    caption = f"{len(chosen) - MAX_WINDOWS} more: --json FILE has all" if len(chosen) > MAX_WINDOWS else None
+    print_table(headings, rows, left=sizes, caption=caption, stderr=stderr)
+
+
+def _cells(row: WindowComparison, *, several: bool) -> tuple[str, ...]:
+    recorded, other = sum(row.recorded), sum(row.other)
+    return (
+        f"{row.generation}:{row.window}" if several else str(row.window),
+        str(recorded),
+        str(other),
+        f"{100 * (other / max(1, recorded) - 1):+.1f} %",
+        f"{row.mean_difference:.1f}",
+        sizes_text(row.recorded),
+        sizes_text(row.other),
+    )
+
+
+def _difference(first: Difference) -> str:
+    at = "" if first.sequence is None else f", recorded at {first.sequence}"
+    byte = "" if first.first_byte is None else f"; the first other byte is the {first.first_byte}th, from 0"
+    return f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}{byte}"
+
+
+def _print_fields(pairs: Sequence[FieldPair], *, stderr: bool) -> None:
+    """Print what differs, highlighted, among some of what does not."""
+    headings = ("", "field", "recorded", "replayed")
+    differing = [pair for pair in pairs if pair.differs]
+    alike = [pair for pair in pairs if not pair.differs]
+    kept = {id(pair) for pair in [*differing[:MAX_FIELDS], *alike[:MAX_ALIKE]]}
+    shown = [pair for pair in pairs if id(pair) in kept]
+    caption, left = None, len(pairs) - len(shown)
+    if left or not differing:
+        more = f"{len(differing)} fields differ, {len(alike)} are alike; {left} are not shown"
+        caption = more if differing else f"{more}: only the encoding differs"
+    rows = [("!=" if pair.differs else "", pair.field, pair.recorded, pair.replayed) for pair in shown]
+    styles = ["bold red" if pair.differs else "dim" for pair in shown]
+    print_table(headings, rows, left=headings, caption=caption, styles=styles, stderr=stderr)

@@ -1,1 +1,0 @@
-"""Replay a capture into a service, and compare its output with the recorded one."""

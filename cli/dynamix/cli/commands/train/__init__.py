@@ -1,1 +1,0 @@
-"""Start a training script with torchrun, connected to the bus."""

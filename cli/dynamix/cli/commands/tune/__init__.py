@@ -1,1 +1,0 @@
-"""Choose the settings of the baselines on the train scenarios."""

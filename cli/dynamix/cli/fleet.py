@@ -1,0 +1,229 @@
+"""Jobs and services as the bus shows them: what is stored of a job now, or all jobs kept up to date."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from dynamix.recording.job_view import HISTORY_WINDOWS, JobView
+from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import MalformedMessageError, decode_any
+from dynamix.schemas.messages import Job, Live, Message, MetricWindow
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS
+
+from .heartbeats import Heartbeats
+from .jobs import is_called
+from .services import hear
+
+PAST_MESSAGES = 16384
+"""Messages of FEED, of all jobs, among which those of one job are read for its curves: a second at most."""
+RECENT_MESSAGES = 2048
+"""Messages of FEED before the newest that are read at the start, so that the list of jobs has numbers at once."""
+MOST_ASKED = 32
+"""Running jobs whose newest window is read at the start: the newest ones."""
+MAX_JOBS = 64
+"""Jobs that are kept, the newest ones."""
+FEED_KINDS = ("window", "reward", "applied", "event")
+
+
+def fold_all(view: JobView, batch: list[BusMessage]) -> None:
+    """Fold messages into a view; what cannot be decoded is left out, since the services report it."""
+    for message in batch:
+        with contextlib.suppress(MalformedMessageError):
+            view.fold(decode_any(message.subject, message.payload), message.timestamp_ns)
+
+
+async def stored_job(bus: Bus, job: str) -> JobView:
+    """What is stored of a job now: the curves of its newest windows, the newest decisions."""
+    view = JobView(job)
+    for stream, subject in ((JOBS.name, subjects.of("job", job)), (FEED.name, subjects.of("event", job))):
+        if (newest := await bus.last(stream, subject)) is not None:
+            fold_all(view, [newest])
+    per_node = [subjects.of(kind, job, subjects.ANY) for kind in ("window", "reward")]
+    of_feed = [*per_node, subjects.of("applied", job), subjects.of("event", job)]
+    for stream, wanted, length in (
+        (FEED.name, of_feed, PAST_MESSAGES),
+        (ACTIONS.name, [subjects.of("action", job)], HISTORY_WINDOWS * MOST_ASKED),
+    ):
+        async with aclosing(_stored(bus, stream, wanted, length)) as batches:
+            async for batch in batches:
+                fold_all(view, batch)
+    return view
+
+
+async def _stored(bus: Bus, stream: str, wanted: list[str], length: int) -> AsyncGenerator[list[BusMessage], None]:
+    """What a stream holds on some subjects now, from `length` messages of any subject before the newest on."""
+    newest = [await bus.last(stream, subject) for subject in wanted]
+    end = max((message.sequence for message in newest if message is not None), default=0)
+    if end == 0:
+        return
+    async with bus.consume(stream, wanted, start=max(1, end - length)) as consumer:
+        async for batch in consumer:
+            yield batch
+            if batch[-1].sequence >= end:
+                return
+
+
+async def silent_jobs(bus: Bus, jobs: dict[str, Job], now_ns: int) -> set[str]:
+    """The jobs that published no end and send nothing any more; `jobs` are by id, oldest first."""
+    running = [name for name, job in jobs.items() if job.phase == "running"]
+    silent = set(running[:-MOST_ASKED])
+    for name in running[-MOST_ASKED:]:
+        view = JobView(name)
+        newest = (
+            await bus.last(JOBS.name, subjects.of("job", name)),
+            await bus.last(FEED.name, subjects.of("window", name, subjects.ANY)),
+        )
+        fold_all(view, [message for message in newest if message is not None])
+        if view.phase(now_ns) == "silent":
+            silent.add(name)
+    return silent
+
+
+async def listen(bus: Bus, heartbeats: Heartbeats, timeout_s: float) -> None:
+    """Record heartbeats for so long: also once all services were heard, since training processes beat, too."""
+
+    def record(beat: Live) -> bool:
+        heartbeats.record(beat, time.monotonic())
+        return False
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await hear(bus, record)
+
+
+class Fleet:
+    """The views of all jobs, by name and oldest first, and the services' heartbeats, kept up to date from the bus."""
+
+    def __init__(self, bus: Bus, wanted: str | None = None) -> None:
+        """Follow all jobs, or those called `wanted`: an id, a name or a run id."""
+        self._bus = bus
+        self._wanted = wanted
+        self._opened: dict[str, asyncio.Task[None]] = {}
+        self._meanwhile: dict[str, list[tuple[Message, int]]] = {}
+        """By job whose past is being read: what came since, with the time of each message."""
+        self._forgotten: set[str] = set()
+        self._jobs_known = asyncio.Event()
+        self.jobs: dict[str, JobView] = {}
+        self.heartbeats = Heartbeats()
+        self.news = asyncio.Event()
+        """Set when something new is known, and replaced by another one: who waits holds the one that it saw."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection to the broker now."""
+        return self._bus.is_connected
+
+    @property
+    def num_older(self) -> int:
+        """Jobs on the broker that are not kept."""
+        return len(self._forgotten)
+
+    async def follow(self) -> None:
+        """Keep everything up to date until cancelled. Raises BusError when the broker has no streams."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(hear(self._bus, self._record_beat))
+            group.create_task(self._follow_jobs())
+            group.create_task(self._follow_actions())
+            group.create_task(self._follow_feed())
+
+    async def open(self, name: str) -> JobView | None:
+        """A job with what is stored of it; `None` when there is no such job. Its past is read once.
+
+        From then on it is the same object for every caller. Raises BusError when the past cannot be read.
+        """
+        if (reading := self._reading(name)) is None:
+            return None
+        await asyncio.shield(reading)
+        return self.jobs.get(name)
+
+    def opened(self, name: str) -> JobView | None:
+        """The view that `open` gives, as soon as there is one: until then reading goes on, or begins again."""
+        reading = self._reading(name)
+        return self.jobs.get(name) if reading is not None and reading.done() else None
+
+    def _reading(self, name: str) -> asyncio.Task[None] | None:
+        if name not in self.jobs:
+            return None
+        reading = self._opened.get(name)
+        if reading is None or (reading.done() and (reading.cancelled() or reading.exception() is not None)):
+            reading = self._opened[name] = asyncio.create_task(self._read_past(name), name=f"past of {name}")
+        return reading
+
+    async def _read_past(self, name: str) -> None:
+        meanwhile = self._meanwhile[name] = []
+        try:
+            view = await stored_job(self._bus, name)
+        finally:
+            del self._meanwhile[name]
+        for message, timestamp_ns in meanwhile:
+            view.fold(message, timestamp_ns)
+        if name in self.jobs:
+            self.jobs[name] = view
+        self._notify()
+
+    async def _follow_jobs(self) -> None:
+        wanted = [subjects.of("job", subjects.ANY)]
+        if await self._bus.last(JOBS.name, *wanted) is None:
+            self._jobs_known.set()
+        async with self._bus.consume(JOBS.name, wanted, start="last_per_subject") as consumer:
+            async for batch in consumer:
+                self._fold(batch)
+                if batch[-1].num_pending == 0:
+                    self._jobs_known.set()
+
+    async def _follow_actions(self) -> None:
+        wanted = [subjects.of("action", subjects.ANY)]
+        async with self._bus.consume(ACTIONS.name, wanted, start="last_per_subject") as consumer:
+            async for batch in consumer:
+                self._fold(batch)
+
+    async def _follow_feed(self) -> None:
+        await self._jobs_known.wait()
+        for view in list(self.jobs.values())[-MOST_ASKED:]:
+            if view.job is not None and view.job.phase == "running":
+                newest = await self._bus.last(FEED.name, subjects.of("window", view.name, subjects.ANY))
+                self._fold([] if newest is None else [newest])
+        end = (await self._bus.stream_state(FEED.name)).last_sequence
+        wanted = [subjects.all_of(kind) for kind in FEED_KINDS]
+        async with self._bus.consume(FEED.name, wanted, start=max(1, end - RECENT_MESSAGES)) as consumer:
+            async for batch in consumer:
+                self._fold(batch)
+
+    def _fold(self, batch: list[BusMessage]) -> None:
+        for received in batch:
+            try:
+                message = decode_any(received.subject, received.payload)
+            except MalformedMessageError:
+                continue  # the services report it
+            name = str(getattr(message, "job", ""))
+            if isinstance(message, (Job, MetricWindow)):  # a window may overtake its job's specification
+                self._begin(name, again=isinstance(message, Job))
+            if (view := self.jobs.get(name)) is not None:
+                view.fold(message, received.timestamp_ns)
+                self._meanwhile.get(name, []).append((message, received.timestamp_ns))
+        self._notify()
+
+    def _begin(self, name: str, *, again: bool) -> None:
+        """Have a view of a job, as the newest one where its specification came `again`."""
+        if name in self._forgotten or (name in self.jobs and not again):
+            return
+        if self._wanted is not None and not is_called(name, self._wanted):
+            return
+        self.jobs[name] = self.jobs.pop(name) if name in self.jobs else JobView(name)
+        while len(self.jobs) > MAX_JOBS:
+            oldest = next(iter(self.jobs))
+            del self.jobs[oldest]
+            self._opened.pop(oldest, None)
+            self._forgotten.add(oldest)
+
+    def _record_beat(self, beat: Live) -> bool:
+        self.heartbeats.record(beat, time.monotonic())
+        self._notify()
+        return False  # there is no last one
+
+    def _notify(self) -> None:
+        seen, self.news = self.news, asyncio.Event()
+        seen.set()

@@ -1,0 +1,232 @@
+"""List, show and forget what the runs of job families taught.
+
+A job that names its family (`attach(..., family=...)`) begins with what earlier runs of it taught: times by rank,
+links, the noise scale. In a deployment `forget` needs the broker's user `provision`; the rest, `watcher`.
+"""
+
+import argparse
+import math
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from dynamix.arbitrator.families.profile import UnusableProfileError, read_profile
+from dynamix.arbitrator.policies.model.exploration import FIRST, score
+from dynamix.cli.actions import ActionResult, adding_actions, run_action
+from dynamix.cli.arguments import add_json_argument
+from dynamix.cli.connection import connected, find
+from dynamix.cli.errors import CommandError, explained
+from dynamix.cli.terminal import in_columns
+from dynamix.runtime.bus import Bus, BusError, BusMessage, StreamMissingError
+from dynamix.schemas import subjects
+from dynamix.schemas.messages import ArmRecord, JobProfile
+from dynamix.schemas.streams import JOBS, PROFILES
+from dynamix.schemas.subjects import check_token
+
+CONNECT_TIMEOUT_S = 5.0
+HEADINGS = ("family", "runs", "newest", "policy", "ranks", "windows", "last sizes", "size")
+MOST_SIZES = 4
+NAME_WIDTH = 20
+
+Act = Callable[[Bus, argparse.Namespace], Awaitable[ActionResult]]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's actions."""
+    add = adding_actions(parser)
+    listing = add("list", _list, "all families", "List all families, with their newest runs.")
+    showing = add("show", _show, "what is known of one", "Show what the runs of one family taught.")
+    description = "Forget a family: its next run begins as the first one did. Runs that began with it go on."
+    forgetting = add("forget", _forget, "remove one", description)
+    for one in (showing, forgetting):
+        one.add_argument("family", metavar="FAMILY", type=family_name, help="its name, as `list` shows it")
+    for one in (listing, showing, forgetting):
+        add_json_argument(one)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do one action."""
+    return run_action(_act(arguments), arguments)
+
+
+def family_name(text: str) -> str:
+    """An argument's type: the name of a family."""
+    try:
+        return check_token(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+async def _act(arguments: argparse.Namespace) -> ActionResult:
+    async with connected(find(os.environ), "family", timeout_s=CONNECT_TIMEOUT_S, wait=False) as bus:
+        with explained(ValueError, BusError):
+            act: Act = arguments.act
+            return await act(bus, arguments)
+
+
+async def _list(bus: Bus, _: argparse.Namespace) -> ActionResult:
+    found = await families(bus)
+    return table(found), {"families": [document(one) for one in found]}
+
+
+async def _show(bus: Bus, arguments: argparse.Namespace) -> ActionResult:
+    found = await family_named(bus, arguments.family)
+    return details(found), {"family": document(found)}
+
+
+async def _forget(bus: Bus, arguments: argparse.Namespace) -> ActionResult:
+    await family_named(bus, arguments.family)
+    subject, jobs = subjects.of("profile", arguments.family), await bus.stream_state(JOBS.name)
+    newest = await bus.last(PROFILES.name, subject)
+    mark = JobProfile.forgotten(arguments.family, jobs.last_sequence)
+    await bus.publish_profile(mark, expected_last=0 if newest is None else newest.sequence)
+    num_forgotten = await bus.purge(PROFILES.name, subject, keep=1)
+    text = f"{arguments.family}: {num_forgotten} stored versions forgotten"
+    return text, {"family": arguments.family, "versions_forgotten": num_forgotten}
+
+
+class StoredFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest profile of a family."""
+
+    family: str
+    num_bytes: int
+    stored_at_ns: int
+    """When the broker stored it, since the Unix epoch."""
+    profile: JobProfile | None = None
+    fault: str = ""
+    """Why this program cannot use it; empty when it can."""
+
+
+async def families(bus: Bus) -> list[StoredFamily]:
+    """All families but those that were forgotten, by name.
+
+    Raises:
+        CommandError: when the broker has no stream for them.
+    """
+    try:
+        newest = await bus.last(PROFILES.name, subjects.of("profile", subjects.ANY))
+    except StreamMissingError:
+        raise CommandError("the broker has no stream for job families: run `dynamix provision`") from None
+    found = [] if newest is None else [_read(message) async for message in _newest(bus)]
+    known = [one for one in found if one.profile is None or not one.profile.is_forgotten]
+    return sorted(known, key=lambda one: one.family)
+
+
+async def family_named(bus: Bus, name: str) -> StoredFamily:
+    """One family. Raises CommandError when nothing is stored for it; the text says what there is."""
+    found = await families(bus)
+    for one in found:
+        if one.family == name:
+            return one
+    known = ", ".join(one.family for one in found) or "none"
+    raise CommandError(f"nothing is stored of a family {name!r}: there is {known}")
+
+
+def table(found: Sequence[StoredFamily]) -> str:
+    """One line per family."""
+    if not found:
+        return "no job families: a job has one with attach(..., family='auto'), and leaves what it learned at its end"
+    return in_columns([HEADINGS, *map(_row, found)])
+
+
+def document(one: StoredFamily) -> dict[str, Any]:
+    """One family as data, without the bytes that only its policy reads."""
+    found: dict[str, Any] = {"family": one.family, "usable": not one.fault, "reason": one.fault}
+    found |= {"num_bytes": one.num_bytes, "stored_at_ns": one.stored_at_ns}
+    if (profile := one.profile) is not None:
+        named = {name: getattr(profile, name) for name in profile.__struct_fields__ if name not in ("memory", "family")}
+        noise = [msgspec.structs.asdict(point) for point in profile.noise]
+        found |= {
+            **named,
+            "noise": noise,
+            "arms": _arms(profile.arms),
+            "energy_arms": _arms(profile.energy_arms),
+            "exchange": profile.exchange.label,
+            "memory_bytes": len(profile.memory),
+        }
+    return found
+
+
+def _arms(records: Sequence[ArmRecord]) -> list[dict[str, Any]]:
+    return [msgspec.structs.asdict(each) | {"arm": msgspec.structs.asdict(each.arm)} for each in records]
+
+
+def details(one: StoredFamily) -> str:
+    """One family, a property per line."""
+    lines = [f"{one.family}, {one.num_bytes:,} bytes", _line("usable here", f"no: {one.fault}" if one.fault else "yes")]
+    profile = one.profile
+    if profile is not None:
+        curve = [f"{point.noise_scale:.3g} at {point.num_samples:.3g}" for point in profile.noise]
+        lines += [
+            _line("runs", str(profile.run)),
+            _line("newest run", f"{profile.job}, generation {profile.generation}, {profile.num_windows} windows"),
+            _line("policy", f"{profile.policy} version {profile.policy_version}"),
+            _line("ranks", str(profile.world_size)),
+            _line("last allocation", f"{_sizes(profile)} ({profile.split}), {profile.exchange.label}"),
+            _line("times", f"{len(profile.memory):,} bytes" if profile.memory else "none"),
+            _line("noise scale", f"{', '.join(curve)} samples seen" if curve else "unknown"),
+            *(_line("tried", text) for text in _records(profile.arms, "s")),
+            *(_line("tried, by energy", text) for text in _records(profile.energy_arms, "J")),
+        ]
+    return "\n".join(lines)
+
+
+async def _newest(bus: Bus) -> AsyncIterator[BusMessage]:
+    async with bus.consume(PROFILES.name, [subjects.of("profile", subjects.ANY)], start="last_per_subject") as consumer:
+        async for batch in consumer:
+            for message in batch:
+                yield message
+            if batch[-1].num_pending == 0:
+                return
+
+
+def _read(message: BusMessage) -> StoredFamily:
+    family = subjects.parse(message.subject).tokens[0]
+    profile, fault = None, ""
+    try:
+        profile = read_profile(family, message.payload)
+    except UnusableProfileError as error:
+        fault = str(error)
+    return StoredFamily(
+        family=family,
+        num_bytes=len(message.payload),
+        stored_at_ns=message.timestamp_ns,
+        profile=profile,
+        fault=fault,
+    )
+
+
+def _row(one: StoredFamily) -> tuple[str, ...]:
+    size, profile = f"{one.num_bytes / 1024:.1f} KB", one.profile
+    if profile is None:
+        return (one.family, "?", "cannot be used here: `dynamix family show`", "", "", "", "", size)
+    policy = f"{profile.policy} {profile.policy_version}"
+    counts = (str(profile.world_size), str(profile.num_windows))
+    return (one.family, str(profile.run), profile.job, policy, *counts, _sizes(profile), size)
+
+
+def _records(records: Sequence[ArmRecord], unit: str) -> Iterator[str]:
+    """What each arm took, and over what the first run's took, by which they are compared."""
+    first = next((record for record in records if record.arm == FIRST), None)
+    for record in records:
+        ratio = math.nan if first is None or record is first else score(record, first)
+        yield _record(record, unit) + ("" if math.isnan(ratio) else f", {ratio:.2f} of the first")
+
+
+def _record(record: ArmRecord, unit: str) -> str:
+    ended = f", {record.num_stopped} stopped" if record.num_stopped else ""
+    reached = [cost for cost in record.milestones if cost]
+    until = f", {reached[-1]:.4g} {unit} to the last of {len(reached)} levels" if reached else ""
+    return f"{record.arm.label}: {record.num_runs} runs{ended}{until}"
+
+
+def _sizes(profile: JobProfile) -> str:
+    shown = "/".join(map(str, profile.local_batch_sizes[:MOST_SIZES]))
+    rest = "/..." if len(profile.local_batch_sizes) > MOST_SIZES else ""
+    return f"{shown}{rest} = {sum(profile.local_batch_sizes)}"
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:{NAME_WIDTH}}{value}"

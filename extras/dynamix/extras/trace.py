@@ -1,0 +1,264 @@
+"""Send one OpenTelemetry trace per window of a job: when its reports, states, action and receipt were stored.
+
+  dynamix trace JOB                     while it runs, from its first stored message until it has ended
+  dynamix trace JOB --past              what is stored now
+  dynamix trace FILE                    a capture: the same traces, with the same ids
+
+They go to --endpoint, or where OTEL_EXPORTER_OTLP_ENDPOINT says, by OTLP over HTTP (http://localhost:4318 by default).
+Nothing of the job knows of it. Needs the packages of 'dynamix-batch[otel]'.
+
+window                       first report stored ... the action applied, or the last thing that happened
+  collect NODE               a node's report stored ... its state stored
+    reward NODE              its metric window stored ... its rewards stored
+  decide                     the last state before the action stored ... the action stored
+  adopt                      the action stored ... its receipt stored: all ranks have agreed on the step
+"""
+
+import argparse
+import asyncio
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from dynamix.cli.connection import connected, find
+from dynamix.cli.errors import CommandError, MisuseError, explained, reading
+from dynamix.cli.jobs import check_job, find_job
+from dynamix.cli.source import Source
+from dynamix.cli.terminal import ProgressLine, stop_event
+from dynamix.recording.capture import CaptureError, Record, read_header, records
+from dynamix.recording.job_view import JobView, NodeWindow, Window, WindowKey
+from dynamix.schemas.codec import MalformedMessageError, decode_any
+from dynamix.schemas.messages import Report
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+SCOPE = "dynamix.extras.trace"
+MAX_BATCH = 512
+KEPT_WINDOWS = 8
+"""A window is closed when this many later ones have begun: a trainer refuses actions that are older."""
+
+AttributeValue = str | int | float | bool | list[int]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("job", metavar="JOB|FILE", help="the job's id, or how it begins; or a capture")
+    parser.add_argument("--past", action="store_true", help="only what is stored now, also of a job that runs")
+    parser.add_argument("--endpoint", metavar="URL", help="where traces go, such as http://localhost:4318/v1/traces")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Send all traces; 0 when the last one is sent."""
+    if arguments.endpoint and not arguments.endpoint.startswith(("http://", "https://")):
+        raise MisuseError(f"--endpoint {arguments.endpoint!r} is no URL: write http://host:4318/v1/traces")
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    export = SpanExport(OTLPSpanExporter(endpoint=arguments.endpoint or None))
+    try:
+        if is_file_name(arguments.job):
+            malformed = _from_file(Path(arguments.job), export)
+        else:
+            malformed = asyncio.run(_from_bus(arguments, export))
+    finally:
+        export.close()
+    left_out = f"; {malformed} messages that cannot be read were left out" if malformed else ""
+    print(f"{export.num_sent} spans sent{left_out}")
+    if export.num_refused:
+        raise CommandError(f"{export.num_refused} spans were not taken: is there a collector of OpenTelemetry?")
+    return 0
+
+
+def is_file_name(text: str) -> bool:
+    """Whether a capture is meant, also one that does not exist, and not a job: no id has a slash or a dot."""
+    return "/" in text or "." in text or Path(text).is_file()
+
+
+def _from_file(file: Path, export: "SpanExport") -> int:
+    with explained(CaptureError), reading(file):
+        traces = WindowTraces(read_header(file).job)
+        for record in records(file):
+            export.add(traces.add_record(record))
+    export.add(traces.finish())
+    return traces.num_malformed
+
+
+async def _from_bus(arguments: argparse.Namespace, export: "SpanExport") -> int:
+    check_job(arguments.job)
+    async with connected(find(os.environ), "trace") as bus:
+        job = (await find_job(bus, arguments.job)).job
+        traces = WindowTraces(job)
+        with stop_event() as stop, ProgressLine() as progress:
+            async with Source(bus, job, past=arguments.past, stop=stop) as source:
+                while batch := await source.read():
+                    for record in batch:
+                        export.add(traces.add_record(record))
+                    await asyncio.to_thread(export.flush)
+                    progress.show(f"{export.num_sent} spans of {job}")
+        export.add(traces.finish())
+        return traces.num_malformed
+
+
+class WindowSpan(NamedTuple):
+    """One span: ids as integers, times in ns since the epoch."""
+
+    name: str
+    trace_id: int
+    span_id: int
+    parent_id: int | None
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, AttributeValue]
+
+
+class WindowTraces:
+    """Folds the records of one job, in the order in which they were stored, into the spans of its windows."""
+
+    def __init__(self, job: str) -> None:
+        self._view = JobView(job, most_windows=1 << 62)
+        self.num_malformed = 0
+
+    def add_record(self, record: Record) -> list[WindowSpan]:
+        """The spans of the windows that are complete by this record."""
+        try:
+            message = decode_any(record.subject, record.payload)
+        except MalformedMessageError:
+            self.num_malformed += 1
+            return []
+        self._view.fold(message, record.timestamp_ns)
+        if isinstance(message, Report) and message.job == self._view.name:
+            return self._close((message.generation, message.window - KEPT_WINDOWS))
+        return []
+
+    def finish(self) -> list[WindowSpan]:
+        """The spans of all windows that are left."""
+        return self._close(max(self._view.windows, default=(0, 0)))
+
+    def _close(self, last: WindowKey) -> list[WindowSpan]:
+        closed = [self._view.windows.pop(key) for key in sorted(self._view.windows) if key <= last]
+        return [span for window in closed for span in spans_of(self._view.name, window)]
+
+
+def spans_of(job: str, known: Window) -> Iterator[WindowSpan]:
+    """The spans of one window, the root first; none where no report of it is known.
+
+    Ids are derived from job, generation, window and name: no message has to carry any, and a capture gives the same
+    trace as the job did while it ran.
+    """
+    if not known.started_ns:
+        return
+    trace = f"{job}:{known.generation}:{known.window}"
+    trace_id, root_id = _id(trace, 16), _id(f"{trace}:window", 8)
+
+    def span(name: str, start_ns: int, end_ns: int, parent_id: int | None, **more: AttributeValue) -> WindowSpan:
+        attributes = {
+            "dynamix.job": job,
+            "dynamix.generation": known.generation,
+            "dynamix.window": known.window,
+            **{f"dynamix.{key}": value for key, value in more.items()},
+        }
+        span_id = _id(f"{trace}:{name}", 8)
+        return WindowSpan(name, trace_id, span_id, parent_id, start_ns, max(start_ns, end_ns), attributes)
+
+    times = [at for node in known.nodes.values() for at in (node.report_ns, node.state_ns, node.reward_ns)]
+    last_ns = max([known.decided_ns, known.applied_ns, *times])
+    decided, applied = known.action is not None, known.applied is not None
+    yield span("window", known.started_ns, last_ns, None, decided=decided, applied=applied, nodes=len(known.nodes))
+    for name, node in sorted(known.nodes.items()):
+        yield from _node_spans(span, name, node, root_id)
+    if known.action is not None:
+        action = known.action
+        states = [node.state_ns for node in known.nodes.values() if 0 < node.state_ns <= known.decided_ns]
+        start_ns = max(states, default=known.decided_ns)
+        more: dict[str, AttributeValue] = {"policy": action.policy, "policy_version": action.policy_version}
+        sizes = list(action.local_batch_sizes[:64])
+        yield span("decide", start_ns, known.decided_ns, root_id, local_batch_sizes=sizes, split=action.split, **more)
+    if known.applied is not None and known.action is not None:
+        receipt = known.applied
+        effective = {"effective_window": receipt.effective_window, "effective_step": receipt.effective_step}
+        yield span("adopt", known.decided_ns, known.applied_ns, root_id, **effective)
+
+
+def _node_spans(span: Callable[..., WindowSpan], name: str, node: NodeWindow, root_id: int) -> Iterator[WindowSpan]:
+    if not (node.report_ns and node.state_ns):
+        return
+    probe = {"probe": node.probe} if node.window_ns else {}
+    collect = span(f"collect {name}", node.report_ns, node.state_ns, root_id, node=name, **probe)
+    yield collect
+    if node.window_ns and node.reward_ns:
+        yield span(f"reward {name}", node.window_ns, node.reward_ns, collect.span_id, node=name)
+
+
+def _id(text: str, num_bytes: int) -> int:
+    """An id that is the same wherever it is derived; never 0, which means none."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:num_bytes]) or 1
+
+
+class SpanExport:
+    """Sends spans with ids of our own, which a tracer would make up itself; none is dropped while others are sent.
+
+    Attributes:
+        num_sent: spans that were taken.
+        num_refused: spans that were not, after the exporter's own retries.
+    """
+
+    def __init__(self, exporter: "SpanExporter") -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        self._exporter = exporter
+        version = importlib.metadata.version("dynamix-batch")
+        self._resource = Resource.create({"service.name": "dynamix", "service.version": version})
+        self._scope = InstrumentationScope(SCOPE, version)
+        self._waiting: list[ReadableSpan] = []
+        self.num_sent = self.num_refused = 0
+
+    def add(self, spans: Iterable[WindowSpan]) -> None:
+        """Queue spans; blocks to send what makes a full batch."""
+        self._waiting += [self._readable(span) for span in spans]
+        while len(self._waiting) >= MAX_BATCH:
+            self._send()
+
+    def flush(self) -> None:
+        """Send all that waits; blocks for as long as the exporter tries."""
+        while self._waiting:
+            self._send()
+
+    def close(self) -> None:
+        """Send what is left, and end the exporter."""
+        try:
+            self.flush()
+        finally:
+            self._exporter.shutdown()
+
+    def _send(self) -> None:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+        if self._exporter.export(batch) is SpanExportResult.SUCCESS:
+            self.num_sent += len(batch)
+        else:
+            self.num_refused += len(batch)
+
+    def _readable(self, span: WindowSpan) -> "ReadableSpan":
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+
+        def context(span_id: int) -> SpanContext:
+            return SpanContext(span.trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+        return ReadableSpan(
+            name=span.name,
+            context=context(span.span_id),
+            parent=None if span.parent_id is None else context(span.parent_id),
+            resource=self._resource,
+            attributes=span.attributes,
+            kind=SpanKind.INTERNAL,
+            start_time=span.start_ns,
+            end_time=span.end_ns,
+            instrumentation_scope=self._scope,
+        )

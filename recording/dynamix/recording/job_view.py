@@ -1,0 +1,414 @@
+"""A job as its messages describe it, now and window by window: for `dynamix top`, the page, `inspect`, tables, traces.
+
+In: the messages of one job, in any order, each with the time when the broker stored it. Out: a `JobView` with the
+newest window, ranks, nodes, decision and rewards, and a `Window` for each window. Pure: no bus, no clock, no terminal.
+Change here what is known of a job.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from statistics import fmean
+from typing import Literal
+
+import msgspec
+
+from dynamix.schemas.messages import (
+    Action,
+    Applied,
+    Event,
+    GlobalMetrics,
+    Job,
+    Message,
+    MetricWindow,
+    NodeMetrics,
+    RankMetrics,
+    RankReward,
+    Report,
+    Reward,
+    State,
+)
+from dynamix.schemas.messages.allocation import EXACT, Exchange
+
+HISTORY_WINDOWS = 240
+"""Windows kept by default: more than a wide terminal has columns for one."""
+SILENT_AFTER_S = 60.0
+"""A job that runs and sends nothing for so long was probably killed; its end was never published."""
+SILENT_BEFORE_FIRST_WINDOW_S = 600.0
+"""The same before its first window: loading data or compiling a model takes a while."""
+SILENT_GAPS = 3
+"""A job with long windows has so many of its longest pauses between two."""
+LATE_AFTER_WINDOWS = 3
+"""A job that is steered has a decision by this window."""
+KEPT_EVENTS = 32
+
+Phase = Literal["running", "silent", "ended"]
+"""`silent`: it published no end, and sends nothing any more."""
+WindowKey = tuple[int, int]
+"""Generation and window: what orders the windows of a job."""
+
+
+class RankView(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest metrics and reward of one rank."""
+
+    rank: int
+    node: str
+    window: int
+    metrics: RankMetrics
+    reward: RankReward | None = None
+
+    @property
+    def busy_time_s(self) -> float:
+        """What tells slow ranks apart: the compute time of a step, or the whole step where it is unknown."""
+        training = self.metrics.training
+        return training.step_time_s if training.compute_time_s is None else training.compute_time_s
+
+
+class NodeWindow(msgspec.Struct, kw_only=True):
+    """One node in one window: when the broker stored its messages (0: not seen), and what they hold."""
+
+    report_ns: int = 0
+    window_ns: int = 0
+    state_ns: int = 0
+    reward_ns: int = 0
+    kinds: set[str] = msgspec.field(default_factory=set)
+    """Kinds of messages seen."""
+    metrics: NodeMetrics | None = None
+    probe: str = ""
+    tx_bytes_per_s: float | None = None
+    """Sent by this job's ranks on the node to other ranks, acknowledged; `None` when unknown."""
+    rx_bytes_per_s: float | None = None
+    num_rewards: int = 0
+    mean_reward: float = 0.0
+    mean_terms: dict[str, float] = {}
+    ranks: tuple[RankMetrics, ...] = ()
+    """Empty unless the view keeps ranks."""
+    rewards: tuple[RankReward, ...] = ()
+
+
+NODE_KINDS = ("report", "window", "state", "reward")
+"""Every node sends one message of each of these kinds per window."""
+
+
+class Window(msgspec.Struct):
+    """One window of a job; its messages may come in any order, and one that comes twice changes nothing."""
+
+    generation: int
+    window: int
+    metrics: GlobalMetrics | None = None
+    """The whole job, from any node's metric window."""
+    energy_j: float | None = None
+    """Joules of all ranks' devices, in jobs that measure them."""
+    num_steps: int = 0
+    """Optimizer steps, 0 when unknown."""
+    nodes: dict[str, NodeWindow] = {}
+    local_batch_sizes: dict[int, int] = {}
+    """By rank, from metric windows or else from reports."""
+    formula: str = ""
+    """The formula of the rewards."""
+    action: Action | None = None
+    """The decision on this window's states, without the policy's memory unless ranks are kept."""
+    decided_ns: int = 0
+    applied: Applied | None = None
+    """The receipt of that decision."""
+    applied_ns: int = 0
+    num_doubles: int = 0
+    """Messages that repeated an earlier one."""
+    revision: int = 0
+    """The view's when this window last changed."""
+
+    @property
+    def was_run(self) -> bool:
+        """Whether there is any message but a receipt."""
+        return self.action is not None or bool(self.nodes)
+
+    @property
+    def started_ns(self) -> int:
+        """When the broker stored the first report, 0 when unknown."""
+        return min((node.report_ns for node in self.nodes.values() if node.report_ns), default=0)
+
+    @property
+    def measured_ns(self) -> int:
+        """When the broker stored the first metric window, 0 when unknown."""
+        return min((node.window_ns for node in self.nodes.values() if node.window_ns), default=0)
+
+    @property
+    def decision_s(self) -> float | None:
+        """Seconds from the last state stored to the action stored; `None` where one is missing."""
+        state_ns = max((node.state_ns for node in self.nodes.values()), default=0)
+        return (self.decided_ns - state_ns) / 1e9 if self.decided_ns and state_ns else None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Local batch sizes in rank order, of the ranks that are known."""
+        return tuple(size for _, size in sorted(self.local_batch_sizes.items()))
+
+    @property
+    def probes(self) -> list[str]:
+        """The sources of the nodes' network metrics."""
+        return sorted({node.probe for node in self.nodes.values() if node.probe})
+
+    def mean_reward(self) -> float | None:
+        """Mean over all ranks whose reward is known."""
+        return _weighted((node.num_rewards, node.mean_reward) for node in self.nodes.values())
+
+    def reward_terms(self) -> dict[str, float]:
+        """Each term, mean over the ranks, in the order of the formula."""
+        rewarded = [node for node in self.nodes.values() if node.num_rewards]
+        names = dict.fromkeys(name for node in rewarded for name in node.mean_terms)
+        return {
+            name: _weighted((node.num_rewards, node.mean_terms.get(name, 0.0)) for node in rewarded) or 0.0
+            for name in names
+        }
+
+    def missing(self, nodes: Iterable[str]) -> Iterator[str]:
+        """The kinds of messages that are missing, with the nodes where only some have sent one."""
+        for kind in NODE_KINDS:
+            have = {name for name, node in self.nodes.items() if kind in node.kinds}
+            if lacking := set(nodes) - have:
+                yield f"{kind} of {', '.join(sorted(lacking))}" if have else kind
+        if self.action is None:
+            yield "action"
+
+
+class JobView(msgspec.Struct):
+    """Everything known of one job."""
+
+    name: str
+    most_windows: int = HISTORY_WINDOWS
+    keep_ranks: bool = False
+    """Keep metrics and rewards of every rank for every window."""
+    job: Job | None = None
+    """Its newest specification, `None` until it is seen."""
+    jobs: dict[int, Job] = {}
+    """The newest specification of each generation."""
+    windows: dict[WindowKey, Window] = {}
+    adopted_in: dict[WindowKey, set[WindowKey]] = {}
+    """By the window in which decisions came into effect, the windows that they were made on."""
+    generation: int = 0
+    """The newest generation seen."""
+    window: int = -1
+    """The newest window with metrics, -1 before the first."""
+    ranks: dict[int, RankView] = {}
+    """The newest metrics and reward of each rank of this generation."""
+    nodes: dict[str, MetricWindow] = {}
+    """By name, the newest metric window."""
+    action: Action | None = None
+    """The newest decision."""
+    applied: Applied | None = None
+    """The newest decision that all ranks adopted."""
+    event: Event | None = None
+    """The newest failure signature."""
+    events: deque[tuple[int, Event]] = msgspec.field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
+    """This generation's failure signatures, each with the time when the broker stored it, as they came."""
+    formula: str = ""
+    rewards: dict[int, tuple[int, RankReward]] = {}
+    """By rank, the newest reward and its window."""
+    updated_ns: int = 0
+    """When the broker stored the newest window."""
+    heard_ns: int = 0
+    """When it stored the newest message of this job, 0 when unknown."""
+    longest_gap_ns: int = 0
+    """The longest pause between two windows of this generation."""
+    revision: int = 0
+    """Counts the messages that were folded in."""
+
+    def fold(self, message: Message, timestamp_ns: int = 0) -> None:
+        """Take one message of this job into account; messages of other kinds and jobs change nothing."""
+        if getattr(message, "job", None) != self.name:
+            return
+        generation = getattr(message, "generation", 0)
+        if generation > self.generation:
+            self._begin_generation(generation)
+        is_current = generation == self.generation
+        self.revision += 1
+        if is_current:
+            self.heard_ns = max(self.heard_ns, timestamp_ns)
+        match message:
+            case Job():
+                self.jobs[generation] = message
+                self.job = message if is_current else self.job
+            case Report() | MetricWindow() | State() | Reward():
+                self._fold_node(message, timestamp_ns, is_current=is_current)
+            case Action() | Applied():
+                self._fold_decision(message, timestamp_ns, is_current=is_current)
+            case Event() if is_current and message not in (event for _, event in self.events):
+                self.events.append((timestamp_ns, message))
+                if self.event is None or message.window >= self.event.window:
+                    self.event = message
+
+    def _fold_decision(self, message: Action | Applied, timestamp_ns: int, *, is_current: bool) -> None:
+        if isinstance(message, Action):
+            window = self._window(message.generation, message.window)
+            window.num_doubles += window.action is not None
+            kept = message if self.keep_ranks else msgspec.structs.replace(message, carry=b"")
+            window.action, window.decided_ns = kept, timestamp_ns
+            if is_current and (self.action is None or message.window >= self.action.window):
+                self.action = message
+            return
+        window = self._window(message.generation, message.decided_window)
+        window.applied, window.applied_ns = message, timestamp_ns
+        effective = (message.generation, message.effective_window)
+        self.adopted_in.setdefault(effective, set()).add((window.generation, window.window))
+        if is_current and (self.applied is None or message.effective_window >= self.applied.effective_window):
+            self.applied = message
+
+    def _begin_generation(self, generation: int) -> None:
+        """After a restart windows count from 0 again; the history goes on."""
+        self.generation = generation
+        self.window = -1
+        self.longest_gap_ns = 0
+        self.action = self.applied = self.event = None
+        self.ranks, self.nodes, self.rewards = {}, {}, {}
+        self.events.clear()
+
+    def _window(self, generation: int, window: int) -> Window:
+        key = (generation, window)
+        if (found := self.windows.get(key)) is None:
+            found = self.windows[key] = Window(generation, window)
+            while len(self.windows) > self.most_windows:
+                oldest = min(self.windows)
+                del self.windows[oldest]
+                self.adopted_in.pop(oldest, None)
+        found.revision = self.revision
+        return found
+
+    def _fold_node(
+        self, message: Report | MetricWindow | State | Reward, timestamp_ns: int, *, is_current: bool
+    ) -> None:
+        window = self._window(message.generation, message.window)
+        node = window.nodes.setdefault(message.node, NodeWindow())
+        kind = NODE_KINDS[(Report, MetricWindow, State, Reward).index(type(message))]
+        if kind in node.kinds:
+            window.num_doubles += 1
+            return
+        node.kinds.add(kind)
+        match message:
+            case Report():
+                node.report_ns = timestamp_ns
+                window.num_steps = message.totals.num_steps
+                for row in message.rows:
+                    window.local_batch_sizes.setdefault(row.rank, row.local_batch_size)
+            case MetricWindow():
+                node.window_ns = timestamp_ns
+                self._fold_metrics(window, node, message)
+                if is_current:
+                    self._show_metrics(message, timestamp_ns)
+            case State():
+                node.state_ns = timestamp_ns
+            case Reward():
+                node.reward_ns = timestamp_ns
+                self._fold_reward(window, node, message, is_current=is_current)
+
+    def _fold_metrics(self, window: Window, node: NodeWindow, message: MetricWindow) -> None:
+        window.metrics, window.energy_j = message.job_metrics, message.energy_j
+        window.num_steps = message.num_steps
+        window.local_batch_sizes |= {rank.rank: rank.training.local_batch_size for rank in message.ranks}
+        node.metrics, node.probe = message.node_metrics, message.probe
+        duration_s = message.num_steps * message.job_metrics.step_time_s
+        counted = [rank.network for rank in message.ranks if rank.network is not None]
+        if counted and duration_s > 0:
+            node.tx_bytes_per_s = sum(network.tx_bytes for network in counted) / duration_s
+            node.rx_bytes_per_s = sum(network.rx_bytes for network in counted) / duration_s
+        if self.keep_ranks:
+            node.ranks = tuple(message.ranks)
+
+    def _show_metrics(self, message: MetricWindow, timestamp_ns: int) -> None:
+        """Have the message among what is shown of the job now."""
+        if message.window > self.window:
+            if self.window >= 0 and self.updated_ns:
+                self.longest_gap_ns = max(self.longest_gap_ns, timestamp_ns - self.updated_ns)
+            self.window, self.updated_ns = message.window, timestamp_ns
+        if (known := self.nodes.get(message.node)) is not None and known.window > message.window:
+            return
+        self.nodes[message.node] = message
+        for rank in message.ranks:
+            _, reward = self.rewards.get(rank.rank, (0, None))
+            self.ranks[rank.rank] = RankView(
+                rank=rank.rank, node=message.node, window=message.window, metrics=rank, reward=reward
+            )
+
+    def _fold_reward(self, window: Window, node: NodeWindow, message: Reward, *, is_current: bool) -> None:
+        window.formula = message.formula
+        node.num_rewards = len(message.ranks)
+        node.mean_reward = fmean(rank.reward for rank in message.ranks)
+        names = dict.fromkeys(name for rank in message.ranks for name in rank.terms)
+        node.mean_terms = {name: fmean(rank.terms.get(name, 0.0) for rank in message.ranks) for name in names}
+        if self.keep_ranks:
+            node.rewards = tuple(message.ranks)
+        for rank in message.ranks:
+            if is_current and message.window >= self.rewards.get(rank.rank, (-1, None))[0]:
+                self.formula = message.formula
+                self.rewards[rank.rank] = (message.window, rank)
+                if (shown := self.ranks.get(rank.rank)) is not None:
+                    self.ranks[rank.rank] = msgspec.structs.replace(shown, reward=rank)
+
+    @property
+    def history(self) -> list[Window]:
+        """The windows that have run, oldest first."""
+        return [window for _, window in sorted(self.windows.items()) if window.was_run]
+
+    def adopted(self, window: Window) -> list[Window]:
+        """The windows whose decisions came into effect in this one."""
+        keys = self.adopted_in.get((window.generation, window.window), ())
+        return [self.windows[key] for key in sorted(keys) if key in self.windows]
+
+    @property
+    def metrics(self) -> GlobalMetrics | None:
+        """The whole job in the newest window whose metrics are known."""
+        known = (key for key, window in self.windows.items() if window.metrics is not None)
+        return self.windows[newest].metrics if (newest := max(known, default=None)) is not None else None
+
+    def curve(self, field: str) -> list[float]:
+        """One field of the whole job over the windows, unknown values left out."""
+        values = (getattr(window.metrics, field, None) for window in self.history)
+        return [float(value) for value in values if value is not None]
+
+    def phase(self, now_ns: int) -> Phase:
+        """Whether it runs, has ended, or died without a word, by the time `now_ns` of the wall clock."""
+        if self.job is not None and self.job.phase == "ended":
+            return "ended"
+        least_s = SILENT_AFTER_S if self.window >= 0 else SILENT_BEFORE_FIRST_WINDOW_S
+        patience_ns = max(int(least_s * 1e9), SILENT_GAPS * self.longest_gap_ns)
+        return "silent" if self.heard_ns and now_ns - self.heard_ns > patience_ns else "running"
+
+    @property
+    def unmeasured_nodes(self) -> list[str]:
+        """Nodes of the job that no window came from yet."""
+        return [] if self.job is None else [node.node for node in self.job.nodes if node.node not in self.nodes]
+
+    @property
+    def lacks_decision(self) -> bool:
+        """Whether no decision was made although there should be one by now."""
+        return self.action is None and self.window >= LATE_AFTER_WINDOWS
+
+    @property
+    def local_batch_sizes(self) -> tuple[int, ...]:
+        """The sizes in use, by rank; before the first window the initial ones."""
+        if self.ranks:
+            return tuple(row.metrics.training.local_batch_size for _, row in sorted(self.ranks.items()))
+        return self.job.initial_local_batch_sizes if self.job else ()
+
+    @property
+    def exchange(self) -> Exchange:
+        """How gradients are exchanged: by the newest adopted decision, before it as at the start."""
+        if self.applied is not None:
+            return self.applied.exchange
+        return self.job.initial_exchange if self.job else EXACT
+
+    def reward_terms(self) -> dict[str, float]:
+        """Each term of the newest rewards, mean over ranks, in the order of the formula."""
+        rewards = [row.reward for row in self.ranks.values() if row.reward is not None]
+        names = dict.fromkeys(name for reward in rewards for name in reward.terms)
+        return {name: fmean(reward.terms.get(name, 0.0) for reward in rewards) for name in names}
+
+    def mean_reward(self) -> float | None:
+        """Mean of the newest rewards, over the ranks whose reward is known."""
+        rewards = [row.reward.reward for row in self.ranks.values() if row.reward is not None]
+        return fmean(rewards) if rewards else None
+
+
+def _weighted(values: Iterable[tuple[int, float]]) -> float | None:
+    """Mean of values that stand for so many ranks each."""
+    known = list(values)
+    total = sum(count for count, _ in known)
+    return sum(count * value for count, value in known) / total if total else None

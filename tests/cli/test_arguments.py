@@ -1,0 +1,260 @@
+"""What cannot be typed: one sentence before any work, a code that is not 0, no traceback, and no file touched."""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.devices import device_in, identity
+
+from dynamix.cli.arguments import OutputPath
+from dynamix.cli.main import Parser, command_module, command_names, main
+
+LONG = "a" * 300
+DEMO = Path(__file__).parents[1] / "data" / "demo.dxc"
+FOREIGN = b"import os\n\nprint('hours of work')\n"
+REFUSED = [
+    ("demo --target nan", "demo: argument --target: nan: it must be a number above 0 and at most 1"),
+    ("demo --pace inf", "demo: argument --pace: inf: it must be a number at least 0 and at most 10"),
+    ("demo --pace fast", "demo: argument --pace: invalid number 'fast'"),
+    ("demo --windows 0", "demo: argument --windows: 0: it must be 1 to 100000"),
+    ("demo --windows 1.5", "demo: argument --windows: invalid integer '1.5'"),
+    ("demo --seed -1", "demo: argument --seed: -1: it must be 0 to 2147483647"),
+    ("demo --policy rul", "demo: argument --policy: no policy is called 'rul': did you mean rule?"),
+    (f"demo --policy {LONG}", "demo: argument --policy: no policy is called"),
+    ("up --port 99999", "up: up settings: port must be 0 (a free one) to 65535, not 99999"),
+    ("up --port x", "up: --port='x': Expected `int`, got `str`"),
+    ("up --metrics-port 65534", "metrics_port must be 0 (none) to 65533, not 65534"),
+    ("up --port 5000 --metrics-port 5000", "--metrics-port: 5000 is the broker's own port"),
+    ("train --name mnist", "put torchrun's options, the script and its arguments behind --"),
+    (f"train --name {LONG} -- x.py", "cannot be part of a subject: use 1 to 63 of the characters"),
+    ("serve-gradients --port 65536", "serve-gradients: argument --port: 65536: it must be 0 to 65535"),
+    ("capture job", "the following arguments are required: -o/--output"),
+    ("capture job -o -", "'-' does not stand for standard output here: name a file"),
+    ("capture job -o none/job.dxc", "there is no directory"),
+    (f"inspect {DEMO} --generation 0", "--generation selects the restart of --window N: add --window"),
+    (f"inspect {DEMO} --window 30", "the capture has no such window; it has 0 to 29"),
+    (f"replay {DEMO} --until soon", "write a window as N or GENERATION:N"),
+    (f"replay {DEMO} --policy magic", "no policy is called 'magic': choose"),
+    (f"replay {DEMO} --policy rule --policy-option speed", "write NAME=VALUE"),
+    (f"replay {DEMO} --policy rule --into reward", "asks the arbitrator, not the reward"),
+    (f"replay {DEMO} --policy-file /none", "cannot read the policy file /none"),
+    ("simulate nowhere", "scenario 'nowhere' is neither a file nor among those that are shipped: heldout/adam, "),
+    (f"simulate {LONG}", f"simulate: scenario '{'a' * 64}' is neither a file nor among those that are shipped"),
+    ("simulate n32", "scenario 'n32' could be heldout/n32 or train/n32: name one of them"),
+    ("simulate train/mixed-8 --policy statik", "no policy is called 'statik'"),
+    ("simulate train/mixed-8 --policy oracle", "'oracle' stands for several runs: use `dynamix evaluate"),
+    ("simulate train/mixed-8 --bus --policy-file x", "on the bus, policies come from there"),
+    ("simulate train/mixed-8 --device abacus", "--device 'abacus': use cpu, cuda or cuda:1"),
+    ("learn --ppo clip_coeff=0.1", "clip_coeff"),
+    ("learn --ppo clip_coef", "write NAME=VALUE"),
+    ("learn --episodes 100001", "num_episodes=100001: at most 100000"),
+    ("learn --policy rule", "'rule' is the name of a policy in code: give the learned one another name"),
+    ("learn --policy stigmergy --publish", "--publish: agents decide by a file, not by one on the bus"),
+    ("learn --curriculum 2,,8", "'2,,8': write numbers of workers with commas, as in 2,8,32"),
+    ("learn --scenarios none", "none holds no scenario"),
+    ("evaluate --policies goodputt", "no policy is called 'goodputt'"),
+    ("evaluate --seeds 0", "evaluate: argument --seeds: 0: it must be at least 1"),
+    ("evaluate --policy-file ppo", "write NAME=PATH"),
+    ("evaluate --png x.png --curves elsewhere", "--curves 'elsewhere': suite heldout has "),
+    ("evaluate --tuned /none.toml", "/none.toml is missing: tune the baselines with `dynamix evaluate tune"),
+    ("evaluate --results none/a --json none/../none/a", "there is no directory"),
+    ("policy show ppo:0", "a version is an integer from 1, as in ppo:3"),
+    (f"policy import {LONG}", "File name too long"),
+    ("provision --wait nan", "provision: argument --wait: nan: it must be a number at least 0 and at most 86400"),
+    ("doctor --alive colector", "argument --alive: invalid choice: 'colector'"),
+    ("dashboard a b c", "3 files: the page shows 2 captures at most"),
+    (f"dashboard {DEMO} --port 99999", "port must be 0 (a free one) to 65535, not 99999"),
+    ("export Mnist", "'Mnist' names no job: use 1 to 63 of the characters a-z, 0-9 and '-'; nor is there a file Mnist"),
+    (f"export {DEMO} -o job.xlsx", "job.xlsx: its ending names no format: choose one with --format"),
+    (f"export {DEMO} --format parquet", "Parquet is not text: name a file with -o FILE"),
+    ("export none/job.dxc", "cannot read none/job.dxc: No such file or directory"),
+    ("calibrate x --workload w -o My.toml", "the scenario gets the name of the file"),
+    ("calibrate x --workload w --servers 2", "--servers 2: a ring has none, add --topology parameter-server"),
+    (f"trace {DEMO} --endpoint localhost:4318", "'localhost:4318' is no URL: write http://host:4318/v1/traces"),
+    ("family show No!", "cannot be part of a subject"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), REFUSED, ids=[words[:40] for words, _ in REFUSED])
+def test_a_bad_value_is_one_sentence_and_touches_nothing(
+    words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("DYNAMIX_NATS_URL", "nats://127.0.0.1:1")  # no broker
+    assert main(words.split()) in (1, 2)
+    said = capsys.readouterr().err
+    assert sentence in said
+    shown = [line for line in said.splitlines() if not line.startswith(("Try '", "captured by", "  ", "replaying"))]
+    assert len(shown) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("job", ["mnist/1", "Mnist-1", "a" * 64, ""])
+@pytest.mark.parametrize("words", ["capture {} -o x.dxc", "doctor --actions {}", "top {}"])
+def test_what_no_job_can_be_called_is_refused_before_a_broker_is_asked(
+    words: str, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([word.format(job) for word in words.split()]) == 2
+    assert f"{job!r} names no job: use 1 to 63 of the characters a-z, 0-9 and '-'\n" in capsys.readouterr().err
+
+
+# --- files
+
+
+def actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for one in action.choices.values():
+                yield from actions_of(one)
+
+
+@pytest.mark.parametrize("name", command_names())
+def test_every_output_file_is_declared_by_the_shared_type(name: str) -> None:
+    """The tests below hold for all of them."""
+    parser = Parser(prog=name)
+    command_module(name).configure(parser)
+    for action in actions_of(parser):
+        if {"--json", "--png", "--output", "--results"}.intersection(action.option_strings):
+            assert callable(action.type)
+            assert isinstance(action.type("file"), OutputPath)
+
+
+@pytest.mark.parametrize("flag", ["--json", "--png"])
+def test_devices_directories_and_the_users_files_stay_as_they_are(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(path: Path, *more: str) -> str:
+        assert main(["inspect", str(DEMO), flag, str(path), *more]) == 2
+        return capsys.readouterr().err
+
+    own = tmp_path / "train.py"
+    own.write_bytes(FOREIGN)
+    assert "name another file, or add --force" in refused(own)
+    device, link = device_in(tmp_path), tmp_path / "link"
+    link.symlink_to(device)
+    before = identity(device), sorted(tmp_path.iterdir())
+    for path in (tmp_path, device, link, own / "below"):
+        for force in ((), ("--force",)):
+            assert "name a" in refused(path, *force)
+    assert (identity(device), sorted(tmp_path.iterdir()), own.read_bytes()) == (*before, FOREIGN)
+    assert main(["inspect", str(DEMO), flag, str(own), "--force"]) == 0
+    assert main(["inspect", str(DEMO), flag, str(own)]) == 0, "our own file is replaced"
+    assert own.read_bytes() != FOREIGN
+
+
+def test_two_outputs_are_never_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert main(["evaluate", "--results", str(tmp_path / "file"), "--json", str(tmp_path / "link")]) == 2
+    assert "is named for two outputs" in capsys.readouterr().err
+    assert not (tmp_path / "file").exists()
+
+
+def test_files_that_are_not_named_are_checked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, words in (
+        ("dynamix-demo.png", ["demo"]),
+        ("ppo-0.safetensors", ["learn"]),
+        ("ppo-0.safetensors.checkpoint", ["learn", "--restart"]),
+        ("dynamix-evaluate.jsonl", ["evaluate"]),
+    ):
+        (tmp_path / name).write_bytes(FOREIGN)
+        assert main(words) == 2
+        assert f"{name} exists and is not a" in capsys.readouterr().err
+        assert (tmp_path / name).read_bytes() == FOREIGN
+        (tmp_path / name).unlink()
+
+
+def test_the_streams_and_the_connection_file_have_their_own_places_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    (tmp_path / "notes").write_bytes(FOREIGN)
+    (tmp_path / "store" / "lock").mkdir(parents=True)
+    device = device_in(tmp_path)
+    before = identity(device)
+    for store in ("notes", "device", "store"):
+        assert main(["up", "--store-dir", str(tmp_path / store)]) == 2
+        assert "pass --store-dir DIR" in capsys.readouterr().err
+    assert (identity(device), (tmp_path / "notes").read_bytes()) == (before, FOREIGN)
+    monkeypatch.setattr("dynamix.cli.commands.up.running", lambda _: None)
+    (tmp_path / "run" / "dynamix" / "connection.json").mkdir(parents=True)
+    assert main(["up", "--store-dir", str(tmp_path / "new")]) == 2
+    assert "connection.json is not a regular file" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_taken_port_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flag in ("--port", "--metrics-port"):
+            assert main(["up", flag, str(port), "--store-dir", str(tmp_path / "store")]) == 1
+            said = capsys.readouterr().err
+            assert f"{flag} {port}: 127.0.0.1:{port} cannot be listened on (Address already in use)" in said
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["inspect", f"replay {DEMO} --policy-file", "calibrate --workload fashion-14-mlp", "evaluate --tuned", "simulate"],
+)
+def test_only_regular_files_are_read(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for place in (str(fifo), "/proc/self/mem"):
+        if words == "simulate" and place == str(fifo):
+            continue  # a name that is no file is one of a shipped scenario
+        assert main([*words.split(), place]) in (1, 2)
+        assert f"{place}: not a regular file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("CA_FILE", "it holds no certificates; name a file of certificates (PEM)"),
+        ("PASSWORD_FILE", "it has 70000 bytes, more than 65536; name a file that holds the password"),
+    ],
+)
+def test_a_garbage_file_of_the_connection_is_named(
+    key: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "garbage").write_bytes(b"\xff\x00garbage" + bytes(70_000 - 9))
+    (tmp_path / "garbage").chmod(0o600)
+    monkeypatch.setenv(f"DYNAMIX_NATS_{key}", str(tmp_path / "garbage"))
+    assert main(["provision"]) == 1
+    assert capsys.readouterr().err.endswith(
+        f"DYNAMIX_NATS_{key}='{tmp_path / 'garbage'}' "
+        + (f"cannot be used: {what}\n" if key == "CA_FILE" else f"cannot be read: {what}\n")
+    )
+
+
+def test_a_figure_is_drawn_without_a_word_where_home_takes_no_files(tmp_path: Path) -> None:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("XDG_", "MPL"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamix.cli.main", "inspect", str(DEMO), "--png", str(tmp_path / "figure.png")],
+        env={**kept, "HOME": "/proc/x"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_a_locale_without_a_character_shows_another_one() -> None:
+    script = "import sys; from dynamix.cli import main; main.dispatch = lambda _: print('\\u2588 ok') or 0; main.main()"
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "? ok\n", "")

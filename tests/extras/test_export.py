@@ -1,0 +1,86 @@
+"""`dynamix export`: a capture or a stored job as CSV, JSON lines or Parquet, all with the same rows."""
+
+import asyncio
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support import examples
+from tests.support.recordings import DEMO
+
+from dynamix import recording
+from dynamix.cli.main import main
+from dynamix.cli.services import bus_environment
+from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.embedded import EmbeddedServer
+
+
+def exported(path: Path, *arguments: str) -> bytes:
+    assert main(["export", str(DEMO), "-o", str(path), *arguments]) == 0
+    return path.read_bytes()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_json_lines_are_the_rows_of_the_table(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in exported(tmp_path / "job.jsonl").splitlines()]
+    assert rows == list(recording.load(DEMO).rows())
+    assert len(rows) == 120
+    assert {row["rank"] for row in rows} == {0, 1, 2, 3}
+    assert rows[0]["ruling_window"] is None
+
+
+def test_csv_gives_back_every_number_exactly(tmp_path: Path) -> None:
+    table = recording.load(DEMO)
+    rows = list(csv.DictReader(io.StringIO(exported(tmp_path / "job.csv").decode())))
+    assert list(rows[0]) == list(table)
+    assert [float(row["step_time_s"]) for row in rows] == list(table["step_time_s"])
+    assert [int(row["ruling_window"]) if row["ruling_window"] else None for row in rows] == list(table["ruling_window"])
+
+
+def test_without_a_file_the_table_is_csv_on_standard_output(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert main(["export", str(DEMO)]) == 0
+    out = capsysbinary.readouterr().out
+    assert out.startswith(b"job,generation,window,rank,")
+    assert out.count(b"\n") == 121
+
+
+def test_parquet_without_pyarrow_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert main(["export", str(DEMO), "-o", str(tmp_path / "job.parquet")]) == 1
+    assert "pip install 'dynamix-batch[tables]'" in capsys.readouterr().err
+
+
+def test_a_capture_that_is_cut_off_is_exported_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut.dxc"
+    cut.write_bytes(DEMO.read_bytes()[:-100])
+    assert main(["export", str(cut), "-o", str(tmp_path / "cut.jsonl")]) == 0
+    assert "cut off" in capsys.readouterr().err
+
+
+async def test_a_job_on_the_broker_is_exported_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with EmbeddedServer() as broker:
+        for name, value in bus_environment(broker.settings).items():
+            monkeypatch.setenv(name, value)
+        bus = await Bus.connect(broker.settings, name="test")
+        await provision(bus)
+        await bus.publish(examples.job())
+        await bus.publish(examples.window(window=3))
+        await bus.publish(examples.action(3, local_batch_sizes=(150, 150, 150, 62)))
+        await bus.close()
+        target = str(tmp_path / "job.jsonl")
+        assert await asyncio.to_thread(main, ["export", "mnist", "-o", target]) == 0
+        assert await asyncio.to_thread(main, ["export", "nosuch", "-o", target]) == 1
+    rows = read_rows(Path(target))
+    assert [(row["rank"], row["window"], row["decided_local_batch_size"]) for row in rows] == [(0, 3, 150), (1, 3, 150)]
