@@ -16,9 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from dynamix import trainer as dynamix
+from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.lab.simulator.episode import ControlPlane
-from dynamix.schemas.messages import Message, Report, SystemMetrics
+from dynamix.collector.window import simulated_window
+from dynamix.schemas.features import state_of
+from dynamix.schemas.messages import Action, Message, Report, SystemMetrics
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.wire.client import Transport
 
@@ -34,6 +36,17 @@ def hosts() -> Iterator[Hosts]:
     with Hosts(NUM_RANKS) as made:
         made[SLOW].set_link(Link.parse("20mbit"))
         yield made
+
+
+def _decided(fold: Fold, window: int, reports: list[Report]) -> list[Action]:
+    """What follows from one window's reports."""
+    for number, report in enumerate(reports):
+        fold.add_state(1 + window * NUM_RANKS + number, state_of(simulated_window(report)))
+    actions = []
+    while (action := fold.close()) is not None:
+        fold.adopt(action)
+        actions.append(action)
+    return actions
 
 
 class _Published(Transport):
@@ -81,16 +94,16 @@ def _trained(rank: int) -> dict[str, Any]:
                 if published.reports:
                     reports.append([each for of_node in gather(published.reports) for each in of_node])
                     published.reports.clear()
-                    control = control or ControlPlane(session._run.specification(), Rule())
-                    _, decided = control.of_window(reports[-1])
+                    control = control or Fold(session._run.specification(), Rule(), None)
+                    decided = _decided(control, len(reports) - 1, reports[-1])
                     actions += decided
                     for action in decided:
                         session.offer(action)
                 if len(digests) == NUM_WINDOWS * WINDOW_STEPS:
                     break
         shown = [row["exchange"] for row in session.metrics()]
-    again = ControlPlane(session._run.specification(), Rule())
-    replayed = [action for window in reports for action in again.of_window(window)[1]]
+    again = Fold(session._run.specification(), Rule(), None)
+    replayed = [action for window, each in enumerate(reports) for action in _decided(again, window, each)]
     return {
         "digests": digests,
         "shown": shown,

@@ -1,7 +1,6 @@
 """What is seen of a report's processes and sockets, beside what the ranks say themselves."""
 
 from collections.abc import Collection
-from typing import Protocol
 
 import msgspec
 
@@ -32,13 +31,6 @@ class CollectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Users whose processes may be read; empty: everybody's that the kernel lets this process read."""
     agents: str = ""
     """File that learned agents decide by (`dynamix learn --policy stigmergy`); empty: the shipped one."""
-
-
-class Observer(Protocol):
-    """Sees processes: this machine's kernel does, and in a replay what was recorded of another's."""
-
-    def observe(self, report: Report, *, fresh: bool) -> Observation:
-        """What there is to see at the end of a report's window; not `fresh` when it came too late to look."""
 
 
 class KernelObserver:

@@ -24,7 +24,7 @@ from .agent import Chooser, trace_of
 from .agent_network import AgentNetwork
 from .ebpf.probe import SocketProbe, open_probe
 from .ebpf.syscall import ProbeError
-from .observation import CollectorSettings, KernelObserver, Observer
+from .observation import CollectorSettings, KernelObserver
 from .shown import ShownWindows
 from .turns import NAME_TOKEN, WaitingReports
 from .window import metric_window, simulated_window
@@ -62,16 +62,14 @@ async def serve(context: Context[CollectorSettings, Bus]) -> None:
 
 async def serve_observed(
     context: Context[CollectorSettings, ServiceBus],
-    observer: Observer,
+    observer: KernelObserver,
     shown: ShownWindows | None = None,
     *,
-    in_step: bool = False,
     overtake: Overtake | None = None,
 ) -> None:
     """Turn every report into a metric window and a state, with what an observer sees of its processes.
 
-    `in_step` is for a replay: everything that was read is handled before more is read, not beside it. By `overtake`
-    reports of jobs that train are read before a flood of others.
+    By `overtake` reports of jobs that train are read before a flood of others.
     """
     choose = await asyncio.to_thread(_chooser, context.settings)
     collector = _Collector(context, observer, shown or ShownWindows(context.metrics), choose)
@@ -79,7 +77,7 @@ async def serve_observed(
     durable = f"collector-{context.node}"
     async with context.bus.consume(FEED.name, [reports], start="new", durable=durable) as consumer:
         context.counters["ready"] = 1
-        await (collector.work_in_step(consumer) if in_step else collector.work(consumer, overtake))
+        await collector.work(consumer, overtake)
 
 
 def _open_probe(context: Context[CollectorSettings, ServiceBus]) -> SocketProbe | str:
@@ -112,7 +110,7 @@ class _Collector:
     def __init__(
         self,
         context: Context[CollectorSettings, ServiceBus],
-        observer: Observer,
+        observer: KernelObserver,
         shown: ShownWindows,
         choose: Chooser | None,
     ) -> None:
@@ -129,14 +127,6 @@ class _Collector:
         """What the broker still held for us when it sent what was read last."""
         self._is_over = False
         self._newest: Overtaking | None = None
-
-    async def work_in_step(self, consumer: BatchConsumer) -> None:
-        """Handle each batch before the next one is read."""
-        async for batch in consumer:
-            for message in batch:
-                if not await self._is_stored(await self._collect(message, fresh=False)):
-                    return
-            await consumer.ack(batch[-1])
 
     async def work(self, consumer: BatchConsumer, overtake: Overtake | None) -> None:
         """Read, and handle what was read in turns of all jobs, until the consumer ends.
