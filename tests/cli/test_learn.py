@@ -77,8 +77,6 @@ def test_it_writes_a_policy_and_says_what_it_is_worth(
         str(output),
         "--json",
         str(figures),
-        "--log",
-        str(tmp_path / "log"),
     ]
     assert main(["learn", "--scenarios", str(scenarios), *arguments, *TINY]) == 0
     told = capsys.readouterr()
@@ -90,7 +88,7 @@ def test_it_writes_a_policy_and_says_what_it_is_worth(
     assert content["finished"]
     assert [row["num_episodes"] for row in content["updates"]] == [2, 4]
     assert content["metadata"]["scores"] == metadata.scores
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["learned.json", "log", "mine.safetensors", "scenarios"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["learned.json", "mine.safetensors", "scenarios"]
 
 
 def test_time_that_is_over_is_said_and_the_same_command_goes_on(
@@ -136,9 +134,8 @@ async def test_a_policy_is_put_on_the_bus_when_that_is_asked_for(
     output = tmp_path / "mine.safetensors"
     command = ["learn", "--scenarios", str(scenarios), "--policy", "mine", "-o", str(output), "--publish", *TINY]
     assert await asyncio.to_thread(main, command) == 0
-    stored, content = await PolicyStore(bus).get("mine")
-    assert stored.version == 1
-    assert content == output.read_bytes()
+    stored = await PolicyStore(bus).get("mine")
+    assert (stored.version, stored.data) == (1, output.read_bytes())
 
 
 def test_without_a_broker_nothing_is_learned_that_shall_be_published(

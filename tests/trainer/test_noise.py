@@ -120,19 +120,6 @@ def test_averages_continue_where_they_were_saved() -> None:
     assert part == whole
 
 
-def test_averages_saved_as_sums_continue_with_their_ratio_and_number_of_windows() -> None:
-    trace = squared_norm = weight = 0.0
-    for number in range(1, 13):  # as version 4 of the session's state had them
-        trace += 0.1 * (10.0 * number - trace)
-        squared_norm += 0.1 * (0.5 - squared_norm)
-        weight += 0.1 * (1 - weight)
-    average = NoiseAverage.of_sums(0.9, trace, squared_norm, weight)
-    assert average.state == pytest.approx((trace / weight, 0.5, 12))
-    assert NoiseAverage.of_sums(0.9, 0.0, 0.0, 0.0) == NoiseAverage(0.9)
-    assert NoiseAverage.of_sums(0.9, 3.0, 2.0, 1.0) == NoiseAverage(0.9, 3.0, 2.0, 342)  # rounded to 1 long ago
-    assert NoiseAverage.of_sums(0.0, 3.0, 2.0, 1.0) == NoiseAverage(0.0, 3.0, 2.0, 1)
-
-
 def test_the_first_steps_are_all_measured_and_then_one_of_some() -> None:
     assert [step for step in range(42) if is_measured(step, 10)] == [*range(20), 20, 30, 40]
     assert all(is_measured(step, 1) for step in range(42))

@@ -11,11 +11,10 @@ The norms are those of gradients, or of gradients as Adam divides them (`SecondM
 """
 
 import math
-import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -140,15 +139,6 @@ class NoiseAverage:
     def state(self) -> tuple[float, float, int]:
         """The arguments after `decay` that continue it."""
         return self.trace, self.squared_norm, self.num_windows
-
-    @classmethod
-    def of_sums(cls, decay: float, trace: float, squared_norm: float, weight: float) -> Self:
-        """Continue from what sessions saved before version 5: sums, and the sum of their weights, 1 - decay^t."""
-        if weight <= 0:
-            return cls(decay)
-        rest = max(1 - weight, sys.float_info.epsilon)
-        num_windows = max(1, round(math.log(rest) / math.log(decay))) if decay > 0 else 1
-        return cls(decay, trace / weight, squared_norm / weight, num_windows)
 
 
 SKETCH_CELLS = 8192
