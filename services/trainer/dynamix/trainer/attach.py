@@ -1,6 +1,7 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
 import logging
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Literal, Unpack
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
@@ -267,6 +268,20 @@ def attach(
     )
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
     orders.connect(met.collectives, dataset, loader_options)
+    caller = sys._getframe(1)  # noqa: SLF001 - the script
+    if (
+        met.place.rank == 0
+        and not (shuffle or orders.identity.sampler)
+        and any(
+            value is DistributedSampler or type(value) is DistributedSampler
+            for value in (*caller.f_globals.values(), *caller.f_locals.values())
+        )
+    ):
+        _log.warning(
+            "shuffle=False uses the samples in the data set's order in every epoch, but this script knows a "
+            "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave shuffle=False "
+            "out of attach to shuffle as it does"
+        )
     plan_sampler = sampler_of(
         *(orders, run.schedule),
         SamplerOptions(
