@@ -26,7 +26,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("example_extension")
 def test_all_groups_of_an_installed_package_are_found() -> None:
     assert "halving" in extension_names(POLICIES)
-    assert extension_names("dynamix.loggers") == ["example"]
+    assert "example" in extension_names("dynamix.loggers")
     assert {"coarse", "reversed"} <= set(extension_names("dynamix.codecs"))
     assert load_extension(POLICIES, "halving", as_it_is).version == 3
 

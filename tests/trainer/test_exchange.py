@@ -234,8 +234,9 @@ def _counted(_rank: int, exchange: Exchange) -> tuple[float, float, float]:
             if session.step_index == 4:
                 break
         row = session._meter.take_row([], None)
-        assert session._meter.take_row([], None).coded_wanted == 0.0
-    return row.learning_rate, row.coded_wanted, row.coded_sent
+        assert session._meter.take_row([], None).coded.wanted == 0.0
+    assert row.learning_rate is not None
+    return row.learning_rate, row.coded.wanted, row.coded.sent
 
 
 def test_a_row_has_the_learning_rate_and_what_codecs_sent() -> None:

@@ -71,7 +71,5 @@ def test_a_skipped_step_neither_loses_nor_doubles_residuals(codec: str) -> None:
     ignorant, _ = run_ranks(_scaled, 2, Exchange(codec=codec), False)
     assert (ignorant["parameters"] - ignorant["lacking"] - exact["parameters"]).abs().max() > 1e-4
     (said,) = ignorant["said"]
-    assert said == (
-        f"no optimizer stepped, and gradients travel by {codec}: if a gradient scaler skips steps, call "
-        "session.use_scaler(scaler), or what was rounded away before such a step is lost"
-    )
+    assert f"codec {codec}" in said
+    assert "session.use_scaler(scaler)" in said
