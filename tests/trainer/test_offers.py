@@ -88,14 +88,6 @@ def test_a_learning_rate_is_changed_only_where_the_job_lets_its_runs_explore_it(
         assert offers.num_refused["lever"] == (reason is not None)
 
 
-def test_a_job_with_a_codec_of_its_own_keeps_it() -> None:
-    own = Exchange(codec="example")
-    offers = _offers(codec="example", supports_exchange=True)
-    assert offers.consider(ACTION, 7) is None
-    assert offers.adopt(7) == _with(exchange=own)
-    assert offers.consider(_with(window=6, exchange=Exchange(codec="rows")), 8) == "lever"
-
-
 @pytest.mark.parametrize("window", [0, 4, 5])
 def test_what_is_not_newer_than_the_adopted_is_refused(window: int) -> None:
     offers = _offers()

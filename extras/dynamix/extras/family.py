@@ -25,7 +25,7 @@ from dynamix.schemas.messages import ArmRecord, JobProfile
 from dynamix.schemas.streams import JOBS, PROFILES
 from dynamix.schemas.subjects import check_token
 
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 20.0
 HEADINGS = ("family", "runs", "newest", "policy", "ranks", "windows", "last sizes", "size")
 MOST_SIZES = 4
 NAME_WIDTH = 20

@@ -36,7 +36,7 @@ from dynamix.runtime.input_files import read_regular
 from dynamix.runtime.settings import redact_url
 from dynamix.schemas.streams import POLICIES
 
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 20.0
 HEADINGS = ("policy", "version", "from", "size", "features", "stored", "sha256")
 LONG_LISTS = ("rank_features", "global_features", "inputs")
 """Left out here; `--json` has them."""
