@@ -11,7 +11,6 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 import pytest
-from dynamix.cli.commands.trace import export
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -20,6 +19,7 @@ from tests.support.brokers import connected
 
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
+from dynamix.extras import trace
 from dynamix.extras.trace import SpanExport, WindowTraces
 from dynamix.recording.capture import read_header, records
 from dynamix.runtime.bus.provision import provision
@@ -29,7 +29,7 @@ CAPTURE = Path(__file__).parents[1] / "data/demo.dxc"
 
 
 def test_a_captured_window_is_one_trace_of_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "MAX_BATCH", 7)
+    monkeypatch.setattr(trace, "MAX_BATCH", 7)
     memory = InMemorySpanExporter()
     sending, traces = SpanExport(memory), WindowTraces(read_header(CAPTURE).job)
     for record in records(CAPTURE):
