@@ -35,7 +35,7 @@ async def decided(bus: Bus) -> list[str]:
         return [decode(Action, message.subject, message.payload).job for message in await anext(consumer)]
 
 
-async def halted(context: Context[ArbitratorSettings, Bus]) -> None:
+async def halted(context: Context[ArbitratorSettings]) -> None:
     """Wait until one generation was halted: jobs are opened beside each other, so that it may come second."""
     async with asyncio.timeout(60):
         while not context.counters.get("halted"):  # noqa: ASYNC110 - a counter has no event

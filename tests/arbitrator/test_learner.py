@@ -60,7 +60,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-async def a_learner(bus: Bus, executor: Any, **settings: Any) -> tuple[_Learner, Context[LearnerSettings, Bus]]:
+async def a_learner(bus: Bus, executor: Any, **settings: Any) -> tuple[_Learner, Context[LearnerSettings]]:
     await PolicyStore(bus).put("mine", FIRST.to_bytes())
     chosen = LearnerSettings(policy="mine", generations_per_update=1, **settings)
     context = Context("learner", "0", "here", bus, chosen, asyncio.Event(), structlog.get_logger())

@@ -27,7 +27,7 @@ from dynamix.schemas.streams import ACTIONS, FEED
 NUM_CROWD = 100
 NODES = {"node-a": (0, 1)}
 HONEST = examples.job(NODES, policy="static")
-Arbitrating = Context[ArbitratorSettings, Bus]
+Arbitrating = Context[ArbitratorSettings]
 
 
 def crowd() -> list[Job]:

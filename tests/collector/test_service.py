@@ -169,7 +169,7 @@ class EndlessReports:
 
 async def test_a_known_jobs_report_is_handled_while_another_job_sends_without_a_pause() -> None:
     endless = EndlessReports()
-    context: Context[CollectorSettings, EndlessReports] = Context(
+    context: Context[CollectorSettings] = Context(
         *("collector", "0", control_plane.NODE, endless, CollectorSettings(probe="tcp_info")),
         *(asyncio.Event(), structlog.stdlib.get_logger()),
     )
@@ -223,7 +223,7 @@ class CrowdOnSlowBroker:
 async def test_a_known_jobs_report_is_next_after_the_one_that_is_handled_also_while_nothing_is_stored() -> None:
     """What came meanwhile is read after each report, and no report waits until the one before it is stored."""
     bus = CrowdOnSlowBroker()
-    context: Context[CollectorSettings, CrowdOnSlowBroker] = Context(
+    context: Context[CollectorSettings] = Context(
         *("collector", "0", control_plane.NODE, bus, CollectorSettings(probe="tcp_info")),
         *(asyncio.Event(), structlog.stdlib.get_logger()),
     )

@@ -17,7 +17,7 @@ class NoSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing to set."""
 
 
-def context_on(bus: Bus) -> Context[NoSettings, Bus]:
+def context_on(bus: Bus) -> Context[NoSettings]:
     return Context(
         service="collector",
         instance="one",
@@ -29,7 +29,7 @@ def context_on(bus: Bus) -> Context[NoSettings, Bus]:
     )
 
 
-async def waiting(context: Context[NoSettings, Bus]) -> asyncio.Task[bool]:
+async def waiting(context: Context[NoSettings]) -> asyncio.Task[bool]:
     """A publisher that has been refused for want of room."""
     full = msgspec.structs.replace(FEED, max_bytes=100, discard="new")
     await provision(context.bus, [full])

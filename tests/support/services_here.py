@@ -35,7 +35,7 @@ class ServiceHere:
         metrics = ServiceMetrics(name)
         metrics.is_served = True
         metrics.declare(counters=COUNTERS, gauges=GAUGES)
-        self.context: Context[Any, Bus] = Context(
+        self.context: Context[Any] = Context(
             name, NODE, NODE, bus, settings, asyncio.Event(), structlog.stdlib.get_logger(), metrics=metrics
         )
         state = ServiceState(NODE, NODE, self.context.stop, watchdog)
@@ -65,7 +65,7 @@ async def services_here(bus: Bus, *names: str) -> AsyncIterator[dict[str, Servic
 
 
 @contextlib.asynccontextmanager
-async def arbitrator_here(bus: Bus, **settings: Any) -> AsyncIterator[Context[ArbitratorSettings, Bus]]:
+async def arbitrator_here(bus: Bus, **settings: Any) -> AsyncIterator[Context[ArbitratorSettings]]:
     """Run an arbitrator in this event loop until the end of the block, where it must still run; yields its context."""
     context = Context(
         "arbitrator", "0", "here", bus, ArbitratorSettings(**settings), asyncio.Event(), structlog.stdlib.get_logger()

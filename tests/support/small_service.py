@@ -5,7 +5,6 @@ import sys
 
 import msgspec
 
-from dynamix.runtime.bus import Bus
 from dynamix.runtime.service import Context, StartError, run
 
 
@@ -16,7 +15,7 @@ class SmallSettings(msgspec.Struct, frozen=True, kw_only=True):
     """consume, fail, refuse, finish or ignore-stop."""
 
 
-async def main(context: Context[SmallSettings, Bus]) -> None:
+async def main(context: Context[SmallSettings]) -> None:
     if context.settings.mode == "fail":
         raise RuntimeError("made to fail")
     if context.settings.mode == "refuse":

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from dynamix.runtime.bus import Bus
 from dynamix.runtime.service import Context, run
 
 
@@ -24,7 +23,7 @@ class StuckSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Block all threads, with Python's interpreter lock held, for ever."""
 
 
-async def main(context: Context[StuckSettings, Bus]) -> None:
+async def main(context: Context[StuckSettings]) -> None:
     while not Path(context.settings.trigger).exists():  # noqa: ASYNC110, ASYNC240 - the test has no other way in
         await asyncio.sleep(0.01)
     if context.settings.hold_lock:

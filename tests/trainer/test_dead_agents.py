@@ -16,7 +16,7 @@ from torch import nn
 
 from dynamix import trainer as dynamix
 from dynamix.cli.services import ServiceProcess
-from dynamix.runtime.bus import BatchConsumer
+from dynamix.runtime.bus import Reader
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Report
@@ -69,7 +69,7 @@ def _train(rank: int, slowed: Event, enough: Event) -> dict[str, Any]:
     raise AssertionError("the epochs ended first")
 
 
-async def _whole_windows(consumer: BatchConsumer) -> AsyncIterator[WholeWindow]:
+async def _whole_windows(consumer: Reader) -> AsyncIterator[WholeWindow]:
     by_window: dict[int, dict[str, Report]] = {}
     async for batch in consumer:
         for message in batch:

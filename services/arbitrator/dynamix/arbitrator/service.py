@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from dynamix.runtime.bus import Bus, BusError, BusMessage, FailoverWait
+from dynamix.runtime.bus import BusError, BusMessage, FailoverWait
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -45,7 +45,7 @@ class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The log file of nats-server on this machine, in which refused operations are counted; empty: they are not."""
 
 
-async def serve(context: Context[ArbitratorSettings, Bus]) -> None:
+async def serve(context: Context[ArbitratorSettings]) -> None:
     """Decide for every job until the context stops."""
     shown = ShownDecisions(context.metrics)
     followed: dict[str, Callable[[], Awaitable[None]]] = {
@@ -70,7 +70,7 @@ async def serve(context: Context[ArbitratorSettings, Bus]) -> None:
         await asyncio.gather(*following, return_exceptions=True)
 
 
-async def _follow(context: Context[ArbitratorSettings, Bus], what: str, follow: Callable[[], Awaitable[None]]) -> None:
+async def _follow(context: Context[ArbitratorSettings], what: str, follow: Callable[[], Awaitable[None]]) -> None:
     """Follow what only metrics need: an error here ends no decisions."""
     try:
         await follow()
@@ -78,7 +78,7 @@ async def _follow(context: Context[ArbitratorSettings, Bus], what: str, follow: 
         context.log.warning("the metrics are incomplete", missing=what, reason=str(error))
 
 
-async def _keep_profiles(context: Context[ArbitratorSettings, Bus]) -> None:
+async def _keep_profiles(context: Context[ArbitratorSettings]) -> None:
     """Store what runs taught: an error here ends no decisions."""
     try:
         await FamilyEnds(context.bus, context.log, context.count).follow()
@@ -121,7 +121,7 @@ class _Job:
 
 
 class _Arbitrator:
-    def __init__(self, context: Context[ArbitratorSettings, Bus], shown: ShownDecisions) -> None:
+    def __init__(self, context: Context[ArbitratorSettings], shown: ShownDecisions) -> None:
         self._context = context
         self._shown = shown
         self._bus = context.bus

@@ -4,7 +4,6 @@ from collections.abc import Collection
 
 import msgspec
 
-from dynamix.runtime.bus import ServiceBus
 from dynamix.runtime.service import Context
 from dynamix.schemas.messages import NodeMetrics, RankRow, Report
 
@@ -36,7 +35,7 @@ class CollectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 class KernelObserver:
     """Reads /proc and the sockets of the processes that a report names, if they are what it says."""
 
-    def __init__(self, context: Context[CollectorSettings, ServiceBus], probe: SocketProbe | str) -> None:
+    def __init__(self, context: Context[CollectorSettings], probe: SocketProbe | str) -> None:
         """Look through a probe, or without one for the reason given instead."""
         self._context = context
         self._kernel = probe if isinstance(probe, str) else SocketTraffic(probe)

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dynamix.runtime.bus import BatchConsumer, Bus, BusError, BusMessage, ServiceBus, StreamFullError
+from dynamix.runtime.bus import BusError, BusMessage, Reader, StreamFullError
 from dynamix.runtime.bus.follow import Overtaking
 from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects
@@ -44,7 +44,7 @@ InFlight = tuple[Message, asyncio.Future[int]]
 Overtake = Callable[[str, Callable[[str], str | None]], Overtaking]
 
 
-async def serve(context: Context[CollectorSettings, Bus]) -> None:
+async def serve(context: Context[CollectorSettings]) -> None:
     """Turn every report of this node into a metric window and a state until the context stops.
 
     Raises:
@@ -61,7 +61,7 @@ async def serve(context: Context[CollectorSettings, Bus]) -> None:
 
 
 async def serve_observed(
-    context: Context[CollectorSettings, ServiceBus],
+    context: Context[CollectorSettings],
     observer: KernelObserver,
     shown: ShownWindows | None = None,
     *,
@@ -80,7 +80,7 @@ async def serve_observed(
         await collector.work(consumer, overtake)
 
 
-def _open_probe(context: Context[CollectorSettings, ServiceBus]) -> SocketProbe | str:
+def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
     """The eBPF probe, or why there is none."""
     settings = context.settings
     if settings.probe not in ("auto", "ebpf"):
@@ -109,7 +109,7 @@ def _chooser(settings: CollectorSettings) -> Chooser | None:
 class _Collector:
     def __init__(
         self,
-        context: Context[CollectorSettings, ServiceBus],
+        context: Context[CollectorSettings],
         observer: KernelObserver,
         shown: ShownWindows,
         choose: Chooser | None,
@@ -128,7 +128,7 @@ class _Collector:
         self._is_over = False
         self._newest: Overtaking | None = None
 
-    async def work(self, consumer: BatchConsumer, overtake: Overtake | None) -> None:
+    async def work(self, consumer: Reader, overtake: Overtake | None) -> None:
         """Read, and handle what was read in turns of all jobs, until the consumer ends.
 
         Raises:
@@ -145,7 +145,7 @@ class _Collector:
                 beside.cancel()
         await self._acknowledge(consumer)
 
-    async def _take_turns(self, consumer: BatchConsumer, tasks: asyncio.TaskGroup) -> None:
+    async def _take_turns(self, consumer: Reader, tasks: asyncio.TaskGroup) -> None:
         """What waits for its turn at the end comes again after a restart."""
         loop, ack_at = asyncio.get_running_loop(), 0.0
         while not self._is_over:
@@ -163,7 +163,7 @@ class _Collector:
             tasks.create_task(self._finish(message, outputs))
             await asyncio.sleep(READ_SHARE * (loop.time() - begun) if self._num_pending else 0)
 
-    async def _acknowledge(self, consumer: BatchConsumer) -> None:
+    async def _acknowledge(self, consumer: Reader) -> None:
         if (last := self._waiting.acknowledge()) is not None:
             await consumer.ack(last)
             self._has_room.set()
@@ -191,7 +191,7 @@ class _Collector:
                     self._context.count("windows_shed" if isinstance(output, MetricWindow) else "traces_shed")
         return stored
 
-    async def _read(self, consumer: BatchConsumer) -> None:
+    async def _read(self, consumer: Reader) -> None:
         try:
             async for batch in consumer:
                 self._waiting.add(batch)

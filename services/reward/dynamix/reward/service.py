@@ -6,7 +6,7 @@ The service has no memory, so replicas are harmless: equal rewards have equal me
 import asyncio
 from typing import Literal
 
-from dynamix.runtime.bus import BusMessage, ServiceBus
+from dynamix.runtime.bus import BusMessage
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
@@ -27,7 +27,7 @@ class RewardSettings(Weights, frozen=True, kw_only=True):
     """`auto`: the published formula for each job's optimizer."""
 
 
-async def serve(context: Context[RewardSettings, ServiceBus]) -> None:
+async def serve(context: Context[RewardSettings]) -> None:
     """Turn every metric window of every job into rewards until the context stops."""
     shown = ShownRewards(context.metrics)
     windows = subjects.of("window", subjects.ANY, subjects.ANY)
@@ -44,7 +44,7 @@ async def serve(context: Context[RewardSettings, ServiceBus]) -> None:
                 shown.record(reward)
 
 
-async def _reward(context: Context[RewardSettings, ServiceBus], message: BusMessage) -> Reward | None:
+async def _reward(context: Context[RewardSettings], message: BusMessage) -> Reward | None:
     try:
         window = decode(MetricWindow, message.subject, message.payload)
         formula = context.settings.formula

@@ -16,7 +16,6 @@ from dynamix.arbitrator.learned.policy_file import SHIPPED_VERSION, PolicyFile, 
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.runtime.bus import (
-    Bus,
     BusError,
     BusMessage,
     ConnectionClosedError,
@@ -88,7 +87,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"policy {self.policy!r} is one in code: give the learned one another name")
 
 
-async def serve(context: Context[LearnerSettings, Bus]) -> None:
+async def serve(context: Context[LearnerSettings]) -> None:
     """Learn until the context stops."""
     processes = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(1, processes, initializer=updating.begin, initargs=(os.getpid(),))
@@ -99,7 +98,7 @@ async def serve(context: Context[LearnerSettings, Bus]) -> None:
 
 
 class _Learner:
-    def __init__(self, context: Context[LearnerSettings, Bus], executor: ProcessPoolExecutor) -> None:
+    def __init__(self, context: Context[LearnerSettings], executor: ProcessPoolExecutor) -> None:
         self._context = context
         self._settings = context.settings
         self._executor = executor

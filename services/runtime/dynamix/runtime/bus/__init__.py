@@ -1,6 +1,6 @@
 """The bus: NATS behind one package. Nothing else imports nats; the README lists its faults and how each is handled."""
 
-from .bus import BatchConsumer, Bus, ServiceBus
+from .bus import Bus
 from .errors import (
     BusError,
     ConnectionClosedError,
@@ -15,7 +15,6 @@ from .read import Reader, Start
 from .requests import BusMessage, FailoverWait, StreamState
 
 __all__ = [
-    "BatchConsumer",
     "Bus",
     "BusError",
     "BusMessage",
@@ -25,7 +24,6 @@ __all__ = [
     "PublishError",
     "Reader",
     "SequenceRegressError",
-    "ServiceBus",
     "StaleWriterError",
     "Start",
     "StreamFullError",

@@ -23,7 +23,7 @@ from dynamix.schemas.kinds import BY_NAME
 from dynamix.schemas.messages import Dead, Live
 from dynamix.schemas.streams import DAY_S
 
-from .bus import Bus, ServiceBus
+from .bus import Bus
 from .errors import BusError, PermissionDeniedError
 from .requests import BusMessage
 
@@ -232,7 +232,7 @@ class DeadLetters:
         counters: gets `dead_letters`, and `dead_letters_not_kept` for those over the rate or refused by the bus.
     """
 
-    def __init__(self, bus: ServiceBus, service: str, counters: dict[str, int]) -> None:
+    def __init__(self, bus: Bus, service: str, counters: dict[str, int]) -> None:
         self._bus = bus
         self._service = service
         self._counters = counters

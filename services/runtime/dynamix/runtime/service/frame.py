@@ -31,7 +31,6 @@ from dynamix.runtime.bus import (
     BusMessage,
     PermissionDeniedError,
     PublishError,
-    ServiceBus,
     StreamFullError,
     StreamMissingError,
 )
@@ -46,8 +45,6 @@ logger = logging.getLogger(__name__)
 ROOM_WAIT_S = 1.0
 
 S = TypeVar("S", bound=msgspec.Struct)
-B_co = TypeVar("B_co", bound=ServiceBus, covariant=True)
-"""The part of the bus that a service uses: `Bus` itself, or what stands in for it in a replay."""
 
 
 class StartError(RuntimeError):
@@ -55,13 +52,13 @@ class StartError(RuntimeError):
 
 
 @dataclass
-class Context(Generic[S, B_co]):
-    """What a service's `main` gets."""
+class Context(Generic[S]):
+    """A service's name, bus, settings, log and counters: the argument of its `main`."""
 
     service: str
     instance: str
     node: str
-    bus: B_co
+    bus: Bus
     settings: S
     stop: asyncio.Event
     """Set by SIGTERM and SIGINT; loops over consumers and subscriptions end at the same moment."""
@@ -296,7 +293,7 @@ STOP_TIMEOUT_S = 10.0
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
-Main = Callable[[Context[S, Bus]], Coroutine[Any, Any, None]]
+Main = Callable[[Context[S]], Coroutine[Any, Any, None]]
 
 
 def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence[str] | None = None) -> int:
