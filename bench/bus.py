@@ -239,7 +239,7 @@ class ScalePlan(NamedTuple):
 
     @property
     def num_windows(self) -> int:
-        """Of each job, with those to warm up."""
+        """Windows of each job, with those to warm up."""
         return WARM_UP_WINDOWS + max(2, round(self.seconds))
 
 

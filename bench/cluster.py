@@ -132,7 +132,7 @@ ARMS: dict[str, Arm] = {
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """What is slow about the hosts; ranks are numbered as they are."""
+    """A case: which hosts or links are slow."""
 
     name: str
     title: str
@@ -176,7 +176,7 @@ LIMITS: Mapping[str, Mapping[tuple[str, str], float]] = {
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """What determines a run, except for the machine."""
+    """The settings that determine a run, except for the machine."""
 
     case: Case
     arm: Arm
@@ -288,7 +288,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Look(NamedTuple):
-    """What rank 0 tells at a point of the grid, while all ranks wait for the answer: stop, and the accuracy."""
+    """Rank 0's message at a point of the grid, while all ranks wait for the answer: stop, and the accuracy."""
 
     trained_s: float
     num_steps: int
@@ -299,7 +299,7 @@ class Look(NamedTuple):
 
 
 class Rank:
-    """What an arm's function has: its data, a model, and the clock that all ranks share.
+    """Input of an arm's function: its data, a model, and the clock that all ranks share.
 
     It calls `begin` once when it could train, and `after_step` after every step until that returns True. All ranks must
     know at which step they wait for a look, or the faster ones would compute a step for nothing: so they check in

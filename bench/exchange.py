@@ -1,4 +1,4 @@
-"""What exchange codecs save and cost: `python -m bench.exchange sums|steps|coding [--links 100mbit,1gbit]`.
+"""Savings and costs of exchange codecs: `python -m bench.exchange sums|steps|coding [--links 100mbit,1gbit]`.
 
 sums    ranks on hosts with shaped links (bench.hosts; as root) sum a gradient: by PyTorch's all-reduce of the dense
         gradient, its all-reduce of a sparse tensor, and the codecs, over the all-reduce, over owners with equal shares
@@ -95,7 +95,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank does with a case."""
+    """A rank's work on a case."""
 
     arms: tuple[str, ...]
     num_rounds: int
@@ -107,7 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArmTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank saw of an arm; one value per round, for one exchange or step."""
+    """Timings of an arm on one rank; one value per round, for one exchange or step."""
 
     wall_s: list[float]
     cpu_s: list[float]
@@ -320,7 +320,7 @@ class _Process(NamedTuple):
     log: Path
 
     def line(self) -> bytes:
-        """What it says next; raises BenchmarkError when it ended instead."""
+        """The next line of its output; raises BenchmarkError when it ended instead."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:

@@ -1,4 +1,4 @@
-"""What all benchmark programs share: arms in pairs, figures with intervals and targets, tables, the command line.
+"""Shared by all benchmark programs: arms in pairs, figures with intervals and targets, tables, the command line.
 
 A program measures its arms in `Rounds`, puts its figures into `Table`s and its limits into `Target`s, and hands a
 `Report` to `run`, which prints the tables as Markdown (a page holds them as text), writes each as CSV with `--csv DIR`
@@ -147,7 +147,7 @@ class Panel(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a program found."""
+    """The results of a program."""
 
     tables: Sequence[Table]
     targets: Sequence[Target] = ()
@@ -314,7 +314,7 @@ class Rounds:
 
 
 def percent_more(on: Values, off: Values) -> Interval:
-    """What `on` takes more than `off`, in percent of the mean of `off`, one value per pair; bootstrapped interval."""
+    """The excess of `on` over `off`, in percent of the mean of `off`, one value per pair; bootstrapped interval."""
     from scipy.stats import bootstrap  # noqa: PLC0415 - a second, which each spawned process would pay, too
 
     percent = 100 * (on - off) / off.mean()

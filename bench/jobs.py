@@ -80,7 +80,7 @@ def job_of(name: str, num_workers: int, policy: str, seed: int = 0, **changes: A
 
 
 class NodeWindow(NamedTuple):
-    """What one node measured in one window."""
+    """The measurements of one node in one window."""
 
     report: Report
     systems: Mapping[int, SystemMetrics]
@@ -95,7 +95,7 @@ class NodeWindow(NamedTuple):
         return self._replace(report=report)
 
     def collected(self) -> MetricWindow:
-        """What the node's collector publishes."""
+        """The messages that the node's collector publishes."""
         network = read_network(Evidence(self.report, self.node), "auto")
         return metric_window(self.report, Observation(systems=self.systems, node=self.node, network=network))
 
@@ -166,7 +166,7 @@ class Parcel(NamedTuple):
 
 
 class Load:
-    """What the nodes of one job send."""
+    """The messages that the nodes of one job send."""
 
     def __init__(self, job: Job, *, seed: int = 0, num_variants: int = NUM_VARIANTS) -> None:
         rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""What the kernel probe costs: `python -m bench.kernel [--quick]`, some five minutes, as root.
+"""Costs of the kernel probe: `python -m bench.kernel [--quick]`, some five minutes, as root.
 
 Everything is over loopback on this machine, in a control group of its own, below a cgroup version 2 without other
 programs. The kernel times each program (as kernel.bpf_stats_enabled does) under several kinds of traffic and in a gloo

@@ -1,4 +1,4 @@
-"""What a session costs on the training thread: `python -m bench.overhead [--model large] [--tracking] [--pairs N]`.
+"""Costs of a session on the training thread: `python -m bench.overhead [--model large] [--tracking] [--pairs N]`.
 
 One job of two gloo ranks on the CPU, with a real broker, k = 20 and steps paced to 50 ms by a sleep of FIXED length (a
 sleep to a deadline would hide what we cost). Each window is answered by an action, which is adopted; the learning rate
@@ -146,7 +146,7 @@ def _steered_arm(data: TensorDataset, hidden: int, pace_s: float, bus: BusSettin
 
 
 class Plan(NamedTuple):
-    """What every rank runs."""
+    """The work of every rank."""
 
     num_pairs: int
     step_s: float
@@ -155,7 +155,7 @@ class Plan(NamedTuple):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What rank 0 measured."""
+    """The measurements of rank 0."""
 
     on: list[Timing]
     off: list[Timing]

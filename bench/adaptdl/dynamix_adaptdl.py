@@ -29,7 +29,7 @@ REFIT_WINDOWS = 10
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """What AdaptDL would have measured, from window to window; nothing is ever forgotten.
+    """AdaptDL's profile, from window to window; nothing is ever forgotten.
 
     Its profile (adaptdl/torch/_metrics.py) sums, for each local batch size, the time of rank 0's steps and what of it
     was synchronisation: from the rank's last gradient to the end of the all-reduce, so that waiting for slower ranks is

@@ -90,7 +90,7 @@ def test_a_watchdog_for_another_process_is_not_ours() -> None:
     ("environ", "sentence"),
     [
         ({"NOTIFY_SOCKET": "vsock:2:9"}, "NOTIFY_SOCKET='vsock:2:9': only a path or @name can be notified; unset it"),
-        ({"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1s"}, "WATCHDOG_USEC='1s' is no number of microseconds"),
+        ({"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1s"}, "WATCHDOG_USEC='1s' is not a number of microseconds"),
     ],
 )
 def test_what_cannot_be_notified_is_refused(environ: dict[str, str], sentence: str) -> None:

@@ -16,7 +16,7 @@ AddAction = Callable[[str, Callable[..., Awaitable[ActionResult]], str, str], ar
 
 
 def adding_actions(parser: argparse.ArgumentParser) -> AddAction:
-    """What declares the actions of a command; the chosen one is `arguments.act`."""
+    """Return a function that declares the actions of a command; the chosen one is `arguments.act`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
 
     def add(

@@ -33,7 +33,7 @@ class NoBrokerError(CommandError):
 
 
 class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file holds."""
+    """The contents of the file."""
 
     url: str
     user: str
@@ -65,7 +65,7 @@ def is_configured(environ: Mapping[str, str]) -> bool:
 
 
 def running(environ: Mapping[str, str]) -> ConnectionFile | None:
-    """What the `dynamix up` that runs now has left; `None` when none runs.
+    """The connection file of the running `dynamix up`; `None` when none runs.
 
     Raises CommandError when others may read or could have written the file.
     """

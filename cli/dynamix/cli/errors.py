@@ -1,4 +1,4 @@
-"""What a command could not do, in a sentence for the person who typed it."""
+"""Errors of commands, each in a sentence for the person who typed it."""
 
 import contextlib
 from collections.abc import Iterator

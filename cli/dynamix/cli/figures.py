@@ -1,4 +1,4 @@
-"""What the figures of several commands share: colours, the sizes of all ranks, and the file."""
+"""Shared parts of figures: colours, the sizes of all ranks, and the file."""
 
 import math
 import statistics

@@ -36,7 +36,7 @@ def fold_all(view: JobView, batch: list[BusMessage]) -> None:
 
 
 async def stored_job(bus: Bus, job: str) -> JobView:
-    """What is stored of a job now: the curves of its newest windows, the newest decisions."""
+    """Read a stored job: the curves of its newest windows, the newest decisions."""
     view = JobView(job)
     for stream, subject in ((JOBS.name, subjects.of("job", job)), (FEED.name, subjects.of("event", job))):
         if (newest := await bus.last(stream, subject)) is not None:

@@ -67,11 +67,11 @@ class Heartbeats:
         return [node for node in nodes if node not in heard] if heard else []
 
     def num_unanswered(self, now_s: float) -> int:
-        """What the broker has not acknowledged or answered for seconds, of all processes."""
+        """Messages that the broker has not acknowledged or answered for seconds, of all processes."""
         return sum(self.count(name, now_s) for name in UNANSWERED)
 
     def num_not_stored(self, now_s: float) -> int:
-        """What the broker has not acknowledged or answered for seconds, or did not store lately, of all processes."""
+        """Messages not acknowledged or answered for seconds, or not stored lately, of all processes."""
         return sum(self.count(name, now_s) for name in NOT_STORED)
 
     def count(self, name: str, now_s: float) -> int:

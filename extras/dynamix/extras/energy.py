@@ -134,7 +134,7 @@ def _zones(powercap: Path) -> Iterator[Path]:
 def _whole_number(file: Path) -> int:
     text = _text(file)
     if not text.isdecimal():
-        raise EnergyError(f"{file} holds {text[:40]!r}, which is no number")
+        raise EnergyError(f"{file} holds {text[:40]!r}, which is not a number")
     return int(text)
 
 

@@ -214,7 +214,7 @@ HEAD_BYTES = (NUM_FLAGS + SPAN_BITS) // 8
 
 
 class Head(NamedTuple):
-    """What a rank says, and then what all say."""
+    """The head of one rank, then of all."""
 
     span: Span
     """Over all numbers; only meant where no other field but the last is true."""
@@ -241,7 +241,7 @@ class Head(NamedTuple):
 
 
 class TouchedElements(NamedTuple):
-    """What a rank touched in a bucket."""
+    """The elements that a rank touched in a bucket."""
 
     bitmap: Tensor
     elements: Tensor
@@ -255,7 +255,7 @@ class TouchedElements(NamedTuple):
 
     @classmethod
     def of(cls, flat: Tensor, union: Tensor | None, elements: Tensor | None) -> "TouchedElements":
-        """What was touched by its bits, or by value where there is a -0.0; expected elements also come as a bitmap."""
+        """Find touched elements by their bits, or by value where there is a -0.0; expected ones also as a bitmap."""
         found = cls._among(flat, flat.view(INTEGERS[flat.element_size()]) != 0, union, elements)
         if found.is_dense or (found.has_minus_zero and not found.fits):
             return cls._among(flat, flat != 0, union, elements)._replace(has_minus_zero=True)
@@ -271,7 +271,7 @@ class TouchedElements(NamedTuple):
         return cls(bitmap, chosen, numbers, is_dense, fits, not is_dense and bool(minus_zeros(numbers).any()))
 
     def head(self) -> Head:
-        """What the other ranks need to know of it."""
+        """The head for the other ranks."""
         is_finite = bool(self.numbers.isfinite().all())
         return Head(
             find_span(self.numbers) if is_finite and not self.is_dense else NOTHING,

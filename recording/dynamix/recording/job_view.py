@@ -58,7 +58,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def busy_time_s(self) -> float:
-        """What tells slow ranks apart: the compute time of a step, or the whole step where it is unknown."""
+        """The time that tells slow ranks apart: the compute time of a step, or the whole step where it is unknown."""
         training = self.metrics.training
         return training.step_time_s if training.compute_time_s is None else training.compute_time_s
 

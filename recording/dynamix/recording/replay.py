@@ -41,7 +41,7 @@ READ_ON_WINDOWS = 3
 
 
 class ReplayRequest(NamedTuple):
-    """What to replay into which service."""
+    """A request: which capture to replay into which service."""
 
     path: Path
     into: ReplayTarget

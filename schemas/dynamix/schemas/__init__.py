@@ -1,4 +1,4 @@
-"""What travels on the bus: messages, their kinds, subjects and streams, the state's features, the codec.
+"""Everything sent over the bus: messages, their kinds, subjects and streams, the state's features, the codec.
 
 `messages` holds the structs; `kinds` is the one table of how each travels, from which `subjects`, `codec` and
 docs/subjects.md derive; `streams` says what JetStream keeps, `features` what a state holds. `apportion`,

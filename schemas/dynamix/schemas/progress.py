@@ -1,4 +1,4 @@
-"""What a step of a global batch is worth. Pure.
+"""Progress of a step by global batch size. Pure.
 
 `rule` weighs it against its model of the step's time (arbitrator), the agents of `stigmergy` against what they see of
 it (collector): both by the same formula, with the same bound.
@@ -19,7 +19,7 @@ to 372,469 samples at a noise scale of 60, and to a learning rate of 2.7; 0.8 tr
 def progress(
     global_batch_sizes: Array64, noise_scale: float, rate_exponent: float = 0.0, most: float = math.inf
 ) -> Array64:
-    """What a step of B samples is worth, up to a constant: B^rate_exponent B / (B + B_noise); no more above `most`.
+    """Progress of a step of B samples, up to a constant: B^rate_exponent B / (B + B_noise); constant above `most`.
 
     With exponent 0 that is McCandlish et al. (arXiv 1812.06162): the learning rate is the best one for each B. A rule
     that sets it in proportion to B^e instead makes a step of little noise worth as much more: the first factor. It has

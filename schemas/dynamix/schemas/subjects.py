@@ -33,7 +33,7 @@ _TOKENS = {kind.name: kind.tokens for kind in KINDS}
 
 
 class Address(NamedTuple):
-    """What a subject says: its kind and its tokens, for example `("state", ("mnist-1a2b3c4d", "node-a"))`."""
+    """The parts of a subject: its kind and its tokens, for example `("state", ("mnist-1a2b3c4d", "node-a"))`."""
 
     kind: str
     tokens: tuple[str, ...]
@@ -57,7 +57,7 @@ def check_token(value: str) -> str:
 
 
 def new_run_id() -> str:
-    """What tells runs of one name apart: 8 hexadecimal digits."""
+    """Make a run's id, 8 hexadecimal digits that tell runs of one name apart."""
     return secrets.token_hex(RUN_ID_BYTES)
 
 
@@ -116,7 +116,7 @@ def kept_by(stream: Stream) -> list[str]:
 
 
 def token_names(kind: Kind) -> list[str]:
-    """What stands in a kind's subjects after it: the fields of its message, with `name` and `run` for its job."""
+    """The tokens of a kind's subjects: the fields of its message, with `name` and `run` for its job."""
     return [name for field in kind.tokens for name in (("name", "run") if field == "job" else (field,))]
 
 

@@ -208,7 +208,7 @@ def inspect(path: Path, *, keep_ranks: bool = False) -> Inspection:
 
 
 def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
-    """What the file is and what is wrong with it, a sentence each."""
+    """Describe the file and its damage, a sentence each."""
     header, end = inspection.header, inspection.end
     lasted_s = (inspection.last_ns - inspection.first_ns) / 1e9
     yield (

@@ -1,4 +1,4 @@
-"""What the page shows, as JSON documents: jobs, alarms, captures. The caller passes the time."""
+"""The page's content as JSON documents: jobs, alarms, captures. The caller passes the time."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -361,7 +361,7 @@ class CapturedJob:
         return view
 
     def document(self, elapsed_s: float, *, with_curves: bool) -> Document:
-        """What the page shows of that moment; the curves are those of the whole capture, whatever the moment is."""
+        """The document of that moment; its curves are those of the whole capture."""
         view = self.view_at(elapsed_s)
         now_ns = self.start_ns + int(elapsed_s * 1e9)
         found: Document = {

@@ -139,7 +139,7 @@ class DashboardServer:
         try:
             elapsed_s = float(request.query_params.get("elapsed_s", captured.duration_s))
         except ValueError:
-            return PlainTextResponse("400: elapsed_s is no number\n", 400)
+            return PlainTextResponse("400: elapsed_s is not a number\n", 400)
         elapsed_s = min(max(0.0, elapsed_s), captured.duration_s)
         with_curves = request.query_params.get("curves") == "1"
         return _json(await asyncio.to_thread(captured.document, elapsed_s, with_curves=with_curves))

@@ -43,7 +43,7 @@ BAND = 0.1
 
 
 class CalibrationInput(NamedTuple):
-    """What calibration needs of a job."""
+    """The input of calibration: one job's windows."""
 
     job: Job | None
     """Its newest specification."""
@@ -110,7 +110,7 @@ async def _from_bus(wanted: str) -> CalibrationInput:
 
 
 def from_capture(path: Path) -> CalibrationInput:
-    """What a capture holds; of one that is cut off or damaged, what is good."""
+    """Read a capture; of one that is cut off or damaged, the intact part."""
     with reading(path), explained(CaptureError), CaptureReader(path) as reader:
         try:
             found = [
@@ -126,7 +126,7 @@ def from_capture(path: Path) -> CalibrationInput:
 
 
 async def from_bus(bus: Bus, wanted: str) -> CalibrationInput:
-    """What the bus keeps now of the job with the id `wanted`, or whose id begins so if that is one job."""
+    """Read the stored messages of the job with the id `wanted`, or of the only one whose id begins so."""
     job = await find_job(bus, wanted)
     subject = subjects.of("window", job.job, subjects.ANY)
     if await bus.last(FEED.name, subject) is None:

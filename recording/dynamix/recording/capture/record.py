@@ -1,4 +1,4 @@
-"""What a capture holds: a header, records in one order, an end with their number. And the errors of reading it."""
+"""Records of a capture: a header, records in one order, an end with their number. And the errors of reading it."""
 
 import datetime as dt
 from collections import deque

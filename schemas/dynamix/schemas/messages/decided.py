@@ -1,4 +1,4 @@
-"""What follows from a window: its reward, the action, and its adoption by the ranks."""
+"""Messages after a window: its reward, the action, and its adoption by the ranks."""
 
 from typing import Annotated
 
@@ -72,7 +72,7 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
 
     @property
     def allocation(self) -> Allocation:
-        """What was decided, as one value."""
+        """The decision as one value."""
         return Allocation(self.local_batch_sizes, self.split, self.exchange, self.rate_factor)
 
 

@@ -77,7 +77,7 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
 
     @property
     def initial_allocation(self) -> Allocation:
-        """What rules the generation's first step."""
+        """The allocation of the generation's first step."""
         return Allocation(self.initial_local_batch_sizes, self.initial_split, self.initial_exchange)
 
     def __post_init__(self) -> None:

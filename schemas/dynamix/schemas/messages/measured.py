@@ -1,4 +1,4 @@
-"""What a window's measurement passes through: report, metric window, state.
+"""Measurements of a window: report, metric window, state.
 
 A new measured feature is a field in each of its structs here that it passes, at their ends and with a default.
 """
@@ -29,7 +29,7 @@ class SocketCounters(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class RankRow(Message, frozen=True, kw_only=True, array_like=True):
-    """What one rank measured in one window; times are sums over its steps."""
+    """Measurements of one rank in one window; times are sums over its steps."""
 
     rank: Count
     local_rank: Count

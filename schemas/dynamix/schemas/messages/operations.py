@@ -1,4 +1,4 @@
-"""What operators and tools read: policy versions, failure signatures, dead letters, heartbeats."""
+"""Messages for operators and tools: policy versions, failure signatures, dead letters, heartbeats."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""What trainers and arbitrators must agree on about policies, by name."""
+"""Facts about policies that trainers and arbitrators must agree on, by name."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

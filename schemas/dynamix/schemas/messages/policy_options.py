@@ -1,4 +1,4 @@
-"""What the options of our policies may be: training processes refuse what the arbitrator would, unheard by the script.
+"""Bounds of the options of our policies: the script's process refuses what the arbitrator would refuse too late.
 
 A policy that is code has its options, with defaults and meanings, beside its formula; `tests/arbitrator` compares.
 """

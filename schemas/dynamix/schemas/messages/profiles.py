@@ -1,4 +1,4 @@
-"""What the runs of a job family taught, for the next one."""
+"""Lessons of the runs of a job family, for the next one."""
 
 from typing import Annotated
 
@@ -61,7 +61,7 @@ class ArmRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
-    """What the runs of a job family taught: written by the arbitrator at the end of each, read at the next one's start.
+    """Lessons of a job family's runs: the arbitrator writes them at the end of each, and reads them at the next start.
 
     Times are those of the newest run; the curve of the noise scale is a mean over runs.
     """
@@ -97,7 +97,7 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
 
     @classmethod
     def forgotten(cls, family: str, ended_sequence: int) -> "JobProfile":
-        """What stands for a family that an operator forgot, so that no restart makes it of runs that are over."""
+        """The mark of a family that an operator forgot, so that no restart makes it again of runs that are over."""
         return cls(
             family=family,
             format=PROFILE_FORMAT,
@@ -118,7 +118,7 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
         return self.num_windows == 0
 
     def arms_of(self, objective: Objective) -> tuple[ArmRecord, ...]:
-        """What runs that were compared by an objective tried out."""
+        """The arms of the runs that were compared by an objective."""
         return self.energy_arms if objective == "energy" else self.arms
 
     @property

@@ -15,7 +15,7 @@ Activity = Annotated[tuple[Annotated[float, Meta(ge=0)], ...], Meta(min_length=1
 
 
 class SeenTrace(Message, frozen=True, kw_only=True, array_like=True):
-    """What can be seen of a trace from its own cell and from those beside it."""
+    """The part of a trace that its own cell and those beside it can see."""
 
     strength: Annotated[float, Meta(gt=0, le=1)]
     """What evaporation has left of it: 1 when it is as new as it can be."""
@@ -24,7 +24,7 @@ class SeenTrace(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class FieldView(Message, frozen=True, kw_only=True, array_like=True):
-    """What the agent of a node knows besides its own ranks' rows: the traces around, and its rule's settings."""
+    """Input of a node's agent besides its own ranks' rows: the traces around, and its rule's settings."""
 
     activity: Activity
     """What its own trace says of its own ranks."""
@@ -43,7 +43,7 @@ class FieldView(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class Trace(Message, frozen=True, kw_only=True, array_like=True):
-    """What the agent of one node leaves at its cell after a window."""
+    """The trace that a node's agent leaves at its cell after a window."""
 
     job: Token
     generation: Count

@@ -1,4 +1,4 @@
-"""What the agent of a node shows to its network: its own report, free of scale. Pure.
+"""Inputs of an agent's network: its own report, free of scale. Pure.
 
 Sizes are doublings, times are shares of the step or ratios. Neither a rank nor a node can be told from another by it,
 so that one network serves all agents, whatever their number. Unknown is NaN; `forward.Normalisation` turns it into a

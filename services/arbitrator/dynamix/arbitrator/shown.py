@@ -1,4 +1,4 @@
-"""What the arbitrator shows to Prometheus: where each job stands, what was refused, how runs ended and differed."""
+"""Metrics of the arbitrator: where each job stands, refusals, how runs ended and differed."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ MAX_READ_BYTES = 16 << 20
 
 
 class NewLines:
-    """What is appended to a log file from now on, also after the file was moved aside and begun again."""
+    """Lines appended to a log file from now on, also after the file was rotated."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -57,7 +57,7 @@ class _Settings(NamedTuple):
 
 
 def trace_of(report: Report, choose: Chooser | None = None) -> Trace | None:
-    """What the agent of the report's node leaves; `None` in jobs of other policies.
+    """The trace of the report's node; `None` in jobs of other policies.
 
     Where a job has the option `learned`, `choose` has the factor on the wish: by default the shipped network.
 

@@ -36,7 +36,7 @@ SHIPPED = "shipped_agents/stigmergy.safetensors"
 
 
 class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent must know of its network; the file says more (`arbitrator.learned.policy_file`)."""
+    """Metadata that an agent needs of its network; the file has more (`arbitrator.learned.policy_file`)."""
 
     format: int
     action_set: Literal["appetite"]

@@ -1,4 +1,4 @@
-"""What is seen of a report's processes and sockets, beside what the ranks say themselves."""
+"""Observation of a report's processes and sockets, beside the ranks' own measurements."""
 
 from collections.abc import Collection
 

@@ -24,7 +24,7 @@ class Evidence(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What the chosen probe says."""
+    """The readings of the chosen probe."""
 
     probe: Probe
     by_rank: Mapping[int, NetworkMetrics]

@@ -1,4 +1,4 @@
-"""What the collector shows to Prometheus: the newest window of each job, and what its probe costs."""
+"""Metrics of the collector: the newest window of each job, and the cost of its probe."""
 
 import os
 from collections.abc import Iterable
@@ -39,10 +39,10 @@ JOB_METRICS = {
 
 
 class ProbeCost(Protocol):
-    """What is asked of a probe: see `ebpf.probe.SocketProbe`."""
+    """The part of a probe that is used here: see `ebpf.probe.SocketProbe`."""
 
     def cost(self) -> dict[str, ProgramInfo]:
-        """What the kernel says of each program."""
+        """The kernel's statistics of each program."""
 
 
 class ShownWindows:

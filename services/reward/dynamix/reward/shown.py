@@ -1,4 +1,4 @@
-"""What the reward service shows to Prometheus: the newest rewards of each job and node."""
+"""Metrics of the reward service: the newest rewards of each job and node."""
 
 from statistics import fmean
 

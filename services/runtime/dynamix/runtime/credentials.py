@@ -63,7 +63,7 @@ class Key:
 
 
 class Credential(NamedTuple):
-    """What a credential's file holds, and what its JWT says."""
+    """A credential's file, with the claims of its JWT."""
 
     jwt: str
     seed: str

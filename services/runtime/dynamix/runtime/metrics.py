@@ -1,4 +1,4 @@
-"""What a service shows to Prometheus and to health probes, on one HTTP port: `/metrics`, `/livez`, `/readyz`.
+"""Metrics and health probes of a service, on one HTTP port: `/metrics`, `/livez`, `/readyz`.
 
 In come functions that show what a service holds anyway; out goes text, when it is asked for. Between two scrapes it
 costs nothing: no number is copied or labelled while messages are handled. It knows no service and no bus.
@@ -65,7 +65,7 @@ class LabelTable(Generic[K, V]):
                 self.num_evicted += 1
 
     def get(self, key: K) -> V | None:
-        """What was recorded last, also long ago."""
+        """The last recorded value, however old."""
         found = self._entries.get(key)
         return None if found is None else found[0]
 
@@ -214,7 +214,7 @@ class PortError(OSError):
 
 
 class HttpAnswer(NamedTuple):
-    """What is answered."""
+    """An HTTP answer."""
 
     status: int
     body: bytes

@@ -22,7 +22,7 @@ class RefusedOutputError(ValueError):
 
 
 class FileKind(NamedTuple):
-    """What a command writes, and how to recognise a file of it."""
+    """A kind of output file, and how to recognise one."""
 
     noun: str
     recognises: Callable[[bytes], bool]

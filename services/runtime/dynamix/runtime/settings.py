@@ -66,7 +66,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all components share: `DYNAMIX_...` without a component."""
+    """Settings of all components: `DYNAMIX_...` without a component."""
 
     node: str = ""
     """This machine's name on the bus; collector and ranks of one machine must agree. Default: from the host name."""
@@ -109,10 +109,10 @@ class Supervisor(NamedTuple):
 
 
 def read_supervisor(environ: Mapping[str, str]) -> Supervisor:
-    """What systemd asks of this process. A watchdog that was meant for another one, such as its parent, is not ours.
+    """Read systemd's requests to this process. A watchdog for another process, such as its parent, does not count.
 
     Raises:
-        ValueError: for a socket of another family, and for what is no number of microseconds.
+        ValueError: for a socket of another family, and for what is not a number of microseconds.
     """
     address = environ.get("NOTIFY_SOCKET", "")
     if address and not address.startswith(("/", "@")):
@@ -121,7 +121,7 @@ def read_supervisor(environ: Mapping[str, str]) -> Supervisor:
     if not address or not usec or environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return Supervisor(address)
     if not usec.isdecimal():
-        raise ValueError(f"WATCHDOG_USEC={usec!r} is no number of microseconds")
+        raise ValueError(f"WATCHDOG_USEC={usec!r} is not a number of microseconds")
     return Supervisor(address, int(usec) / 1e6)
 
 
@@ -214,7 +214,7 @@ def node_name(shared: SharedSettings) -> str:
 
 
 def help_text(component: str, struct: type[msgspec.Struct]) -> str:
-    """What `--help` prints: flag, variable, default and meaning (the docstring beneath the field) of each setting."""
+    """The text of `--help`: flag, variable, default and meaning (the docstring beneath the field) of each setting."""
     lines = [f"usage: python -m dynamix.{component} [--flag value ...]", ""]
     owners = ((struct, component, "--"), (SharedSettings, "", "--"), (BusSettings, "nats", "--nats-"))
     for owner, owned_by, dashes in owners:
@@ -271,7 +271,7 @@ def credential_in(settings: BusSettings) -> Credential | None:
 
 
 def tls_context(settings: BusSettings) -> ssl.SSLContext | None:
-    """What the broker's certificate is checked with, and our own; `None` where no file is named.
+    """The TLS context: the authority of the broker's certificate, and our own; `None` where no file is named.
 
     Raises:
         ValueError: when a file cannot be used; the text names it.

@@ -34,7 +34,7 @@ def save(
     residuals: Sequence[Residuals] = (),
     outer: Sequence[dict[str, torch.Tensor]] = (),
 ) -> dict[str, Any]:
-    """What a resumed run needs of `run`, as plain containers.
+    """Save the state that a resumed run needs, as plain containers.
 
     By model, in the order they are covered: `residuals`, and the momentum of `outer` steps.
     """

@@ -50,7 +50,7 @@ _log = logging.getLogger("dynamix.trainer")
 
 
 class Rendezvous(NamedTuple):
-    """What the ranks found out about each other."""
+    """Facts that the ranks exchanged about each other."""
 
     collectives: AnyCollectives
     sockets: PeerSockets
@@ -162,7 +162,7 @@ async def _look_up(settings: BusSettings, job: str, name: str) -> int | None:
     if start is not None:
         generation = decode(Job, start.subject, start.payload).generation
         if generation > MAX_GENERATION:
-            _log.warning("%s has generation %d on the bus, which no job reaches: it was made up", job, generation)
+            _log.warning("%s has generation %d on the bus, which no job reaches: it was forged", job, generation)
         else:
             generations.append(generation)
     return max(generations, default=None)

@@ -79,7 +79,7 @@ def leave(
 
 
 class Gradients(NamedTuple):
-    """What weighs, exchanges and applies gradients."""
+    """The parts that weight, exchange and apply gradients."""
 
     models: CoveredModels
     updates: Updates
@@ -319,7 +319,7 @@ class Session:
         """Report the newest accuracy on held-out data, 0 ... 1; it travels with the next window's report.
 
         Raises:
-            TypeError: when it is no number.
+            TypeError: when it is not a number.
             ValueError: when it is outside of 0 to 1, as percent are.
         """
         self._run.held_out_accuracy = share("session.evaluated(accuracy)", accuracy)
@@ -367,7 +367,7 @@ class Session:
 
     @property
     def allocation(self) -> Allocation:
-        """What rules the current or next step: sizes, who divides them, how gradients travel."""
+        """The allocation of the current or next step: sizes, who divides them, how gradients are exchanged."""
         return self._run.schedule.allocation_at(self.step_index)
 
     @property

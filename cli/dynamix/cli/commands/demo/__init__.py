@@ -142,7 +142,7 @@ def _page(announce: Callable[[str], None]) -> Callable[[Bus], contextlib.Abstrac
 
 
 def introduction(plan: DemoPlan, compared: Sequence[Variant]) -> str:
-    """What will be run, what is real about it, and how the script's call differs between the runs."""
+    """Introduce the runs: what is real about them, and how the script's call differs."""
     width = max(len(variant.policy) for variant in compared)
     calls = "".join(
         f"  {variant.policy:{width}}  {_call(plan, variant)}\n  {'':{width}}  {variant.what}\n" for variant in compared

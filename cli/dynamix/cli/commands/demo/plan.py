@@ -17,7 +17,7 @@ LOOKS = 3
 
 
 class AttachArguments(TypedDict, total=False):
-    """What the script's call of `attach` says about steering."""
+    """The steering arguments of the script's call of `attach`."""
 
     policy: str
     global_batch: GlobalBatch
@@ -32,7 +32,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def variants(adaptive_policy: str = DEFAULT_POLICY) -> list[Variant]:
-    """What the demo compares; `adaptive_policy` steers the run whose global batch may change."""
+    """The runs that the demo compares; `adaptive_policy` steers the one whose global batch may change."""
     adaptive = AttachArguments(global_batch="adaptive")
     if adaptive_policy != DEFAULT_POLICY:
         adaptive["policy"] = adaptive_policy

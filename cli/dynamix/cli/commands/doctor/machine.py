@@ -53,7 +53,7 @@ def software() -> list[DoctorCheck]:
 
 
 def node(environ: Mapping[str, str]) -> DoctorCheck:
-    """What the collector and the training processes of this machine call it: a collector's key is for this name."""
+    """The machine's name for collector and training processes; a collector's key is for this name."""
     shared = read(SharedSettings, "", environ)
     origin = "as DYNAMIX_NODE says" if shared.node else "from the host name; DYNAMIX_NODE changes it"
     return passed("node", "training", f"{node_name(shared)}, {origin}")
@@ -123,12 +123,12 @@ def _version(distribution: str) -> str | None:
 
 
 def kernel(root: Path = Path("/")) -> list[DoctorCheck]:
-    """What the collector reads without privileges; `root` is where /proc is looked for."""
+    """Check the sources that the collector reads without privileges; `root` holds /proc."""
     return [proc(root), run_queue(root), tcp_info()]
 
 
 def proc(root: Path) -> DoctorCheck:
-    """What the collector reads of processes and namespaces."""
+    """Check the collector's access to processes and namespaces."""
     unreadable = [name for name in PROC_FILES if not os.access(root / "proc/self" / name, os.R_OK)]
     if unreadable:
         listed = ", ".join(unreadable)

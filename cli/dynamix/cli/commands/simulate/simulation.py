@@ -96,7 +96,7 @@ OnReports = Callable[[Sequence[Report]], None]
 
 
 def plan(scenario: str, policy: str, policy_file: str | None, *, seed: int) -> SimulationPlan:
-    """What was asked for. Raises ValueError when the scenario or the policy cannot be used."""
+    """The requested simulation. Raises ValueError when the scenario or the policy cannot be used."""
     found = scenario_named(scenario)
     files = {policy.partition(":")[0]: [policy_file]} if policy_file else None
     row, *others = parse_rows(policy, files)

@@ -1,4 +1,4 @@
-"""What `dynamix top` draws: a job as lines of text for a terminal of any size, redrawn as news comes."""
+"""The screen of `dynamix top`: a job as lines of text for a terminal of any size, redrawn on each change."""
 
 import asyncio
 import contextlib

@@ -38,7 +38,7 @@ class StoreJudge:
         self._was_full = False
 
     def judge(self, num_unanswered: int, free_bytes: int, now_s: float) -> Verdict:
-        """What to do, at most every `AGAIN_AFTER_S`: nothing while all is stored, or for less than `PATIENCE_S`.
+        """Decide what to do, at most every `AGAIN_AFTER_S`: nothing while all is stored, or for less than `PATIENCE_S`.
 
         Once a full disk has room, the restart is due at once.
         """

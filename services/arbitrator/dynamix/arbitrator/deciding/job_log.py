@@ -36,7 +36,7 @@ SHOW_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What all jobs of an arbitrator use: the bus, the policies, the log and the counters."""
+    """Shared by all jobs of an arbitrator: the bus, the policies, the log and the counters."""
 
     bus: Bus
     policies: PolicySource

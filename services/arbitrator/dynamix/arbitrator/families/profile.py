@@ -94,7 +94,7 @@ def profile_after(
 
 
 def judged(newest: ArmRecord | None, end_reason: str) -> ArmRecord | None:
-    """What a run says of its arm, by how it ended; `None` for nothing.
+    """The result of a run's arm, by how it ended; `None` for no result.
 
     One that somebody stopped, or that waited in vain for a rank, might have gone either way. One that failed counts
     against its arm, which may be why, and says nothing of a run without one.

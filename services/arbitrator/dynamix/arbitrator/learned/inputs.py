@@ -1,4 +1,4 @@
-"""What a network sees: the state made free of scale, by name; pure functions of one observation.
+"""Inputs of a network: the state made free of scale, by name; pure functions of one observation.
 
 Sizes become doublings, times become shares of the step or ratios to the mean over ranks: what was learned on eight
 slow workers is then worth something on a hundred fast ones. Unknown stays NaN; `normalisation` turns it into a bit.

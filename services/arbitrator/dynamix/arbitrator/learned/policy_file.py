@@ -56,7 +56,7 @@ class PolicyFileError(ValueError):
 
 
 class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a policy is, where it comes from and what it is worth."""
+    """Metadata of a learned policy: its form, origin and score."""
 
     policy: Token
     """The name that a job's specification chooses it by."""

@@ -67,7 +67,7 @@ class Generations:
 
 
 class Collected(NamedTuple):
-    """What the streams hold of a generation."""
+    """The stored messages of a generation."""
 
     recording: Recording
     num_unrewarded: int

@@ -29,7 +29,7 @@ class NothingDecidedError(RolloutError):
 
 
 class Recording(NamedTuple):
-    """What was recorded of one generation: in any order but for the states, with duplicates and gaps."""
+    """The recorded messages of one generation: in any order but for the states, with duplicates and gaps."""
 
     job: Job
     states: Sequence[tuple[int, State]]

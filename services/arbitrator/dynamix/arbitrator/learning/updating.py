@@ -26,7 +26,7 @@ class Lesson(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What an update made of its lessons."""
+    """The result of an update."""
 
     content: bytes | None
     """The next version's file; `None` when no lesson could be used."""
@@ -97,7 +97,7 @@ def foreign_formulas(metadata: PolicyMetadata, recording: Recording) -> list[str
 
 
 def formula_after(metadata: PolicyMetadata, recordings: Iterable[Recording]) -> str:
-    """What a policy says of its rewards once it has learned from these generations as well."""
+    """The reward formula of a policy once it has learned from these generations as well."""
     foreign = {formula for recording in recordings for formula in foreign_formulas(metadata, recording)}
     return _SEPARATOR.join(sorted({*metadata.reward_formula.split(_SEPARATOR), *foreign}))
 

@@ -11,7 +11,7 @@ from dynamix.schemas.spelling import suggestion
 
 
 class Option(NamedTuple):
-    """What one value of `Job.policy_options` means to a policy."""
+    """An option of a policy in `Job.policy_options`: its meaning and bounds."""
 
     default: float | str
     low: float

@@ -1,4 +1,4 @@
-"""What a policy is: a pure function of what is known about one job at one closed window."""
+"""The interface of a policy: a pure function of the knowledge about one job at one closed window."""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, Recurs
 
 
 class Decision(NamedTuple):
-    """What a policy wants from the next windows, and what it wants to remember."""
+    """A policy's decision for the next windows, and its state."""
 
     allocation: Allocation
     """The sizes that the job continues with; the fold clamps its sizes to the job's bounds."""
@@ -57,11 +57,11 @@ class NamedPolicy(Policy, Protocol):
 
     @property
     def options(self) -> Options:
-        """What of `Job.policy_options` it understands."""
+        """The options of `Job.policy_options` that it understands."""
 
 
 class Knowledge(NamedTuple):
-    """What a run taught, for the next one of its family."""
+    """Lessons of a run, for the next one of its family."""
 
     memory: bytes
     """Times and links, in the policy's own bytes; empty when nothing was measured."""
@@ -84,7 +84,7 @@ class RecurringPolicy(Policy, Protocol):
         """
 
     def knowledge(self, job: Job, carry: bytes) -> Knowledge:
-        """What the run behind the last decision's carry taught."""
+        """Lessons of the run behind the last decision's carry."""
 
 
 def digest_of(policy: Policy) -> bytes:

@@ -169,7 +169,7 @@ class Rule:
         return pack(_kept(job, _State(noise=NoiseMemory(), fit=fit, runs=runs, exploration=exploration), memory))
 
     def knowledge(self, job: Job, carry: bytes) -> Knowledge:
-        """What the run behind a carry taught. A restarted run's curve begins amid a training: it is left out."""
+        """Lessons of the run behind a carry, without the curve of a restarted run, which begins in mid-training."""
         state = unpack(_State, carry)
         fit, runs = StepTimeFit.of(state.fit, job), state.runs or EarlierRuns()
         memory = pack(_Memory(max(job.max_local_batch_sizes), fit.kept(), state.exchange))

@@ -80,7 +80,7 @@ class SocketProbe:
         return found[0]
 
     def cost(self) -> dict[str, syscall.ProgramInfo]:
-        """What the kernel says of each program; its times count while kernel.bpf_stats_enabled is 1."""
+        """The kernel's statistics of each program; its times count while kernel.bpf_stats_enabled is 1."""
         infos = [syscall.program_info(program) for program in self._programs]
         return {info.name: info for info in infos}
 

@@ -1,4 +1,4 @@
-"""What the loader hands over: the C program's file, its programs and its maps, and how their values are laid out."""
+"""Layout of the eBPF program: the C file, its programs and maps, and the structure of their values."""
 
 import struct
 from pathlib import Path

@@ -71,7 +71,7 @@ def open_map(identity: int) -> int:
 
 
 def program_info(program: int) -> ProgramInfo:
-    """What the kernel says of a program."""
+    """The kernel's information about a program."""
     ids = (ctypes.c_uint32 * _MAX_MAPS)()
     info = ctypes.create_string_buffer(_INFO_BYTES)
     struct.pack_into("=IQ", info, 52, _MAX_MAPS, ctypes.addressof(ids))

@@ -16,7 +16,7 @@ BySocket = Mapping[int, Counters]
 
 
 class Sockets(Protocol):
-    """What is asked of a probe: see `probe.SocketProbe`."""
+    """The part of a probe that is used here: see `probe.SocketProbe`."""
 
     def read(self, cookie: int, uid: int) -> Counters | None:
         """Counters of a socket, if they are known."""
@@ -26,7 +26,7 @@ class Sockets(Protocol):
 
 
 class KernelWindow(NamedTuple):
-    """What the kernel counted for the ranks of a node in a window."""
+    """The kernel's counts for the ranks of a node in a window."""
 
     by_rank: Mapping[int, NetworkMetrics]
     interval_s: float | None

@@ -1,4 +1,4 @@
-"""What /proc says of processes, network namespaces and the machine. The parsers are pure; `Proc` reads the files."""
+"""Files of /proc about processes, network namespaces and the machine. The parsers are pure; `Proc` reads."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the kernel saw of processes and machine since the last window: differences of what /proc counts.
+"""Use of processes and machine since the last window: differences of the counters in /proc.
 
 Over the collector's own interval, and only between consecutive windows (`intervals`); what is not known is `None`.
 """

@@ -164,7 +164,7 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return {public[name]: operator.sign_jwt(public[name], name, self._claims(name, public)) for name in public}
 
     def accounts_conf(self) -> str:
-        """What nats.conf includes."""
+        """The text that nats.conf includes."""
         operator, system = Key(self.operator), Key(self.accounts[SYSTEM_ACCOUNT]).public
         claims = {"type": "operator", "version": 2, "system_account": system}
         jwt = operator.sign_jwt(operator.public, "dynamix", claims)
@@ -206,7 +206,7 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def permissions_of(role: str) -> tuple[list[str], list[str]]:
-    """What a role may publish on and subscribe to; `{{tag(job)}}` and the like stand for what its key is for."""
+    """Permissions of a role to publish and subscribe; `{{tag(job)}}` and the like stand for the limits of its key."""
     sent, heard = [_subject(kind, role) for kind in KINDS if role in kind.senders], ["_INBOX.{{name()}}.>"]
     if role == PROVISION:  # it forgets families of jobs, too
         return [f"{API}>", _subject(BY_NAME["profile"], role)], heard

@@ -80,7 +80,7 @@ class Bus:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened so far, by name; and how it is now: `in_flight`, `unacknowledged`, `unanswered`.
+        """Counts of events so far, by name; and of now: `in_flight`, `unacknowledged`, `unanswered`.
 
         The first is what is not acknowledged, the others what was not for 5 s; `failed_lately` counts the last minute.
         """
@@ -190,7 +190,7 @@ class Bus:
         return await asked.find_message(self.requests, stream, {"seq": start, "next_by_subj": subject})
 
     async def stream_state(self, stream: str) -> StreamState:
-        """What the stream holds.
+        """The state of a stream.
 
         Raises:
             StreamMissingError: when there is no such stream.

@@ -92,7 +92,7 @@ class Login:
         return None if expires_s is None else expires_s - time.time()
 
     def sign_id(self, message_id: str) -> str:
-        """What only this user can know of a message's identity: the same after a restart, and in all its processes."""
+        """Sign a message's identity with this user's secret: the same after a restart, and in all its processes."""
         if not self._secret:
             with contextlib.suppress(OSError):  # a file that is gone now: after a restart identities are others
                 self._secret = self.password().encode()
@@ -117,7 +117,7 @@ class Login:
         return credential.jwt, lambda nonce: base64.b64encode(key.sign(nonce))
 
     def refusal(self) -> str:
-        """What to say where the broker refuses us."""
+        """The message for a login that the broker refuses."""
         check, credential = "check DYNAMIX_NATS_USER and DYNAMIX_NATS_PASSWORD_FILE", self._credential
         if credential is not None:
             check = f"{self._settings.creds_file} was revoked, or is of another broker's authority"
@@ -413,7 +413,7 @@ class BrokerConnection:
         return self._login.seconds_left
 
     def sign_id(self, message_id: str) -> str:
-        """What only our user can know of a message's identity."""
+        """Sign a message's identity with our user's secret."""
         return self._login.sign_id(message_id)
 
     async def send(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> bool:

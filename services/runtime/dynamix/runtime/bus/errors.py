@@ -1,4 +1,4 @@
-"""What can go wrong on the bus. Every text says what was refused and what to do."""
+"""Errors of the bus. Every text states what was refused and how to fix it."""
 
 
 class BusError(RuntimeError):

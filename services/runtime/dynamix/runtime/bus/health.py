@@ -1,4 +1,4 @@
-"""What a process shows of its own state: a watchdog over its event loop, its heartbeat, dead letters.
+"""Health of a process: a watchdog over its event loop, its heartbeat, dead letters.
 
 Services and training processes share it. In come the process's counters and messages that cannot be used; out go
 `live` and `dead` messages, log lines, and, where an event loop is stuck for too long, the process's exit code.

@@ -122,7 +122,7 @@ _inboxes = itertools.count(1)
 
 
 class LostError(BusError):
-    """What was asked for did not come, or not whole: it is asked for again."""
+    """An answer was lost or incomplete: the request is repeated."""
 
 
 class Reader(ABC):

@@ -38,7 +38,7 @@ _MESSAGE_ID_LINE = f"\r\n{MESSAGE_ID}:".lower().encode()
 
 
 class StreamCopy(msgspec.Struct, frozen=True):
-    """What a stream's leader says of another copy."""
+    """State of a stream's copy, as its leader reports it."""
 
     name: str
     """The name of its server."""
@@ -104,7 +104,7 @@ class BusMessage(NamedTuple):
 
 
 class StreamState(NamedTuple):
-    """What a stream holds; `first_sequence` is one above `last_sequence` when it is empty."""
+    """State of a stream; `first_sequence` is one above `last_sequence` when it is empty."""
 
     first_sequence: int
     last_sequence: int
@@ -139,7 +139,7 @@ class Refusal(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What all answers of the API share."""
+    """Shared fields of all answers of the API."""
 
     error: Refusal | None = None
 
@@ -349,7 +349,7 @@ async def purge_subject(requests: Requests, stream: str, subject: str, *, keep: 
 
 
 async def stream_state(requests: Requests, stream: str) -> StreamState:
-    """What the stream holds now. Raises StreamMissingError when there is none of this name."""
+    """The state of a stream. Raises StreamMissingError when there is none of this name."""
     info = await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)
     state = info.state
     assert state is not None, "the API answers with an error or a state"

@@ -1,4 +1,4 @@
-"""What a script passes, checked by type: each fault is one sentence with the argument's name, its value and the fix."""
+"""Checks of a script's arguments: each fault is one sentence with the argument's name, its value and the fix."""
 
 import math
 import operator
@@ -43,7 +43,7 @@ def number(name: str, value: Any) -> float:
     """The value as a `float`.
 
     Raises:
-        TypeError: for text, for a tensor of several elements, and for anything else that is no number.
+        TypeError: for text, for a tensor of several elements, and for anything else that is not a number.
     """
     if not isinstance(value, str | bytes):
         try:

@@ -318,7 +318,7 @@ def orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, s
 
 
 def sampler_of(orders: Orders, schedule: Schedule, options: SamplerOptions) -> PlanSampler:
-    """What draws this rank's batches."""
+    """The sampler that draws this rank's batches."""
     if isinstance(orders, StreamOrders):
         return StreamSampler(orders, schedule, **options)
     return PlanSampler(orders, schedule, **options)

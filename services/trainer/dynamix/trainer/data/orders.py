@@ -192,7 +192,7 @@ def _is_same_part(one: int | list[float], other: int | list[float]) -> bool:
 
 
 def divides_by_rank(stream: Any) -> str | None:
-    """What divides a stream by rank, where its class tells."""
+    """The part of a stream that divides it by rank, where its class tells."""
     if getattr(stream, "_distributed", None) is not None:  # of Hugging Face's datasets
         return "split_dataset_by_node"
     names = {getattr(stage, "__name__", "") for stage in stages_of(stream)}
@@ -267,7 +267,7 @@ NOT_DRAWN = np.iinfo(np.int64).min
 
 
 class DataIdentity(NamedTuple):
-    """What the order of the samples depends on; a position means nothing in another order."""
+    """Identity of the order of the samples; a position means nothing in another order."""
 
     num_samples: int
     seed: int
@@ -390,7 +390,7 @@ class Permutations(Orders):
 
 
 class SampledOrders(Orders):
-    """What a script's sampler draws in rank 0; every new epoch is a collective call."""
+    """Orders that a script's sampler draws in rank 0; every new epoch is a collective call."""
 
     def __init__(self, sampler: OwnSampler, seed: int) -> None:
         """Find out how many samples an epoch has.

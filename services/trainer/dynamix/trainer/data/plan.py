@@ -49,7 +49,7 @@ class Counts:
 
 
 class ScheduleEntry(NamedTuple):
-    """What rules from one step on."""
+    """The allocation in effect from one step on."""
 
     effective_step: int
     allocation: Allocation
@@ -191,7 +191,7 @@ Part = tuple[int, int, int]
 
 
 class StepPlan(NamedTuple):
-    """What one step uses: equal on all ranks."""
+    """The plan of one step: equal on all ranks."""
 
     step: int
     epoch: int
@@ -307,7 +307,7 @@ def _parts_in_tokens(ends: Order, start: int, stop: int, most: int) -> list[Part
 
 
 class MicroBatch(NamedTuple):
-    """What a rank computes one gradient on: its samples of a step, or a part of them that fits its memory."""
+    """Input of one gradient on a rank: its samples of a step, or a part of them that fits its memory."""
 
     plan: StepPlan
     start: int

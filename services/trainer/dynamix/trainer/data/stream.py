@@ -48,7 +48,7 @@ _log = logging.getLogger("dynamix.trainer")
 
 
 class StreamRead(NamedTuple):
-    """What was read for a step: this rank's micro-batches, and how many samples all ranks have."""
+    """Data read for a step: this rank's micro-batches, and how many samples all ranks have."""
 
     batches: list[Any]
     num_read: int
@@ -275,7 +275,7 @@ class StreamSampler(PlanSampler):
 
 
 class StepSamples(NamedTuple):
-    """What was read for a step, before it is collated."""
+    """Data read for a step, before it is collated."""
 
     parts: list[list[Any]]
     num_read: int

@@ -70,7 +70,7 @@ class CodedSquares(NamedTuple):
         return CodedSquares(self.wanted + others.wanted, self.sent + others.sent)
 
     def since(self, before: "CodedSquares") -> "CodedSquares":
-        """What came after."""
+        """The difference to an earlier value."""
         return CodedSquares(self.wanted - before.wanted, self.sent - before.sent)
 
 
@@ -104,7 +104,7 @@ class OwnedRange(NamedTuple):
 
 
 def owned_ranges(num_elements: int, member: Member, block: int = 1) -> list[OwnedRange]:
-    """What each rank and then each server owns: ranges of whole blocks, only the last may end with a part of one."""
+    """The ranges that each rank and then each server owns: whole blocks; only the last may end with a part of one."""
     num_owners = member.world_size + member.num_servers
     shares = member.shares or (1.0,) * num_owners
     if len(shares) != num_owners or min(shares) < 0 or not sum(shares) > 0:

@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 
 class ServedSum(NamedTuple):
-    """What gradient servers make of the pieces that they get in one trade and give back in another."""
+    """The sum of gradient servers, of the pieces that they get in one trade and give back in another."""
 
     number: int
     """The same in both trades of a rank, and in no others of it."""

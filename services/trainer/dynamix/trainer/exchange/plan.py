@@ -45,7 +45,7 @@ class ExchangePlan:
         """Called when the ranks have made new connections, on all of them in the same step."""
 
     def of_model(self, model: DistributedDataParallel) -> "ModelExchange":
-        """What sends the buckets of a model; its group's time-out is that of the exchange."""
+        """The exchange of a model's buckets; its group's time-out is that of the exchange."""
         self._timeout = self._timeout or timeout_of(model.process_group)
         keys = {parameter: name for name, parameter in model.module.named_parameters()}
         return ModelExchange(self.rank, self.world_size, keys, self.pipeline, len(self._servers.addresses))
@@ -78,13 +78,13 @@ class ExchangePlan:
             self._pipeline.close()
 
     def pipeline(self) -> Pipeline:
-        """What carries out collectives, once an exchange was in effect."""
+        """The pipeline of collectives, once an exchange was in effect."""
         assert self._pipeline is not None, "no exchange was in effect yet"
         return self._pipeline
 
 
 def keeps_residuals(exchange: Exchange, following: Exchange) -> bool:
-    """Whether what one exchange has not sent yet can be sent by the next one: in the same codec, of the same thing."""
+    """Whether the next exchange can send the residuals of this one: the same codec, of the same quantity."""
     return exchange.codec == following.codec and (exchange.every > 1) == (following.every > 1)
 
 
@@ -151,7 +151,7 @@ class ModelExchange:
 
     @property
     def is_local(self) -> bool:
-        """Whether what was sent last is how far parameters moved, and no gradient."""
+        """Whether the last exchange sent changes of parameters, and no gradient."""
         return self._step is not None and self._step.exchange.every > 1
 
     def send(self, bucket: BucketView) -> Sent:
@@ -189,7 +189,7 @@ class ModelExchange:
             codec.residuals.scale(factor)
 
     def residuals(self) -> dict[str, dict[str, Tensor]]:
-        """What the sums lack so far on this rank, by codec and parameter; copies on the CPU."""
+        """This rank's residuals, by codec and parameter; copies on the CPU."""
         copied = {
             name: {key: each.cpu().clone() for key, each in codec.residuals.by_key().items()}
             for name, codec in self._lossy().items()
@@ -222,7 +222,7 @@ def _sum(numbers: Tensor) -> Leg:
 
 
 class GradientScaler(Protocol):
-    """What is asked of a scaler, such as `torch.amp.GradScaler`."""
+    """The part of a scaler that is used here, such as of `torch.amp.GradScaler`."""
 
     def get_scale(self) -> float:
         """The factor of the losses that follow."""

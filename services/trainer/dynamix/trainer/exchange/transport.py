@@ -69,7 +69,7 @@ class LentTensor:
 
 
 def launched(launch: Callable[..., T], *arguments: Any) -> T:
-    """What `launch` returns, a collective's work, which holds no Python object of the backward pass that it began in.
+    """The work of a collective, without references to Python objects of the backward pass that it began in.
 
     Torch leaves one with the thread for the length of a backward pass, and a work keeps what it finds there.
     """
@@ -148,7 +148,7 @@ JOBS_KEY = "jobs"
 
 
 class JobAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 writes into the store of a server."""
+    """Rank 0's announcement of a job, in the store of a server."""
 
     job: str
     num_ranks: int
@@ -164,7 +164,7 @@ class JobAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToldTrade(NamedTuple):
-    """What a server is told before a trade."""
+    """The message to a server before a trade."""
 
     number: int
     """Which sum it belongs to; -1: no more trades in this group."""

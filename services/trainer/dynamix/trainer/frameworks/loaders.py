@@ -1,4 +1,4 @@
-"""What `attach` has to know of a framework's `DataLoader`, read from the loader."""
+"""Traits of a framework's `DataLoader` that `attach` needs, read from the loader."""
 
 from collections.abc import Sized
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ LOADER_OPTIONS = tuple(name for name in LoaderOptions.__annotations__ if name !=
 
 
 class LoaderTraits(NamedTuple):
-    """What a loader does, in the words of `attach`."""
+    """Traits of a loader, as arguments of `attach`."""
 
     dataset: Dataset[Any]
     num_samples: int

@@ -58,7 +58,7 @@ class _HookPlace:
         self._hook = hook
 
     def reduce(self, _state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP calls for each bucket."""
+        """The hook that DDP calls for each bucket."""
         assert self._hook is not None, "DDP registers no hook of a model that it copied"
         return self._hook.reduce(bucket)
 
@@ -183,7 +183,7 @@ class CoveredModels:
 
     @property
     def exchanges(self) -> list[ModelExchange]:
-        """What carries out decisions about how gradients travel, by model."""
+        """The exchanges that carry out decisions, by model."""
         return [hook.model_exchange for hook in self._hooks]
 
     def coded(self) -> CodedSquares:

@@ -102,11 +102,11 @@ class StepWeights:
         return self._total
 
     def factor(self) -> float:
-        """What gradients, weighed and summed over all ranks, are multiplied by; up to `correction`."""
+        """The factor on gradients that are weighted and summed over all ranks; up to `correction`."""
         return 1.0 / self.expected if self._base_size is None else self._base_size / self._size
 
     def local_factor(self) -> float:
-        """What this rank's gradient, weighed, is multiplied by in a local step: it is the mean of its own samples."""
+        """The factor on this rank's weighted gradient in a local step, which gives the mean over the rank's samples."""
         return (1.0 if self._base_size is None else self._base_size) / self.mine if self.mine else 0.0
 
     def correction(self) -> float:
@@ -291,7 +291,7 @@ class Waitable(Protocol):
 
 
 class Arrived:
-    """What needs no waiting."""
+    """Work that is done already."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -307,7 +307,7 @@ class SentBucket(NamedTuple):
 
 
 def view_of(bucket: GradBucket, buffer: torch.Tensor, keys: Mapping[torch.Tensor, str]) -> BucketView:
-    """What a codec gets: where each parameter's gradient lies; those whose rows are not in one piece have none."""
+    """A codec's view of a bucket: where each parameter's gradient lies, if its rows are in one piece."""
     parts = []
     for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
         start = int(part.storage_offset() - buffer.storage_offset())
@@ -335,7 +335,7 @@ BaseHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class GradientClock(Protocol):
-    """What the hook reports of the times of a step, and what it asks for."""
+    """The clock that the hook reports times of a step to, and asks."""
 
     def gradient_ready(self) -> None:
         """This rank's last bucket is ready to be reduced."""
@@ -348,7 +348,7 @@ class GradientClock(Protocol):
 
 
 def loss_weight(batch: MicroBatch, reduction: Reduction) -> int:
-    """What the loss of a batch counts in the sum over its step: a mean its weight, a sum 1, a dummy nothing."""
+    """The weight of a batch's loss in the sum over its step: for a sum 1, for a dummy 0."""
     return (batch.weight if reduction == "mean" else min(batch.weight, 1)) * batch.loss_divisor
 
 

@@ -53,7 +53,7 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def averaging_of(models: Sequence[torch.nn.Module], weighting: Weighting, world_size: int) -> Averaging:
-    """What weighs the gradients of these models.
+    """The averaging that weights the gradients of these models.
 
     Raises:
         ValueError: when nothing would average them over the ranks, hooks are asked for without DDP, or an engine would

@@ -25,7 +25,7 @@ from dynamix.trainer.measurement.sockets import Connection, ProcessIdentity, boo
 
 
 class Launch(NamedTuple):
-    """What the launcher says of this start; all empty without `torchrun`."""
+    """The launcher's description of this start; all empty without `torchrun`."""
 
     run_id: str = ""
     restart_count: int = 0
@@ -55,7 +55,7 @@ class Attempt(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """What one rank sends to the others when it attaches."""
+    """The facts that one rank sends to the others when it attaches."""
 
     node: str
     process: ProcessIdentity

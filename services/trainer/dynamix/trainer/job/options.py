@@ -129,7 +129,7 @@ class JobOptions:
 
     @property
     def initial_allocation(self) -> Allocation:
-        """What rules the first step: where the policy leaves the division to the ranks, they begin with it at once."""
+        """The allocation of the first step; where ranks divide the batch themselves, they begin with it at once."""
         split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
         first = self.fixed_exchange or initial_exchange(self.policy, self.policy_options)
         return Allocation(self.local_batch_sizes, split, first)
@@ -186,7 +186,7 @@ class JobOptions:
 
     @property
     def fingerprint(self) -> dict[str, object]:
-        """What all ranks must hold alike, by the names that `attach` knows it by where it has one."""
+        """Values that must be equal on all ranks, by the argument's name in `attach` where it has one."""
         own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "min_window_s"}
         return own | {
             "window_steps": None if self.min_window_s else self.window_steps,
@@ -485,7 +485,7 @@ def server_addresses(text: str) -> tuple[str, ...]:
 def served_exchange(
     exchange: ExchangePermission | Exchange, named: str
 ) -> tuple[ExchangePermission | Exchange, tuple[str, ...]]:
-    """What a script asks for, over the servers that it was started with, and their addresses.
+    """The requested exchange, over the servers of this job, and their addresses.
 
     Raises:
         ValueError: when it asks for something that servers cannot do, or for servers without any.

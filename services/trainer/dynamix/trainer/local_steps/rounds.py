@@ -254,7 +254,7 @@ class StatePlace(NamedTuple):
 
 
 def state_places(optimizers: Sequence[torch.optim.Optimizer]) -> list[StatePlace]:
-    """What this rank has; optimizers that keep whole numbers, such as quantized ones, are left out as a whole."""
+    """The places of this rank's optimizer state; optimizers with integers, such as quantized ones, are left out."""
     found = []
     for number, optimizer in enumerate(optimizers):
         places = [
@@ -350,7 +350,7 @@ class _Round(NamedTuple):
 
 
 class EndedStep(NamedTuple):
-    """What a local step brought besides the mean."""
+    """The result of a local step besides the mean."""
 
     times: list[float] | None = None
     """Seconds per sample by rank over the round, where they are to be shared and it ended."""

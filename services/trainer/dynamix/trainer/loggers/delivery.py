@@ -32,7 +32,7 @@ _log = logging.getLogger("dynamix.trainer")
 
 @runtime_checkable
 class MetricLogger(Protocol):
-    """What receives the metrics of every window."""
+    """The interface of a logger, which receives the metrics of every window."""
 
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Take a window's metrics. `step` counts optimizer steps of the whole run."""
@@ -193,7 +193,7 @@ _NOT_SPLIT = ("compute_time_s", "sync_time_s")
 
 
 def window_metrics(rows: Sequence[Row], totals: JobTotals, sizes: Sequence[int]) -> dict[str, float | str]:
-    """What the ranks measured in a window; for 2 ranks it takes 45 us, for 16 0.1 ms, for 1,000 2 ms of each rank.
+    """Metrics of a window; making them takes 45 us for 2 ranks, 0.1 ms for 16, 2 ms of each rank for 1,000.
 
     Args:
         rows: of all ranks, in their order.

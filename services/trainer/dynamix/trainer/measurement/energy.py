@@ -37,7 +37,7 @@ class EnergyCounter(Protocol):
 
 
 class EnergyOffer(NamedTuple):
-    """What a rank tells the others when they attach."""
+    """A rank's offer to the others when they attach."""
 
     source: str
     """What it could count; empty where it cannot."""

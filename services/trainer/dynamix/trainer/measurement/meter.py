@@ -29,7 +29,7 @@ from .sockets import PeerSockets, ProcessIdentity, this_process
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one rank measured in one window; all ranks gather it. Floats that are not finite count as unknown."""
+    """Measurements of one rank in one window; all ranks gather them. Floats that are not finite count as unknown."""
 
     local_rank: int
     process: ProcessIdentity

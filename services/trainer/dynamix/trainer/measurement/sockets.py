@@ -197,7 +197,7 @@ class _Counted(NamedTuple):
 
     @property
     def link(self) -> "LinkRate | None":
-        """What it showed of its link since the last rate was taken; `None` where it sent too little."""
+        """The rate of the link since the last call; `None` where the rank sent too little."""
         sent, sending_us = (
             getattr(self.newest, name) - getattr(self.rated, name) for name in ("acked_bytes", "sending_us")
         )

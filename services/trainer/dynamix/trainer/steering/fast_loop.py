@@ -345,7 +345,7 @@ class RateFilter:
 
     @property
     def state(self) -> FilterState:
-        """What `restore` takes."""
+        """The state, for `restore`."""
         return FilterState(
             tuple(value for rate in self._rates for value in astuple(rate)),
             tuple(self.fixed),

@@ -112,7 +112,7 @@ class TraceField:
         return proposed
 
     def view(self, node: str) -> FieldView:
-        """What the agent of a node sees: its own cell, and those beside it."""
+        """An agent's view: its own cell, and those beside it."""
         index = self._index[node]
         beside = sorted({(index + step) % len(self._cells) for step in (-1, 1)} - {index})
         return FieldView(

@@ -130,7 +130,7 @@ DIVISIONS: dict[Split, str] = {
 
 
 class Decisions:
-    """What was decided for windows to come."""
+    """Decisions for windows to come."""
 
     def __init__(self) -> None:
         self._found: dict[int, dict[str, float | str]] = {}
@@ -155,7 +155,7 @@ class Decisions:
             }
 
     def take(self, window: int) -> dict[str, float | str]:
-        """What was decided for a window that has ended; earlier ones are forgotten."""
+        """Take the decision for a window that has ended; earlier ones are forgotten."""
         found = self._found.get(window, {"decision": "none", "reason": "no action came for this window"})
         self._found = {later: noted for later, noted in self._found.items() if later > window}
         return found

@@ -32,7 +32,7 @@ INBOX_REWARDS = 4096
 
 
 class Transport:
-    """What the training thread calls; every call returns at once, but for `close`.
+    """The bus client's interface for the training thread; every call returns at once, except `close`.
 
     This one does not speak on the bus: messages are dropped, and actions come from within the process only.
     """

@@ -1,4 +1,4 @@
-"""What a job of a family knows of earlier runs, and whether its first windows agree with it. Pure.
+"""Knowledge of a family's earlier runs, and whether a job's first windows agree with it. Pure.
 
 A profile is on trial until two windows agreed with it, or two did not; that takes three windows at most. A window
 agrees when its steps took as long as the profile says for its sizes, and so did the median rank's computing. Where one
@@ -123,7 +123,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of earlier runs, and what this one adds for the next."""
+    """Knowledge of earlier runs, and this run's additions for the next."""
 
     times: Trial = Trial()
     noise: Trial = Trial()
@@ -180,7 +180,7 @@ class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
         return replace(self, noise=noise, num_samples=num_samples, window_samples=window_samples, own=own)
 
     def noise_scale(self, measured: float) -> float:
-        """What to decide by: what is measured, and before anything was, the curve of earlier runs.
+        """The noise scale to decide by: measured, or before that from the curve of earlier runs.
 
         Deciding by a mean of both took 4 % longer on train scenarios.
         """
@@ -190,7 +190,7 @@ class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SeenTimes(NamedTuple):
-    """What a window says of the times."""
+    """The times measured in a window."""
 
     runs: EarlierRuns
     fit: StepTimeFit

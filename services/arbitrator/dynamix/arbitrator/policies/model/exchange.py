@@ -54,7 +54,7 @@ from .step_time import SYNC_FLOOR, StepTime, StepTimeFit
 
 
 class CodecPrior(NamedTuple):
-    """What is taken for granted of a codec before it was tried."""
+    """Assumptions about a codec before it was tried."""
 
     share: float
     """Communication time over that of gradients as they are."""
@@ -115,7 +115,7 @@ _LINK = np.dtype([("rate", "<f4"), ("share", "<f4")])
 
 
 class WindowExposure(NamedTuple):
-    """What a window showed of communication, per step."""
+    """The communication that a window exposed, per step."""
 
     exposed_s: float
     """Until all ranks were in step, less the slowest one's compute time; NaN where it is not known."""
@@ -127,7 +127,7 @@ class WindowExposure(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangeMemory:
-    """What is known of the ways that ruled so far."""
+    """Knowledge of the ways of exchange in effect so far."""
 
     ruling: tuple[Exchange, ...] = (EXACT,) * LAG
     """What rules the window that closed, and the one after it: the newest decision."""
@@ -206,7 +206,7 @@ class ExchangeMemory:
         return float(measured * (prior.share * self.exact_s + prior.coding_s_per_byte * self.gradient_bytes))
 
     def prior(self, way: str) -> CodecPrior:
-        """What is taken for granted of a way in this job; `rows` leaves what is in no table as it is."""
+        """Assumptions about a way of exchange in this job; `rows` codes tables only."""
         prior = PRIORS[way]
         if way == OVER_OWNERS:
             return prior._replace(share=self._share_over_owners()) if self.rates else prior
@@ -325,7 +325,7 @@ class ExchangeMemory:
 
     @classmethod
     def unpack(cls, packed: bytes, job: Job) -> "ExchangeMemory":
-        """What `pack` gave; as a job begins from anything else."""
+        """Restore from the bytes of `pack`; anything else gives the state of a new job."""
         if len(packed) not in (packed_bytes(), packed_bytes(job.world_size)):
             first = job.initial_exchange
             is_known = first.codec in CODECS and (way_of(first) == OVER_OWNERS or not first.shares)
@@ -395,7 +395,7 @@ def is_decided(job: Job) -> bool:
 
 
 def exposure_of(fit: StepTimeFit, model: StepTime | None, obs_WF: Array32) -> WindowExposure:
-    """What the newest window shows, once it is in the fit."""
+    """The exposure of the newest window, once it is in the fit."""
     measured = np.isfinite(fit.samples_W)
     if model is None or not measured.any():
         return WindowExposure(math.nan, math.nan)

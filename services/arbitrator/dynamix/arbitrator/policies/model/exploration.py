@@ -1,4 +1,4 @@
-"""What the runs of a family try out, one arm per run: a small bandit over what cannot be known within a run. Pure.
+"""Exploration over the runs of a family, one arm per run: a small bandit over facts that no run alone can show. Pure.
 
 Runs are compared by the times at which the held-out error first fell below levels of a fixed row: the mean logarithm of
 their ratios over the last `NUM_COMPARED` levels that both reached; an arm that ended more than `MAX_SHORT` levels short
@@ -42,7 +42,7 @@ FIRST = ExploredArm()
 
 
 class Exploration(msgspec.Struct, frozen=True, array_like=True):
-    """What this run tries out, and how it goes."""
+    """The arm that this run tries out, and its progress."""
 
     tried: ExploredArm = FIRST
     """What the run began with."""
@@ -117,7 +117,7 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
 
 
 def next_arm(records: Sequence[ArmRecord], job: Job) -> ExploredArm:
-    """What the next run tries out, or the best arm when enough was tried; nothing that the job does not permit."""
+    """The arm of the next run, or the best arm when enough was tried; only arms that the job permits."""
     records = _permitted(records, job)
     first = next((record for record in records if record.arm == FIRST), None)
     if first is None or not any(first.milestones):
@@ -132,7 +132,7 @@ def next_arm(records: Sequence[ArmRecord], job: Job) -> ExploredArm:
 
 
 def score(record: ArmRecord, first: ArmRecord) -> float:
-    """What an arm took over what the first one took; NaN where they have nothing in common, or the arm ended early."""
+    """The cost of an arm over that of the first; NaN where they have nothing in common, or the arm ended early."""
     ours, theirs = _levels(record), _levels(first)
     if _last(theirs) - _last(ours) > MAX_SHORT:
         return math.nan

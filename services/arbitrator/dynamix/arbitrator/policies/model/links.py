@@ -1,4 +1,4 @@
-"""What the ranks' links carry, from how fast ranks sent to each other; and what owners with shares make of that. Pure.
+"""Rates of the ranks' links, from how fast ranks sent to each other; and times of owners with shares. Pure.
 
 A rank that sends to another at some rate has a link at least as fast, and so has the other: a rank's link is taken to
 be as fast as the fastest of these. Around a ring every rank sends to the next one, so that a slow link is told from

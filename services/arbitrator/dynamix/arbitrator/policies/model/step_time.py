@@ -150,7 +150,7 @@ def best_global_batch(model: StepTime, noise_scale: float, rate_exponent: float 
 
 
 class Window(NamedTuple):
-    """What the ranks measured in one window; NaN where unknown, stale or without samples."""
+    """Measurements of all ranks in one window; NaN where unknown, stale or without samples."""
 
     samples_W: Array64
     """Samples per step."""
@@ -290,7 +290,7 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, kept: "StepTimeFit | None", job: Job) -> "StepTimeFit":
-        """What `kept` left in a carry, for the same job; else empty."""
+        """Restore from what `kept` left in a carry of the same job; else empty."""
         empty = cls.empty(job)
         if kept is None:
             return empty
@@ -449,7 +449,7 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
 def fixed_costs(
     job: Job, pair_sums: Array64, times_s: Array64, most_s: Array64, doubt: float = 1.0
 ) -> tuple[Array64, Array64]:
-    """What the pairs tell of ranks whose steps take `times_s` now: fixed seconds and saturations, as a fit has them.
+    """Fixed seconds and saturations of ranks whose steps take `times_s` now, from the pairs.
 
     Least squares gives what is fixed under each saturation, at most `most_s`, and what it leaves unexplained tells the
     saturations apart. Each rank's fixed time is drawn to that of all, and that to 0. With a `doubt` above 1 it takes so
@@ -483,7 +483,7 @@ def fixed_share(sizes: Array64) -> Array64:
 
 
 def waiting_share(job: Job, num_steps: int, noise_2: float) -> float:
-    """What ranks wait for the slowest in each step because of their noise, over the compute time.
+    """The time per step that ranks wait for the slowest because of noise, over the compute time.
 
     The greatest of n normally distributed numbers of variance 1 is near sqrt(2 log n) - 0.6 on the mean; a step's noise
     is that of the mean over a window's steps times the root of their number.
