@@ -230,7 +230,7 @@ FLOODS = {
     "own-reports": Flood("good reports of 4 ranks to the same collector", 50_000, _unheard(_reports(4))),
     "many-ranks": Flood("good reports of 1,024 ranks to the same collector", 256, _acknowledged(_reports(1024))),
     "jobs": Flood("jobs of 4 ranks, each with a report to the same collector", 10_000, _acknowledged(_jobs)),
-    "subscriptions": Flood(f"subscriptions by connections of {PER_CONNECTION}", 100_000, _subscriptions),
+    "subscriptions": Flood(f"subscriptions by connections of {PER_CONNECTION}", 20_000, _subscriptions),
     "connections": Flood("connections at once", 2_000, _connections),
 }
 
