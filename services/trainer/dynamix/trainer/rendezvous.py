@@ -37,7 +37,7 @@ from .job.options import JobOptions
 from .measurement.energy import EnergyMeter
 from .measurement.sockets import PeerSockets
 from .settings import Environment
-from .steering.collectives import AnyCollectives, join_ranks
+from .steering.collectives import Collectives
 from .wire.client import SERVICE
 
 NATS_PORT = 4222
@@ -52,7 +52,7 @@ _log = logging.getLogger("dynamix.trainer")
 class Rendezvous(NamedTuple):
     """Facts that the ranks exchanged about each other."""
 
-    collectives: AnyCollectives
+    collectives: Collectives
     sockets: PeerSockets
     identity: JobIdentity
     place: Place
@@ -77,7 +77,7 @@ def meet_ranks(
     launch = environment.launch
     trainer = environment.trainer
     job = propose_job(name or trainer.name, environment.shared.job, launch, trainer.run_id)
-    collectives = join_ranks()
+    collectives = Collectives()
     sockets = PeerSockets(_foreign_ports(bus))
     peers = collectives.gather_objects(
         Peer(

@@ -20,8 +20,9 @@ from typing import NamedTuple, TypedDict
 from torch.utils.data import Sampler
 
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.steering.collectives import Order
 
-from .orders import Order, Orders
+from .orders import Orders
 
 
 class Counts:
