@@ -5,7 +5,7 @@ import pytest
 from tests.support.job_options import job_options
 
 from dynamix.schemas.messages import Action, NodeRanks
-from dynamix.schemas.messages.allocation import Exchange
+from dynamix.schemas.messages.allocation import Allocation, Exchange
 from dynamix.trainer.job.identity import Attempt, JobIdentity
 from dynamix.trainer.steering.offers import Offers
 
@@ -29,7 +29,7 @@ ACTION = Action(
 
 
 def _offers(**options: Any) -> Offers:
-    return Offers(IDENTITY, job_options(**options))
+    return Offers(IDENTITY, job_options(**options), Allocation((64, 96)))
 
 
 def _with(**changes: Any) -> Action:

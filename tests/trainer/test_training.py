@@ -191,7 +191,7 @@ def _run_out_of_memory(rank: int, caps: Path) -> dict[str, Any]:
         offer(session, (30, 33))
         train_step(session, model, optimizer, batch)
         sizes.append(session.local_batch_sizes)
-    offers = session._steering.adoption._offers
+    offers = session._steering.offers
     session.close()
     return {
         "bounds": session._run.identity.max_local_batch_sizes,

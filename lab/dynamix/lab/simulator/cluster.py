@@ -313,7 +313,7 @@ class VirtualCluster:
         self.rounds = VirtualRounds(
             *(self.gradients, self._optimizer, self.exchange, self._make_optimizer), noise_every=scenario.noise_every
         )
-        self._offers = Offers(self._identity, self._options)
+        self._offers = Offers(self._identity, self._options, first)
         self._waiting: deque[Action] = deque()
         self._field = field_of(self._options, self._identity)
         self._traces: list[Trace] = []

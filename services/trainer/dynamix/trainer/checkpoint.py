@@ -45,7 +45,6 @@ def save(
         "attempt": run.identity.attempt._asdict(),
         "data": run.data._asdict(),
         "position": position._asdict(),
-        "num_epochs": run.num_epochs,
         "world_size": len(run.options.local_batch_sizes),
         "schedule": [
             [step, *msgspec.to_builtins(allocation)] for step, allocation in run.schedule.entries_since(position.step)
@@ -103,7 +102,6 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         run.fast_loop.tracker.filter.restore(FilterState(*map(tuple, state["speeds"])))
         run.fast_loop.pace = LoopPace(*state["pace"])
     run.noise = NoiseAverage(run.options.noise_decay, *state["noise"])
-    run.num_epochs = state["num_epochs"]
     return position
 
 
@@ -174,19 +172,4 @@ def warn_of_missing_state(run: Run, *, from_snapshot: bool) -> None:
             what,
             "and" if is_new_run else "but",
             ", as a new run under an id that was used before should" if is_new_run else "",
-        )
-
-
-def warn_of_fewer_epochs(run: Run, num_epochs: int, done: int) -> None:
-    """Warn of a resumed run that is asked for fewer epochs than it had: the script may count those that are left."""
-    planned = max(run.num_epochs or 0, done)
-    if num_epochs < planned and run.place.rank == 0:
-        _log.warning(
-            "session.epochs(%d) after a resume trains %d more epochs, since it counts from the start of the run, of "
-            "which %d are done: for the rest of the %d that the saved run had, pass session.epochs(%d)",
-            num_epochs,
-            max(num_epochs - done, 0),
-            done,
-            planned,
-            planned,
         )

@@ -24,19 +24,16 @@ from dynamix.trainer.gradient.micro_batches import OUT_OF_MEMORY
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.job.identity import MemoryCaps
 from dynamix.trainer.local_steps.rounds import EndedStep, LocalSteps
-from dynamix.trainer.loggers.delivery import MetricHistory
 from dynamix.trainer.measurement.clock import StepTimes
-from dynamix.trainer.measurement.meter import RankMeter, Scalar
-from dynamix.trainer.steering.run import Run, reason_after
+from dynamix.trainer.measurement.meter import Scalar
+from dynamix.trainer.steering.run import reason_after
 from dynamix.trainer.steering.steering import Steering
-from dynamix.trainer.wire.client import Transport
 
 from .checkpoint import (
     outer_momentum_of,
     residuals_of,
     restore,
     save,
-    warn_of_fewer_epochs,
     warn_of_missing_state,
 )
 
@@ -66,16 +63,12 @@ def call_while_alive(method: Callable[P, None]) -> Callable[P, None]:
     return call
 
 
-def leave(
-    steering: Steering, models: CoveredModels, transport: Transport, history: MetricHistory, rules: ExitRules
-) -> None:
+def leave(steering: Steering, models: CoveredModels, rules: ExitRules) -> None:
     """End a session that was not closed: when it is garbage-collected, or at the end of the process."""
     error = getattr(sys, "last_value", None)  # what ends the process, as far as the interpreter has noted one
     steering.end(reason_after(error, may_restart=rules.may_restart))
     models.remove()
-    steering.collectives.close()
-    history.close(rules.close_timeout_s)
-    transport.close(rules.close_timeout_s)
+    steering.close(rules.close_timeout_s)
 
 
 class Gradients(NamedTuple):
@@ -99,36 +92,30 @@ class Session:
 
     def __init__(
         self,
-        run: Run,
-        *,
-        loader: Loader,
-        meter: RankMeter,
         steering: Steering,
-        transport: Transport,
-        history: MetricHistory,
+        loader: Loader,
         gradients: Gradients,
         memory_caps: MemoryCaps,
         exit_rules: ExitRules,
     ) -> None:
         """Made by `attach`."""
-        self._run = run
+        self._run = steering.run
         self._loader = loader
-        self._meter = meter
+        self._meter = steering.meter
         self._steering = steering
-        self._transport = transport
-        self._history = history
+        self._transport = steering.transport
         self._models = models = gradients.models
         self._updates = gradients.updates
         self._local = gradients.local_steps
         self._schedulers = gradients.schedulers
-        self._scaled = ScaledResiduals(lambda: models.exchanges, warns=run.place.rank == 0)
+        self._scaled = ScaledResiduals(lambda: models.exchanges, warns=self._run.place.rank == 0)
         self._losses = gradients.losses
         self._needs_scaling = gradients.needs_scaling
         self._memory_caps = memory_caps
         self._exit_rules = exit_rules
         loader.bind(
             on_start=call_while_alive(self._on_start),
-            on_ask=meter.clock.asked,
+            on_ask=self._meter.clock.asked,
             on_batch=call_while_alive(self._on_batch),
             on_exhausted=call_while_alive(self.average),
         )
@@ -137,12 +124,10 @@ class Session:
         self._exchange: Exchange = EXACT
         """Its exchange."""
         self._loss_scaled = False
-        self._said_needless = False
         self._state_loaded = False
-        self._has_epochs = False
         self._closed = False
         # the end is published, and the last messages leave, also when the script just ends
-        self._leave = weakref.finalize(self, leave, steering, models, transport, history, exit_rules)
+        self._leave = weakref.finalize(self, leave, steering, models, exit_rules)
 
     # --- the training loop -------------------------------------------------------------------------------------
 
@@ -159,12 +144,7 @@ class Session:
         num_epochs = whole_number("session.epochs(num_epochs)", num_epochs)
         self._run.total_samples = num_epochs * self._run.data.size or None
         loader = self._loader
-        first = loader.position.epoch + (1 if loader.epoch_is_over else 0)
-        if self._state_loaded and not self._has_epochs:
-            warn_of_fewer_epochs(self._run, num_epochs, first)
-        self._run.num_epochs = num_epochs
-        self._has_epochs = True
-        for epoch in range(first, num_epochs):
+        for epoch in range(loader.position.epoch + (1 if loader.epoch_is_over else 0), num_epochs):
             loader.begin_epoch(epoch)
             yield epoch
         self._end("completed")
@@ -212,12 +192,7 @@ class Session:
             RuntimeError: when there is no current batch.
         """
         batch, self._loss_scaled = self._current(), True
-        if self._needs_scaling:
-            return loss * self._models.loss_factor(batch)
-        if not self._said_needless:
-            self._said_needless = True
-            _log.debug("session.scale_loss changes nothing here, the gradients are weighed already: delete the call")
-        return loss
+        return loss * self._models.loss_factor(batch) if self._needs_scaling else loss
 
     def backward(self, compute_loss: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
         """Compute `compute_loss(*inputs)` and its gradient; where that does not fit into memory, in halves.
@@ -397,7 +372,7 @@ class Session:
         Sizes, times, throughput, noise, loss; what is not known is left out. In global rank 0 also the decision and
         its reason, and where a reward service runs, its rewards.
         """
-        return self._history.rows()
+        return self._steering.history.rows()
 
     def _current(self) -> MicroBatch:
         if self._loader.current is None:
@@ -519,10 +494,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self._loader.close()
         self._updates.remove()
         self._models.remove()
-        self._steering.collectives.close()
         self._leave.detach()
-        self._history.close(self._exit_rules.close_timeout_s)
-        self._transport.close(self._exit_rules.close_timeout_s)
+        self._steering.close(self._exit_rules.close_timeout_s)

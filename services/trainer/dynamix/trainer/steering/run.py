@@ -25,7 +25,6 @@ from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy, 
 
 from .fast_loop import FastLoop, Tracker
 from .field import TraceField
-from .offers import Decisions
 
 FIRST_WINDOWS = 8
 """Windows that are never stretched."""
@@ -230,15 +229,12 @@ class Run:
     traces: TraceField | None = field(init=False)
     """The traces of the agents of all nodes, where these rule."""
     reporter: Reporter = field(init=False)
-    decisions: Decisions = field(default_factory=Decisions)
     windows: Windows = field(init=False)
     """Counted from the generation's first step."""
     started: bool = False
     ended: bool = False
     held_out_accuracy: float | None = None
     """The newest that the script reported."""
-    num_epochs: int | None = None
-    """What `session.epochs` was asked for, by this script or in the saved run; `None` without it."""
     total_samples: int | None = None
     """Samples of the whole planned run, all epochs; `None` when the end is open."""
 
