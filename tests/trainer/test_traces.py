@@ -4,10 +4,8 @@ import asyncio
 import time
 from typing import Any
 
-import pytest
 import torch
 from tests.support.control_plane import NODE, control_plane
-from tests.support.job_options import job_options
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, distribute, flat_parameters, make_model
 from torch import nn
@@ -75,27 +73,3 @@ async def test_ranks_divide_a_fixed_global_batch_by_traces_on_one_step_without_a
     assert isinstance(newest, Trace)
     assert newest.activity[0] > 2 * newest.activity[1]
     assert newest.appetite == 32
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"policy_options": {"evaporate": 0.1}},
-            "policy 'stigmergy' has no option 'evaporate': did you mean evaporation",
-        ),
-        (
-            {"policy_options": {"evaporation": 0.0}},
-            "option evaporation=0 of policy 'stigmergy' must be from 0.01 to 1",
-        ),
-        ({"policy_options": {"learned": 0.5}}, "option learned=0.5 of policy 'stigmergy' must be a whole number"),
-        (
-            {"policy_options": {"learned": 1.0}, "global_batch": "fixed"},
-            "option learned=1 of policy 'stigmergy' only changes the global batch, which is fixed",
-        ),
-        ({"supports_tracking": False}, "policy 'stigmergy' needs the compute time of each rank"),
-    ],
-)
-def test_the_ranks_refuse_what_agents_cannot_work_with(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        job_options(policy="stigmergy", **{"supports_tracking": True, **changes})

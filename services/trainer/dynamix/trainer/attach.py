@@ -187,7 +187,7 @@ def attach(
         loader_options: for `torch.utils.data.DataLoader`: num_workers, prefetch_factor, collate_fn, pin_memory, ...
 
     Raises:
-        TypeError: for an argument that is unknown, or of another type than it must have.
+        TypeError: for an argument that is unknown.
         ValueError: for what cannot work, naming the value, the limit and how to fix it.
         RuntimeError: when torch.distributed is not initialised, or the model has a communication hook already.
     """

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
-from dynamix.trainer.arguments import share, whole_number
+from dynamix.trainer.arguments import AtLeast0, Share, checked
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.plan import ExchangePlan, GradientScaler, ScaledResiduals
@@ -141,7 +141,7 @@ class Session:
 
         A resumed run passes the number of epochs of the whole run, not of those that are left.
         """
-        num_epochs = whole_number("session.epochs(num_epochs)", num_epochs)
+        num_epochs = checked("session.epochs(num_epochs)", num_epochs, AtLeast0)
         self._run.total_samples = num_epochs * self._run.data.size or None
         loader = self._loader
         for epoch in range(loader.position.epoch + (1 if loader.epoch_is_over else 0), num_epochs):
@@ -167,7 +167,7 @@ class Session:
         Raises:
             RuntimeError: without a batch, after the end, when weighting by the loss and `scale_loss` was not called,
                 or when the script accumulates gradients on its own.
-            TypeError: when a number is of several elements, or no number.
+            ValueError: when a number is of several elements, or no number.
         """
         self._require_running()
         batch = self._loader.require_current()
@@ -294,10 +294,9 @@ class Session:
         """Report the newest accuracy on held-out data, 0 ... 1; it travels with the next window's report.
 
         Raises:
-            TypeError: when it is not a number.
-            ValueError: when it is outside of 0 to 1, as percent are.
+            ValueError: when it is not a number from 0 to 1, as percent are not.
         """
-        self._run.held_out_accuracy = share("session.evaluated(accuracy)", accuracy)
+        self._run.held_out_accuracy = checked("session.evaluated(accuracy)", accuracy, Share)
 
     def offer(self, action: Action) -> None:
         """Offer an action from within the process, as if the bus had delivered it; it counts in rank 0 only."""

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dynamix.schemas.spelling import nearest
-from dynamix.trainer.arguments import whole_number
+from dynamix.trainer.arguments import AtLeast0, checked
 
 from .orders import Orders, OwnSampler, Permutations, SampledOrders
 from .plan import MicroBatch, PlanSampler, Position, SamplerOptions, Schedule
@@ -51,8 +51,7 @@ def check_loader_options(options: LoaderOptions, look_ahead: int, known: Iterabl
 
     `known` are the other arguments of `attach`, of which one may be meant.
     """
-    if whole_number("look_ahead", look_ahead) < 0:
-        raise ValueError(f"look_ahead={look_ahead}: a script fetches 0 or more batches ahead")
+    checked("look_ahead", look_ahead, AtLeast0)
     unknown = sorted(set(options) - set(LoaderOptions.__annotations__))
     if unknown:
         near = nearest(unknown[0], [*known, *LoaderOptions.__annotations__])

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, RankRow, SocketCounters
-from dynamix.trainer.arguments import number
+from dynamix.trainer.arguments import checked
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.gradient.hook import Reduction, SquaredNorms
@@ -313,14 +313,15 @@ def _sum_if_known(values: Sequence[Scalar | None]) -> float | None:
 
 def _detached(name: str, value: Scalar) -> Scalar:
     """A number that the user's code cannot change afterwards: at once on the CPU, a copy on the device elsewhere."""
-    if not isinstance(value, torch.Tensor):
-        return number(f"session.step({name})", value)
-    if value.numel() != 1:
-        raise TypeError(
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ValueError(
             f"session.step({name}): a tensor of shape {tuple(value.shape)}: pass one number, as the criterion reduces "
             "it over the batch"
         )
-    return value.detach().clone().float() if value.is_cuda else value.item()
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().float() if value.is_cuda else value.item()
+    number: float = checked(f"session.step({name})", value, float)
+    return number
 
 
 def _to_floats(values: Sequence[Scalar]) -> list[float]:

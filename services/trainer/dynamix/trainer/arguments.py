@@ -1,0 +1,23 @@
+"""Checks of a script's arguments by the type and the bounds that they are declared with."""
+
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+AtLeast0 = Annotated[int, Meta(ge=0)]
+AtLeast1 = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+def checked(name: str, value: Any, kind: Any) -> Any:
+    """A script's argument as the type that it is declared with; numbers of numpy and torch count.
+
+    Raises:
+        ValueError: naming the argument, its value and what it must be.
+    """
+    try:
+        return msgspec.convert(value.tolist() if hasattr(value, "tolist") else value, kind)
+    except msgspec.ValidationError as error:
+        choices = f": use one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+        raise ValueError(f"{name}={value!r}: {error}{choices}") from None
