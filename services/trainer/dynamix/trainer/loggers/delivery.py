@@ -188,7 +188,7 @@ class MetricHistory:
 MAX_RANKS_APART = 16
 """In larger jobs only minimum, mean and maximum of what each rank has: a chart of more lines cannot be read."""
 
-_TIMES = {"data_time_s": "data_s", "compute_time_s": "compute_s", "sync_time_s": "sync_s", "update_time_s": "update_s"}
+_TIMES = ("data_time_s", "compute_time_s", "sync_time_s", "update_time_s")
 _NOT_SPLIT = ("compute_time_s", "sync_time_s")
 
 
@@ -217,9 +217,9 @@ def window_metrics(rows: Sequence[Row], totals: JobTotals, sizes: Sequence[int])
     if totals.drift is not None:
         found["local_drift"] = totals.drift.ratio
     found.update(_by_rank("local_batch_size", sizes))
-    for name, part in _TIMES.items():
-        if name not in _NOT_SPLIT or all(row.times_split for row in rows):
-            found.update(_by_rank(name, [getattr(row.times, part) / max(totals.num_steps, 1) for row in rows]))
+    for name in _TIMES:
+        if name not in _NOT_SPLIT or all(row.rank.times_split for row in rows):
+            found.update(_by_rank(name, [getattr(row.rank, name) / max(totals.num_steps, 1) for row in rows]))
     return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
 

@@ -149,7 +149,9 @@ class Steering:
         self._posted_window, run = None, self.run
         rows = self.collectives.take_rows(ROWS)
         if self._losses is not None:
-            self._losses.observe_window([row.num_samples for row in rows], [row.loss_sum or 0.0 for row in rows])
+            self._losses.observe_window(
+                [row.rank.num_samples for row in rows], [row.rank.loss_sum or 0.0 for row in rows]
+            )
         differing = [rank for rank, row in enumerate(rows) if row.data_digest != rows[0].data_digest]
         if differing:
             self._fault = (
