@@ -24,7 +24,7 @@ from dynamix.trainer.data.loader import (
     sampler_of,
 )
 from dynamix.trainer.data.orders import OwnSampler
-from dynamix.trainer.data.plan import Division, SamplerOptions
+from dynamix.trainer.data.plan import Division
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.exchange.transport import GradientServers, forget_imports
@@ -238,11 +238,9 @@ def attach(
     orders.connect(met.collectives, dataset, loader_options)
     plan_sampler = sampler_of(
         *(orders, run.schedule),
-        SamplerOptions(
-            division=Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
-            drop_last=drop_last,
-            shares_tail=global_batch == "adaptive",
-        ),
+        division=Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
+        drop_last=drop_last,
+        shares_tail=global_batch == "adaptive",
     )
     loader = Loader(dataset, plan_sampler, options=loader_options, look_ahead=look_ahead, count_tokens=count_tokens)
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()

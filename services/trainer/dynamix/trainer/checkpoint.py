@@ -96,8 +96,10 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
     if is_same_world and (is_same_script or run.options.global_batch == "adaptive"):
         _restore_schedule(run, entries, is_same_policy=state["decided_by"] == _policy_of(run))
     else:
-        total = run.options.local_batch_sizes if is_same_world else entries[0].allocation.local_batch_sizes
-        run.schedule.reset(position.step, _rescaled(run, sum(total)))
+        saved = run.options.local_batch_sizes if is_same_world else entries[0].allocation.local_batch_sizes
+        now, caps, lower = run.schedule.newest, run.identity.max_local_batch_sizes, run.options.min_local_batch_size
+        sizes = apportion(sum(saved), now.local_batch_sizes, [min(lower, cap) for cap in caps], caps)
+        run.schedule.reset(position.step, now.with_sizes(sizes))
     if is_same_world:
         run.fast_loop.tracker.filter.restore(FilterState(*map(tuple, state["speeds"])))
         run.fast_loop.pace = LoopPace(*state["pace"])
@@ -147,13 +149,6 @@ def _restore_schedule(run: Run, saved: list[ScheduleEntry], *, is_same_policy: b
     run.schedule.reset(max(first_step, 0), first)
     for step, allocation in later:
         run.schedule.schedule(step, allocation)
-
-
-def _rescaled(run: Run, global_batch_size: int) -> Allocation:
-    """A global batch divided as this start would divide its own: the world has another size than when it was saved."""
-    now, caps, lower = run.schedule.newest, run.identity.max_local_batch_sizes, run.options.min_local_batch_size
-    sizes = apportion(global_batch_size, now.local_batch_sizes, [min(lower, cap) for cap in caps], caps)
-    return now.with_sizes(sizes)
 
 
 def warn_of_missing_state(run: Run, *, from_snapshot: bool) -> None:

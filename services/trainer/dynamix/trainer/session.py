@@ -23,7 +23,7 @@ from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.micro_batches import OUT_OF_MEMORY
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.job.identity import MemoryCaps
-from dynamix.trainer.local_steps.rounds import EndedStep, LocalSteps
+from dynamix.trainer.local_steps.rounds import LocalSteps
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import Scalar
 from dynamix.trainer.steering.run import reason_after
@@ -257,7 +257,12 @@ class Session:
         self._loader.finish_batch()
         times, counts = self._models.take_times(), batch.plan.counts.values
         if self._local.is_begun:
-            times, counts, norms, drift = self._end_local_step(batch)
+            clock, tracks = self._meter.clock, self._run.schedule.allocation_at(batch.plan.step).split == "tracking"
+            seconds = clock.seconds_per_sample() if tracks else None
+            with clock.averaging():
+                times, counts, norms, drift = self._local.end_step(
+                    batch.plan, ends_epoch=self._loader.epoch_is_over, seconds_per_sample=seconds
+                )
             if drift is not None:
                 self._meter.record_drift(drift)
         self._meter.record_batch(batch, loss, num_correct, norms)
@@ -265,14 +270,6 @@ class Session:
         self._steering.after_step(self._loader.position, times, counts)
         if self._schedulers:
             self._schedulers.advance(self.progress)
-
-    def _end_local_step(self, batch: MicroBatch) -> EndedStep:
-        shares_times = self._run.schedule.allocation_at(batch.plan.step).split == "tracking"
-        seconds_per_sample = self._meter.clock.seconds_per_sample() if shares_times else None
-        with self._meter.clock.averaging():
-            return self._local.end_step(
-                batch.plan, ends_epoch=self._loader.epoch_is_over, seconds_per_sample=seconds_per_sample
-            )
 
     @property
     def is_averaged(self) -> bool:
@@ -431,7 +428,13 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, OUT_OF_MEMORY):
-            self._remember_failure()
+            rank = self._run.place.rank
+            size, fewest = self.local_batch_sizes[rank], self._run.options.min_local_batch_size
+            cap = self._memory_caps.lower(rank, size, fewest)
+            advice = "attach with memory_caps_path to start again below it"
+            if cap is not None:
+                advice = f"a restarted job gives this rank at most {cap}"
+            _log.error("out of memory at a local batch of %d: %s", size, advice)
         if error is None:
             self._end("closed")
         else:  # nothing is waited for: the others may never come to the collective
@@ -470,16 +473,6 @@ class Session:
         shares_times = allocation.split == "tracking" and self._run.fast_loop.measures(batch.plan.step)
         self._models.begin(batch, shares_times=shares_times, sketches=sketches)
         self._meter.clock.handed_out(batch.size)
-
-    def _remember_failure(self) -> None:
-        size = self.local_batch_sizes[self._run.place.rank]
-        cap = self._memory_caps.lower(self._run.place.rank, size, self._run.options.min_local_batch_size)
-        if cap is None:
-            _log.error(
-                "out of memory at a local batch of %d: attach with memory_caps_path to start again below it", size
-            )
-        else:
-            _log.error("out of memory at a local batch of %d: a restarted job gives this rank at most %d", size, cap)
 
     def _end(self, reason: str) -> None:
         if not self._run.ended:

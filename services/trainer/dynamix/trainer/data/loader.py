@@ -15,7 +15,7 @@ from dynamix.schemas.spelling import nearest
 from dynamix.trainer.arguments import AtLeast0, checked
 
 from .orders import Orders, OwnSampler, Permutations, SampledOrders
-from .plan import MicroBatch, PlanSampler, Position, SamplerOptions, Schedule
+from .plan import MicroBatch, PlanSampler, Position, Schedule
 from .stream import StreamOrders, StreamReader, StreamSampler
 
 
@@ -294,8 +294,8 @@ def orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, s
     )
 
 
-def sampler_of(orders: Orders, schedule: Schedule, options: SamplerOptions) -> PlanSampler:
-    """The sampler that draws this rank's batches."""
+def sampler_of(orders: Orders, schedule: Schedule, **options: Any) -> PlanSampler:
+    """The sampler that draws this rank's batches; options as `PlanSampler`'s."""
     if isinstance(orders, StreamOrders):
         return StreamSampler(orders, schedule, **options)
     return PlanSampler(orders, schedule, **options)

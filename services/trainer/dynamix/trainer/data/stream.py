@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
@@ -22,7 +22,7 @@ from torch.utils.data._utils import worker as torch_worker
 from dynamix.trainer.steering.collectives import Collectives, Order
 
 from .orders import ONE_PART, DataIdentity, Orders, RandomNumbers, digest, seed_all
-from .plan import Counts, Division, PlanSampler, Position, SamplerOptions, Schedule, StepPlan, divide_tail
+from .plan import Counts, Division, PlanSampler, Position, Schedule, StepPlan, divide_tail
 
 ENDLESS = 1 << 62
 """Samples of an epoch whose end was not found yet."""
@@ -111,7 +111,7 @@ class StreamOrders(Orders):
 class StreamSampler(PlanSampler):
     """Draws the plans of steps, for a `StreamReader`."""
 
-    def __init__(self, orders: StreamOrders, schedule: Schedule, **options: Unpack[SamplerOptions]) -> None:
+    def __init__(self, orders: StreamOrders, schedule: Schedule, **options: Any) -> None:
         super().__init__(orders, schedule, **options)
         self.stream = orders
         self.start = Position()
