@@ -221,10 +221,14 @@ def test_random_data_that_are_the_same_on_all_ranks_are_taken(num_workers: int) 
 
 
 class InOrder(Stream):
-    """Yields its samples in their order."""
+    """Yields some of its samples, in their order."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(100)
+        self.num_samples = num_samples
 
     def __iter__(self) -> Iterator[Any]:
-        return (self.data[index] for index in range(len(self.data)))
+        return (self.data[index] for index in range(self.num_samples))
 
 
 def _read_to_unequal_ends(rank: int) -> None:

@@ -15,14 +15,30 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from dynamix.trainer.steering.collectives import Collectives, Order
+Order = npt.NDArray[np.int64]
+"""Indices of samples."""
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """How the ranks of a job tell each other something."""
+
+    rank: int
+    world_size: int
+
+    def gather_objects(self, mine: T) -> list[T]:
+        """One object of each rank."""
+
+    def share_order(self, order: Order, *, waits: bool = True) -> Order:
+        """Rank 0's order; what the others pass says how long it is."""
 
 
 class RandomNumbers(NamedTuple):
@@ -73,7 +89,7 @@ Pieces = list["bytes | npt.NDArray[Any] | None"]
 _log = logging.getLogger("dynamix.trainer")
 
 
-def compare_samples(dataset: Any, seed: int, ranks: Collectives, options: Mapping[str, Any]) -> None:
+def compare_samples(dataset: Any, seed: int, ranks: Ranks, options: Mapping[str, Any]) -> None:
     """Compare a few samples of a map-style data set between ranks, by index; a collective call.
 
     They are read as the training reads them (`options` are the loader's): with workers in one of these, since a handle
@@ -236,7 +252,7 @@ class Orders(ABC):
         """Samples of an epoch."""
         return self.identity.num_samples
 
-    def connect(self, ranks: Collectives, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
+    def connect(self, ranks: Ranks, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
         """Communicate with the other ranks from now on; a collective call.
 
         Raises:
@@ -334,13 +350,13 @@ class SampledOrders(Orders):
             )
         self._sampler = sampler
         self._seed = seed
-        self._ranks: Collectives | None = None
+        self._ranks: Ranks | None = None
         num_samples = len(sampler) if isinstance(sampler, Sized) else len(self._draw(0))
         if num_samples < 1:
             raise ValueError(f"sampler: {self._name} draws no sample")
         super().__init__(DataIdentity(num_samples, seed, shuffle=True, sampler=self._name))
 
-    def connect(self, ranks: Collectives, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
+    def connect(self, ranks: Ranks, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
         """Share orders with all ranks from now on."""
         super().connect(ranks, dataset, loader_options)
         self._ranks = ranks

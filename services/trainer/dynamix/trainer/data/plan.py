@@ -20,9 +20,8 @@ from typing import NamedTuple
 from torch.utils.data import Sampler
 
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.trainer.steering.collectives import Order
 
-from .orders import Orders
+from .orders import Order, Orders
 
 
 class Counts:

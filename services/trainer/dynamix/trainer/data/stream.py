@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from dynamix.trainer.steering.collectives import Collectives, Order
-
-from .orders import ONE_PART, DataIdentity, Orders, RandomNumbers, digest, seed_all
+from .orders import ONE_PART, DataIdentity, Order, Orders, RandomNumbers, Ranks, digest, seed_all
 from .plan import Counts, Division, PlanSampler, Position, Schedule, StepPlan, divide_tail
 
 ENDLESS = 1 << 62
@@ -52,9 +50,9 @@ class StreamOrders(Orders):
         super().__init__(DataIdentity(num_samples, seed, shuffle=False, sampler="stream"))
         self._dataset = dataset
         self._end: tuple[int, int] | None = None
-        self._ranks: Collectives | None = None
+        self._ranks: Ranks | None = None
 
-    def connect(self, ranks: Collectives, _dataset: object, _loader_options: Mapping[str, Any]) -> None:
+    def connect(self, ranks: Ranks, _dataset: object, _loader_options: Mapping[str, Any]) -> None:
         """Read the first sample, and make sure that all ranks read the same stream; a collective call.
 
         Raises:

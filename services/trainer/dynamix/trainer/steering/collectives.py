@@ -17,19 +17,15 @@ from datetime import timedelta
 from typing import TypeVar, cast
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo  # public, missing in the stubs of dist
 
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.data.orders import Order
 from dynamix.trainer.exchange.transport import LentTensor, keep_for_ever, timeout_of
 
 T = TypeVar("T")
-
-Order = npt.NDArray[np.int64]
-"""Indices of samples."""
 
 SOLO_TIMEOUT = timedelta(minutes=30)
 LENGTH_BYTES = 4

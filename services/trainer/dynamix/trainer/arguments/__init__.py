@@ -19,5 +19,5 @@ def checked(name: str, value: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(value.tolist() if hasattr(value, "tolist") else value, kind)
     except msgspec.ValidationError as error:
-        choices = f": use one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
-        raise ValueError(f"{name}={value!r}: {error}{choices}") from None
+        fault = f"use one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else str(error)
+        raise ValueError(f"{name}={value!r}: {fault}") from None
