@@ -140,7 +140,7 @@ async def test_streams_and_services_that_run_are_found(server: EmbeddedServer, c
     await provision(connection)
     async with beating(connection, *SERVICES):
         found = by_name(await bus(server.settings, configured=True))
-    assert found["streams"].found == "JOBS 0, FEED 0, ACTIONS 0, DEAD 0, PROFILES 0, POLICIES 0"
+    assert found["streams"].found == "JOBS 0, REPORTS 0, FEED 0, ACTIONS 0, DEAD 0, PROFILES 0, POLICIES 0"
     assert found["services"].found == "arbitrator, collector, reward"
 
 

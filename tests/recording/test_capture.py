@@ -19,13 +19,14 @@ from tests.support import capture_files, examples
 from dynamix.recording import capture
 from dynamix.recording.capture import CaptureError, CaptureReader, CaptureWriter, CutOffError, Record
 from dynamix.recording.capture import file as layout
+from dynamix.recording.capture.record import STREAMS
 
 NUM_BLOCKS = 5
 FILES = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
 def sample() -> list[Record]:
-    """Records of all three streams."""
+    """Records of all four streams."""
     messages = [examples.job(), examples.report(), examples.window(), examples.state(), examples.action(hash=bytes(32))]
     return capture_files.records_of(messages)
 
@@ -92,12 +93,12 @@ def test_written_records_are_read_back(tmp_path: Path) -> None:
         assert reader.end.reason == "windows"
         assert reader.end.num_records == reader.num_records == 5
         feed = reader.end.ranges["FEED"]
-        assert (feed.first_sequence, feed.last_sequence, feed.num_records) == (2, 4, 3)
+        assert (feed.first_sequence, feed.last_sequence, feed.num_records) == (3, 4, 2)
 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["JOBS", "FEED", "ACTIONS"]), st.text(max_size=40), st.binary(max_size=2000)),
+        st.tuples(st.sampled_from(STREAMS), st.text(max_size=40), st.binary(max_size=2000)),
         max_size=40,
     )
 )
@@ -259,7 +260,7 @@ def test_records_out_of_order_or_of_an_unknown_stream_are_refused(tmp_path: Path
     first, second, *_ = sample()
     with CaptureWriter(tmp_path / "job.dxc", capture_files.header()) as writer:
         writer.write_record(second)
-        with pytest.raises(ValueError, match="FEED 2 comes after 2: not in order"):
+        with pytest.raises(ValueError, match="REPORTS 2 comes after 2: not in order"):
             writer.write_record(second)
         with pytest.raises(ValueError, match="stream 'DEAD' is not in the header"):
             writer.write_record(first._replace(stream="DEAD"))

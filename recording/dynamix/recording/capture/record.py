@@ -13,11 +13,11 @@ from msgspec import Meta
 from dynamix.schemas import codec
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages.fields import Token
-from dynamix.schemas.streams import ACTIONS, FEED, JOBS
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS, REPORTS
 
 from .fingerprint import Fingerprint, fingerprint
 
-STREAMS = (JOBS.name, FEED.name, ACTIONS.name)
+STREAMS = (JOBS.name, REPORTS.name, FEED.name, ACTIONS.name)
 """The streams of a job, in the order in which messages of the same nanosecond stand in a capture."""
 
 MAX_SUBJECT_BYTES = 255
@@ -142,9 +142,9 @@ class RecordMerge:
     """Takes records stream by stream and returns them in one order.
 
     Within a stream the order is the broker's sequence; decisions depend on that of FEED. Between streams there is only
-    the broker's time: the earlier message comes first, and at the same nanosecond JOBS comes before FEED and FEED
-    before ACTIONS. Where the broker's clock was set back, a stream's later messages count as stored at the latest time
-    seen in that stream. The order depends only on what is stored, so that two captures of a job agree.
+    the broker's time: the earlier message comes first, and at the same nanosecond that of the first stream in
+    `STREAMS`. Where the broker's clock was set back, a stream's later messages count as stored at the latest time seen
+    in that stream. The order depends only on what is stored, so that two captures of a job agree.
     """
 
     def __init__(self, streams: Sequence[str] = STREAMS) -> None:

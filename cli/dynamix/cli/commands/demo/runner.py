@@ -137,8 +137,8 @@ class _Demo(NamedTuple):
 
     async def _follow(self, policy: str, view: JobView, more: asyncio.Event) -> None:
         """Fold the job's messages as they come."""
-        per_node = [subjects.of(kind, view.name, subjects.ANY) for kind in ("report", "window")]
-        async with self.bus.consume(FEED.name, [*per_node, subjects.of("applied", view.name)], start="all") as consumer:
+        wanted = [subjects.of("window", view.name, subjects.ANY), subjects.of("applied", view.name)]
+        async with self.bus.consume(FEED.name, wanted, start="all") as consumer:
             async for batch in consumer:
                 for message in batch:
                     view.fold(decode_any(message.subject, message.payload), message.timestamp_ns)
