@@ -2,7 +2,7 @@
 
 `diloco`, `qsr` and `adacomm` set the period of local steps, `accordion` and `gravac` a codec. All hold the job's batch;
 with option `track` the training processes divide it. What a job does not permit is not decided: periods need
-`attach(exchange="local")`, codecs with loss `attach(exchange="lossy")`; elsewhere gradients travel as they are.
+`attach(exchange="local")`, codecs with loss `attach(exchange="lossy")`; elsewhere gradients are exchanged exactly.
 """
 
 import math
@@ -45,9 +45,7 @@ _DILOCO = EXCHANGE_OPTIONS["diloco"]
 class DiLoCo(_ExchangeRule):
     """A fixed sync period with an outer Nesterov step (DiLoCo: Douillard et al., arXiv 2311.08105).
 
-    Rounds of `every` local steps from the first step on, then a Nesterov step from where the round began towards
-    the mean. Published periods are some hundred steps; the default here is for short jobs. The batch stays. It
-    needs `attach(exchange="local")`.
+    Published periods are some hundred steps; the default is for short jobs. Needs `attach(exchange="local")`.
     """
 
     name = "diloco"
@@ -55,7 +53,7 @@ class DiLoCo(_ExchangeRule):
         "every": Option(_DILOCO["every"], 2, MOST_STEPS, "optimizer steps between two averagings", whole=True),
         "outer_rate": Option(_DILOCO["outer_rate"], 0.001, 10, "rate of the outer step; 1 is the mean"),
         "outer_momentum": Option(_DILOCO["outer_momentum"], 0, 0.999, "its Nesterov momentum"),
-        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
+        "codec": named(EXCHANGE_CODECS, "codec of the parameters' movements"),
         "track": track(0),
     }
 
@@ -78,16 +76,15 @@ class QSR(_ExchangeRule):
 
         h = max(h_min, floor((alpha / learning rate)^2))
 
-    The period grows as the learning rate of the steps falls. Published settings have h_min 2 or 4 and (alpha /
-    peak)^2 = 4.8, which the default is at a rate of 0.1. The batch stays. It needs `attach(exchange="local")`;
-    elsewhere gradients are exchanged exactly.
+    The period grows as the learning rate falls. Published settings have h_min 2 or 4 and (alpha / peak)^2 = 4.8, as the
+    default has at a rate of 0.1. Needs `attach(exchange="local")`.
     """
 
     name = "qsr"
     options: ClassVar[Options] = {
         "alpha": Option(0.22, 1e-6, 1e3, "learning rate at which h is 1, without h_min"),
         "h_min": Option(4, 1, MOST_STEPS, "least steps between two averagings", whole=True),
-        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
+        "codec": named(EXCHANGE_CODECS, "codec of the parameters' movements"),
         "track": track(0),
     }
 
@@ -121,19 +118,18 @@ class _Losses(msgspec.Struct, array_like=True):
 class AdaComm(_ExchangeRule):
     """Local steps that become fewer as the loss falls (AdaComm: Wang and Joshi, arXiv 1810.08313).
 
-        tau = ceil(tau_0 sqrt((lr_0 / lr) (F / F_0)))   but decay * the last tau, where that is not below the last one
+        tau = ceil(tau_0 sqrt((lr_0 / lr) (F / F_0))); if that is not below the last tau, decay * the last tau
 
-    F is the mean training loss of an interval, lr the learning rate at its end, F_0 and lr_0 those of the first
-    one; tau is decided once per interval (published: a minute) and grows only with a falling learning rate. The
-    batch stays. It needs `attach(exchange="local")`; elsewhere gradients are exchanged exactly.
+    F is the mean training loss of an interval, lr the learning rate at its end, F_0 and lr_0 those of the first one.
+    tau is decided once per interval (published: a minute). Needs `attach(exchange="local")`.
     """
 
     name = "adacomm"
     options: ClassVar[Options] = {
         "tau_0": Option(10, 1, MOST_STEPS, "steps between two averagings at the beginning", whole=True),
         "interval": Option(10, 1, MOST_WINDOWS, "windows between two decisions", whole=True),
-        "decay": Option(0.5, 0.01, 1, "factor on tau where the loss alone would not make it less"),
-        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
+        "decay": Option(0.5, 0.01, 1, "factor on tau if the loss would not reduce it"),
+        "codec": named(EXCHANGE_CODECS, "codec of the parameters' movements"),
         "track": track(0),
     }
 
@@ -185,17 +181,16 @@ class Accordion(_ExchangeRule):
 
         critical, if |N_before - N| / N_before >= eta, or the learning rate fell: codec `mild`; else codec `hard`
 
-    N is the mean norm of a step's gradient over an interval; published with eta 0.5, ten epochs, and a norm per
-    layer, where we have one for all. It starts as critical. Our codecs lose far less than those that it was made
-    for. The batch stays. It needs `attach(exchange="lossy")`; elsewhere gradients are exchanged exactly.
+    N is the mean norm of a step's gradient over an interval; published with eta 0.5, ten epochs, and a norm per layer.
+    Our codecs lose far less than those that it was made for. Needs `attach(exchange="lossy")`.
     """
 
     name = "accordion"
     options: ClassVar[Options] = {
-        "eta": Option(0.5, 0, 100, "relative change of the norm from which on it is critical"),
+        "eta": Option(0.5, 0, 100, "relative change of the norm that counts as critical"),
         "interval": Option(10, 1, MOST_WINDOWS, "windows whose mean norms are compared", whole=True),
-        "mild": named(EXCHANGE_CODECS, "codec while it is critical", "bf16"),
-        "hard": named(EXCHANGE_CODECS, "codec elsewhere", "int8"),
+        "mild": named(EXCHANGE_CODECS, "codec while critical", "bf16"),
+        "hard": named(EXCHANGE_CODECS, "codec otherwise", "int8"),
         "track": track(0),
     }
 
@@ -241,12 +236,10 @@ class _Trials(msgspec.Struct, array_like=True):
 class GraVAC(_ExchangeRule):
     """The codec of the greatest throughput times gain (GraVAC: Tyagi and Swany, arXiv 2305.12201).
 
-        gain = |what was sent|^2 / |what should have been|^2   samples per second * gain, of codecs with gain >= floor
+        gain = |sent|^2 / |unrounded|^2        best: samples per second * gain, of codecs with gain >= floor
 
-    Each permitted codec is tried for some windows; the best one is then used until the next search. Gain is the
-    state's `coding_gain`, 1 without loss. Unlike GraVAC, which codes every gradient twice, a codec must be active
-    to be measured. A codec that rounds has a gain of 1.00; residuals count as lost. The batch stays. It needs
-    `attach(exchange="lossy")`; elsewhere only codecs without loss are tried.
+    Each permitted codec is tried for some windows; the best one is used until the next search. Unlike GraVAC, which
+    encodes every gradient twice, a codec must be active to be measured. Needs `attach(exchange="lossy")`.
     """
 
     name = "gravac"
@@ -254,7 +247,7 @@ class GraVAC(_ExchangeRule):
         "floor": Option(0.7, 0, 1, "least gain of a codec"),
         "trial": Option(4, LAG + 1, 10_000, "windows for which each codec is tried", whole=True),
         "hold": Option(100, 1, 1e6, "windows between two searches", whole=True),
-        "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in the averages"),
+        "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in moving averages"),
         "track": track(0),
     }
 

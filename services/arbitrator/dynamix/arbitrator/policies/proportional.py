@@ -1,6 +1,6 @@
 """`proportional`: the job's global batch, divided in proportion to each rank's measured throughput.
 
-It helps with slow processors only: a slow link carries the same gradient whatever the sizes are.
+It helps with slow processors only: the time of a slow link does not depend on the sizes.
 """
 
 import math
@@ -24,8 +24,8 @@ class Proportional:
     name = "proportional"
     version = 1
     options: ClassVar[Options] = {
-        "smoothing": Option(0.5, 0.01, 1, "weight of the newest throughput in the moving average"),
-        "dead_band": Option(0.03, 0, 1, "share by which a new split must shorten the predicted step"),
+        "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in moving averages"),
+        "dead_band": Option(0.03, 0, 1, "share by which a new division must shorten the predicted step"),
         "track": track(0),
     }
 

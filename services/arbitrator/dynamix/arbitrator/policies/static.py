@@ -1,7 +1,6 @@
 """`static`: the sizes that the job started with. The baseline of every comparison.
 
-Its options set the gradient exchange from the first step on, as far as the job permits it (`attach(exchange=...)`),
-with or without a bus.
+Its options set the gradient exchange from the first step on, as far as the job permits it (`attach(exchange=...)`).
 """
 
 from typing import ClassVar
@@ -22,11 +21,11 @@ class Static:
     version = 1
     options: ClassVar[Options] = {
         "track": track(0),
-        "every": Option(1, 1, MOST_STEPS, "optimizer steps between two averagings; above 1 they are local", whole=True),
+        "every": Option(1, 1, MOST_STEPS, "optimizer steps between two averagings; above 1: local steps", whole=True),
         "codec": named(EXCHANGE_CODECS, "how gradients are encoded; an extension's codec by its name"),
         "route": named(ROUTES, "how they are summed"),
-        "outer_rate": Option(1, 0.001, 10, "after local steps: how far all go, over the way to their mean"),
-        "outer_momentum": Option(0, 0, 0.999, "after local steps: Nesterov momentum of these ways"),
+        "outer_rate": Option(1, 0.001, 10, "rate of the outer step after local steps; 1 is the mean"),
+        "outer_momentum": Option(0, 0, 0.999, "its Nesterov momentum"),
     }
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments

@@ -15,12 +15,12 @@ from .options import Option, Options
 from .policy import Decision
 
 _MEANINGS = {
-    "evaporation": "share of a trace's strength that is lost per window, and weight of what is new",
-    "diffusion": "share of an appetite that comes from the cells beside it",
-    "noise_multiplier": "factor on B_noise: above 1, larger batches count for more",
-    "rate_weight": "power of the learning rate in the worth of a step",
-    "max_change": "greatest factor between the global batch in force and an appetite",
-    "dead_band": "relative distance from the mean appetite at which the global batch stays",
+    "evaporation": "share of a trace's strength that is lost per window; weight of the newest values",
+    "diffusion": "share of an appetite that comes from the neighbours",
+    "noise_multiplier": "factor on B_noise; above 1, larger batches are preferred",
+    "rate_weight": "exponent of lr(B) in the progress of a step",
+    "max_change": "greatest factor between the current global batch and an appetite",
+    "dead_band": "relative distance from the mean appetite below which the global batch stays",
     "learned": "1: a network chooses a factor on each agent's wish; 0: the wish is the rule's",
 }
 
