@@ -12,7 +12,6 @@ from dynamix.arbitrator.deciding.signatures import SizeWatch
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record, read_header, records
-from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
 from dynamix.recording.replay import ReplayOutcome, ReplayRequest, replay
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode_any
@@ -30,7 +29,7 @@ def changed(source: Path, target: Path, change: Change) -> Path:
 
 def written(source: Path, target: Path, found: Iterable[Record]) -> Path:
     """A capture with the header of another."""
-    with CaptureWriter(target, read_header(source), overwrite=True) as writer:
+    with CaptureWriter(target, read_header(source)) as writer:
         for record in found:
             writer.write_record(record)
     return target
@@ -43,10 +42,10 @@ class Matching:
         self._kind, self._window = kind, window
 
     def __call__(self, record: Record) -> bool:
-        if self._kind == "action" and kind_of(record) == "action":
+        if self._kind == "action" and record.kind == "action":
             return decode_any(record.subject, record.payload).window == self._window  # type: ignore[attr-defined]
-        key = window_key_of(identity_of(record))
-        return kind_of(record) == self._kind and key is not None and key.window == self._window
+        key = record.key
+        return record.kind == self._kind and key is not None and key.window == self._window
 
 
 def without(source: Path, target: Path, matching: Matching) -> Path:
@@ -68,7 +67,7 @@ class JobRecording:
         self.last_sequence = 0
         self.change: Callable[[Action], Action] = lambda action: action
         """What somebody else stores in place of an action of the policy."""
-        self._writer = CaptureWriter(path, CaptureHeader.of(job.job), overwrite=True)
+        self._writer = CaptureWriter(path, CaptureHeader.of(job.job))
         self._policy = policy
         self._states: list[tuple[int, State]] = []
         self._begin(job)

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynamix.recording.capture import Record, WindowKey
-from dynamix.recording.capture.record import identity_of, kind_of, kind_of_subject, window_key_of
+from dynamix.recording.capture import Record, WindowKey, kind_of, window_key_of
 from dynamix.schemas import codec
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, unpack_global, unpack_ranks
@@ -98,7 +97,7 @@ class OutputCounts(msgspec.Struct, kw_only=True):
         is_first = self.first is None or (not agrees and self.first_disagreeing is None)
         self._add_difference(
             Difference(
-                kind=kind_of(record),
+                kind=record.kind,
                 subject=record.subject,
                 generation=key.generation,
                 window=key.window,
@@ -113,7 +112,7 @@ class OutputCounts(msgspec.Struct, kw_only=True):
 
     def count_missing(self, reason: Reason, subject: str, key: WindowKey, sequence: int | None = None) -> None:
         """Count an output that is on one side only; `sequence` is that of a recorded one."""
-        where = {"kind": kind_of_subject(subject), "subject": subject, **key._asdict()}
+        where = {"kind": kind_of(subject), "subject": subject, **key._asdict()}
         self._add_difference(Difference(**where, reason=reason, agrees=False, sequence=sequence))
 
     def add_note(self, text: str) -> None:
@@ -149,7 +148,7 @@ class OutputPairing:
 
     def add_recorded(self, record: Record) -> None:
         """Add a recorded output, after the replay of what it follows from."""
-        identity = identity_of(record)
+        identity = record.identity
         key = window_key_of(identity)
         if key is None:
             self._counts.add_note(f"{record.subject} at {record.sequence} is no output that a service can publish")

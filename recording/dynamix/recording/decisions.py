@@ -27,7 +27,6 @@ from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.policy import MISTAKES, NamedPolicy, Policy, digest_of
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CutOffError, Record, WindowKey, records
-from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
 from dynamix.recording.comparison import EDGE_WINDOWS, OutputCounts
 from dynamix.recording.playback import Player, ReplayError
 from dynamix.runtime.input_files import read_regular
@@ -160,7 +159,7 @@ class ArbitratorReplay:
             sequence = self._checkpoint.record.sequence
             self._counts.add_note(f"begins after the action at {sequence}: what was before is not in the capture")
         async for record in player:
-            kind = kind_of(record)
+            kind = record.kind
             if kind == "state":
                 self._add_state(record)
             elif kind == "event" and self._other is None:
@@ -430,7 +429,7 @@ def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
     for record in _until_cut(path):
         if record.stream == FEED.name:
             feed_first = feed_first or record.sequence
-            if kind_of(record) == "state" and (key := window_key_of(identity_of(record))) is not None:
+            if record.kind == "state" and (key := record.key) is not None:
                 generations.add(key.generation)
         elif record.stream == JOBS.name and (job := _job_in(record)) is not None:
             jobs.setdefault(job.generation, job)  # a capture of the past has it after the states

@@ -23,10 +23,10 @@ from dynamix.collector.agent_network import AgentNetwork
 from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.probes import Traffic
 from dynamix.collector.window import Observation, metric_window, simulated_window
-from dynamix.recording.capture import Record, WindowKey, differences, fingerprint, read_header
-from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
+from dynamix.recording.capture import Record, WindowKey, read_header
 from dynamix.recording.comparison import OutputCounts, OutputPairing
 from dynamix.recording.decisions import ArbitratorReplay, OtherPolicy, PolicyComparison
+from dynamix.recording.fingerprint import differences, fingerprint
 from dynamix.recording.playback import OnProgress, Player, ReplayError, Speed
 from dynamix.reward.formula import reward_of
 from dynamix.reward.service import RewardSettings
@@ -151,7 +151,7 @@ async def _run_stateless(request: ReplayRequest, counts: OutputCounts, player: P
     service = _Reward(request, pairing) if request.into == "reward" else _Collector(request, pairing, counts)
     last = request.until
     async for record in player:
-        if last is not None and (key := window_key_of(identity_of(record))) is not None and key > last:
+        if last is not None and (key := record.key) is not None and key > last:
             if key > last._replace(window=last.window + READ_ON_WINDOWS):
                 break
             continue
@@ -167,7 +167,7 @@ class _Reward:
         self._pairing = pairing
 
     def add_record(self, record: Record) -> None:
-        kind = kind_of(record)
+        kind = record.kind
         if kind == "reward":
             self._pairing.add_recorded(record)
         elif kind == "window":
@@ -197,7 +197,7 @@ class _Collector:
         """By node and window: the report, and its state and trace if they came before the window."""
 
     def add_record(self, record: Record) -> None:
-        kind, node_window = kind_of(record), identity_of(record).partition(":")[2]
+        kind, node_window = record.kind, record.identity.partition(":")[2]
         if kind == "report":
             self._waiting.setdefault(node_window, [record])
         elif kind in ("state", "trace") and node_window in self._waiting:

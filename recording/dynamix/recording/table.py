@@ -53,7 +53,7 @@ def load(path: str | Path) -> "CaptureTable":
         OSError: when it cannot be read.
     """
     with CaptureReader(path) as reader:
-        table = table_of(reader.header.job, reader.good_records(), str(path))
+        table = table_of(reader.header.job, reader, str(path))
     for fault in reader.faults:
         warnings.warn(str(fault), stacklevel=2)
     return table

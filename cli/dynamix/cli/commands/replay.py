@@ -28,13 +28,12 @@ from dynamix.collector.observation import CollectorSettings
 from dynamix.recording.capture import (
     CaptureError,
     WindowKey,
-    differences,
-    fingerprint,
     first_generation,
     read_header,
 )
 from dynamix.recording.comparison import Difference, FieldPair
 from dynamix.recording.decisions import OtherPolicy, PolicyComparison, WindowComparison
+from dynamix.recording.fingerprint import differences, fingerprint
 from dynamix.recording.playback import Player, ReplayError
 from dynamix.recording.replay import ReplayOutcome, ReplayRequest, replay
 from dynamix.reward.service import RewardSettings
