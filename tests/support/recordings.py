@@ -8,7 +8,6 @@ from bench.jobs import StreamRecorder
 from tests.support import examples
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.deciding.signatures import SizeWatch
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record, read_header, records
@@ -104,14 +103,9 @@ class JobRecording:
             self.store(action)
             self.actions.append(action)
             self._fold.adopt(action)
-            finding = self._watch.observe_sizes(action.local_batch_sizes)
-            if finding is not None:
-                identity = {"job": action.job, "generation": action.generation, "window": action.window}
-                self.store(finding.event(**identity, service="arbitrator"))
 
     def restart(self, *, lost_until: int | None = None) -> None:
         """Another arbitrator goes on from the newest action, behind a gap if FEED has lost all up to a sequence."""
-        self._watch = SizeWatch(self._job)
         self._fold = Fold(self._job, self._policy_of(self._job), self.actions[-1])
         if lost_until is not None:
             self._fold.start_after_gap(lost_until)
@@ -126,7 +120,6 @@ class JobRecording:
 
     def _begin(self, job: Job) -> None:
         self._job = job
-        self._watch = SizeWatch(job)
         self._fold = Fold(job, self._policy_of(job), self.actions[-1] if self.actions else None)
 
     def _policy_of(self, job: Job) -> Policy:

@@ -1,18 +1,15 @@
 """Comparison of outputs: recorded and replayed messages in, counts and the first difference by field out. Pure.
 
-A replayed output is paired with the recorded one of its identity; `agree` defines what counts as the same decision or
-the same number.
+`agree` defines what counts as the same decision or the same number.
 """
 
 import math
 from collections.abc import Iterator
-from itertools import starmap, takewhile
-from operator import eq
 from typing import Any, Literal
 
 import msgspec
 
-from dynamix.recording.capture import Record, WindowKey, kind_of, window_key_of
+from dynamix.recording.capture import Record, WindowKey, kind_of
 from dynamix.schemas import codec
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, unpack_global, unpack_ranks
@@ -53,7 +50,6 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """Only the bytes differ: decisions are the same, or numbers are the same to six digits."""
     sequence: int | None = None
     """Sequence of the recorded message in its stream."""
-    first_byte: int | None = None
     fields: list[FieldPair] = []
 
     @property
@@ -104,7 +100,6 @@ class OutputCounts(msgspec.Struct, kw_only=True):
                 reason="other bytes",
                 agrees=agrees,
                 sequence=record.sequence,
-                first_byte=sum(takewhile(bool, starmap(eq, zip(record.payload, replayed, strict=False)))),
                 fields=_field_pairs(*sides) if is_first else [],
             )
         )
@@ -129,55 +124,6 @@ class OutputCounts(msgspec.Struct, kw_only=True):
             self.first_disagreeing = self.first_disagreeing or difference
         if len(self.differing) < MAX_LISTED:
             self.differing.append((difference.generation, difference.window, difference.kind))
-
-
-class OutputPairing:
-    """Takes each output once from both sides, the replayed one first; by identity, since the order may differ."""
-
-    def __init__(self, counts: OutputCounts) -> None:
-        self._counts = counts
-        self._unpaired: dict[str, tuple[str, bytes]] = {}
-        """Subject and payload of replayed outputs, by identity."""
-        self._paired: set[str] = set()
-        self._first: WindowKey | None = None
-        self._newest: WindowKey | None = None
-
-    def add_replayed(self, identity: str, subject: str, payload: bytes) -> None:
-        """Add an output of the replay."""
-        self._unpaired[identity] = (subject, payload)
-
-    def add_recorded(self, record: Record) -> None:
-        """Add a recorded output, after the replay of what it follows from."""
-        identity = record.identity
-        key = window_key_of(identity)
-        if key is None:
-            self._counts.add_note(f"{record.subject} at {record.sequence} is no output that a service can publish")
-            return
-        self._first = min(self._first or key, key)
-        self._newest = max(self._newest or key, key)
-        if (replayed := self._unpaired.pop(identity, None)) is not None:
-            self._paired.add(identity)
-            self._counts.count_pair(record, key, replayed[1])
-        elif identity in self._paired:
-            self._counts.num_repeated += 1
-        elif key.window > 0 and key == self._first:  # the capture begins in the middle of this window
-            self._counts.num_uncompared += 1
-        else:
-            self._counts.count_missing("only recorded", record.subject, key, record.sequence)
-
-    def finish(self) -> None:
-        """Count the replayed outputs without a recorded one: missing, or at an edge of the capture."""
-        for identity, (subject, _) in self._unpaired.items():
-            key = window_key_of(identity)
-            assert key is not None, "outputs of services are about a window"
-            if (
-                self._first is None
-                or self._newest is None
-                or not (self._first < key <= self._newest._replace(window=self._newest.window - EDGE_WINDOWS))
-            ):
-                self._counts.num_outside += 1
-            else:
-                self._counts.count_missing("only replayed", subject, key)
 
 
 def _field_pairs(recorded: Message | str, replayed: Message | str) -> list[FieldPair]:
