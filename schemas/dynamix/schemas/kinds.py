@@ -45,20 +45,6 @@ class Kind(NamedTuple):
         """Name of the stream that keeps it, or `core NATS`."""
         return "core NATS" if self.stream is None else self.stream.name
 
-    @property
-    def sent_by(self) -> str:
-        """The senders, in words."""
-        return "any service" if self.senders == SERVICES else self._in_words(self.senders)
-
-    @property
-    def read_by(self) -> str:
-        """The receivers, in words."""
-        return self._in_words((*self.receivers, WATCHER))
-
-    def _in_words(self, applications: tuple[str, ...]) -> str:
-        ranks = f"trainer ({self.rank})"
-        return ", ".join(ranks if name == "trainer" else name for name in applications)
-
 
 _WINDOW = ("generation", "window")
 

@@ -323,12 +323,11 @@ def _decided(action: Action) -> str:
 
 
 def _action(action: Action) -> str:
-    levers = "".join(f", {name} {value:g}" for name, value in action.levers.items())
     exchange = "" if action.exchange == EXACT else f", gradients {action.exchange.label}"
     gap = ", after a gap" if action.gap else ""
     return (
         f"{sizes_text(action.local_batch_sizes)} by {action.policy} version {action.policy_version} "
-        f"({action.split}{exchange}), watermark {action.watermark}{gap}{levers}, {len(action.carry)} bytes of memory, "
+        f"({action.split}{exchange}), watermark {action.watermark}{gap}, {len(action.carry)} bytes of memory, "
         f"{action.hash.hex()[:16]} after {action.previous_hash.hex()[:16] or 'nothing'}"
     )
 

@@ -56,19 +56,16 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     previous_hash: Digest = b""
     hash: Digest = b""
     """SHA-256 over this action without its hash; chains to `previous_hash` (dynamix.schemas.chain)."""
-    levers: dict[str, float] = field(default_factory=dict)
-    """Reserved for versions to come: decisions by name. A trainer refuses an action that has any."""
     policy_digest: Digest = b""
     """SHA-256 of the policy's file; empty for policies that do not learn. Fixed within a generation."""
     exchange: Exchange = EXACT
-    """How gradients travel. Not encoded while it is `EXACT`, so that such bytes are as they were before it existed."""
+    """How gradients travel."""
     reason: Text = ""
-    """Why, in the policy's words and numbers: for people. Not encoded while it is empty."""
+    """Why, in the policy's words and numbers: for people."""
     profile: ProfileBytes = b""
-    """The message with the profile that the generation began with, in its first action: a replay needs no other source.
-    Not encoded while it is empty."""
+    """The stored profile that the generation began with, in its first action: a replay needs no other source."""
     rate_factor: RateFactor = 1.0
-    """On the learning rate. Not encoded while it is 1."""
+    """On the learning rate."""
 
     @property
     def allocation(self) -> Allocation:

@@ -72,8 +72,7 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     explores: tuple[Explored, ...] = ()
     """What runs of the family may try out."""
     objective: Objective = "time"
-    """What they are compared by. Under `energy` the reports have the joules of each window. Not encoded while it is
-    `time`."""
+    """What they are compared by. Under `energy` the reports have the joules of each window."""
 
     @property
     def initial_allocation(self) -> Allocation:

@@ -159,10 +159,10 @@ class Report(Message, frozen=True, kw_only=True, array_like=True):
     field: FieldView | None = None
     """Under the policy `stigmergy` what this node's agent sees of the traces around."""
     energy_j: Energy | None = None
-    """Joules of all ranks' devices since the window before ended, whatever they did; equal in every node's report.
-    Not encoded while it is `None`, where it is not measured."""
+    """Joules of all ranks' devices since the window before ended, whatever they did; equal in every node's report;
+    `None` where it is not measured."""
     stretch: Stretch = 1
-    """How many times the job's `window_steps` the window lasted. Not encoded while it is 1."""
+    """How many times the job's `window_steps` the window lasted."""
 
 
 class NetworkMetrics(Message, frozen=True, kw_only=True, array_like=True):
@@ -272,9 +272,9 @@ class MetricWindow(Message, frozen=True, kw_only=True, array_like=True):
     """Windows without kernel counters since the collector started, because their report or the one before came late.
     Their counters are masked; a generation's first window is not counted."""
     energy_j: Energy | None = None
-    """The report's joules of all ranks' devices. Not encoded while it is `None`."""
+    """The report's joules of all ranks' devices."""
     stretch: Stretch = 1
-    """The report's. Not encoded while it is 1."""
+    """The report's."""
 
 
 class State(Message, frozen=True, kw_only=True, array_like=True):

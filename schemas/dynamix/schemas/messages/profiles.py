@@ -93,7 +93,7 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()
     """What runs tried out that were compared by time, in the order of their first runs; milestones are in seconds."""
     energy_arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()
-    """Likewise of runs that were compared by energy, in joules. Not encoded while there are none."""
+    """Likewise of runs that were compared by energy, in joules."""
 
     @classmethod
     def forgotten(cls, family: str, ended_sequence: int) -> "JobProfile":

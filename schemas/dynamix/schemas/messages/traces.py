@@ -39,7 +39,7 @@ class FieldView(Message, frozen=True, kw_only=True, array_like=True):
     options: dict[str, float] = field(default_factory=dict)
     """All options of the policy."""
     base_global_batch_size: Count = 0
-    """The global batch that the script's learning rate is meant for; 0 in reports of versions that did not say it."""
+    """The global batch that the script's learning rate is meant for."""
 
 
 class Trace(Message, frozen=True, kw_only=True, array_like=True):

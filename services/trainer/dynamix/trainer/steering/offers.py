@@ -79,7 +79,7 @@ class Offers:
         """What of the content does not fit this job."""
         if len(action.local_batch_sizes) != len(self._identity.max_local_batch_sizes):
             return "length"
-        if action.levers or not self._can_travel(action.exchange):
+        if not self._can_travel(action.exchange):
             return "lever"
         if action.rate_factor != 1.0 and "learning_rate" not in self._options.explores:
             return "lever"
