@@ -40,8 +40,8 @@ def document() -> str:
 def _messages() -> str:
     head = "| subject | message | from | to | carried by | what it is |\n|---|---|---|---|---|---|\n"
     return head + "".join(
-        f"| `{_subject(kind)}` | `{kind.struct.__name__}` | {_senders(kind)} | {_named(kind, *kind.receivers, WATCHER)} "
-        f"| {kind.carrier} | {kind.meaning} |\n"
+        f"| `{_subject(kind)}` | `{kind.struct.__name__}` | {_senders(kind)} "
+        f"| {_named(kind, *kind.receivers, WATCHER)} | {kind.carrier} | {kind.meaning} |\n"
         for kind in KINDS
     )
 

@@ -6,17 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamix.schemas.messages.allocation import (
-    EXACT,
-    EXCHANGE_CODECS,
-    LOSSY_CODECS,
-    ROUTES,
-    Exchange,
-    exchange_of,
-    is_permitted,
-)
-from dynamix.schemas.messages.policies import initial_split
-from dynamix.schemas.messages.policy_options import option_value
+from dynamix.schemas.messages.allocation import EXACT, EXCHANGE_CODECS, LOSSY_CODECS, ROUTES, Exchange, is_permitted
+from dynamix.schemas.policies import exchange_of, initial_split, option_value
 
 
 def test_each_permission_includes_those_before_it() -> None:

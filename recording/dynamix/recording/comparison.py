@@ -159,34 +159,31 @@ def _decode_or_reason(subject: str, payload: bytes) -> Message | str:
 
 
 def _values_of(message: Message | str) -> dict[str, Any]:
+    """Values of a message by path; those of a state by the names of its features, NaN where unknown."""
     if isinstance(message, str):
         return {"cannot be decoded": message}
-    return dict(_state_values(message) if isinstance(message, State) else _values("", message))
-
-
-def _state_values(state: State) -> Iterator[tuple[str, Any]]:
-    """Values of a state by the names of its features; unknown ones are NaN."""
-    yield from (item for item in _values("", state) if item[0] not in _PACKED_FIELDS)
-    try:
-        rows, row = unpack_ranks(state), unpack_global(state)
-    except MalformedMessageError as error:
-        yield "features", str(error)
-        return
-    for rank, values in zip(state.ranks, rows.tolist(), strict=True):
-        yield from ((f"rank {rank}: {f.name}", value) for f, value in zip(RANK_FEATURES, values, strict=True))
-    yield from ((f"job: {f.name}", value) for f, value in zip(GLOBAL_FEATURES, row.tolist(), strict=True))
+    found = dict(_values("", message))
+    if isinstance(message, State):
+        found = {path: value for path, value in found.items() if path not in _PACKED_FIELDS}
+        try:
+            for rank, row in zip(message.ranks, unpack_ranks(message).tolist(), strict=True):
+                found |= {f"rank {rank}: {f.name}": value for f, value in zip(RANK_FEATURES, row, strict=True)}
+            row = unpack_global(message).tolist()
+            found |= {f"job: {f.name}": value for f, value in zip(GLOBAL_FEATURES, row, strict=True)}
+        except MalformedMessageError as error:
+            found["features"] = str(error)
+    return found
 
 
 def _values(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, msgspec.Struct):
-        for name in value.__struct_fields__:
-            yield from _values(f"{path}.{name}" if path else name, getattr(value, name))
+        value = {name: getattr(value, name) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _values(f"{path}.{name}" if path else name, item)
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from _values(f"{path}[{index}]", item)
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _values(f"{path}.{name}", item)
     else:
         yield path, value
 

@@ -19,10 +19,8 @@ import numpy as np
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.deciding.job_log import reason_of
-from dynamix.arbitrator.learned.policy import VERSION, LearnedPolicy
+from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy
-from dynamix.arbitrator.learned.policy_source import VERSION_OPTION
-from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.policy import MISTAKES, NamedPolicy, Policy, digest_of
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CutOffError, Record, WindowKey, records
@@ -33,7 +31,7 @@ from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Action, Job, State
 from dynamix.schemas.messages.fields import MAX_GENERATION
-from dynamix.schemas.messages.policies import PolicyOptions
+from dynamix.schemas.policies import PolicyOptions, check_options
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 
@@ -328,7 +326,7 @@ class ArbitratorReplay:
             read = [PolicyFile.from_bytes(data) for data in files]
             file = next((each for each in read if each.metadata.policy == job.policy), None)
             policy = policy_named(job.policy) if file is None else LearnedPolicy(file, name=job.policy)
-        check_options(policy.name, {**policy.options, VERSION_OPTION: VERSION}, job.policy_options)
+        check_options(policy.name, policy.options, job.policy_options)
         return policy
 
 

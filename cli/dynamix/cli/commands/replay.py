@@ -37,7 +37,7 @@ from dynamix.recording.fingerprint import differences, fingerprint
 from dynamix.recording.replay import Player, ReplayOutcome, ReplayRequest, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.runtime.settings import load
-from dynamix.schemas.messages.policy_options import option_value
+from dynamix.schemas.policies import option_value
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 MAX_FIELDS = 40

@@ -14,14 +14,15 @@ import msgspec
 from msgspec import Meta
 
 from .fields import MAX_RANKS, TOKEN_PATTERN, Count, Token
-from .policies import EXCHANGE_OPTIONS, PolicyOptions, Split
 
 Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS)]
 """Local batch sizes in samples, one per rank, in rank order."""
 
-
 Shares = Annotated[tuple[float, ...], Meta(max_length=MAX_RANKS)]
 """How much of each gradient bucket a rank sums up for all, by rank, up to a common factor."""
+
+GlobalBatch = Literal["fixed", "adaptive"]
+"""`fixed`: the sum of the local batch sizes stays what the script said; `adaptive`: a policy may change it."""
 
 ExchangePermission = Literal["exact", "lossy", "local"]
 """What a job lets decisions do to its gradients, each with all before it. `exact`: every gradient arrives bit for bit.
@@ -109,25 +110,6 @@ def is_permitted(exchange: Exchange, permission: ExchangePermission, named: Coll
     )
 
 
-def exchange_of(options: PolicyOptions) -> Exchange:
-    """The exchange of a policy's options `every`, `codec`, `route`, and with local steps the outer step's two."""
-    every = int(options.get("every", 1))
-    outer = options if every > 1 else {}
-    return Exchange(
-        every=every,
-        codec=str(options.get("codec", "none")),
-        route=str(options.get("route", "all-reduce")),
-        outer_rate=float(outer.get("outer_rate", 1.0)),
-        outer_momentum=float(outer.get("outer_momentum", 0.0)),
-    )
-
-
-def initial_exchange(policy: str, options: PolicyOptions) -> Exchange:
-    """The exchange of the first step, before any decision."""
-    defaults = EXCHANGE_OPTIONS.get(policy)
-    return EXACT if defaults is None else exchange_of({**defaults, **options})
-
-
 RateFactor = Annotated[float, Meta(ge=0.1, le=10)]
 """What a decision may make of a learning rate."""
 
@@ -139,13 +121,16 @@ Objective = Literal["time", "energy"]
 """What such runs are compared by: the seconds, or the joules, until the held-out error fell below some levels."""
 
 
+Split = Literal["fixed", "tracking", "traces"]
+"""`fixed`: sizes as they were decided; `tracking`: their sum was, and the ranks divide it themselves; `traces`: nothing
+was, sum and division are those of the traces that the agents of all nodes leave."""
+
+
 class Allocation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Who trains on how many samples, who may change that, and how gradients travel."""
 
     local_batch_sizes: Sizes
     split: Split = "fixed"
-    """`fixed`: exactly these sizes; `tracking`: their sum, divided by the training processes themselves; `traces`: what
-    those processes have made of the traces of all agents."""
     exchange: Exchange = EXACT
     rate_factor: RateFactor = 1.0
     """On the learning rate that the script and its rule say, in jobs that let recurring runs explore it."""

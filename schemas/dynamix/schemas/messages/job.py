@@ -10,11 +10,12 @@ from .allocation import (
     Exchange,
     ExchangePermission,
     Explored,
+    GlobalBatch,
     Objective,
     Sizes,
+    Split,
 )
 from .fields import MAX_RANKS, Count, Message, OptimizerFamily, OptionalToken, Text, Token
-from .policies import GlobalBatch, Split
 
 
 class NodeRanks(Message, frozen=True, kw_only=True, array_like=True):

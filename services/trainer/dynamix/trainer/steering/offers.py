@@ -13,8 +13,7 @@ from typing import Literal
 import msgspec
 
 from dynamix.schemas.messages import Action
-from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
-from dynamix.schemas.messages.policies import Split
+from dynamix.schemas.messages.allocation import EXACT, Exchange, Split, is_permitted
 from dynamix.trainer.job.identity import JobIdentity
 from dynamix.trainer.job.options import JobOptions
 

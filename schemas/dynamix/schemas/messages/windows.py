@@ -1,14 +1,13 @@
-"""Measurements of a window: report, metric window, state.
+"""Messages of a window before its decision: report, metric window, state; and the traces of agents.
 
 A new measured feature is a field in each of its structs here that it passes, at their ends and with a default.
 """
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from .fields import MAX_SOCKETS, Cookie, Count, Message, OptimizerFamily, Seconds, Text, Token
-from .traces import FieldView
 
 Probe = Literal["ebpf", "tcp_info", "proc", "none"]
 Energy = Annotated[float, Meta(ge=0)]
@@ -132,6 +131,41 @@ class SystemMetrics(Message, frozen=True, kw_only=True, array_like=True):
     """Seconds that its threads were ready and waited for a processor, per second: 2.0 is two threads waiting."""
     context_switches_per_s: float | None = None
     """Voluntary and involuntary switches of all its threads."""
+
+
+# --- the policy `stigmergy`: every node is a cell, in a ring in the order of the job's nodes. The newest trace on a
+# cell's subject is what lies there; it loses the option `evaporation` of its strength in each window.
+
+Activity = Annotated[tuple[Annotated[float, Meta(ge=0)], ...], Meta(min_length=1, max_length=4096)]
+"""Samples per second of computing, one number per rank of a node; 0 where there is no trace."""
+
+
+class SeenTrace(Message, frozen=True, kw_only=True, array_like=True):
+    """The part of a trace that its own cell and those beside it can see."""
+
+    strength: Annotated[float, Meta(gt=0, le=1)]
+    """What evaporation has left of it: 1 when it is as new as it can be."""
+    appetite: Annotated[float, Meta(ge=0)]
+    waiting_s: Seconds
+
+
+class FieldView(Message, frozen=True, kw_only=True, array_like=True):
+    """Input of a node's agent besides its own ranks' rows: the traces around, and its rule's settings."""
+
+    activity: Activity
+    """What its own trace says of its own ranks."""
+    own: SeenTrace | None
+    """`None` where it has none, or none is left."""
+    around: Annotated[tuple[SeenTrace, ...], Meta(max_length=2)] = ()
+    """The traces in the cells beside its own."""
+    keeps_global_batch: bool = True
+    """Whether the sum of the sizes is fixed."""
+    rate_exponent: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Power of the global batch that the learning rate follows."""
+    options: dict[str, float] = field(default_factory=dict)
+    """All options of the policy."""
+    base_global_batch_size: Count = 0
+    """The global batch that the script's learning rate is meant for."""
 
 
 class Report(Message, frozen=True, kw_only=True, array_like=True):
@@ -293,3 +327,21 @@ class State(Message, frozen=True, kw_only=True, array_like=True):
     global_features: bytes
     """float32, little-endian; equal in all nodes' messages of one window."""
     global_known: bytes
+
+
+class Trace(Message, frozen=True, kw_only=True, array_like=True):
+    """The trace that a node's agent leaves at its cell after a window."""
+
+    job: Token
+    generation: Count
+    window: Count
+    """The newest that it knew."""
+    node: Token
+    ranks: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
+    activity: Activity
+    """In the order of `ranks`: all ranks of the job divide the global batch in proportion to it."""
+    appetite: Annotated[float, Meta(ge=0)]
+    """Samples per step that the job should have, as seen from here; it diffuses. The job has the mean of all cells."""
+    waiting_s: Seconds
+    """The least time per step that a rank waits at the barrier here, or where such traces come from: that is
+    communication; what others wait longer, they wait for slower ranks."""
