@@ -100,18 +100,6 @@ async def test_a_restart_after_a_gap_replays_equal(tmp_path: Path) -> None:
     assert outcome.counts.notes == ["the recorded arbitrator restarted after a gap, before window 9"]
 
 
-async def test_a_silent_node_and_skipped_windows_replay_equal(tmp_path: Path) -> None:
-    with JobRecording(tmp_path / "job.dxc", TWO_NODES) as recording:
-        for window in [*range(4), *range(100, 104)]:
-            recording.state(window, "node-a")
-            if window < 2:
-                recording.state(window, "node-b")
-    assert any(action.gap for action in recording.actions)
-    outcome = await into_arbitrator(recording.path)
-    assert outcome.bytes_equal
-    assert outcome.counts.num_equal == len(recording.actions)
-
-
 async def test_a_past_capture_with_the_specification_last_replays_equal(tmp_path: Path) -> None:
     found = [record for record in records(DEMO) if record.stream != JOBS.name]
     last = [record for record in records(DEMO) if record.stream == JOBS.name][-1]
@@ -164,20 +152,6 @@ async def test_windows_without_a_decision_before_a_restart_of_the_job_are_no_dif
     counts = outcome.counts
     assert (counts.num_compared, counts.num_equal, counts.num_outside) == (10, 10, 2)
     assert outcome.is_equal()
-
-
-async def test_after_an_action_of_somebody_else_each_window_is_compared_by_itself(tmp_path: Path) -> None:
-    def with_other_sizes(action: Action) -> Action:
-        return msgspec.structs.replace(action, local_batch_sizes=(200, 56)) if action.window == 3 else action
-
-    with JobRecording(tmp_path / "job.dxc", ONE_NODE) as recording:
-        recording.change = with_other_sizes
-        for window in range(8):
-            recording.state(window)
-    outcome = await into_arbitrator(recording.path)
-    assert (outcome.counts.num_different, outcome.counts.num_equal) == (1, 7)
-    assert outcome.counts.first is not None
-    assert outcome.counts.first.window == 3
 
 
 async def test_a_learned_policy_is_replayed_from_its_file(tmp_path: Path) -> None:

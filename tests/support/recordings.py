@@ -12,7 +12,6 @@ from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record, read_header, records
 from dynamix.recording.replay import ReplayOutcome, ReplayRequest, replay
-from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages import Action, Job, Message, State
 
@@ -64,8 +63,6 @@ class JobRecording:
         self.path = path
         self.actions: list[Action] = []
         self.last_sequence = 0
-        self.change: Callable[[Action], Action] = lambda action: action
-        """What somebody else stores in place of an action of the policy."""
         self._writer = CaptureWriter(path, CaptureHeader.of(job.job))
         self._policy = policy
         self._states: list[tuple[int, State]] = []
@@ -98,8 +95,7 @@ class JobRecording:
     def decide(self, sequence: int, state: State) -> None:
         """Fold a state and store what is decided."""
         self._fold.add_state(sequence, state)
-        while (decided := self._fold.close()) is not None:
-            action = seal(self.change(decided), decided.previous_hash)
+        while (action := self._fold.close()) is not None:
             self.store(action)
             self.actions.append(action)
             self._fold.adopt(action)

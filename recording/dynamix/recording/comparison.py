@@ -147,7 +147,15 @@ def agree(recorded: Message | str, replayed: Message | str) -> bool:
     if isinstance(recorded, Action):
         return all(getattr(recorded, name) == getattr(replayed, name) for name in _DECISION_FIELDS)
     left, right = _values_of(recorded), _values_of(replayed)
-    return left.keys() == right.keys() and all(_is_near(left[path], right[path]) for path in left)
+    return left.keys() == right.keys() and all(
+        _is_same(left[path], right[path])
+        or (
+            isinstance(left[path], float)
+            and isinstance(right[path], float)
+            and math.isclose(left[path], right[path], rel_tol=REL_TOLERANCE, abs_tol=1e-12)
+        )
+        for path in left
+    )
 
 
 def _decode_or_reason(subject: str, payload: bytes) -> Message | str:
@@ -191,11 +199,6 @@ def _values(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _is_same(left: Any, right: Any) -> bool:
     both_unknown = isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
     return both_unknown or bool(left == right)
-
-
-def _is_near(left: Any, right: Any) -> bool:
-    numbers = isinstance(left, float) and isinstance(right, float)
-    return _is_same(left, right) or (numbers and math.isclose(left, right, rel_tol=REL_TOLERANCE, abs_tol=1e-12))
 
 
 def _shown(values: dict[str, Any], path: str) -> str:

@@ -355,8 +355,11 @@ def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
             feed_first = feed_first or record.sequence
             if record.kind == "state" and (key := record.key) is not None:
                 generations.add(key.generation)
-        elif record.stream == JOBS.name and (job := _job_in(record)) is not None:
-            jobs.setdefault(job.generation, job)  # a capture of the past has it after the states
+        elif record.stream == JOBS.name:
+            with contextlib.suppress(MalformedMessageError):
+                job = decode(Job, record.subject, record.payload)
+                if job.generation <= MAX_GENERATION:
+                    jobs.setdefault(job.generation, job)  # a capture of the past has it after the states
         elif start is None and feed_first and record.stream == ACTIONS.name:
             found = _recorded(record)
             start = found if found.action is not None and feed_first <= found.action.watermark + 1 else None
@@ -367,14 +370,6 @@ def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
     if start is None or start.action is None:
         raise ReplayError("the capture has no action of the job together with its inputs: nothing can be compared")
     return jobs, start if start.action.previous_hash else None
-
-
-def _job_in(record: Record) -> Job | None:
-    try:
-        job = decode(Job, record.subject, record.payload)
-    except MalformedMessageError:
-        return None
-    return job if job.generation <= MAX_GENERATION else None
 
 
 def _until_cut(path: Path) -> Iterator[Record]:

@@ -206,8 +206,10 @@ class JobView(msgspec.Struct):
         if getattr(message, "job", None) != self.name:
             return
         generation = getattr(message, "generation", 0)
-        if generation > self.generation:
-            self._begin_generation(generation)
+        if generation > self.generation:  # after a restart windows count from 0 again; the history goes on
+            self.generation, self.window, self.longest_gap_ns = generation, -1, 0
+            self.nodes, self.rewards = {}, {}
+            self.events.clear()
         is_current = generation == self.generation
         self.revision += 1
         if is_current:
@@ -229,14 +231,6 @@ class JobView(msgspec.Struct):
                 self.adopted_in.setdefault(effective, set()).add((window.generation, window.window))
             case Event() if is_current and message not in (event for _, event in self.events):
                 self.events.append((timestamp_ns, message))
-
-    def _begin_generation(self, generation: int) -> None:
-        """After a restart windows count from 0 again; the history goes on."""
-        self.generation = generation
-        self.window = -1
-        self.longest_gap_ns = 0
-        self.nodes, self.rewards = {}, {}
-        self.events.clear()
 
     def _window(self, generation: int, window: int) -> Window:
         key = (generation, window)
@@ -265,8 +259,13 @@ class JobView(msgspec.Struct):
                     window.local_batch_sizes.setdefault(row.rank, row.local_batch_size)
             case MetricWindow():
                 self._fold_metrics(window, node, message)
-                if is_current:
-                    self._show_metrics(message, timestamp_ns)
+                if is_current and message.window > self.window:
+                    if self.window >= 0 and self.updated_ns:
+                        self.longest_gap_ns = max(self.longest_gap_ns, timestamp_ns - self.updated_ns)
+                    self.window, self.updated_ns = message.window, timestamp_ns
+                known = self.nodes.get(message.node)
+                if is_current and (known is None or known.window <= message.window):
+                    self.nodes[message.node] = message
             case Reward():
                 self._fold_reward(window, node, message, is_current=is_current)
 
@@ -282,16 +281,6 @@ class JobView(msgspec.Struct):
             node.rx_bytes_per_s = sum(network.rx_bytes for network in counted) / duration_s
         if self.keep_ranks:
             node.ranks = tuple(message.ranks)
-
-    def _show_metrics(self, message: MetricWindow, timestamp_ns: int) -> None:
-        """Have the message among what is shown of the job now."""
-        if message.window > self.window:
-            if self.window >= 0 and self.updated_ns:
-                self.longest_gap_ns = max(self.longest_gap_ns, timestamp_ns - self.updated_ns)
-            self.window, self.updated_ns = message.window, timestamp_ns
-        known = self.nodes.get(message.node)
-        if known is None or known.window <= message.window:
-            self.nodes[message.node] = message
 
     def _fold_reward(self, window: Window, node: NodeWindow, message: Reward, *, is_current: bool) -> None:
         window.formula = message.formula
