@@ -45,9 +45,9 @@ FRAME = struct.Struct("<8sII")
 BLOCK_BYTES = 16 * 1024
 """A block is closed when its records have this many bytes: so much is lost by a damaged one."""
 MAX_FRAME_BYTES = (1 << 20) + 4 * BLOCK_BYTES
-"""Of a body, packed and unpacked. The last record of a block may be a large one: the broker takes up to 1 MiB."""
+"""Limit of a body, packed and unpacked. The last record of a block may be a large one: the broker takes up to 1 MiB."""
 RECORD_BYTES = 32
-"""Of the numbers and lengths of a record, about."""
+"""Size of the numbers and lengths of a record, about."""
 SEARCH_BYTES = 1 << 16
 
 STREAMS = (JOBS.name, FEED.name, ACTIONS.name)

@@ -141,7 +141,7 @@ def _field_pairs(recorded: Message | str, replayed: Message | str) -> list[Field
 
 
 def agree(recorded: Message | str, replayed: Message | str) -> bool:
-    """Whether two messages of different bytes say the same: equal decisions, or numbers within `REL_TOLERANCE`."""
+    """Whether two messages of different bytes agree: equal decisions, or numbers within `REL_TOLERANCE`."""
     if isinstance(recorded, str) or isinstance(replayed, str) or type(recorded) is not type(replayed):
         return False
     if isinstance(recorded, Action):

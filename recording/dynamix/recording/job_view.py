@@ -388,7 +388,7 @@ class JobView(msgspec.Struct):
 
     @property
     def exchange(self) -> Exchange:
-        """How gradients are exchanged: by the newest adopted decision, before it as at the start."""
+        """The gradient exchange of the newest adopted decision, or the initial one."""
         if self.applied is not None:
             return self.applied.exchange
         return self.job.initial_exchange if self.job else EXACT

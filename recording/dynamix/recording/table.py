@@ -31,7 +31,7 @@ Value = str | int | float | None
 ColumnKind = Literal["text", "whole", "number"]
 
 _UNSEEN = Observation(systems={}, node=NodeMetrics(), network=Traffic("none", {}, interval_s=None, note=""))
-"""What is known of a report's processes where the collector's window is missing."""
+"""Observation of a report's processes where the collector's window is missing."""
 
 _RENAMED = {"job_throughput": "job_samples_per_s"}
 

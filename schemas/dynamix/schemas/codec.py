@@ -39,7 +39,7 @@ M = TypeVar("M", bound=Message)
 
 
 class MalformedMessageError(ValueError):
-    """A message that is refused; the text says why."""
+    """A message that is refused; the text gives the reason."""
 
 
 def encode(message: Message) -> bytes:
@@ -65,7 +65,7 @@ def decode(expected: type[M], subject: str, payload: bytes) -> M:
     """The message of type `expected` in `payload`, as published on `subject`. The subject's identity counts.
 
     Raises:
-        MalformedMessageError: when anything is wrong; the text says what.
+        MalformedMessageError: when anything is wrong; the text gives the reason.
     """
     message = decode_any(subject, payload)
     if not isinstance(message, expected):
@@ -87,7 +87,7 @@ def decode_any(subject: str, payload: bytes) -> Message:
         message: Message = _decoders[kind.name].decode(memoryview(payload)[HEADER_BYTES:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessageError(f"{kind.name}: {error}") from error
-    if kind.name != "dead":  # a dead letter's tokens say what it holds, not what it is
+    if kind.name != "dead":  # the tokens of a dead letter are those of the message that it holds
         said = tuple(getattr(message, token) for token in kind.tokens)
         if said != address.tokens:
             raise MalformedMessageError(f"{subject} carries the identity {'.'.join(said)}")

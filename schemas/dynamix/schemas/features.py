@@ -55,7 +55,7 @@ RANK_FEATURES = (
     Feature("sigma_norm", "training", "normalised standard deviation of the gradient"),
     Feature("sigma_norm_sq", "training", "normalised variance of the gradient: S / (B G^2)"),
     Feature("num_samples", "training", "samples of the rank in the window"),
-    Feature("local_batch_size", "training", "the size that ruled the window"),
+    Feature("local_batch_size", "training", "the size in effect in the window"),
     Feature("pending_local_batch_size", "training", "the newest size already scheduled"),
     Feature("decided_local_batch_size", "decision", "the arbitrator's own last decision, filled in by its fold"),
     Feature("age_windows", "decision", "how many windows old the row is, filled in by the fold"),
@@ -104,7 +104,7 @@ _NODE_PATHS = {
 }
 _TRAFFIC = ("tx_bytes_per_s", "rx_bytes_per_s", "retransmits", "srtt_us")
 _KNOWN = (*_RANK_PATHS, *_TRAFFIC, *_NODE_PATHS, "sigma_norm", "sigma_norm_sq")
-"""What a metric window has of a rank, in the order in which it is taken from there; the fold fills in the others."""
+"""Values of a rank in a metric window, in the order in which they are read; the fold fills in the others."""
 
 _OF_RANK, _OF_NODE = attrgetter(*_RANK_PATHS.values()), attrgetter(*_NODE_PATHS.values())
 _OF_WINDOW = ("energy_j", "stretch")

@@ -31,7 +31,7 @@ _KINDS: dict[str, str] = {"F32": "<f4", "F64": "<f8", "I64": "<i8"}
 
 
 class NetworkFileError(ValueError):
-    """A file that is no network of ours; the text says what is wrong with it and how to fix it."""
+    """A file that is not a network of ours; the text gives the fault and the fix."""
 
 
 def metadata_text(data: bytes) -> str:
@@ -189,7 +189,7 @@ def _perceptron(layers: list[tuple[Array64, Array64]], inputs_DI: Array64) -> Ar
 
 
 CLIP = 5.0
-"""Standard deviations beyond which an input says no more: a cluster unlike any seen must not drive the network mad."""
+"""Inputs are clipped at so many standard deviations: a cluster unlike any seen must not give extreme outputs."""
 
 EPSILON = 1e-8
 

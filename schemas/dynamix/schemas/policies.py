@@ -18,11 +18,10 @@ PolicyOptions = Mapping[str, float | str]
 """Options of a policy by name: numbers, or names such as that of a codec."""
 
 DEFAULT_POLICY = "rule"
-"""What a job with an adaptive global batch is steered by if it names no policy: the one that wins on held-out scenarios
-(`dynamix evaluate`)."""
+"""Default policy of jobs with an adaptive global batch: the best one on held-out scenarios (`dynamix evaluate`)."""
 
 SPLIT_POLICY = "split"
-"""What a job with a fixed global batch is steered by if it names no policy."""
+"""Default policy of jobs with a fixed global batch."""
 
 OUR_POLICIES = frozenset(
     {
@@ -41,13 +40,13 @@ RECURRING = frozenset({"rule"})
 """Our policies that leave what they learned to the next run of a job family, and begin with it."""
 
 DIVIDED_BY_RANKS = frozenset({"split", "rule", "ppo"})
-"""Policies that leave the division of the global batch to the training processes unless option `track` says 0."""
+"""Policies that leave the division of the global batch to the training processes unless option `track` is 0."""
 
 STIGMERGY = "stigmergy"
 """The policy of agents on all nodes: the ranks divide each step by the traces that these leave; no centre decides."""
 
 MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
-"""What a learned policy chooses among: factors on the global batch of a rule (`ppo`), or on an agent's wish
+"""The choices of a learned policy: factors on the global batch of a rule (`ppo`), or on an agent's wish
 (`stigmergy`). About symmetric in doublings, at most one doubling, the neutral one first."""
 
 RATE_EXPONENTS: Mapping[str, float] = MappingProxyType({"none": 0.0, "sqrt": 0.5, "linear": 1.0})
@@ -205,7 +204,7 @@ STIGMERGY_OPTIONS = {name: float(one.default) for name, one in POLICY_OPTIONS[ST
 """Its defaults: the ranks and the agents need them, and no arbitrator tells them."""
 
 EXCHANGE_POLICIES = frozenset({"static", "diloco"})
-"""Policies that exchange gradients as their options say, from the first step on."""
+"""Policies whose options set the gradient exchange, from the first step on."""
 
 
 def option_value(text: str) -> float | str:
@@ -252,7 +251,7 @@ def initial_exchange(policy: str, options: PolicyOptions) -> Exchange:
 
 
 def initial_split(policy: str, options: PolicyOptions, *, supports_tracking: bool) -> Split:
-    """Who divides the global batch from the first step on, before any decision.
+    """The division of the global batch from the first step on, before any decision.
 
     The ranks need no bus to divide it: where a policy leaves that to them, they begin at once. Waiting for the first
     decision would cost some thirty steps at the pace of the slowest rank.

@@ -24,7 +24,7 @@ class Sight(NamedTuple):
     report: Report
     view: FieldView
     waiting_s: float
-    """What it leaves as the waiting."""
+    """Waiting time that it leaves in its trace."""
     wish: float
     """The global batch that its rule would take the job to."""
 
@@ -40,7 +40,7 @@ class Sight(NamedTuple):
 
     @property
     def in_force(self) -> float:
-        """The global batch that ruled the window."""
+        """The global batch in effect in the window."""
         return float(self.totals.global_batch_size)
 
 

@@ -53,8 +53,8 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     watermark: Count
     """FEED sequence up to which the fold needs nothing again: a restart reads on after it."""
     split: Split = "fixed"
-    """`fixed`: exactly these sizes; `tracking`: their sum, split by the training processes themselves; `traces`: what
-    the agents' traces say, these sizes only until there are any."""
+    """`fixed`: exactly these sizes; `tracking`: their sum, split by the training processes themselves; `traces`: the
+    agents' traces decide, and these sizes hold only until there are any."""
     gap: bool = False
     """Inputs between the previous action and this one were no longer in FEED."""
     logprobs: tuple[float, ...] | None = None
@@ -66,7 +66,7 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     policy_digest: Digest = b""
     """SHA-256 of the policy's file; empty for policies that do not learn. Fixed within a generation."""
     exchange: Exchange = EXACT
-    """How gradients travel."""
+    """The gradient exchange."""
     reason: Text = ""
     """Why, in the policy's words and numbers: for people."""
     profile: Annotated[bytes, Meta(max_length=MAX_PROFILE_BYTES)] = b""
@@ -100,7 +100,7 @@ class Applied(Message, frozen=True, kw_only=True, array_like=True):
     num_refused: dict[str, Count] = field(default_factory=dict)
     """Actions refused so far in this generation, by reason: see `REFUSAL_REASONS`."""
     exchange: Exchange = EXACT
-    """How gradients travel from `effective_step` on."""
+    """The gradient exchange from `effective_step` on."""
 
 
 # --- recurring jobs
@@ -121,7 +121,7 @@ class ExploredArm(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rate_factor: RateFactor = 1.0
     noise_multiplier: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     exact: bool = False
-    """Gradients travel exactly, though the job permits more."""
+    """Gradients are exchanged exactly, though the job permits more."""
 
     @property
     def label(self) -> str:
@@ -135,7 +135,7 @@ class ExploredArm(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ArmRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How runs with an arm went."""
+    """Results of the runs with an arm."""
 
     arm: ExploredArm
     num_runs: Annotated[int, Meta(ge=1)]
@@ -172,14 +172,14 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     split: Split = "fixed"
     exchange: Exchange = EXACT
     memory: Annotated[bytes, Meta(max_length=MAX_PROFILE_BYTES)] = b""
-    """What the policy knows of times and links: rates and fixed times by rank, saturation, communication."""
+    """The policy's model of times and links: rates and fixed times by rank, saturation, communication."""
     noise: Annotated[tuple[NoisePoint, ...], Meta(max_length=MAX_CURVE_POINTS)] = ()
     """By samples seen, ascending."""
 
     arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()
-    """What runs tried out that were compared by time, in the order of their first runs; milestones are in seconds."""
+    """Arms of runs that were compared by time, in the order of their first runs; milestones are in seconds."""
     energy_arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()
-    """Likewise of runs that were compared by energy, in joules."""
+    """The same for runs that were compared by energy, in joules."""
 
     @classmethod
     def forgotten(cls, family: str, ended_sequence: int) -> "JobProfile":

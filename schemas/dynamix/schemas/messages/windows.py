@@ -39,7 +39,7 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     """Inode of the pid namespace in which `pid` counts."""
     uid: Count
     local_batch_size: Count
-    """The size that ruled this window; under tracking, its last step."""
+    """The size in effect in this window; under tracking, in its last step."""
     pending_local_batch_size: Count
     """The newest size already scheduled; equal to `local_batch_size` when none is."""
     num_samples: Count
@@ -82,7 +82,7 @@ class GradientNoise(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class ParameterDrift(Message, frozen=True, kw_only=True, array_like=True):
-    """How far ranks came apart in the rounds of local steps that ended in a window: sums of squares over rounds."""
+    """Drift of ranks in the rounds of local steps that ended in a window: sums of squares over rounds."""
 
     spread: Annotated[float, Meta(ge=0)]
     """sum_i w_i |d_i - d|^2: d_i is how far rank i moved in a round, w_i its share of samples, d = sum_i w_i d_i."""
@@ -102,7 +102,7 @@ class JobTotals(Message, frozen=True, kw_only=True, array_like=True):
     num_steps: Count
     num_samples: Count
     global_batch_size: Count
-    """Sum of the local batch sizes that ruled the window."""
+    """Sum of the local batch sizes in effect in the window."""
     loss_sum: float | None
     num_correct: float | None
     time_s: Seconds
@@ -144,7 +144,7 @@ class SeenTrace(Message, frozen=True, kw_only=True, array_like=True):
     """The part of a trace that its own cell and those beside it can see."""
 
     strength: Annotated[float, Meta(gt=0, le=1)]
-    """What evaporation has left of it: 1 when it is as new as it can be."""
+    """The share that has not evaporated: 1 for a new trace."""
     appetite: Annotated[float, Meta(ge=0)]
     waiting_s: Seconds
 
@@ -153,7 +153,7 @@ class FieldView(Message, frozen=True, kw_only=True, array_like=True):
     """Input of a node's agent besides its own ranks' rows: the traces around, and its rule's settings."""
 
     activity: Activity
-    """What its own trace says of its own ranks."""
+    """Activity of its own ranks in its own trace."""
     own: SeenTrace | None
     """`None` where it has none, or none is left."""
     around: Annotated[tuple[SeenTrace, ...], Meta(max_length=2)] = ()
@@ -196,7 +196,7 @@ class Report(Message, frozen=True, kw_only=True, array_like=True):
     """Joules of all ranks' devices since the window before ended, whatever they did; equal in every node's report;
     `None` where it is not measured."""
     stretch: Stretch = 1
-    """How many times the job's `window_steps` the window lasted."""
+    """Length of the window in units of the job's `window_steps`."""
 
 
 class NetworkMetrics(Message, frozen=True, kw_only=True, array_like=True):
@@ -277,7 +277,7 @@ class GlobalMetrics(Message, frozen=True, kw_only=True, array_like=True):
     sigma_norm_sq: float | None
     """S / (B |G_true|^2), masked with `noise_scale`."""
     local_drift: float | None = None
-    """How far ranks came apart in rounds of local steps over how far their mean moved, both squared."""
+    """Drift of ranks in rounds of local steps over the move of their mean, both squared."""
     learning_rate: float | None = None
     gradient_norm: float | None = None
     coding_gain: float | None = None
