@@ -110,7 +110,14 @@ class ArbitratorReplay:
         self._counts = counts
         self._until = until
         self._other = other
-        self._files = _read_policy_files(policy_files)
+        self._files: list[bytes] = []
+        """The content of learned policies."""
+        for file in policy_files:
+            try:
+                self._files.append(read_regular(file))
+            except OSError as error:
+                raise ReplayError(f"cannot read the policy file {file}: {error.strerror}") from error
+            PolicyFile.from_bytes(self._files[-1], str(file))
         self._jobs, self._checkpoint = _find_start(path)
         self._actions = (_recorded(record) for record in _until_cut(path) if record.stream == ACTIONS.name)
         """Those of the capture, read ahead of the states; memory holds one."""
@@ -118,7 +125,6 @@ class ArbitratorReplay:
         """The recorded action after the newest one that was compared; `None` at the end."""
         self._asked: list[tuple[Action, Action]] = []
         """Recorded decisions with those of the other policy."""
-        self._policy_asked = ("", 0)
         self._generation = -1
         """The newest one that was opened."""
         self._opened: set[int] = set()
@@ -164,13 +170,39 @@ class ArbitratorReplay:
 
     def comparison(self) -> PolicyComparison | None:
         """The decisions of another policy; `None` when no window was decided by both."""
-        return _comparison(self._asked, *self._policy_asked) if self._asked else None
+        if not self._asked:
+            return None
+        windows = [
+            WindowComparison(
+                generation=other.generation,
+                window=other.window,
+                recorded=recorded.local_batch_sizes,
+                other=other.local_batch_sizes,
+            )
+            for recorded, other in self._asked
+        ]
+        differences = np.concatenate([np.abs(np.subtract(row.other, row.recorded)) for row in windows])
+        ratios = [sum(row.other) / max(1, sum(row.recorded)) for row in windows]
+        return PolicyComparison(
+            policy=self._asked[-1][1].policy,
+            policy_version=self._asked[-1][1].policy_version,
+            num_windows=len(windows),
+            num_windows_different=sum(row.recorded != row.other for row in windows),
+            mean_difference=float(differences.mean()),
+            p95_difference=float(np.percentile(differences, 95)),
+            mean_global_batch_size_ratio=float(np.exp(np.log(np.maximum(ratios, 1e-12)).mean())),
+            windows=windows,
+        )
 
     def _open(self, generation: int) -> None:
         """Start a generation as the arbitrator does: from the newest action, with the policy that decided next."""
         checkpoint, job = self._checkpoint, self._jobs[generation]
         if self._other is not None:
-            job = self._changed(job, self._other)
+            other = self._other
+            options = dict(other.options) if other.name is not None else {**job.policy_options, **other.options}
+            job = msgspec.structs.replace(job, policy=other.name or job.policy, policy_options=options)
+            if checkpoint is not None and checkpoint.action is not None and checkpoint.generation == generation:
+                job = msgspec.structs.replace(job, initial_local_batch_sizes=checkpoint.action.local_batch_sizes)
         elif checkpoint is not None and generation < checkpoint.generation:
             return
         else:
@@ -278,20 +310,8 @@ class ArbitratorReplay:
 
     # Another policy: open loop. It sees what was recorded, but not what its sizes would have led to.
 
-    def _changed(self, job: Job, other: OtherPolicy) -> Job:
-        """Name the other policy in a specification, with the sizes of the checkpoint if that is of this generation."""
-        action = None if self._checkpoint is None else self._checkpoint.action
-        sizes = action.local_batch_sizes if action is not None and action.generation == job.generation else None
-        return msgspec.structs.replace(
-            job,
-            policy=other.name or job.policy,
-            policy_options=dict(other.options) if other.name is not None else {**job.policy_options, **other.options},
-            initial_local_batch_sizes=sizes or job.initial_local_batch_sizes,
-        )
-
     def _ask(self, action: Action) -> None:
         """Note the other policy's decision if there is a recorded one for the same window."""
-        self._policy_asked = (action.policy, action.policy_version)
         while (found := self._following) is not None:
             if found.action is not None and _window_of(found.action) >= _window_of(action):
                 break
@@ -328,18 +348,6 @@ class ArbitratorReplay:
             policy = policy_named(job.policy) if file is None else LearnedPolicy(file, name=job.policy)
         check_options(policy.name, policy.options, job.policy_options)
         return policy
-
-
-def _read_policy_files(paths: Sequence[Path]) -> list[bytes]:
-    """The content of learned policies."""
-    found = []
-    for path in paths:
-        try:
-            found.append(read_regular(path))
-        except OSError as error:
-            raise ReplayError(f"cannot read the policy file {path}: {error.strerror}") from error
-        PolicyFile.from_bytes(found[-1], str(path))
-    return found
 
 
 def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
@@ -387,28 +395,3 @@ def _recorded(record: Record) -> _Recorded:
 
 def _window_of(action: Action) -> WindowKey:
     return WindowKey(action.generation, action.window)
-
-
-def _comparison(pairs: list[tuple[Action, Action]], policy: str, version: int) -> PolicyComparison:
-    """Summarise the decisions of another policy."""
-    windows = [
-        WindowComparison(
-            generation=other.generation,
-            window=other.window,
-            recorded=recorded.local_batch_sizes,
-            other=other.local_batch_sizes,
-        )
-        for recorded, other in pairs
-    ]
-    differences = np.concatenate([np.abs(np.subtract(row.other, row.recorded)) for row in windows])
-    ratios = [sum(row.other) / max(1, sum(row.recorded)) for row in windows]
-    return PolicyComparison(
-        policy=policy,
-        policy_version=version,
-        num_windows=len(windows),
-        num_windows_different=sum(row.recorded != row.other for row in windows),
-        mean_difference=float(differences.mean()),
-        p95_difference=float(np.percentile(differences, 95)),
-        mean_global_batch_size_ratio=float(np.exp(np.log(np.maximum(ratios, 1e-12)).mean())),
-        windows=windows,
-    )
