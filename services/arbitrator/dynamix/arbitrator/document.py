@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections import Counter
 
-from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY
+from dynamix.schemas.policies import DEFAULT_POLICY, SPLIT_POLICY
 
 from .deciding import signatures
 from .policies.policy import NamedPolicy

@@ -32,7 +32,7 @@ from dynamix.cli.terminal import UNKNOWN, ProgressLine, bar, formatted, print_ta
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.extensions import extension_names
 from dynamix.runtime.settings import SettingsError, read
-from dynamix.schemas.messages.policies import DEFAULT_POLICY, OUR_POLICIES
+from dynamix.schemas.policies import DEFAULT_POLICY, OUR_POLICIES
 from dynamix.schemas.spelling import suggestion
 
 from .plan import LOOKS, DemoPlan, DemoRun, Variant, variants

@@ -6,7 +6,8 @@ window as `proportional` does. Samples per step, steps per epoch and learning ra
 
 from typing import ClassVar
 
-from .options import Options, track
+from dynamix.schemas.policies import POLICY_OPTIONS, Options
+
 from .proportional import Proportional
 
 
@@ -14,4 +15,4 @@ class Split(Proportional):
     """Keeps the global batch and leaves its division to the training processes."""
 
     name = "split"
-    options: ClassVar[Options] = {**Proportional.options, "track": track(1)}
+    options: ClassVar[Options] = POLICY_OPTIONS["split"]
