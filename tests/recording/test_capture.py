@@ -132,8 +132,9 @@ def test_arbitrary_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
 def test_omitted_repeated_and_swapped_blocks_are_detected(tmp_path: Path, content: bytes) -> None:
     offsets = [0, *frame_offsets(content), len(content)]
     start, head, *parts = [content[at:end] for at, end in itertools.pairwise(offsets)]
-    job, report, window, *rest = parts
-    for body in ([job, window, *rest], [job, report, report, window, *rest], [job, window, report, *rest]):
+    job, report, window, state, *rest = parts
+    first = [job, report]
+    for body in ([job, window, state, *rest], [*first, window, window, state, *rest], [*first, state, window, *rest]):
         _, error = read_all(tmp_path / "edited.dxc", start + head + b"".join(body))
         assert error is not None
 

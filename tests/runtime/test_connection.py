@@ -17,7 +17,8 @@ from dynamix.runtime.settings import BusSettings, check_url
 
 ALLOWED = (
     "{user: admin, password: admin-pw},"
-    '{user: writer, password: writer-pw, permissions: {publish: ["dynamix.v1.state.>", "$JS.API.STREAM.INFO.*",'
+    '{user: writer, password: writer-pw, permissions: {publish: ["dynamix.v1.state.>", "$JS.API.STREAM.INFO.FEED",'
+    '"$JS.API.STREAM.INFO.REPORTS",'
     '"$JS.API.CONSUMER.CREATE.FEED.*.dynamix.v1.state.>"], subscribe: "_INBOX.writer.>"}},'
     '{user: deaf, password: deaf-pw, permissions: {publish: ">", subscribe: "nothing"}}'
 )
