@@ -17,8 +17,8 @@ from tests.support.examples import reward
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: make venv")
 
-from dynamix.cli.dashboard.documents import CapturedJob
 from dynamix.cli.dashboard.server import DashboardServer
+from dynamix.cli.documents import CapturedJob
 from dynamix.cli.fleet import Fleet
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
@@ -136,9 +136,9 @@ async def test_a_reader_gets_what_was_stored_before_and_then_only_what_changed(p
     assert overview["services_missing"] == ["collector", "reward", "arbitrator"]
     whole = await first(stream, "job")
     assert (whole["is_whole"], whole["job"]["num_ranks"]) == (True, 4)
-    assert (len(whole["curves"]), len(whole["decisions"])) == (2, 1)
+    assert [window["action"] is not None for window in whole["windows"]] == [False, True]
     await publish_windows(page.bus, 2)
-    changed = await first(stream, "job", lambda data: [point["window"] for point in data["curves"]] == [2])
+    changed = await first(stream, "job", lambda data: [point["window"] for point in data["windows"]] == [2])
     assert changed["is_whole"] is False
     await stream.aclose()  # type: ignore[attr-defined]
 
@@ -169,7 +169,7 @@ async def test_what_comes_while_an_event_is_sent_is_in_the_next_one(page: Page) 
     headers = [(b"host", f"127.0.0.1:{page.server.port}".encode())]
     async with asyncio.timeout(30):
         await page.server.application({**scope, "headers": headers, "client": ("127.0.0.1", 1)}, receive, send)
-    assert [[point["window"] for point in event["curves"]] for event in sent] == [[0, 1], [2]]
+    assert [[point["window"] for point in event["windows"]] for event in sent] == [[0, 1], [2]]
 
 
 async def test_a_reader_beyond_the_limit_is_refused_until_one_leaves(
@@ -224,7 +224,7 @@ async def test_a_job_that_ended_long_ago_is_read_when_it_is_asked_for(
         found = (await ask(server, f"/api/jobs/{old}")).json
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
-    assert (found["job"]["phase"], found["job"]["end_reason"], len(found["curves"])) == ("ended", "completed", 3)
+    assert (found["job"]["phase"], len(found["windows"])) == ("ended", 3)
 
 
 async def test_jobs_beyond_the_newest_are_counted_and_forgotten(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,10 +243,10 @@ async def test_two_captures_are_served_at_any_moment() -> None:
     async with DashboardServer(**LOCAL, captures=[captured, captured]) as server:
         source = (await ask(server, "/api/source")).json
         assert (source["kind"], len(source["captures"])) == ("captures", 2)
-        whole = (await ask(server, "/api/captures/1?curves=1")).json
-        assert len(whole["curves"]) == 30
+        whole = (await ask(server, "/api/captures/1?windows=1")).json
+        assert len(whole["windows"]) == 30
         half = (await ask(server, f"/api/captures/0?elapsed_s={captured.duration_s / 2}")).json
-        assert "curves" not in half
+        assert "windows" not in half
         assert half["job"]["window"] < whole["job"]["window"]
         for path, status in (("2", 404), ("0?elapsed_s=x", 400), ("0?elapsed_s=-5", 200), ("0?elapsed_s=nan", 200)):
             assert (await ask(server, f"/api/captures/{path}")).status == status

@@ -18,8 +18,8 @@ from tests.support.capture_files import write
 from tests.support.examples import applied, event
 from tests.support.recordings import DEMO
 
-from dynamix.cli.dashboard.documents import CapturedJob
 from dynamix.cli.dashboard.server import DashboardServer
+from dynamix.cli.documents import CapturedJob
 from dynamix.cli.fleet import Fleet
 from dynamix.recording.capture import read_header, records
 from dynamix.runtime.bus import Bus

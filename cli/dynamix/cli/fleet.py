@@ -13,9 +13,8 @@ from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Job, Live, Message, MetricWindow
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-from .heartbeats import Heartbeats
 from .jobs import is_called
-from .services import hear
+from .services import Heartbeats, hear
 
 PAST_MESSAGES = 16384
 """Messages of FEED, of all jobs, among which those of one job are read for its curves: a second at most."""

@@ -3,8 +3,8 @@
 /                              the page
 /api/source                    what it shows: a bus, or captures with their durations
 /api/events?job=JOB            events `overview` (all jobs, services, alarms) and `job` (one job)
-/api/jobs/JOB                  one job, with its curves and decisions
-/api/captures/N?elapsed_s=S    a capture as it was S seconds after its first message; &curves=1 adds its curves
+/api/jobs/JOB                  one job with its windows
+/api/captures/N?elapsed_s=S    a capture as it was S seconds after its first message; &windows=1 adds all its windows
 """
 
 import asyncio
@@ -23,6 +23,14 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from dynamix.cli.documents import (
+    MOST_RANKS,
+    CapturedJob,
+    alarms_of_job,
+    job_document,
+    overview,
+    window_document,
+)
 from dynamix.cli.errors import first_error
 from dynamix.cli.fleet import Fleet
 from dynamix.cli.output import Document
@@ -31,7 +39,6 @@ from dynamix.runtime.bus import Bus
 
 from . import DashboardSettings
 from .access import Gate
-from .documents import CapturedJob, alarms_of, alarms_of_job, curves, decisions, job_now, overview
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {
@@ -141,8 +148,8 @@ class DashboardServer:
         except ValueError:
             return PlainTextResponse("400: elapsed_s is not a number\n", 400)
         elapsed_s = min(max(0.0, elapsed_s), captured.duration_s)
-        with_curves = request.query_params.get("curves") == "1"
-        return _json(await asyncio.to_thread(captured.document, elapsed_s, with_curves=with_curves))
+        with_windows = request.query_params.get("windows") == "1"
+        return _json(await asyncio.to_thread(captured.document, elapsed_s, with_windows=with_windows))
 
     async def _events(self, request: Request) -> Response:
         if self._fleet is None:
@@ -234,21 +241,22 @@ class _Events(StreamingResponse):
 
 
 def _overview(fleet: Fleet) -> Document:
-    now_ns, now_s = time.time_ns(), time.monotonic()
-    views = list(fleet.jobs.values())
-    alarms = alarms_of(views, fleet.heartbeats, now_ns=now_ns, now_s=now_s)
-    document = overview(views, fleet.heartbeats, alarms, num_older=fleet.num_older, now_ns=now_ns, now_s=now_s)
-    return {"broker_connected": fleet.is_connected, "now_unix_s": now_ns / 1e9, **document}
+    now_ns = time.time_ns()
+    return {
+        "broker_connected": fleet.is_connected,
+        "now_unix_s": now_ns / 1e9,
+        "num_older_jobs": fleet.num_older,
+        **overview(fleet.jobs.values(), fleet.heartbeats, now_ns=now_ns, now_s=time.monotonic()),
+    }
 
 
 def _job_event(view: JobView, since: int) -> Document:
     now_ns = time.time_ns()
     return {
         "is_whole": since == 0,
-        "job": job_now(view, now_ns),
-        "curves": curves(view, since),
-        "decisions": decisions(view, since),
-        "alarms": [msgspec.structs.asdict(alarm) for alarm in alarms_of_job(view, now_ns)],
+        "job": job_document(view, now_ns, most_ranks=MOST_RANKS),
+        "windows": [window_document(one, most_ranks=MOST_RANKS) for one in view.history if one.revision > since],
+        "alarms": list(alarms_of_job(view, now_ns)),
     }
 
 

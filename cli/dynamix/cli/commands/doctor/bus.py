@@ -11,8 +11,7 @@ from dynamix.arbitrator.deciding.action_store import ActionStoreError, check_rec
 from dynamix.cli.connection import connected
 from dynamix.cli.errors import CommandError
 from dynamix.cli.fleet import listen
-from dynamix.cli.heartbeats import Heartbeats
-from dynamix.cli.services import hear
+from dynamix.cli.services import NOT_STORED, Heartbeats, hear
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError, StreamState
 from dynamix.runtime.settings import BusSettings, SharedSettings, node_name, read, redact_url
 from dynamix.schemas import subjects
@@ -128,10 +127,10 @@ async def _services(connection: Bus) -> list[DoctorCheck]:
         found = [failed("services", "training", f"not heard: {', '.join(missing)}", fix)]
     else:
         found = [passed("services", "training", ", ".join(beat.live.service for beat in heartbeats.recent(now_s)))]
-    if lost := heartbeats.num_not_stored(now_s):
+    if lost := heartbeats.count(*NOT_STORED, now_s=now_s):
         what = f"the broker did not store or answer {lost} messages and requests"
         found.append(failed("storage", "training", what, "make room on the broker's disk, then start the broker again"))
-    if refused := heartbeats.count("refused_logs", now_s):
+    if refused := heartbeats.count("refused_logs", now_s=now_s):
         what = f"the arbitrator refuses the stored actions of {refused} generation(s); it steers all other jobs"
         fix = "its log names the jobs; `dynamix doctor --actions JOB`"
         found.append(failed("actions", "training", what, fix))

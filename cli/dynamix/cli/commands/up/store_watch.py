@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from dynamix.cli.heartbeats import Heartbeats
-from dynamix.cli.services import hear
+from dynamix.cli.services import UNANSWERED, Heartbeats, hear
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
 from dynamix.schemas.messages import Live
@@ -60,7 +59,7 @@ async def watch_store(bus: Bus, server: EmbeddedServer, store: Path, say: Callab
 
     def observe(beat: Live) -> bool:
         heartbeats.record(beat, time_s())
-        num_unanswered = heartbeats.num_unanswered(time_s())
+        num_unanswered = heartbeats.count(*UNANSWERED, now_s=time_s())
         free_bytes = _free_bytes(store)
         what = f"it has not answered {num_unanswered} messages or requests for {PATIENCE_S:g} s"
         match judge.judge(num_unanswered, free_bytes, time_s()):
