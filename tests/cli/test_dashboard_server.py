@@ -88,11 +88,8 @@ async def page() -> AsyncIterator[Page]:
         bus = await Bus.connect(broker.settings, name="test")
         await provision(bus)
         fleet = Fleet(bus)
-        following = asyncio.create_task(fleet.follow())
-        async with DashboardServer(**LOCAL, fleet=fleet) as server:
+        async with fleet.following(), DashboardServer(**LOCAL, fleet=fleet) as server:
             yield Page(broker, bus, fleet, server)
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
         await bus.close()
 
 
@@ -216,14 +213,11 @@ async def test_a_job_that_ended_long_ago_is_read_when_it_is_asked_for(
     await page.bus.publish(examples.job())
     await publish_windows(page.bus, 0)
     fleet = Fleet(page.bus)
-    following = asyncio.create_task(fleet.follow())
-    async with DashboardServer(**LOCAL, fleet=fleet) as server, asyncio.timeout(30):
+    async with fleet.following(), DashboardServer(**LOCAL, fleet=fleet) as server, asyncio.timeout(30):
         while list(fleet.jobs) != [old, examples.JOB] or fleet.jobs[examples.JOB].window < 0:
             await fleet.news.wait()
         assert fleet.jobs[old].window == -1
         found = (await ask(server, f"/api/jobs/{old}")).json
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
     assert (found["job"]["phase"], len(found["windows"])) == ("ended", 3)
 
 

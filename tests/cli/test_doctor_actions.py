@@ -10,7 +10,7 @@ from tests.support import examples
 from tests.support.brokers import ConfiguredServer
 
 from dynamix.cli.commands.doctor import DoctorCheck
-from dynamix.cli.commands.doctor.bus import actions
+from dynamix.cli.commands.doctor.checks import actions
 from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
@@ -84,9 +84,9 @@ async def test_no_job_no_action_and_no_broker_are_told_apart(server: ConfiguredS
 @pytest.mark.parametrize(("present", "code"), [(True, 0), (False, 1)])
 def test_the_exit_code_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, present: bool, code: int) -> None:
     async def found(_settings: BusSettings, job: str) -> DoctorCheck:
-        return DoctorCheck(name="actions", present=present, needed_for="training", found=job)
+        return DoctorCheck("actions", "training", job, "" if present else "fix")
 
-    monkeypatch.setattr("dynamix.cli.commands.doctor.bus.actions", found)
+    monkeypatch.setattr("dynamix.cli.commands.doctor.checks.actions", found)
     assert main(["doctor", "--actions", examples.JOB, "--json", str(tmp_path / "found.json")]) == code
     (written,) = json.loads((tmp_path / "found.json").read_text())["findings"]
     assert (written["name"], written["found"]) == ("actions", examples.JOB)

@@ -84,16 +84,24 @@ class Bench:
         self.bus = await Bus.connect(self.broker.settings, name="test")
         await provision(self.bus)
         self.fleet = Fleet(self.bus)
-        self.following = asyncio.create_task(self.fleet.follow())
         self.beating = asyncio.create_task(self._beat())
-        self.server = DashboardServer(host="127.0.0.1", port=0, token="", fleet=self.fleet)
-        await self.server.__aenter__()
+        self.serving, self.end = asyncio.Event(), asyncio.Event()
+        self.page = asyncio.create_task(self._serve())
+        await self.serving.wait()
+
+    async def _serve(self) -> None:
+        async with (
+            self.fleet.following(),
+            DashboardServer(host="127.0.0.1", port=0, token="", fleet=self.fleet) as self.server,
+        ):
+            self.serving.set()
+            await self.end.wait()
 
     async def stop(self) -> None:
-        await self.server.__aexit__()
-        self.following.cancel()
+        self.end.set()
+        await self.page
         self.beating.cancel()
-        await asyncio.gather(self.following, self.beating, return_exceptions=True)
+        await asyncio.gather(self.beating, return_exceptions=True)
         await self.bus.close()
         await self.broker.__aexit__(None, None, None)
 

@@ -106,9 +106,9 @@ async def wait_until_ready(bus: Bus, names: Collection[str], timeout_s: float = 
 
 
 async def hear(
-    bus: Bus, is_last: Callable[[Live], bool], service: str = subjects.ANY, instance: str = subjects.ANY
+    bus: Bus, is_last: Callable[[Live], object], service: str = subjects.ANY, instance: str = subjects.ANY
 ) -> bool:
-    """Hand every heartbeat to `is_last`, until that returns True; False when the bus was closed before."""
+    """Hand every heartbeat to `is_last`, until that returns something true; False when the bus was closed before."""
     async with bus.subscribe(subjects.of("live", service, instance)) as beats:
         async for message in beats:
             with contextlib.suppress(MalformedMessageError):  # any client may publish here

@@ -27,7 +27,7 @@ from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import SettingsError, read
 
 if TYPE_CHECKING:
-    from dynamix.cli.dashboard.documents import CapturedJob
+    from dynamix.cli.documents import CapturedJob
 
 MOST_CAPTURES = 2
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _captured(path: Path) -> "CapturedJob":
-    from dynamix.cli.dashboard.documents import CapturedJob
+    from dynamix.cli.documents import CapturedJob
 
     with explained(CaptureError), reading(path):
         return CapturedJob(path)
@@ -77,7 +77,7 @@ async def _serve(settings: DashboardSettings, token: str, captures: "list[Captur
             await stack.enter_async_context(server)
         else:
             bus = await stack.enter_async_context(connected(find(os.environ), "dashboard"))
-            server = await stack.enter_async_context(served(bus, settings, token, on_end=stop.set))
+            server = await stack.enter_async_context(served(bus, settings, token))
         _announce(server.url, settings, token)
         await stop.wait()
 

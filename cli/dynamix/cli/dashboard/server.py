@@ -31,7 +31,6 @@ from dynamix.cli.documents import (
     overview,
     window_document,
 )
-from dynamix.cli.errors import first_error
 from dynamix.cli.fleet import Fleet
 from dynamix.cli.output import Document
 from dynamix.recording.job_view import JobView
@@ -203,26 +202,17 @@ class DashboardServer:
 
 
 @contextlib.asynccontextmanager
-async def served(
-    bus: Bus, settings: DashboardSettings, token: str, *, on_end: Callable[[], None] = lambda: None
-) -> AsyncIterator[DashboardServer]:
-    """Serve a bus for as long as the context lasts. `on_end` is called when the bus cannot be followed any more.
+async def served(bus: Bus, settings: DashboardSettings, token: str) -> AsyncIterator[DashboardServer]:
+    """Serve a bus for as long as the context lasts.
 
-    Raises BusError then, at the end of the context, and OSError when it cannot listen.
+    Raises OSError when it cannot listen, and BusError, also in the midst, when the bus cannot be followed any more.
     """
     fleet = Fleet(bus)
-    async with DashboardServer(host=settings.host, port=settings.port, token=token, fleet=fleet) as server:
-        following = asyncio.create_task(fleet.follow(), name="fleet")
-        following.add_done_callback(lambda _: on_end())
-        try:
-            yield server
-        finally:
-            following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                try:
-                    await following
-                except BaseExceptionGroup as group:
-                    raise first_error(group) from group
+    async with (
+        fleet.following(),
+        DashboardServer(host=settings.host, port=settings.port, token=token, fleet=fleet) as server,
+    ):
+        yield server
 
 
 class _Events(StreamingResponse):

@@ -510,8 +510,8 @@ def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: str) -> None:
     accuracy.axhline(plan.target_accuracy, color="black", linewidth=0.8, linestyle="--")
     place = (0.01, plan.target_accuracy)
     accuracy.annotate(f"target {plan.target_accuracy:g}", place, xycoords=("axes fraction", "data"), va="bottom")
-    labels = {"title": "Held-out accuracy", "ylabel": "accuracy", "xlabel": "training time [s], evaluation left out"}
-    finish(accuracy, from_zero=False, **labels)
+    accuracy.set_xlabel("training time [s], evaluation left out")
+    finish(accuracy, from_zero=False, title="Held-out accuracy", ylabel="accuracy")
     finish(times, title="Step time, median of each window", xlabel="training time [s]", ylabel="ms")
     for row, (summary, progress) in enumerate(runs[1:]):
         axes = figure.add_subplot(grid[row, 1], sharex=accuracy)

@@ -18,9 +18,8 @@ from rich.live import Live
 from rich.text import Text
 
 from dynamix.cli.documents import alarms_of
-from dynamix.cli.errors import first_error
 from dynamix.cli.fleet import Fleet
-from dynamix.cli.jobs import NO_JOB, newest_job, none_called
+from dynamix.cli.jobs import NO_JOB, none_called
 from dynamix.cli.services import Heartbeats
 from dynamix.cli.terminal import UNKNOWN, bar, curve, duration, number, percent, signed_count
 from dynamix.recording.job_view import JobView, RankView
@@ -261,11 +260,11 @@ def _ranks(view: JobView, width: int, height: int) -> list[Text]:
             line.stylize("dim")  # an older window than the newest: this node is behind
         lines.append(line)
     if len(shown) < len(rows):
-        sizes = [row.metrics.training.local_batch_size for row in rows]
+        batches = [row.metrics.training.local_batch_size for row in rows]
         times = [row.busy_time_s * 1e3 for row in rows]
         lines.append(
             Text(
-                f"slowest {len(shown)} of {len(rows)} · batch {min(sizes)}/{median(sizes):.0f}/{max(sizes)} · "
+                f"slowest {len(shown)} of {len(rows)} · batch {min(batches)}/{median(batches):.0f}/{max(batches)} · "
                 f"compute {min(times):.1f}/{median(times):.1f}/{max(times):.1f} ms (min/med/max)",
                 "dim",
             )
@@ -299,37 +298,20 @@ def stacked_bar(segments: Sequence[tuple[float, str, str]], full: float, width: 
 
 async def watch(fleet: Fleet, wanted: str | None) -> None:
     """Draw the wanted job, or the newest that runs, until the person leaves."""
-    console = Console()
-    left = asyncio.Event()
-    following = asyncio.create_task(fleet.follow())
-    following.add_done_callback(lambda _: left.set())
-    with _keys(left), Live(console=console, screen=True, auto_refresh=False) as live:
-        while not left.is_set():
-            news = fleet.news
-            name = shown_job(fleet, wanted, time.time_ns())
-            view = None if name is None else fleet.opened(name) or fleet.jobs[name]
-            missing = NO_JOB if wanted is None else none_called(wanted, {})
-            live.update(show(view, fleet.heartbeats, console, missing), refresh=True)
-            await asyncio.sleep(MIN_INTERVAL_S)
-            waiting = [asyncio.create_task(news.wait()), asyncio.create_task(left.wait())]
-            await asyncio.wait(waiting, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-    following.cancel()
-    try:
-        await following
-    except asyncio.CancelledError:
-        return
-    except BaseExceptionGroup as group:
-        raise first_error(group) from group
-
-
-def shown_job(fleet: Fleet, wanted: str | None, now_ns: int) -> str | None:
-    """The job to show now: a job that died without a word gives way to another one that runs."""
-    jobs = {name: view.job for name, view in fleet.jobs.items() if view.job is not None}
-    silent = {name for name in jobs if fleet.jobs[name].phase(now_ns) == "silent"}
-    return newest_job(jobs, wanted, silent)
+    console, left = Console(), asyncio.Event()
+    missing = NO_JOB if wanted is None else none_called(wanted, {})
+    async with fleet.following():
+        with _keys(left), Live(console=console, screen=True, auto_refresh=False) as live:
+            while not left.is_set():
+                news = fleet.news
+                name = fleet.newest(time.time_ns())
+                view = None if name is None else fleet.opened(name) or fleet.jobs[name]
+                live.update(show(view, fleet.heartbeats, console, missing), refresh=True)
+                await asyncio.sleep(MIN_INTERVAL_S)
+                waiting = [asyncio.create_task(news.wait()), asyncio.create_task(left.wait())]
+                await asyncio.wait(waiting, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in waiting:
+                    task.cancel()
 
 
 def show(view: JobView | None, heartbeats: Heartbeats, console: Console, missing: str) -> Group:

@@ -57,7 +57,7 @@ async def watch_store(bus: Bus, server: EmbeddedServer, store: Path, say: Callab
     """Listen to heartbeats until cancelled; a broker that is ended here is started again by its supervisor."""
     judge, heartbeats, time_s = StoreJudge(), Heartbeats(), asyncio.get_running_loop().time
 
-    def observe(beat: Live) -> bool:
+    def observe(beat: Live) -> None:
         heartbeats.record(beat, time_s())
         num_unanswered = heartbeats.count(*UNANSWERED, now_s=time_s())
         free_bytes = _free_bytes(store)
@@ -71,7 +71,6 @@ async def watch_store(bus: Bus, server: EmbeddedServer, store: Path, say: Callab
                 say("broker", f"{what}: {store} has {free_bytes >> 20} MiB left, make room; it is then started again")
             case "":
                 pass
-        return False
 
     await hear(bus, observe)
 
