@@ -13,7 +13,7 @@ from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Job, Live, Message, MetricWindow
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-from .errors import first_error
+from .errors import first_of_group
 from .jobs import is_called, newest_job
 from .services import Heartbeats, hear
 
@@ -94,7 +94,7 @@ class Fleet:
 
         Raises BusError, also in the midst of the context, when the streams cannot be read.
         """
-        try:
+        with first_of_group():
             async with asyncio.TaskGroup() as group:
                 wanted = [subjects.of("action", subjects.ANY)]
                 following = (
@@ -109,8 +109,6 @@ class Fleet:
                 finally:
                     for task in tasks:
                         task.cancel()
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from errors
 
     def newest(self, now_ns: int) -> str | None:
         """The job to show now: a job that died without a word gives way to another one that runs."""
