@@ -228,7 +228,7 @@ def _difference(first: Difference) -> str:
 
 
 def _print_fields(pairs: Sequence[FieldPair], *, stderr: bool) -> None:
-    """Print what differs, highlighted, among some of what does not."""
+    """Print what differs, marked, among some of what does not."""
     headings = ("", "field", "recorded", "replayed")
     differing = [pair for pair in pairs if pair.differs]
     alike = [pair for pair in pairs if not pair.differs]
@@ -239,5 +239,4 @@ def _print_fields(pairs: Sequence[FieldPair], *, stderr: bool) -> None:
         more = f"{len(differing)} fields differ, {len(alike)} are alike; {left} are not shown"
         caption = more if differing else f"{more}: only the encoding differs"
     rows = [("!=" if pair.differs else "", pair.field, pair.recorded, pair.replayed) for pair in shown]
-    styles = ["bold red" if pair.differs else "dim" for pair in shown]
-    print_table(headings, rows, left=headings, caption=caption, styles=styles, stderr=stderr)
+    print_table(headings, rows, left=headings, caption=caption, stderr=stderr)
