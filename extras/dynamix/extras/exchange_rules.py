@@ -13,14 +13,11 @@ from msgspec.structs import replace
 
 from dynamix.arbitrator.policies.carry import pack, unpack
 from dynamix.arbitrator.policies.model.observation import Array32, job_value
-from dynamix.arbitrator.policies.options import Option, Options, allocation_of, name_of, named, option, track
+from dynamix.arbitrator.policies.options import allocation_of, name_of, option
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, LOSSY_CODECS, Exchange, exchange_of, is_permitted
-from dynamix.schemas.messages.policies import EXCHANGE_OPTIONS
-from dynamix.schemas.messages.policy_options import MOST_STEPS
-
-MOST_WINDOWS = 10_000
+from dynamix.schemas.messages.allocation import LOSSY_CODECS, Exchange, is_permitted
+from dynamix.schemas.policies import MOST_STEPS, POLICY_OPTIONS, Options, initial_exchange
 
 
 def _is_known(value: float) -> bool:
@@ -39,9 +36,6 @@ class _ExchangeRule:
         return Decision(allocation, carry=b"" if state is None else pack(state), reason=reason)
 
 
-_DILOCO = EXCHANGE_OPTIONS["diloco"]
-
-
 class DiLoCo(_ExchangeRule):
     """A fixed sync period with an outer Nesterov step (DiLoCo: Douillard et al., arXiv 2311.08105).
 
@@ -51,17 +45,11 @@ class DiLoCo(_ExchangeRule):
     """
 
     name = "diloco"
-    options: ClassVar[Options] = {
-        "every": Option(_DILOCO["every"], 2, MOST_STEPS, "optimizer steps between two averagings", whole=True),
-        "outer_rate": Option(_DILOCO["outer_rate"], 0.001, 10, "rate of the outer step; 1 is the mean"),
-        "outer_momentum": Option(_DILOCO["outer_momentum"], 0, 0.999, "its Nesterov momentum"),
-        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["diloco"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The job's initial sizes, and the exchange of its options."""
-        exchange = exchange_of({**_DILOCO, **job.policy_options})
+        exchange = initial_exchange(self.name, job.policy_options)
         return self._decision(job, exchange, f"as its options say: gradients {exchange.label}")
 
 
@@ -84,12 +72,7 @@ class QSR(_ExchangeRule):
     """
 
     name = "qsr"
-    options: ClassVar[Options] = {
-        "alpha": Option(0.22, 1e-6, 1e3, "learning rate at which h is 1, without h_min"),
-        "h_min": Option(4, 1, MOST_STEPS, "least steps between two averagings", whole=True),
-        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["qsr"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The period of the newest learning rate that is known; `h_min` before the first."""
@@ -129,13 +112,7 @@ class AdaComm(_ExchangeRule):
     """
 
     name = "adacomm"
-    options: ClassVar[Options] = {
-        "tau_0": Option(10, 1, MOST_STEPS, "steps between two averagings at the beginning", whole=True),
-        "interval": Option(10, 1, MOST_WINDOWS, "windows between two decisions", whole=True),
-        "decay": Option(0.5, 0.01, 1, "factor on tau where the loss alone would not make it less"),
-        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["adacomm"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The period of the last interval that ended; `tau_0` before, and while no loss is known."""
@@ -191,13 +168,7 @@ class Accordion(_ExchangeRule):
     """
 
     name = "accordion"
-    options: ClassVar[Options] = {
-        "eta": Option(0.5, 0, 100, "relative change of the norm from which on it is critical"),
-        "interval": Option(10, 1, MOST_WINDOWS, "windows whose mean norms are compared", whole=True),
-        "mild": named(EXCHANGE_CODECS, "codec while it is critical", "bf16"),
-        "hard": named(EXCHANGE_CODECS, "codec elsewhere", "int8"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["accordion"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The codec of the last interval that ended; the mild one before, and while no norm is known."""
@@ -250,13 +221,7 @@ class GraVAC(_ExchangeRule):
     """
 
     name = "gravac"
-    options: ClassVar[Options] = {
-        "floor": Option(0.7, 0, 1, "least gain of a codec"),
-        "trial": Option(4, LAG + 1, 10_000, "windows for which each codec is tried", whole=True),
-        "hold": Option(100, 1, 1e6, "windows between two searches", whole=True),
-        "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in the averages"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["gravac"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The codec that is to be tried, or the best one of the last search."""

@@ -70,7 +70,7 @@ async def capture(
     windows: set[tuple[int, int]] = set()
     num_bytes, is_full = 0, False
     with (
-        CaptureWriter(path, CaptureHeader.of(job), overwrite=True) as writer,
+        CaptureWriter(path, CaptureHeader.of(job)) as writer,
         ProgressLine(PLAIN_EVERY_S, keep=True) as progress,
     ):
         async with Source(bus, job, past=past, stop=stop) as source:
@@ -144,9 +144,7 @@ def _sentence(found: Document) -> str:
         "interrupted": "interrupted, all before is there",
     }[found["end"].reason]
     kinds = ", ".join(f"{number} {kind}" for kind, number in found["kinds"].items())
-    num_left_out = found["end"].num_left_out
-    left_out = f"; {num_left_out} messages over 1 MiB left out" if num_left_out else ""
     return (
-        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}): {kinds}{left_out}; "
+        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}): {kinds}; "
         f"{found['num_file_bytes'] / 1024:.0f} KiB for {found['num_payload_bytes'] / 1024:.0f}"
     )

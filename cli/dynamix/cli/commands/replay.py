@@ -27,18 +27,16 @@ from dynamix.collector.observation import CollectorSettings
 from dynamix.recording.capture import (
     CaptureError,
     WindowKey,
-    differences,
-    fingerprint,
     first_generation,
     read_header,
 )
 from dynamix.recording.comparison import Difference, FieldPair
-from dynamix.recording.decisions import OtherPolicy, PolicyComparison, WindowComparison
-from dynamix.recording.playback import Player, ReplayError
-from dynamix.recording.replay import ReplayOutcome, ReplayRequest, replay
+from dynamix.recording.decisions import OtherPolicy, PolicyComparison, ReplayError, WindowComparison
+from dynamix.recording.fingerprint import differences, fingerprint
+from dynamix.recording.replay import Player, ReplayOutcome, ReplayRequest, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.runtime.settings import load
-from dynamix.schemas.messages.policy_options import option_value
+from dynamix.schemas.policies import option_value
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 MAX_FIELDS = 40
@@ -46,7 +44,7 @@ MAX_FIELDS = 40
 MAX_ALIKE = 12
 """Fields that are alike, for orientation."""
 MAX_WINDOWS = 40
-CONCERNED = {"collector": "windows, states and traces", "reward": "rewards", "arbitrator": "actions and events"}
+CONCERNED = {"collector": "windows, states and traces", "reward": "rewards", "arbitrator": "actions"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -223,8 +221,7 @@ def _cells(row: WindowComparison, *, several: bool) -> tuple[str, ...]:
 
 def _difference(first: Difference) -> str:
     at = "" if first.sequence is None else f", recorded at {first.sequence}"
-    byte = "" if first.first_byte is None else f"; the first other byte is the {first.first_byte}th, from 0"
-    return f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}{byte}"
+    return f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}"
 
 
 def _print_fields(pairs: Sequence[FieldPair], *, stderr: bool) -> None:

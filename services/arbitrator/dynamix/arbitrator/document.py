@@ -3,7 +3,7 @@
 import inspect
 import sys
 
-from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY
+from dynamix.schemas.policies import DEFAULT_POLICY, SPLIT_POLICY
 
 from .deciding import signatures
 from .policies.policy import NamedPolicy

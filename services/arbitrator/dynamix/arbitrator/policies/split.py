@@ -7,7 +7,8 @@ those of plain data-parallel training.
 
 from typing import ClassVar
 
-from .options import Options, track
+from dynamix.schemas.policies import POLICY_OPTIONS, Options
+
 from .proportional import Proportional
 
 
@@ -15,4 +16,4 @@ class Split(Proportional):
     """Keeps the global batch and leaves its division to the training processes."""
 
     name = "split"
-    options: ClassVar[Options] = {**Proportional.options, "track": track(1)}
+    options: ClassVar[Options] = POLICY_OPTIONS["split"]
