@@ -13,14 +13,15 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from dynamix.cli.documents import (
@@ -40,12 +41,6 @@ from . import DashboardSettings
 from .access import Gate
 
 PAGE = Path(__file__).parent / "page"
-TYPES = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    "": "text/plain",
-}
 MIN_INTERVAL_S = 0.25
 """Events are no closer than this, however fast windows come."""
 OVERVIEW_EVERY_S = 1.0
@@ -114,11 +109,10 @@ class DashboardServer:
         self._socket.close()
 
     def _routes(self) -> Starlette:
-        files = [path for path in PAGE.rglob("*") if path.is_file()]
         return Starlette(
             routes=[
-                Route("/", _file(PAGE / "index.html")),
-                *(Route(f"/page/{path.relative_to(PAGE).as_posix()}", _file(path)) for path in files),
+                Route("/", lambda _: FileResponse(PAGE / "index.html")),
+                Mount("/page", StaticFiles(directory=PAGE)),
                 Route("/api/source", self._source),
                 Route("/api/events", self._events),
                 Route("/api/jobs/{name}", self._job),
@@ -181,8 +175,10 @@ class DashboardServer:
         overview, since = b"", 0
         while not self._stopping.is_set():
             begun = self._round
-            if overview is not (newest := self._overview_event(fleet)):
-                overview = newest
+            if (now_s := time.monotonic()) >= self._overview_due_s:
+                self._overview, self._overview_due_s = _overview(fleet), now_s + OVERVIEW_EVERY_S
+            if overview is not self._overview:
+                overview = self._overview
                 yield overview
             view = fleet.opened(name)  # without waiting: a broker that is away is to be said
             if view is not None:
@@ -194,11 +190,6 @@ class DashboardServer:
                     since = revision  # before a slow reader lets time pass
                     yield change
             await begun.wait()
-
-    def _overview_event(self, fleet: Fleet) -> bytes:
-        if (now_s := time.monotonic()) >= self._overview_due_s:
-            self._overview, self._overview_due_s = _event("overview", _overview(fleet)), now_s + OVERVIEW_EVERY_S
-        return self._overview
 
 
 @contextlib.asynccontextmanager
@@ -219,8 +210,7 @@ class _Events(StreamingResponse):
     """Server-sent events; `left` is called once the reader has gone."""
 
     def __init__(self, events: AsyncIterator[bytes], left: Callable[[], None]) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
         self._left = left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -230,14 +220,11 @@ class _Events(StreamingResponse):
             self._left()
 
 
-def _overview(fleet: Fleet) -> Document:
+def _overview(fleet: Fleet) -> bytes:
     now_ns = time.time_ns()
-    return {
-        "broker_connected": fleet.is_connected,
-        "now_unix_s": now_ns / 1e9,
-        "num_older_jobs": fleet.num_older,
-        **overview(fleet.jobs.values(), fleet.heartbeats, now_ns=now_ns, now_s=time.monotonic()),
-    }
+    document = overview(fleet.jobs.values(), fleet.heartbeats, now_ns=now_ns, now_s=time.monotonic())
+    about = {"broker_connected": fleet.is_connected, "now_unix_s": now_ns / 1e9, "num_older_jobs": fleet.num_older}
+    return _event("overview", {**about, **document})
 
 
 def _job_event(view: JobView, since: int) -> Document:
@@ -255,17 +242,7 @@ def _event(kind: str, document: Document) -> bytes:
 
 
 def _json(document: Document) -> Response:
-    return Response(msgspec.json.encode(document), headers={"Cache-Control": "no-store"}, media_type="application/json")
-
-
-def _file(path: Path) -> Any:
-    """An endpoint that answers with a file of the page, which a browser asks for again each time."""
-
-    async def answer(_: Request) -> Response:
-        media_type = TYPES.get(path.suffix, "application/octet-stream")
-        return FileResponse(path, media_type=media_type, headers={"Cache-Control": "no-cache"})
-
-    return answer
+    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 class _QuietServer(uvicorn.Server):

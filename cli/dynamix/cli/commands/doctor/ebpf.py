@@ -19,8 +19,8 @@ from dynamix.collector.probes import WantedProbe
 from . import DoctorCheck
 from .checks import TCP_INFO
 
-OLDEST_WITH_CAPABILITIES, OLDEST = (5, 8), (5, 3)
-"""CAP_BPF and CAP_PERFMON, and before that CAP_SYS_ADMIN only; round trip times and acknowledged bytes."""
+OLDEST = (5, 8)
+"""CAP_BPF and CAP_PERFMON; links came with 5.7."""
 NEEDED = {"CAP_BPF": 39, "CAP_PERFMON": 38, "CAP_NET_ADMIN": 12}
 """Bits of CapEff in /proc/self/status."""
 SYS_ADMIN = 21
@@ -54,7 +54,7 @@ def programs(root: Path = Path("/"), system: os.uname_result | None = None) -> l
         fix = "apt-get install python3-bpfcc, dnf install python3-bcc (PyPI's `bcc` is something else)"
         bcc = DoctorCheck("bcc", "ebpf", f"not in this environment, nor at {DISTRIBUTION_DIRECTORIES[0]}", fix)
     return [
-        release(system.release, status),
+        release(system.release),
         rights(status),
         acceptance(root, status, load_smallest_program),
         cgroup(root),
@@ -80,14 +80,11 @@ def chosen(
     return probe, DoctorCheck("probe", "training", f"`auto` takes {probe}: {because}")
 
 
-def release(text: str, status: str) -> DoctorCheck:
+def release(text: str) -> DoctorCheck:
     """The kernel's version."""
-    version = tuple(int(number) for number in re.findall(r"\d+", text)[:2])
-    if version >= OLDEST_WITH_CAPABILITIES:
+    if tuple(int(number) for number in re.findall(r"\d+", text)[:2]) >= OLDEST:
         return DoctorCheck("kernel", "ebpf", text)
-    if version >= OLDEST and _has(status, SYS_ADMIN):
-        return DoctorCheck("kernel", "ebpf", f"{text}: works as root only, capabilities of eBPF's own came with 5.8")
-    return DoctorCheck("kernel", "ebpf", f"{text} is too old", "Linux 5.8 or newer; from 5.3 on it works as root")
+    return DoctorCheck("kernel", "ebpf", f"{text} is too old", "Linux 5.8 or newer")
 
 
 def rights(status: str) -> DoctorCheck:

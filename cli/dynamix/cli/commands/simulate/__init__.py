@@ -37,7 +37,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy-file", metavar="FILE", help="of a learned policy, instead of a shipped one")
     add_option(parser, "--seed", 0, "of weights, order of the data and disturbances", type=seed)
     add_data_argument(parser)
-    add_option(parser, "--device", "cpu", "where the gradients are computed")
     parser.add_argument("--windows", action="store_true", help="show a line for each window")
     parser.add_argument("--bus", action="store_true", help="let the services on the bus decide")
     add_json_argument(parser)
@@ -71,7 +70,7 @@ def _run(planned: "SimulationPlan", arguments: argparse.Namespace) -> "Simulatio
             text = _window_text(line, scenario.time_limit_s)
             (progress.write_line if arguments.windows else progress.show)(text)
 
-        return simulate(planned, arguments.data, device=arguments.device, on_window=show, bus=arguments.bus)
+        return simulate(planned, arguments.data, on_window=show, bus=arguments.bus)
 
 
 def _window_text(line: "SimulatedWindow", limit_s: float) -> str:
