@@ -170,14 +170,6 @@ def test_the_command_writes_json_and_says_by_its_code_that_nothing_fatal_is_miss
     assert (written["probe"] == "ebpf") == all(needs)
 
 
-def test_a_misspelt_setting_of_the_collector_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("DYNAMIX_COLLECTOR_PROBES", "ebpf")
-    assert main(["doctor"]) == 1
-    assert "did you mean DYNAMIX_COLLECTOR_PROBE?" in capsys.readouterr().err
-
-
 def test_a_configured_broker_that_is_away_makes_the_doctor_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer
@@ -56,15 +55,6 @@ async def test_a_broken_chain_is_named_with_its_place(server: ConfiguredServer, 
     assert not found.present
     assert "the action for window 4 of generation 0 does not follow the one before it" in found.found
     assert "start the run under a new id" in found.fix
-
-
-async def test_a_forged_action_in_the_middle_is_found(server: ConfiguredServer, bus: Bus) -> None:
-    stored = await store(bus, 2)
-    forged = msgspec.structs.replace(seal(examples.action(2), stored[-1].hash), local_batch_sizes=(32,) * 4)
-    sequence = await bus.publish_action(forged, expected_last=2)
-    await bus.publish_action(seal(examples.action(3), forged.hash), expected_last=sequence)
-    found = await actions(server.settings, examples.JOB)
-    assert "the action for window 2 of generation 0 is not as it was written" in found.found
 
 
 async def test_an_end_that_the_trainer_is_ahead_of_is_found(server: ConfiguredServer, bus: Bus) -> None:
