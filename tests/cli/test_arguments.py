@@ -38,12 +38,10 @@ REFUSED = [
     ("simulate n32", "scenario 'n32' could be heldout/n32 or train/n32: name one of them"),
     ("simulate train/mixed-8 --policy oracle", "'oracle' stands for several runs: use `dynamix evaluate"),
     ("simulate train/mixed-8 --bus --policy-file x", "on the bus, policies come from there"),
-    ("learn --ppo clip_coeff=0.1", "clip_coeff"),
-    ("learn --ppo clip_coef", "write NAME=VALUE"),
-    ("learn --episodes 100001", "num_episodes=100001: at most 100000"),
+    ("learn --set clip_coeff=0.1", "there is no such setting: did you mean clip_coef?"),
+    ("learn --set clip_coef", "write NAME=VALUE"),
+    ("learn --set num_episodes=100001", "num_episodes=100001: at most 100000"),
     ("learn --policy rule", "'rule' is the name of a policy in code: give the learned one another name"),
-    ("learn --policy stigmergy --publish", "--publish: agents decide by a file, not by one on the bus"),
-    ("learn --curriculum 2,,8", "'2,,8': write numbers of workers with commas, as in 2,8,32"),
     ("learn --scenarios none", "none holds no scenario"),
     ("evaluate --policies goodputt", "no policy is called 'goodputt'"),
     ("evaluate --seeds 0", "evaluate: argument --seeds: 0: it must be at least 1"),
@@ -146,7 +144,7 @@ def test_files_that_are_not_named_are_checked_too(
     for name, words in (
         ("dynamix-demo.png", ["demo"]),
         ("ppo-0.safetensors", ["learn"]),
-        ("ppo-0.safetensors.checkpoint", ["learn", "--restart"]),
+        ("ppo-0.safetensors.checkpoint", ["learn"]),
         ("dynamix-evaluate.jsonl", ["evaluate"]),
     ):
         (tmp_path / name).write_bytes(FOREIGN)
