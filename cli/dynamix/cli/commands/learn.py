@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> "LearningPlan":
     """The preset of the policy with the changes of `--set`. Weights that are not given are those of the formula."""
-    from dynamix.lab.learning import PRESETS, LearningPlan, plan_named
+    from dynamix.lab.learning import LearningPlan, plan_named
     from dynamix.lab.simulator.scenario import TRAIN, read_suite, suite_named
     from dynamix.reward.formula import TIME_ONLY, Weights
 
@@ -107,7 +107,6 @@ def _plan(arguments: argparse.Namespace) -> "LearningPlan":
             given[owner][name] = msgspec.json.decode(value)
         except (msgspec.DecodeError, RecursionError):
             given[owner][name] = value
-    preset = PRESETS.get(arguments.policy, PRESETS["ppo"])
     changes = {"seed": arguments.seed, **given[LearningPlan]}
     formula = {"formula": default.formula, **changes}["formula"]
     weights = TIME_ONLY if formula == "time-aware" else Weights()
@@ -115,7 +114,7 @@ def _plan(arguments: argparse.Namespace) -> "LearningPlan":
     with explained(ValueError, exit_code=MISUSED):
         changes["weights"] = msgspec.convert({**msgspec.structs.asdict(weights), **given[Weights]}, Weights)
         changes["settings"] = msgspec.convert({**msgspec.structs.asdict(default.settings), **given[settings]}, settings)
-        return plan_named(arguments.policy, suite.scenarios, **{**preset, **changes})
+        return plan_named(arguments.policy, suite.scenarios, **changes)
 
 
 def _report(plan: "LearningPlan", update: "LearningUpdate", begun: "Sequence[Finding]") -> None:

@@ -146,9 +146,10 @@ def report(sections: Mapping[str, Sequence[DoctorCheck]], *, width: int) -> str:
             text = f"{check.found} (for {purpose})" if purpose else check.found
             folded = [(text, f"  {mark:<8}{check.name:<12}  ")]
             folded += [(f"fix: {check.fix}", indent)] if check.fix else []
-            for words, first in folded:
-                how = {"initial_indent": first, "subsequent_indent": indent}
-                lines += textwrap.wrap(words, width, **how, break_long_words=False, break_on_hyphens=False)
+            wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+            wrapper.subsequent_indent = indent
+            for words, wrapper.initial_indent in folded:
+                lines += wrapper.wrap(words)
         lines.append("")
     return "\n".join([*lines, *textwrap.wrap(_verdict([one for each in sections.values() for one in each]), width)])
 
