@@ -50,20 +50,18 @@ def run(arguments: argparse.Namespace) -> int:
     with explained(ValueError, exit_code=MISUSED), reading(settings.token_file):
         token = token_of(settings)
     configure_log("critical")  # the terminal belongs to the URL
-    captures = [_captured(Path(file)) for file in arguments.files]
+    captures = []
+    for file in arguments.files:
+        from dynamix.cli.documents import CapturedJob
+
+        with explained(CaptureError), reading(file):
+            captures.append(CapturedJob(Path(file)))
     try:
         asyncio.run(_serve(settings, token, captures))
     except OSError as error:
         where, why = f"{settings.host}:{settings.port}", error.strerror or error
         raise CommandError(f"cannot listen on {where}: {why}; --port 0 takes a free port of this machine") from error
     return 0
-
-
-def _captured(path: Path) -> "CapturedJob":
-    from dynamix.cli.documents import CapturedJob
-
-    with explained(CaptureError), reading(path):
-        return CapturedJob(path)
 
 
 async def _serve(settings: DashboardSettings, token: str, captures: "list[CapturedJob]") -> None:
