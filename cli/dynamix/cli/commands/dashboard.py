@@ -15,18 +15,15 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dynamix.cli.connection import connected, find
 from dynamix.cli.dashboard import DashboardSettings, token_of
+from dynamix.cli.documents import CapturedJob
 from dynamix.cli.errors import MISUSED, CommandError, MisuseError, explained, reading
 from dynamix.cli.terminal import stop_event
 from dynamix.recording.capture import CaptureError
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import SettingsError, read
-
-if TYPE_CHECKING:
-    from dynamix.cli.documents import CapturedJob
 
 MOST_CAPTURES = 2
 
@@ -52,8 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
     configure_log("critical")  # the terminal belongs to the URL
     captures = []
     for file in arguments.files:
-        from dynamix.cli.documents import CapturedJob
-
         with explained(CaptureError), reading(file):
             captures.append(CapturedJob(Path(file)))
     try:
@@ -64,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _serve(settings: DashboardSettings, token: str, captures: "list[CapturedJob]") -> None:
+async def _serve(settings: DashboardSettings, token: str, captures: list[CapturedJob]) -> None:
     from dynamix.cli.dashboard.server import DashboardServer, served
 
     async with contextlib.AsyncExitStack() as stack:
