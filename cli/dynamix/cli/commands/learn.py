@@ -94,7 +94,7 @@ def _plan(arguments: argparse.Namespace) -> "LearningPlan":
 
     suite = suite_named(TRAIN) if arguments.scenarios == TRAIN else read_suite(Path(arguments.scenarios))
     default = plan_named(arguments.policy, suite.scenarios, seed=arguments.seed)
-    given: dict[type, dict[str, Any]] = {LearningPlan: {}, Weights: {}, type(default.settings): {}}
+    given: dict[type[msgspec.Struct], dict[str, Any]] = {LearningPlan: {}, Weights: {}, type(default.settings): {}}
     for text in arguments.set:
         name, separator, value = text.partition("=")
         owner = next((struct for struct in given if name in struct.__struct_fields__), None)
