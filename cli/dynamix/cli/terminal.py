@@ -120,7 +120,6 @@ def in_columns(
             for cell, width, heading in zip(row, widths, headings, strict=True)
         )
         lines.append("  ".join(aligned).rstrip())
-    lines.insert(1, "-" * (sum(widths) + 2 * (len(widths) - 1)))
     return "\n".join([*([title] if title else []), *lines, *([caption] if caption else [])])
 
 
