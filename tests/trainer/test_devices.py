@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.support.loops import SIZES, gathered, gradient_of, relative_error
 from tests.support.ranks import run_ranks
-from tests.support.training import NUM_FEATURES, Numbered, make_model, offer
+from tests.support.training import Numbered, make_model, offer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -179,47 +179,6 @@ def _compiled(_rank: int, device: str, backend: str) -> float:
 @pytest.mark.parametrize("device", ON_GPU)
 def test_a_model_compiled_for_the_device_is_weighed(device: str) -> None:
     assert max(run_ranks(_compiled, 2, device, "inductor")) < 1e-3
-
-
-def _out_of_memory(rank: int, device: str) -> dict[str, Any]:
-    """Rank 1 may use so much memory that 256 samples do not fit; each takes 1 MiB, and as much backwards."""
-    data = Numbered(2048, torch.float32)
-    session, model, optimizer = _attach(
-        device, data, torch.float32, local_batch_size=(16, 16), min_local_batch_size=1, window_steps=1
-    )
-    wide = nn.Linear(NUM_FEATURES, MIB // 4, bias=False, device=device).requires_grad_(False)
-    if rank == 1:
-        torch.cuda.empty_cache()
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 400 * MIB) / whole)
-    rows: list[int] = []
-
-    def compute(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        rows.append(len(inputs))
-        activations = wide(inputs.requires_grad_()).tanh()
-        return nn.functional.cross_entropy(model(inputs), targets) + 0.0 * activations.mean()
-
-    alone, errors = make_model(), []
-    for inputs, targets, indices in _batches(session, device):
-        optimizer.zero_grad()
-        session.backward(compute, inputs, targets)
-        used = gathered(indices[: session.num_samples].tolist())
-        alone.zero_grad()
-        nn.functional.cross_entropy(alone(data.inputs[used].double()), data.targets[used]).backward()
-        errors.append(relative_error(gradient_of(model).double().cpu(), gradient_of(alone)))
-        optimizer.step()
-        offer(session, (16, 256) if session.step_index % 2 else (16, 16))
-        session.step()
-    session.close()
-    return {"error": max(errors), "calls": len(rows), "steps": len(errors)}
-
-
-@pytest.mark.parametrize("device", ON_GPU)
-def test_a_batch_that_does_not_fit_on_the_device_is_computed_in_parts(device: str) -> None:
-    results = run_ranks(_out_of_memory, 2, device)
-    assert all(result["error"] < 1e-3 for result in results)
-    assert results[0]["calls"] == results[0]["steps"]
-    assert results[1]["calls"] > results[1]["steps"]
 
 
 def _alone_over(_rank: int, backend: str, device: str) -> tuple[float, int]:

@@ -17,7 +17,6 @@ from tests.support.whole_numbers import (
     attach,
     distributed,
     train_models,
-    whole_loss,
 )
 from torch import nn
 
@@ -104,32 +103,3 @@ def test_where_gradients_do_not_depend_on_parameters_local_steps_are_single_ones
     for exchange in (Exchange(every=3), Exchange(every=3, codec="rows")):
         for found in run_ranks(_whole_local, 2, kind, exchange):
             assert torch.equal(found, expected)
-
-
-def _halved(_rank: int, exchange: Exchange) -> torch.Tensor:
-    """Parameters after 6 steps by `session.backward`, in which at most 5 samples fit."""
-    model = distributed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
-
-    def compute(inputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        if len(inputs) > 5:
-            raise torch.OutOfMemoryError
-        return whole_loss(model(inputs), factors)
-
-    with attach(model, optimizer, Whole(), exchange=exchange, local_batch_size=8) as session:
-        for inputs, factors in session.loader:
-            session.backward(compute, inputs, factors)
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-            if session.step_index == 6:
-                break
-    return flat_parameters(model)
-
-
-def test_a_local_step_that_does_not_fit_is_computed_in_halves() -> None:
-    expected = run_ranks(_halved, 2, EXACT)
-    found = run_ranks(_halved, 2, Exchange(every=3))
-    for parameters in (*expected, *found):
-        assert torch.equal(parameters, expected[0])
-        assert parameters.abs().max() > 0

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -43,9 +42,8 @@ from dynamix.trainer.gradient.models import (
     unwrapped_optimizer,
     world_size_of,
 )
-from dynamix.trainer.gradient.noise import SecondMoments
 from dynamix.trainer.job.identity import MemoryCaps
-from dynamix.trainer.job.options import NoiseMetric, options_of, warn_of_two_momenta
+from dynamix.trainer.job.options import options_of, warn_of_two_momenta
 from dynamix.trainer.local_steps.rounds import LocalSteps
 from dynamix.trainer.loggers import MetricLogger, find_loggers
 from dynamix.trainer.loggers.delivery import Loggers, MetricHistory
@@ -139,7 +137,6 @@ def attach(
     count_tokens: CountTokens | None = None,
     noise_every: int = 10,
     noise_decay: float = 0.9,
-    noise_metric: NoiseMetric = "gradient",
     memory_caps_path: str | Path | None = None,
     connect: Connect = None,
     loggers: Sequence[str | MetricLogger] = (),
@@ -214,8 +211,6 @@ def attach(
         noise_every: steps between two measurements of the gradient noise, after 20 of which each is measured; a
             measurement costs two passes over the gradient.
         noise_decay: of the averages of the gradient noise over windows.
-        noise_metric: `adam` measures the noise of the gradient divided by the root of Adam's second moments, as Pollux
-            does; it needs our hook.
         memory_caps_path: beside your checkpoint; where a rank that ran out of memory notes its bound.
         connect: the bus; None reads `DYNAMIX_NATS_...`, False trains without one; or a transport of your own.
         loggers: what receives each window's metrics in global rank 0: `tensorboard`, `wandb`, `mlflow`, `csv`, `jsonl`,
@@ -371,8 +366,6 @@ def _gradients(
             is_in_parts=options.micro_batch_size is not None,
         )
         losses.look_at_modules(models)
-    # what hooks hold must not hold the optimizers: a session ends with its last name
-    adaptive = weakref.WeakSet(optimizers if options.noise_metric == "adam" else ())
     base_hook, base_state = given["base_hook"], given["base_hook_state"]
 
     def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
@@ -382,7 +375,6 @@ def _gradients(
             weights,
             reduction=options.reduction,
             noise_every=options.noise_every,
-            second_moments=SecondMoments(adaptive) if options.noise_metric == "adam" else None,
             base_hook=base_hook,
             base_state=base_state,
             exchange=exchanges.of_model(covered),
@@ -425,6 +417,6 @@ def _gradients(
         covered_models.watch_others()
     local_steps = LocalSteps(
         *(exchanges, covered_models, updates, collectives.gather_objects),
-        noise_every=options.noise_every if options.noise_metric == "gradient" else None,
+        noise_every=options.noise_every,
     )
     return Gradients(covered_models, updates, local_steps, schedulers, exchanges, losses, averaging == "loss")

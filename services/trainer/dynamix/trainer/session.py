@@ -20,7 +20,6 @@ from dynamix.trainer.gradient.covered import CoveredModels
 from dynamix.trainer.gradient.hook import NOT_MEASURED
 from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
-from dynamix.trainer.gradient.micro_batches import OUT_OF_MEMORY
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.job.identity import MemoryCaps
 from dynamix.trainer.local_steps.rounds import EndedStep, LocalSteps
@@ -218,27 +217,6 @@ class Session:
             self._said_needless = True
             _log.debug("session.scale_loss changes nothing here, the gradients are weighed already: delete the call")
         return loss
-
-    def backward(self, compute_loss: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
-        """Compute `compute_loss(*inputs)` and its gradient; where that does not fit into memory, in halves.
-
-        It stands for the forward pass and `loss.backward()`. A batch larger than any before it that runs out of memory
-        is computed again in parts while the other ranks wait; the gradient is that of the whole batch. Larger ones are
-        split from then on. The samples are the first dimension of every tensor of `inputs`.
-
-        Returns:
-            The loss of the whole batch, detached.
-
-        Raises:
-            torch.OutOfMemoryError: where a single sample does not fit, or nothing can be computed again: without DDP,
-                with `micro_batch_size`, several models, tokens that count, `find_unused_parameters` or a static graph.
-        """
-        loss = self._models.backward(self._current(), compute_loss, inputs)
-        if loss is not None:
-            return loss
-        loss = compute_loss(*inputs)
-        self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
 
     def schedule(self, scheduler: LRScheduler) -> None:
         """Advance a learning-rate scheduler by the samples used: once per reference step (`num_reference_steps`).
@@ -456,7 +434,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, OUT_OF_MEMORY):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
             self._remember_failure()
         if error is None:
             self._end("closed")

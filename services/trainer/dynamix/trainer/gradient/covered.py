@@ -25,7 +25,7 @@ from dynamix.trainer.gradient.hook import (
     StepWeights,
     loss_weight,
 )
-from dynamix.trainer.gradient.micro_batches import Accumulation, ComputeLoss, HalvedBackward
+from dynamix.trainer.gradient.micro_batches import Accumulation
 
 from .losses import LossWarnings
 from .models import SessionHook, UncoveredModels
@@ -92,7 +92,6 @@ class CoveredModels:
         self.models: list[torch.nn.Module] = []
         self._hooks: list[GradientHook] = []
         self._make_hook = make_hook
-        self._halved: HalvedBackward | None = None
         self.accumulation = Accumulation(self.models, weights, reduction, scales_gradients=make_hook is not None)
         self._num_reduced = 0
         self._saw_no_sync = False
@@ -133,21 +132,6 @@ class CoveredModels:
         elif self._weighs_alone:
             self._handles += [each.register_hook(self._weigh_alone) for each in model.parameters()]  # type: ignore[no-untyped-call]
         self.models.append(model)
-
-    def backward(self, batch: MicroBatch, compute_loss: ComputeLoss, inputs: tuple[Any, ...]) -> torch.Tensor | None:
-        """Compute loss and gradient, in parts where they do not fit; `None`, and nothing done, for several models.
-
-        Also for losses that are a mean over tokens: a part's share of them is not known.
-        """
-        if not self._weights.by_samples:
-            return None
-        if self._halved is None and len(self._hooks) == 1:
-            model = self.models[0]
-            assert isinstance(model, DistributedDataParallel)
-            self._halved = HalvedBackward(model, self._hooks[0], self._reduction)
-        if self._halved is None or len(self._hooks) != 1:
-            return None
-        return self._halved(batch, compute_loss, inputs)
 
     def watch_others(self) -> None:
         """Refuse to train DDP models that are not covered."""

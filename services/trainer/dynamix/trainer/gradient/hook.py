@@ -25,14 +25,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
-from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.trainer.data.plan import Counts, MicroBatch
 from dynamix.trainer.exchange.codec import BucketPart, BucketView
 from dynamix.trainer.exchange.plan import ModelExchange, StepExchange
 from dynamix.trainer.exchange.transport import LentTensor, launched
 from dynamix.trainer.gradient.losses import LossWarnings
-from dynamix.trainer.gradient.noise import HALF, NormSketch, SecondMoments, is_measured
+from dynamix.trainer.gradient.noise import HALF, NormSketch, is_measured
 
 Total = Callable[[], int]
 """Waits for a number that was posted."""
@@ -389,7 +388,6 @@ class GradientHook:
         *,
         reduction: Reduction,
         noise_every: int = 1,
-        second_moments: SecondMoments | None = None,
         base_hook: BaseHook | None = None,
         base_state: object = None,
         exchange: ModelExchange,
@@ -408,7 +406,6 @@ class GradientHook:
         self._base_hook = base_hook
         self._base_state = base_state
         self._noise_every = noise_every
-        self._second_moments = second_moments
         self.model_exchange = exchange
         self.num_reduced = 0
         """Gradients exchanged so far: one per step, or more where the script calls `backward` more often."""
@@ -447,8 +444,6 @@ class GradientHook:
         weight = (weights.newest if self._reduction == "mean" else min(weights.mine, 1)) * batch.loss_divisor
         ranks = 1 if self._base_hook is None else self._world_size
         measures = not is_local and is_measured(batch.plan.step, self._noise_every)
-        if measures and self._second_moments is not None:
-            measures = self._second_moments.begin()
         self._stages = _Stages(
             scale=ranks * weight * (weights.local_factor() if is_local else weights.factor()),
             send=GradientHook._send_plainly
@@ -503,9 +498,7 @@ class GradientHook:
             self._clock.gradient_ready()
             self._weights.post()
         if stages.measures:
-            if self._second_moments is not None:
-                self._second_moments.read(bucket)
-            stages.local[number] = self._squared_norm(buffer, number) if stages.scale else 0.0
+            stages.local[number] = squared_norm(buffer) if stages.scale else 0.0
         under_way = stages.send(self, bucket, known)
         # a future of its own for one step: on a GPU its streams wait for it, not the training thread
         reduced = known.reduced or torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -549,23 +542,6 @@ class GradientHook:
             self.sketch.add(known.buffer, bucket.index())
         return Arrived()
 
-    def exchange(self, model: DistributedDataParallel) -> None:
-        """Exchange the gradients that the parameters have, bucket by bucket as the other ranks' backward pass does."""
-        reducer = model.reducer
-        reducer._push_all_rebuilt_params()  # noqa: SLF001 - as in torch's Join: the first step decides on new buckets
-        sent = []
-        for bucket in reducer._get_zeros_like_grad_buckets():  # noqa: SLF001 - as there
-            for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                if parameter.grad is not None:
-                    part.copy_(parameter.grad)
-            sent.append((bucket, self.reduce(bucket)))
-        for bucket, future in sent:
-            bucket.set_buffer(future.wait())
-            for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(part)
-
     def _finish(self) -> None:
         """Wait, with the last bucket, until every bucket is reduced; measure them and hand them to DDP."""
         stages = self._stages
@@ -588,10 +564,7 @@ class GradientHook:
             if correction != 1.0:
                 reduced.mul_(correction)
             if stages.measures:
-                stages.reduced[sent.number] = self._squared_norm(reduced, sent.number)
+                stages.reduced[sent.number] = squared_norm(reduced)
             if sent.reduced is not sent.bucket.reduced:
                 sent.reduced.set_result(reduced)
         self._sent.clear()
-
-    def _squared_norm(self, gradient: torch.Tensor, number: int) -> float | torch.Tensor:
-        return squared_norm(gradient if self._second_moments is None else self._second_moments.divide(gradient, number))

@@ -371,10 +371,10 @@ class LocalSteps:
         updates: Updates,
         gather: GatherPlaces,
         *,
-        noise_every: int | None,
+        noise_every: int,
     ) -> None:
-        """`noise_every` is that of `attach`, `None` where local gradients tell no noise."""
-        self._measurement = None if noise_every is None else RoundMeasurement(noise_every)
+        """`noise_every` is that of `attach`."""
+        self._measurement = RoundMeasurement(noise_every)
         self._exchange = exchange
         self._models = models
         self._updates = updates
@@ -413,9 +413,7 @@ class LocalSteps:
 
     def measures(self, step: int) -> bool:
         """Whether the noise is measured on a step: the first one of a round, where one is due."""
-        if self._round is None or self._measurement is None:
-            return False
-        return self._measurement.measures(step, begins_round=self._num_steps == 0)
+        return self._round is not None and self._measurement.measures(step, begins_round=self._num_steps == 0)
 
     def end_step(self, plan: StepPlan, *, ends_epoch: bool, seconds_per_sample: float | None) -> EndedStep:
         """End a step; with a round's last one, a collective, the ranks have their mean."""
