@@ -33,11 +33,12 @@ from dynamix.trainer.gradient.covered import CoveredModels
 from dynamix.trainer.gradient.hook import BaseHook, GradientHook, Reduction, StepWeights
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, StepScheduleWarning, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
-from dynamix.trainer.gradient.micro_batches import check_accumulation, needs_equal_steps
 from dynamix.trainer.gradient.models import (
     Averaging,
     Weighting,
     averaging_of,
+    check_accumulation,
+    needs_equal_steps,
     unwrapped,
     unwrapped_optimizer,
     world_size_of,
@@ -382,8 +383,7 @@ def _gradients(
         )
 
     weights = StepWeights(
-        None if given["count_tokens"] is None else collectives,
-        by_samples=by_samples,
+        None if given["count_tokens"] is None else collectives.post_total,
         base_size=options.base_batch_size if options.reduction == "sum" else None,
     )
     covered_models = CoveredModels(
@@ -399,7 +399,7 @@ def _gradients(
 
     def before_update(optimizer: torch.optim.Optimizer) -> None:
         clock.before_update()
-        covered_models.accumulation.check_gradients()
+        covered_models.check_gradients()
         if watch is not None:
             watch.observe_update(optimizer, loader.position.epoch)
 
@@ -413,8 +413,7 @@ def _gradients(
         covered_models.cover(model)
     for optimizer in optimizers:
         updates.cover(optimizer)
-    if covered_models.has_hooks:
-        covered_models.watch_others()
+    covered_models.refuse_others()
     local_steps = LocalSteps(
         *(exchanges, covered_models, updates, collectives.gather_objects),
         noise_every=options.noise_every,

@@ -7,7 +7,6 @@ With g_i the mean gradient of rank i's b_i samples, G = sum_i (b_i / B) g_i and 
 
 Both are linear in |g_i|^2 and |G|^2, so each rank sums its own part over a window's steps and one gather per window is
 enough. They are averaged over the window's measured steps, then smoothed over windows separately: their ratio is not.
-The norms are those of gradients, or of gradients as Adam divides them (`SecondMoments`).
 """
 
 import math

@@ -23,10 +23,10 @@ from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Residuals
 from dynamix.trainer.exchange.collectives import Largest, Leg, Sum
-from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, StepExchange, keeps_residuals
+from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange, keeps_residuals
 from dynamix.trainer.exchange.transport import Pipeline
 from dynamix.trainer.gradient.covered import CoveredModels
-from dynamix.trainer.gradient.hook import NOT_MEASURED, SquaredNorms, StepSketches, TimeSlots, Waitable
+from dynamix.trainer.gradient.hook import NOT_MEASURED, SquaredNorms, StepSketches, TimeSlots
 from dynamix.trainer.gradient.learning_rate import Updates
 from dynamix.trainer.gradient.noise import RoundMeasurement
 
@@ -461,7 +461,7 @@ class LocalSteps:
         weight = counts[self._exchange.rank] / sum(counts)
         drift = RoundDrift()
         step = StepExchange(exchange, flushes=not keeps_residuals(exchange, following))
-        sent: list[tuple[ModelExchange, FlatBucket, BucketView, Waitable]] = []
+        sent: list[tuple[ModelExchange, FlatBucket, BucketView, Sent]] = []
         for model, bucket in self._round.buckets:
             model.begin(step)
             view = bucket.moved(weight)
@@ -470,9 +470,9 @@ class LocalSteps:
         some_model = self._round.buckets[0][0]
         cells = [each.cells for each in self._sketches.sketches] if self._sketches else []
         sketches = [some_model.send_plainly(each) for each in cells]
-        numbers: Waitable | None = None
+        numbers: Sent | None = None
         if shares_times:
-            numbers = some_model.send_plainly(self._slots.write_apart(self._round.times.seconds_per_sample))
+            numbers = some_model.send_plainly(self._slots.write(self._round.times.seconds_per_sample).tensor)
         for _, buffers in self._buffers:
             if buffers is not None:
                 buffers.average(weight)
@@ -485,7 +485,7 @@ class LocalSteps:
             each.wait()
         if numbers is not None:
             numbers.wait()
-            self._slots.receive_apart()
+            self._slots.receive()
         self._round, self._num_steps = None, 0
         return weight, drift
 
