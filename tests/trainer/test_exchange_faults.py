@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.exchange.collectives import Leg, Sum
-from dynamix.trainer.exchange.transport import Pipeline
+from dynamix.trainer.exchange.pipeline import Pipeline
 
 TIMEOUT_S = 8.0
 

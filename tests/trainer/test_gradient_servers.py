@@ -24,10 +24,9 @@ from tests.support.whole_numbers import Whole, attach, distributed, train_step
 from dynamix.cli.main import main
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.schemas.owner_shares import balanced_shares
-from dynamix.trainer.exchange import transport
+from dynamix.trainer.exchange import servers as servers_module
 from dynamix.trainer.exchange.collectives import ServedSum, Trade
-from dynamix.trainer.exchange.servers import GradientServer
-from dynamix.trainer.exchange.transport import GradientServers
+from dynamix.trainer.exchange.servers import GradientServer, GradientServers
 from dynamix.trainer.job.options import VARIABLE, served_exchange
 
 SERVERS = "servers"
@@ -162,7 +161,8 @@ def test_a_server_that_is_killed_ends_the_job_with_an_error(servers: list[Server
 
 def _misled(_rank: int, address: str) -> list[str]:
     """What ends a wait for a server in each lane, of which only the first one was told what cannot be done."""
-    lanes = GradientServers([address], "misled", 0, 1).meet(lambda number: number, timedelta(seconds=60))
+    servers, timeout = GradientServers([address], "misled", 0, 1), timedelta(seconds=60)
+    lanes = servers.meet(servers.announce(timeout), timeout)
     nothing = Trade(torch.empty(0), torch.empty(0), [], [])
     groups = [lanes[0].trade(nothing, ServedSum(0, (-1,))), lanes[1].trade(nothing, ServedSum(0, ()))]
     found = []
@@ -229,7 +229,7 @@ def test_a_server_that_is_not_there_is_named_on_all_ranks() -> None:
 
 
 def _in_vain(_rank: int) -> None:
-    transport.MEETING_S = 2.0
+    servers_module.MEETING_S = 2.0
     _trained(_rank, None)
 
 

@@ -28,7 +28,8 @@ from dynamix.trainer.data.orders import OwnSampler
 from dynamix.trainer.data.plan import Division, SamplerOptions
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.plan import ExchangePlan
-from dynamix.trainer.exchange.transport import GradientServers, forget_imports
+from dynamix.trainer.exchange.servers import GradientServers
+from dynamix.trainer.exchange.transport import forget_imports
 from dynamix.trainer.gradient.covered import CoveredModels
 from dynamix.trainer.gradient.hook import BaseHook, GradientHook, Reduction, StepWeights
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, StepScheduleWarning, Updates
@@ -46,8 +47,7 @@ from dynamix.trainer.gradient.models import (
 from dynamix.trainer.job.identity import MemoryCaps
 from dynamix.trainer.job.options import options_of, warn_of_two_momenta
 from dynamix.trainer.local_steps.rounds import LocalSteps
-from dynamix.trainer.loggers import MetricLogger, find_loggers
-from dynamix.trainer.loggers.delivery import Loggers, MetricHistory
+from dynamix.trainer.loggers import Loggers, MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
 from dynamix.trainer.measurement.energy import energy_meter, unmeasured
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
@@ -216,7 +216,7 @@ def attach(
         connect: the bus; None reads `DYNAMIX_NATS_...`, False trains without one; or a transport of your own.
         loggers: what receives each window's metrics in global rank 0: `tensorboard`, `wandb`, `mlflow`, `csv`, `jsonl`,
             names registered in the entry-point group `dynamix.loggers`, or objects with `log(metrics, *, step)` and
-            `close()` such as those of `dynamix.trainer.loggers`.
+            `close()` such as those of `dynamix.extras.loggers`.
         loader_options: for `torch.utils.data.DataLoader`: num_workers, prefetch_factor, collate_fn, pin_memory, ...
 
     Raises:

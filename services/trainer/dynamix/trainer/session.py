@@ -23,7 +23,7 @@ from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.job.identity import MemoryCaps
 from dynamix.trainer.local_steps.rounds import EndedStep, LocalSteps
-from dynamix.trainer.loggers.delivery import MetricHistory
+from dynamix.trainer.loggers import MetricHistory
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import RankMeter, Scalar
 from dynamix.trainer.steering.run import Run, reason_after

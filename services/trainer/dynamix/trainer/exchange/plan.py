@@ -16,7 +16,9 @@ from dynamix.trainer.exchange.codec import BucketView, CodedSquares, ErrorFeedba
 
 from .codecs import exchange_codec
 from .collectives import Leg, Sum
-from .transport import GradientServers, Pipeline, UnderWay, timeout_of
+from .pipeline import Pipeline, UnderWay
+from .servers import GradientServers
+from .transport import timeout_of
 
 _log = logging.getLogger("dynamix.trainer")
 

@@ -443,7 +443,7 @@ class GradientHook:
     def _finish(self) -> None:
         """Wait, with the last bucket, until every bucket is reduced; measure them and hand them to DDP."""
         step = self._step
-        results = [None if each.under_way is None else each.under_way.wait() for each in self._sent]
+        results: list[Any] = [None if each.under_way is None else each.under_way.wait() for each in self._sent]
         if self._times is not None:
             self._times.wait()
             self._times = None

@@ -52,7 +52,7 @@ from dynamix.trainer.arguments import (
 )
 from dynamix.trainer.exchange.codecs import CODECS, GROUP, exchange_codec
 from dynamix.trainer.exchange.rows import table_share
-from dynamix.trainer.exchange.transport import split_address
+from dynamix.trainer.exchange.servers import split_address
 from dynamix.trainer.gradient.hook import BaseHook, Reduction
 from dynamix.trainer.gradient.learning_rate import Rule
 from dynamix.trainer.gradient.models import Averaging

@@ -12,7 +12,7 @@ checkpoint there holds what all ranks have. The learning rate stays that of the 
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,32 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Residuals
-from dynamix.trainer.exchange.collectives import Largest, Leg, Sum
+from dynamix.trainer.exchange.collectives import Collective, Largest, Leg, Sum
+from dynamix.trainer.exchange.pipeline import Pipeline
 from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange, keeps_residuals
-from dynamix.trainer.exchange.transport import Pipeline
 from dynamix.trainer.gradient.covered import CoveredModels
 from dynamix.trainer.gradient.hook import NOT_MEASURED, SquaredNorms, StepSketches, TimeSlots
 from dynamix.trainer.gradient.learning_rate import Updates
 from dynamix.trainer.gradient.noise import RoundMeasurement
 
-
-class RoundTimes:
-    """Compute times of one rank since the round began."""
-
-    def __init__(self) -> None:
-        self._computed_s = 0.0
-        self._num_samples = 0
-
-    def add(self, seconds_per_sample: float, num_samples: int) -> None:
-        """Count a step; one without samples, or without a known time, tells nothing."""
-        if seconds_per_sample > 0.0 and num_samples:
-            self._computed_s += seconds_per_sample * num_samples
-            self._num_samples += num_samples
-
-    @property
-    def seconds_per_sample(self) -> float:
-        """Over all samples of the round; 0 where nothing is known."""
-        return self._computed_s / self._num_samples if self._num_samples else 0.0
+_log = logging.getLogger("dynamix.trainer")
 
 
 def mean_counts(num_samples: Iterable[int], num_steps: int) -> tuple[int, ...]:
@@ -55,26 +38,13 @@ def mean_counts(num_samples: Iterable[int], num_steps: int) -> tuple[int, ...]:
     return tuple((2 * number + num_steps) // (2 * num_steps) for number in num_samples)
 
 
-Scalar = float | torch.Tensor
-"""On a GPU it stays there until the window ends."""
+class RoundDrift(NamedTuple):
+    """One rank's part of a round: its buckets' squared norms; of a GPU they stay there until the window ends."""
 
-
-@dataclass(slots=True)
-class RoundDrift:
-    """One rank's part of a round: its buckets' squared norms."""
-
-    own: list[Scalar] = field(default_factory=list)
+    own: list[float | Tensor]
     """w_i |d_i|^2"""
-    mean: list[Scalar] = field(default_factory=list)
+    mean: list[float | Tensor]
     """|d|^2, the same on all ranks."""
-
-    def add_own(self, moved: torch.Tensor, weight: float) -> None:
-        """Add a bucket's d_i times w_i."""
-        self.own.append(torch.dot(moved, moved) / weight if weight else 0.0)
-
-    def add_mean(self, moved: torch.Tensor) -> None:
-        """Add a bucket's d."""
-        self.mean.append(torch.dot(moved, moved))
 
 
 def outer_step(exchange: Exchange, moved: Tensor, velocity: Tensor | None) -> Tensor:
@@ -236,12 +206,6 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=True)
 
 
-_log = logging.getLogger("dynamix.trainer")
-
-MOST_ELEMENTS = 1 << 22
-"""Limit of one message: 16 MB in float32."""
-
-
 class StatePlace(NamedTuple):
     """Where a tensor of an optimizer's state is, the same on all ranks."""
 
@@ -271,38 +235,25 @@ def state_places(optimizers: Sequence[torch.optim.Optimizer]) -> list[StatePlace
 
 
 def average_states(
-    optimizers: Sequence[torch.optim.Optimizer], places: Sequence[StatePlace], weight: float, pipeline: Pipeline
+    optimizers: Sequence[torch.optim.Optimizer], places: Iterable[StatePlace], weight: float, pipeline: Pipeline
 ) -> None:
-    """Average what `places` name, which any rank has, in the same order on all; a collective."""
+    """Average what `places` name, which any rank has, in the same order on all; counts become the largest one."""
     under_way = []
     parameters = [list(_parameters(optimizer)) for optimizer in optimizers]
-    for chunk in _chunks(places):
-        tensors = [_state(optimizers[each.optimizer], parameters[each.optimizer], each) for each in chunk]
-        is_count = chunk[0].shape == ()
-        flat = torch.cat([_wide(each.detach()).flatten() for each in tensors])
-        if not is_count:
-            flat = flat.mul_(weight) if weight else flat.zero_()
-        under_way.append((tensors, flat, pipeline.send(_largest(flat) if is_count else _summed(flat))))
-    for tensors, flat, sent in under_way:
+    for place in places:
+        tensor = _state(optimizers[place.optimizer], parameters[place.optimizer], place)
+        # a copy on the CPU, in float32 or float64
+        value = tensor.detach().to("cpu", torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=True)
+        if place.shape:
+            value = value.mul_(weight) if weight else value.zero_()
+        under_way.append((tensor, value, pipeline.send(_ask(Sum(value) if place.shape else Largest(value)))))
+    for tensor, value, sent in under_way:
         sent.wait()
-        parts = torch.split(flat, [each.numel() for each in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        tensor.copy_(value)
 
 
-def _chunks(places: Sequence[StatePlace]) -> Iterator[list[StatePlace]]:
-    """Places of one kind together, no more than a message holds."""
-    chunk: list[StatePlace] = []
-    size = 0
-    for place in sorted(places, key=lambda place: (place.shape == (), place.dtype == "float64", place)):
-        kind = place.shape == (), place.dtype == "float64"
-        if chunk and (size >= MOST_ELEMENTS or kind != (chunk[0].shape == (), chunk[0].dtype == "float64")):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(place)
-        size += torch.Size(place.shape).numel()
-    if chunk:
-        yield chunk
+def _ask(collective: Collective) -> Leg:
+    yield collective
 
 
 def _state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], place: StatePlace) -> Tensor:
@@ -323,30 +274,22 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, in float32 or float64."""
-    return tensor.to("cpu", torch.float64 if tensor.dtype == torch.float64 else torch.float32)
-
-
-def _summed(flat: Tensor) -> Leg:
-    yield Sum(flat)
-
-
-def _largest(flat: Tensor) -> Leg:
-    yield Largest(flat)
-
-
 GatherPlaces = Callable[[list[StatePlace]], list[list[StatePlace]]]
 """What every rank has, from what this one has; a collective call."""
 
 
-class _Round(NamedTuple):
-    """What a round began with."""
+@dataclass
+class _Round:
+    """A round under way."""
 
     buckets: list[tuple[ModelExchange, FlatBucket]]
+    """Where the parameters were when it began."""
     counts: list[int]
     """Samples so far, by rank."""
-    times: RoundTimes
+    computed_s: float = 0.0
+    """Compute time of this rank in steps whose time is known."""
+    num_timed: int = 0
+    """Its samples in these."""
 
 
 class EndedStep(NamedTuple):
@@ -403,13 +346,22 @@ class LocalSteps:
         if self._round is not None or self._exchange.at(step).every == 1:
             return
         self._exchange.connect()
-        self._switch_broadcasts_off()
+        known = [model for model, _ in self._buffers]
+        for model, exchange in zip(self._models.models, self._models.exchanges, strict=True):
+            assert isinstance(model, DistributedDataParallel), "others have no exchange"
+            if any(model is each for each in known):
+                continue
+            buffers = None
+            if model.broadcast_buffers and model.modules_buffers:
+                buffers = SharedBuffers(model.modules_buffers, exchange, is_first=self._exchange.rank == 0)
+                self._models.keep_buffers(model)  # DDP would broadcast rank 0's in each forward pass, and ranks wait
+            self._buffers.append((model, buffers))
         for _, buffers in self._buffers:
             if buffers is not None:
                 buffers.begin()
         pairs = zip(self._models.models, self._models.exchanges, strict=True)
         buckets = [(exchange, bucket) for model, exchange in pairs for bucket in buckets_of(model, exchange)]
-        self._round = _Round(buckets, [0] * self._exchange.world_size, RoundTimes())
+        self._round = _Round(buckets, [0] * self._exchange.world_size)
 
     def measures(self, step: int) -> bool:
         """Whether the noise is measured on a step: the first one of a round, where one is due."""
@@ -422,8 +374,10 @@ class LocalSteps:
         self._sketches = self._models.take_sketches(plan) or self._sketches
         for rank, count in enumerate(plan.counts.values):
             self._round.counts[rank] += count
-        if seconds_per_sample is not None:
-            self._round.times.add(seconds_per_sample, plan.counts.values[self._exchange.rank])
+        if seconds_per_sample is not None and seconds_per_sample > 0.0:
+            num_samples = plan.counts.values[self._exchange.rank]
+            self._round.computed_s += seconds_per_sample * num_samples
+            self._round.num_timed += num_samples
         exchange, following = self._exchange.at(plan.step), self._exchange.at(plan.step + 1)
         if self._num_steps < exchange.every and exchange == following and not ends_epoch:
             return EndedStep()
@@ -459,27 +413,28 @@ class LocalSteps:
         assert self._round is not None, "no round"
         counts = self._round.counts
         weight = counts[self._exchange.rank] / sum(counts)
-        drift = RoundDrift()
+        drift = RoundDrift([], [])
         step = StepExchange(exchange, flushes=not keeps_residuals(exchange, following))
         sent: list[tuple[ModelExchange, FlatBucket, BucketView, Sent]] = []
         for model, bucket in self._round.buckets:
             model.begin(step)
             view = bucket.moved(weight)
-            drift.add_own(view.flat, weight)
+            drift.own.append(torch.dot(view.flat, view.flat) / weight if weight else 0.0)
             sent.append((model, bucket, view, model.send(view)))
         some_model = self._round.buckets[0][0]
         cells = [each.cells for each in self._sketches.sketches] if self._sketches else []
         sketches = [some_model.send_plainly(each) for each in cells]
         numbers: Sent | None = None
         if shares_times:
-            numbers = some_model.send_plainly(self._slots.write(self._round.times.seconds_per_sample).tensor)
+            seconds_per_sample = self._round.computed_s / max(self._round.num_timed, 1)
+            numbers = some_model.send_plainly(self._slots.write(seconds_per_sample).tensor)
         for _, buffers in self._buffers:
             if buffers is not None:
                 buffers.average(weight)
         for model, bucket, view, under_way in sent:
             under_way.wait()
             bucket.move(self.outer.step(exchange, model, view))
-            drift.add_mean(view.flat)
+            drift.mean.append(torch.dot(view.flat, view.flat))
         self.outer.end_round(following)
         for each in sketches:
             each.wait()
@@ -493,16 +448,3 @@ class LocalSteps:
         optimizers = self._updates.optimizers
         places = sorted({place for each in self._gather(state_places(optimizers)) for place in each})
         average_states(optimizers, places, weight, self._exchange.pipeline())
-
-    def _switch_broadcasts_off(self) -> None:
-        """DDP would broadcast rank 0's buffers in each forward pass, for which ranks would wait."""
-        known = [model for model, _ in self._buffers]
-        for model, exchange in zip(self._models.models, self._models.exchanges, strict=True):
-            assert isinstance(model, DistributedDataParallel), "others have no exchange"
-            if any(model is each for each in known):
-                continue
-            buffers = None
-            if model.broadcast_buffers and model.modules_buffers:
-                buffers = SharedBuffers(model.modules_buffers, exchange, is_first=self._exchange.rank == 0)
-                self._models.keep_buffers(model)
-            self._buffers.append((model, buffers))

@@ -1,10 +1,9 @@
-"""Each window's metrics for the user's tools and for notebooks.
+"""Each window's metrics for the user's tools and for notebooks; training never waits for a logger.
 
 `window_metrics` makes a flat mapping of a window's rows. `MetricHistory`, used by the training thread alone, keeps the
 newest windows, adds the rewards that come later, and hands a window to the loggers when the next one has ended.
 `Loggers` runs the loggers in a thread in global rank 0: one that is slow loses the oldest windows, one that raises is
-closed and logged once. `attach(loggers=["name"])` finds a logger by our name for it, or by the name that its package
-registers in the entry-point group `dynamix.loggers`; an object that fits the protocol serves as well.
+closed and logged once.
 """
 
 import contextlib
@@ -18,11 +17,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol, runtime_checkable
 
+from dynamix.runtime.extensions import extension_names, load_extension
 from dynamix.schemas.messages import JobTotals, Reward
 from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy
 from dynamix.trainer.wire.client import INBOX_REWARDS, Transport
 
 QUEUED_WINDOWS = 64
+KEPT_WINDOWS = 4096
+"""With 16 ranks 23 MB, and 80,000 steps of the default window."""
+AWAITED_WINDOWS = 64
+"""Rewards of older windows come too late."""
 
 Metrics = Mapping[str, float | str]
 """A window's metrics by name, with units in the names; texts are the job's id and the reason of a decision."""
@@ -41,17 +45,49 @@ class MetricLogger(Protocol):
         """The job has ended: write what is buffered."""
 
 
+def find_loggers(loggers: Sequence[str | MetricLogger], *, rank: int) -> list[MetricLogger]:
+    """Loggers by the names that packages register in the group `dynamix.loggers`, or the objects themselves.
+
+    They are made in global rank 0, in others only looked up.
+
+    Raises:
+        ValueError: on all ranks alike when no logger has a name; in rank 0 when one cannot be made or does not fit.
+    """
+    registered = extension_names("dynamix.loggers")
+    found = []
+    for logger in loggers:
+        if isinstance(logger, str) and logger not in registered:
+            raise ValueError(
+                f"no installed package registers a metric logger {logger!r} (group dynamix.loggers): known are "
+                f"{', '.join(registered)}"
+            )
+        if not rank:
+            made = load_extension("dynamix.loggers", logger, _checked) if isinstance(logger, str) else _checked(logger)
+            assert made is not None, "its name is registered"
+            found.append(made)
+    return found
+
+
+def _checked(found: object) -> MetricLogger:
+    if not isinstance(found, MetricLogger):
+        raise TypeError(f"{type(found).__name__} is not a metric logger: it needs log(metrics, *, step) and close()")
+    return found
+
+
 class Loggers:
     """Hands windows to several loggers, in one daemon thread that is started with the first window."""
 
     def __init__(self, loggers: Iterable[MetricLogger] = ()) -> None:
-        self._loggers: Sequence[MetricLogger] = tuple(loggers)
+        self._loggers = list(loggers)
         self._queue: queue.Queue[tuple[int, Metrics] | None] = queue.Queue(QUEUED_WINDOWS)
         self._thread: threading.Thread | None = None
 
     def publish(self, step: int, metrics: Metrics) -> None:
         """Queue a window's metrics; returns at once."""
-        if self._loggers:
+        if self._loggers and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="dynamix loggers", daemon=True)
+            self._thread.start()
+        if self._thread is not None:
             self._put((step, metrics))
 
     def close(self, timeout_s: float) -> None:
@@ -66,11 +102,9 @@ class Loggers:
                     timeout_s,
                 )
             self._thread = None
+            self._loggers = []
 
     def _put(self, item: tuple[int, Metrics] | None) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dynamix loggers", daemon=True)
-            self._thread.start()
         while True:
             try:
                 return self._queue.put_nowait(item)
@@ -84,44 +118,32 @@ class Loggers:
         while (item := self._queue.get()) is not None:
             step, metrics = item
             for logger in tuple(working):
-                is_done = True
-                with _goes_on(logger):
+                try:
                     logger.log(metrics, step=step)
-                    is_done = False
-                if is_done:
+                except Exception:  # noqa: BLE001 - whatever a user's logger raises
+                    _log.exception("metric logger %s failed and gets no more metrics", type(logger).__name__)
                     working.remove(logger)
-                    with _goes_on(logger):
-                        logger.close()
+                    _close(logger)
         for logger in working:
-            with _goes_on(logger):
-                logger.close()
+            _close(logger)
 
 
-@contextlib.contextmanager
-def _goes_on(logger: MetricLogger) -> Iterator[None]:
-    """Log whatever code of the user's raises: training goes on without that logger."""
+def _close(logger: MetricLogger) -> None:
     try:
-        yield
+        logger.close()
     except Exception:  # noqa: BLE001 - whatever a user's logger raises
-        _log.exception("metric logger %s failed and gets no more metrics; training goes on", type(logger).__name__)
+        _log.exception("metric logger %s failed when it was closed", type(logger).__name__)
 
 
-KEPT_WINDOWS = 4096
-"""With 16 ranks 23 MB, and 80,000 steps of the default window."""
-AWAITED_WINDOWS = 64
-"""Rewards of older windows come too late."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EndedWindow:
     """One window, and what its reward is summed up from."""
 
     step: int
     metrics: dict[str, float | str]
     rewarded_nodes: set[str] = field(default_factory=set)
-    sums: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    """Ranks that have each term: one that cannot be computed is left out."""
+    terms: dict[str, list[float]] = field(default_factory=dict)
+    """By rank known so far, where it has the term: one that cannot be computed is left out."""
 
     def add_reward(self, reward: Reward) -> None:
         """Take a node's rewards: means over the ranks known so far, each term apart."""
@@ -130,9 +152,8 @@ class EndedWindow:
         self.rewarded_nodes.add(reward.node)
         for rank in reward.ranks:
             for name, value in {"mean": rank.reward, **rank.terms}.items():
-                self.sums[name] = self.sums.get(name, 0.0) + value
-                self.counts[name] = self.counts.get(name, 0) + 1
-        self.metrics.update({f"reward/{name}": total / self.counts[name] for name, total in self.sums.items()})
+                self.terms.setdefault(name, []).append(value)
+        self.metrics.update({f"reward/{name}": sum(each) / len(each) for name, each in self.terms.items()})
 
 
 class MetricHistory:
@@ -223,14 +244,14 @@ def window_metrics(rows: Sequence[Row], totals: JobTotals, sizes: Sequence[int])
     return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
 
-def _by_rank(name: str, values: Sequence[float]) -> Iterator[tuple[str, float]]:
-    """A value that each rank has."""
-    over_ranks = (min(values), sum(values) / len(values), max(values))
-    return zip(_names(name, len(values)), (*over_ranks, *values[:MAX_RANKS_APART]), strict=False)
-
-
-@cache  # made once: of 16 ranks, the names would be half of what a window takes in memory
+@cache  # of the names: of 16 ranks, they would be half of what a window takes in memory
 def _names(name: str, num_ranks: int) -> tuple[str, ...]:
     """`name` itself is left free, since MLflow keeps `a/b` in a directory `a`."""
     apart = range(num_ranks) if num_ranks <= MAX_RANKS_APART else ()
     return (f"{name}/min", f"{name}/mean", f"{name}/max", *(f"{name}/rank_{rank}" for rank in apart))
+
+
+def _by_rank(name: str, values: Sequence[float]) -> Iterator[tuple[str, float]]:
+    """A value that each rank has."""
+    over_ranks = (min(values), sum(values) / len(values), max(values))
+    return zip(_names(name, len(values)), (*over_ranks, *values[:MAX_RANKS_APART]), strict=False)
