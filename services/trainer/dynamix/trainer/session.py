@@ -11,11 +11,11 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from dynamix.schemas.messages import Action
-from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.arguments import share, whole_number
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.plan import MicroBatch
-from dynamix.trainer.exchange.plan import ExchangePlan, GradientScaler, ScaledResiduals
+from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.gradient.covered import CoveredModels
 from dynamix.trainer.gradient.hook import NOT_MEASURED
 from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
@@ -120,7 +120,6 @@ class Session:
         self._updates = gradients.updates
         self._local = gradients.local_steps
         self._schedulers = gradients.schedulers
-        self._scaled = ScaledResiduals(lambda: models.exchanges, warns=run.place.rank == 0)
         self._losses = gradients.losses
         self._needs_scaling = gradients.needs_scaling
         self._memory_caps = memory_caps
@@ -133,8 +132,6 @@ class Session:
         )
         self._allocation: Allocation | None = None
         """What rules the batch to train on."""
-        self._exchange: Exchange = EXACT
-        """Its exchange."""
         self._loss_scaled = False
         self._said_needless = False
         self._state_loaded = False
@@ -228,13 +225,6 @@ class Session:
         """
         self._schedulers.add(scheduler, self.progress)
 
-    def use_scaler(self, scaler: GradientScaler) -> None:
-        """Follow a `torch.amp.GradScaler`; needed where gradients travel by a codec with loss, else nothing changes.
-
-        What was rounded away is kept through steps that the scaler skips, and scaled as its scale changes.
-        """
-        self._scaled.use(scaler)
-
     def cover(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Weigh the gradients of a further model, and scale the learning rates of its optimizer; on all ranks.
 
@@ -255,7 +245,6 @@ class Session:
     def _end_step(self, batch: MicroBatch, loss: Scalar | None, num_correct: Scalar | None) -> None:
         updated = self._updates.any_since_step
         norms = self._models.end_step(updated=updated)
-        self._scaled.end_step(self._exchange, updated=updated)
         self._updates.end_step()
         self._loader.finish_batch()
         times, counts = self._models.take_times(), batch.plan.counts.values
@@ -465,10 +454,9 @@ class Session:
         self._loss_scaled = False
         allocation = self._run.schedule.allocation_at(batch.plan.step)
         if allocation is not self._allocation:
-            self._allocation, self._exchange = allocation, allocation.exchange
+            self._allocation = allocation
             self._updates.follow(allocation.global_batch_size, allocation.rate_factor)
         if batch.is_first:
-            self._scaled.begin_step()
             self._local.begin(batch.plan.step)
         sketches = batch.is_last and self._local.measures(batch.plan.step)
         shares_times = allocation.split == "tracking" and self._run.fast_loop.measures(batch.plan.step)
