@@ -121,7 +121,9 @@ class Loggers:
                 try:
                     logger.log(metrics, step=step)
                 except Exception:  # noqa: BLE001 - whatever a user's logger raises
-                    _log.exception("metric logger %s failed and gets no more metrics", type(logger).__name__)
+                    _log.exception(
+                        "metric logger %s failed and gets no more metrics; training goes on", type(logger).__name__
+                    )
                     working.remove(logger)
                     _close(logger)
         for logger in working:

@@ -5,9 +5,9 @@ In a round of h steps a rank's gradient is the mean of its own samples and is no
     theta = theta_start + sum_i (n_i / sum n) (theta_i - theta_start)        n_i: samples of rank i in the round
 
 by the codec and the route of the exchange, the same bits on each: only what moved is sent, so that an error of a codec
-is one of a step. A round also ends before another exchange is in effect, and with an epoch. Buffers are averaged alike,
-whole numbers as rank 0 has them. Momentum and the like are averaged when local steps end, and with an epoch, so that a
-checkpoint there holds what all ranks have. The learning rate stays that of the global batch.
+is one of a step. A round also ends before another exchange is in effect, and with an epoch. Buffers are averaged too;
+momentum and the like when local steps end, and with an epoch, so that a checkpoint there holds what all ranks have. The
+learning rate stays that of the global batch.
 """
 
 import logging
@@ -157,53 +157,23 @@ def buckets_of(model: torch.nn.Module, exchange: ModelExchange) -> Iterator[Flat
         yield FlatBucket(number, held)
 
 
-class SharedBuffers:
-    """The buffers that DDP broadcasts: as rank 0 has them when local steps begin, then averaged as parameters are."""
+def share_buffers(tensors: Iterable[Tensor], exchange: ModelExchange, weight: float, *, is_first: bool) -> None:
+    """Replace buffers by their weighted mean over ranks, and whole numbers by those of rank 0; a collective.
 
-    def __init__(self, tensors: Sequence[Tensor], exchange: ModelExchange, *, is_first: bool) -> None:
-        """A collective; `is_first` is rank 0."""
-        self._tensors = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
-        self._exchange = exchange
-        self._is_first = is_first
-        self._starts: list[Tensor] = []
-        for tensor, value in zip(self._tensors, self._summed(float(is_first), lambda mine, _: mine), strict=True):
-            tensor.copy_(value)
-
-    def begin(self) -> None:
-        """Note where they are as a round begins."""
-        self._starts = [_widened(tensor) for tensor in self._tensors]
-
-    def average(self, weight: float) -> None:
-        """Put them where they began, moved by the weighted mean; a collective."""
-        moved = self._summed(weight, lambda mine, number: _moved(mine, self._starts[number]))
-        for tensor, start, value in zip(self._tensors, self._starts, moved, strict=True):
-            tensor.copy_(start + value)
-
-    def _summed(self, weight: float, value: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
-        """Values of all ranks, weighted and summed; of whole numbers rank 0's."""
-        values = []
-        for number, tensor in enumerate(self._tensors):
-            mine = value(_widened(tensor), number)
-            if mine.is_floating_point():
-                values.append(mine.mul_(weight) if weight else mine.zero_())
-            else:
-                values.append(mine if self._is_first else mine.zero_())
-        under_way = [self._exchange.send_plainly(each) for each in values]
-        for each in under_way:
-            each.wait()
-        return values
-
-
-def _moved(now: Tensor, start: Tensor) -> Tensor:
-    """The difference; zero where infinities stayed, as in a mask."""
-    return torch.where(now == start, torch.zeros_like(now), now - start)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    """A copy in which a weighted mean is computed; whole numbers in int64."""
-    if not tensor.is_floating_point():
-        return tensor.to(torch.int64, copy=True)
-    return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=True)
+    In float64, so that what is the same on all ranks stays so.
+    """
+    under_way = []
+    for tensor in tensors:
+        place = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if place.is_floating_point():
+            value = place.to(torch.float64, copy=True)
+            value = value.mul_(weight) if weight else value.zero_()
+        else:
+            value = place.to(torch.int64, copy=True) if is_first else torch.zeros_like(place, dtype=torch.int64)
+        under_way.append((place, value, exchange.send_plainly(value)))
+    for place, value, sent in under_way:
+        sent.wait()
+        place.copy_(value)
 
 
 class StatePlace(NamedTuple):
@@ -274,10 +244,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-GatherPlaces = Callable[[list[StatePlace]], list[list[StatePlace]]]
-"""What every rank has, from what this one has; a collective call."""
-
-
 @dataclass
 class _Round:
     """A round under way."""
@@ -312,19 +278,19 @@ class LocalSteps:
         exchange: ExchangePlan,
         models: CoveredModels,
         updates: Updates,
-        gather: GatherPlaces,
+        gather: Callable[[list[StatePlace]], list[list[StatePlace]]],
         *,
         noise_every: int,
     ) -> None:
-        """`noise_every` is that of `attach`."""
+        """`gather` returns what every rank has, from what this one has; `noise_every` is that of `attach`."""
         self._measurement = RoundMeasurement(noise_every)
         self._exchange = exchange
         self._models = models
         self._updates = updates
         self._gather = gather
         self._slots = TimeSlots(exchange.rank, exchange.world_size)
-        self._buffers: list[tuple[DistributedDataParallel, SharedBuffers | None]] = []
-        """The models whose steps are local, with what DDP would broadcast."""
+        self._buffers: list[tuple[Sequence[Tensor], ModelExchange]] = []
+        """What DDP would broadcast in each forward pass, for which ranks would wait, by model."""
         self._round: _Round | None = None
         self._num_steps = 0
         self._sketches: StepSketches | None = None
@@ -346,20 +312,14 @@ class LocalSteps:
         if self._round is not None or self._exchange.at(step).every == 1:
             return
         self._exchange.connect()
-        known = [model for model, _ in self._buffers]
-        for model, exchange in zip(self._models.models, self._models.exchanges, strict=True):
+        pairs = list(zip(self._models.models, self._models.exchanges, strict=True))
+        for model, exchange in pairs:
             assert isinstance(model, DistributedDataParallel), "others have no exchange"
-            if any(model is each for each in known):
-                continue
-            buffers = None
             if model.broadcast_buffers and model.modules_buffers:
-                buffers = SharedBuffers(model.modules_buffers, exchange, is_first=self._exchange.rank == 0)
-                self._models.keep_buffers(model)  # DDP would broadcast rank 0's in each forward pass, and ranks wait
-            self._buffers.append((model, buffers))
-        for _, buffers in self._buffers:
-            if buffers is not None:
-                buffers.begin()
-        pairs = zip(self._models.models, self._models.exchanges, strict=True)
+                is_first = self._exchange.rank == 0
+                share_buffers(model.modules_buffers, exchange, float(is_first), is_first=is_first)
+                self._buffers.append((model.modules_buffers, exchange))
+                self._models.keep_buffers(model)
         buckets = [(exchange, bucket) for model, exchange in pairs for bucket in buckets_of(model, exchange)]
         self._round = _Round(buckets, [0] * self._exchange.world_size)
 
@@ -428,9 +388,8 @@ class LocalSteps:
         if shares_times:
             seconds_per_sample = self._round.computed_s / max(self._round.num_timed, 1)
             numbers = some_model.send_plainly(self._slots.write(seconds_per_sample).tensor)
-        for _, buffers in self._buffers:
-            if buffers is not None:
-                buffers.average(weight)
+        for buffers, model in self._buffers:
+            share_buffers(buffers, model, weight, is_first=self._exchange.rank == 0)
         for model, bucket, view, under_way in sent:
             under_way.wait()
             bucket.move(self.outer.step(exchange, model, view))
