@@ -181,31 +181,8 @@ def test_a_covered_model_can_be_copied_and_saved_whole() -> None:
     run_ranks(_copies, 2)
 
 
-def _train_after_close(_rank: int) -> float:
-    """The error of the gradient that a model has once its session is closed, against the plain average."""
-    data = Numbered(200)
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    session = dynamix.attach(model, optimizer, data, **OPTIONS)
-    for batch in session.loader:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        session.step()
-        break
-    session.close()
-    mine = list(range(10)) if torch.distributed.get_rank() == 0 else list(range(50, 60))
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(data.inputs[mine]), data.targets[mine]).backward()
-    return relative_error(gradient_of(model), whole_gradient(data, [*range(10), *range(50, 60)]))
-
-
-def test_after_the_session_a_model_trains_as_under_plain_ddp() -> None:
-    assert max(run_ranks(_train_after_close, 2)) < 1e-12
-
-
 def _own_batches(rank: int) -> list[float]:
-    """Errors of gradients on batches of the script's own, before the first step and between two; then of a step."""
+    """Errors of gradients on batches of the script's own, before, between and after the steps; and of the steps."""
     data = Numbered(200)
     model = distribute(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -227,9 +204,9 @@ def _own_batches(rank: int) -> list[float]:
         session.step()
         errors.append(error_of_own())
     session.close()
-    return errors
+    return [*errors, error_of_own()]
 
 
-def test_batches_of_the_scripts_own_are_averaged_as_under_plain_ddp() -> None:
+def test_batches_of_the_scripts_own_are_averaged_as_under_plain_ddp_also_after_the_session() -> None:
     for errors in run_ranks(_own_batches, 2):
         assert max(errors) < 1e-12

@@ -32,7 +32,7 @@ from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.exchange.transport import forget_imports
 from dynamix.trainer.gradient.covered import CoveredModels
 from dynamix.trainer.gradient.hook import BaseHook, GradientHook, Reduction, StepWeights
-from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, StepScheduleWarning, Updates
+from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.models import (
     Averaging,
@@ -395,19 +395,17 @@ def _gradients(
         losses=losses,
     )
     schedulers = Schedulers()
-    watch = StepScheduleWarning(schedulers) if options.global_batch == "adaptive" and is_first else None
 
-    def before_update(optimizer: torch.optim.Optimizer) -> None:
+    def before_update() -> None:
         clock.before_update()
         covered_models.check_gradients()
-        if watch is not None:
-            watch.observe_update(optimizer, loader.position.epoch)
 
     updates = Updates(
         loader=loader,
         before_update=before_update,
         factor=lambda samples: FACTORS[options.learning_rate_rule](samples / run.options.base_global_batch_size),
         warns=is_first,
+        schedulers=schedulers if options.global_batch == "adaptive" and is_first else None,
     )
     for model in models:
         covered_models.cover(model)
