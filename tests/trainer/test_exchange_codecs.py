@@ -276,7 +276,7 @@ def test_collectives_of_virtual_ranks_do_what_they_say_and_tell_different_ones_a
     assert [each.tolist() for each in received] == [[0.0], [1.0, 2.0, 0.0, 1.0, 2.0]]
     for first, second, why in (
         ([Sum(tops[0])], [Largest(tops[0])], "different collectives"),
-        ([Sum(received[0])], [Sum(tops[0])], "different shapes or types"),
+        ([Sum(received[0])], [Sum(tops[0])], "different collectives"),
         ([Sum(tops[0])], [], r"ranks \[1\] ended before the others"),
     ):
         with pytest.raises(RuntimeError, match=why):
