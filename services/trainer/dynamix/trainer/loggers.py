@@ -13,14 +13,13 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol, runtime_checkable
 
 from dynamix.runtime.extensions import extension_names, load_extension
 from dynamix.schemas.messages import JobTotals, Reward
 from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy
-from dynamix.trainer.wire.client import INBOX_REWARDS, Transport
+from dynamix.trainer.wire.client import Transport
 
 QUEUED_WINDOWS = 64
 KEPT_WINDOWS = 4096
@@ -137,27 +136,6 @@ def _close(logger: MetricLogger) -> None:
         _log.exception("metric logger %s failed when it was closed", type(logger).__name__)
 
 
-@dataclass(kw_only=True)
-class EndedWindow:
-    """One window, and what its reward is summed up from."""
-
-    step: int
-    metrics: dict[str, float | str]
-    rewarded_nodes: set[str] = field(default_factory=set)
-    terms: dict[str, list[float]] = field(default_factory=dict)
-    """By rank known so far, where it has the term: one that cannot be computed is left out."""
-
-    def add_reward(self, reward: Reward) -> None:
-        """Take a node's rewards: means over the ranks known so far, each term apart."""
-        if reward.node in self.rewarded_nodes:
-            return
-        self.rewarded_nodes.add(reward.node)
-        for rank in reward.ranks:
-            for name, value in {"mean": rank.reward, **rank.terms}.items():
-                self.terms.setdefault(name, []).append(value)
-        self.metrics.update({f"reward/{name}": sum(each) / len(each) for name, each in self.terms.items()})
-
-
 class MetricHistory:
     """The newest windows of this generation; hands each to the loggers once."""
 
@@ -165,21 +143,22 @@ class MetricHistory:
         """Rewards are taken from `transport`: where nothing comes over a bus, windows have none."""
         self._loggers = loggers
         self._transport = transport
-        self._windows: deque[EndedWindow] = deque(maxlen=KEPT_WINDOWS)
-        self._rewards: deque[Reward] = deque(maxlen=INBOX_REWARDS)
-        """Those of a window that has not ended here: another node may be faster."""
+        self._windows: deque[tuple[int, dict[str, float | str]]] = deque(maxlen=KEPT_WINDOWS)
+        """Optimizer steps by its end, and metrics."""
+        self._rewards: dict[tuple[int, int], dict[str, Reward]] = {}
+        """By generation and window, then by node, which may be ahead of this one."""
         self._is_newest_logged = True
 
     def add_window(self, step: int, metrics: Mapping[str, float | str]) -> None:
         """Add the window that ended with `step` optimizer steps done; the one before goes to the loggers."""
         self._log_newest()
-        self._windows.append(EndedWindow(step=step, metrics=dict(metrics)))
+        self._windows.append((step, dict(metrics)))
         self._is_newest_logged = False
 
     def rows(self) -> list[dict[str, float | str]]:
         """The windows, oldest first, each with its `step`."""
         self._take_rewards()
-        return [{"step": window.step, **window.metrics} for window in self._windows]
+        return [{"step": step, **metrics} for step, metrics in self._windows]
 
     def close(self, timeout_s: float) -> None:
         """Hand the last window over and close the loggers; waits at most `timeout_s`."""
@@ -189,23 +168,31 @@ class MetricHistory:
     def _log_newest(self) -> None:
         self._take_rewards()
         if not self._is_newest_logged:
-            newest = self._windows[-1]
-            self._loggers.publish(newest.step, dict(newest.metrics))
+            step, metrics = self._windows[-1]
+            self._loggers.publish(step, dict(metrics))
             self._is_newest_logged = True
 
     def _take_rewards(self) -> None:
-        self._rewards.extend(self._transport.take_rewards())
-        if not self._rewards:
-            return
-        newest = list(self._windows)[-AWAITED_WINDOWS:]
-        awaited = {(window.metrics["generation"], window.metrics["window"]): window for window in newest}
-        early = []
-        for reward in self._rewards:
-            if (window := awaited.get((reward.generation, reward.window))) is not None:
-                window.add_reward(reward)
-            elif not awaited or (reward.generation, reward.window) > max(awaited):
-                early.append(reward)
-        self._rewards = deque(early, maxlen=INBOX_REWARDS)
+        """Add the means of the rewards that have come, each term over the ranks that have it."""
+        awaited = {_place_of(metrics): metrics for _, metrics in list(self._windows)[-AWAITED_WINDOWS:]}
+        changed = [*awaited][-1:]  # its rewards may have come before it ended here
+        for reward in self._transport.take_rewards():
+            place = reward.generation, reward.window
+            self._rewards.setdefault(place, {}).setdefault(reward.node, reward)
+            changed.append(place)
+        for place in changed:
+            if place in awaited:
+                terms: dict[str, list[float]] = {}
+                for rank in (rank for reward in self._rewards.get(place, {}).values() for rank in reward.ranks):
+                    for name, value in {"mean": rank.reward, **rank.terms}.items():
+                        terms.setdefault(name, []).append(value)
+                awaited[place].update({f"reward/{name}": sum(each) / len(each) for name, each in terms.items()})
+        for place in sorted(self._rewards)[:-AWAITED_WINDOWS]:
+            del self._rewards[place]
+
+
+def _place_of(metrics: Mapping[str, float | str]) -> tuple[int, int]:
+    return int(metrics["generation"]), int(metrics["window"])
 
 
 MAX_RANKS_APART = 16
