@@ -17,8 +17,8 @@ from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import FEED
-from dynamix.trainer.wire import client as client_module
-from dynamix.trainer.wire.client import BusClient
+from dynamix.trainer import bus_client as client_module
+from dynamix.trainer.bus_client import BusClient
 
 NODE = "node-a"
 

@@ -12,6 +12,7 @@ from tests.support import examples
 from tests.support.rows import row
 
 from dynamix.extras.loggers import CsvLogger, JsonlLogger
+from dynamix.trainer.bus_client import Transport
 from dynamix.trainer.loggers import (
     QUEUED_WINDOWS,
     Loggers,
@@ -20,7 +21,6 @@ from dynamix.trainer.loggers import (
     window_metrics,
 )
 from dynamix.trainer.measurement.clock import StepTimes
-from dynamix.trainer.wire.client import Transport
 
 TIMEOUT_S = 10.0
 

@@ -15,6 +15,7 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, Objective
 from dynamix.schemas.messages.policies import GlobalBatch
+from dynamix.trainer.bus_client import BusClient, Transport
 from dynamix.trainer.data.loader import (
     CountTokens,
     Loader,
@@ -46,7 +47,7 @@ from dynamix.trainer.gradient.models import (
 )
 from dynamix.trainer.job.identity import MemoryCaps
 from dynamix.trainer.job.options import options_of, warn_of_two_momenta
-from dynamix.trainer.local_steps.rounds import LocalSteps
+from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import Loggers, MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
 from dynamix.trainer.measurement.energy import energy_meter, unmeasured
@@ -54,7 +55,6 @@ from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
 from dynamix.trainer.steering.collectives import AnyCollectives
 from dynamix.trainer.steering.run import Run
 from dynamix.trainer.steering.steering import Adoption, Steering, WindowEnd
-from dynamix.trainer.wire.client import BusClient, Transport
 
 from .rendezvous import Rendezvous, meet_ranks
 from .session import ExitRules, Gradients, Session

@@ -18,8 +18,8 @@ from typing import Protocol, runtime_checkable
 
 from dynamix.runtime.extensions import extension_names, load_extension
 from dynamix.schemas.messages import JobTotals, Reward
+from dynamix.trainer.bus_client import Transport
 from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy
-from dynamix.trainer.wire.client import Transport
 
 QUEUED_WINDOWS = 64
 KEPT_WINDOWS = 4096

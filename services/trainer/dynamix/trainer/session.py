@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.arguments import share, whole_number
+from dynamix.trainer.bus_client import Transport
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.plan import ExchangePlan
@@ -22,13 +23,12 @@ from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.job.identity import MemoryCaps
-from dynamix.trainer.local_steps.rounds import EndedStep, LocalSteps
+from dynamix.trainer.local_steps import EndedStep, LocalSteps
 from dynamix.trainer.loggers import MetricHistory
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import RankMeter, Scalar
 from dynamix.trainer.steering.run import Run, reason_after
 from dynamix.trainer.steering.steering import Steering
-from dynamix.trainer.wire.client import Transport
 
 from .checkpoint import (
     outer_momentum_of,

@@ -1,1 +1,0 @@
-"""Local steps: rounds in which each rank steps alone (`rounds`)."""
