@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.loops import SIZES, gathered, gradient_of, relative_error
+from tests.support.loops import SIZES, train_compared
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, make_model, offer
 from torch import nn
@@ -26,7 +26,6 @@ OPTIONS: dict[str, Any] = {
     "local_batch_size": (9, 40), "min_local_batch_size": 0, "window_steps": 4, "connect": False, "noise_every": 1,
     "global_batch": "adaptive", "pin_memory": torch.cuda.is_available(),
 }  # fmt: skip
-MIB = 2**20
 
 
 def _attach(
@@ -44,24 +43,15 @@ def _batches(session: Session, device: str) -> Iterator[tuple[torch.Tensor, torc
 
 
 def _weigh(_rank: int, device: str, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
-    """An epoch of changing sizes: errors against one big batch on the CPU, samples, and the windows' metrics."""
+    """An epoch of changing sizes: errors against one big batch, number of samples, and metrics."""
     data = Numbered(600, torch.float64 if dtype == torch.float64 else torch.float32)
     session, model, optimizer = _attach(device, data, dtype, **options)
-    alone, errors, samples = make_model(), [], []
-    for inputs, targets, indices in _batches(session, device):
-        used = gathered(indices[: session.num_samples].tolist())
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs.to(dtype)), targets)
-        loss.backward()
-        alone.zero_grad()
-        nn.functional.cross_entropy(alone(data.inputs[used].double()), data.targets[used]).backward()
-        errors.append(relative_error(gradient_of(model).double().cpu(), gradient_of(alone)))
-        samples += used
-        optimizer.step()
+    errors = []
+    for error in train_compared(session, model, optimizer, data):
+        errors.append(error)
         offer(session, SIZES[(session.step_index + 1) % len(SIZES)])
-        session.step(loss)
     session.close()
-    return {"error": max(errors), "samples": sorted(samples), "metrics": session.metrics()}
+    return {"error": max(errors), "samples": session.position, "metrics": session.metrics()}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -72,7 +62,7 @@ def test_the_gradient_is_that_of_one_big_batch(device: str, dtype: torch.dtype, 
     options = {"num_workers": 1} if dtype == torch.float64 else {}
     for result in run_ranks(_weigh, 2, device, dtype, options):
         assert result["error"] < tolerance
-        assert result["samples"] == list(range(600))
+        assert result["samples"] == 600
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -81,7 +71,7 @@ def test_gradients_travel_through_the_memory_of_the_host(device: str, codec: str
     options = {"exchange": Exchange(codec=codec, route="shares", shares=(1.0, 2.0))}
     for result in run_ranks(_weigh, 2, device, torch.float32, options):
         assert result["error"] < tolerance
-        assert result["samples"] == list(range(600))
+        assert result["samples"] == 600
 
 
 def _local(_rank: int, device: str) -> list[tuple[bool, torch.Tensor]]:
@@ -162,18 +152,8 @@ def _compiled(_rank: int, device: str, backend: str) -> float:
     model = torch.compile(DistributedDataParallel(make_model(torch.float32).to(device)), backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     session = dynamix.attach(model, optimizer, data, **OPTIONS)
-    alone, errors = make_model(), []
-    for inputs, targets, indices in _batches(session, device):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        used = gathered(indices[: session.num_samples].tolist())
-        alone.zero_grad()
-        nn.functional.cross_entropy(alone(data.inputs[used].double()), data.targets[used]).backward()
-        errors.append(relative_error(gradient_of(model).double().cpu(), gradient_of(alone)))
-        optimizer.step()
-        session.step()
-    session.close()
-    return max(errors)
+    with session:
+        return max(train_compared(session, model, optimizer, data))
 
 
 @pytest.mark.parametrize("device", ON_GPU)
@@ -188,17 +168,8 @@ def _alone_over(_rank: int, backend: str, device: str) -> tuple[float, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     data = Numbered(200)
     session = dynamix.attach(model, optimizer, data, local_batch_size=25, connect=False, weighting="hook")
-    alone, errors = make_model(), []
-    for inputs, targets, indices in _batches(session, device):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        alone.zero_grad()
-        nn.functional.cross_entropy(alone(data.inputs[indices]), data.targets[indices]).backward()
-        errors.append(relative_error(gradient_of(model).cpu(), gradient_of(alone)))
-        optimizer.step()
-        session.step()
-    session.close()
-    return max(errors), session.step_index
+    with session:
+        return max(train_compared(session, model, optimizer, data)), session.step_index
 
 
 @pytest.mark.parametrize(

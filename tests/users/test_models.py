@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.loops import OPTIONS, SIZES, gathered, gradient_of, loss_of, relative_error, whole_gradient
+from tests.support.loops import (
+    OPTIONS,
+    SIZES,
+    gathered,
+    gradient_of,
+    loss_of,
+    relative_error,
+    train_compared,
+    whole_gradient,
+)
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, distribute, make_model, offer
 from torch import nn
@@ -107,17 +116,8 @@ def _compiled(_rank: int) -> float:
     model = torch.compile(DistributedDataParallel(make_model()), backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     session = dynamix.attach(model, optimizer, data, global_batch="adaptive", **OPTIONS)
-    errors = []
-    for batch in session.loader:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        used = gathered(batch[2][: session.num_samples].tolist())
-        errors.append(relative_error(gradient_of(model), whole_gradient(data, used)))
-        optimizer.step()
-        session.step(loss)
-    session.close()
-    return max(errors)
+    with session:
+        return max(train_compared(session, model, optimizer, data))
 
 
 def test_a_compiled_model_is_weighed() -> None:
