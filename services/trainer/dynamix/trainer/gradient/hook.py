@@ -12,7 +12,7 @@ divided by the total of the step before, and then corrected.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from dynamix.trainer.exchange.plan import ModelExchange, Sent, StepExchange
 from dynamix.trainer.exchange.transport import LentTensor, launched
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.noise import HALF, NormSketch, is_measured
-from dynamix.trainer.measurement.clock import AnyClock
 
 Reduction = Literal["mean", "sum"]
 """What the user's loss does over the samples of its batch."""
@@ -282,6 +281,19 @@ class _Step:
     reduced: dict[int, float | torch.Tensor] = field(default_factory=dict)
 
 
+class GradientClock(Protocol):
+    """The clock that the hook reports times of a step to, and asks (`measurement.clock`)."""
+
+    def gradient_ready(self) -> None:
+        """This rank's last bucket is ready to be reduced."""
+
+    def reduced(self) -> None:
+        """The gradient came back; of several backward passes the last one counts."""
+
+    def seconds_per_sample(self) -> float:
+        """Compute time over samples of the newest step completed and not yet returned; 0 without one."""
+
+
 class GradientHook:
     """The communication hook of one DDP model, in one session.
 
@@ -296,7 +308,7 @@ class GradientHook:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        clock: AnyClock,
+        clock: GradientClock,
         weights: StepWeights,
         *,
         reduction: Reduction,
