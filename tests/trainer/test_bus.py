@@ -20,7 +20,7 @@ from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Action, Applied, Dead, Job, Report
 from dynamix.trainer import Session
-from dynamix.trainer.wire.client import BusClient
+from dynamix.trainer.bus_client import BusClient
 
 WINDOW_STEPS = 4
 TARGET = (3, 21)

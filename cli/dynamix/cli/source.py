@@ -162,7 +162,9 @@ class Source:
         for record in tail.take_records():
             self._merge.add_record(record)
             if tail is self._jobs:
-                self._job_ended = _is_end(record)
+                self._job_ended = False
+                with contextlib.suppress(MalformedMessageError):
+                    self._job_ended = decode(Job, record.subject, record.payload).phase == "ended"
 
     async def _stored(self) -> dict[str, int]:
         return {tail.stream: await tail.stored() for tail in self._tails}
@@ -179,10 +181,3 @@ async def capture_stored(bus: Bus, job: str, path: Path) -> None:
                 for record in batch:
                     writer.write_record(record)
         writer.finish(source.reason)
-
-
-def _is_end(record: Record) -> bool:
-    try:
-        return decode(Job, record.subject, record.payload).phase == "ended"
-    except MalformedMessageError:
-        return False
