@@ -45,7 +45,7 @@ def attached(local_batch_size: Any, model: torch.nn.Module = LINEAR, **given: An
         ({"policy_options": {"route": "ring"}}, "option route=ring of policy 'static' must be one of all-reduce"),
         ({"policy_options": {"codec": "No Name"}}, "pass a finite number, or a name"),
         ({"policy_options": {"every": float("nan")}}, "pass a finite number, or a name"),
-        ({"policy": "split", "policy_options": {"codec": "int8"}}, "has no option 'codec', which static, diloco"),
+        ({"policy": "split", "policy_options": {"codec": "int8"}}, "has no option 'codec'"),
         ({"policy_options": {"outer_rate": 0.7}}, "of rounds of local steps: add every=2 or more"),
         (
             {

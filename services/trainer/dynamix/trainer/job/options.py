@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
 from msgspec import Meta
@@ -24,34 +24,34 @@ from dynamix.schemas.messages.allocation import (
     Exchange,
     ExchangePermission,
     Explored,
+    GlobalBatch,
     Objective,
-    initial_exchange,
     is_permitted,
 )
-from dynamix.schemas.messages.policies import (
+from dynamix.schemas.policies import (
     DEFAULT_POLICY,
-    EXCHANGE_OPTIONS,
+    EXCHANGE_POLICIES,
     KEEPS_GLOBAL_BATCH,
     OUR_POLICIES,
+    POLICY_OPTIONS,
     RECURRING,
     SPLIT_POLICY,
     STIGMERGY,
-    GlobalBatch,
     PolicyOptions,
+    check_options,
+    initial_exchange,
     initial_split,
+    option_value,
 )
-from dynamix.schemas.messages.policy_options import OPTION_BOUNDS, VERSION, option_value
-from dynamix.schemas.spelling import nearest, suggestion
+from dynamix.schemas.spelling import nearest
 from dynamix.schemas.subjects import is_token
 from dynamix.trainer.arguments import AtLeast0, AtLeast1, checked
 from dynamix.trainer.exchange.codecs import CODECS, GROUP, exchange_codec
 from dynamix.trainer.exchange.rows import table_share
-from dynamix.trainer.exchange.transport import split_address
+from dynamix.trainer.exchange.servers import split_address
 from dynamix.trainer.gradient.hook import Reduction
 from dynamix.trainer.gradient.learning_rate import Rule
 from dynamix.trainer.gradient.models import Averaging
-
-NoiseMetric = Literal["gradient", "adam"]
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -89,8 +89,6 @@ class JobOptions:
     noise_every: AtLeast1
     """Steps between two measurements of the gradient noise."""
     noise_decay: Annotated[float, Meta(ge=0, lt=1)]
-    noise_metric: NoiseMetric = "gradient"
-    """What its squared norms are of: the gradient, or the gradient as Adam divides it."""
     global_batch: GlobalBatch = "adaptive"
     """Whether decisions may change the sum of the sizes."""
     micro_batch_size: AtLeast1 | None = None
@@ -196,14 +194,8 @@ class JobOptions:
                     f"policy_options[{name!r}]={value!r}: pass a finite number, or a name of 1 to 63 of the characters "
                     "a-z, 0-9 and '-'"
                 )
-            known = OPTION_BOUNDS.get(self.policy, {})  # others' policies have options that are not known here
-            if known and name != VERSION and name not in known:
-                others = [policy for policy, bounds in OPTION_BOUNDS.items() if name in bounds]
-                there = f", which {', '.join(others)} have" if others else suggestion(name, known)
-                raise ValueError(f"policy {self.policy!r} has no option {name!r}{there}")
-            if name in known and (fault := known[name].fault(value)):
-                shown = value if isinstance(value, str) else f"{value:g}"
-                raise ValueError(f"option {name}={shown} of policy {self.policy!r} {fault}")
+        if (known := POLICY_OPTIONS.get(self.policy)) is not None:
+            check_options(self.policy, known, self.policy_options)
         if self.policy != STIGMERGY:
             return
         if not self.supports_tracking and len(self.local_batch_sizes) > 1:
@@ -245,7 +237,7 @@ class JobOptions:
                 f"{first.label} in the whole run: leave these options out, or use another policy"
             )
         outer = self.policy_options.keys() & {"outer_rate", "outer_momentum"}
-        if self.policy in EXCHANGE_OPTIONS and asked.every == 1 and outer:
+        if self.policy in EXCHANGE_POLICIES and asked.every == 1 and outer:
             raise ValueError("options outer_rate and outer_momentum are of rounds of local steps: add every=2 or more")
         if first.shares and first.route not in ("shares", SERVERS):
             raise ValueError(f"shares={list(first.shares)[:16]} are of the route 'shares': add route='shares'")
@@ -368,9 +360,7 @@ def _check_hooks(
     exchange: ExchangePermission | Exchange,
 ) -> None:
     """Raise ValueError for what the communication hook cannot carry out, saying how to fix it."""
-    base_hook, noise_metric = given["base_hook"], given["noise_metric"]
-    if averaging == "loss" and noise_metric != "gradient":
-        raise ValueError(f'noise_metric={noise_metric!r} needs weighting="hook": no noise is measured without')
+    base_hook = given["base_hook"]
     if averaging != "hook" and base_hook is not None:
         raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
     if base_hook is not None and num_models > 1:
