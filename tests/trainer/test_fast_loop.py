@@ -237,21 +237,3 @@ def test_where_no_slot_can_ride_along_the_sizes_are_adopted_as_they_are(options:
     assert result["splits"] == {"fixed"}
     assert result["sizes"] == (7,)
     assert result["refused"]["tracking"] > 0
-
-
-def _begin_under(rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    session, model, optimizer, published = attach_tracked(Numbered(240, torch.float32), window_steps=4, **options)
-    hold_times(session, rank)
-    sizes = []
-    for batch in session.loader:
-        sizes.append(session.local_batch_sizes)
-        train_step(session, model, optimizer, batch)
-    session.close()
-    return {"sizes": sizes, "jobs": [message for message in published if isinstance(message, Job)]}
-
-
-def test_a_job_whose_ranks_divide_the_batch_begins_so_without_a_bus_or_a_decision() -> None:
-    results = run_ranks(_begin_under, 2, {"policy": "rule"})
-    assert results[0]["sizes"] == results[1]["sizes"]
-    assert results[0]["sizes"][:2] == [(12, 12), (6, 18)]  # rank 0 takes three times as long
-    assert {job.initial_split for job in results[0]["jobs"]} == {"tracking"}

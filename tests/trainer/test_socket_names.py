@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.rank_connections import match, mesh
+from tests.support.rank_connections import mesh
 from tests.support.ranks import run_ranks
-from tests.support.sockets import Pair, connected, cookie
+from tests.support.sockets import cookie
 from tests.support.training import Numbered, distribute, make_model
 from torch import nn
 
@@ -20,17 +20,6 @@ from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
 from dynamix.schemas.messages.fields import MAX_SOCKETS
 from dynamix.trainer.measurement.sockets import MAX_NODE_SOCKETS, Connection, Endpoint, PeerSockets, mutual_connections
-
-
-def test_a_rank_is_named_by_the_cookies_that_the_kernel_gives(connection: Pair) -> None:
-    client, server = connection
-    with connected() as (other_client, other_server):
-        sockets = PeerSockets()
-        match(sockets, server, other_server)
-        assert sockets.cookies == {
-            0: tuple(sorted((cookie(client), cookie(other_client)))),
-            1: tuple(sorted((cookie(server), cookie(other_server)))),
-        }
 
 
 def test_only_what_two_ranks_tell_is_mutual() -> None:
