@@ -1,13 +1,11 @@
 """How the sockets between ranks are named in reports: by the kernel's cookies, so that a probe finds the same ones."""
 
 import itertools
-import logging
 import os
 import socket
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from tests.support.rank_connections import mesh
@@ -41,7 +39,7 @@ def test_only_what_two_ranks_tell_is_mutual() -> None:
     assert len(mutual[2]) == len(listings[2]) - 1
 
 
-def test_more_sockets_than_a_report_can_name_are_not_named_in_part(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_sockets_than_a_report_can_name_are_not_named_in_part() -> None:
     def matched(num_sockets: int, num_ranks: int) -> PeerSockets:
         ends = [(Endpoint("10.0.0.1", port), Endpoint("10.0.0.2", port)) for port in range(num_sockets)]
         ours = [Connection(*both, cookie) for cookie, both in enumerate(ends, 1)]
@@ -51,13 +49,8 @@ def test_more_sockets_than_a_report_can_name_are_not_named_in_part(caplog: pytes
         return sockets
 
     assert len(matched(MAX_SOCKETS, 10).cookies[9]) == MAX_SOCKETS  # 40,960 in all
-    with caplog.at_level(logging.WARNING, "dynamix.trainer"):
-        assert matched(MAX_SOCKETS + 1, 1).cookies == {}
-        assert matched(MAX_NODE_SOCKETS // 16, 17).cookies == {}
-    assert [record.getMessage().split(", more")[0] for record in caplog.records] == [
-        "the ranks of this node have 4097 sockets to others",
-        "the ranks of this node have 43520 sockets to others",
-    ]
+    assert matched(MAX_SOCKETS + 1, 1).cookies == {}
+    assert matched(MAX_NODE_SOCKETS // 16, 17).cookies == {}
 
 
 def _tcp_sockets(store_port: int) -> set[int]:

@@ -6,7 +6,6 @@ connections. A kernel probe finds the same connections by their socket cookies.
 
 import ctypes
 import ipaddress
-import logging
 import operator
 import os
 import socket
@@ -175,8 +174,6 @@ LEAST_SENDING_US = 10_000
 SEVERAL = -1
 """In place of a rank: one of those that share an address."""
 
-_log = logging.getLogger("dynamix.trainer")
-
 
 class _Counted(NamedTuple):
     """A connection that is counted."""
@@ -246,14 +243,6 @@ class PeerSockets:
         for named, connections in mutual.items():
             found = {connection.cookie for connection in connections if connection.cookie is not None}
             self._cookies[named] = tuple(sorted(found.union(self._cookies.get(named, ()))))
-        if not self._can_name and rank == min(mutual):
-            _log.warning(
-                "the ranks of this node have %d sockets to others, more than a report can name (%d, and %d per rank): "
-                "their network metrics come from TCP_INFO, not from a kernel probe",
-                sum(map(len, self._cookies.values())),
-                MAX_NODE_SOCKETS,
-                MAX_SOCKETS,
-            )
 
     @property
     def cookies(self) -> Mapping[int, tuple[int, ...]]:
@@ -262,7 +251,8 @@ class PeerSockets:
         Empty when there are too many to name: a part of the sockets would be a part of the traffic and look like all
         of it, while TCP_INFO, to which nameless ranks are left, counts them all.
         """
-        return self._cookies if self._can_name else {}
+        counts = [len(cookies) for cookies in self._cookies.values()]
+        return self._cookies if max(counts, default=0) <= MAX_SOCKETS and sum(counts) <= MAX_NODE_SOCKETS else {}
 
     def read(self) -> SocketCounters | None:
         """The counters since `match` first saw each connection; `None` when there never was one."""
@@ -282,11 +272,6 @@ class PeerSockets:
         found = [link for counted in self._counted.values() if (link := counted.link) is not None]
         self._counted = {each: counted._replace(rated=counted.newest) for each, counted in self._counted.items()}
         return max(found, default=None)
-
-    @property
-    def _can_name(self) -> bool:
-        counts = [len(cookies) for cookies in self._cookies.values()]
-        return max(counts, default=0) <= MAX_SOCKETS and sum(counts) <= MAX_NODE_SOCKETS
 
     def _count(self, connections: Mapping[Connection, int], near: Collection[int]) -> None:
         descriptors = own_connections()
