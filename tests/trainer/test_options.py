@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.job_options import job_options
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from dynamix.trainer import Exchange, attach
 from dynamix.trainer.job.options import JobOptions, job_family, options_of
@@ -82,6 +83,13 @@ def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], text: str)
 def test_sizes_are_whole_numbers_of_which_one_is_positive(given: Any) -> None:
     with pytest.raises(ValueError, match="local_batch_size"):
         attached(given)
+
+
+def test_ranks_divide_the_batch_themselves_only_with_our_own_hook() -> None:
+    assert attached(8).supports_tracking
+    assert not attached(8, base_hook=allreduce_hook).supports_tracking
+    assert attached(8).initial_allocation.split == "tracking"
+    assert attached(8, base_hook=allreduce_hook).initial_allocation.split == "fixed"
 
 
 def test_numbers_of_numpy_and_torch_are_numbers() -> None:
