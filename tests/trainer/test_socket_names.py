@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.support.rank_connections import mesh
 from tests.support.ranks import run_ranks
 from tests.support.sockets import cookie
 from tests.support.training import Numbered, distribute, make_model
@@ -17,26 +16,7 @@ from torch import nn
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
 from dynamix.schemas.messages.fields import MAX_SOCKETS
-from dynamix.trainer.measurement.sockets import MAX_NODE_SOCKETS, Connection, Endpoint, PeerSockets, mutual_connections
-
-
-def test_only_what_two_ranks_tell_is_mutual() -> None:
-    listings = mesh(4, 2)
-    found = mutual_connections(listings, range(4))
-    assert {rank: list(to_peers) for rank, to_peers in found.items()} == dict(enumerate(listings))
-    for to_peers in found.values():
-        assert all(each.remote.address == f"10.0.0.{peer}" for each, peer in to_peers.items())
-
-    ends = Endpoint("127.0.0.1", 5), Endpoint("127.0.0.1", 6)
-    inside = [Connection(*ends, 1), Connection(*reversed(ends), 2)]  # both in one process
-    missing = listings[3].pop(0)  # rank 3 does not tell of its connection to rank 2
-    listings[1] += inside
-    mutual = mutual_connections(listings, (1, 2))
-    assert list(mutual[1]) == listings[1][:-2]
-    assert {found[:2] for found in listings[2]} - {found[:2] for found in mutual[2]} == {
-        (missing.remote, missing.local)
-    }
-    assert len(mutual[2]) == len(listings[2]) - 1
+from dynamix.trainer.measurement.sockets import MAX_NODE_SOCKETS, Connection, Endpoint, PeerSockets
 
 
 def test_more_sockets_than_a_report_can_name_are_not_named_in_part() -> None:

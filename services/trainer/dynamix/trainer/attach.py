@@ -43,7 +43,7 @@ from dynamix.trainer.gradient.models import (
     world_size_of,
 )
 from dynamix.trainer.job.identity import MemoryCaps
-from dynamix.trainer.job.options import options_of, warn_of_two_momenta
+from dynamix.trainer.job.options import options_of
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import Loggers, MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
@@ -305,8 +305,6 @@ def _gradients(
     servers = GradientServers(options.gradient_servers, run.identity.job, run.place.rank, collectives.world_size)
     exchanges = ExchangePlan(run.schedule, servers, is_decided=options.supports_exchange)
     losses, sizes = None, options.local_batch_sizes
-    if is_first:
-        warn_of_two_momenta(options.initial_allocation.exchange, optimizers)
     if is_first and len(sizes) > 1 and (options.policy != "static" or len(set(sizes)) > 1):
         losses = LossWarnings(
             is_sum=options.reduction == "sum",

@@ -388,16 +388,6 @@ def _check_hooks(
             )
 
 
-def warn_of_two_momenta(exchange: Exchange, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Warn where outer steps add momentum to that of the optimizer."""
-    if exchange.outer_momentum and any(group.get("momentum") for each in optimizers for group in each.param_groups):
-        _log.warning(
-            "outer_momentum=%g adds to the momentum of the optimizer, and both together train much worse than one of "
-            "them: use outer_rate=1 and outer_momentum=0, or an optimizer without momentum such as AdamW",
-            exchange.outer_momentum,
-        )
-
-
 def warn_of_policy(options: JobOptions) -> None:
     """Warn of a policy that is not ours, and of one that will not do all that it does elsewhere; once per job."""
     policy = options.policy

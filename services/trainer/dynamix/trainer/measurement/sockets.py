@@ -232,17 +232,26 @@ class PeerSockets:
             if connection.local.port not in self._excluded and connection.remote.port not in self._excluded
         )
 
-    def match(self, listings: Sequence[Collection[Connection]], rank: int, node_ranks: Iterable[int]) -> None:
+    def match(self, listings: Sequence[Collection[Connection]], rank: int, node_ranks: Collection[int]) -> None:
         """Count and name the connections that two ranks listed from both ends; linear in their number.
 
         `listings` holds the candidates of all ranks, in rank order. `rank` is this one, whose connections are counted
         from now on; those of `node_ranks`, it among them, are named.
         """
-        mutual = mutual_connections(listings, node_ranks)
-        self._count(mutual[rank], near={*mutual, SEVERAL})
-        for named, connections in mutual.items():
-            found = {connection.cookie for connection in connections if connection.cookie is not None}
+        owners: dict[tuple[Endpoint, Endpoint], int] = {}
+        for owner, listed in enumerate(listings):
+            for each in listed:
+                ends = (each.remote, each.local)
+                if owners.setdefault(ends, owner) != owner:  # both have this address, in namespaces of their own
+                    owners[ends] = SEVERAL
+        near = {*node_ranks, SEVERAL}
+        for named in node_ranks:
+            peers = {each: owners.get((each.local, each.remote), named) for each in listings[named]}
+            mutual = {each: peer for each, peer in peers.items() if peer != named}  # not within one process
+            found = {each.cookie for each in mutual if each.cookie is not None}
             self._cookies[named] = tuple(sorted(found.union(self._cookies.get(named, ()))))
+            if named == rank:
+                self._count(mutual, near)
 
     @property
     def cookies(self) -> Mapping[int, tuple[int, ...]]:
@@ -291,25 +300,3 @@ class PeerSockets:
                 continue
             part = self._counted.pop(connection).difference
             self._closed = TcpInfo(*map(operator.add, self._closed, part))._replace(srtt_us=0)
-
-
-def mutual_connections(
-    listings: Sequence[Collection[Connection]], ranks: Iterable[int]
-) -> dict[int, dict[Connection, int]]:
-    """The connections of each of `ranks` that another rank listed from the other end, with that rank.
-
-    A connection between two sockets of one process is none; two ranks with the same addresses, in network namespaces
-    of their own, do not hide each other, but which of them it is is not known: `SEVERAL`.
-    """
-    owners: dict[tuple[Endpoint, Endpoint], int] = {}
-    for rank, listed in enumerate(listings):
-        for connection in listed:
-            ends = (connection.remote, connection.local)
-            if owners.setdefault(ends, rank) != rank:
-                owners[ends] = SEVERAL
-    return {
-        rank: {
-            found: peer for found in listings[rank] if (peer := owners.get((found.local, found.remote), rank)) != rank
-        }
-        for rank in ranks
-    }
