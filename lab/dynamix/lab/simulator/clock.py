@@ -3,7 +3,7 @@
     compute_i = slowdown_i * (overhead_i + max(b_i, saturation_i) / samples_per_s_i)
     ring:              C = 2 (N - 1) K * max(mean_i (l_i + s_i), max_i s_i),  s_i = congestion_i * M / (K N bandwidth_i)
     parameter server:  C = 2 K * max(l_0 + congestion_0 * N M / (K servers bandwidth), max_i (l_i + N s_i))
-    exposed = max(C / K, C - overlap * max_i compute_i) + exchange_s
+    exposed = max(C / K, C - overlap * max_i compute_i)
     step    = max_i compute_i + exposed + decision
 
 l_i = congestion_i * latency is a message's latency on a worker's link, and s_i the time that the link takes to send its
@@ -20,14 +20,12 @@ where the whole network is. A congested link has its bandwidth divided and its l
 Where a codec, local steps or another route is active, `exchange` has the formulas of C and of the exposed part; those
 of a ring are the same.
 
-A straggler, the jitter of a step and a lasting change of speed slow all of a worker's computing, its overhead too, and
-such a change may add `exchange_s` to each exchange of gradients. The parts are those of the real clock
-(`dynamix.trainer.measurement.clock`): data 0, compute, sync = waiting for the slowest and the exposed communication,
-update = the cost of a decision. The optimizer's own time belongs to `overhead_s`.
+A straggler and the jitter of a step slow all of a worker's computing, its overhead too. The parts are those of the real
+clock (`dynamix.trainer.measurement.clock`): data 0, compute, sync = waiting for the slowest and the exposed
+communication, update = the cost of a decision. The optimizer's own time belongs to `overhead_s`.
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .exchange import LinkSpeeds, StepTraffic, bucket_times, finish_s, ready_times_s
-from .scenario import BYTES_PER_MBIT, Scenario, SpeedChange
+from .scenario import BYTES_PER_MBIT, Scenario
 
 Array64 = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -51,12 +49,10 @@ class Conditions(NamedTuple):
     """Conditions of each worker in one step; float64, one per worker."""
 
     slowdown: Array64
-    """Factor on its compute time: straggling, jitter and a lasting change of its speed."""
+    """Factor on its compute time: straggling and jitter."""
     congestion: Array64
     """Factor that its link's bandwidth is divided by, and its latency multiplied."""
     congested: Flags
-    exchange_s: float = 0.0
-    """By how much longer an exchange of gradients takes, as a worker's processor has become slower."""
 
 
 class Disturbances:
@@ -79,20 +75,16 @@ class Disturbances:
             links = 1 if congestion.shared else count
             off_s, on_s = congestion.mean_clear_s, congestion.mean_congested_s
             self._congested = Switching(seed, CONGESTED, links, off_s=off_s, on_s=on_s)
-        self._speeds = SpeedChanges(count, scenario.speed_changes)
 
     def at(self, step: int, time_s: float) -> Conditions:
         """The conditions of a step that begins at `time_s`, until its end."""
         slowdown = self._ones if self._jitter is None else self._jitter.of_step(step)
         if self._slow is not None:
             slowdown = np.where(self._slow.at(time_s), self._slow_factor * slowdown, slowdown)
-        if (factors := self._speeds.at(time_s)) is not None:
-            slowdown = factors * slowdown
-        exchange_s = self._speeds.exchange_s
         if self._congested is None:
-            return Conditions(slowdown, self._ones, self._clear, exchange_s)
+            return Conditions(slowdown, self._ones, self._clear)
         congested = np.logical_or(self._clear, self._congested.at(time_s))
-        return Conditions(slowdown, np.where(congested, self._congestion_factor, 1.0), congested, exchange_s)
+        return Conditions(slowdown, np.where(congested, self._congestion_factor, 1.0), congested)
 
 
 class Switching:
@@ -121,31 +113,6 @@ class Switching:
 
     def _stay_s(self, index: int) -> float:
         return float(self._generators[index].exponential(self._mean_s[int(self._on[index])]))
-
-
-class SpeedChanges:
-    """Lasting changes of workers' speeds, as far as they have happened.
-
-    Attributes:
-        exchange_s: by how much longer an exchange takes.
-    """
-
-    def __init__(self, count: int, changes: Sequence[SpeedChange]) -> None:
-        self.exchange_s = 0.0
-        self._later = deque(sorted(changes, key=lambda change: change.at_s))
-        self._factors: Array64 | None = None
-        self._exchange_s = np.zeros(count)
-
-    def at(self, time_s: float) -> Array64 | None:
-        """Factors on compute times at a time, not earlier than the last call's; `None` before the first change."""
-        while self._later and self._later[0].at_s <= time_s:
-            change = self._later.popleft()
-            factors = np.ones(len(self._exchange_s)) if self._factors is None else self._factors.copy()
-            factors[change.rank] = change.factor
-            self._factors = factors  # another array: those of earlier steps stay as they were
-            self._exchange_s[change.rank] = change.exchange_s
-            self.exchange_s = float(self._exchange_s.max())
-        return self._factors
 
 
 class Jitter:
@@ -224,8 +191,6 @@ class VirtualClock:
             exposed_s = exposed_time_s(communication_s, slowest_s, self._network.overlap, self._network.num_buckets)
         else:
             communication_s, exposed_s = self._exchange_s(traffic, conditions, slowest_s, self._network.overlap)
-        if len(compute_s) > 1:
-            communication_s, exposed_s = communication_s + conditions.exchange_s, exposed_s + conditions.exchange_s
         sync_s = slowest_s - compute_s + exposed_s
         update_s = self.decision_s if decided else 0.0
         return StepTiming(compute_s, sync_s, update_s, slowest_s + exposed_s + update_s, communication_s)
@@ -250,7 +215,6 @@ class VirtualClock:
         communication_s, exposed_s, sync_s = 0.0, 0.0, np.zeros(len(compute_s))
         if traffic is not None:
             communication_s, exposed_s = self._exchange_s(traffic, conditions, 0.0, 0.0)
-            communication_s, exposed_s = communication_s + conditions.exchange_s, exposed_s + conditions.exchange_s
             sync_s = slowest_s - ends_s + exposed_s
         update_s = self.decision_s if decided else 0.0
         step_s = slowest_s - float(computed_s.max()) + exposed_s + update_s

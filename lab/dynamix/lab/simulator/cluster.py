@@ -464,13 +464,8 @@ class VirtualCluster:
             if accuracy is None:
                 accuracy = self.gradients.accuracy(self._evaluated)
             self.evaluations.append(Evaluation(due_s, accuracy, self.position.samples_seen))
-            if self.time_to_target_s is None and self._is_at_target():
+            if self.time_to_target_s is None and accuracy >= scenario.target_accuracy:
                 self.time_to_target_s = due_s
-
-    def _is_at_target(self) -> bool:
-        looks = self.scenario.target_looks
-        newest = [evaluation.accuracy for evaluation in self.evaluations[-looks:]]
-        return len(newest) == looks and sum(newest) / looks >= self.scenario.target_accuracy
 
     def _adopt(self, first_step: int) -> None:
         """Apply the newest action that is old enough from the window that begins with this step."""

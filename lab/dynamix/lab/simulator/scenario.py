@@ -144,21 +144,6 @@ class Congestion(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields
     """One state for the whole network, or one for each worker's link."""
 
 
-class SpeedChange(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker that becomes slower or faster, and stays so until its next change."""
-
-    rank: WholeNumber
-    at_s: NotNegative
-    """Virtual time: it applies to all steps that begin then, or later."""
-    factor: Positive
-    """Compute time from then on, the overhead included, over that by the worker's table."""
-    exchange_s: NotNegative = 0.0
-    """By how much longer each exchange of gradients takes from then on: sending takes some of a processor, too.
-
-    None of it is hidden behind computing. Where several workers have changed, the longest counts.
-    """
-
-
 class Coding(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Cost of coding and decoding a gradient on an undisturbed rank, in seconds per million bytes of it.
 
@@ -203,7 +188,6 @@ TABLES: Mapping[str, type[ScenarioTable]] = MappingProxyType(
         "power": Power,
         "stragglers": Stragglers,
         "congestion": Congestion,
-        "speed_changes": SpeedChange,
         "decision": DecisionCost,
         "coding": Coding,
     }
@@ -225,8 +209,6 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The accuracy is compared at this time; no run ends before, but at `time_limit_s`."""
     time_limit_s: Positive
     """A run that has not reached the target by then has missed it."""
-    target_looks: AtLeastOne = 1
-    """The target is reached when the mean of so many newest evaluations is at it: a single one may be lucky."""
     name: str = ""
     """Within its directory; the file's name when not given."""
     learn: bool = True
@@ -258,8 +240,6 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     network: Network = Network()
     stragglers: Stragglers | None = None
     congestion: Congestion | None = None
-    speed_changes: tuple[SpeedChange, ...] = ()
-    """In any order; one for each rank and time."""
     decision: DecisionCost = DecisionCost()
     exchange: ExchangePermission = "exact"
     """Permission of decisions for codecs and local steps, as in `attach`."""
@@ -281,11 +261,6 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_between("min_local_batch_size", self.min_local_batch_size, 0, self.max_local_batch_size)
         check_between("initial_local_batch_size", self.initial_local_batch_size, least, self.max_local_batch_size)
         self._check_exchange()
-        for change in self.speed_changes:
-            check_between("speed_changes.rank", change.rank, 0, self.world_size - 1)
-        for first, second in pairwise(sorted((change.rank, change.at_s) for change in self.speed_changes)):
-            if first == second:
-                raise ValueError(f"speed_changes: rank {first[0]} changes twice at {first[1]:g} s: remove one of them")
         if len(self.power) not in (0, len(self.workers)):
             raise ValueError(
                 f"{len(self.power)} tables [[power]] for {len(self.workers)} tables [[workers]]: one for each, or none"
@@ -431,11 +406,10 @@ def digest_of(scenario: Scenario) -> str:
 
 
 def is_homogeneous(scenario: Scenario) -> bool:
-    """Whether all workers are alike and stay alike: no stragglers, congestion or changes. Jitter is allowed."""
+    """Whether all workers are alike and stay alike: no stragglers, no congestion. Jitter is allowed."""
     kinds = {msgspec.structs.replace(workers, count=1) for workers in scenario.workers}
     disturbances = (scenario.stragglers, scenario.congestion)
-    alike = len(kinds) == 1 and not scenario.speed_changes
-    return alike and all(disturbance is None or disturbance.factor == 1.0 for disturbance in disturbances)
+    return len(kinds) == 1 and all(disturbance is None or disturbance.factor == 1.0 for disturbance in disturbances)
 
 
 def is_control(scenarios: Sequence[Scenario]) -> bool:
