@@ -25,12 +25,11 @@ from dynamix.extras.calibration.fit import (
     fit_observations,
     observe,
 )
-from dynamix.lab.simulator.scenario import Congestion, Scenario, Stragglers, scenarios_in
+from dynamix.lab.simulator.scenario import Congestion, Scenario, Stragglers, suite_named
 from dynamix.schemas.messages import MetricWindow
 from dynamix.schemas.messages.allocation import Exchange
 
 SETTINGS = CalibrationSettings("fashion-14-mlp")
-SCENARIOS = Path(__file__).parents[2] / "scenarios"
 
 
 @lru_cache
@@ -246,7 +245,7 @@ def test_stays_are_time_over_departures() -> None:
 
 @pytest.mark.parametrize("part", ["train", "heldout"])
 def test_a_written_scenario_is_read_as_the_same(part: str, tmp_path: Path) -> None:
-    for scenario in scenarios_in(SCENARIOS / part):
+    for scenario in suite_named(part).scenarios:
         path = tmp_path / f"{scenario.name}.toml"
         path.write_text(scenario_text(scenario, ("a comment",)))
         assert Scenario.read(path) == scenario

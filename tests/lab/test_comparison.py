@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.support.learned import policy_file
-from tests.support.small_suites import made_up, outcome, tuned_for, write_suite
+from tests.support.small_suites import made_up, tuned_for, write_suite
 
 from dynamix.lab.comparison import verdict
 from dynamix.lab.comparison.figure import draw
@@ -65,14 +65,14 @@ def test_ratios_are_those_of_the_heterogeneous_families_and_the_control_stands_a
     verdict, _ = compared(suite, "rule", 3, monkeypatch)
     rule = row(verdict.policies, "rule")
     assert rule.vs_best_static is not None
-    assert rule.vs_best_static.ratio == pytest.approx(0.4)
+    assert rule.vs_best_static.value == pytest.approx(0.4)
     assert rule.vs_best_static.high == pytest.approx(0.4)
     assert rule.vs_goodput is not None
-    assert rule.vs_goodput.ratio == pytest.approx(0.5)
+    assert rule.vs_goodput.value == pytest.approx(0.5)
     assert rule.num_runs == 3
     control = row(verdict.families["alike"].policies, "rule").vs_best_static
     assert control is not None
-    assert control.ratio == pytest.approx(1.0)
+    assert control.value == pytest.approx(1.0)
     assert (verdict.families["alike"].control, verdict.families["mixed"].control) == (True, False)
     assert verdict.heterogeneous_families == ["mixed"]
 
@@ -86,10 +86,11 @@ def test_the_headline_counts_the_control_among_all_families_and_shows_it_apart(
     for found, ratios in ((static, (0.4**0.5, 0.4, 1.0)), (goodput, ((0.5 * 1.25) ** 0.5, 0.5, 1.25))):
         for interval, ratio in zip((found.all_families, found.heterogeneous, found.control), ratios, strict=True):
             assert interval is not None
-            assert interval.ratio == pytest.approx(ratio)
+            assert interval.value == pytest.approx(ratio)
     assert static.all_families is not None
     assert static.all_families.low == pytest.approx(0.4**0.5)  # for these two families nothing is left to chance
-    assert (static.all_families.family_low, static.all_families.family_high) == pytest.approx((0.4, 1.0))
+    assert static.all_families.family_low is not None
+    assert static.all_families.family_low < 0.4  # two families say little of others
     assert verdict.core_minutes == pytest.approx(0.5 * 30 / 60)
 
 
@@ -161,7 +162,7 @@ def test_a_verdict_on_what_an_interrupt_left_says_how_much_is_missing(
     assert verdict.num_runs_missing == 5
     rule = row(verdict.policies, "rule").vs_best_static
     assert rule is not None
-    assert (rule.ratio, rule.low) == (pytest.approx(0.4), None)
+    assert (rule.value, rule.low) == (pytest.approx(0.4), None)
 
 
 def test_each_scenario_seed_meets_one_policy_seed_in_turn_unless_they_are_crossed(suite: Suite, tmp_path: Path) -> None:
@@ -203,26 +204,7 @@ def test_the_best_of_some_rows_is_chosen_by_scenario_over_all_seeds(
     assert table.num_misses("rule/rate=best", ["mixed", "alike"]) == 1
     found = table.ratio("rule/rate=best", "static", ["alike"])
     assert found is not None
-    assert found.ratio == pytest.approx(0.5)
-
-
-def test_accuracies_are_compared_after_the_samples_that_every_run_saw(suite: Suite) -> None:
-    cells = plan(suite, parse_rows("static,rule"), range(1), TUNED)
-    with Ledger() as ledger:
-        for cell in cells:
-            is_rule, is_mixed = cell.label == "rule", cell.family == "mixed"
-            made = msgspec.structs.replace(
-                outcome(1.0),
-                evaluations=[(0.1, 0.2), (0.2, 0.6)] if is_rule else [(0.1, 0.4), (0.2, 0.5), (0.3, 0.7)],
-                evaluated_samples=[100, 300] if is_rule else [200, 400, 600],
-            )
-            ledger.record_outcome(cell.task, made if is_mixed else outcome(1.0), "")
-        table = OutcomeTable(suite.scenarios, cells, ledger)
-    assert table.equal_samples("mixed") == {"mixed-2": 300}
-    assert table.equal_samples("alike") == {}
-    assert table.accuracy_at_equal_samples("rule", ["mixed", "alike"]) == pytest.approx(0.6)
-    assert table.accuracy_at_equal_samples("static", ["mixed"]) == pytest.approx(0.45)
-    assert table.accuracy_at_equal_samples("static", ["alike"]) is None
+    assert found.value == pytest.approx(0.5)
 
 
 def test_every_family_and_row_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,12 +225,10 @@ def test_every_family_and_row_is_drawn(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_families_count_alike_whatever_their_number_of_scenarios() -> None:
-    weights = verdict.family_weights(["a", "a", "b"])
-    assert weights.tolist() == [0.25, 0.25, 0.5]
     times = np.array([[[4.0, 4.0], [4.0, 4.0], [1.0, 1.0]]])
-    found = verdict.paired_ratio(times, np.ones((3, 2)), families=["a", "a", "b"])
+    found = verdict.paired_ratio(times, np.ones((3, 2)), ["a", "a", "b"])
     assert found is not None
-    assert found.ratio == pytest.approx(2.0, rel=1e-12)
+    assert found.value == pytest.approx(2.0, rel=1e-12)
 
 
 def test_only_complete_pairs_count() -> None:
@@ -256,16 +236,14 @@ def test_only_complete_pairs_count() -> None:
     base = np.array([[1.0, 1.0, np.nan], [1.0, 1.0, 1.0]])
     found = verdict.paired_ratio(times, base)
     assert found is not None
-    assert found.ratio == pytest.approx(2.0, rel=1e-12)
-    assert found.low is None
+    assert (found.value, found.low) == (pytest.approx(2.0, rel=1e-12), None)
     assert verdict.paired_ratio(times, np.full((2, 3), np.nan)) is None
 
 
 @pytest.mark.parametrize(("num_policy_seeds", "policy_sd", "seed_sd"), [(1, 0.0, 0.3), (5, 0.3, 0.1)])
 def test_the_interval_holds_the_truth_about_as_often_as_it_says(
-    num_policy_seeds: int, policy_sd: float, seed_sd: float, monkeypatch: pytest.MonkeyPatch
+    num_policy_seeds: int, policy_sd: float, seed_sd: float
 ) -> None:
-    monkeypatch.setattr(verdict, "NUM_RESAMPLES", 600)
     generator = np.random.default_rng(7)
     num_trials, num_held = 300, 0
     for _ in range(num_trials):
@@ -284,10 +262,10 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(
 
 
 def test_the_mean_of_one_policy_has_students_interval() -> None:
-    found = verdict.crossed_mean(np.array([[[1.0, 2.0, 3.0, np.nan]]]))  # standard error 1 / sqrt(3), t(2) = 4.303
+    found = verdict.mean_interval(np.array([[[1.0, 2.0, 3.0, np.nan]]]))  # standard error 1 / sqrt(3), t(2) = 4.303
     assert found is not None
     assert found.value == pytest.approx(2.0)
     assert found.low == pytest.approx(2.0 - 4.303 / 3**0.5, abs=1e-3)
-    assert verdict.crossed_mean(np.array([[[4.0]], [[2.0]]])) == verdict.MeanInterval(3.0, None, None)
-    assert verdict.crossed_mean(np.full((2, 1, 3), 5.0)) == verdict.MeanInterval(5.0, 5.0, 5.0)
-    assert verdict.crossed_mean(np.full((2, 1, 3), np.nan)) is None
+    assert verdict.mean_interval(np.array([[[4.0]], [[2.0]]])) == verdict.Interval(3.0)
+    assert verdict.mean_interval(np.full((2, 1, 3), 5.0)) == verdict.Interval(5.0, 5.0, 5.0)
+    assert verdict.mean_interval(np.full((2, 1, 3), np.nan)) is None

@@ -158,8 +158,6 @@ def test_labels_are_wrong_by_the_share_asked_for_and_the_same_ones_for_every_pol
     assert float((noisy.labels != clean.train.labels).float().mean()) == pytest.approx(0.3, abs=0.02)
     assert torch.equal(noisy.labels, again.labels)
     assert not torch.equal(noisy.labels, other.labels)
-    assert int(noisy.labels.min()) == 0
-    assert int(noisy.labels.max()) == 9
 
 
 def test_ranks_are_spread_over_nodes_and_every_node_reports_its_own() -> None:

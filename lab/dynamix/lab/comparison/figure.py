@@ -75,10 +75,10 @@ def _intervals(axes: Axes, rows: Sequence[VerdictRow], colours: dict[str, str], 
             continue
         if found.low is not None and found.high is not None:
             axes.plot([found.low, found.high], [place, place], color=colours[row.policy], linewidth=1.6)
-        axes.plot([found.ratio], [place], "o", markersize=4.5, color=colours[row.policy])
+        axes.plot([found.value], [place], "o", markersize=4.5, color=colours[row.policy])
         missed = f"\n{row.misses} missed" if row.misses else ""
         axes.annotate(
-            f"{found.ratio:.2f}{missed}",
+            f"{found.value:.2f}{missed}",
             (1.005, place),
             xycoords=("axes fraction", "data"),
             va="center",

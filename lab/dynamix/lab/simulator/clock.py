@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .exchange import LinkSpeeds, StepTraffic, bucket_times, finish_s, ready_times_s
+from .exchange import StepTraffic, exchange_times_s
 from .scenario import BYTES_PER_MBIT, Scenario
 
 Array64 = npt.NDArray[np.float64]
@@ -252,11 +252,15 @@ class VirtualClock:
         """C of what was sent, and the exposed part of it."""
         if len(self._bandwidth) < 2:
             return 0.0, 0.0
-        congestion = conditions.congestion
-        links = LinkSpeeds(self._bandwidth / congestion, congestion * self._network.latency_s)
-        times = bucket_times(traffic, links, self._coding, float(conditions.slowdown.max()))
-        ready_s = ready_times_s(traffic, slowest_s, overlap)
-        return finish_s(times, [0.0] * len(times)), finish_s(times, ready_s) - slowest_s
+        return exchange_times_s(
+            traffic,
+            self._bandwidth / conditions.congestion,
+            conditions.congestion * self._network.latency_s,
+            self._coding,
+            slowdown=float(conditions.slowdown.max()),
+            computed_s=slowest_s,
+            overlap=overlap,
+        )
 
 
 def exposed_time_s(communication_s: float, slowest_compute_s: float, overlap: float, num_buckets: int) -> float:

@@ -34,7 +34,7 @@ from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.run import Reporter, field_of
 
 from .clock import LABELS, Conditions, Disturbances, StepTiming, VirtualClock, generator
-from .exchange import NOTHING, ActiveExchange, StepTraffic, VirtualExchange
+from .exchange import ActiveExchange, StepTraffic, VirtualExchange, total_bytes
 from .gradients import StepSums, gradients_of
 from .rounds import VirtualRounds
 from .scenario import Scenario
@@ -167,8 +167,12 @@ class WindowRecorder:
         if traffic is None:
             self._sending_s += self._tx_bytes_per_step / self._link_rates(conditions)
             self._num_rings += 1
-        self._tx_bytes += self._tx_bytes_per_step if traffic is None else traffic.sent_bytes()
-        self._rx_bytes += self._tx_bytes_per_step if traffic is None else traffic.received_bytes()
+            self._tx_bytes += self._tx_bytes_per_step
+            self._rx_bytes += self._tx_bytes_per_step
+        else:
+            sent, received = total_bytes(traffic)
+            self._tx_bytes += sent
+            self._rx_bytes += received
         self._retransmits += conditions.congested * (self._retransmits_per_s * timing.step_s)
         self._weighted_round_trip += conditions.congestion * timing.step_s
         if sums.norms is not None:
@@ -409,9 +413,7 @@ class VirtualCluster:
             timing = self._clock.local_step(sizes, conditions, begun_s, decided=decided, traffic=traffic)
         else:
             timing = self._clock.step(sizes, conditions, decided=decided, traffic=traffic)
-        self._recorder.record_step(
-            plan, sums, timing, conditions, NOTHING if step.is_local and not traffic else traffic
-        )
+        self._recorder.record_step(plan, sums, timing, conditions, () if step.is_local and not traffic else traffic)
         self._evaluate(self.time_s + timing.step_s)  # what was due before the step's end saw the parameters before it
         if step.is_local:
             self.rounds.end_step(timing.compute_s, step)
@@ -444,7 +446,7 @@ class VirtualCluster:
         if step.is_local:
             sums = self.rounds.compute(inputs, labels, plan)
             ended = self.rounds.update(plan, step, ends_epoch=ends_epoch)
-            return (sums, None) if ended is None else (sums._replace(drift=ended.drift), ended.traffic)
+            return (sums, None) if ended is None else (sums._replace(drift=ended[1]), ended[0])
         measured = is_measured(plan.step, self.scenario.noise_every)
         if step.exchange == EXACT:
             return self.gradients.step(inputs, labels, plan, measured=measured), None
@@ -452,7 +454,7 @@ class VirtualCluster:
         assert gradient is not None, "made with the model"
         of_each = gradient.new_empty(self.scenario.world_size, len(gradient))
         sums = self.gradients.step_of_each(inputs, labels, plan, of_each)
-        traffic = self.exchange.sum_gradients(of_each / plan.counts.total, step, gradient)
+        traffic = self.exchange.sum(of_each / plan.counts.total, step, gradient)
         return sums._replace(norms=self.gradients.norms_of(of_each) if measured else None), traffic
 
     def _evaluate(self, before_s: float) -> None:
