@@ -455,7 +455,7 @@ def _with_target(scenario: Scenario, experiment: Experiment, laboratory: Laborat
     seeds = [100]  # no row is run under it
     table = laboratory.compare([reference], [BASE], seeds=seeds, typical_run_s=experiment.typical_run_s)
     (run,) = table.outcomes(BASE, [scenario.family])
-    return msgspec.structs.replace(scenario, target_accuracy=math.floor(100 * run.evaluations[-1][1]) / 100)
+    return msgspec.structs.replace(scenario, target_accuracy=math.floor(100 * run.evaluations[-1].accuracy) / 100)
 
 
 def _cells(table: OutcomeTable, label: str, scenario: Scenario) -> list[Cell]:

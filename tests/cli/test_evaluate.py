@@ -18,9 +18,9 @@ from dynamix.cli.commands.evaluate import comparison
 from dynamix.cli.main import main
 from dynamix.lab.comparison import runs
 from dynamix.lab.comparison.rows import Choice, Tuned, read_tuned, to_toml
-from dynamix.lab.comparison.runs import RunOutcome, RunTask
+from dynamix.lab.comparison.runs import RunTask
 from dynamix.lab.comparison.tuning import GRID
-from dynamix.lab.simulator.episode import code_digest
+from dynamix.lab.simulator.episode import RunOutcome, code_digest
 from dynamix.lab.simulator.scenario import Scenario, scenario_root, suite_named
 
 ROW = {"policy", "median_time_to_target_s", "misses", "vs_best_static", "vs_goodput"}

@@ -14,9 +14,9 @@ from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.lab.comparison import HEADER
 from dynamix.lab.comparison.omnilearn import OmniLearn
 from dynamix.lab.comparison.rows import Row
-from dynamix.lab.comparison.runs import Ledger, RunOutcome, RunTask, outcomes, run_task
+from dynamix.lab.comparison.runs import Ledger, RunTask, outcomes, run_task
 from dynamix.lab.simulator.cluster import ComputeTimes, best_split
-from dynamix.lab.simulator.episode import EpisodeError
+from dynamix.lab.simulator.episode import EpisodeError, RunOutcome
 from dynamix.runtime.output_files import RefusedOutputError
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 
@@ -35,10 +35,9 @@ def test_everything_that_determines_a_run_is_in_its_identity(task: RunTask) -> N
         replace(task, setting=Row(policy="random")),
         replace(task, setting=Row(policy="static", options={"track": 1.0})),
         replace(task, setting=Row(policy="static", local_batch_size=64)),
-        replace(task, setting=Row(policy="static", learning_rate_rule="linear")),
         replace(task, setting=Row(policy="static", exchange="local")),
     ]
-    assert len({other.key for other in others} | {task.key}) == 8
+    assert len({other.key for other in others} | {task.key}) == 7
 
 
 def test_a_published_policy_does_not_go_below_its_published_sizes(task: RunTask) -> None:
@@ -188,8 +187,6 @@ def test_runs_at_a_constant_batch_are_fastest_under_the_oracle_and_slowest_undiv
     for policy in ("oracle", "omnilearn", "static"):
         task = RunTask(scenario=job, setting=Row(policy=policy, local_batch_size=32), seed=0)
         done = run_task(task)
-        assert done.evaluated_samples == sorted(done.evaluated_samples)
-        assert len(done.evaluated_samples) == len(done.evaluations)
         times_s.append(done.virtual_time_s / done.num_steps)
     assert times_s[0] < 0.98 * times_s[1]
     assert times_s[1] < 0.8 * times_s[2]

@@ -23,7 +23,14 @@ from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import POLICIES, extension_policy
 from dynamix.arbitrator.policies.static import Static
 from dynamix.lab.simulator.cluster import ClairvoyantCluster, VirtualCluster
-from dynamix.lab.simulator.episode import code_digest, run_episode, run_episodes, versions, workload_data
+from dynamix.lab.simulator.episode import (
+    RunOutcome,
+    code_digest,
+    run_episode,
+    run_episodes,
+    versions,
+    workload_data,
+)
 from dynamix.lab.simulator.scenario import Scenario, Suite
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import RefusedOutputError
@@ -83,7 +90,6 @@ class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return msgspec.structs.replace(
             self.scenario,
             learning_rate=self.scenario.learning_rate * factor,
-            learning_rate_rule=self.setting.learning_rate_rule or self.scenario.learning_rate_rule,
             exchange=permission or self.scenario.exchange,
             min_local_batch_size=as_published(self.setting.policy, self.scenario).min_local_batch_size,
         )
@@ -93,23 +99,6 @@ def as_published(policy: str, scenario: Scenario) -> Scenario:
     """The scenario with no size below those with which the policy was published, where it starts with such sizes."""
     least = min(PUBLISHED_LEAST.get(policy, 1), scenario.initial_local_batch_size, *scenario.max_local_batch_sizes)
     return msgspec.structs.replace(scenario, min_local_batch_size=max(scenario.min_local_batch_size, least))
-
-
-class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of a run; times in virtual seconds."""
-
-    time_to_target_s: float | None
-    """`None`: the target was missed."""
-    accuracy_at_fixed_time: float | None
-    test_accuracy: float
-    num_steps: int
-    num_windows: int
-    samples_seen: int
-    virtual_time_s: float
-    evaluations: list[tuple[float, float]] = []
-    """(time, accuracy on the validation part)."""
-    wall_s: float = 0.0
-    """Wall-clock duration, for the forecast; never part of a result."""
 
 
 class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -353,17 +342,8 @@ def run_task(task: RunTask, *, data: Path | None = None) -> RunOutcome:
         initial_local_batch_size=task.initial_local_batch_size,
         make_cluster=ClairvoyantCluster if setting.policy == ORACLE else VirtualCluster,
     )
-    return RunOutcome(
-        time_to_target_s=episode.time_to_target_s,
-        accuracy_at_fixed_time=episode.accuracy_at_fixed_time,
-        test_accuracy=episode.test_accuracy,
-        num_steps=episode.num_steps,
-        num_windows=episode.num_windows,
-        samples_seen=episode.samples_seen,
-        virtual_time_s=episode.virtual_time_s,
-        evaluations=[(evaluation.time_s, evaluation.accuracy) for evaluation in episode.evaluations],
-        wall_s=time.perf_counter() - began_s,
-    )
+    outcome = msgspec.convert(episode, RunOutcome, from_attributes=True)
+    return msgspec.structs.replace(outcome, wall_s=time.perf_counter() - began_s)
 
 
 def policy_of(setting: Row) -> Policy:

@@ -20,12 +20,12 @@ from scipy.special import stdtrit  # scipy.stats.t.ppf, without a second of impo
 
 from dynamix.arbitrator.deciding.signatures import spread_signature
 from dynamix.arbitrator.learned.policy_file import PolicyFile
-from dynamix.lab.simulator.episode import code_digest, versions
+from dynamix.lab.simulator.episode import Evaluation, RunOutcome, code_digest, versions
 from dynamix.lab.simulator.scenario import TRAIN, Scenario, Suite, digest_of, is_control, suite_named
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
 from .rows import BASES, BEST_STATIC, GOODPUT, Row, Tuned, file_digest
-from .runs import ComparisonCell, Ledger, RunOutcome
+from .runs import ComparisonCell, Ledger
 
 Array64 = npt.NDArray[np.float64]
 
@@ -165,7 +165,7 @@ class OutcomeTable:
         names = [scenario.family for scenario in self._of(families)]
         return paired_ratio(self.times(label, families), self.times(base, families)[0], names)
 
-    def curves(self, label: str, scenario: str) -> list[list[tuple[float, float]]]:
+    def curves(self, label: str, scenario: str) -> list[list[Evaluation]]:
         """Accuracy over virtual time, for each run of a row in one scenario."""
         return [
             outcome.evaluations for cell, outcome in self._known.get(label, []) if cell.task.scenario.name == scenario
