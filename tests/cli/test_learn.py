@@ -105,7 +105,7 @@ def test_time_that_is_over_is_said_and_the_same_command_goes_on(
 def test_reward_weights_and_objective_replace_the_presets(scenarios: Path, tmp_path: Path) -> None:
     output = tmp_path / "paper.safetensors"
     how = ["--policy", "ppo-paper", "--reward", "paper-adam", "--delta", "0", "--episode-end", "fixed"]
-    tiny = ["--workers", "1", "--episodes", "2", "--objective", "clipped"]
+    tiny = ["--workers", "1", "--episodes", "2", "--ppo", "objective=clipped"]
     assert main(["learn", "--scenarios", str(scenarios), "-o", str(output), *how, *tiny]) == 0
     metadata = PolicyFile.read(output).metadata
     assert (metadata.action_set, metadata.algorithm, metadata.reward_formula) == ("deltas", "clipped", "paper-adam")

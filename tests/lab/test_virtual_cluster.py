@@ -172,19 +172,6 @@ def test_ranks_are_spread_over_nodes_and_every_node_reports_its_own() -> None:
     assert one.totals.num_samples == sum(row.num_samples for row in one.rows + two.rows)
 
 
-def test_the_fast_loop_follows_speeds_without_a_further_decision() -> None:
-    run = cluster(scenario(lag_windows=0, min_local_batch_size=1, **LONG))
-    assert run.job.supports_tracking
-    run.run_window()
-    run.offer(action(run.job, 0, (32,) * 4, split="tracking"))
-    report = windows(run, 3)[-1][0]
-    sizes = [row.local_batch_size for row in report.rows]
-    assert sum(sizes) == 128
-    times = [row.compute_time_s for row in report.rows]
-    assert max(times) / min(times) < 1.1  # 2 ms + b/4000 against b/1000: 47/47/17/17 or near it
-    assert min(sizes[:2]) > 2 * max(sizes[2:])
-
-
 SIZES = (40, 16, 24)
 """Steps of 80 samples, of 500: the end of an epoch falls into rounds of local steps."""
 WINDOW_STEPS = 5

@@ -178,52 +178,50 @@ class VirtualClock:
         return self._gradient_bytes
 
     def step(
-        self, sizes: Array64, conditions: Conditions, *, decided: bool = False, traffic: StepTraffic | None = None
-    ) -> StepTiming:
-        """One step with these local batch sizes; `decided` when another allocation begins to rule with it.
-
-        `traffic` is what the ranks sent, unless that was uncoded gradients by all-reduces.
-        """
-        compute_s = self._compute_s(sizes, conditions)
-        slowest_s = float(compute_s.max())
-        if traffic is None:
-            communication_s = self.communication_s(conditions)
-            exposed_s = exposed_time_s(communication_s, slowest_s, self._network.overlap, self._network.num_buckets)
-        else:
-            communication_s, exposed_s = self._exchange_s(traffic, conditions, slowest_s, self._network.overlap)
-        sync_s = slowest_s - compute_s + exposed_s
-        update_s = self.decision_s if decided else 0.0
-        return StepTiming(compute_s, sync_s, update_s, slowest_s + exposed_s + update_s, communication_s)
-
-    def local_step(
         self,
         sizes: Array64,
         conditions: Conditions,
-        computed_s: Array64,
         *,
         decided: bool = False,
         traffic: StepTraffic | None = None,
+        computed_s: Array64 | None = None,
     ) -> StepTiming:
-        """A step after which ranks go on at once, `computed_s` after their round began, or with `traffic` end it.
+        """One step with these local batch sizes; `decided` when it is the first one with another allocation.
 
-        The round lasts as long as the worker that has computed longest: a step, by how much that grew. The others wait
-        for it at the end of the round, where what is sent is not ready before, so that none of it is hidden.
+        `traffic` is what the ranks sent, unless that was uncoded gradients by all-reduces.
+
+        In a round of local steps `computed_s` is what each has computed in it before: without `traffic` they go on at
+        once, with it the round ends. It lasts as long as the worker that has computed longest: a step, by how much that
+        grew. The others wait for it at the end, where what is sent is not ready before, so that none of it is hidden.
         """
-        compute_s = self._compute_s(sizes, conditions)
-        ends_s = computed_s + compute_s
+        compute_s: Array64 = conditions.slowdown * (
+            self._overhead_s + np.maximum(sizes, self._saturation) * self._s_per_sample
+        )
+        is_local, begun_s = computed_s is not None, 0.0
+        ends_s = compute_s
+        if computed_s is not None:
+            ends_s, begun_s = computed_s + compute_s, float(computed_s.max())
         slowest_s = float(ends_s.max())
-        communication_s, exposed_s, sync_s = 0.0, 0.0, np.zeros(len(compute_s))
-        if traffic is not None:
-            communication_s, exposed_s = self._exchange_s(traffic, conditions, 0.0, 0.0)
-            sync_s = slowest_s - ends_s + exposed_s
+        communication_s = exposed_s = 0.0
+        if traffic is not None and len(compute_s) > 1:
+            communication_s, exposed_s = exchange_times_s(
+                traffic,
+                self._bandwidth / conditions.congestion,
+                conditions.congestion * self._network.latency_s,
+                self._coding,
+                slowdown=float(conditions.slowdown.max()),
+                computed_s=0.0 if is_local else slowest_s,
+                overlap=0.0 if is_local else self._network.overlap,
+            )
+        elif traffic is None and not is_local:
+            communication_s = self.communication_s(conditions)
+            hidden_s = self._network.overlap * slowest_s
+            exposed_s = max(communication_s / self._network.num_buckets, communication_s - hidden_s)
+        goes_on = is_local and traffic is None
+        sync_s = np.zeros(len(compute_s)) if goes_on else slowest_s - ends_s + exposed_s
         update_s = self.decision_s if decided else 0.0
-        step_s = slowest_s - float(computed_s.max()) + exposed_s + update_s
+        step_s = slowest_s - begun_s + exposed_s + update_s
         return StepTiming(compute_s, sync_s, update_s, step_s, communication_s)
-
-    def _compute_s(self, sizes: Array64, conditions: Conditions) -> Array64:
-        sized_s = np.maximum(sizes, self._saturation) * self._s_per_sample
-        compute_s: Array64 = conditions.slowdown * (self._overhead_s + sized_s)
-        return compute_s
 
     def link_rates(self, conditions: Conditions) -> Array64:
         """Bytes per second at which each worker sends to the next one around the ring: over both of their links."""
@@ -245,27 +243,6 @@ class VirtualClock:
         bytes_in = num_workers * self._gradient_bytes / network.num_buckets
         incast_s = float(congestion.min()) * (network.latency_s + bytes_in / servers_bandwidth)
         return 2 * network.num_buckets * max(incast_s, float((latencies_s + buckets_s).max()))
-
-    def _exchange_s(
-        self, traffic: StepTraffic, conditions: Conditions, slowest_s: float, overlap: float
-    ) -> tuple[float, float]:
-        """C of what was sent, and the exposed part of it."""
-        if len(self._bandwidth) < 2:
-            return 0.0, 0.0
-        return exchange_times_s(
-            traffic,
-            self._bandwidth / conditions.congestion,
-            conditions.congestion * self._network.latency_s,
-            self._coding,
-            slowdown=float(conditions.slowdown.max()),
-            computed_s=slowest_s,
-            overlap=overlap,
-        )
-
-
-def exposed_time_s(communication_s: float, slowest_compute_s: float, overlap: float, num_buckets: int) -> float:
-    """The part of the communication that the step waits for."""
-    return max(communication_s / num_buckets, communication_s - overlap * slowest_compute_s)
 
 
 def sent_bytes(topology: str, num_workers: int, gradient_bytes: int) -> float:

@@ -409,10 +409,8 @@ class VirtualCluster:
         sums, traffic = self._train(plan, step, ends_epoch=self._sampler.is_over(following))
         sizes = np.asarray(plan.counts.values, dtype=np.float64)
         begun_s = self.rounds.computed_s
-        if step.is_local:
-            timing = self._clock.local_step(sizes, conditions, begun_s, decided=decided, traffic=traffic)
-        else:
-            timing = self._clock.step(sizes, conditions, decided=decided, traffic=traffic)
+        computed_s = begun_s if step.is_local else None
+        timing = self._clock.step(sizes, conditions, decided=decided, traffic=traffic, computed_s=computed_s)
         self._recorder.record_step(plan, sums, timing, conditions, () if step.is_local and not traffic else traffic)
         self._evaluate(self.time_s + timing.step_s)  # what was due before the step's end saw the parameters before it
         if step.is_local:
@@ -486,18 +484,13 @@ class VirtualCluster:
                     num_refused=self._offers.num_refused,
                 )
             )
-        self._follow_traces(first_step, window, due)
+        if self._field is not None:  # a policy of traces: apply the sizes that follow from those of windows up to `due`
+            self._newest_traces.update((trace.node, trace) for trace in self._traces if trace.window <= due)
+            self._traces = [trace for trace in self._traces if trace.window > due]
+            self._field.take(self._field.numbers_of(self._newest_traces), window)
+            fewest, upper = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
+            self._field.revise(self._schedule, first_step, fewest, upper)
         self._decided = self._schedule.newest != before  # a policy that changes nothing pays nothing
-
-    def _follow_traces(self, first_step: int, window: int, due: int) -> None:
-        """Apply the sizes that follow from the traces of windows up to `due`, for a policy of traces."""
-        if self._field is None:
-            return
-        self._newest_traces.update((trace.node, trace) for trace in self._traces if trace.window <= due)
-        self._traces = [trace for trace in self._traces if trace.window > due]
-        self._field.take(self._field.numbers_of(self._newest_traces), window)
-        fewest, upper = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
-        self._field.revise(self._schedule, first_step, fewest, upper)
 
     def _report(self) -> list[Report]:
         """The reports on the window that ended; they name the sizes of its last step."""

@@ -40,10 +40,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--publish", action="store_true", help="put failure signatures and the policy on the bus")
     add_json_argument(parser)
     how = parser.add_argument_group("overrides of the preset")
-    how.add_argument("--objective", choices=("clipped", "simplified"), help="PPO's objective, or the paper's")
-    how.add_argument(
-        "--actions", choices=("deltas", "global", "levers"), help="per rank, one for the job, or levers on the rule"
-    )
     how.add_argument("--reward", choices=("auto", "paper-sgd", "paper-adam", "time-aware"), help="auto: as published")
     for name in WEIGHTS:
         how.add_argument(f"--{name}", type=number(), metavar="X", help=f"weight {name} of the reward")
@@ -51,7 +47,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--episodes-per-update", type=count(), metavar="N", help="episodes in a batch")
     how.add_argument("--curriculum", type=worker_numbers, metavar="N,...", help="workers of each stage of learning")
     how.add_argument("--validate-every", type=count(), metavar="N", help="updates between two validations")
-    how.add_argument("--select", choices=("best", "last"), help="which version is written")
     add_list(how, "--ppo", "NAME=VALUE", "a setting of PPO, e.g. clip_coef=0.1")
 
 

@@ -92,9 +92,7 @@ def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
         "num_episodes": arguments.episodes,
         "episodes_per_update": arguments.episodes_per_update,
         "validate_every": arguments.validate_every,
-        "action_set": arguments.actions,
         "episode_end": arguments.episode_end,
-        "select": arguments.select,
         "curriculum": arguments.curriculum,
     }
     return {name: value for name, value in given.items() if value is not None}
@@ -102,7 +100,7 @@ def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _settings_given(arguments: argparse.Namespace) -> dict[str, Any]:
     """PPO's settings among the arguments."""
-    given: dict[str, Any] = {} if arguments.objective is None else {"objective": arguments.objective}
+    given: dict[str, Any] = {}
     for text in arguments.ppo:
         name, separator, value = text.partition("=")
         if not separator:
