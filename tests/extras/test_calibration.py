@@ -18,9 +18,7 @@ from dynamix.extras.calibration.fit import (
     Array64,
     NotEnoughWindowsError,
     Observations,
-    exposed,
     fit_dwell_times,
-    fit_exposure,
     fit_line,
     fit_observations,
     observe,
@@ -183,18 +181,6 @@ def test_windows_that_are_not_whole_are_left_out() -> None:
         observe(windows[:16])
 
 
-def test_a_line_is_found_through_windows_of_which_many_are_slow() -> None:
-    generator = np.random.default_rng(7)
-    samples = generator.uniform(8, 512, 200)
-    busy_s = 0.003 + samples / 1500 * generator.lognormal(0, 0.02, 200)
-    slow = (np.arange(200) % 10 < 4) & (samples < 400)
-    line = fit_line(samples, np.where(slow, 0.003 + 5 * (busy_s - 0.003), busy_s))
-    assert line.is_distinct
-    assert 1 / line.s_per_sample == pytest.approx(1500, rel=0.01)
-    assert line.overhead_s == pytest.approx(0.003, abs=0.0005)
-    assert line.scatter == pytest.approx(0.02, rel=0.3)
-
-
 def test_a_saturation_is_found_with_the_rest_where_it_shows_and_not_made_up() -> None:
     generator = np.random.default_rng(7)
     samples = generator.uniform(8, 256, 120)
@@ -210,27 +196,6 @@ def test_a_saturation_is_found_with_the_rest_where_it_shows_and_not_made_up() ->
         assert (line.slow(samples, slow * line.time_s(samples)) == (slow > 1)).all()
     assert fit_line(samples, slow * jitter * (0.040 + samples / 1500)).saturation == 0.0
     assert fit_line(samples, slow * jitter * (0.002 + np.maximum(samples, 300) / 1500)).saturation == 0.0
-
-
-@pytest.mark.parametrize(("overlap", "buckets"), [(0.0, 1), (0.5, 4), (0.9, 8)])
-def test_overlap_and_buckets_are_found_where_both_show(overlap: float, buckets: int) -> None:
-    slowest = np.linspace(0.01, 0.2, 80)
-    exposures = np.maximum(0.08 / buckets, 0.08 - overlap * slowest)
-    exposures[::9] *= 6  # congested
-    fitted = fit_exposure(exposures, slowest)
-    assert fitted.communication_s == pytest.approx(0.08, rel=0.02)
-    assert (fitted.overlap, fitted.num_buckets) == (pytest.approx(overlap, abs=0.03), buckets)
-    assert fitted.is_distinct == (buckets > 1)
-    assert fitted.congested(exposures, slowest).tolist() == [index % 9 == 0 for index in range(80)]
-
-
-def test_waiting_for_the_slowest_of_uneven_workers_is_no_communication() -> None:
-    """Four equal workers with 20 % jitter: the slowest of a step is 0.2 * 1.03 above the mean, over many steps."""
-    steps = 0.1 * np.random.default_rng(7).lognormal(-0.02, 0.2, (30, 400, 4))
-    step_s = steps.max(axis=2, keepdims=True) + 0.01
-    busy_s, sync_s = steps.mean(axis=1), (step_s - steps).mean(axis=1)
-    assert sync_s.min(axis=1).mean() > 0.025
-    assert exposed(busy_s, sync_s, 0.2).mean() == pytest.approx(0.01, abs=0.002)
 
 
 def test_stays_are_time_over_departures() -> None:

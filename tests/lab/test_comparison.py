@@ -22,7 +22,7 @@ from dynamix.lab.comparison.runs import (
     fill,
     plan,
 )
-from dynamix.lab.comparison.verdict import OutcomeTable, Verdict, VerdictBuilder, VerdictRow, note_on
+from dynamix.lab.comparison.verdict import OutcomeTable, Verdict, VerdictRow, judge, note_on
 from dynamix.lab.simulator.scenario import Suite, suite_named
 
 TIMES_S = {"static": 1.0, "random": 2.0, "goodput": 0.8, "rule": 0.4}
@@ -52,7 +52,7 @@ def compared(
     cells = plan(suite, rows, range(seeds), tuned)
     with Ledger() as ledger:
         fill(cells, ledger)
-        return VerdictBuilder(suite, rows, cells, ledger, tuned).verdict("dynamix evaluate"), cells
+        return judge(suite, rows, cells, ledger, tuned)[0], cells
 
 
 def row(rows: list[VerdictRow], policy: str) -> VerdictRow:
@@ -104,7 +104,7 @@ def test_runs_of_one_row_that_differ_too_much_are_a_failure_signature(
     cells = plan(suite, rows, range(6), TUNED)
     with Ledger() as ledger:
         fill(cells, ledger)
-        verdict = VerdictBuilder(suite, rows, cells, ledger, TUNED).verdict("")
+        verdict, _ = judge(suite, rows, cells, ledger, TUNED)
     (found,) = row(verdict.families["mixed"].policies, "rule").signatures
     assert found.startswith("spread-between-runs in mixed-2")
 
@@ -196,8 +196,8 @@ def test_every_family_and_row_is_drawn(tmp_path: Path, monkeypatch: pytest.Monke
     cells = plan(suite, rows, range(2), tuned)
     with Ledger() as ledger:
         fill(cells, ledger)
-        judge = VerdictBuilder(suite, rows, cells, ledger, tuned)
-    draw(judge.verdict(""), judge.table, "mixed-2", tmp_path / "figure.png")
+        verdict, table = judge(suite, rows, cells, ledger, tuned)
+    draw(verdict, table, "mixed-2", tmp_path / "figure.png")
     pixels = matplotlib.image.imread(tmp_path / "figure.png")
     assert pixels.shape[1] > pixels.shape[0] > 400
     assert pixels.std() > 0.05  # something is on it

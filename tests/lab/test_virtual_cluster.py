@@ -43,16 +43,6 @@ def test_the_action_of_a_window_rules_once_the_lag_is_over(lag_windows: int) -> 
     assert (applied.decided_window, applied.effective_window, applied.effective_step) == (1, first, 5 * first)
 
 
-def test_what_does_not_fit_is_refused_and_counted() -> None:
-    run = cluster(scenario(lag_windows=0, max_local_batch_size=64, **LONG))
-    run.run_window()
-    run.offer(action(run.job, 0, (32, 32, 32, 65)))
-    run.offer(action(run.job, 9, OTHER))
-    run.run_window()
-    assert run.num_refused == {"bounds": 1, "future": 1}
-    assert run.applied == []
-
-
 def test_every_sample_is_used_once_per_epoch_whatever_the_sizes_do() -> None:
     run = cluster(scenario(lag_windows=0, window_steps=3, **LONG), data=_numbered(500))
     used: list[torch.Tensor] = []

@@ -275,112 +275,94 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Rows that all rows were asked to be compared with, beside best static and goodput."""
 
 
-class VerdictBuilder:
-    """Computes a verdict from the outcomes in a ledger."""
+def judge(
+    suite: Suite,
+    rows: Sequence[Row],
+    cells: Sequence[ComparisonCell],
+    ledger: Ledger,
+    tuned: Tuned,
+    *,
+    command: str = "",
+    against: Sequence[str] = (),
+) -> tuple[Verdict, OutcomeTable]:
+    """The verdict on all outcomes in a ledger, and these; `against` are labels of rows that all are compared with."""
+    table = OutcomeTable(suite.scenarios, cells, ledger, rows)
+    families, heterogeneous = list(suite.families), suite.heterogeneous_families
+    control = [name for name in families if name not in heterogeneous]
+    notes = {row.label: note_on(row, suite) for row in rows}
+    known = {cell.task.key: outcome for cell in cells if (outcome := ledger.get(cell.task)) is not None}
 
-    def __init__(
-        self,
-        suite: Suite,
-        rows: Sequence[Row],
-        cells: Sequence[ComparisonCell],
-        ledger: Ledger,
-        tuned: Tuned,
-        *,
-        against: Sequence[str] = (),
-    ) -> None:
-        """`against` are labels of rows that all are compared with, too."""
-        self.suite = suite
-        self._compared_with = list(against)
-        self.table = OutcomeTable(suite.scenarios, cells, ledger, rows)
-        self._rows = rows
-        self._cells = cells
-        self._num_missing = sum(cell.task not in ledger for cell in cells)
-        known = {cell.task.key: ledger.get(cell.task) for cell in cells}
-        self._core_s = sum(outcome.wall_s for outcome in known.values() if outcome is not None)
-        self._tuned = tuned
-        self._notes = {row.label: note_on(row, suite) for row in rows}
-
-    def verdict(self, command: str) -> Verdict:
-        """The verdict on all outcomes in the ledger."""
-        families, heterogeneous = list(self.suite.families), self.suite.heterogeneous_families
-        control = [name for name in families if name not in heterogeneous]
-
-        def ratio(base: str, part: list[str]) -> Interval | None:
-            return self.table.ratio(DEFAULT_POLICY, base, part) if part else None
-
-        return Verdict(
-            suite=self.suite.name,
-            default_policy=DEFAULT_POLICY,
-            families={name: self._family(name) for name in self.suite.families},
-            policies=[self._row(row, heterogeneous or families) for row in self._rows],
-            heterogeneous_families=heterogeneous,
-            seeds=sorted({cell.task.seed for cell in self._cells}),
-            num_runs_missing=self._num_missing,
-            command=command,
-            policy_files={
-                row.label: [file_digest(setting.files[0]) for setting in row.settings(families[0], self._tuned)]
-                for row in self._rows
-                if row.is_learned
-            },
-            tuned_on=self._tuned.scenarios,
-            code=code_digest(),
-            versions=versions(),
-            headline=[
-                HeadlineRow(
-                    against=base,
-                    all_families=ratio(base, families),
-                    heterogeneous=ratio(base, heterogeneous),
-                    control=ratio(base, control),
-                )
-                for base in BASES
-                if base in self._notes
-            ],
-            core_minutes=self._core_s / 60,
-            against=self._compared_with,
-        )
-
-    def _family(self, name: str) -> VerdictFamily:
-        scenarios = self.suite.families[name]
-        choice = self._tuned.choice("static", name)
-        return VerdictFamily(
-            control=is_control(scenarios),
-            scenarios={scenario.name: digest_of(scenario) for scenario in scenarios},
-            best_static_local_batch_size=None if choice is None else choice.initial_local_batch_size,
-            chosen_on="all train scenarios" if self._tuned.is_fallback(name) else "train scenarios of the family",
-            policies=[self._row(row, [name], row.settings(name, self._tuned)) for row in self._rows],
-        )
-
-    def _row(self, row: Row, families: Sequence[str], settings: Sequence[Row] = ()) -> VerdictRow:
+    def verdict_row(row: Row, places: Sequence[str], settings: Sequence[Row] = ()) -> VerdictRow:
         label = row.label
-        outcomes = self.table.outcomes(label, families)
-        times = self.table.times(label, families)
+        outcomes, times = table.outcomes(label, places), table.times(label, places)
+        signatures = []
+        for name in places:
+            times_PCS = table.times(label, [name])
+            for place, scenario in enumerate(suite.families[name]):
+                own = times_PCS[:, place].ravel()
+                if (finding := spread_signature(own[~np.isnan(own)].tolist())) is not None:
+                    signatures.append(f"{finding.signature} in {scenario.name}: {finding.explanation}")
         return VerdictRow(
             policy=label,
             median_time_to_target_s=float(np.nanmedian(times)) if outcomes else None,
-            misses=self.table.num_misses(label, families),
-            vs_best_static=self.table.ratio(label, BEST_STATIC, families),
-            vs_goodput=self.table.ratio(label, GOODPUT, families),
-            against={base: self.table.ratio(label, base, families) for base in self._compared_with},
+            misses=table.num_misses(label, places),
+            vs_best_static=table.ratio(label, BEST_STATIC, places),
+            vs_goodput=table.ratio(label, GOODPUT, places),
+            against={base: table.ratio(label, base, places) for base in against},
             num_runs=len(outcomes),
             num_policy_seeds=times.shape[0] if outcomes else 0,
             accuracy_at_fixed_time=_mean(outcome.accuracy_at_fixed_time for outcome in outcomes),
             test_accuracy=_mean(outcome.test_accuracy for outcome in outcomes),
-            signatures=self._spreads(label, families),
+            signatures=signatures,
             settings=[setting.identity() for setting in settings],
-            chosen=self.table.chosen.get(label, {}) if settings else {},
-            note=self._notes[label],
+            chosen=table.chosen.get(label, {}) if settings else {},
+            note=notes[label],
         )
 
-    def _spreads(self, label: str, families: Sequence[str]) -> list[str]:
-        """Name the scenarios in which the times of a row spread more than a policy's should."""
-        found = []
-        for name in families:
-            times_PCS = self.table.times(label, [name])
-            for place, scenario in enumerate(self.suite.families[name]):
-                times = times_PCS[:, place].ravel()
-                if (finding := spread_signature(times[~np.isnan(times)].tolist())) is not None:
-                    found.append(f"{finding.signature} in {scenario.name}: {finding.explanation}")
-        return found
+    def verdict_family(name: str) -> VerdictFamily:
+        choice = tuned.choice("static", name)
+        return VerdictFamily(
+            control=is_control(suite.families[name]),
+            scenarios={scenario.name: digest_of(scenario) for scenario in suite.families[name]},
+            best_static_local_batch_size=None if choice is None else choice.initial_local_batch_size,
+            chosen_on="all train scenarios" if tuned.is_fallback(name) else "train scenarios of the family",
+            policies=[verdict_row(row, [name], row.settings(name, tuned)) for row in rows],
+        )
+
+    def ratio(base: str, places: list[str]) -> Interval | None:
+        return table.ratio(DEFAULT_POLICY, base, places) if places else None
+
+    verdict = Verdict(
+        suite=suite.name,
+        default_policy=DEFAULT_POLICY,
+        families={name: verdict_family(name) for name in families},
+        policies=[verdict_row(row, heterogeneous or families) for row in rows],
+        heterogeneous_families=heterogeneous,
+        seeds=sorted({cell.task.seed for cell in cells}),
+        num_runs_missing=sum(cell.task not in ledger for cell in cells),
+        command=command,
+        policy_files={
+            row.label: [file_digest(setting.files[0]) for setting in row.settings(families[0], tuned)]
+            for row in rows
+            if row.is_learned
+        },
+        tuned_on=tuned.scenarios,
+        code=code_digest(),
+        versions=versions(),
+        headline=[
+            HeadlineRow(
+                against=base,
+                all_families=ratio(base, families),
+                heterogeneous=ratio(base, heterogeneous),
+                control=ratio(base, control),
+            )
+            for base in BASES
+            if base in notes
+        ],
+        core_minutes=sum(outcome.wall_s for outcome in known.values()) / 60,
+        against=list(against),
+    )
+    return verdict, table
 
 
 def note_on(row: Row, suite: Suite) -> str:

@@ -23,7 +23,7 @@ from dynamix.lab.comparison.rows import (
 )
 from dynamix.lab.comparison.runs import ComparisonCell, Ledger, estimate, fill, plan
 from dynamix.lab.comparison.tuning import EXCHANGE_GRID, FIRST_SEED, GRID, tune
-from dynamix.lab.comparison.verdict import Interval, Verdict, VerdictBuilder, VerdictFamily, VerdictRow, note_on
+from dynamix.lab.comparison.verdict import Interval, Verdict, VerdictFamily, VerdictRow, judge, note_on
 from dynamix.lab.simulator.episode import EpisodeError, code_digest
 from dynamix.lab.simulator.scenario import (
     TRAIN,
@@ -60,12 +60,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
         suite, rows, tuned, cells, against = comparison
         with Ledger(Path(arguments.results), resume=arguments.resume) as ledger:
             exit_code = _fill_ledger(comparison, ledger, arguments)
-            builder = VerdictBuilder(suite, rows, cells, ledger, tuned, against=against)
-        verdict = builder.verdict(_command_line(arguments))
+            command = _command_line(arguments)
+            verdict, table = judge(suite, rows, cells, ledger, tuned, command=command, against=against)
         show(verdict, stderr=arguments.json == STANDARD_OUTPUT)
         write_json(verdict, arguments.json)
         if arguments.png is not None:
-            draw(verdict, builder.table, curves_of(arguments, suite), Path(arguments.png))
+            draw(verdict, table, curves_of(arguments, suite), Path(arguments.png))
     return exit_code
 
 
