@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
-from dynamix.schemas.messages import Action, Applied, Job, Report, SocketCounters, SystemMetrics, Trace
+from dynamix.schemas.messages import Action, Applied, Report, SocketCounters, SystemMetrics, Trace
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Explored, Objective
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
@@ -356,11 +356,6 @@ class VirtualCluster:
         limit = self.scenario.time_limit_s if self.time_to_target_s is None else self.scenario.fixed_time_s
         return self.time_s >= limit
 
-    @property
-    def num_refused(self) -> Mapping[str, int]:
-        """Actions refused so far, by reason."""
-        return self._offers.num_refused
-
     def offer(self, action: Action) -> None:
         """Hand over an action; it is adopted, or refused, at the boundary where the scenario's lag is over."""
         if action.window < self.window:
@@ -391,10 +386,6 @@ class VirtualCluster:
         if not self.over:
             raise RuntimeError(f"the test part is scored when the run is over, not at {self.time_s:g} s")
         return self.gradients.accuracy(self._test)
-
-    def ended(self, reason: str = "completed") -> Job:
-        """The specification as it is published at the end."""
-        return msgspec.structs.replace(self.job, phase="ended", end_reason=reason)
 
     def _step(self) -> None:
         if self._sampler.is_over(self.position):

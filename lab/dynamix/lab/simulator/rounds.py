@@ -66,11 +66,6 @@ class VirtualRounds:
         self._ended: tuple[Array64, int] = self._num_samples, 1
         """Samples by rank and steps of the newest round that ended."""
 
-    @property
-    def parameters(self) -> Tensor | None:
-        """The parameters of all ranks, a row each; `None` while they have them in common."""
-        return None if self._ranks is None else self._ranks.parameters.detach()
-
     def compute(self, inputs: Tensor, labels: Tensor, plan: StepPlan) -> StepSums:
         """Compute the mean gradient of each rank's samples at its own parameters, and show the mean of these."""
         ranks = self._begun()
