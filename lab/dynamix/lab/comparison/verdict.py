@@ -20,7 +20,8 @@ from scipy.special import stdtrit  # scipy.stats.t.ppf, without a second of impo
 
 from dynamix.arbitrator.deciding.signatures import spread_signature
 from dynamix.arbitrator.learned.policy_file import PolicyFile
-from dynamix.lab.simulator.episode import Evaluation, RunOutcome, code_digest, versions
+from dynamix.lab.simulator.cluster import Evaluation
+from dynamix.lab.simulator.episode import RunOutcome, code_digest, versions
 from dynamix.lab.simulator.scenario import TRAIN, Scenario, Suite, digest_of, is_control, suite_named
 from dynamix.schemas.messages.policies import DEFAULT_POLICY
 
@@ -45,7 +46,8 @@ class Interval(msgspec.Struct, frozen=True):
 
     def exp(self) -> "Interval":
         """That of the numbers whose logarithms have this one."""
-        return Interval(*(None if bound is None else math.exp(bound) for bound in msgspec.structs.astuple(self)))
+        bounds = (self.low, self.high, self.family_low, self.family_high)
+        return Interval(math.exp(self.value), *(None if bound is None else math.exp(bound) for bound in bounds))
 
 
 def mean_interval(values_PCS: Array64, families: Sequence[str] = ()) -> Interval | None:
@@ -57,9 +59,9 @@ def mean_interval(values_PCS: Array64, families: Sequence[str] = ()) -> Interval
     is_known = ~np.isnan(values_PCS)
     if not is_known.any():
         return None
-    known_P, known_C, known_S = (is_known.any(axis=axes) for axes in ((1, 2), (0, 2), (0, 1)))
+    known_P, known_C, known_S = (np.flatnonzero(is_known.any(axis=axes)) for axes in ((1, 2), (0, 2), (0, 1)))
     values_PCS = values_PCS[np.ix_(known_P, known_C, known_S)]
-    own = [name for name, known in zip(families or [""] * len(known_C), known_C.tolist(), strict=True) if known]
+    own = [families[place] if families else "" for place in known_C.tolist()]
     names = sorted(set(own))
     weights_C = np.array([1 / (len(names) * own.count(name)) for name in own])
     means_C = np.nanmean(values_PCS, axis=(0, 2))

@@ -155,7 +155,8 @@ def exchange_times_s(
             per_byte_s = coding.s_per_byte(bucket.codec)
             coding_s = slowdown * (per_byte_s * bucket.gradient_bytes + coding.message_s * num_messages)
         first_s, *further_s = map(collective_s, collectives)
-        sent, received = (np.sum([each[way] for each in collectives], axis=0) for way in (0, 1))
+        sent = np.sum([each.sent for each in collectives], axis=0)
+        received = np.sum([each.received for each in collectives], axis=0)
         link_s = float((np.maximum(sent, received) / bandwidth).max())
         return Lanes(coding_s / 2 + first_s, coding_s / 2 + sum(further_s), link_s)
 
