@@ -4,14 +4,14 @@
   dynamix trace JOB --past              what is stored now
   dynamix trace FILE                    a capture: the same traces, with the same ids
 
-They go to --endpoint, or where OTEL_EXPORTER_OTLP_ENDPOINT says, by OTLP over HTTP (http://localhost:4318 by default).
-Nothing of the job knows of it. Needs the packages of 'dynamix-batch[otel]'.
+Traces are sent by OTLP over HTTP to --endpoint, or to OTEL_EXPORTER_OTLP_ENDPOINT (default: http://localhost:4318).
+Needs the packages of 'dynamix-batch[otel]'. The spans of a trace:
 
-window                       first report stored ... the action applied, or the last thing that happened
-  collect NODE               a node's report stored ... its state stored
-    reward NODE              its metric window stored ... its rewards stored
-  decide                     the last state before the action stored ... the action stored
-  adopt                      the action stored ... its receipt stored: all ranks have agreed on the step
+  window            from the first report to the last message of the window
+  collect NODE      from a node's report to its state
+  reward NODE       from its metric window to its rewards
+  decide            from the last state to the action
+  adopt             from the action to the receipt that all ranks agreed on its step
 """
 
 import argparse

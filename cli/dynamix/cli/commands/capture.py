@@ -1,11 +1,11 @@
-"""Record a job: all its stored messages, into a file that can be replayed and inspected.
+"""Record all stored messages of a job into a file that can be replayed and inspected.
 
   dynamix capture JOB -o FILE            from the first stored message on, until the job has ended
   dynamix capture JOB -o FILE --past     what is stored now
   dynamix capture JOB -o FILE --windows 100
 
-JOB is a job's id or how it begins. The file begins with the specification that is stored: capture a job while it runs
-to have its start, since the broker keeps only the newest. Ctrl-C finishes the file; a kill leaves a readable beginning.
+The broker keeps only the newest specification: capture a job while it runs to have its start. Ctrl-C completes the
+file; after a kill the file is readable up to that point.
 """
 
 import argparse

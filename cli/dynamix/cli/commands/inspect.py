@@ -1,8 +1,10 @@
-"""Show what a capture holds: windows, decisions, rewards, gaps, and whether it was made by this build.
+"""Show the contents of a capture: windows, decisions, rewards, gaps, and whether it was made by this build.
 
-dynamix inspect FILE                   a line for each window
-dynamix inspect FILE --window 12       one window with every rank
-dynamix inspect FILE --png FILE        the job as a figure
+  dynamix inspect FILE                   a line for each window
+  dynamix inspect FILE --window 12       one window with every rank
+  dynamix inspect FILE --png FILE        the job as a figure
+
+Exit code 1 means a damaged or cut off file, undecodable messages, or a broken chain of actions.
 """
 
 import argparse

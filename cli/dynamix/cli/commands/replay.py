@@ -1,15 +1,14 @@
 """Replay a capture: give a service's functions the recorded inputs, and compare each output byte for byte.
 
-  dynamix replay FILE                              into the arbitrator, as fast as it goes
-  dynamix replay FILE --into reward
+  dynamix replay FILE                              into the arbitrator, at full speed
   dynamix replay FILE --into collector --speed original
   dynamix replay FILE --policy rule --policy-option noise_multiplier=2
 
-The first difference is shown field by field. With another policy it says what that would have decided here. The
-services' own settings are read from DYNAMIX_COLLECTOR_... and DYNAMIX_REWARD_... as the services read them.
+It shows the first difference field by field. With another policy it shows what that policy would have decided. Settings
+are read from DYNAMIX_COLLECTOR_... and DYNAMIX_REWARD_...
 
-0: equal, or a policy was asked; 1: different, or not every recorded output was compared; 2: it cannot be replayed;
-130: interrupted.
+Exit codes: 0 equal, or another policy was asked; 1 different, or not every recorded output was compared; 2 it cannot be
+replayed; 130 interrupted.
 """
 
 import argparse

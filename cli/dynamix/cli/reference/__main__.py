@@ -130,8 +130,10 @@ def _spelled(action: argparse.Action) -> str:
 
 def settings_section(owner: SettingsOwner) -> str:
     """The variables of one owner."""
+    command = _parser(owner.component).actions if owner.component in command_names() else []
+    options = {one.dest: f"`{one.option_strings[-1]}`" for one in command if one.option_strings}
     rows = "".join(
-        f"| `{one.variable}` | {f'`{one.default}`' if one.default else ''} | {one.meaning} |\n"
+        f"| `{one.variable}` | {f'`{one.default}`' if one.default else ''} | {options.get(one.name, one.meaning)} |\n"
         for one in describe(owner.struct, owner.component)
     )
     return f"### {owner.title}\n\n| variable | default | meaning |\n|---|---|---|\n{rows}"

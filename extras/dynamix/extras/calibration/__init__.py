@@ -3,7 +3,7 @@
   dynamix calibrate JOB --workload fashion-14-cnn -o mine.toml --png mine.png
 
 SOURCE is a job on the bus, or a capture of one (`dynamix capture JOB -o FILE`). The local batch sizes should have
-varied: run the job with `--policy random`. Each window's virtual step time comes from a fit that has not seen it.
+varied: run the job with `--policy random`. Each window's virtual step time comes from a fit on the other windows.
 """
 
 import argparse
