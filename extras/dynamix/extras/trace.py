@@ -164,7 +164,7 @@ def spans_of(job: str, known: Window) -> Iterator[WindowSpan]:
         span_id = _id(f"{trace}:{name}", 8)
         return WindowSpan(name, trace_id, span_id, parent_id, start_ns, max(start_ns, end_ns), attributes)
 
-    times = [at for node in known.nodes.values() for at in (node.report_ns, node.state_ns, node.reward_ns)]
+    times = [at for node in known.nodes.values() for kind, at in node.stored_ns.items() if kind != "window"]
     last_ns = max([known.decided_ns, known.applied_ns, *times])
     decided, applied = known.action is not None, known.applied is not None
     yield span("window", known.started_ns, last_ns, None, decided=decided, applied=applied, nodes=len(known.nodes))
@@ -172,7 +172,7 @@ def spans_of(job: str, known: Window) -> Iterator[WindowSpan]:
         yield from _node_spans(span, name, node, root_id)
     if known.action is not None:
         action = known.action
-        states = [node.state_ns for node in known.nodes.values() if 0 < node.state_ns <= known.decided_ns]
+        states = [at for node in known.nodes.values() if 0 < (at := node.stored_ns.get("state", 0)) <= known.decided_ns]
         start_ns = max(states, default=known.decided_ns)
         more: dict[str, AttributeValue] = {"policy": action.policy, "policy_version": action.policy_version}
         sizes = list(action.local_batch_sizes[:64])
@@ -184,13 +184,16 @@ def spans_of(job: str, known: Window) -> Iterator[WindowSpan]:
 
 
 def _node_spans(span: Callable[..., WindowSpan], name: str, node: NodeWindow, root_id: int) -> Iterator[WindowSpan]:
-    if not (node.report_ns and node.state_ns):
+    report_ns, window_ns, state_ns, reward_ns = (
+        node.stored_ns.get(kind, 0) for kind in ("report", "window", "state", "reward")
+    )
+    if not (report_ns and state_ns):
         return
-    probe = {"probe": node.probe} if node.window_ns else {}
-    collect = span(f"collect {name}", node.report_ns, node.state_ns, root_id, node=name, **probe)
+    probe = {"probe": node.probe} if window_ns else {}
+    collect = span(f"collect {name}", report_ns, state_ns, root_id, node=name, **probe)
     yield collect
-    if node.window_ns and node.reward_ns:
-        yield span(f"reward {name}", node.window_ns, node.reward_ns, collect.span_id, node=name)
+    if window_ns and reward_ns:
+        yield span(f"reward {name}", window_ns, reward_ns, collect.span_id, node=name)
 
 
 def _id(text: str, num_bytes: int) -> int:

@@ -115,7 +115,7 @@ def from_capture(path: Path) -> CalibrationInput:
         try:
             found = [
                 decode_any(record.subject, record.payload)
-                for record in reader.good_records()
+                for record in reader
                 if subjects.parse(record.subject).kind in ("job", "window")
             ]
         except ValueError as error:  # of a subject or a message

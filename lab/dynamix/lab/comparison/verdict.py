@@ -23,7 +23,7 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.lab.simulator.cluster import Evaluation
 from dynamix.lab.simulator.episode import RunOutcome, code_digest, versions
 from dynamix.lab.simulator.scenario import TRAIN, Scenario, Suite, digest_of, is_control, suite_named
-from dynamix.schemas.messages.policies import DEFAULT_POLICY
+from dynamix.schemas.policies import DEFAULT_POLICY
 
 from .rows import BASES, BEST_STATIC, GOODPUT, Row, Tuned, file_digest
 from .runs import ComparisonCell, Ledger

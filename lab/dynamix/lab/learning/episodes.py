@@ -25,9 +25,9 @@ from dynamix.collector.agent_network import AgentNetwork
 from dynamix.lab.simulator.episode import Episode, run_episode, workload_data
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Formula, Weights
-from dynamix.schemas.messages.policies import DIVIDED_BY_RANKS, STIGMERGY
-from dynamix.schemas.networks.forward import log_softmax, sample
-from dynamix.schemas.networks.sight import Array32, Sight
+from dynamix.schemas.networks import log_softmax, sample
+from dynamix.schemas.policies import DIVIDED_BY_RANKS, STIGMERGY
+from dynamix.schemas.sight import Array32, Sight
 
 
 class AgentChoice(NamedTuple):
