@@ -122,7 +122,7 @@ async def test_streams_services_and_their_complaints_are_found(server: EmbeddedS
         beating(connection, "trainer", bus_unacknowledged=3, bus_unanswered=1),
     ):
         found = by_name(await bus(server.settings, configured=True))
-    assert found["streams"].found == "JOBS 0, FEED 0, ACTIONS 0, DEAD 0, PROFILES 0, POLICIES 0"
+    assert found["streams"].found == "JOBS 0, REPORTS 0, FEED 0, ACTIONS 0, DEAD 0, PROFILES 0, POLICIES 0"
     assert found["services"].present
     assert "arbitrator" in found["services"].found
     assert "1 generation" in found["actions"].found

@@ -186,8 +186,8 @@ async def _tell(
     made, removed = ([key.durable for key in keys if key.durable] for keys in (make, remove))
     if made or removed:
         async with _as(authority.temporary(PROVISION)) as bus:
-            for name, _ in removed:
-                await remove_durable(bus.requests, name)
+            for stream, name, _ in removed:
+                await remove_durable(bus.requests, stream, name)
             for durable in made:
                 await make_durable(bus.requests, *durable)
 

@@ -362,8 +362,7 @@ async def run_job(
     view, more = JobView(job, most_windows=1 << 20), asyncio.Event()
 
     async def follow() -> None:
-        wanted = [subjects.of(kind, job, subjects.ANY) for kind in ("report", "window")]
-        wanted.append(subjects.of("applied", job))
+        wanted = [subjects.of("window", job, subjects.ANY), subjects.of("applied", job)]
         async with running.bus.consume(FEED.name, wanted, start="all") as consumer:
             async for batch in consumer:
                 for message in batch:
