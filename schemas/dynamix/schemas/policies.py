@@ -139,7 +139,7 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
             "patience_windows": Option(20, 1, 1e6, "windows without improvement that make a stall", True),
             "min_improvement": Option(0.01, 0, 1, "relative fall of the averaged loss that counts as one"),
             "max_doublings": Option(6, 0, 30, "doublings at most", True),
-            "proportional": switch(0, "1: divide B by measured speed; 0: as the initial sizes are"),
+            "proportional": switch(0, "1: divide B by measured speed; 0: in proportion to the initial sizes"),
             "track": track(0),
         },
         "rule": {

@@ -75,11 +75,11 @@ DETAIL_COLUMNS: dict[str, Callable[[RankMetrics], str]] = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
-    parser.add_argument("--window", type=count(0), metavar="N", help="this window only, with every rank")
-    what = "of this restart of the job (default: the last)"
+    parser.add_argument("file", metavar="FILE", help="a capture, written by `dynamix capture JOB -o FILE`")
+    parser.add_argument("--window", type=count(0), metavar="N", help="show only this window, with every rank")
+    what = "show this generation (restart) of the job (default: the last)"
     parser.add_argument("--generation", type=count(0), metavar="G", help=what)
-    parser.add_argument("--all", action="store_true", help="every window, also of a long job")
+    parser.add_argument("--all", action="store_true", help="show every window, also of a long job")
     add_json_argument(parser)
     add_png_argument(parser, "draw sizes, step time, accuracy, rewards and decisions")
 

@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--captures", metavar="DIR", type=output_directory, help=what)
     add_json_argument(parser)
     add_png_argument(parser, "write the picture (default: %(default)s)", default="dynamix-demo.png")
-    what = "what moves the adaptive global batch of the last run"
+    what = "policy that changes the global batch in the last run"
     add_option(parser, "--policy", DEFAULT_POLICY, what, type=_policy)
     what = "held-out accuracy to reach"
     add_option(parser, "--target", DEFAULTS.target_accuracy, what, type=number(0, 1, above=True))
@@ -68,7 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--pace", DEFAULTS.pace_s_per_sample, what, type=number(0, MAX_PACE_S))
     what = "how many times slower rank 3 is"
     add_option(parser, "--slowdown", DEFAULTS.slowdown, what, type=number(0, MAX_SLOWDOWN, above=True))
-    what = "of the order of the samples and of the model's parameters"
+    what = "random seed of the samples' order and the model's parameters"
     add_option(parser, "--seed", DEFAULTS.seed, what, type=seed)
 
 

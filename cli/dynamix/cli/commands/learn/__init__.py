@@ -30,26 +30,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy", default="ppo", help="ppo, ppo-paper, stigmergy (its agents), or another name: ppo's preset"
     )
-    add_option(parser, "--seed", 0, "of the learning", type=seed)
+    add_option(parser, "--seed", 0, "random seed of the learning", type=seed)
     add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors")
-    parser.add_argument("--episodes", type=count(), help="to play (default: the preset's)")
-    parser.add_argument("--minutes", type=number(0), help="stop sooner, after this time; the same command continues")
-    add_option(parser, "--workers", 2, "processes")
+    parser.add_argument("--episodes", type=count(), help="number of episodes (default: the preset's)")
+    parser.add_argument("--minutes", type=number(0), help="stop after this time; the same command continues")
+    add_option(parser, "--workers", 2, "worker processes")
     add_data_argument(parser)
     parser.add_argument("--restart", action="store_true", help="discard the checkpoint of an interrupted run")
-    parser.add_argument("--publish", action="store_true", help="put failure signatures and the policy on the bus")
+    parser.add_argument("--publish", action="store_true", help="publish failure signatures and the policy on the bus")
     add_json_argument(parser)
     how = parser.add_argument_group("overrides of the preset")
     how.add_argument("--objective", choices=("clipped", "simplified"), help="PPO's objective, or the paper's")
     how.add_argument(
-        "--actions", choices=("deltas", "global", "levers"), help="per rank, one for the job, or levers on the rule"
+        "--actions",
+        choices=("deltas", "global", "levers"),
+        help="one choice per rank, one for the job, or levers on the rule",
     )
-    how.add_argument("--reward", choices=("auto", "paper-sgd", "paper-adam", "time-aware"), help="auto: as published")
+    how.add_argument(
+        "--reward", choices=("auto", "paper-sgd", "paper-adam", "time-aware"), help="reward formula; auto: as published"
+    )
     for name in WEIGHTS:
         how.add_argument(f"--{name}", type=number(), metavar="X", help=f"weight {name} of the reward")
-    how.add_argument("--episode-end", choices=("target", "fixed"), help="end with the target, or after a fixed time")
-    how.add_argument("--episodes-per-update", type=count(), metavar="N", help="episodes in a batch")
-    how.add_argument("--curriculum", type=worker_numbers, metavar="N,...", help="workers of each stage of learning")
+    how.add_argument(
+        "--episode-end", choices=("target", "fixed"), help="end an episode at the target, or after a fixed time"
+    )
+    how.add_argument("--episodes-per-update", type=count(), metavar="N", help="episodes per update")
+    how.add_argument(
+        "--curriculum", type=worker_numbers, metavar="N,...", help="numbers of workers, one for each stage of learning"
+    )
     how.add_argument("--validate-every", type=count(), metavar="N", help="updates between two validations")
     how.add_argument("--select", choices=("best", "last"), help="which version is written")
     add_list(how, "--ppo", "NAME=VALUE", "a setting of PPO, e.g. clip_coef=0.1")
