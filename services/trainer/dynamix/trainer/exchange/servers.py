@@ -51,13 +51,13 @@ class Answers:
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """Let `take` raise: no more sums will come."""
+        """Make `take` raise: no further sums will come."""
         with self._changed:
             self._has_failed = True
             self._changed.notify_all()
 
     def take(self, number: int) -> Tensor:
-        """The sum of that number, once it is there.
+        """The sum of that number, once it is available.
 
         Raises:
             RuntimeError: when the other lane has failed.
@@ -70,7 +70,7 @@ class Answers:
 
 
 class ServedJob:
-    """One job, from the first trade to the last."""
+    """One job, from the first exchange to the last."""
 
     def __init__(self, groups: list[dist.ProcessGroup], num_ranks: int, num_servers: int) -> None:
         self._groups = groups
@@ -80,14 +80,14 @@ class ServedJob:
         self._left = len(groups)
         self._ended = threading.Condition()
         self.problem = ""
-        """What ended the job before its time."""
+        """The error that ended the job early."""
         for number, group in enumerate(groups):
             threading.Thread(
                 target=self._run, args=(group,), name=f"dynamix server lane {number}", daemon=True
             ).start()  # daemons: one that waits for a host that vanished would keep the process
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the job has ended, by then at the latest."""
+        """Whether the job has ended within this time."""
         with self._ended:
             return self._ended.wait_for(lambda: not self._left, timeout_s)
 
@@ -129,14 +129,14 @@ def _next_trade(group: dist.ProcessGroup) -> ToldTrade:
 
 
 LOOK_S = 0.2
-"""Between two looks for another job: the store has no way to be told of one."""
+"""Seconds between two polls for another job: the store has no notification."""
 
 
 class GradientServer:
     """Serves one job after the other."""
 
     def __init__(self, port: int, say: Callable[[str], None]) -> None:
-        """Listen on a port of all addresses, 0 for a free one; `say` gets a line for each job that begins or ends.
+        """Listen on a port of all addresses, 0 for a free one; `say` gets a line when a job begins or ends.
 
         Raises:
             RuntimeError: when the port is taken.
@@ -177,5 +177,5 @@ class GradientServer:
         self._say(f"{found.job}: ended" + (f" early: {job.problem}" if job.problem else ""))
 
     def _starts_again(self, job: str, number: int) -> bool:
-        """Whether the same job is announced again: then the hosts of its earlier start have vanished."""
+        """Whether the same job is announced again, because the hosts of its earlier start have vanished."""
         return bool(self._store.check([job_key(number)])) and self._announcement(number).job == job

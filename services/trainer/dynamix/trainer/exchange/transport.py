@@ -38,7 +38,7 @@ NOT_LENT = 2
 """References to an alias that no thread holds: its Python object's and its keeper's."""
 
 CONTEXT = "context"
-"""What `torch.autograd.graph._engine_run_backward` calls the contextvars that it leaves with the thread."""
+"""Name in `torch.autograd.graph._engine_run_backward` of the contextvars that it leaves in the thread."""
 HAS_CONTEXT = hasattr(torch._C, "_remove_obj_from_tls")  # noqa: SLF001 - older ones keep it until the next pass
 if HAS_CONTEXT:  # bound once: in the middle of a step each look-up of a name finds empty caches
     from torch._C import _get_obj_in_tls, _is_key_in_tls, _remove_obj_from_tls, _stash_obj_in_tls
@@ -113,12 +113,12 @@ def _take_back(keeper: _Keeper) -> None:
 
 
 def _is_returned(alias: torch.Tensor) -> bool:
-    """Whether nothing but its Python object and its keeper has it, which no thread of a group can change any more."""
+    """Whether only its Python object and its keeper refer to it, so that no thread of a group can change it."""
     return alias._use_count() <= NOT_LENT  # type: ignore[attr-defined, no-any-return]  # noqa: SLF001 - no public name
 
 
 UNUSED_TAG = 2
-"""Nothing is ever sent with it."""
+"""A tag with which nothing is ever sent."""
 MOMENT = timedelta(milliseconds=1)
 
 
@@ -133,7 +133,7 @@ def break_group(group: dist.ProcessGroup) -> None:
 
 
 NUM_GROUPS = 2
-"""One for each lane."""
+"""One process group for each thread."""
 TELL_TAG = 1
 REACH_S = 10.0
 """Longest wait for a server's address to answer."""
@@ -142,9 +142,9 @@ MEETING_S = 60.0
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """Torch's own, for gloo."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
-"""What is traded, by number."""
+"""Element types of exchanged tensors; a message names one by its index."""
 JOBS_KEY = "jobs"
-"""How many jobs were announced to a server."""
+"""Key in the store of the number of announced jobs."""
 
 
 class JobAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +164,7 @@ class JobAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToldTrade(NamedTuple):
-    """The message to a server before a trade."""
+    """Message to a server before an exchange: its size and type."""
 
     number: int
     """Which sum it belongs to; -1: no more trades in this group."""
@@ -179,7 +179,7 @@ END = ToldTrade(-1, 0, 0, 0)
 
 
 class ServedGroup:
-    """The process group of one lane, as a rank has it."""
+    """The process group of one thread, in a rank."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, num_ranks: int, num_servers: int) -> None:
         self._group: dist.ProcessGroup | None = group
@@ -188,7 +188,7 @@ class ServedGroup:
         self._num_servers = num_servers
 
     def trade(self, trade: Trade, served: ServedSum) -> dist.ProcessGroup:
-        """Tell the servers of a trade, in rank 0; returns the group in which it is carried out."""
+        """Announce an exchange to the servers, in rank 0; returns the group in which it is carried out."""
         assert self._group is not None, "left"
         dtype = DTYPES.index(trade.sent.dtype)
         for index, size in enumerate(served.sizes):
@@ -202,7 +202,7 @@ class ServedGroup:
         self._group = None
 
     def break_off(self) -> None:
-        """Let everything that waits in the group fail, here, in the servers and in other ranks."""
+        """Abort everything that waits in the group, here, in the servers and in other ranks."""
         group = self._group
         if group is not None:
             break_group(group)
@@ -271,7 +271,7 @@ class GradientServers:
 
 
 def job_key(number: int) -> str:
-    """Where a server finds its job of that number."""
+    """Key in the store under which a server finds a job."""
     return f"job/{number}"
 
 
@@ -311,7 +311,7 @@ def make_groups(store: TCPStore, number: int, rank: int, size: int, timeout: tim
 _log = logging.getLogger("dynamix.trainer")
 
 CLOSE_S = 2.0
-"""Longest wait for a lane to end: one that waits for a rank that is gone does so until its group's time-out."""
+"""Longest wait for a thread to end; it may wait for a dead rank until the time-out of its group."""
 
 
 class UnderWay:
@@ -324,7 +324,7 @@ class UnderWay:
         self._error: BaseException | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Let `wait` return, or raise."""
+        """Make `wait` return or raise."""
         self._error = error
         self._done.set()
 
@@ -343,7 +343,7 @@ _Task = tuple[Leg, UnderWay]
 
 
 class _LaneGroups(NamedTuple):
-    """The process groups of a lane."""
+    """The process groups of a thread."""
 
     own: dist.ProcessGroup
     """The ranks' own."""
@@ -359,19 +359,19 @@ class _LaneGroups(NamedTuple):
         perform(collective, self.served.trade(collective, collective.served))
 
     def leave(self) -> None:
-        """Let the servers know that nothing follows."""
+        """Tell the servers that nothing follows."""
         if self.served is not None:
             self.served.leave()
 
     def break_off(self) -> None:
-        """Let everything that waits in the groups fail, here and in other processes."""
+        """Abort everything that waits in the groups, here and in other processes."""
         break_group(self.own)
         if self.served is not None:
             self.served.break_off()
 
 
 class _FirstFailure:
-    """What went wrong first in a pipeline, for both of its lanes: what goes wrong then is a consequence."""
+    """The first error of a pipeline, for both threads; later ones are consequences."""
 
     def __init__(self, lanes: list[_LaneGroups]) -> None:
         self._lanes = lanes
@@ -419,7 +419,7 @@ class Pipeline:
 
 
 class _Lane:
-    """A thread that works on tasks in their order, with a process group of its own."""
+    """A thread that carries out tasks in order, with its own process group."""
 
     def __init__(self, name: str, groups: _LaneGroups, work: "_Work", failure: _FirstFailure) -> None:
         self._groups: _LaneGroups | None = groups
@@ -452,7 +452,7 @@ _Work = Callable[[_Task, _LaneGroups], None]
 
 
 def _run_lane(tasks: SimpleQueue[_Task | None], groups: _LaneGroups, work: _Work, failure: _FirstFailure) -> None:
-    """What a lane's thread does; after the first failure in either lane every task fails: ranks are not in step."""
+    """Carry out tasks; after the first failure in either thread every task fails, because ranks are out of step."""
     while (task := tasks.get()) is not None:
         leg, under_way = task
         failed = failure.error
@@ -474,7 +474,7 @@ def _run_lane(tasks: SimpleQueue[_Task | None], groups: _LaneGroups, work: _Work
 
 def _begin_and_pass_on(second: _Lane) -> _Work:
     def begin(task: _Task, groups: _LaneGroups) -> None:
-        """Carry out a leg's first collective, and leave the rest to the second lane."""
+        """Carry out the first collective of a bucket, and hand the rest to the second thread."""
         first = next(task[0], None)
         if first is None:
             task[1].finish()
@@ -507,7 +507,7 @@ def perform(collective: Collective, group: dist.ProcessGroup) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The time-out of a process group; `None` where its back end does not say."""
+    """The time-out of a process group; `None` if its back end does not provide one."""
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
     for device in devices:
         with contextlib.suppress(RuntimeError, AttributeError):

@@ -48,7 +48,7 @@ class _HookPlace:
         return _HookPlace, (None,)
 
     def use(self, hook: GradientHook) -> None:
-        """Let the hook of another session weigh.
+        """Let the hook of another session weight the gradients.
 
         Raises:
             RuntimeError: when the session before it is still open.
@@ -105,7 +105,7 @@ class CoveredModels:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether communication hooks weigh."""
+        """Whether communication hooks weight the gradients."""
         return self._make_hook is not None
 
     def cover(self, model: torch.nn.Module) -> None:
@@ -159,18 +159,18 @@ class CoveredModels:
             self._uncovered.ignored.append(model)
 
     def keep_buffers(self, model: DistributedDataParallel) -> None:
-        """Let DDP broadcast no buffers of a model, until `broadcast_buffers`."""
+        """Stop DDP's broadcasts of a model's buffers until `broadcast_buffers`."""
         model.broadcast_buffers = False
         self._unshared.append(model)
 
     def broadcast_buffers(self) -> None:
-        """Let DDP broadcast them again."""
+        """Restore DDP's broadcasts of buffers."""
         for model in self._unshared:
             model.broadcast_buffers = True
         self._unshared.clear()
 
     def remove(self) -> None:
-        """Let the models train without the session, as plain DDP does: communication hooks cannot be taken off."""
+        """Train the models without the session, as plain DDP does: communication hooks cannot be removed."""
         for hook in self._hooks:
             hook.retire()
         for handle in self._handles:
@@ -187,7 +187,7 @@ class CoveredModels:
         return [hook.model_exchange for hook in self._hooks]
 
     def coded(self) -> CodedSquares:
-        """How much of what was to be sent codecs with loss have sent, of all models."""
+        """Squared norms of what lossy codecs have sent and should have sent, of all models."""
         found = CodedSquares()
         for exchange in self.exchanges:
             found = found.and_more(exchange.coded())

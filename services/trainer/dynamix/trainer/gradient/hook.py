@@ -39,7 +39,7 @@ Total = Callable[[], int]
 
 
 class TotalExchange(Protocol):
-    """How ranks add up a number."""
+    """Sum a number over ranks."""
 
     def post_total(self, mine: int) -> Total:
         """Begin to add up, over all ranks."""
@@ -59,7 +59,7 @@ class StepWeights:
         self._base_size = base_size
         self._size = 1
         self.by_samples = by_samples
-        """Whether each sample of a batch has the same part of its weight."""
+        """Whether each sample of a batch has the same share of its weight."""
         self.newest = 0
         """Weight of the newest micro-batch that has one: the scale in which gradients are added up."""
         self.mine = 0
@@ -235,24 +235,24 @@ class StepSketches(NamedTuple):
 
 
 class ModelBucket:
-    """One of the model's buckets, and all that is the same for it in every step: half of what it costs is paid once."""
+    """One bucket of the model, with everything that is the same in every step."""
 
     __slots__ = ("buffer", "factor", "lent", "reduced", "result", "scale", "view")
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self.scale = 0.0
-        """What `factor` holds. As a tensor it saves torch a third of what scaling a small bucket takes."""
+        """The value of `factor`. As a tensor it saves torch a third of the time of scaling a small bucket."""
         self.factor = torch.zeros((), dtype=torch.float64 if buffer.dtype == torch.float64 else torch.float32)
         self.lent: LentTensor | None = None
-        """What the process group reduces."""
+        """The tensor that the process group reduces."""
         self.result = buffer
-        """Where the reduced gradient is in the end."""
+        """The tensor that receives the reduced gradient."""
         self.reduced: torch.futures.Future[torch.Tensor] | None = None
         """What DDP waits for, done from the beginning: it looks at it after the last bucket's hook, which waits for
         all. `None` on a GPU, where a future tells whose streams wait for which, and over base hooks."""
         self.view: BucketView | None = None
-        """What a codec gets of it, once one did."""
+        """The codec's view of it, after the first use."""
 
     def weigh(self, scale: float) -> torch.Tensor:
         """Scale the bucket in place."""
@@ -328,14 +328,14 @@ def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
 
 
 Reduction = Literal["mean", "sum"]
-"""What the user's loss does over the samples of its batch."""
+"""How the user's loss combines the samples of its batch."""
 
 BaseHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 """A DDP communication hook that averages over ranks, as torch's own do."""
 
 
 class GradientClock(Protocol):
-    """The clock that the hook reports times of a step to, and asks."""
+    """The clock of step times that the hook reports to."""
 
     def gradient_ready(self) -> None:
         """This rank's last bucket is ready to be reduced."""
@@ -361,7 +361,7 @@ class _Stages:
     send: Callable[["GradientHook", GradBucket, ModelBucket], Waitable]
     """Weighs a bucket by `scale` and sends it, or keeps it on this rank."""
     in_step: bool = False
-    """Whether a step of the session is under way."""
+    """Whether a step of the session is in progress."""
     measures: bool = False
     shares_times: bool = False
     to_mean: float = 1.0
@@ -421,7 +421,7 @@ class GradientHook:
         """Time slots on their way beside the buckets."""
         self._sent: list[SentBucket] = []
         self._buckets: dict[int, ModelBucket] = {}
-        """By number: DDP makes its buckets once, and once more after the first step."""
+        """Buckets by number: DDP makes them once, and again after the first step."""
         self._stages: _Stages
         self.average_plainly()
 
@@ -465,7 +465,7 @@ class GradientHook:
         self._numbers = None
 
     def average_plainly(self) -> None:
-        """Average over the ranks as DDP does without a hook, until a step begins: on batches of the script's own."""
+        """Average over the ranks as DDP does without a hook, on batches of the script outside of steps."""
         self._stages = _Stages(
             1.0 if self._base_hook is not None else 1.0 / self._world_size, GradientHook._send_plainly
         )
@@ -515,7 +515,7 @@ class GradientHook:
         return reduced
 
     def _send_plainly(self, bucket: GradBucket, known: ModelBucket) -> Waitable:
-        """Weigh a bucket and begin to sum it over ranks as DDP does, or as the script's own hook does."""
+        """Weight a bucket and start its sum over ranks as DDP, or the script's own hook, does."""
         stages, buffer = self._stages, known.buffer
         if self._base_hook is not None:
             known.weigh(stages.scale)
@@ -530,7 +530,7 @@ class GradientHook:
         return launched(asked.allreduce, [alias])
 
     def _send_coded(self, bucket: GradBucket, known: ModelBucket) -> Waitable:
-        """Weigh a bucket and begin to sum it by the exchange of the step, with the times behind the last one."""
+        """Weight a bucket and start its sum by the active exchange, with the times behind the last bucket."""
         known.weigh(self._stages.scale)
         known.stay()
         if known.view is None:
