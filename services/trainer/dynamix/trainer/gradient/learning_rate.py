@@ -221,7 +221,7 @@ class Updates:
 
     @property
     def begin_from_snapshot(self) -> bool:
-        """Whether an optimizer has steps behind it before the session's first one; SGD without momentum cannot tell."""
+        """Whether an optimizer made steps before the session's first one; unknown for SGD without momentum."""
         return any(_has_stepped(optimizer) for optimizer in self._new)
 
     @property

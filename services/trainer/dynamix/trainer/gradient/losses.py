@@ -49,11 +49,11 @@ class LossWarnings:
         self._may_be_joint = self._may_be_weighted and not is_joint
         self._num_steps = 0
         self._group: dist.ProcessGroup | None = None
-        """That of the model whose forward pass has begun, until its gradient comes."""
+        """Process group of the model whose forward pass has begun, until its gradient arrives."""
         self._num_before = 0
         """Collectives of that group before the forward pass, and DDP's own in it."""
         self._slopes = [0.0] * MAX_WINDOWS if is_in_parts else []
-        """How log loss grows with log size, by window: 0 for a mean, 1 for a sum."""
+        """Slope of log loss over log size, by window: 0 for a mean, 1 for a sum."""
 
     def look_at_modules(self, models: Iterable[torch.nn.Module]) -> None:
         """Warn of a class weight in a criterion that is a part of a model, as it may be under Lightning."""
@@ -148,7 +148,7 @@ class LossWarnings:
 
 
 def _num_collectives(group: Any) -> int:
-    """How many collectives a group has begun."""
+    """Number of collectives that a group has started."""
     return int(group._get_sequence_number_for_group())  # noqa: SLF001 - no public name
 
 

@@ -92,7 +92,7 @@ DROPPED = (
 
 
 def needs_equal_steps(models: Sequence[torch.nn.Module]) -> bool:
-    """Whether every forward pass is a collective, so that all ranks need equally many: sharding, SyncBatchNorm."""
+    """Whether forward passes are collectives, so that all ranks need the same number: sharding, SyncBatchNorm."""
     return any(
         isinstance(module, torch.nn.SyncBatchNorm) or not isinstance(model, DistributedDataParallel)
         for model in models
@@ -150,7 +150,7 @@ class HalvedBackward:
         return self._until_it_fits(compute_loss, inputs, rows)
 
     def _can_repeat(self, batch: MicroBatch) -> bool:
-        """Whether gradients can be exchanged without DDP's backward pass, and nothing was added up before."""
+        """Whether gradients can be exchanged without DDP's backward pass, and none were accumulated before."""
         model = self._model
         return batch.is_first and not (model.find_unused_parameters or getattr(model, "static_graph", False))
 

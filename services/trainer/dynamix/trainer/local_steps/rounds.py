@@ -1,4 +1,4 @@
-"""Local steps: rounds in which each rank steps alone, and what all ranks have at their end.
+"""Local steps: rounds in which each rank steps alone, and the average of all ranks at their end.
 
 In a round of h steps a rank's gradient is the mean of its own samples and is not sent. At its end all ranks have
 
@@ -100,7 +100,7 @@ class OuterOptimizer:
         """Laid out as buckets are, and kept by parameter, as residuals are."""
 
     def step(self, exchange: Exchange, model: ModelExchange, bucket: BucketView) -> Tensor:
-        """How far a bucket's parameters go; `bucket` has how far they moved on the mean."""
+        """The movement of a bucket's parameters; `bucket` has their mean movement."""
         velocity = self._velocities.setdefault(model, Residuals()).of(bucket) if exchange.outer_momentum else None
         return outer_step(exchange, bucket.flat, velocity)
 
@@ -122,7 +122,7 @@ class OuterOptimizer:
 
 
 BUCKET_BYTES = 25 * 2**20
-"""DDP's own, where a model does not say."""
+"""DDP's default, for models that set none."""
 
 
 class FlatBucket:
@@ -145,7 +145,7 @@ class FlatBucket:
             place.copy_(tensor)
 
     def moved(self, weight: float) -> BucketView:
-        """How far they moved, times this rank's weight."""
+        """The movement of the parameters, times this rank's weight."""
         flat = torch.empty_like(self._start)
         for place, tensor in self._places(flat):
             place.copy_(tensor)
@@ -188,7 +188,7 @@ def buckets_of(model: torch.nn.Module, exchange: ModelExchange) -> Iterator[Flat
 
 
 class SharedBuffers:
-    """The buffers that DDP broadcasts: as rank 0 has them when local steps begin, then averaged as parameters are."""
+    """The buffers that DDP broadcasts: rank 0's when local steps begin, then averaged as parameters are."""
 
     def __init__(self, tensors: Sequence[Tensor], exchange: ModelExchange, *, is_first: bool) -> None:
         """A collective; `is_first` is rank 0."""
@@ -200,7 +200,7 @@ class SharedBuffers:
             tensor.copy_(value)
 
     def begin(self) -> None:
-        """Note where they are as a round begins."""
+        """Record the values at the start of a round."""
         self._starts = [_widened(tensor) for tensor in self._tensors]
 
     def average(self, weight: float) -> None:
@@ -243,7 +243,7 @@ MOST_ELEMENTS = 1 << 22
 
 
 class StatePlace(NamedTuple):
-    """Where a tensor of an optimizer's state is, the same on all ranks."""
+    """Position of a tensor in an optimizer's state, the same on all ranks."""
 
     optimizer: int
     parameter: int
@@ -341,7 +341,7 @@ GatherPlaces = Callable[[list[StatePlace]], list[list[StatePlace]]]
 
 
 class _Round(NamedTuple):
-    """What a round began with."""
+    """Values at the beginning of the round."""
 
     buckets: list[tuple[ModelExchange, FlatBucket]]
     counts: list[int]
@@ -358,11 +358,11 @@ class EndedStep(NamedTuple):
     """Samples per step by rank in the round that ended."""
     norms: SquaredNorms = NOT_MEASURED
     drift: RoundDrift | None = None
-    """That of the round that ended."""
+    """The drift of the last round."""
 
 
 class LocalSteps:
-    """Rounds of local steps of the models of one session; nothing where no exchange asks for them."""
+    """Rounds of local steps of the models of one session; does nothing if no exchange has a sync period."""
 
     def __init__(
         self,
@@ -399,7 +399,7 @@ class LocalSteps:
         return self._num_steps == 0
 
     def begin(self, step: int) -> None:
-        """Begin a step; the first one of a round notes where it begins, the first of all shares rank 0's buffers."""
+        """Begin a step; the first one of a round records its start, the first of all shares rank 0's buffers."""
         if self._round is not None or self._exchange.at(step).every == 1:
             return
         self._exchange.connect()
@@ -447,7 +447,7 @@ class LocalSteps:
             self._sketches = None
 
     def leave(self) -> None:
-        """Let DDP broadcast buffers again."""
+        """Restore DDP's broadcasts of buffers."""
         if not self.is_averaged and self._exchange.rank == 0:
             _log.warning(
                 "the session ends in the middle of a round of local steps: each rank has parameters of its own; call "
@@ -457,7 +457,7 @@ class LocalSteps:
         self._buffers, self._round, self._num_steps = [], None, 0
 
     def _average(self, exchange: Exchange, following: Exchange, *, shares_times: bool) -> tuple[float, RoundDrift]:
-        """Let all ranks have the mean; returns this rank's weight in it, and how far they were apart."""
+        """Give all ranks the mean; returns this rank's weight in it, and the distance of the ranks."""
         assert self._round is not None, "no round"
         counts = self._round.counts
         weight = counts[self._exchange.rank] / sum(counts)

@@ -99,7 +99,7 @@ class Loggers:
 
 @contextlib.contextmanager
 def _goes_on(logger: MetricLogger) -> Iterator[None]:
-    """Log whatever code of the user's raises: training goes on without that logger."""
+    """Log whatever the user's code raises; training continues without that logger."""
     try:
         yield
     except Exception:  # noqa: BLE001 - whatever a user's logger raises
@@ -144,7 +144,7 @@ class MetricHistory:
         self._transport = transport
         self._windows: deque[EndedWindow] = deque(maxlen=KEPT_WINDOWS)
         self._rewards: deque[Reward] = deque(maxlen=INBOX_REWARDS)
-        """Those of a window that has not ended here: another node may be faster."""
+        """Rewards of a window that has not ended here: another node may be faster."""
         self._is_newest_logged = True
 
     def add_window(self, step: int, metrics: Mapping[str, float | str]) -> None:
@@ -186,7 +186,7 @@ class MetricHistory:
 
 
 MAX_RANKS_APART = 16
-"""In larger jobs only minimum, mean and maximum of what each rank has: a chart of more lines cannot be read."""
+"""Most ranks that are logged singly; larger jobs log minimum, mean and maximum."""
 
 _TIMES = {"data_time_s": "data_s", "compute_time_s": "compute_s", "sync_time_s": "sync_s", "update_time_s": "update_s"}
 _NOT_SPLIT = ("compute_time_s", "sync_time_s")

@@ -18,7 +18,7 @@ class JsonlLogger:
     """Appends each window as a line of JSON to a file, by default `<job>.jsonl` in the working directory."""
 
     def __init__(self, path: str | Path | None = None) -> None:
-        """A restarted job goes on in the same file. Raises ValueError when something else is there."""
+        """Append to the file of an earlier start of the job. Raises ValueError when it has other content."""
         self._path = _checked(path, _JSONL)
 
     def log(self, metrics: Metrics, *, step: int) -> None:
@@ -31,7 +31,7 @@ class JsonlLogger:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
     def close(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
 
 class CsvLogger:
@@ -41,7 +41,7 @@ class CsvLogger:
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
-        """A restarted job goes on in the same file. Raises ValueError when something else is there."""
+        """Append to the file of an earlier start of the job. Raises ValueError when it has other content."""
         self._path = _checked(path, _CSV)
         self._columns: list[str] = []
 
@@ -59,7 +59,7 @@ class CsvLogger:
             csv.DictWriter(file, self._columns).writerow(row)
 
     def close(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
 
 def _checked(path: str | Path | None, kind: FileKind) -> Path | None:

@@ -1,1 +1,1 @@
-"""Wire: the way to the bus and back, in a thread of its own; training never waits for it."""
+"""Connection to the bus, in a thread; training never waits for it."""
