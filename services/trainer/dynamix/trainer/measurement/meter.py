@@ -21,7 +21,7 @@ from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.gradient.hook import Reduction, SquaredNorms
 from dynamix.trainer.gradient.noise import NoiseSums
-from dynamix.trainer.local_steps.rounds import RoundDrift
+from dynamix.trainer.local_steps import RoundDrift
 
 from .clock import AnyClock, StepTimes
 from .energy import unmeasured
@@ -167,7 +167,7 @@ def _gradient_norm(noise: GradientNoise | None, global_batch_size: int) -> float
 
 
 def _coding_gain(rows: Sequence[Row]) -> float | None:
-    """Squared norm of what was sent, over what should have been; unknown without a lossy codec or with infinite values."""
+    """Squared norm of what was sent, over what should have been; unknown without a lossy codec."""
     wanted, sent = sum(row.coded.wanted for row in rows), sum(row.coded.sent for row in rows)
     return sent / wanted if 0 < wanted < math.inf and sent < math.inf else None
 

@@ -1,1 +1,0 @@
-"""Connection to the bus, in a thread; training never waits for it."""
