@@ -74,7 +74,7 @@ def _train_until_rewarded(_rank: int) -> tuple[list[dict[str, Any]], list[tuple[
 
 async def _decide_and_reward(bus: Bus) -> None:
     """Answer each report with an action, the first of which must be refused, and with a reward."""
-    async with bus.consume("FEED", [subjects.of("report", "*", "*")], start="all") as reports:
+    async with bus.consume("REPORTS", [subjects.of("report", "*", "*")], start="all", durable="d") as reports:
         async for batch in reports:
             for message in batch:
                 report = decode(Report, message.subject, message.payload)
