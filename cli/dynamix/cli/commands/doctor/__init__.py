@@ -42,9 +42,9 @@ class DoctorCheck(msgspec.Struct, frozen=True):
     needed_for: Need
     """`always` makes the doctor's exit code 1 when the requirement is not met."""
     found: str
-    """What is there, or what is wrong."""
+    """Description of what was found."""
     fix: str = ""
-    """How to meet the requirement; empty when it is met."""
+    """Fix; empty when the requirement is met."""
     permitted: bool = True
     """Whether this user may check it."""
 
