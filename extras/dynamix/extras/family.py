@@ -37,11 +37,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
     add = adding_actions(parser)
     listing = add("list", _list, "all families", "List all families, with their newest runs.")
-    showing = add("show", _show, "what is known of one", "Show what the runs of one family taught.")
-    description = "Forget a family: its next run begins as the first one did. Runs that began with it go on."
+    showing = add("show", _show, "what one family learned", "Show what the runs of one family learned.")
+    description = "Forget a family: its next run starts cold. Running jobs are not affected."
     forgetting = add("forget", _forget, "remove one", description)
     for one in (showing, forgetting):
-        one.add_argument("family", metavar="FAMILY", type=family_name, help="its name, as `list` shows it")
+        one.add_argument("family", metavar="FAMILY", type=family_name, help="the family's name, as `list` shows it")
     for one in (listing, showing, forgetting):
         add_json_argument(one)
 

@@ -70,10 +70,10 @@ DETAIL_COLUMNS: dict[str, Callable[[RankMetrics], str]] = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
-    what = "this window only, with every rank; of several restarts the last, unless GENERATION:N"
+    parser.add_argument("file", metavar="FILE", help="a capture, written by `dynamix capture JOB -o FILE`")
+    what = "show only this window, with every rank; of several restarts the last, unless GENERATION:N"
     parser.add_argument("--window", type=window_key, metavar="N", help=what)
-    parser.add_argument("--all", action="store_true", help="every window, also of a long job")
+    parser.add_argument("--all", action="store_true", help="show every window, also of a long job")
     add_json_argument(parser)
 
 

@@ -49,17 +49,17 @@ CONCERNED = {"collector": "windows, states and traces", "reward": "rewards", "ar
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
+    parser.add_argument("file", metavar="FILE", help="a capture, written by `dynamix capture JOB -o FILE`")
     services = ("collector", "reward", "arbitrator")
-    add_option(parser, "--into", "arbitrator", "the service whose outputs are made again", choices=services)
-    add_option(parser, "--speed", "max", "the recording's pace or none", choices=("original", "max"))
+    add_option(parser, "--into", "arbitrator", "the service whose outputs are computed again", choices=services)
+    add_option(parser, "--speed", "max", "the recording's pace, or as fast as possible", choices=("original", "max"))
     what = "the last window, as N or GENERATION:N (default: all)"
     parser.add_argument("--until", metavar="WINDOW", type=window_key, help=what)
-    parser.add_argument("--policy", metavar="NAME", help="ask another policy what it would have decided")
+    parser.add_argument("--policy", metavar="NAME", help="show what another policy would have decided")
     what = "of that policy, or of the recorded one asked again; may be given again"
     add_list(parser, "--policy-option", "NAME=VALUE", what)
-    add_list(parser, "--policy-file", "PATH", "a learned policy that is not in the package; may be given again")
-    parser.add_argument("--strict", action="store_true", help="other bytes are a difference on any build and processor")
+    add_list(parser, "--policy-file", "PATH", "a learned policy that is not in the package; may be repeated")
+    parser.add_argument("--strict", action="store_true", help="require equal bytes on any build and processor")
     add_json_argument(parser)
 
 

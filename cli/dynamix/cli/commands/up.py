@@ -87,13 +87,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metrics-port",
         metavar="N",
-        help="answer /metrics, /livez and /readyz: the collector on port N of 127.0.0.1, reward and arbitrator on the "
+        help="serve /metrics, /livez and /readyz: the collector on port N of 127.0.0.1, reward and arbitrator on the "
         "next two (default: none)",
     )
     parser.add_argument(
         "--print-env",
         action="store_true",
-        help='start nothing: print how to reach the one that runs, for eval "$(dynamix up --print-env)"',
+        help='print the environment variables that reach the running broker, for eval "$(dynamix up --print-env)"',
     )
 
 

@@ -208,7 +208,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--captures", metavar="DIR", type=output_directory, help=what)
     add_json_argument(parser)
     add_png_argument(parser, "write the picture (default: %(default)s)", default="dynamix-demo.png")
-    what = "what moves the adaptive global batch of the last run"
+    what = "policy that changes the global batch in the last run"
     add_option(parser, "--policy", DEFAULT_POLICY, what, type=_policy)
     add_option(parser, "--target", plan.target_accuracy, "held-out accuracy to reach", type=number(0, 1, above=True))
     what = "least number of windows per run"

@@ -72,17 +72,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--alive",
         metavar="SERVICE",
         choices=(*SERVICES, "learner"),
-        help="check nothing but the heartbeat of this machine's SERVICE, for health checks: exit 0 or 1",
+        help="check only the heartbeat of this machine's SERVICE, for health checks: exit 0 or 1",
     )
     only.add_argument(
         "--ebpf",
         action="store_true",
-        help="check nothing but eBPF, and try it: load the probe, attach it, count a connection, detach: exit 0 or 1",
+        help="check only eBPF, and try it: load the probe, attach it, count a connection, detach: exit 0 or 1",
     )
     only.add_argument(
         "--actions",
         metavar="JOB",
-        help="check nothing but the stored actions of JOB: hashes, chain, and what its trainer applied: exit 0 or 1",
+        help="check only the stored actions of JOB: hashes, chain, and what its trainer applied: exit 0 or 1",
     )
 
 

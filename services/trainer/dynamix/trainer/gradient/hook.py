@@ -22,7 +22,6 @@ from dynamix.trainer.data.plan import Counts, MicroBatch
 from dynamix.trainer.exchange.codec import BucketPart, BucketView
 from dynamix.trainer.exchange.plan import ModelExchange, Sent, StepExchange
 from dynamix.trainer.exchange.transport import LentTensor, launched
-from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.noise import HALF, NormSketch, is_measured
 
 Reduction = Literal["mean", "sum"]
@@ -208,7 +207,7 @@ def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
 
 
 class ModelBucket:
-    """One of the model's buckets, and all that is the same for it in every step: half of what it costs is paid once."""
+    """One bucket of the model, with everything that is the same in every step."""
 
     __slots__ = ("buffer", "factor", "lent", "reduced", "scale", "view")
 
@@ -216,7 +215,7 @@ class ModelBucket:
         """`is_in_place`: the reduced gradient will be in the buffer itself, as a base hook does not promise."""
         self.buffer = buffer
         self.scale = 0.0
-        """What `factor` holds. As a tensor it saves torch a third of what scaling a small bucket takes."""
+        """The value of `factor`. As a tensor it saves torch a third of the time of scaling a small bucket."""
         self.factor = torch.zeros((), dtype=torch.float64 if buffer.dtype == torch.float64 else torch.float32)
         self.lent: LentTensor | None = None
         """What the process group reduces, once it did."""
@@ -227,7 +226,7 @@ class ModelBucket:
             self.reduced = torch.futures.Future()
             self.reduced.set_result(buffer)
         self.view: BucketView | None = None
-        """What a codec gets of it, once one did."""
+        """The codec's view of it, after the first use."""
 
     def weigh(self, scale: float) -> None:
         """Scale the bucket in place."""
@@ -316,7 +315,6 @@ class GradientHook:
         base_hook: BaseHook | None = None,
         base_state: object = None,
         exchange: ModelExchange,
-        losses: LossWarnings | None = None,
     ) -> None:
         """`exchange` sends buckets in steps whose exchange is not DDP's own all-reduce."""
         self._group = group
@@ -327,7 +325,6 @@ class GradientHook:
         self._clock = clock
         self._weights = weights
         self._reduction = reduction
-        self._losses = losses
         self._base_hook = base_hook
         self._base_state = base_state
         self._noise_every = noise_every
@@ -407,8 +404,6 @@ class GradientHook:
         known = self._buckets.get(number)
         if known is None or known.buffer is not buffer:
             known = self._buckets[number] = ModelBucket(buffer, is_in_place=self._base_hook is None)
-        if self._losses is not None:
-            self._losses.gradient_begins()
         if is_last and step.in_step:
             self._clock.gradient_ready()
             self._weights.post()
