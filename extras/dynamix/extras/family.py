@@ -96,7 +96,7 @@ class StoredFamily(msgspec.Struct, frozen=True, kw_only=True):
     """When the broker stored it, since the Unix epoch."""
     profile: JobProfile | None = None
     fault: str = ""
-    """Why this program cannot use it; empty when it can."""
+    """Reason why this program cannot use it; empty when it can."""
 
 
 async def families(bus: Bus) -> list[StoredFamily]:
@@ -115,7 +115,7 @@ async def families(bus: Bus) -> list[StoredFamily]:
 
 
 async def family_named(bus: Bus, name: str) -> StoredFamily:
-    """One family. Raises CommandError when nothing is stored for it; the text says what there is."""
+    """A family's profile. Raises CommandError, with the existing families, if there is none."""
     found = await families(bus)
     for one in found:
         if one.family == name:
@@ -208,7 +208,7 @@ def _row(one: StoredFamily) -> tuple[str, ...]:
 
 
 def _records(records: Sequence[ArmRecord], unit: str) -> Iterator[str]:
-    """What each arm took, and over what the first run's took, by which they are compared."""
+    """Times of each arm, and their ratio to the first run's."""
     first = next((record for record in records if record.arm == FIRST), None)
     for record in records:
         ratio = math.nan if first is None or record is first else score(record, first)

@@ -31,7 +31,7 @@ from dynamix.schemas.messages import Report
 
 PLAIN_EVERY_S = 5.0
 FLUSH_EVERY_S = 5.0
-"""At most these last seconds of a live capture are lost when the process is killed."""
+"""Interval of flushes: a killed live capture lacks at most these seconds."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -98,7 +98,7 @@ class PolicyCatalogue(NamedTuple):
     store: PolicyStore | None
     """The policies on the bus."""
     absence: str = ""
-    """Why there is no bus, in a sentence; empty when there is one."""
+    """Reason why there is no bus, in a sentence; empty when there is one."""
 
     def on_bus(self) -> PolicyStore:
         """The policies on the bus; raises CommandError when there is no bus."""

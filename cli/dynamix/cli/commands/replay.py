@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay and show; the exit code says equal or not."""
+    """Replay and show the result; the exit code is 0 when it is equal."""
     to_stderr, strict = arguments.json == STANDARD_OUTPUT, arguments.strict
     unusable = explained(CaptureError, ReplayError, ValueError, exit_code=UNUSABLE)
     with unusable, reading(arguments.file, exit_code=UNUSABLE):
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
-    """All of it; `equal` is what the exit code says, `null` where another policy was asked or it was interrupted."""
+    """The result as a document; `equal` is `null` if another policy was asked or the replay was interrupted."""
     asked = outcome.what_if is not None or outcome.interrupted
     return {
         "equal": None if asked else outcome.is_equal(strict=strict),

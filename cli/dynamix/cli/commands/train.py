@@ -118,7 +118,7 @@ def environment(
 
 
 def spans_nodes(arguments: Sequence[str]) -> bool:
-    """Whether torchrun is asked for more than one node: by its own arguments, before the script."""
+    """Whether torchrun's arguments request more than one node."""
     own = itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments)
     found = re.search(r"(?:^|\s)--nnodes[=\s](\S+)", " ".join(own))
     return found is not None and found[1] not in ("1", "1:1")

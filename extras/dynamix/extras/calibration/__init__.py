@@ -73,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, fit and write what is asked for."""
+    """Read the job, fit the cluster, and write the results."""
     from .calibrate import CalibrationSettings, calibrate
 
     path, name = Path(arguments.source), Path(arguments.output or "calibrated").stem

@@ -120,14 +120,14 @@ def command_line(*words: str | int) -> str:
 
 
 class RunsProgress(ProgressLine):
-    """How many runs are done, what is left, and which one was the last."""
+    """Progress: runs that are done, that are left, and the last one."""
 
     def __init__(self) -> None:
         super().__init__(keep=True)
         self._begun_s = time.monotonic()
 
     def show_run(self, progress: "ComparisonProgress") -> None:
-        """One run is over."""
+        """Show a run that has ended."""
         done, total = progress.num_done, progress.num_total
         passed = duration(time.monotonic() - self._begun_s)
         left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"

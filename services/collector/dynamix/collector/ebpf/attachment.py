@@ -18,7 +18,7 @@ from . import syscall
 from .program import INDEX, OWNER, PROGRAMS, Owner
 
 KINDS = (syscall.INGRESS, syscall.SOCK_OPS)
-"""Where `program.PROGRAMS` are attached, in their order."""
+"""Attachment points of `program.PROGRAMS`, in their order."""
 
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 _ENDED = ("Z", "X")

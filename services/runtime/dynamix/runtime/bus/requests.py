@@ -187,7 +187,7 @@ class Requests:
             raise self._inbox_denial
 
     def close(self) -> None:
-        """Fail what is still waited for."""
+        """Fail all pending requests."""
         self._fail_all(ConnectionClosedError("the connection to the bus is closed"))
 
     async def ask(self, operation: str, body: Any, answer: type[A], *, budget_s: float = BUDGET_S) -> A:
@@ -368,7 +368,7 @@ async def stream_state(requests: Requests, stream: str) -> StreamState:
 
 
 async def count_requests(requests: Requests) -> int:
-    """How many requests of all users of our account JetStream's API has had since the broker started.
+    """Number of requests of all users of our account to JetStream's API since the broker started.
 
     Requests for messages (MSG.NEXT, DIRECT.GET) are none of the API.
     """
