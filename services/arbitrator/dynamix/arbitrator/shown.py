@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -47,8 +48,8 @@ OTHER_REASON = "other"
 MAX_OVER = 1000
 STREAMS_EVERY_S = 10.0
 VIOLATIONS_EVERY_S = 1.0
-VIOLATION = b"Violation"
-"""Word in a line of nats-server's log for each refused operation, with the key and the subject."""
+VIOLATION = re.compile(rb"Violation|maximum (subscriptions|connections|account active connections) exceeded")
+"""In a line of nats-server's log for each refused operation; that of a permission names the key and the subject."""
 MAX_READ_BYTES = 16 << 20
 
 
@@ -62,8 +63,8 @@ class NewLines:
             status = path.stat()
             self._inode, self._at = status.st_ino, status.st_size
 
-    def count(self, word: bytes) -> int:
-        """Number of lines since the last call with a word. Raises OSError when the file cannot be read."""
+    def count(self, pattern: re.Pattern[bytes]) -> int:
+        """Number of lines since the last call with a match. Raises OSError when the file cannot be read."""
         with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._at:
@@ -71,7 +72,7 @@ class NewLines:
             file.seek(self._at)
             lines = file.read(MAX_READ_BYTES).rpartition(b"\n")[0]
             self._at += len(lines) + 1 if lines else 0
-        return sum(word in line for line in lines.split(b"\n"))
+        return sum(pattern.search(line) is not None for line in lines.split(b"\n"))
 
 
 @dataclass
