@@ -15,8 +15,7 @@ from dynamix.arbitrator.deciding import job_log
 from dynamix.arbitrator.deciding.action_store import ActionStoreError
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
 from dynamix.arbitrator.families.source import ProfileSource
-from dynamix.arbitrator.learned.policy_source import PolicySource
-from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
 from dynamix.runtime.bus import Bus, BusMessage, StaleWriterError
 from dynamix.runtime.bus.provision import provision
 from dynamix.schemas import subjects

@@ -12,8 +12,7 @@ from tests.support.extensions import register
 from tests.support.services_here import arbitrator_here
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.learned.policy_source import PolicySource
-from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
 from dynamix.arbitrator.policies.registry import POLICIES, extension_policy, policy_named, policy_names
 from dynamix.lab.comparison.rows import parse_rows
 from dynamix.runtime.bus import Bus

@@ -20,8 +20,7 @@ from dynamix.arbitrator.deciding.family_ends import FamilyEnds
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
 from dynamix.arbitrator.families.profile import profile_after
 from dynamix.arbitrator.families.source import ProfileSource
-from dynamix.arbitrator.learned.policy_source import PolicySource
-from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.runtime.bus import Bus, requests
 from dynamix.schemas import subjects

@@ -7,8 +7,7 @@ import pytest
 from tests.support import examples, trained_policies
 from tests.support.services_here import arbitrator_here
 
-from dynamix.arbitrator.learned.policy_source import PolicySource
-from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
 from dynamix.arbitrator.policies.policy import Decision, Policy
 from dynamix.arbitrator.policies.static import Static
 from dynamix.arbitrator.service import ArbitratorSettings

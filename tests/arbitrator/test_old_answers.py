@@ -10,7 +10,7 @@ from tests.support.services_here import arbitrator_here
 from dynamix.arbitrator import service
 from dynamix.arbitrator.deciding import job_log
 from dynamix.arbitrator.deciding.action_store import ActionsEndEarlyError
-from dynamix.arbitrator.learned.policy_source import PolicyAbsentError, PolicySource
+from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicySource
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.runtime.bus import Bus, requests
 from dynamix.schemas import subjects

@@ -22,7 +22,7 @@ from dynamix.arbitrator.deciding.job_log import reason_of
 from dynamix.arbitrator.deciding.signatures import STUCK_WINDOWS, SizeWatch
 from dynamix.arbitrator.learned.policy import VERSION, LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy
-from dynamix.arbitrator.learned.policy_source import VERSION_OPTION
+from dynamix.arbitrator.learned.policy_store import VERSION_OPTION
 from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.policy import MISTAKES, NamedPolicy, Policy, digest_of
 from dynamix.arbitrator.policies.registry import policy_named

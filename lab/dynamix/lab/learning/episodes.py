@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.arbitrator.learned.policy import LearnedPolicy, action_set_of
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learning.rollout import End, NothingDecidedError, Recording, Trajectory, trajectory_of
 from dynamix.arbitrator.policies.policy import Policy
@@ -201,7 +201,7 @@ def _trajectory(task: EpisodeTask, episode: Episode, agents: ExploringAgents | N
     end = end_of(episode) if task.fixed_s is None else End()
     if agents is not None:
         return trajectory_of_agents(agents, episode, end)
-    action_set = PolicyFile.from_bytes(task.policy).metadata.make_action_set()
+    action_set = action_set_of(PolicyFile.from_bytes(task.policy).metadata)
     recording = Recording(
         job=episode.job,
         states=list(enumerate(episode.states, start=1)),

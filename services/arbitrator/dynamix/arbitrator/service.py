@@ -24,8 +24,7 @@ from .deciding.family_ends import FamilyEnds
 from .deciding.job_log import HALTING_ERRORS, JobLog, Surroundings, reason_of, refused_log
 from .deciding.waiting_jobs import WaitingJobs, Wanted
 from .families.source import ProfileSource
-from .learned.policy_source import PolicyAbsentError, PolicySource
-from .learned.policy_store import PolicyReader
+from .learned.policy_store import PolicyAbsentError, PolicySource, PolicyStore
 from .shown import ShownDecisions
 
 
@@ -127,7 +126,7 @@ class _Arbitrator:
         self._bus = context.bus
         settings = context.settings
         cache = Path(settings.policy_cache) if settings.policy_cache else None
-        policies = PolicySource(PolicyReader(context.bus, cache))
+        policies = PolicySource(PolicyStore(context.bus, cache))
         profiles = ProfileSource(context.bus, context.log, context.count)
         self._surroundings = Surroundings(context.bus, policies, profiles, context.log, context.count)
         self._waiting = WaitingJobs(settings.max_jobs)

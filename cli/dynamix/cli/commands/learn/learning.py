@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 
 from dynamix.arbitrator.deciding.signatures import Finding
-from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_file import PolicyFile, PPOSettings
 from dynamix.arbitrator.learned.policy_store import PolicyStore
-from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import INTERRUPTED, MISUSED, CommandError, MisuseError, explained
 from dynamix.cli.output import POLICY, write_file, write_result

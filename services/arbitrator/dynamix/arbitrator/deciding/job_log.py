@@ -8,7 +8,7 @@ from typing import Self
 from structlog.stdlib import BoundLogger
 
 from dynamix.arbitrator.families.source import ProfileSource
-from dynamix.arbitrator.learned.policy_source import PolicyAbsentError, PolicySource
+from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicySource
 from dynamix.arbitrator.policies.policy import MISTAKES, Policy, digest_of
 from dynamix.arbitrator.policies.static import Static
 from dynamix.runtime.bus import Bus, FailoverWait, StaleWriterError, StreamState
