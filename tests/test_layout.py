@@ -33,8 +33,7 @@ PURE_CORES = {
     "schemas": {"apportion", "features", "networks", "progress"},
     "arbitrator": {
         *("deciding.fold", "deciding.signatures", "families.profile", "policies"),
-        *(f"learned.{name}" for name in ("actions", "inputs", "policy", "policy_file")),
-        *(f"learning.{name}" for name in ("agent", "ppo", "rollout")),
+        *("learned.policy", "learned.policy_file", "learning.ppo", "learning.rollout"),
     },
     "trainer": {
         *("data.plan", "gradient.noise", "measurement.meter", "steering.fast_loop", "steering.offers"),
