@@ -32,7 +32,7 @@ PURE_CORES = {
     "reward": {"formula"},
     "schemas": {"apportion", "features", "networks", "progress"},
     "arbitrator": {
-        *("deciding.fold", "deciding.signatures", "families.profile", "policies"),
+        *("deciding.fold", "deciding.signatures", "deciding.profiles", "policies"),
         *("learned.policy", "learned.policy_file", "learning.ppo", "learning.rollout"),
     },
     "trainer": {

@@ -8,7 +8,7 @@ import pytest
 from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.families.profile import profile_after
+from dynamix.arbitrator.deciding.profiles import profile_after
 from dynamix.arbitrator.policies.model.exploration import Exploration
 from dynamix.arbitrator.policies.model.observation import Array32, Array64
 from dynamix.arbitrator.policies.policy import Decision

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.support import examples
 
-from dynamix.arbitrator.families.profile import judged
+from dynamix.arbitrator.deciding.profiles import judged
 from dynamix.arbitrator.policies.carry import pack, unpack
 from dynamix.arbitrator.policies.model.exploration import Exploration, next_arm
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX

@@ -18,15 +18,14 @@ from tests.support.toy_cluster import ToyCluster
 
 from dynamix.arbitrator.deciding.family_ends import FamilyEnds
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
-from dynamix.arbitrator.families.profile import profile_after
-from dynamix.arbitrator.families.source import ProfileSource
+from dynamix.arbitrator.deciding.profiles import profile_after
 from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.runtime.bus import Bus, requests
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.messages import Action, Applied, Job, JobProfile
+from dynamix.schemas.messages import Action, Job, JobProfile
 from dynamix.schemas.streams import ACTIONS, JOBS, PROFILES
 
 FAMILY = "mnist-0a1b2c3d"
@@ -107,16 +106,8 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("num_replicas", [3, 1])
 async def test_a_run_is_kept_with_all_windows_that_the_trainer_applied(bus: Bus, num_replicas: int) -> None:
     old, decided = OldServer(bus, num_replicas), last_action()
-    receipt = Applied(
-        job=JOB.job,
-        generation=0,
-        decided_window=11,
-        effective_window=13,
-        effective_step=130,
-        local_batch_sizes=decided.local_batch_sizes,
-        action_hash=decided.hash,
-    )
-    await bus.publish(receipt)
+    sizes = decided.local_batch_sizes
+    await bus.publish(examples.applied(11, 13, local_batch_sizes=sizes, action_hash=decided.hash))
     old.answer_old(3, subjects.of("action", JOB.job), None)
     with capture_logs() as logs:
         async with following(old, Counter()):  # type: ignore[arg-type]
@@ -162,26 +153,22 @@ async def test_an_action_that_its_policy_cannot_read_costs_one_profile_and_no_la
         assert (await until_run(bus, 1)).job == "mnist-99999999"
 
 
-async def test_a_profile_of_a_newer_program_is_neither_used_nor_replaced(bus: Bus) -> None:
-    newer = made_profile(format=99, ended_sequence=0)
-    await bus.publish(newer)
-    with capture_logs() as logs:
-        async with following(bus, Counter()):
-            await end(bus, JOB)
-            await until(lambda: any("not stored" in one["event"] for one in logs))
-        source = ProfileSource(bus, LOG, lambda _: None)
-        for name in ("a", "b"):
-            log = await opened(bus, msgspec.structs.replace(JOB, job=f"mnist-{name}"), source)
-            assert log._fold._carry == b""
-    assert await newest(bus) == newer
-    warnings = [one["event"] for one in logs if one["log_level"] == "warning"]
-    assert [text for text in warnings if "not used: a newer program wrote it" in text] == [warnings[-1]]
-
-
-async def opened(bus: Bus, job: Job, source: ProfileSource | None = None) -> JobLog:
+async def opened(bus: Bus, job: Job) -> JobLog:
     """A job's log as an arbitrator opens it."""
-    profiles = source or ProfileSource(bus, LOG, lambda _: None)
-    return await JobLog.open(job, Surroundings(bus, PolicySource(PolicyStore(bus)), profiles, LOG, lambda _: None))
+    return await JobLog.open(job, Surroundings(bus, PolicySource(PolicyStore(bus)), LOG, lambda _: None))
+
+
+async def test_a_broken_profile_is_not_used_but_replaced(bus: Bus) -> None:
+    await bus.publish_bytes(PROFILE, b"no profile", "by hand")
+    with capture_logs() as logs:
+        log = await opened(bus, JOB)
+    assert log._fold._carry == b""
+    assert "cannot be read" in next(one["reason"] for one in logs if one["log_level"] == "warning")
+    counts = Counter[str]()
+    async with following(bus, counts):
+        await end(bus, JOB)
+        await until(lambda: counts["profiles_stored"] == 1)
+    assert (await until_run(bus, 1)).job == JOB.job
 
 
 async def test_a_job_begins_with_its_familys_profile_which_is_in_its_first_action_only(bus: Bus) -> None:

@@ -6,7 +6,7 @@ import pytest
 from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.families.profile import profile_after
+from dynamix.arbitrator.deciding.profiles import profile_after
 from dynamix.arbitrator.policies.model.earlier_runs import Standing, Trial
 from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.arbitrator.policies.policy import Decision

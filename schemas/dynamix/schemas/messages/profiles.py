@@ -9,9 +9,6 @@ from .allocation import EXACT, Allocation, Exchange, Objective, RateFactor, Size
 from .fields import MAX_RANKS, Count, Message, Token
 from .policies import Split
 
-PROFILE_FORMAT = 1
-"""The version of what a profile means; one with a greater number is not used by this program."""
-
 MAX_PROFILE_BYTES = 96 * 1024
 """A profile is in the first action of a job that begins with it, beside the carry."""
 
@@ -67,7 +64,6 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     """
 
     family: Token
-    format: Count
     run: Annotated[int, Meta(ge=1)]
     """Version: how many runs it was made of."""
     job: Token
@@ -100,7 +96,6 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
         """The mark of a family that an operator forgot, so that no restart makes it again of runs that are over."""
         return cls(
             family=family,
-            format=PROFILE_FORMAT,
             run=1,
             job="forgotten",
             generation=0,

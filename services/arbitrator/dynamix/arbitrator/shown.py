@@ -22,8 +22,8 @@ from dynamix.schemas.messages.decided import REFUSAL_REASONS
 from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES
 
 from .deciding.job_log import JobLog
+from .deciding.profiles import COMPLETED, ENDS, LEFT, class_of_end
 from .deciding.run_times import RunTimes
-from .families.ends import COMPLETED, ENDS, LEFT, class_of_end
 from .policies.model.observation import steps_of
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamix.arbitrator.families.profile import read_profile
 from dynamix.arbitrator.policies.policy import MAX_REASON, Policy, RecurringPolicy, digest_of
+from dynamix.schemas import subjects
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.chain import seal
-from dynamix.schemas.codec import MalformedMessageError
+from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.features import (
     GLOBAL_FEATURES,
     RANK_FEATURES,
@@ -24,7 +24,7 @@ from dynamix.schemas.features import (
     stack_ranks,
     unpack_global,
 )
-from dynamix.schemas.messages import Action, Job, State
+from dynamix.schemas.messages import Action, Job, JobProfile, State
 
 MAX_AGE_WINDOWS = 16
 """A row older than this is dropped: it says little, and a restart would have to read back to it."""
@@ -47,7 +47,7 @@ class Fold:
         """Start at the beginning of the generation, or after its `last` action, which is also the checkpoint.
 
         An action of an earlier generation only gives the chain its predecessor. A generation without actions begins
-        with a `profile` of its family, where its policy can: a stored message that `check_usable` accepted.
+        with a `profile` of its family, where its policy can: a stored message that `usable_profile` accepted.
         """
         self.job = job
         self.policy = policy
@@ -63,7 +63,8 @@ class Fold:
         self.watermark = 0
         self._profile, self._carry = b"", b""
         if profile and isinstance(policy, RecurringPolicy):
-            self._profile, self._carry = profile, policy.begin(job, read_profile(job.family, profile))
+            known = decode(JobProfile, subjects.of("profile", job.family), profile)
+            self._profile, self._carry = profile, policy.begin(job, known)
         self.note = ""
         """What the log should say of the decision that `close` made last."""
         self._decided = job.initial_local_batch_sizes

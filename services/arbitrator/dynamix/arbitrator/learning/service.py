@@ -18,8 +18,8 @@ from typing import Annotated, Literal, NamedTuple, TypeVar, TypeVarTuple
 import msgspec
 from msgspec import Meta
 
+from dynamix.arbitrator.deciding.profiles import COMPLETED
 from dynamix.arbitrator.deciding.signatures import reward_signatures, value_signature
-from dynamix.arbitrator.families.ends import COMPLETED
 from dynamix.arbitrator.learned.policy import action_set_of, metadata_of
 from dynamix.arbitrator.learned.policy_file import (
     SHIPPED_VERSION,
