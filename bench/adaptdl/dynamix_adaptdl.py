@@ -18,9 +18,18 @@ import msgspec
 import numpy as np
 from adaptdl.goodput import GoodputFunction, fit_perf_params
 
-from dynamix.arbitrator.policies.model.observation import Array32, column, decided_sizes, job_value
-from dynamix.arbitrator.policies.options import Options, allocation_of, option, switch, track
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.policy import (
+    Array32,
+    Decision,
+    Options,
+    allocation_of,
+    column,
+    decided_sizes,
+    job_value,
+    option,
+    switch,
+    track,
+)
 from dynamix.schemas.messages import Job
 
 SPEEDUP = 1.05

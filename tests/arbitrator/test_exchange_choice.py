@@ -18,8 +18,8 @@ from dynamix.arbitrator.policies.model.exchange import (
     choose,
     model_under,
 )
-from dynamix.arbitrator.policies.model.observation import Array64
 from dynamix.arbitrator.policies.model.step_time import StepTime
+from dynamix.arbitrator.policies.policy import Array64, pack, unpack
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange
@@ -40,9 +40,7 @@ def seen(exposed_s: float) -> WindowExposure:
 def after(memory: ExchangeMemory, exposed_s: float, *, loss: float = 1.0, drift: float = DRIFT) -> ExchangeMemory:
     """The memory after a window, through a carry."""
     known = memory.observe(seen(exposed_s), loss, drift, NUM_RANKS)
-    packed = ExchangeMemory.unpack(known.pack(), job_of("local"))
-    assert packed.pack() == known.pack()
-    return packed
+    return unpack(ExchangeMemory, pack(known))
 
 
 def job_of(permission: str) -> Job:

@@ -21,7 +21,7 @@ from dynamix.runtime.extensions import ExtensionError
 Write = Callable[[str], int]
 HALVED = examples.job(NODES, policy="halving")
 THEIRS = """
-from dynamix.arbitrator.policies.static import Static as Theirs
+from dynamix.arbitrator.policies.baselines import Static as Theirs
 Theirs = type("Theirs", (Theirs,), {"name": "theirs"})
 """
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tests.support import examples
 
 from dynamix.arbitrator.deciding.fold import MAX_AGE_WINDOWS, MAX_SKIP_WINDOWS, Fold
-from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.policy import Array32, Decision
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import encode

@@ -8,8 +8,8 @@ from tests.support import examples, trained_policies
 from tests.support.services_here import arbitrator_here
 
 from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
+from dynamix.arbitrator.policies.baselines import Static
 from dynamix.arbitrator.policies.policy import Decision, Policy
-from dynamix.arbitrator.policies.static import Static
 from dynamix.arbitrator.service import ArbitratorSettings
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.service import Context

@@ -1,7 +1,7 @@
 import pytest
 from tests.support import examples
 
-from dynamix.arbitrator.policies.options import Option, check_options, switch, tracks
+from dynamix.arbitrator.policies.policy import Option, check_options, switch, tracks
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named
 from dynamix.schemas.messages.policies import STIGMERGY
 from dynamix.schemas.messages.policy_options import OPTION_BOUNDS, Bounds

@@ -11,11 +11,8 @@ from dynamix.arbitrator import policies
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, PolicyFile, shipped_names, shipped_policy
 from dynamix.arbitrator.learning.service import LearnerSettings
-from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.options import allocation_of, check_options
-from dynamix.arbitrator.policies.policy import RecurringPolicy
-from dynamix.arbitrator.policies.proportional import Proportional
-from dynamix.arbitrator.policies.random import DELTAS, Random
+from dynamix.arbitrator.policies.baselines import DELTAS, Proportional, Random
+from dynamix.arbitrator.policies.policy import Array32, RecurringPolicy, allocation_of, check_options
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named, policy_names
 from dynamix.lab.learning.plan import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX

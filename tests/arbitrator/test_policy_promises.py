@@ -6,9 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import examples
 
-from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.options import option
-from dynamix.arbitrator.policies.policy import MAX_REASON
+from dynamix.arbitrator.policies.policy import MAX_REASON, Array32, option
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Job

@@ -8,8 +8,7 @@ from tests.support.toy_cluster import ToyCluster
 
 from dynamix.arbitrator.deciding.profiles import profile_after
 from dynamix.arbitrator.policies.model.earlier_runs import Standing, Trial
-from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.policy import Array32, Decision
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.messages import ArmRecord, ExploredArm, Job, JobProfile
 

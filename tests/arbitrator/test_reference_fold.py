@@ -10,8 +10,7 @@ from tests.support import examples
 from tests.support.reference_fold import reference_decisions
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.policy import Array32, Decision
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import RANK_INDEX
 from dynamix.schemas.messages import Action, Job, State

@@ -5,7 +5,7 @@ import pytest
 from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.policies.model.observation import NoiseMemory
+from dynamix.arbitrator.policies.policy import NoiseMemory
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.arbitrator.policies.sizing import Pace
 from dynamix.schemas.messages import Job

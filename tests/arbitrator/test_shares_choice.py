@@ -18,8 +18,8 @@ from dynamix.arbitrator.policies.model.links import (
     PIPELINE,
     link_rates,
 )
-from dynamix.arbitrator.policies.model.observation import Array32, Array64
 from dynamix.arbitrator.policies.model.step_time import StepTime
+from dynamix.arbitrator.policies.policy import Array32, Array64, pack, unpack
 from dynamix.schemas.features import RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange
@@ -86,9 +86,7 @@ def ruled(
         memory = memory.with_links(link_rates(observed(seen)) if is_ring and is_seen else None)
         chosen = choose(job, model_of(len(links), taken_s), memory, worth, max_every=16)
         memory = memory.decided(chosen)
-        packed = memory.pack()
-        memory = ExchangeMemory.unpack(packed, job)
-        assert memory.pack() == packed
+        memory = unpack(ExchangeMemory, pack(memory))
         decided.append(memory.newest_with_shares)
     return decided
 

@@ -7,8 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import examples
 
-from dynamix.arbitrator.policies.carry import pack, unpack
-from dynamix.arbitrator.policies.model.observation import Array32, Array64
 from dynamix.arbitrator.policies.model.step_time import (
     SYNC_FLOOR,
     StepTime,
@@ -17,6 +15,7 @@ from dynamix.arbitrator.policies.model.step_time import (
     best_global_batch,
     window_of,
 )
+from dynamix.arbitrator.policies.policy import Array32, Array64, pack, unpack
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages.fields import MAX_CARRY_BYTES
 from dynamix.schemas.progress import progress

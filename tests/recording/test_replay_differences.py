@@ -8,7 +8,7 @@ import pytest
 from tests.support import examples
 from tests.support.recordings import DEMO, Matching, changed, into_arbitrator, without, written
 
-from dynamix.arbitrator.policies.proportional import Proportional
+from dynamix.arbitrator.policies.baselines import Proportional
 from dynamix.recording.capture import Record, WindowKey, first_generation, records
 from dynamix.recording.comparison import agree
 from dynamix.recording.replay import ReplayRequest, ReplayTarget, replay

@@ -11,10 +11,20 @@ from typing import ClassVar
 import msgspec
 from msgspec.structs import replace
 
-from dynamix.arbitrator.policies.carry import pack, unpack
-from dynamix.arbitrator.policies.model.observation import Array32, job_value
-from dynamix.arbitrator.policies.options import Option, Options, allocation_of, name_of, named, option, track
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.policy import (
+    Array32,
+    Decision,
+    Option,
+    Options,
+    allocation_of,
+    job_value,
+    name_of,
+    named,
+    option,
+    pack,
+    track,
+    unpack,
+)
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, LOSSY_CODECS, Exchange, exchange_of, is_permitted
 from dynamix.schemas.messages.policies import EXCHANGE_OPTIONS

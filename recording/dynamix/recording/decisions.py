@@ -23,8 +23,7 @@ from dynamix.arbitrator.deciding.signatures import STUCK_WINDOWS, SizeWatch
 from dynamix.arbitrator.learned.policy import VERSION, LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy
 from dynamix.arbitrator.learned.policy_store import VERSION_OPTION
-from dynamix.arbitrator.policies.options import check_options
-from dynamix.arbitrator.policies.policy import MISTAKES, NamedPolicy, Policy, digest_of
+from dynamix.arbitrator.policies.policy import MISTAKES, NamedPolicy, Policy, check_options, digest_of
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CutOffError, Record, WindowKey, records
 from dynamix.recording.capture.record import identity_of, kind_of, window_key_of

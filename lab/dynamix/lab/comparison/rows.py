@@ -25,8 +25,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, SUFFIX, shipped_directory
-from dynamix.arbitrator.policies.options import check_options
-from dynamix.arbitrator.policies.policy import NamedPolicy
+from dynamix.arbitrator.policies.policy import NamedPolicy, check_options
 from dynamix.arbitrator.policies.registry import policy_named, policy_names
 from dynamix.runtime.extensions import extension_names
 from dynamix.runtime.input_files import read_regular

@@ -24,7 +24,7 @@ from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES
 from .deciding.job_log import JobLog
 from .deciding.profiles import COMPLETED, ENDS, LEFT, class_of_end
 from .deciding.run_times import RunTimes
-from .policies.model.observation import steps_of
+from .policies.policy import steps_of
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,7 @@
 
 from types import MappingProxyType
 
-from dynamix.arbitrator.policies.options import Option
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.policy import Decision, Option
 from dynamix.schemas.messages.allocation import Allocation
 
 

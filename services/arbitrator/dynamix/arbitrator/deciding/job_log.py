@@ -16,8 +16,8 @@ from typing import NamedTuple, Self
 from structlog.stdlib import BoundLogger
 
 from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicySource
+from dynamix.arbitrator.policies.baselines import Static
 from dynamix.arbitrator.policies.policy import MISTAKES, Policy, RecurringPolicy, digest_of
-from dynamix.arbitrator.policies.static import Static
 from dynamix.runtime.bus import (
     Bus,
     BusMessage,

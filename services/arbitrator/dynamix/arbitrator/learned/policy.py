@@ -20,12 +20,20 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 import numpy as np
 
-from dynamix.arbitrator.policies import random
-from dynamix.arbitrator.policies.carry import pack, unpack
-from dynamix.arbitrator.policies.model.observation import Array32, Array64, decided_sizes
-from dynamix.arbitrator.policies.options import Option, Options, option, switch
-from dynamix.arbitrator.policies.policy import Decision
-from dynamix.arbitrator.policies.random import keyed_generator
+from dynamix.arbitrator.policies.baselines import DELTAS as DRAWN_DELTAS
+from dynamix.arbitrator.policies.baselines import keyed_generator
+from dynamix.arbitrator.policies.policy import (
+    Array32,
+    Array64,
+    Decision,
+    Option,
+    Options,
+    decided_sizes,
+    option,
+    pack,
+    switch,
+    unpack,
+)
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.arbitrator.policies.sizing import divided
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
@@ -96,7 +104,7 @@ INPUTS: Mapping[LearnedSetName, tuple[str, ...]] = {
     "appetite": sight.INPUTS,
 }
 """Names of all inputs of one decision, in order."""
-DELTAS = tuple(sorted(random.DELTAS, key=lambda delta: (abs(delta), delta)))
+DELTAS = tuple(sorted(DRAWN_DELTAS, key=lambda delta: (abs(delta), delta)))
 """Samples; the published set, the neutral one first."""
 ACTIONS: Mapping[LearnedSetName, tuple[float, ...]] = {
     "deltas": tuple(map(float, DELTAS)),

@@ -14,8 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.arbitrator.policies.options import check_options
-from dynamix.arbitrator.policies.policy import NamedPolicy, Policy, digest_of
+from dynamix.arbitrator.policies.policy import NamedPolicy, Policy, check_options, digest_of
 from dynamix.arbitrator.policies.registry import POLICIES as CODE
 from dynamix.arbitrator.policies.registry import extension_policy, policy_names
 from dynamix.runtime.bus import Bus, BusMessage, PermissionDeniedError, StaleWriterError, StreamMissingError

@@ -27,7 +27,7 @@ from dynamix.arbitrator.learned.policy_file import (
     PolicyMetadata,
     PPOSettings,
 )
-from dynamix.arbitrator.policies.model.observation import Array64
+from dynamix.arbitrator.policies.policy import Array64
 from dynamix.schemas.networks import forward
 from dynamix.schemas.networks.forward import Normalisation
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned.policy import ActionSet
-from dynamix.arbitrator.policies.model.observation import Array32, Array64
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.policy import Array32, Array64, Decision
 from dynamix.schemas.messages import Action, Applied, Job, Reward, State
 from dynamix.schemas.networks.forward import Choices
 

@@ -1,7 +1,4 @@
-"""`doubling`: the initial batch, doubled repeatedly (Smith et al., arXiv 1711.00489).
-
-It doubles after a number of samples, as published schedules do, or when the training loss stalls.
-"""
+"""The policy `doubling`."""
 
 import math
 from typing import ClassVar
@@ -11,11 +8,22 @@ from msgspec.structs import replace
 
 from dynamix.schemas.messages import Job
 
-from .carry import pack, unpack
-from .model.observation import Array32, decided_sizes, job_value, steps_of
 from .model.step_time import StepTimeFit, window_of
-from .options import Option, Options, allocation_of, option, switch, track
-from .policy import Decision
+from .policy import (
+    Array32,
+    Decision,
+    Option,
+    Options,
+    allocation_of,
+    decided_sizes,
+    job_value,
+    option,
+    pack,
+    steps_of,
+    switch,
+    track,
+    unpack,
+)
 from .sizing import by_speed, clamp_total, scaled
 
 LOSS_SMOOTHING = 0.2
@@ -48,7 +56,10 @@ class _Schedule(msgspec.Struct, array_like=True):
 
 
 class Doubling:
-    """Doubles the global batch until the job's bounds; never shrinks it."""
+    """`doubling`: the initial batch, doubled repeatedly (Smith et al., arXiv 1711.00489).
+
+    It doubles after a number of samples, as published schedules do, or when the training loss stalls.
+    """
 
     name = "doubling"
     version = 3

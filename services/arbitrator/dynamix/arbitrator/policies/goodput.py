@@ -1,14 +1,4 @@
-"""`goodput`: Pollux's rule (Qiao et al., OSDI 2021; AdaptDL), applied to a running job once per window.
-
-    goodput(B) = throughput(B) * efficiency(B)
-    throughput(B) = B / T(B)
-    efficiency(B) = gain / scale,  scale = B / B_0,  gain = (S/B_0 + |G|^2) / (S/B_0/scale + |G|^2)
-                  = (B_0 + B_noise) / (B + B_noise)
-
-with B_0 the base global batch of the learning rate. As in AdaptDL 50 batches, geometrically spaced, are compared, and
-a change must promise 5 % more goodput. Unlike AdaptDL it decides per window instead of per restart, smooths times by a
-moving average, and may go below the initial batch.
-"""
+"""The policy `goodput`."""
 
 import math
 from typing import ClassVar
@@ -18,11 +8,24 @@ import numpy as np
 
 from dynamix.schemas.messages import Job
 
-from .carry import pack, unpack
-from .model.observation import Array32, Array64, NoiseMemory, decided_sizes, job_value
 from .model.step_time import StepTime, StepTimeFit, window_of
-from .options import Option, Options, allocation_of, option, switch, track, tracks
-from .policy import Decision
+from .policy import (
+    Array32,
+    Array64,
+    Decision,
+    NoiseMemory,
+    Option,
+    Options,
+    allocation_of,
+    decided_sizes,
+    job_value,
+    option,
+    pack,
+    switch,
+    track,
+    tracks,
+    unpack,
+)
 from .sizing import by_speed, equally
 
 NUM_CANDIDATES = 50
@@ -34,7 +37,17 @@ class _State(msgspec.Struct, array_like=True):
 
 
 class Goodput:
-    """Chooses the batch of the greatest predicted goodput."""
+    """`goodput`: Pollux's rule (Qiao et al., OSDI 2021; AdaptDL), applied to a running job once per window.
+
+        goodput(B) = throughput(B) * efficiency(B)
+        throughput(B) = B / T(B)
+        efficiency(B) = gain / scale,  scale = B / B_0,  gain = (S/B_0 + |G|^2) / (S/B_0/scale + |G|^2)
+                      = (B_0 + B_noise) / (B + B_noise)
+
+    with B_0 the base global batch of the learning rate. As in AdaptDL 50 batches, geometrically spaced, are compared,
+    and a change must promise 5 % more goodput. Unlike AdaptDL it decides per window instead of per restart, smooths
+    times by a moving average, and may go below the initial batch.
+    """
 
     name = "goodput"
     version = 3

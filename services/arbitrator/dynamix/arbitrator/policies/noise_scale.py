@@ -1,7 +1,4 @@
-"""`noise-scale`: the global batch follows the gradient noise scale (McCandlish et al., arXiv 1812.06162).
-
-B = multiplier * B_noise, without a model of the step time.
-"""
+"""The policy `noise-scale`."""
 
 import math
 from typing import ClassVar
@@ -10,11 +7,22 @@ import msgspec
 
 from dynamix.schemas.messages import Job
 
-from .carry import pack, unpack
-from .model.observation import Array32, NoiseMemory, decided_sizes, job_value
 from .model.step_time import StepTimeFit, window_of
-from .options import Option, Options, allocation_of, option, switch, track
-from .policy import Decision
+from .policy import (
+    Array32,
+    Decision,
+    NoiseMemory,
+    Option,
+    Options,
+    allocation_of,
+    decided_sizes,
+    job_value,
+    option,
+    pack,
+    switch,
+    track,
+    unpack,
+)
 from .sizing import Pace, by_speed, clamp_total, equally
 
 _PACE = Pace()
@@ -26,7 +34,10 @@ class _State(msgspec.Struct, array_like=True):
 
 
 class NoiseScale:
-    """Keeps the global batch at a multiple of the noise scale; it may go below the initial batch."""
+    """`noise-scale`: the global batch follows the gradient noise scale (McCandlish et al., arXiv 1812.06162).
+
+    B = multiplier * B_noise, without a model of the step time.
+    """
 
     name = "noise-scale"
     version = 3

@@ -8,18 +8,12 @@ from typing import Any
 from dynamix.runtime.extensions import ExtensionError, extension_names, load_extension
 from dynamix.schemas.messages import Job
 
+from .baselines import Proportional, Random, Split, Static, Stigmergy
 from .doubling import Doubling
 from .goodput import Goodput
-from .model.observation import Array32
 from .noise_scale import NoiseScale
-from .options import Option, Options
-from .policy import Decision, NamedPolicy
-from .proportional import Proportional
-from .random import Random
+from .policy import Array32, Decision, NamedPolicy, Option, Options
 from .rule import Rule
-from .split import Split
-from .static import Static
-from .stigmergy import Stigmergy
 
 _OURS = (Static(), Split(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule(), Stigmergy())
 POLICIES: Mapping[str, NamedPolicy] = {policy.name: policy for policy in _OURS}

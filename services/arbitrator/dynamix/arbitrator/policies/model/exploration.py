@@ -18,10 +18,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from dynamix.arbitrator.policies.policy import Array32, Array64, job_value
 from dynamix.schemas.messages import ArmRecord, ExploredArm, Job
 from dynamix.schemas.messages.allocation import Objective
-
-from .observation import Array32, Array64, job_value
 
 NUM_LEVELS = 64
 STEP = 2.0**-0.125

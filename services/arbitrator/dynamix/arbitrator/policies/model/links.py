@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dynamix.arbitrator.policies.policy import Array32, Array64, column
 from dynamix.schemas.messages import Job
 from dynamix.schemas.owner_shares import balanced_shares, ring_time, shared_time
-
-from .observation import Array32, Array64, column
 
 LEAST_RANKS, MOST_RANKS = 3, 64
 """Two ranks have nothing to gain; a sum at owners sends N - 1 messages for each chunk, and more were never measured."""
