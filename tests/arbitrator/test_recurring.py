@@ -7,7 +7,6 @@ from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
 from dynamix.arbitrator.deciding.profiles import profile_after
-from dynamix.arbitrator.policies.model.earlier_runs import Standing, Trial
 from dynamix.arbitrator.policies.policy import Array32, Decision
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.messages import ArmRecord, ExploredArm, Job, JobProfile
@@ -135,13 +134,3 @@ def test_profiles_count_runs_and_keep_what_a_run_could_not_measure(first: list[D
     assert (two.run, two.job) == (2, "mnist-11112222")
     again = profile_of(first, job_of(job="mnist-11112222", generation=1), earlier=two)
     assert (again.run, again.noise) == (2, two.noise)
-
-
-@pytest.mark.parametrize(("windows", "standing", "after"), [("aa", 2, 2), ("oo", 3, 2), ("oao", 3, 3), ("aoa", 2, 3)])
-def test_a_profile_is_settled_within_three_windows(windows: str, standing: int, after: int) -> None:
-    trial = Trial(Standing.ON_TRIAL)
-    for number, window in enumerate(windows, start=1):
-        assert trial.standing is Standing.ON_TRIAL
-        trial = trial.judge(agrees=window == "a")
-        assert (trial.standing is Standing.ON_TRIAL) == (number < after)
-    assert trial.standing == standing

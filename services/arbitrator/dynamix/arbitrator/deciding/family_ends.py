@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from structlog.stdlib import BoundLogger
 
-from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
+from dynamix.arbitrator.policies.policy import MISTAKES, Policy, RecurringPolicy
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.runtime.bus import Bus, FailoverWait, PermissionDeniedError, StaleWriterError, StreamMissingError
 from dynamix.schemas import subjects
@@ -77,7 +77,7 @@ class FamilyEnds:
         newest, _ = await checked_action(self._bus, job)
         if newest is None or newest.action.generation != job.generation:
             return "nothing was decided in its last start"
-        policy = POLICIES.get(newest.action.policy)
+        policy: Policy | None = POLICIES.get(newest.action.policy)
         if not isinstance(policy, RecurringPolicy) or policy.version != newest.action.policy_version:
             return f"policy {newest.action.policy!r} keeps nothing for later runs"
         known = None if earlier is None or earlier.is_forgotten else earlier

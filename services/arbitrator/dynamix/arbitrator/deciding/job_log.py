@@ -371,8 +371,10 @@ class JobLog:
         if self._watch is not None and (finding := self._watch.observe_sizes(action.local_batch_sizes)) is not None:
             self._around.count("size_stuck")
             self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
-            place = {"job": action.job, "generation": action.generation, "window": action.window}
-            await self._around.bus.publish_soon(finding.event(**place, service="arbitrator"))
+            event = finding.event(
+                job=action.job, generation=action.generation, window=action.window, service="arbitrator"
+            )
+            await self._around.bus.publish_soon(event)
 
     async def _store(self, action: Action) -> int | None:
         """Store an action; `None` when another arbitrator's is there, which is adopted.
