@@ -9,7 +9,7 @@ from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
 from dynamix.arbitrator.deciding.profiles import profile_after
-from dynamix.arbitrator.policies.model.exploration import Exploration
+from dynamix.arbitrator.policies.exploration import Exploration
 from dynamix.arbitrator.policies.policy import Array32, Array64, Decision
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.codec import decode, encode

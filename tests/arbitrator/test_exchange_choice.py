@@ -9,16 +9,16 @@ import pytest
 from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.policies.model.exchange import (
+from dynamix.arbitrator.policies.exchange import (
     LAG,
     ExchangeMemory,
     WindowExposure,
     choose,
     model_under,
 )
-from dynamix.arbitrator.policies.model.step_time import StepTime
 from dynamix.arbitrator.policies.policy import Array64, pack, unpack
 from dynamix.arbitrator.policies.rule import Rule
+from dynamix.arbitrator.policies.step_time import StepTime
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 

@@ -7,7 +7,7 @@ import pytest
 from tests.support import examples
 
 from dynamix.arbitrator.deciding.profiles import judged
-from dynamix.arbitrator.policies.model.exploration import Exploration, next_arm
+from dynamix.arbitrator.policies.exploration import Exploration, next_arm
 from dynamix.arbitrator.policies.policy import pack, unpack
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX
 from dynamix.schemas.messages import ArmRecord, ExploredArm, Job

@@ -6,20 +6,18 @@ import msgspec
 import numpy as np
 from tests.support import examples
 
-from dynamix.arbitrator.policies.model.exchange import (
+from dynamix.arbitrator.policies.exchange import (
     LAG,
     LINK_WINDOWS,
     LOOK_AGAIN,
+    PIPELINE,
     ExchangeMemory,
     WindowExposure,
     choose,
-)
-from dynamix.arbitrator.policies.model.links import (
-    PIPELINE,
     link_rates,
 )
-from dynamix.arbitrator.policies.model.step_time import StepTime
 from dynamix.arbitrator.policies.policy import Array32, Array64, pack, unpack
+from dynamix.arbitrator.policies.step_time import StepTime
 from dynamix.schemas.features import RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange

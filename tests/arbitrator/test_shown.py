@@ -10,7 +10,7 @@ from tests.support import examples
 from tests.support.services_here import services_here
 
 from dynamix.arbitrator import shown
-from dynamix.arbitrator.deciding.run_times import RunKind, RunTimes
+from dynamix.arbitrator.deciding.signatures import RunKind, RunTimes
 from dynamix.arbitrator.shown import ShownDecisions
 from dynamix.runtime.bus import Bus, PermissionDeniedError, StreamState
 from dynamix.runtime.bus.requests import StreamCopies, StreamCopy

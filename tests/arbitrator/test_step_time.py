@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import examples
 
-from dynamix.arbitrator.policies.model.step_time import (
+from dynamix.arbitrator.policies.policy import Array64, pack, unpack
+from dynamix.arbitrator.policies.step_time import (
     SYNC_FLOOR,
     StepTime,
     StepTimeFit,
@@ -15,7 +16,6 @@ from dynamix.arbitrator.policies.model.step_time import (
     best_global_batch,
     window_of,
 )
-from dynamix.arbitrator.policies.policy import Array64, pack, unpack
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages.fields import MAX_CARRY_BYTES
 from dynamix.schemas.progress import progress

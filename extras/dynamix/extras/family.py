@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dynamix.arbitrator.policies.model.exploration import FIRST, score
+from dynamix.arbitrator.policies.exploration import FIRST, score
 from dynamix.cli.actions import ActionResult, adding_actions, run_action
 from dynamix.cli.arguments import add_json_argument
 from dynamix.cli.connection import connected, find

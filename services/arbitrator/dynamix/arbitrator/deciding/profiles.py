@@ -115,13 +115,9 @@ def with_record(records: tuple[ArmRecord, ...], newest: ArmRecord | None) -> tup
         return records
     for index, record in enumerate(records):
         if record.arm == newest.arm:
-            return (*records[:index], _merged(record, newest), *records[index + 1 :])
+            count, means = record.num_runs, []
+            for before, now in zip_longest(record.milestones, newest.milestones, fillvalue=0.0):
+                means.append((count * before + now) / (count + 1) if before and now else before or now)
+            merged = ArmRecord(record.arm, count + 1, record.num_stopped + newest.num_stopped, tuple(means))
+            return (*records[:index], merged, *records[index + 1 :])
     return (*records, newest)[:MAX_ARMS]
-
-
-def _merged(record: ArmRecord, newest: ArmRecord) -> ArmRecord:
-    count, means = record.num_runs, []
-    for before, now in zip_longest(record.milestones, newest.milestones, fillvalue=0.0):
-        means.append((count * before + now) / (count + 1) if before and now else before or now)
-    num_stopped = record.num_stopped + newest.num_stopped
-    return ArmRecord(record.arm, count + 1, num_stopped, tuple(means))

@@ -1,10 +1,12 @@
-"""Policies without a model of the step time: `static`, `proportional`, `split`, `random`, `stigmergy`."""
+"""The baselines: policies that are simple, or published, and that `rule` is compared with; and `stigmergy`."""
 
 import hashlib
 import math
 from typing import ClassVar
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
@@ -12,8 +14,27 @@ from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, ROUTES, Allocat
 from dynamix.schemas.messages.policies import STIGMERGY, STIGMERGY_OPTIONS
 from dynamix.schemas.messages.policy_options import MOST_STEPS, OPTION_BOUNDS
 
-from .model.step_time import filtered, window_of
-from .policy import Array32, Array64, Decision, Option, Options, allocation_of, decided_sizes, named, option, track
+from .policy import (
+    Array32,
+    Array64,
+    Decision,
+    NoiseMemory,
+    Option,
+    Options,
+    allocation_of,
+    decided_sizes,
+    job_value,
+    named,
+    option,
+    pack,
+    steps_of,
+    switch,
+    track,
+    tracks,
+    unpack,
+)
+from .sizing import Pace, by_speed, clamp_total, equally, scaled
+from .step_time import StepTime, StepTimeFit, filtered, window_of
 
 
 class Static:
@@ -70,21 +91,15 @@ class Proportional:
         settled = sum(current) == sum(proposed) and gain <= option(self.options, job, "dead_band")
         sizes = current if settled else proposed
         allocation = allocation_of(self.options, job, sizes)
-        return Decision(
-            allocation,
-            carry=smoothed.astype("<f4").tobytes(),
-            reason=_reason(allocation, gain, settled=settled, measured=not np.isnan(smoothed).all()),
-        )
-
-
-def _reason(allocation: Allocation, gain: float, *, settled: bool, measured: bool) -> str:
-    if allocation.split == "tracking":
-        return f"the ranks divide {allocation.global_batch_size} samples by their speed after every step"
-    if not measured:
-        return "no rank's speed is known yet"
-    if settled:
-        return f"another split would make computing {max(gain, 0.0):.1%} shorter, which is too little"
-    return f"divided by measured speed: computing gets {gain:.1%} shorter"
+        if allocation.split == "tracking":
+            reason = f"the ranks divide {allocation.global_batch_size} samples by their speed after every step"
+        elif np.isnan(smoothed).all():
+            reason = "no rank's speed is known yet"
+        elif settled:
+            reason = f"another split would make computing {max(gain, 0.0):.1%} shorter, which is too little"
+        else:
+            reason = f"divided by measured speed: computing gets {gain:.1%} shorter"
+        return Decision(allocation, carry=smoothed.astype("<f4").tobytes(), reason=reason)
 
 
 def _split(job: Job, current: tuple[int, ...], throughput: Array64) -> tuple[int, ...]:
@@ -147,6 +162,198 @@ def keyed_generator(job: Job, window: int, purpose: str = "") -> np.random.Gener
     """A counter-based generator keyed by job, generation, window and seed: a replay draws the same."""
     identity = f"{purpose}{job.job}:{job.generation}:{window}:{job.seed}".encode()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(hashlib.sha256(identity).digest()[:16])))
+
+
+class _State(msgspec.Struct, array_like=True):
+    """The memory of `noise-scale` and `goodput`."""
+
+    noise: NoiseMemory = NoiseMemory()
+    fit: StepTimeFit | None = None
+
+
+class NoiseScale:
+    """`noise-scale`: the global batch follows the gradient noise scale (McCandlish et al., arXiv 1812.06162).
+
+    B = multiplier * B_noise, without a model of the step time.
+    """
+
+    name = "noise-scale"
+    version = 3
+    options: ClassVar[Options] = {
+        "multiplier": Option(1.0, 0.01, 100, "global batch over B_noise"),
+        "max_change": Option(Pace().max_change, 1.01, 100, "greatest factor between two decisions"),
+        "proportional": switch(1, "1: divide B by measured speed; 0: equally"),
+        "track": track(0),
+    }
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+        """A limited step towards the multiple. While B_noise was never known the batch stays."""
+        state = unpack(_State, carry)
+        noise = state.noise.observe(job_value(global_F, "noise_scale"))
+        fit = StepTimeFit.of(state.fit, job).observe(job, window_of(job, obs_WF, global_F))
+        current = decided_sizes(obs_WF)
+        total = self._total(job, sum(current), noise.noise_scale)
+        if option(self.options, job, "proportional") == 1:
+            sizes = by_speed(job, total, fit.model(job), current)
+        else:
+            sizes = current if total == sum(current) else equally(job, total)
+        factor, reason = option(self.options, job, "multiplier"), "no noise scale is known yet"
+        if not math.isnan(noise.noise_scale):
+            reason = f"towards {factor:g} times the noise scale of {noise.noise_scale:.3g}"
+        return Decision(allocation_of(self.options, job, sizes), carry=pack(_State(noise, fit.kept())), reason=reason)
+
+    def _total(self, job: Job, current: int, noise_scale: float) -> int:
+        if math.isnan(noise_scale):
+            return clamp_total(job, current)
+        pace = Pace(max_change=option(self.options, job, "max_change"))
+        target = clamp_total(job, option(self.options, job, "multiplier") * noise_scale)
+        return clamp_total(job, pace.step(max(current, 1), max(target, 1)))
+
+
+NUM_CANDIDATES = 50
+
+
+class Goodput:
+    """`goodput`: Pollux's rule (Qiao et al., OSDI 2021; AdaptDL), applied to a running job once per window.
+
+        goodput(B) = throughput(B) * efficiency(B)
+        throughput(B) = B / T(B)
+        efficiency(B) = gain / scale,  scale = B / B_0,  gain = (S/B_0 + |G|^2) / (S/B_0/scale + |G|^2)
+                      = (B_0 + B_noise) / (B + B_noise)
+
+    with B_0 the base global batch of the learning rate. As in AdaptDL 50 batches, geometrically spaced, are compared,
+    and a change must promise 5 % more goodput. Unlike AdaptDL it decides per window instead of per restart, smooths
+    times by a moving average, and may go below the initial batch.
+    """
+
+    name = "goodput"
+    version = 3
+    options: ClassVar[Options] = {
+        "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in the moving averages of times"),
+        "hysteresis": Option(0.05, 0, 1, "relative gain in predicted goodput that a change must promise"),
+        "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise; 1 as published"),
+        "proportional": switch(1, "1: divide B by measured speed; 0: equally, as AdaptDL does"),
+        "track": track(0),
+    }
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+        """The best candidate, if it is enough better than the current sizes. Without B_noise the batch stays."""
+        state = unpack(_State, carry)
+        noise = state.noise.observe(job_value(global_F, "noise_scale"))
+        fit = StepTimeFit.of(state.fit, job)
+        fit = fit.observe(
+            job, window_of(job, obs_WF, global_F), jump=math.inf, smoothing=option(self.options, job, "smoothing")
+        )
+        sizes, model = decided_sizes(obs_WF), fit.model(job)
+        if model is not None:
+            sizes = self._chosen(job, sizes, model, option(self.options, job, "noise_multiplier") * noise.noise_scale)
+        allocation = allocation_of(self.options, job, sizes)
+        known = f"at a noise scale of {noise.noise_scale:.3g}"
+        if model is None:
+            reason = "no step was measured yet"
+        elif math.isnan(noise.noise_scale):
+            reason = "no noise scale is known yet"
+        elif allocation.global_batch_size == sum(decided_sizes(obs_WF)):
+            reason = f"no other batch promises enough more goodput {known}"
+        else:
+            reason = f"the greatest predicted goodput {known}"
+        return Decision(allocation, carry=pack(_State(noise, fit.kept())), reason=reason)
+
+    def _chosen(self, job: Job, current: tuple[int, ...], model: StepTime, noise_scale: float) -> tuple[int, ...]:
+        proportional = option(self.options, job, "proportional") == 1
+        if math.isnan(noise_scale):
+            return by_speed(job, sum(current), model, current) if proportional else current
+        candidates = np.geomspace(max(model.smallest, 1.0), max(model.largest, 1.0), NUM_CANDIDATES)
+        times_s = (model.balanced if proportional or tracks(self.options, job) else model.equal)(candidates)
+        values = goodput(candidates, times_s, noise_scale, job.base_global_batch_size)
+        best = round(float(candidates[int(np.argmax(values))]))
+        total = np.array([float(sum(current))])
+        now_s = model.balanced(total) if tracks(self.options, job) else np.array([model.of(current)])
+        now = float(goodput(total, now_s, noise_scale, job.base_global_batch_size)[0])
+        if float(values.max()) <= (1 + option(self.options, job, "hysteresis")) * now:
+            return current
+        return model.divide(best) if proportional else equally(job, best)
+
+
+def goodput(global_batch_sizes: Array64, step_times_s: Array64, noise_scale: float, base: int) -> Array64:
+    """Samples per second, each counted by what it is worth beside one in a batch of `base` (AdaptDL, goodput.py)."""
+    efficiency = (base + noise_scale) / (global_batch_sizes + noise_scale)
+    worth: Array64 = global_batch_sizes / np.maximum(step_times_s, 1e-12) * efficiency
+    return worth
+
+
+LOSS_SMOOTHING = 0.2
+"""Weight of the newest window in the average of the loss that is watched for stalls."""
+
+MAX_DOUBLINGS = 30
+"""More would leave every bound."""
+
+
+class _Schedule(msgspec.Struct, array_like=True):
+    """The progress of the schedule."""
+
+    samples: float = 0.0
+    """Samples since the last doubling."""
+    num_doublings: int = 0
+    loss: float = math.nan
+    best_loss: float = math.inf
+    num_stalled: int = 0
+    """Windows since the averaged loss was last better than the best by `min_improvement`."""
+    fit: StepTimeFit | None = None
+
+    def observe(self, samples: float, loss: float, min_improvement: float) -> "_Schedule":
+        seen = replace(self, samples=self.samples + (round(samples) if 0 < samples < math.inf else 0))
+        if math.isnan(loss):
+            return seen
+        average = loss if math.isnan(self.loss) else (1 - LOSS_SMOOTHING) * self.loss + LOSS_SMOOTHING * loss
+        if average < (1 - min_improvement) * self.best_loss:
+            return replace(seen, loss=average, best_loss=average, num_stalled=0)
+        return replace(seen, loss=average, num_stalled=self.num_stalled + 1)
+
+
+class Doubling:
+    """`doubling`: the initial batch, doubled repeatedly (Smith et al., arXiv 1711.00489).
+
+    It doubles after a number of samples, as published schedules do, or when the training loss stalls.
+    """
+
+    name = "doubling"
+    version = 3
+    options: ClassVar[Options] = {
+        "every_samples": Option(0, 0, 1e12, "double after so many samples; 0: when the loss stalls"),
+        "patience_windows": Option(20, 1, 1e6, "windows without improvement that make a stall", whole=True),
+        "min_improvement": Option(0.01, 0, 1, "relative fall of the averaged loss that counts as one"),
+        "max_doublings": Option(6, 0, MAX_DOUBLINGS, "doublings at most", whole=True),
+        "proportional": switch(0, "1: divide B by measured speed; 0: as the initial sizes are"),
+        "track": track(0),
+    }
+
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+        """The initial batch times a power of two. Samples are counted from the job's own totals."""
+        schedule = unpack(_Schedule, carry)
+        samples = job_value(global_F, "throughput") * job_value(global_F, "step_time_s") * steps_of(job, global_F)
+        improvement = option(self.options, job, "min_improvement")
+        schedule = schedule.observe(samples, job_value(global_F, "loss"), improvement)
+        if self._is_due(job, schedule):
+            schedule = replace(schedule, samples=0.0, num_doublings=schedule.num_doublings + 1, num_stalled=0)
+        fit = StepTimeFit.of(schedule.fit, job).observe(job, window_of(job, obs_WF, global_F))
+        carry = pack(replace(schedule, fit=fit.kept()))
+        sizes = self._sizes(job, schedule, fit, decided_sizes(obs_WF))
+        reason = f"doubled {schedule.num_doublings} times; {schedule.num_stalled} windows without a lower loss"
+        return Decision(allocation_of(self.options, job, sizes), carry=carry, reason=reason)
+
+    def _is_due(self, job: Job, schedule: _Schedule) -> bool:
+        known, every = self.options, option(self.options, job, "every_samples")
+        is_stalled = schedule.num_stalled >= option(known, job, "patience_windows")
+        is_over = schedule.num_doublings >= option(known, job, "max_doublings")
+        return not is_over and (schedule.samples >= every if every > 0 else is_stalled)
+
+    def _sizes(self, job: Job, schedule: _Schedule, fit: StepTimeFit, current: tuple[int, ...]) -> tuple[int, ...]:
+        initial = job.initial_local_batch_sizes
+        total = clamp_total(job, sum(initial) * 2 ** min(schedule.num_doublings, MAX_DOUBLINGS))
+        if option(self.options, job, "proportional") == 1:
+            return by_speed(job, total, fit.model(job), current)
+        return scaled(job, total, initial)
 
 
 _MEANINGS = {

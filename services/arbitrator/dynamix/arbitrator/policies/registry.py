@@ -8,10 +8,7 @@ from typing import Any
 from dynamix.runtime.extensions import ExtensionError, extension_names, load_extension
 from dynamix.schemas.messages import Job
 
-from .baselines import Proportional, Random, Split, Static, Stigmergy
-from .doubling import Doubling
-from .goodput import Goodput
-from .noise_scale import NoiseScale
+from .baselines import Doubling, Goodput, NoiseScale, Proportional, Random, Split, Static, Stigmergy
 from .policy import Array32, Decision, NamedPolicy, Option, Options
 from .rule import Rule
 
@@ -87,7 +84,5 @@ def _checked_policy(name: str, found: Any) -> NamedPolicy:
     if not isinstance(found.version, int) or found.version < 1:
         raise ValueError(f"its version is {found.version!r}, not a whole number from 1")
     if not isinstance(found.options, Mapping) or not all(isinstance(one, Option) for one in found.options.values()):
-        raise TypeError("its options are no mapping from names to dynamix.arbitrator.policies.options.Option")
-    if not callable(found.decide):
-        raise TypeError("its decide cannot be called")
+        raise TypeError("its options are not a mapping from names to dynamix.arbitrator.policies.policy.Option")
     return ExtensionPolicy(name, found.version, found.options, found)

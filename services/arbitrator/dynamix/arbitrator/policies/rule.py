@@ -12,11 +12,20 @@ from dynamix.schemas.messages.policies import RATE_EXPONENTS
 from dynamix.schemas.messages.profiles import MAX_PROFILE_BYTES
 from dynamix.schemas.progress import most_worthwhile, progress
 
-from .model.earlier_runs import EarlierRuns, SeenTimes, Standing
-from .model.exchange import OVER_OWNERS, ExchangeMemory, choose, exposure_of, is_decided, model_after, way_of
-from .model.exploration import Exploration
-from .model.links import can_share, link_rates, slowest_in_words
-from .model.step_time import StepTime, StepTimeFit, best_global_batch, window_of
+from .earlier_runs import EarlierRuns, SeenTimes, Standing
+from .exchange import (
+    OVER_OWNERS,
+    ExchangeMemory,
+    can_share,
+    choose,
+    exposure_of,
+    is_decided,
+    link_rates,
+    model_after,
+    slowest_in_words,
+    way_of,
+)
+from .exploration import Exploration
 from .policy import (
     Array32,
     Decision,
@@ -34,6 +43,7 @@ from .policy import (
     unpack,
 )
 from .sizing import Pace, by_speed, clamp_total
+from .step_time import StepTime, StepTimeFit, best_global_batch, window_of
 
 MAX_MEMORY_BYTES = MAX_PROFILE_BYTES - 16 * 1024
 """No times of very many ranks are kept for the next run: the other half of a profile must have room as well."""

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from dynamix.arbitrator.policies.policy import Array32, Array64, column
 from dynamix.schemas.messages import Job, JobProfile, NoisePoint
 
+from .policy import Array32, Array64, column
 from .step_time import StepTime, StepTimeFit, Window
 
 ENOUGH = 2

@@ -29,6 +29,11 @@ A rank whose processor is shared out sends slower than its link can, now and the
 link that shows a higher rate is believed at once, one that shows a lower one by half, and nothing rests on the rates of
 fewer than `LINK_WINDOWS` windows.
 
+A rank that sends to another at some rate has a link at least as fast, and so has the other: a rank's link is taken to
+be as fast as the fastest of these. Around a ring every rank sends to the next one, so that a slow link is told from
+its neighbours' wherever no two slow ones have a single rank between them; else that rank is taken for a slow one too,
+and less is expected of shares than they would bring.
+
 Drift: with R the squared distance of the ranks from their mean over that of its move (feature `local_drift`), h local
 steps were worth h / (1 + scale * R^DRIFT_POWER (h - 1)) exact ones, by the steps until a small MLP reached an accuracy:
 virtual clusters of 4, 8 and 32 workers, batches of 128 to 2048, periods of 2 to 20. One seed said it within 10 to 20 %.
@@ -36,7 +41,7 @@ virtual clusters of 4, 8 and 32 workers, batches of 128 to 2048, periods of 2 to
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -44,12 +49,11 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from dynamix.arbitrator.policies.policy import Array32, Array64, column
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
-from dynamix.schemas.owner_shares import ring_time
+from dynamix.schemas.owner_shares import balanced_shares, ring_time, shared_time
 
-from .links import can_share, share_of_ring_time, shares_of
+from .policy import Array32, Array64, column
 from .step_time import SYNC_FLOOR, StepTime, StepTimeFit
 
 
@@ -108,6 +112,15 @@ JUMP, SMOOTHING = 1.3, 0.5
 """A time that changed by more is believed at once, otherwise averaged with this weight."""
 LOSS_SMOOTHING, LOSS_RISE, BLOCKED = 0.3, 0.1, 20
 """A smoothed loss that is so much above its least since they began ends local steps, for so many windows."""
+
+
+LEAST_RANKS, MOST_RANKS = 3, 64
+"""Two ranks have nothing to gain; a sum at owners sends N - 1 messages for each chunk, and more were never measured."""
+PIPELINE = 1.2
+"""Time of a sum at owners over what its bytes take, itself over that of a ring: four ranks, 1.92 MB in 8 chunks, one
+link of four at a half to a fifth of the others, and all alike (1.21, 1.20, 1.23, 1.14)."""
+PARTS = 1000
+"""Shares are whole numbers of so many parts, and the same on all machines."""
 
 
 class WindowExposure(NamedTuple):
@@ -314,6 +327,46 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         """At the start of another run, which exchanges as `first` has it."""
         known = replace(self, ruling=first.ruling, shares=first.shares, table_share=first.table_share, age=DWELL)
         return replace(known, exposed_s=math.nan, blocked=0, loss=math.nan, least_loss=math.nan)
+
+
+def can_share(job: Job) -> bool:
+    """Whether owners with shares can be of use, once the rates of all links are known."""
+    return job.supports_exchange and LEAST_RANKS <= job.world_size <= MOST_RANKS
+
+
+def link_rates(obs_WF: Array32) -> Array64 | None:
+    """Bytes per second of each rank's link in a window; `None` where it is not known of all.
+
+    A rank that sends to others of its own node only knows none: so each rank must have a node, and a link, of its own.
+    """
+    sent, peers = column(obs_WF, "link_bytes_per_s"), column(obs_WF, "link_peer")
+    known = np.isfinite(sent) & (sent > 0) & (peers >= 0) & (peers < len(sent))
+    if not known.all():
+        return None
+    rates = sent.copy()
+    np.maximum.at(rates, peers.astype(np.int64), sent)
+    return rates
+
+
+def shares_of(rates: Sequence[float]) -> tuple[float, ...]:
+    """The best shares for links of such rates, in whole parts."""
+    return tuple(float(round(PARTS * share)) for share in balanced_shares(rates))
+
+
+def share_of_ring_time(rates: Sequence[float]) -> float:
+    """Time of a sum at owners with the best shares over that of a ring."""
+    return PIPELINE * shared_time(rates, shares_of(rates)) / ring_time(rates)
+
+
+def slowest_in_words(rates: Sequence[float]) -> str:
+    """Why shares were chosen."""
+    if not rates:
+        return "gradients travel over owners, as before the start"
+    slowest, fastest = min(rates), max(rates)
+    return (
+        f"the link of rank {rates.index(slowest)} carries {slowest / 1e6:.3g} MB/s, others up to {fastest / 1e6:.3g}: "
+        "owners with shares relieve it"
+    )
 
 
 def way_of(exchange: Exchange) -> str:
