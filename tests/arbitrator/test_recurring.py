@@ -110,17 +110,6 @@ def test_a_curve_of_other_noise_scales_is_dropped_and_times_are_kept(first: list
     assert "dropped its noise scales: 1e+03 samples by now, another was measured" in notes
 
 
-def test_a_job_of_another_shape_begins_with_the_curve_only(first: list[Decision]) -> None:
-    profile = profile_of(first)
-    for job in (job_of(max_local_batch_sizes=(512,) * 4), replace_ranks(2)):
-        cold, begun = Rule().begin(job, msgspec.structs.replace(profile, noise=())), Rule().begin(job, profile)
-        assert len(cold) == len(begun)
-        assert cold != begun
-    assert Rule().begin(job_of(), msgspec.structs.replace(profile, policy="other", noise=())) != Rule().begin(
-        job_of(), profile
-    )
-
-
 def replace_ranks(count: int) -> Job:
     return examples.job(
         {f"node-{rank}": (rank,) for rank in range(count)}, policy="rule", family=FAMILY, supports_tracking=True
