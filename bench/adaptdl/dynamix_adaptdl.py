@@ -21,16 +21,14 @@ from adaptdl.goodput import GoodputFunction, fit_perf_params
 from dynamix.arbitrator.policies.policy import (
     Array32,
     Decision,
-    Options,
     allocation_of,
     column,
     decided_sizes,
     job_value,
     option,
-    switch,
-    track,
 )
 from dynamix.schemas.messages import Job
+from dynamix.schemas.policies import Options, switch, track
 
 SPEEDUP = 1.05
 """Goodput that a change must promise, relative to that of the current size (adaptdl/torch/data.py)."""

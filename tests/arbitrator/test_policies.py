@@ -13,20 +13,21 @@ from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, PolicyFile, shipped_names, shipped_policy
 from dynamix.arbitrator.learning.service import LearnerSettings
 from dynamix.arbitrator.policies.baselines import DELTAS, Proportional, Random
-from dynamix.arbitrator.policies.policy import Array32, RecurringPolicy, allocation_of, check_options
+from dynamix.arbitrator.policies.policy import Array32, NamedPolicy, RecurringPolicy, allocation_of
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named, policy_names
 from dynamix.lab.learning.plan import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
-from dynamix.schemas.messages.policies import (
+from dynamix.schemas.policies import (
     DEFAULT_POLICY,
     DIVIDED_BY_RANKS,
     KEEPS_GLOBAL_BATCH,
     OUR_POLICIES,
     RECURRING,
+    STIGMERGY,
+    check_options,
     initial_split,
 )
-from dynamix.schemas.messages.policy_options import OPTION_BOUNDS, Bounds
 
 EXTRAS = ("accordion", "adacomm", "diloco", "gravac", "qsr")
 GLOBAL_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
@@ -68,12 +69,10 @@ def test_static_sets_the_exchange_that_its_options_name_where_the_job_permits_it
         check_options("static", static.options, {"codecs": 0.5})
 
 
-def test_scripts_are_held_to_the_bounds_that_policies_have() -> None:
-    assert {*POLICIES} <= {*OPTION_BOUNDS}
-    for policy, bounds in OPTION_BOUNDS.items():  # also those of our extensions
-        options = policy_named(policy).options
-        assert {name: Bounds(one.low, one.high, one.whole, one.names) for name, one in options.items()} == bounds
-        check_options(policy, options, {name: one.default for name, one in options.items()})
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_every_policys_defaults_are_within_its_own_bounds(policy: NamedPolicy) -> None:
+    assert "track" in policy.options or policy is POLICIES[STIGMERGY]  # which leaves the division to traces
+    check_options("itself", policy.options, {name: one.default for name, one in policy.options.items()})
 
 
 def test_proportional_gives_a_rank_three_times_slower_a_third_and_keeps_the_global_batch() -> None:

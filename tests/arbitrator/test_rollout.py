@@ -14,7 +14,7 @@ from dynamix.arbitrator.learned.policy import ActionSet, Deltas, GlobalLever, Le
 from dynamix.arbitrator.learned.policy_file import ActionSetName, PolicyFile
 from dynamix.arbitrator.learning.rollout import End, Recording, RolloutError, Trajectory, trajectory_of
 from dynamix.schemas.messages import Action, Applied, Job, RankReward, Reward, State
-from dynamix.schemas.networks.forward import Forward, Normalisation, log_softmax
+from dynamix.schemas.networks import Forward, Normalisation, log_softmax
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
 JOB = examples.job(NODES, policy="ppo", policy_options={"explore": 1.0})

@@ -84,7 +84,9 @@ async def test_what_a_key_may_not_see_is_left_out_and_the_rest_is_watched(
     with pytest.raises(asyncio.CancelledError):
         await decisions.follow_streams(state_of)
     assert shown_now(metrics, "broker_requests_total", "component") == {"arbitrator": 7.0}
-    assert shown_now(metrics, "stream_copy_lag", "stream") == dict.fromkeys(("FEED", "JOBS", "DEAD", "PROFILES"), 7.0)
+    assert shown_now(metrics, "stream_copy_lag", "stream") == dict.fromkeys(
+        ("REPORTS", "FEED", "JOBS", "DEAD", "PROFILES"), 7.0
+    )
     assert shown_now(metrics, "stream_copy_lag", "server") == {"broker-2": 7.0}
     assert "requests to the broker are not counted: may not" in caplog.text
     assert "ACTIONS is not watched: may not" in caplog.text

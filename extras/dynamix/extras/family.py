@@ -1,7 +1,7 @@
-"""List, show and forget what the runs of job families taught.
+"""List, show and forget what the runs of job families learned.
 
-A job that names its family (`attach(..., family=...)`) begins with what earlier runs of it taught: times by rank,
-links, the noise scale. In a deployment `forget` needs the broker's user `provision`; the rest, `watcher`.
+A job that names its family (`attach(..., family=...)`) starts from what earlier runs learned: times by rank, links, the
+noise scale. In a deployment `forget` needs the key of `provision`; the other actions `watcher`.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def table(found: Sequence[StoredFamily]) -> str:
     """One line per family."""
     if not found:
         return "no job families: a job has one with attach(..., family='auto'), and leaves what it learned at its end"
-    return in_columns([HEADINGS, *map(_row, found)])
+    return in_columns(HEADINGS, map(_row, found), left=HEADINGS)
 
 
 def document(one: StoredFamily) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Record a job: all its stored messages, into a file that can be replayed and inspected.
+"""Record all stored messages of a job into a file that can be replayed and inspected.
 
   dynamix capture JOB -o FILE            from the first stored message on, until the job has ended
   dynamix capture JOB -o FILE --past     what is stored now
   dynamix capture JOB -o FILE --windows 100
 
-JOB is a job's id or how it begins. The file begins with the specification that is stored: capture a job while it runs
-to have its start, since the broker keeps only the newest. Ctrl-C finishes the file; a kill leaves a readable beginning.
+The broker keeps only the newest specification: capture a job while it runs to have its start. Ctrl-C completes the
+file; after a kill the file is readable up to that point.
 """
 
 import argparse
@@ -48,7 +48,18 @@ def run(arguments: argparse.Namespace) -> int:
     check_job(arguments.job)
     with writing(arguments.output):
         found = asyncio.run(_from_bus(arguments))
-    write_result(found, _sentence(found), arguments.json)
+    why = {
+        "ended": "the job has ended",
+        "stored": "as stored so far",
+        "windows": "as many windows as asked for",
+        "interrupted": "interrupted, all before is there",
+    }[found["end"].reason]
+    kinds = ", ".join(f"{number} {kind}" for kind, number in found["kinds"].items())
+    text = (
+        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}): {kinds}; "
+        f"{found['num_file_bytes'] / 1024:.0f} KiB for {found['num_payload_bytes'] / 1024:.0f}"
+    )
+    write_result(found, text, arguments.json)
     return 0
 
 
@@ -70,7 +81,7 @@ async def capture(
     windows: set[tuple[int, int]] = set()
     num_bytes, is_full = 0, False
     with (
-        CaptureWriter(path, CaptureHeader.of(job), overwrite=True) as writer,
+        CaptureWriter(path, CaptureHeader.of(job)) as writer,
         ProgressLine(PLAIN_EVERY_S, keep=True) as progress,
     ):
         async with Source(bus, job, past=past, stop=stop) as source:
@@ -134,19 +145,3 @@ async def _flushing(source: Source, writer: CaptureWriter) -> AsyncGenerator[lis
     finally:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-
-
-def _sentence(found: Document) -> str:
-    why = {
-        "ended": "the job has ended",
-        "stored": "as stored so far",
-        "windows": "as many windows as asked for",
-        "interrupted": "interrupted, all before is there",
-    }[found["end"].reason]
-    kinds = ", ".join(f"{number} {kind}" for kind, number in found["kinds"].items())
-    num_left_out = found["end"].num_left_out
-    left_out = f"; {num_left_out} messages over 1 MiB left out" if num_left_out else ""
-    return (
-        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}): {kinds}{left_out}; "
-        f"{found['num_file_bytes'] / 1024:.0f} KiB for {found['num_payload_bytes'] / 1024:.0f}"
-    )

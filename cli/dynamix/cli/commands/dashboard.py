@@ -1,13 +1,12 @@
-"""Show all jobs of the broker, and the services, as a web page while they run; or one or two captures.
+"""Show all jobs and services on the broker as a web page while they run; or show one or two captures.
 
   dynamix dashboard                     what runs now
   dynamix dashboard FILE                a capture, with a slider for the time
   dynamix dashboard FILE FILE           two captures beside each other
 
-It only reads, and listens on 127.0.0.1: from another machine, forward the port (ssh -L 8650:127.0.0.1:8650 HOST). With
---host ADDRESS it can be reached from elsewhere; every request then needs a token, which is part of the URL that is
-printed. Traffic is not encrypted: put a proxy with TLS in front of it where the network is not yours. Settings are also
-read from DYNAMIX_DASHBOARD_HOST, _PORT, _TOKEN and _TOKEN_FILE. Ctrl-C ends it.
+The page only reads. It listens on 127.0.0.1: from another machine, forward the port (ssh -L 8650:127.0.0.1:8650 HOST).
+With another --host every request needs a token, which is part of the printed URL. Traffic is not encrypted: put a proxy
+with TLS in front of it in networks that you do not trust.
 """
 
 import argparse
@@ -16,18 +15,15 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dynamix.cli.connection import connected, find
 from dynamix.cli.dashboard import DashboardSettings, token_of
+from dynamix.cli.documents import CapturedJob
 from dynamix.cli.errors import MISUSED, CommandError, MisuseError, explained, reading
 from dynamix.cli.terminal import stop_event
 from dynamix.recording.capture import CaptureError
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import SettingsError, read
-
-if TYPE_CHECKING:
-    from dynamix.cli.dashboard.documents import CapturedJob
 
 MOST_CAPTURES = 2
 
@@ -51,7 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     with explained(ValueError, exit_code=MISUSED), reading(settings.token_file):
         token = token_of(settings)
     configure_log("critical")  # the terminal belongs to the URL
-    captures = [_captured(Path(file)) for file in arguments.files]
+    captures = []
+    for file in arguments.files:
+        with explained(CaptureError), reading(file):
+            captures.append(CapturedJob(Path(file)))
     try:
         asyncio.run(_serve(settings, token, captures))
     except OSError as error:
@@ -60,14 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _captured(path: Path) -> "CapturedJob":
-    from dynamix.cli.dashboard.documents import CapturedJob
-
-    with explained(CaptureError), reading(path):
-        return CapturedJob(path)
-
-
-async def _serve(settings: DashboardSettings, token: str, captures: "list[CapturedJob]") -> None:
+async def _serve(settings: DashboardSettings, token: str, captures: list[CapturedJob]) -> None:
     from dynamix.cli.dashboard.server import DashboardServer, served
 
     async with contextlib.AsyncExitStack() as stack:
@@ -77,7 +69,7 @@ async def _serve(settings: DashboardSettings, token: str, captures: "list[Captur
             await stack.enter_async_context(server)
         else:
             bus = await stack.enter_async_context(connected(find(os.environ), "dashboard"))
-            server = await stack.enter_async_context(served(bus, settings, token, on_end=stop.set))
+            server = await stack.enter_async_context(served(bus, settings, token))
         _announce(server.url, settings, token)
         await stop.wait()
 

@@ -1,16 +1,16 @@
-"""Create, revoke and list the keys that let users in at the broker, each for certain jobs, a node or an instance.
+"""Create, revoke and list the broker's keys, each for jobs of certain names, a node or an instance.
 
   dynamix keys init --credentials /etc/dynamix/credentials --node node-a   # once, before the broker's first start
   dynamix keys create alice --role trainer --job mnist --job resnet        # all runs of jobs of these names
   dynamix keys create node-b --role collector --node node-b
-  dynamix keys create alice --role trainer --job mnist -o new.creds        # one more; both work until:
+  dynamix keys create alice --role trainer --job mnist -o new.creds        # a second key; both work until:
   dynamix keys revoke alice --old
   dynamix keys revoke alice
   dynamix keys refresh                  # after an upgrade, or when the broker could not be reached
 
-`init` makes the authority, a file that holds all secrets, and the accounts.conf that nats.conf includes, in the folder
-above it. A key is a file of mode 0600 for DYNAMIX_NATS_CREDS_FILE; it works at once, without a reload. What the broker
-has to learn (a revocation, the consumer that a collector or reward service reads by) it is told at DYNAMIX_NATS_URL.
+`init` makes the authority, a file that holds all secrets, and the accounts.conf that nats.conf includes. A key is a
+file of mode 0600 for DYNAMIX_NATS_CREDS_FILE; it works at once, without a reload. Revocations and consumers are sent to
+the broker at DYNAMIX_NATS_URL.
 """
 
 import argparse
@@ -146,11 +146,11 @@ def _refresh(arguments: argparse.Namespace) -> None:
 def _list(arguments: argparse.Namespace) -> None:
     with reading(arguments.authority):
         keys = Authority.read(arguments.authority).keys
-    rows = [("name", "role", "for", "works until", "public key")]
+    headings, rows = ("name", "role", "for", "works until", "public key"), []
     for key in keys:
         until = "revoked" if key.revoked else f"{dt.datetime.fromtimestamp(key.expires, dt.UTC):%Y-%m-%d}"
         rows.append((key.name, key.role, ", ".join(key.tags) or "all", until, key.public))
-    write_result({"keys": keys}, in_columns(rows), arguments.json)
+    write_result({"keys": keys}, in_columns(headings, rows, left=headings), arguments.json)
 
 
 @contextlib.contextmanager
@@ -186,8 +186,8 @@ async def _tell(
     made, removed = ([key.durable for key in keys if key.durable] for keys in (make, remove))
     if made or removed:
         async with _as(authority.temporary(PROVISION)) as bus:
-            for name, _ in removed:
-                await remove_durable(bus.requests, name)
+            for stream, name, _ in removed:
+                await remove_durable(bus.requests, stream, name)
             for durable in made:
                 await make_durable(bus.requests, *durable)
 

@@ -1,15 +1,14 @@
 """Replay a capture: give a service's functions the recorded inputs, and compare each output byte for byte.
 
-  dynamix replay FILE                              into the arbitrator, as fast as it goes
-  dynamix replay FILE --into reward
+  dynamix replay FILE                              into the arbitrator, at full speed
   dynamix replay FILE --into collector --speed original
   dynamix replay FILE --policy rule --policy-option noise_multiplier=2
 
-The first difference is shown field by field. With another policy it says what that would have decided here. The
-services' own settings are read from DYNAMIX_COLLECTOR_... and DYNAMIX_REWARD_... as the services read them.
+It shows the first difference field by field. With another policy it shows what that policy would have decided. Settings
+are read from DYNAMIX_COLLECTOR_... and DYNAMIX_REWARD_...
 
-0: equal, or a policy was asked; 1: different, or not every recorded output was compared; 2: it cannot be replayed;
-130: interrupted.
+Exit codes: 0 equal, or another policy was asked; 1 different, or not every recorded output was compared; 2 it cannot be
+replayed; 130 interrupted.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_list, add_option
+from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_list, add_option, window_key
 from dynamix.cli.errors import INTERRUPTED, CommandError, explained, reading
 from dynamix.cli.output import Document, write_json
 from dynamix.cli.terminal import ProgressLine, print_lines, print_table, sizes_text, stop_event
@@ -28,18 +27,16 @@ from dynamix.collector.observation import CollectorSettings
 from dynamix.recording.capture import (
     CaptureError,
     WindowKey,
-    differences,
-    fingerprint,
     first_generation,
     read_header,
 )
 from dynamix.recording.comparison import Difference, FieldPair
-from dynamix.recording.decisions import OtherPolicy, PolicyComparison, WindowComparison
-from dynamix.recording.playback import Player, ReplayError
-from dynamix.recording.replay import ReplayOutcome, ReplayRequest, replay
+from dynamix.recording.decisions import OtherPolicy, PolicyComparison, ReplayError, WindowComparison
+from dynamix.recording.fingerprint import differences, fingerprint
+from dynamix.recording.replay import Player, ReplayOutcome, ReplayRequest, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.runtime.settings import load
-from dynamix.schemas.messages.policy_options import option_value
+from dynamix.schemas.policies import option_value
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 MAX_FIELDS = 40
@@ -47,7 +44,7 @@ MAX_FIELDS = 40
 MAX_ALIKE = 12
 """Fields that are alike, for orientation."""
 MAX_WINDOWS = 40
-CONCERNED = {"collector": "windows, states and traces", "reward": "rewards", "arbitrator": "actions and events"}
+CONCERNED = {"collector": "windows, states and traces", "reward": "rewards", "arbitrator": "actions"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     services = ("collector", "reward", "arbitrator")
     add_option(parser, "--into", "arbitrator", "the service whose outputs are made again", choices=services)
     add_option(parser, "--speed", "max", "the recording's pace or none", choices=("original", "max"))
-    parser.add_argument("--until", metavar="WINDOW", help="the last window, as N or GENERATION:N (default: all)")
+    what = "the last window, as N or GENERATION:N (default: all)"
+    parser.add_argument("--until", metavar="WINDOW", type=window_key, help=what)
     parser.add_argument("--policy", metavar="NAME", help="ask another policy what it would have decided")
     what = "of that policy, or of the recorded one asked again; may be given again"
     add_list(parser, "--policy-option", "NAME=VALUE", what)
@@ -97,7 +95,16 @@ def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
 
 
 def _request(arguments: argparse.Namespace) -> ReplayRequest:
-    path, options = Path(arguments.file), dict(_option(text) for text in arguments.policy_option)
+    path, options = Path(arguments.file), {}
+    for text in arguments.policy_option:
+        name, _, value = text.partition("=")
+        if not value:
+            raise CommandError(f"--policy-option {text!r}: write NAME=VALUE", exit_code=UNUSABLE)
+        options[name] = option_value(value)
+    until = None
+    if arguments.until is not None:
+        generation, window = arguments.until
+        until = WindowKey(first_generation(path) if generation is None else generation, window)
     asks_another = arguments.policy is not None or bool(options)
     if asks_another and arguments.into != "arbitrator":
         raise CommandError(f"--policy asks the arbitrator, not the {arguments.into}", exit_code=UNUSABLE)
@@ -105,26 +112,12 @@ def _request(arguments: argparse.Namespace) -> ReplayRequest:
         path=path,
         into=arguments.into,
         speed=arguments.speed,
-        until=None if arguments.until is None else _window_key(path, arguments.until),
+        until=until,
         other=OtherPolicy(arguments.policy, options) if asks_another else None,
         policy_files=tuple(Path(file) for file in arguments.policy_file),
         collector=load("collector", CollectorSettings, []).own,
         reward=load("reward", RewardSettings, []).own,
     )
-
-
-def _option(text: str) -> tuple[str, float | str]:
-    name, _, value = text.partition("=")
-    if not value:
-        raise CommandError(f"--policy-option {text!r}: write NAME=VALUE", exit_code=UNUSABLE)
-    return name, option_value(value)
-
-
-def _window_key(path: Path, text: str) -> WindowKey:
-    generation, separator, window = text.rpartition(":")
-    if not window.isdecimal() or (separator and not generation.isdecimal()):
-        raise CommandError(f"--until {text}: write a window as N or GENERATION:N", exit_code=UNUSABLE)
-    return WindowKey(int(generation) if separator else first_generation(path), int(window))
 
 
 async def _replayed(request: ReplayRequest) -> ReplayOutcome:
@@ -228,12 +221,11 @@ def _cells(row: WindowComparison, *, several: bool) -> tuple[str, ...]:
 
 def _difference(first: Difference) -> str:
     at = "" if first.sequence is None else f", recorded at {first.sequence}"
-    byte = "" if first.first_byte is None else f"; the first other byte is the {first.first_byte}th, from 0"
-    return f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}{byte}"
+    return f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}"
 
 
 def _print_fields(pairs: Sequence[FieldPair], *, stderr: bool) -> None:
-    """Print what differs, highlighted, among some of what does not."""
+    """Print what differs, marked, among some of what does not."""
     headings = ("", "field", "recorded", "replayed")
     differing = [pair for pair in pairs if pair.differs]
     alike = [pair for pair in pairs if not pair.differs]
@@ -244,5 +236,4 @@ def _print_fields(pairs: Sequence[FieldPair], *, stderr: bool) -> None:
         more = f"{len(differing)} fields differ, {len(alike)} are alike; {left} are not shown"
         caption = more if differing else f"{more}: only the encoding differs"
     rows = [("!=" if pair.differs else "", pair.field, pair.recorded, pair.replayed) for pair in shown]
-    styles = ["bold red" if pair.differs else "dim" for pair in shown]
-    print_table(headings, rows, left=headings, caption=caption, styles=styles, stderr=stderr)
+    print_table(headings, rows, left=headings, caption=caption, stderr=stderr)

@@ -1,9 +1,9 @@
-"""Start a training script with torchrun, connected to the bus and named on it.
+"""Start a training script with torchrun, connected to the bus.
 
   dynamix train --name mnist -- --standalone --nproc-per-node 4 --max-restarts 3 train.py --epochs 10
 
-Everything behind `--` goes to torchrun unchanged: its options, the script, the script's arguments. The job's id
-ends in a run id that is made once here, so that it stays the same when torchrun restarts the ranks.
+Everything after `--` is passed to torchrun unchanged. The job's id ends in a run id that is generated here, so that it
+stays the same when torchrun restarts the ranks.
 """
 
 import argparse
@@ -91,7 +91,9 @@ def identity(arguments: Sequence[str], *, name: str | None, given: str) -> dict[
     try:
         if given:
             return {JOB: check_token(given)}
-        chosen = check_token(name or _script_name(arguments))
+        script = next((argument for argument in arguments if argument.endswith(".py")), "job")
+        of_script = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")[:MAX_NAME]
+        chosen = check_token(name or of_script or "job")
     except ValueError as error:
         raise MisuseError(str(error)) from error
     if len(chosen) > MAX_NAME:
@@ -118,8 +120,3 @@ def spans_nodes(arguments: Sequence[str]) -> bool:
     own = itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments)
     found = re.search(r"(?:^|\s)--nnodes[=\s](\S+)", " ".join(own))
     return found is not None and found[1] not in ("1", "1:1")
-
-
-def _script_name(arguments: Sequence[str]) -> str:
-    script = next((argument for argument in arguments if argument.endswith(".py")), "job")
-    return re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")[:MAX_NAME] or "job"

@@ -10,10 +10,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from dynamix.arbitrator.policies.policy import Array32, Decision, Option, Options, column, decided_sizes, option
+from dynamix.arbitrator.policies.policy import Array32, Decision, column, decided_sizes, option
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.policies import Option, Options
 
 
 class OmniLearn:

@@ -14,7 +14,7 @@ from dynamix.runtime.bus import Bus, FailoverWait, PermissionDeniedError, StaleW
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Job, JobProfile
-from dynamix.schemas.messages.profiles import MAX_PROFILE_BYTES
+from dynamix.schemas.messages.decisions import MAX_PROFILE_BYTES
 from dynamix.schemas.streams import JOBS, PROFILES
 
 from .job_log import ActionsEndEarlyError, ActionStoreError, checked_action

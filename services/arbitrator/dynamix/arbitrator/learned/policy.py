@@ -26,22 +26,19 @@ from dynamix.arbitrator.policies.policy import (
     Array32,
     Array64,
     Decision,
-    Option,
-    Options,
     decided_sizes,
     option,
     pack,
-    switch,
     unpack,
 )
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.arbitrator.policies.sizing import divided
+from dynamix.schemas import sight
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.schemas.messages.policies import MULTIPLIERS
-from dynamix.schemas.networks import sight
-from dynamix.schemas.networks.forward import Choices, Forward, Normalisation, log_softmax, sample
+from dynamix.schemas.networks import Choices, Forward, Normalisation, log_softmax, sample
+from dynamix.schemas.policies import MULTIPLIERS, VERSION, VERSION_OPTION, Options, switch
 
 from .policy_file import ActionSetName, LearnedSetName, PolicyFile, PolicyFileError, PolicyMetadata
 
@@ -293,11 +290,9 @@ def action_set_of(metadata: PolicyMetadata) -> ActionSet:
     return Deltas() if name == "deltas" else GlobalLever()
 
 
-VERSION = Option(1, 1, 2**53 - 1, "of the policy; without it the newest when a generation begins", whole=True)
-
 OPTIONS: Options = {
     "explore": switch(0, "1: sample actions, for learning; 0: take the likeliest"),
-    "version": VERSION,
+    VERSION_OPTION: VERSION,
 }
 """The options of every learned policy; one that scales the rule has the rule's as well."""
 

@@ -15,9 +15,9 @@ import numpy as np
 from msgspec import Meta
 from safetensors.numpy import save
 
+from dynamix.schemas import networks
 from dynamix.schemas.messages.fields import Count, Text, Token
-from dynamix.schemas.networks import forward
-from dynamix.schemas.networks.files import (
+from dynamix.schemas.networks import (
     FORMAT,
     METADATA_KEY,
     Array,
@@ -200,10 +200,10 @@ class PolicyFile(NamedTuple):
 
 def _check_tensors(metadata: PolicyMetadata, tensors: Mapping[str, Array]) -> None:
     num_inputs, hidden_sizes, num_actions = len(metadata.inputs), metadata.settings.hidden_sizes, len(metadata.actions)
-    expected = forward.network_shapes(num_inputs, hidden_sizes, num_actions)
+    expected = networks.network_shapes(num_inputs, hidden_sizes, num_actions)
     for head, num_outputs in (("actor", num_actions), ("critic", 1)):
         if any(name.startswith(f"{OPTIMIZER}{head}.") for name in tensors):  # a head that has learned
-            for name, shape in forward.shapes(head, 2 * num_inputs, hidden_sizes, num_outputs).items():
+            for name, shape in networks.shapes(head, 2 * num_inputs, hidden_sizes, num_outputs).items():
                 expected |= {f"{OPTIMIZER}{name}.{moment}": shape for moment in MOMENTS}
             expected[OPTIMIZER_STEP] = (1,)
     check_tensors(tensors, expected)

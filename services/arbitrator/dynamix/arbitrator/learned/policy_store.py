@@ -14,23 +14,22 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.arbitrator.policies.policy import NamedPolicy, Policy, check_options, digest_of
+from dynamix.arbitrator.policies.policy import NamedPolicy, Policy, digest_of
 from dynamix.arbitrator.policies.registry import POLICIES as CODE
 from dynamix.arbitrator.policies.registry import extension_policy, policy_names
 from dynamix.runtime.bus import Bus, BusMessage, PermissionDeniedError, StaleWriterError, StreamMissingError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MAX_MESSAGE_BYTES, MalformedMessageError, decode
 from dynamix.schemas.messages import Action, Job, PolicyVersion
+from dynamix.schemas.policies import VERSION, VERSION_OPTION, check_options
 from dynamix.schemas.streams import POLICIES
 
-from .policy import VERSION, LearnedPolicy
+from .policy import LearnedPolicy
 from .policy_file import SHIPPED_VERSION, SUFFIX, PolicyFile, shipped_names, shipped_policy
 
 logger = logging.getLogger(__name__)
 
 MAX_POLICY_BYTES = MAX_MESSAGE_BYTES - 1024
-VERSION_OPTION = "version"
-"""The option of a job that asks for one version of its policy instead of the newest."""
 NUM_HELD = 64
 """Learned policies kept in memory."""
 
@@ -197,7 +196,7 @@ class PolicySource:
                 f"far: its SHA-256 begins with {found.hex()[:16] or 'nothing'}, not {digest.hex()[:16] or 'nothing'}; "
                 "restart the job: a new generation takes what there is now"
             )
-        check_options(policy.name, {**policy.options, VERSION_OPTION: VERSION}, job.policy_options)
+        check_options(policy.name, policy.options, job.policy_options)
         return policy
 
     async def _learned(self, name: str, version: int | None, digest: bytes | None) -> LearnedPolicy:

@@ -10,26 +10,20 @@ from msgspec.structs import replace
 
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, ROUTES, Allocation, exchange_of
-from dynamix.schemas.messages.policies import STIGMERGY, STIGMERGY_OPTIONS
-from dynamix.schemas.messages.policy_options import MOST_STEPS, OPTION_BOUNDS
+from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.policies import POLICY_OPTIONS, STIGMERGY, Options, exchange_of
 
 from .policy import (
     Array32,
     Array64,
     Decision,
     NoiseMemory,
-    Option,
-    Options,
     allocation_of,
     decided_sizes,
     job_value,
-    named,
     option,
     pack,
     steps_of,
-    switch,
-    track,
     tracks,
     unpack,
 )
@@ -40,20 +34,12 @@ from .step_time import StepTime, StepTimeFit, filtered, window_of
 class Static:
     """`static`: the sizes that the job started with. The baseline of every comparison.
 
-    Its options set the gradient exchange from the first step on, as far as the job permits it (`attach(exchange=...)`),
-    with or without a bus.
+    Its options set the gradient exchange from the first step on, as far as the job permits it (`attach(exchange=...)`).
     """
 
     name = "static"
     version = 1
-    options: ClassVar[Options] = {
-        "track": track(0),
-        "every": Option(1, 1, MOST_STEPS, "optimizer steps between two averagings; above 1 they are local", whole=True),
-        "codec": named(EXCHANGE_CODECS, "how gradients are encoded; an extension's codec by its name"),
-        "route": named(ROUTES, "how they are summed"),
-        "outer_rate": Option(1, 0.001, 10, "after local steps: how far all go, over the way to their mean"),
-        "outer_momentum": Option(0, 0, 0.999, "after local steps: Nesterov momentum of these ways"),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["static"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The job's initial sizes."""
@@ -65,16 +51,12 @@ class Static:
 class Proportional:
     """`proportional`: the job's global batch, divided in proportion to each rank's measured throughput.
 
-    It helps with slow processors only: a slow link carries the same gradient whatever the sizes are.
+    It helps with slow processors only: the time of a slow link does not depend on the sizes.
     """
 
     name = "proportional"
     version = 1
-    options: ClassVar[Options] = {
-        "smoothing": Option(0.5, 0.01, 1, "weight of the newest throughput in the moving average"),
-        "dead_band": Option(0.03, 0, 1, "share by which a new split must shorten the predicted step"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["proportional"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """A split in proportion to smoothed throughput; the last decision while it is nearly as good.
@@ -130,13 +112,12 @@ def _unpack(carry: bytes, world_size: int) -> Array64:
 class Split(Proportional):
     """`split`: the job's global batch as the script chose it, divided by measured speed. The default.
 
-    The training processes divide it after every step (the fast loop). Where they cannot, because gradients carry no
-    times, this policy divides it once per window as `proportional` does. Samples per step, steps per epoch and learning
-    rate are those of plain data-parallel training.
+    The training processes divide it after every step (the fast loop). Where they cannot, this policy divides it once
+    per window as `proportional` does. Samples per step, steps per epoch and learning rate are those of plain training.
     """
 
     name = "split"
-    options: ClassVar[Options] = {**Proportional.options, "track": track(1)}
+    options: ClassVar[Options] = POLICY_OPTIONS["split"]
 
 
 DELTAS = (-100, -25, 0, 25, 100)
@@ -148,7 +129,7 @@ class Random:
 
     name = "random"
     version = 1
-    options: ClassVar[Options] = {"track": track(0)}
+    options: ClassVar[Options] = POLICY_OPTIONS["random"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The last decision plus one delta per rank."""
@@ -174,17 +155,12 @@ class _State(msgspec.Struct, array_like=True):
 class NoiseScale:
     """`noise-scale`: the global batch follows the gradient noise scale (McCandlish et al., arXiv 1812.06162).
 
-    B = multiplier * B_noise, without a model of the step time.
+    B = multiplier * B_noise; step times are not considered.
     """
 
     name = "noise-scale"
     version = 3
-    options: ClassVar[Options] = {
-        "multiplier": Option(1.0, 0.01, 100, "global batch over B_noise"),
-        "max_change": Option(Pace().max_change, 1.01, 100, "greatest factor between two decisions"),
-        "proportional": switch(1, "1: divide B by measured speed; 0: equally"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["noise-scale"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """A limited step towards the multiple. While B_noise was never known the batch stays."""
@@ -221,20 +197,14 @@ class Goodput:
         efficiency(B) = gain / scale,  scale = B / B_0,  gain = (S/B_0 + |G|^2) / (S/B_0/scale + |G|^2)
                       = (B_0 + B_noise) / (B + B_noise)
 
-    with B_0 the base global batch of the learning rate. As in AdaptDL 50 batches, geometrically spaced, are compared,
-    and a change must promise 5 % more goodput. Unlike AdaptDL it decides per window instead of per restart, smooths
-    times by a moving average, and may go below the initial batch.
+    with B_0 the base global batch of the learning rate. Of 50 geometrically spaced batches the best one is chosen, if
+    it promises 5 % more goodput, as in AdaptDL. Unlike AdaptDL it decides per window instead of per restart, smooths
+    times, and may go below the initial batch.
     """
 
     name = "goodput"
     version = 3
-    options: ClassVar[Options] = {
-        "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in the moving averages of times"),
-        "hysteresis": Option(0.05, 0, 1, "relative gain in predicted goodput that a change must promise"),
-        "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise; 1 as published"),
-        "proportional": switch(1, "1: divide B by measured speed; 0: equally, as AdaptDL does"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["goodput"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The best candidate, if it is enough better than the current sizes. Without B_noise the batch stays."""
@@ -319,14 +289,7 @@ class Doubling:
 
     name = "doubling"
     version = 3
-    options: ClassVar[Options] = {
-        "every_samples": Option(0, 0, 1e12, "double after so many samples; 0: when the loss stalls"),
-        "patience_windows": Option(20, 1, 1e6, "windows without improvement that make a stall", whole=True),
-        "min_improvement": Option(0.01, 0, 1, "relative fall of the averaged loss that counts as one"),
-        "max_doublings": Option(6, 0, MAX_DOUBLINGS, "doublings at most", whole=True),
-        "proportional": switch(0, "1: divide B by measured speed; 0: as the initial sizes are"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["doubling"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The initial batch times a power of two. Samples are counted from the job's own totals."""
@@ -356,17 +319,6 @@ class Doubling:
         return scaled(job, total, initial)
 
 
-_MEANINGS = {
-    "evaporation": "share of a trace's strength that is lost per window, and weight of what is new",
-    "diffusion": "share of an appetite that comes from the cells beside it",
-    "noise_multiplier": "factor on B_noise: above 1, larger batches count for more",
-    "rate_weight": "power of the learning rate in the worth of a step",
-    "max_change": "greatest factor between the global batch in force and an appetite",
-    "dead_band": "relative distance from the mean appetite at which the global batch stays",
-    "learned": "1: a network chooses a factor on each agent's wish; 0: the wish is the rule's",
-}
-
-
 class Stigmergy:
     """`stigmergy`: agents on the nodes leave traces, and the ranks divide each step by them (docs/stigmergy.md).
 
@@ -376,10 +328,7 @@ class Stigmergy:
 
     name = STIGMERGY
     version = 2
-    options: ClassVar[Options] = {
-        name: Option(STIGMERGY_OPTIONS[name], bounds.low, bounds.high, _MEANINGS[name], whole=bounds.whole)
-        for name, bounds in OPTION_BOUNDS[STIGMERGY].items()
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS[STIGMERGY]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The sizes that the job began with, which rule until there are traces."""

@@ -7,9 +7,10 @@ from typing import Any
 
 from dynamix.runtime.extensions import ExtensionError, extension_names, load_extension
 from dynamix.schemas.messages import Job
+from dynamix.schemas.policies import Option, Options
 
 from .baselines import Doubling, Goodput, NoiseScale, Proportional, Random, Split, Static, Stigmergy
-from .policy import Array32, Decision, NamedPolicy, Option, Options
+from .policy import Array32, Decision, NamedPolicy
 from .rule import Rule
 
 _OURS = (Static(), Split(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule(), Stigmergy())
@@ -84,5 +85,5 @@ def _checked_policy(name: str, found: Any) -> NamedPolicy:
     if not isinstance(found.version, int) or found.version < 1:
         raise ValueError(f"its version is {found.version!r}, not a whole number from 1")
     if not isinstance(found.options, Mapping) or not all(isinstance(one, Option) for one in found.options.values()):
-        raise TypeError("its options are not a mapping from names to dynamix.arbitrator.policies.policy.Option")
+        raise TypeError("its options are not a mapping from names to dynamix.schemas.policies.Option")
     return ExtensionPolicy(name, found.version, found.options, found)
