@@ -77,7 +77,7 @@ def test_our_own_names_are_never_another_packages(theirs: Write) -> None:
         ("Theirs = object()", "it lacks name, version, options, decide"),
         (THEIRS + "Theirs.name = 'mine'", "its name is 'mine', not the registered one"),
         (THEIRS + "Theirs.version = 0", "its version is 0, not a whole number from 1"),
-        (THEIRS + "Theirs.options = {'track': 1.0}", "its options are no mapping from names to"),
+        (THEIRS + "Theirs.options = {'track': 1.0}", "its options are not a mapping from names to"),
     ],
 )
 def test_what_is_no_policy_is_refused_with_the_reason(theirs: Write, source: str, reason: str) -> None:
