@@ -92,7 +92,7 @@ class FamilyEnds:
         return ""
 
     async def _is_of_these_jobs(self, profile: JobProfile, wait: FailoverWait) -> bool:
-        """Whether its sequence is one of this JOBS, which may have been made again."""
+        """Whether its sequence is of this JOBS, which may have been made again."""
         last = (await self._bus.stream_state(JOBS.name)).last_sequence
         while profile.ended_sequence > last and await wait.pause():
             last = (await self._bus.stream_state(JOBS.name)).last_sequence

@@ -222,7 +222,7 @@ async def _check_chain(bus: Bus, job: Job, known: Stored | None, newest: Stored)
 
 
 async def _has_dropped(bus: Bus, sequence: int) -> bool:
-    """Whether ACTIONS was full and dropped what was at a sequence; a stream that was made again begins at 1."""
+    """Whether ACTIONS was full and discarded the message at a sequence; a stream that was made again begins at 1."""
     oldest = await bus.first(ACTIONS.name, subjects.of("action", subjects.ANY))
     return oldest is not None and oldest.sequence > sequence
 
@@ -329,7 +329,7 @@ class JobLog:
 
     @property
     def has_inputs(self) -> bool:
-        """Whether it goes on after states that were decided before."""
+        """Whether it continues after states that were decided before."""
         return self._fold.next_window > 0
 
     def check_inputs(self, feed: StreamState) -> None:

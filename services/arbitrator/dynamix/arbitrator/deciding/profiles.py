@@ -28,7 +28,7 @@ _TIMED_OUT = re.compile(r"\btim(ed|e)[ -]?out\b", re.IGNORECASE)
 
 
 def class_of_end(reason: str) -> str:
-    """One of `ENDS` for `Job.end_reason`."""
+    """The class in `ENDS` of a `Job.end_reason`."""
     if reason in {COMPLETED, LEFT}:
         return reason
     if reason.startswith(_STOPPED):
@@ -37,7 +37,7 @@ def class_of_end(reason: str) -> str:
 
 
 class UnusableProfileError(ValueError):
-    """A profile that this program cannot use; the text says why."""
+    """This program cannot use the profile; the message has the reason."""
 
 
 def usable_profile(job: Job, policy: RecurringPolicy, payload: bytes) -> JobProfile:
@@ -61,7 +61,7 @@ def usable_profile(job: Job, policy: RecurringPolicy, payload: bytes) -> JobProf
 def profile_after(
     job: Job, last: Action, policy: RecurringPolicy, earlier: JobProfile | None, *, ended_sequence: int = 0
 ) -> JobProfile | None:
-    """The family's profile after a run with this last action; `None` where the run taught nothing.
+    """The family's profile after a run with this last action; `None` if the run has nothing to store.
 
     What the run could not measure is kept of the earlier profile.
     """

@@ -89,7 +89,7 @@ GLOBAL_INPUTS: Mapping[str, Input] = {
 """Inputs of the whole job; each column has one row."""
 
 _POOLS = ("mean", "min", "max")
-"""How the inputs of all ranks become one row, whatever their number."""
+"""Functions that pool the inputs of any number of ranks into one row."""
 _JOB_INPUTS = tuple(f"job_{name}" for name in GLOBAL_INPUTS)
 INPUTS: Mapping[LearnedSetName, tuple[str, ...]] = {
     "deltas": (*RANK_INPUTS, *_JOB_INPUTS),
@@ -126,7 +126,7 @@ def rank_inputs(job: Job, obs_WF: Array32) -> Array32:
 
 
 def global_inputs(job: Job, window: int, obs_WF: Array32, global_F: Array32) -> Array32:
-    """One number per `GLOBAL_INPUTS`, NaN where unknown."""
+    """The values of `GLOBAL_INPUTS`, NaN where unknown."""
     numbers = {
         "decided": obs_WF[:, RANK_INDEX["decided_local_batch_size"]].astype(np.float64).sum(),
         "base_global_batch_size": job.base_global_batch_size,
@@ -173,7 +173,7 @@ def _log2(values: Array64) -> Array64:
 
 
 class Situation(NamedTuple):
-    """One window as an action set shows it to a network."""
+    """Input of a network for one window."""
 
     inputs_DI: Array32
     """Decisions x inputs, NaN where unknown. D is the number of ranks, or 1 for the whole job."""
@@ -188,7 +188,7 @@ class Deltas:
     options: ClassVar[Options] = {}
 
     def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:  # noqa: ARG002 - what it needs to know of the past is in the observation
-        """One row per rank: its own inputs, then the job's."""
+        """Inputs with one row per rank: its own, then the job's."""
         shared = global_inputs(job, window, obs_WF, global_F)
         own = rank_inputs(job, obs_WF)
         rows = np.concatenate([own, np.broadcast_to(shared, (len(own), len(shared)))], axis=1)
@@ -201,7 +201,7 @@ class Deltas:
         return Decision(Allocation(tuple(sizes.tolist())), carry=choices_D.astype(np.uint8).tobytes())
 
     def choices(self, job: Job, carry: bytes) -> Choices:
-        """One per rank; neutral where the carry holds none."""
+        """The last choice of each rank; neutral if the carry holds none."""
         if len(carry) != job.world_size:
             return np.zeros(job.world_size, dtype=np.int64)
         return np.frombuffer(carry, dtype=np.uint8).astype(np.int64)
@@ -231,7 +231,7 @@ class GlobalLever:
         self.options: Options = self._rule.options
 
     def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:
-        """One row: pooled inputs of the ranks, the job's, and what the rule would do."""
+        """Inputs with one row: the ranks' pooled, the job's, and the rule's decision."""
         kept = unpack(_Kept, carry)
         as_left, decided = obs_WF, decided_sizes(obs_WF)
         if kept.rule_total not in (None, sum(decided)):  # the same division, but the rule's own global batch

@@ -53,7 +53,7 @@ AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
 class PolicyFileError(ValueError):
-    """A policy file that cannot be used; the text says what is wrong with it and how to fix it."""
+    """The policy file cannot be used; the message has the fault and the fix."""
 
 
 class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +67,7 @@ class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     learning_rate: Positive = 1e-3
     """Adam's."""
     anneal_lr: bool = True
-    """Let the learning rate fall linearly to 0 over the planned episodes."""
+    """Reduce the learning rate linearly to 0 over the planned episodes."""
     adam_eps: Positive = 1e-5
     """Adam's epsilon: cleanrl's, not torch's."""
     gamma: Share = 0.995
@@ -81,7 +81,7 @@ class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     norm_adv: bool = True
     """Normalise advantages in each minibatch."""
     clip_coef: Positive = 0.2
-    """How far a probability ratio may move before its gradient is cut off."""
+    """Change of a probability ratio at which its gradient is clipped."""
     clip_vloss: bool = True
     """Cut off the critic's change in the same way."""
     ent_coef: NotNegative = 0.01
@@ -121,7 +121,7 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True):
     inputs: tuple[str, ...]
     """Names, in the order of the network's inputs."""
     actions: tuple[float, ...]
-    """What the network's outputs mean, in their order; the neutral action first."""
+    """Meaning of the network's outputs, in order; the neutral action first."""
     settings: PPOSettings = PPOSettings()
     reward_formula: Text
     """`auto`: the published one for each job's optimizer."""

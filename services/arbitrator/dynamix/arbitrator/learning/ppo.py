@@ -119,14 +119,14 @@ class Batch(NamedTuple):
     logprobs_N: Tensor
     """Log-probabilities under the policy that acted."""
     advantages_N: Tensor
-    """For `simplified` unused."""
+    """Advantages; unused by `simplified`."""
     returns_N: Tensor
     values_N: Tensor
     """The critic's values when it acted."""
 
 
 class Losses(NamedTuple):
-    """One minibatch's losses and what tells whether learning is sane."""
+    """Losses of one minibatch, and diagnostics of the learning."""
 
     loss: Tensor
     policy_loss: Tensor
@@ -267,7 +267,7 @@ class Agent:
         return PolicyFile(msgspec.structs.replace(self.metadata, **changes), tensors)
 
     def learn(self, trajectories: Sequence[Trajectory], *, progress: float = 0.0) -> LearningStep:
-        """One update from a batch of trajectories, which the present policy decided."""
+        """Update the policy from a batch of trajectories, which it decided."""
         assert trajectories, "nothing to learn from"
         number, settings = self.metadata.num_updates, self.metadata.settings
         raw = np.concatenate([t.inputs_TDI.reshape(-1, t.inputs_TDI.shape[-1]) for t in trajectories])

@@ -70,7 +70,7 @@ COUNTERS = {
 }
 GAUGES = {"version": "newest version of the policy"}
 SIGNATURES: tuple[Signature, ...] = ("reward-plateau", "reward-collapse", "value-unexplained")
-"""What a learning curve may show."""
+"""Failure signatures of a learning curve."""
 
 A = TypeVarTuple("A")
 R = TypeVar("R")
@@ -91,7 +91,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: Annotated[int, Meta(ge=0)] = 2
     """Generations decided by a version further behind the newest than this are left out."""
     grace_s: Annotated[float, Meta(gt=0)] = 10.0
-    """How long to wait for the last rewards of a generation that is over."""
+    """Seconds to wait for the last rewards of a generation that has ended."""
     reward_formula: Literal["auto", "paper-sgd", "paper-adam", "time-aware"] = "auto"
     """For a new policy: the value of DYNAMIX_REWARD_FORMULA of the jobs that it will learn from."""
     action_set: Literal["deltas", "global"] = "global"
