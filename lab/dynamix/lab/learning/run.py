@@ -242,8 +242,24 @@ class _LearningRun:
         return PolicyFile(metadata, file.tensors)
 
     def _learned(self, number: int) -> LearningUpdate:
-        plan, file = self._plan, self._agent.file().to_bytes()
-        tasks = [self._training_task(episode, file) for episode in plan.episodes_of(number)]
+        plan, file, references_s = self._plan, self._agent.file().to_bytes(), self._before.references_s
+        tasks = []
+        for episode in plan.episodes_of(number):
+            scenario, weights = plan.scenario_of(episode), plan.weights
+            reference_s = references_s[scenario.name]
+            if plan.formula == "time-aware":
+                weights = msgspec.structs.replace(weights, beta=weights.beta / reference_s)
+            task = EpisodeTask(
+                scenario=scenario,
+                seed=plan.training_seed(episode),
+                policy=file,
+                mode="explore",
+                formula=plan.formula,
+                weights=weights,
+                fixed_s=reference_s if plan.episode_end == "fixed" else None,
+                data=self._data,
+            )
+            tasks.append(task)
         played = run_in_order(play, tasks, jobs=self._num_workers)
         trajectories = [found.trajectory for found in played if found.trajectory is not None]
         if not trajectories:
@@ -252,8 +268,7 @@ class _LearningRun:
                 "window; raise target_accuracy, or lower window_steps"
             )
         learned = self._agent.learn(trajectories, progress=number / plan.num_updates)
-        stats, references_s = learned.stats, self._before.references_s
-        explained = learned.explained_variance
+        stats, explained = learned.stats, learned.explained_variance
         return LearningUpdate(
             update=number + 1,
             num_episodes=plan.episodes_of(number).stop,
@@ -268,24 +283,6 @@ class _LearningRun:
             num_decisions=learned.num_decisions,
             validation_vs_rule=self._validated(number),
             elapsed_s=self.elapsed_s,
-        )
-
-    def _training_task(self, episode: int, file: bytes) -> EpisodeTask:
-        plan = self._plan
-        scenario = plan.scenario_of(episode)
-        reference_s = self._before.references_s[scenario.name]
-        weights = plan.weights
-        if plan.formula == "time-aware":
-            weights = msgspec.structs.replace(weights, beta=weights.beta / reference_s)
-        return EpisodeTask(
-            scenario=scenario,
-            seed=plan.training_seed(episode),
-            policy=file,
-            mode="explore",
-            formula=plan.formula,
-            weights=weights,
-            fixed_s=reference_s if plan.episode_end == "fixed" else None,
-            data=self._data,
         )
 
     def _validated(self, number: int) -> float | None:
