@@ -23,9 +23,9 @@ from dynamix.schemas.messages.decisions import REFUSAL_REASONS
 from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES, REPORTS
 
 from .deciding.job_log import JobLog
-from .deciding.run_times import RunTimes
-from .families.ends import COMPLETED, ENDS, LEFT, class_of_end
-from .policies.model.observation import steps_of
+from .deciding.profiles import COMPLETED, ENDS, LEFT, class_of_end
+from .deciding.signatures import RunTimes
+from .policies.policy import steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,10 @@ class ShownDecisions:
         """Note which actions the trainer has refused until it adopted this one."""
         standing = self._jobs.get(receipt.job)
         if standing is not None and standing.generation == receipt.generation:
-            standing.num_refused = _by_known_reason(receipt.num_refused)
+            found: Counter[str] = Counter()
+            for reason, count in receipt.num_refused.items():  # made-up reasons together: labels must be few
+                found[reason if reason in REFUSAL_REASONS else OTHER_REASON] += count
+            standing.num_refused = found
 
     def record_end(self, job: Job) -> None:
         """Note that a run is over."""
@@ -246,14 +249,6 @@ class ShownDecisions:
             what = "operations of all clients that the broker refused, by its log"
             scrape.counter("broker_violations", what, self._num_violations)
         scrape.counter("jobs_not_shown", "jobs left out since too many are active", self._jobs.num_evicted)
-
-
-def _by_known_reason(num_refused: Mapping[str, int]) -> dict[str, int]:
-    """The counts by reason; those of made-up reasons together: labels must be few."""
-    found: Counter[str] = Counter()
-    for reason, count in num_refused.items():
-        found[reason if reason in REFUSAL_REASONS else OTHER_REASON] += count
-    return dict(found)
 
 
 def _show_stream(scrape: Scrape, name: str, state: StreamState) -> None:
