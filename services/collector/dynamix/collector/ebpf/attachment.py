@@ -103,7 +103,7 @@ def remove_stale_programs(directory: Path, proc: Proc) -> int:
 
 
 def this_owner(proc: Proc) -> Owner:
-    """This process, as its programs shall name it."""
+    """The description of this process that its programs carry."""
     pid = os.getpid()
     namespace = proc.pid_namespace(pid)
     return Owner(pid, proc.stat(pid).start_ticks, 0 if namespace is None else namespace)

@@ -509,7 +509,7 @@ class BrokerConnection:
         )
 
     def _challenge(self) -> tuple[str, Sign]:
-        """Called before each connection; what signs is called after the server's INFO."""
+        """Callback before each connection that prepares signing; signing itself follows the server's INFO."""
         jwt, sign = self._login.challenge()
 
         def sign_unless_clear(nonce: str) -> bytes:
