@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 
     @property
     def has_one_sender(self) -> bool:
-        """Whether no two users send the same message: not so where services stand in for each other."""
+        """Whether no two users send the same message; false for services that replace each other."""
         return self.senders in {("trainer",), ("collector",)}
 
     @property
@@ -76,7 +76,7 @@ KINDS = (
     Kind("event", 11, messages.Event, ("job",), (*_WINDOW, "signature"), FEED,
          ("arbitrator", "learner"), (), "a failure signature seen"),
     Kind("profile", 13, messages.JobProfile, ("family",), ("run", "job", "generation"), PROFILES,
-         ("arbitrator",), ("arbitrator",), "what the runs of a job family taught"),
+         ("arbitrator",), ("arbitrator",), "what the runs of a job family learned"),
 )
 # fmt: on
 

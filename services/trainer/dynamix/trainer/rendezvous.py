@@ -130,7 +130,7 @@ def meet_ranks(
 
 
 def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None:
-    """The generation of the job's last start; `None` when there was none, or the bus does not answer in time.
+    """The generation of the job's last start; `None` if there was none, or the bus does not answer in time.
 
     In a thread of its own: the caller may run an event loop.
     """

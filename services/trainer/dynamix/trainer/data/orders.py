@@ -77,9 +77,9 @@ ONE_PART = (
 """The fix, for an error."""
 
 PROBE_S = 5.0
-"""No further sample of a map-style data set is read to compare it after so long."""
+"""Seconds after which no further sample of a map-style data set is read for the comparison."""
 MOST_ELEMENTS = 256
-"""How much of a tensor or a text is digested, evenly spread."""
+"""Number of elements of a tensor or a text that are digested, evenly spread."""
 MOST_NUMBERS = 64
 """Most elements of a list that are digested."""
 
@@ -217,7 +217,7 @@ OwnSampler = Callable[[int], Sequence[int]] | Sampler[int]
 """A script's own: a function of the epoch's number, or a sampler of torch."""
 
 NOT_DRAWN = np.iinfo(np.int64).min
-"""What rank 0 hands out instead of an index where its sampler failed."""
+"""Sent by rank 0 instead of an index if its sampler failed."""
 
 
 class DataIdentity(NamedTuple):
@@ -261,7 +261,7 @@ class Orders(ABC):
         compare_samples(dataset, self.identity.seed, ranks, loader_options)
 
     def count_by_tokens(self, token_counts: Sequence[int], dataset: object, *, most: int) -> None:
-        """Let each sample of a data set count by its tokens instead of as one.
+        """Count each sample of a data set by its tokens instead of as one.
 
         Raises:
             ValueError: when the counts are not one whole number per sample, are all 0, or one is above `most`.
@@ -282,7 +282,7 @@ class Orders(ABC):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether samples count by their tokens."""
+        """Whether samples are counted by their tokens."""
         return self._token_counts is not None
 
     def ends_of(self, epoch: int) -> Order:

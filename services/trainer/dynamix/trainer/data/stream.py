@@ -113,7 +113,7 @@ class StreamSampler(PlanSampler):
         super().__init__(orders, schedule, **options)
         self.stream = orders
         self.start = Position()
-        """Where drawing began."""
+        """The position at which drawing started."""
         self._plans: deque[StepPlan] = deque()
 
     def rewind(self, position: Position) -> None:

@@ -105,7 +105,7 @@ def energy_j(rows: Sequence[Row]) -> float | None:
 
 
 def wall_s(rows: Sequence[Row]) -> float:
-    """How long the window lasted, on the rank on which it lasted longest; infinite where one does not know."""
+    """Duration of the window on the slowest rank; infinite if a rank does not know it."""
     return max(math.inf if row.wall_s is None else row.wall_s for row in rows)
 
 
@@ -150,16 +150,16 @@ class RankMeter:
     device: torch.device
     reduction: Reduction
     times_split: bool
-    """Whether a hook sees the gradient's buckets, and so where waiting for others begins."""
+    """Whether a hook sees the gradient's buckets, and thus the start of waiting for others."""
     process: ProcessIdentity = field(default_factory=this_process)
     learning_rate: Callable[[], float | None] = lambda: None
-    """That of the newest step."""
+    """Learning rate of the newest step."""
     coded: Callable[[], CodedSquares] = CodedSquares
-    """What codecs with loss were to send and sent, from the beginning on."""
+    """Squared norms of what lossy codecs sent and should have sent, since the start."""
     energy_j: Callable[[], float] = unmeasured
     """Joules since the last call."""
     _taken_s: float = field(default_factory=time.perf_counter, init=False)
-    """When the last row was taken."""
+    """Time of the last row."""
     _coded_before: CodedSquares = field(default=CodedSquares(), init=False)
     _data_digest: int = field(default=0, init=False)
     _batches: list[_Batch] = field(default_factory=list, init=False)

@@ -136,7 +136,7 @@ class Collectives:
         return numbers
 
     def share_order(self, order: Order, *, waits: bool = True) -> Order:
-        """Rank 0's order; the others' says how long it is. A rank that does not wait does so at the next one."""
+        """Receive rank 0's order. A rank that does not wait does so at the next call."""
         if self._sharing is not None:
             self._sharing[0].wait()
         lent = LentTensor(torch.from_numpy(order))
@@ -159,7 +159,7 @@ class Collectives:
         return total
 
     def gather_objects(self, mine: T) -> list[T]:
-        """One object of each rank, in rank order: for attaching, not for steps."""
+        """Gather one object from each rank, in rank order: for attaching, not for steps."""
         payload = pickle.dumps(mine)
         sizes = self._gather_now(torch.tensor([len(payload)]))
         padded = bytearray(payload).ljust(max(int(size) for size in sizes), b"\0")

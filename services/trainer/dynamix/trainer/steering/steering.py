@@ -194,7 +194,7 @@ class Steering:
         self._sockets_due = self._sockets_due or window == 0  # some back ends connect at first use
 
     def expect_sockets(self) -> None:
-        """Let all ranks find their sockets again after this step: they have made new ones."""
+        """Match the sockets of all ranks again after this step, because there are new ones."""
         self._sockets_due = True
 
     def _match_sockets(self) -> None:
