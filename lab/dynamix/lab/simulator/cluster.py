@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
-from dynamix.schemas.messages import Action, Applied, Job, RankRow, Report, SocketCounters, SystemMetrics, Trace
+from dynamix.schemas.messages import Action, Applied, RankRow, Report, SocketCounters, SystemMetrics, Trace
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Explored, Objective
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
