@@ -57,7 +57,7 @@ def test_different_is_one_and_shows_both_sides(tmp_path: Path, capsys: pytest.Ca
     assert "DIFFERENT: of 30 actions 29 are equal byte for byte" in output
     assert "first difference: action for window 5 of generation 0" in output
     row = next(line for line in output.splitlines() if "local_batch_sizes[3]" in line)
-    assert row.split() == ["!=", "local_batch_sizes[3]", "54", "53"]
+    assert row.split() == ["local_batch_sizes[3]", "54", "53"]
     document = json.loads(target.read_text())
     assert (document["equal"], document["bytes_equal"], document["decisions_equal"]) == (False, False, False)
     assert document["counts"]["first"]["window"] == 5
