@@ -125,10 +125,9 @@ def print_table(
     left: Container[str] = (),
     title: str | None = None,
     caption: str | None = None,
-    styles: Sequence[str] = (),
     stderr: bool = False,
 ) -> None:
-    """Print columns that are never folded, right-aligned but for those in `left`; `styles` are the rows' own.
+    """Print columns that are never folded, right-aligned but for those in `left`.
 
     A file or a pipe has no width to respect.
     """
@@ -140,8 +139,8 @@ def print_table(
     table = Table(title=title, title_justify="left", caption=caption, box=SIMPLE, padding=(0, 1, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True, overflow="ellipsis")
-    for row, style in itertools.zip_longest(rows, styles, fillvalue=""):
-        table.add_row(*map(Text, row), style=style or None)
+    for row in rows:
+        table.add_row(*map(Text, row))
     console = Console(stderr=stderr)
     (console if console.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH)).print(table)
 
