@@ -2,7 +2,7 @@
 
 `diloco`, `qsr` and `adacomm` set the period of local steps, `accordion` and `gravac` a codec. All hold the job's batch;
 with option `track` the training processes divide it. What a job does not permit is not decided: periods need
-`attach(exchange="local")`, codecs with loss `attach(exchange="lossy")`; elsewhere gradients travel as they are.
+`attach(exchange="local")`, codecs with loss `attach(exchange="lossy")`; elsewhere gradients are exchanged exactly.
 """
 
 import math
@@ -39,9 +39,7 @@ class _ExchangeRule:
 class DiLoCo(_ExchangeRule):
     """A fixed sync period with an outer Nesterov step (DiLoCo: Douillard et al., arXiv 2311.08105).
 
-    Rounds of `every` local steps from the first step on, then a Nesterov step from where the round began towards
-    the mean. Published periods are some hundred steps; the default here is for short jobs. The batch stays. It
-    needs `attach(exchange="local")`.
+    Published periods are some hundred steps; the default is for short jobs. Needs `attach(exchange="local")`.
     """
 
     name = "diloco"
@@ -66,9 +64,8 @@ class QSR(_ExchangeRule):
 
         h = max(h_min, floor((alpha / learning rate)^2))
 
-    The period grows as the learning rate of the steps falls. Published settings have h_min 2 or 4 and (alpha /
-    peak)^2 = 4.8, which the default is at a rate of 0.1. The batch stays. It needs `attach(exchange="local")`;
-    elsewhere gradients are exchanged exactly.
+    The period grows as the learning rate falls. Published settings have h_min 2 or 4 and (alpha / peak)^2 = 4.8, as the
+    default has at a rate of 0.1. Needs `attach(exchange="local")`.
     """
 
     name = "qsr"
@@ -104,11 +101,10 @@ class _Losses(msgspec.Struct, array_like=True):
 class AdaComm(_ExchangeRule):
     """Local steps that become fewer as the loss falls (AdaComm: Wang and Joshi, arXiv 1810.08313).
 
-        tau = ceil(tau_0 sqrt((lr_0 / lr) (F / F_0)))   but decay * the last tau, where that is not below the last one
+        tau = ceil(tau_0 sqrt((lr_0 / lr) (F / F_0))); if that is not below the last tau, decay * the last tau
 
-    F is the mean training loss of an interval, lr the learning rate at its end, F_0 and lr_0 those of the first
-    one; tau is decided once per interval (published: a minute) and grows only with a falling learning rate. The
-    batch stays. It needs `attach(exchange="local")`; elsewhere gradients are exchanged exactly.
+    F is the mean training loss of an interval, lr the learning rate at its end, F_0 and lr_0 those of the first one.
+    tau is decided once per interval (published: a minute). Needs `attach(exchange="local")`.
     """
 
     name = "adacomm"
@@ -162,9 +158,8 @@ class Accordion(_ExchangeRule):
 
         critical, if |N_before - N| / N_before >= eta, or the learning rate fell: codec `mild`; else codec `hard`
 
-    N is the mean norm of a step's gradient over an interval; published with eta 0.5, ten epochs, and a norm per
-    layer, where we have one for all. It starts as critical. Our codecs lose far less than those that it was made
-    for. The batch stays. It needs `attach(exchange="lossy")`; elsewhere gradients are exchanged exactly.
+    N is the mean norm of a step's gradient over an interval; published with eta 0.5, ten epochs, and a norm per layer.
+    Our codecs lose far less than those that it was made for. Needs `attach(exchange="lossy")`.
     """
 
     name = "accordion"
@@ -212,12 +207,10 @@ class _Trials(msgspec.Struct, array_like=True):
 class GraVAC(_ExchangeRule):
     """The codec of the greatest throughput times gain (GraVAC: Tyagi and Swany, arXiv 2305.12201).
 
-        gain = |what was sent|^2 / |what should have been|^2   samples per second * gain, of codecs with gain >= floor
+        gain = |sent|^2 / |unrounded|^2        best: samples per second * gain, of codecs with gain >= floor
 
-    Each permitted codec is tried for some windows; the best one is then used until the next search. Gain is the
-    state's `coding_gain`, 1 without loss. Unlike GraVAC, which codes every gradient twice, a codec must be active
-    to be measured. A codec that rounds has a gain of 1.00; residuals count as lost. The batch stays. It needs
-    `attach(exchange="lossy")`; elsewhere only codecs without loss are tried.
+    Each permitted codec is tried for some windows; the best one is used until the next search. Unlike GraVAC, which
+    encodes every gradient twice, a codec must be active to be measured. Needs `attach(exchange="lossy")`.
     """
 
     name = "gravac"

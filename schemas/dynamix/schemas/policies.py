@@ -89,21 +89,21 @@ def track(default: float) -> Option:
 
 
 _PROPORTIONAL = {
-    "smoothing": Option(0.5, 0.01, 1, "weight of the newest throughput in the moving average"),
-    "dead_band": Option(0.03, 0, 1, "share by which a new split must shorten the predicted step"),
+    "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in moving averages"),
+    "dead_band": Option(0.03, 0, 1, "share by which a new division must shorten the predicted step"),
     "track": track(0),
 }
-_CODEC = named(EXCHANGE_CODECS, "how what moved is encoded")
+_CODEC = named(EXCHANGE_CODECS, "codec of the parameters' movements")
 
 POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
     {
         "static": {
             "track": track(0),
-            "every": Option(1, 1, MOST_STEPS, "optimizer steps between two averagings; above 1 they are local", True),
+            "every": Option(1, 1, MOST_STEPS, "optimizer steps between two averagings; above 1: local steps", True),
             "codec": named(EXCHANGE_CODECS, "how gradients are encoded; an extension's codec by its name"),
             "route": named(ROUTES, "how they are summed"),
-            "outer_rate": Option(1, 0.001, 10, "after local steps: how far all go, over the way to their mean"),
-            "outer_momentum": Option(0, 0, 0.999, "after local steps: Nesterov momentum of these ways"),
+            "outer_rate": Option(1, 0.001, 10, "rate of the outer step after local steps; 1 is the mean"),
+            "outer_momentum": Option(0, 0, 0.999, "its Nesterov momentum"),
         },
         "split": {**_PROPORTIONAL, "track": track(1)},
         "random": {"track": track(0)},
@@ -115,10 +115,10 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
             "track": track(0),
         },
         "goodput": {
-            "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in the moving averages of times"),
+            "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in moving averages"),
             "hysteresis": Option(0.05, 0, 1, "relative gain in predicted goodput that a change must promise"),
-            "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise; 1 as published"),
-            "proportional": switch(1, "1: divide B by measured speed; 0: equally, as AdaptDL does"),
+            "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise; above 1, larger batches are preferred"),
+            "proportional": switch(1, "1: divide B by measured speed; 0: equally"),
             "track": track(0),
         },
         "doubling": {
@@ -130,20 +130,24 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
             "track": track(0),
         },
         "rule": {
-            "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise: above 1, larger batches count for more"),
-            "rate_weight": Option(0.5, 0, 1, "power of the learning rate in the worth of a step"),
+            "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise; above 1, larger batches are preferred"),
+            "rate_weight": Option(0.5, 0, 1, "exponent of lr(B) in the progress of a step"),
             "max_change": Option(2.0, 1.01, 100, "greatest factor between two decisions"),
-            "dead_band": Option(0.03, 0, 1, "relative distance from the best batch at which B stays"),
-            "max_every": Option(16, 1, 16, "most steps between two averagings, for jobs that permit them", True),
+            "dead_band": Option(0.03, 0, 1, "relative distance from the best batch below which B stays"),
+            "max_every": Option(16, 1, 16, "most steps between two averagings, in jobs that permit local steps", True),
             "track": track(1),
         },
         STIGMERGY: {
-            "evaporation": Option(0.5, 0.01, 1, "share of a trace lost per window, and weight of what is new"),
-            "diffusion": Option(0.2, 0, 1, "share of an appetite that comes from the cells beside it"),
-            "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise: above 1, larger batches count for more"),
-            "rate_weight": Option(0.5, 0, 1, "power of the learning rate in the worth of a step"),
-            "max_change": Option(2.0, 1.01, 100, "greatest factor between the global batch in force and an appetite"),
-            "dead_band": Option(0.05, 0, 1, "relative distance from the mean appetite at which the global batch stays"),
+            "evaporation": Option(
+                0.5, 0.01, 1, "share of a trace's strength that is lost per window; weight of the newest values"
+            ),
+            "diffusion": Option(0.2, 0, 1, "share of an appetite that comes from the neighbours"),
+            "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise; above 1, larger batches are preferred"),
+            "rate_weight": Option(0.5, 0, 1, "exponent of lr(B) in the progress of a step"),
+            "max_change": Option(2.0, 1.01, 100, "greatest factor between the current global batch and an appetite"),
+            "dead_band": Option(
+                0.05, 0, 1, "relative distance from the mean appetite below which the global batch stays"
+            ),
             "learned": switch(0, "1: a network chooses a factor on each agent's wish; 0: the wish is the rule's"),
         },
         "diloco": {
@@ -162,22 +166,22 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
         "adacomm": {
             "tau_0": Option(10, 1, MOST_STEPS, "steps between two averagings at the beginning", True),
             "interval": Option(10, 1, MOST_WINDOWS, "windows between two decisions", True),
-            "decay": Option(0.5, 0.01, 1, "factor on tau where the loss alone would not make it less"),
+            "decay": Option(0.5, 0.01, 1, "factor on tau if the loss would not reduce it"),
             "codec": _CODEC,
             "track": track(0),
         },
         "accordion": {
-            "eta": Option(0.5, 0, 100, "relative change of the norm from which on it is critical"),
+            "eta": Option(0.5, 0, 100, "relative change of the norm that counts as critical"),
             "interval": Option(10, 1, MOST_WINDOWS, "windows whose mean norms are compared", True),
-            "mild": named(EXCHANGE_CODECS, "codec while it is critical", "bf16"),
-            "hard": named(EXCHANGE_CODECS, "codec elsewhere", "int8"),
+            "mild": named(EXCHANGE_CODECS, "codec while critical", "bf16"),
+            "hard": named(EXCHANGE_CODECS, "codec otherwise", "int8"),
             "track": track(0),
         },
         "gravac": {
             "floor": Option(0.7, 0, 1, "least gain of a codec"),
             "trial": Option(4, 3, MOST_WINDOWS, "windows for which each codec is tried", True),
             "hold": Option(100, 1, 1e6, "windows between two searches", True),
-            "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in the averages"),
+            "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in moving averages"),
             "track": track(0),
         },
     }

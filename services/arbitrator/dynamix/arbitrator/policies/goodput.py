@@ -5,9 +5,9 @@
     efficiency(B) = gain / scale,  scale = B / B_0,  gain = (S/B_0 + |G|^2) / (S/B_0/scale + |G|^2)
                   = (B_0 + B_noise) / (B + B_noise)
 
-with B_0 the base global batch of the learning rate. As in AdaptDL 50 batches, geometrically spaced, are compared, and
-a change must promise 5 % more goodput. Unlike AdaptDL it decides per window instead of per restart, smooths times by a
-moving average, and may go below the initial batch.
+with B_0 the base global batch of the learning rate. Of 50 geometrically spaced batches the best one is chosen, if it
+promises 5 % more goodput, as in AdaptDL. Unlike AdaptDL it decides per window instead of per restart, smooths times,
+and may go below the initial batch.
 """
 
 import math

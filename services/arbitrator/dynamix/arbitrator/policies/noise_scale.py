@@ -1,6 +1,6 @@
 """`noise-scale`: the global batch follows the gradient noise scale (McCandlish et al., arXiv 1812.06162).
 
-B = multiplier * B_noise, without a model of the step time.
+B = multiplier * B_noise; step times are not considered.
 """
 
 import math

@@ -1,6 +1,6 @@
 """`proportional`: the job's global batch, divided in proportion to each rank's measured throughput.
 
-It helps with slow processors only: a slow link carries the same gradient whatever the sizes are.
+It helps with slow processors only: the time of a slow link does not depend on the sizes.
 """
 
 import math

@@ -3,16 +3,14 @@
     B = argmax lr(B)^rate_weight * B / (B + noise_multiplier * B_noise) / T(B)
 
 lr(B) is the job's learning-rate scaling: 1, B^0.5 or B. B_noise is the gradient noise scale. T(B) is the step-time
-model: for each rank a fixed time, a rate, and a size below which a batch costs no less, fitted to its own times. A step
-is worth no more above 16 times B_noise, or 16 times the batch of the user's learning rate where that is more. The
-defaults were found by hand on train scenarios. B moves once per window; the division follows every step where the job
-supports tracking, otherwise this policy divides by the model.
+model, fitted to each rank's times: a fixed time, a rate, and a size below which a batch costs no less. B is at most 16
+times B_noise, or 16 times the batch of the user's learning rate if that is larger. The defaults were found by hand on
+train scenarios. B changes once per window.
 
-The exchange is chosen with B, as far as the job permits: codec and period of local steps of the greatest progress per
-second, by what they saved while they were active and by how far the ranks drift apart; `rows` for embedding tables and,
-where one link is slower than others, the route `shares` also in exact jobs.
+The exchange is chosen with B, as far as the job permits: the codec and period of local steps with the most progress per
+second, by measured savings and by how far the ranks drift apart (docs/communication.md).
 
-A job of a family starts from what earlier runs taught (docs/recurring.md).
+A job of a family starts from what earlier runs learned (docs/recurring.md).
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """`split`: the job's global batch as the script chose it, divided by measured speed. The default.
 
-The training processes divide it after every step (the fast loop). Where they cannot, because gradients carry no times,
-this policy divides it once per window as `proportional` does. Samples per step, steps per epoch and learning rate are
-those of plain data-parallel training.
+The training processes divide it after every step (the fast loop). Where they cannot, this policy divides it once per
+window as `proportional` does. Samples per step, steps per epoch and learning rate are those of plain training.
 """
 
 from typing import ClassVar

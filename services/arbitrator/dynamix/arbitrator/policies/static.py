@@ -1,7 +1,6 @@
 """`static`: the sizes that the job started with. The baseline of every comparison.
 
-Its options set the gradient exchange from the first step on, as far as the job permits it (`attach(exchange=...)`),
-with or without a bus.
+Its options set the gradient exchange from the first step on, as far as the job permits it (`attach(exchange=...)`).
 """
 
 from typing import ClassVar
