@@ -4,7 +4,7 @@ In the order of a window: the job, its measurements, the decision, lessons for r
 `fields` and `allocation` have the values that messages are made of. Every message names its job, generation (restart
 count) and, where it has one, its window (index from 0 in each generation). A new measured feature is a field in each
 struct that it passes. A new field goes at the end and has a default; a changed meaning is a new version of the codec.
-`dynamix.schemas.kinds` has the kinds of message with their subjects, senders and receivers.
+`dynamix.schemas.subjects` has the kinds of message with their subjects, senders and receivers.
 """
 
 from typing import Annotated, Literal

@@ -25,8 +25,7 @@ import msgspec
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from dynamix.runtime.rate_limit import RateLimit
-from dynamix.schemas.kinds import BY_NAME
-from dynamix.schemas.subjects import ANY, ROOT, announced, covers
+from dynamix.schemas.subjects import ANY, BY_NAME, ROOT, announced, covers
 
 from .connection import NOT_FOUND, REQUEST_EXPIRED, BrokerConnection, parse_status
 from .errors import (
