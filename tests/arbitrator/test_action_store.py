@@ -75,7 +75,7 @@ def receipt(action: Action, **changes: Any) -> Applied:
 
 async def test_an_action_with_another_hash_than_its_contents_is_refused(bus: Bus) -> None:
     sealed = seal(examples.action(3, job=JOB.job, local_batch_sizes=SIZES, deltas=(0, 0)), b"p" * 32)
-    forged = msgspec.structs.replace(sealed, local_batch_sizes=(32, 1024))
+    forged = examples.with_levers(sealed, local_batch_sizes=(32, 1024))
     await bus.publish_action(forged, expected_last=0)
     with pytest.raises(
         ActionStoreError, match=r"action\.first\.0 at 1 is not as it was written: its hash does not match its content"

@@ -119,7 +119,7 @@ def test_the_exchange_is_shown_where_it_is_decided_and_adopted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exchange = Exchange(every=4, codec="int8")
-    decided = msgspec.structs.replace(chained(1)[0], exchange=exchange)
+    decided = examples.with_levers(chained(1)[0], exchange=exchange)
     messages = [examples.job(), *window_of(0), seal(decided, b""), *window_of(2), applied(0, 2, exchange=exchange)]
     path = capture_files.write(tmp_path / "job.dxc", capture_files.records_of(messages))
     assert shown(path, "--window", "0") == 0
@@ -132,7 +132,7 @@ def test_a_changed_action_breaks_the_chain(tmp_path: Path) -> None:
     actions: list[Message] = [*chained(3)]
     assert inspected(tmp_path, actions).chain_fault == ""
     (tmp_path / "job.dxc").unlink()
-    actions[1] = msgspec.structs.replace(chained(3)[1], local_batch_sizes=(1, 2, 3, 4))
+    actions[1] = examples.with_levers(chained(3)[1], local_batch_sizes=(1, 2, 3, 4))
     fault = inspected(tmp_path, actions).chain_fault
     assert (
         fault == "the action for window 1 of generation 0 is not as it was written: its hash does not match its content"

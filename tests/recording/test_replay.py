@@ -211,7 +211,7 @@ async def test_a_changed_action_is_the_first_difference_with_both_sides(tmp_path
             return record
         action = decode(Action, record.subject, record.payload)
         sizes = (action.local_batch_sizes[0] + 1, *action.local_batch_sizes[1:])
-        other = msgspec.structs.replace(action, local_batch_sizes=sizes)
+        other = examples.with_levers(action, local_batch_sizes=sizes)
         return record._replace(payload=codec.encode(other))
 
     outcome = await into_arbitrator(changed(DEMO, tmp_path / "other.dxc", change))
@@ -219,7 +219,7 @@ async def test_a_changed_action_is_the_first_difference_with_both_sides(tmp_path
     assert first is not None
     assert (first.kind, first.window, first.reason, first.agrees) == ("action", 7, "other bytes", False)
     assert [(path, int(recorded) - int(replayed)) for path, (recorded, replayed) in first.fields.items()] == [
-        ("local_batch_sizes[0]", 1)
+        ("allocation.local_batch_sizes[0]", 1)
     ]
     assert outcome.counts.num_different == 1, "what stands behind it is judged by itself"
     assert outcome.counts.num_equal == 29

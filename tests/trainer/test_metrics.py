@@ -16,6 +16,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Action, RankReward, Report, Reward
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer import Session
 from dynamix.trainer.loggers import Metrics
 
@@ -82,7 +83,7 @@ async def _decide_and_reward(bus: Bus) -> None:
                 sizes = SIZES if report.window > 1 else (1, 1)
                 action = Action(
                     **where,
-                    local_batch_sizes=sizes,
+                    allocation=Allocation(sizes),
                     deltas=(0, 0),
                     policy="proportional",
                     policy_version=1,

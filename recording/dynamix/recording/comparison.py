@@ -24,7 +24,7 @@ EDGE_WINDOWS = 2
 REL_TOLERANCE = 1e-6
 """Numbers that differ by less are the same number from another processor: float32 has 1.2e-7 between neighbours."""
 MAX_SHOWN_BYTES = 16
-_DECISION_FIELDS = ("generation", "window", "local_batch_sizes", "split", "exchange", "gap")
+_DECISION_FIELDS = ("generation", "window", "allocation", "gap")
 _PACKED_FIELDS = ("features", "known", "global_features", "global_known")
 _ABSENT = "-"
 

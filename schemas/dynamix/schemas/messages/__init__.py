@@ -509,17 +509,14 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     job: Token
     generation: Count
     window: Count
-    local_batch_sizes: Sizes
-    """Absolute: what each rank shall use."""
+    allocation: Allocation
+    """The decision; the sizes are absolute. A new lever is a field of it."""
     deltas: Annotated[tuple[int, ...], Meta(max_length=MAX_RANKS)]
     """Difference to the arbitrator's own previous decision, for information."""
     policy: Token
     policy_version: Count
     watermark: Count
     """FEED sequence up to which the fold needs nothing again: a restart reads on after it."""
-    split: Split = "fixed"
-    """`fixed`: exactly these sizes; `tracking`: their sum, split by the training processes themselves; `traces`: the
-    agents' traces decide, and these sizes hold only until there are any."""
     gap: bool = False
     """Inputs between the previous action and this one were no longer in FEED."""
     logprobs: tuple[float, ...] | None = None
@@ -530,19 +527,15 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     """SHA-256 over this action without its hash; chains to `previous_hash` (dynamix.schemas.chain)."""
     policy_digest: Digest = b""
     """SHA-256 of the policy's file; empty for policies that do not learn. Fixed within a generation."""
-    exchange: Exchange = EXACT
-    """The gradient exchange."""
     reason: Text = ""
     """Why, in the policy's words and numbers: for people."""
     profile: Annotated[bytes, Meta(max_length=MAX_PROFILE_BYTES)] = b""
     """The stored profile that the generation began with, in its first action: a replay needs no other source."""
-    rate_factor: RateFactor = 1.0
-    """On the learning rate."""
 
     @property
-    def allocation(self) -> Allocation:
-        """The decision as one value."""
-        return Allocation(self.local_batch_sizes, self.split, self.exchange, self.rate_factor)
+    def local_batch_sizes(self) -> tuple[int, ...]:
+        """The decided sizes, in rank order."""
+        return self.allocation.local_batch_sizes
 
 
 REFUSAL_REASONS = (
@@ -632,10 +625,8 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     num_windows: Count
     """Decided in the newest run; 0 where the family was forgotten: the ends of its runs until then teach nothing."""
-    local_batch_sizes: Sizes
-    """The last ones."""
-    split: Split = "fixed"
-    exchange: Exchange = EXACT
+    allocation: Allocation
+    """The last decision of the newest run."""
     memory: Annotated[bytes, Meta(max_length=MAX_PROFILE_BYTES)] = b""
     """The policy's model of times and links: rates and fixed times by rank, saturation, communication."""
     noise: Annotated[tuple[NoisePoint, ...], Meta(max_length=MAX_CURVE_POINTS)] = ()
@@ -660,7 +651,7 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
             policy_version=0,
             world_size=1,
             num_windows=0,
-            local_batch_sizes=(1,),
+            allocation=Allocation((1,)),
         )
 
     @property
@@ -671,11 +662,6 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     def arms_of(self, objective: Objective) -> tuple[ArmRecord, ...]:
         """The arms of the runs that were compared by an objective."""
         return self.energy_arms if objective == "energy" else self.arms
-
-    @property
-    def allocation(self) -> Allocation:
-        """The last decision of the newest run."""
-        return Allocation(self.local_batch_sizes, self.split, self.exchange)
 
 
 # --- operations
