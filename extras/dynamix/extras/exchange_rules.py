@@ -11,10 +11,16 @@ from typing import ClassVar
 import msgspec
 from msgspec.structs import replace
 
-from dynamix.arbitrator.policies.carry import pack, unpack
-from dynamix.arbitrator.policies.model.observation import Array32, job_value
-from dynamix.arbitrator.policies.options import allocation_of, name_of, option
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.policy import (
+    Array32,
+    Decision,
+    allocation_of,
+    job_value,
+    name_of,
+    option,
+    pack,
+    unpack,
+)
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import LOSSY_CODECS, Exchange, is_permitted
 from dynamix.schemas.policies import MOST_STEPS, POLICY_OPTIONS, Options, initial_exchange
@@ -192,11 +198,11 @@ _UNKNOWN = (math.nan,) * len(CODECS)
 
 
 class _Trials(msgspec.Struct, array_like=True):
-    """What is known of the codecs, which are numbers here."""
+    """Measurements of the codecs, which are numbers here."""
 
     num_windows: int = 0
     in_effect: tuple[int, ...] = (0,) * LAG
-    """In the window that closed, and so on to the newest decision."""
+    """Codecs from the window that closed to the newest decision."""
     best: int = 0
     """The choice of the last search."""
     throughput: tuple[float, ...] = _UNKNOWN

@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 
     @property
     def has_one_sender(self) -> bool:
-        """Whether no two users send the same message: not so where services stand in for each other."""
+        """Whether no two users send the same message; false for services that replace each other."""
         return self.senders in {("trainer",), ("collector",)}
 
     @property
@@ -87,7 +87,7 @@ KINDS = (
     Kind("event", 11, messages.Event, ("job",), (*_WINDOW, "signature"), FEED,
          ("arbitrator", "learner"), (), "a failure signature seen"),
     Kind("profile", 13, messages.JobProfile, ("family",), ("run", "job", "generation"), PROFILES,
-         ("arbitrator",), ("arbitrator",), "what the runs of a job family taught"),
+         ("arbitrator",), ("arbitrator",), "what the runs of a job family learned"),
 )
 # fmt: on
 
@@ -106,7 +106,7 @@ MAX_NAME = 63 - 1 - 2 * RUN_ID_BYTES
 """Characters of a job's name: its id is the name, a dash and a run id, in one token."""
 
 NO_RUN = "_"
-"""In place of the run of a job id without a dash; no token of ours has this character."""
+"""Replaces the run of a job id without a dash; no token of ours has this character."""
 
 _TOKEN = re.compile(TOKEN_PATTERN)
 _RUN = re.compile(r"[a-z0-9]+\Z")
@@ -121,7 +121,7 @@ class Address(NamedTuple):
 
 
 def is_token(value: str) -> bool:
-    """Whether it can be a token of a subject: 1 to 63 of the characters a-z, 0-9 and -."""
+    """Whether a text can be a token of a subject: 1 to 63 of the characters a-z, 0-9 and -."""
     return _TOKEN.match(value) is not None
 
 
@@ -165,13 +165,13 @@ def name_and_run(job: str) -> tuple[str, str]:
 
 
 def announced(subject: str) -> str:
-    """Where a stream that announces sends a message of this subject, or filter, again once it is stored."""
+    """Subject on which a stream that announces publishes a message again once it is stored."""
     assert subject.startswith(ROOT), f"{subject} is no subject of ours"
     return ANNOUNCED + subject.removeprefix(ROOT)
 
 
 def covers(wide: str, narrow: str) -> bool:
-    """Whether a filter takes all that another one, or a subject, stands for."""
+    """Whether a filter matches all that another filter, or a subject, matches."""
     one, other = wide.split("."), narrow.split(".")
     if one[-1] == ">" and len(other) >= len(one):
         one, other = one[:-1], other[: len(one) - 1]

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from dynamix.arbitrator.learned.policy import action_set_of
 from dynamix.arbitrator.learned.policy_file import (
     SHIPPED_VERSION,
     SUFFIX,
@@ -37,26 +38,28 @@ from dynamix.runtime.settings import redact_url
 from dynamix.schemas.streams import POLICIES
 
 CONNECT_TIMEOUT_S = 20.0
-HEADINGS = ("policy", "version", "from", "size", "features", "stored", "sha256")
-LONG_LISTS = ("rank_features", "global_features", "inputs")
+HEADINGS = ("policy", "version", "from", "size", "stored", "sha256")
+LONG_LISTS = ("inputs",)
 """Left out here; `--json` has them."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
     add = adding_actions(parser)
-    listing = add("list", _list, "all available versions", "List all versions.")
-    what = "what one is, where it comes from, its scores"
-    showing = add("show", _show, what, "Show what is known of one version.")
+    listing = add("list", _list, "all available versions", "List all versions of all policies.")
+    what = "show origin, scores and format of one version"
+    showing = add("show", _show, what, "Show origin, scores and format of one version.")
     exporting = add("export", _export, "write one to a file", "Write one version to a file, as it is stored.")
     what = "store a file as the next version"
     importing = add("import", _import, what, "Store a file on the bus as the next version.")
     for one in (showing, exporting):
-        one.add_argument("policy", metavar="NAME[:VERSION]", type=reference, help="default: its newest version")
+        one.add_argument(
+            "policy", metavar="NAME[:VERSION]", type=reference, help="a policy (default: its newest version)"
+        )
     add_output_argument(exporting, POLICY, "where to write it", required=True)
     what = f"a policy as `export` or `learn` wrote it ({SUFFIX})"
     importing.add_argument("file", metavar="FILE", type=Path, help=what)
-    importing.add_argument("--name", metavar="NAME", help="what jobs choose it by (default: what the file says)")
+    importing.add_argument("--name", metavar="NAME", help="its name in jobs (default: the name in the file)")
     for one in (listing, showing, exporting, importing):
         add_json_argument(one)
 
@@ -83,8 +86,6 @@ class AvailablePolicy(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     origin: Literal["bus", "shipped"]
     num_bytes: int
-    feature_version: int
-    """0 when it is not known."""
     sha256: str
     stored_at: str = ""
     """RFC 3339; empty for a policy of the package."""
@@ -96,7 +97,7 @@ class PolicyCatalogue(NamedTuple):
     store: PolicyStore | None
     """The policies on the bus."""
     absence: str = ""
-    """Why there is no bus, in a sentence; empty when there is one."""
+    """Reason why there is no bus, in a sentence; empty when there is one."""
 
     def on_bus(self) -> PolicyStore:
         """The policies on the bus; raises CommandError when there is no bus."""
@@ -130,13 +131,11 @@ class PolicyCatalogue(NamedTuple):
 def _available(
     name: str, version: int, origin: Literal["bus", "shipped"], data: bytes, stored_at: str = ""
 ) -> AvailablePolicy:
-    metadata, _ = _read(data)  # `show` tells what is wrong with a file without them
     return AvailablePolicy(
         name=name,
         version=version,
         origin=origin,
         num_bytes=len(data),
-        feature_version=metadata.feature_version if metadata else 0,
         sha256=hashlib.sha256(data).hexdigest(),
         stored_at=stored_at,
     )
@@ -191,7 +190,7 @@ async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
     with reading(arguments.file), explained(PolicyFileError):
         data = read_regular(arguments.file)
         metadata = PolicyFile.from_bytes(data, str(arguments.file)).metadata
-        metadata.make_action_set()
+        action_set_of(metadata)
     name = arguments.name or metadata.policy
     stored = await catalogue.on_bus().put(name, data)
     entry, _ = await catalogue.read(stored.name, stored.version)
@@ -206,9 +205,11 @@ def _done(entry: AvailablePolicy, what: str, more: Mapping[str, str]) -> ActionR
 def _read(data: bytes) -> tuple[PolicyMetadata | None, str]:
     """The metadata, and why this program cannot use the file."""
     try:
-        return PolicyFile.from_bytes(data, "the file").metadata, ""
+        metadata = PolicyFile.from_bytes(data, "the file").metadata
+        action_set_of(metadata)
     except PolicyFileError as error:
         return None, str(error)
+    return metadata, ""
 
 
 def table(entries: Sequence[AvailablePolicy]) -> str:
@@ -221,7 +222,6 @@ def table(entries: Sequence[AvailablePolicy]) -> str:
             str(entry.version),
             "the package" if entry.origin == "shipped" else "the bus",
             f"{entry.num_bytes / 1024:.0f} KB",
-            str(entry.feature_version or "?"),
             _when(entry.stored_at) or "-",
             entry.sha256[:12],
         )

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.figure import Figure
 
+from dynamix.lab.simulator.cluster import Evaluation
 from dynamix.runtime.output_files import whole
 
 from .verdict import Array64, OutcomeTable, Verdict, VerdictRow
@@ -25,7 +26,9 @@ def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> No
     Ratios are those to the first row that all were asked to be compared with, else to best static.
     """
     base = verdict.against[0] if verdict.against else None
-    colours = _colours(verdict)
+    labels, fixed = [row.policy for row in verdict.policies], _FIXED | {verdict.default_policy: _DEFAULT_COLOUR}
+    others = [label for label in labels if label not in fixed]
+    colours = {label: fixed.get(label) or _COLOURS[others.index(label) % len(_COLOURS)] for label in labels}
     number = len(verdict.heterogeneous_families)
     panels = [(f"{number} heterogeneous families together" if number else "all families together", verdict.policies)]
     for name, family in verdict.families.items():
@@ -35,7 +38,12 @@ def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> No
     figure = Figure(figsize=(16, height + 4.8), layout="constrained")
     subfigures = figure.subfigures(2, 1, squeeze=False, height_ratios=(height, 4.2))
     upper, lower = subfigures[0, 0], subfigures[1, 0]
-    _forest(upper, panels, colours, num_rows, base)
+    grid = upper.subplots(num_rows, min(NUM_COLUMNS, len(panels)), squeeze=False, sharex=True, sharey=True)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, rows) in zip(grid.flat, panels, strict=False):
+        _intervals(axes, rows, colours, base)
+        axes.set_title(title, fontsize="medium")
     _curves(lower.subplots(), table, scenario, colours)
     figure.suptitle(
         f"Suite {verdict.suite}: time to target against {base or 'best static'}, geometric mean of paired ratios with "
@@ -45,26 +53,11 @@ def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> No
         figure.savefig(file, dpi=110, format="png")
 
 
-def mean_curve(curves: Sequence[Sequence[tuple[float, float]]], times_s: Array64) -> Array64:
+def mean_curve(curves: Sequence[Sequence[Evaluation]], times_s: Array64) -> Array64:
     """Return the mean accuracy of several runs at given times; a finished run keeps its last accuracy."""
     points = [np.array(curve, dtype=np.float64) for curve in curves if curve]
     mean: Array64 = np.mean([np.interp(times_s, curve[:, 0], curve[:, 1]) for curve in points], axis=0)
     return mean
-
-
-def _forest(
-    figure: FigureBase,
-    panels: Sequence[tuple[str, list[VerdictRow]]],
-    colours: dict[str, str],
-    num_rows: int,
-    base: str | None,
-) -> None:
-    grid = figure.subplots(num_rows, min(NUM_COLUMNS, len(panels)), squeeze=False, sharex=True, sharey=True)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    for axes, (title, rows) in zip(grid.flat, panels, strict=False):
-        _intervals(axes, rows, colours, base)
-        axes.set_title(title, fontsize="medium")
 
 
 def _intervals(axes: Axes, rows: Sequence[VerdictRow], colours: dict[str, str], base: str | None) -> None:
@@ -75,10 +68,10 @@ def _intervals(axes: Axes, rows: Sequence[VerdictRow], colours: dict[str, str], 
             continue
         if found.low is not None and found.high is not None:
             axes.plot([found.low, found.high], [place, place], color=colours[row.policy], linewidth=1.6)
-        axes.plot([found.ratio], [place], "o", markersize=4.5, color=colours[row.policy])
+        axes.plot([found.value], [place], "o", markersize=4.5, color=colours[row.policy])
         missed = f"\n{row.misses} missed" if row.misses else ""
         axes.annotate(
-            f"{found.ratio:.2f}{missed}",
+            f"{found.value:.2f}{missed}",
             (1.005, place),
             xycoords=("axes fraction", "data"),
             va="center",
@@ -96,7 +89,7 @@ def _curves(axes: Axes, table: OutcomeTable, scenario: str, colours: dict[str, s
     """Mean accuracy of each contender over virtual time, until the slowest of its runs ended."""
     for label, colour in colours.items():
         if curves := [curve for curve in table.curves(label, scenario) if curve]:
-            times_s = np.linspace(0, max(curve[-1][0] for curve in curves), CURVE_POINTS)
+            times_s = np.linspace(0, max(curve[-1].time_s for curve in curves), CURVE_POINTS)
             axes.plot(times_s, mean_curve(curves, times_s), color=colour, label=label, linewidth=1.4)
     axes.axhline(table.target_accuracy(scenario), color="black", linewidth=0.8, linestyle=":")
     axes.set(
@@ -107,10 +100,3 @@ def _curves(axes: Axes, table: OutcomeTable, scenario: str, colours: dict[str, s
     axes.set_ylim(bottom=max(0.0, table.target_accuracy(scenario) - 0.15))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", ncols=2, loc="lower right")
-
-
-def _colours(verdict: Verdict) -> dict[str, str]:
-    labels = [row.policy for row in verdict.policies]
-    fixed = _FIXED | {verdict.default_policy: _DEFAULT_COLOUR}
-    others = [label for label in labels if label not in fixed]
-    return {label: fixed.get(label) or _COLOURS[others.index(label) % len(_COLOURS)] for label in labels}

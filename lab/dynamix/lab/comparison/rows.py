@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -31,9 +31,10 @@ from dynamix.runtime.extensions import extension_names
 from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages.allocation import EXACT, EXCHANGE_CODECS, ExchangePermission
 from dynamix.schemas.policies import DEFAULT_POLICY, check_options, exchange_of, option_value
-from dynamix.trainer.gradient.learning_rate import Rule
 
 from .omnilearn import OmniLearn
+
+T = TypeVar("T")
 
 BEST_STATIC = "best-static"
 GOODPUT = "goodput"
@@ -53,7 +54,7 @@ RATE_FACTORS = (0.5, 1.0, 2.0)
 EXACT_POLICIES = frozenset(
     {"split", "random", "proportional", "noise-scale", "goodput", "doubling", "stigmergy", "omnilearn", ORACLE}
 )
-"""They never change the communication, whatever a job permits; nor does `static` without options for it."""
+"""Policies that never change the gradient exchange; nor does `static` without options for it."""
 LABORATORY: Mapping[str, NamedPolicy] = {OmniLearn.name: OmniLearn()}
 
 
@@ -106,28 +107,20 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def read_tuned(path: Path) -> Tuned:
-    """Read the file.
+    """The settings in a file.
 
     Raises:
         ValueError: when it is missing or not such a file; the text states how to make it.
     """
-    try:
-        return msgspec.toml.decode(_read(path, "settings"), type=Tuned)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: tune the baselines with `dynamix evaluate tune -o {path}`") from None
-    except RecursionError as error:
-        raise ValueError(f"{path}: not a file of settings: its values are nested too deeply") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}; write it again with `dynamix evaluate tune -o {path}`") from error
+    return _decoded(path, Tuned, f"tune the baselines with `dynamix evaluate tune -o {path}`")
 
 
-def _read(path: Path, what: str) -> bytes:
+def _decoded(path: Path, kind: type[T], how: str) -> T:
     try:
-        return read_regular(path)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ValueError(f"cannot read the {what} in {path}: {error.strerror}") from error
+        return msgspec.toml.decode(read_regular(path), type=kind)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path}: {reason}; {how}") from error
 
 
 def to_toml(tuned: Tuned) -> str:
@@ -161,8 +154,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     options: dict[str, float | str] = {}
     local_batch_size: Annotated[int, Meta(ge=1)] | None = None
     """Initial local batch size, within the scenario's bounds; `None`: the tuned one, else the scenario's."""
-    learning_rate_rule: Rule | None = None
-    """`None`: the scenario's."""
     learning_rate_factor: Annotated[float, Meta(gt=0)] | Literal["best"] = 1.0
     """On the scenario's learning rate."""
     exchange: ExchangePermission | None = None
@@ -263,7 +254,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "policy_digest": file_digest(self.files[0]) if self.files else "",
             "options": self.options,
             "initial_local_batch_size": self.local_batch_size,
-            "learning_rate_rule": self.learning_rate_rule,
             "learning_rate_factor": self.learning_rate_factor,
         }
         return about if self.exchange is None else {**about, "exchange": self.exchange}
@@ -279,16 +269,9 @@ def read_rows(path: Path, files: Mapping[str, Sequence[str]] | None = None) -> t
     Raises:
         ValueError: when the file or one of its rows cannot be used; the text names file and row.
     """
-    try:
-        tables = msgspec.toml.decode(_read(path, "rows"), type=_RowFile).row
-    except FileNotFoundError:
-        raise ValueError(
-            f"{path} is missing: name a TOML file with tables [[row]] (scenarios/rows has examples)"
-        ) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}; write one table [[row]] per row") from error
+    tables = _decoded(path, _RowFile, "name a TOML file with a table [[row]] per row (scenarios/rows has examples)")
     rows = []
-    for number, table in enumerate(tables, start=1):
+    for number, table in enumerate(tables.row, start=1):
         try:
             rows.append(make_row(table, files))
         except ValueError as error:
@@ -326,7 +309,7 @@ def _parsed(text: str, files: Mapping[str, Sequence[str]]) -> Row:
             table[key] = int(value) if value.isdecimal() else value
         elif key == "learning_rate_factor" and value != "best":
             table[key] = option_value(value)
-        elif key in {"learning_rate_rule", "learning_rate_factor", "exchange"}:
+        elif key in {"learning_rate_factor", "exchange"}:
             table[key] = value
         else:
             options[key] = value
@@ -379,7 +362,6 @@ def _label(row: Row, named: Mapping[str, object]) -> str:
         ("", "+track", is_tracked),
         (options, ":{}", options),
         (row.local_batch_size, "@{}", row.local_batch_size),
-        (row.learning_rate_rule, "/lr={}", row.learning_rate_rule),
         (row.exchange, "/exchange={}", row.exchange),
         (factor if isinstance(factor, str) else f"{factor:g}", "/rate={}", factor != 1),
     )

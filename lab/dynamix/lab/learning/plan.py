@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from dynamix.arbitrator.learned.actions import LearnedSetName
-from dynamix.arbitrator.learned.ppo_settings import PAPER, PPOSettings
+from dynamix.arbitrator.learned.policy_file import PAPER, LearnedSetName, PPOSettings
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import TIME_ONLY, Formula, Weights
@@ -18,7 +17,7 @@ from dynamix.schemas.policies import STIGMERGY
 
 
 def resized(scenario: Scenario, num_workers: int, ranks_per_node: int | None = None) -> Scenario:
-    """The scenario with so many workers, drawn evenly from its own in their order; its name says how many.
+    """The scenario with this number of workers, drawn evenly from its own in their order; its name has the number.
 
     With fewer workers than it has some kinds may be missing, with more each comes again in proportion.
 

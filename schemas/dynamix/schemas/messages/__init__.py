@@ -70,7 +70,7 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     window_steps: Annotated[int, Meta(ge=1)]
     """k: optimizer steps between two decisions."""
     initial_local_batch_sizes: Sizes
-    """Sizes of the generation's first step: the user's, or those in force when the job was restarted."""
+    """Sizes of the generation's first step: the user's, or the current ones at a restart."""
     base_global_batch_size: Annotated[int, Meta(ge=1)]
     """The global batch size that the user's learning rate was chosen for."""
     min_local_batch_size: Count
@@ -102,7 +102,7 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     table_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the gradient's numbers that lie in embedding tables, where most rows are zero."""
     family: OptionalToken = ""
-    """Name of the family of recurring runs, each of which begins with the profile of those before; empty: none."""
+    """Name of the family of recurring runs, which start from the profile of earlier ones; empty: none."""
     explores: tuple[Explored, ...] = ()
     """Choices that runs of the family may explore."""
     objective: Objective = "time"
@@ -172,11 +172,11 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     data_time_s: Seconds
     """Waiting for the loader."""
     compute_time_s: Seconds
-    """From the batch handed out to this rank's last gradient bucket ready."""
+    """Time from receiving the batch until this rank's last gradient bucket is ready."""
     sync_time_s: Seconds
-    """From there to the reduced gradient: waiting for slower ranks, and the all-reduce itself."""
+    """Time from then until the reduced gradient is there: waiting for slower ranks, and the all-reduce itself."""
     update_time_s: Seconds
-    """From there to the end of the step: the optimizer and the user's own code."""
+    """Time from then until the end of the step: the optimizer and the user's own code."""
     sockets: SocketCounters | None = None
     sockets_before: SocketCounters | None = None
     """The counters one window earlier, so that readers need no memory."""
@@ -234,7 +234,7 @@ class JobTotals(Message, frozen=True, kw_only=True, array_like=True):
     drift: ParameterDrift | None = None
     """`None` where no round of local steps ended."""
     learning_rate: float | None = None
-    """That of rank 0's first optimizer, in its first group of parameters, as the window's last step used it."""
+    """Learning rate of rank 0's first optimizer, in its first group of parameters, in the window's last step."""
     gradient_norm: float | None = None
     """sqrt(|G_true|^2 + S / B): of the mean gradient over B samples, noise included."""
     coding_gain: float | None = None
@@ -242,7 +242,7 @@ class JobTotals(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class SystemMetrics(Message, frozen=True, kw_only=True, array_like=True):
-    """One rank's process and its children, as the collector saw them; `None` where it could not."""
+    """One rank's process and its children, as measured by the collector; `None` if it could not."""
 
     cpu_time_ratio: float | None = None
     """CPU seconds per second of the collector's own interval: 2.0 is two busy cores."""
@@ -273,10 +273,10 @@ class SeenTrace(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class FieldView(Message, frozen=True, kw_only=True, array_like=True):
-    """Input of a node's agent besides its own ranks' rows: the traces around, and its rule's settings."""
+    """Input of a node's agent besides its own ranks' rows: the neighbours' traces, and the policy's options."""
 
     activity: Activity
-    """Activity of its own ranks in its own trace."""
+    """Activity of its own ranks in its previous trace."""
     own: SeenTrace | None
     """`None` where it has none, or none is left."""
     around: Annotated[tuple[SeenTrace, ...], Meta(max_length=2)] = ()
@@ -292,7 +292,7 @@ class FieldView(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class Report(Message, frozen=True, kw_only=True, array_like=True):
-    """One window as the ranks of one node measured it."""
+    """One window as measured by the ranks of one node."""
 
     job: Token
     generation: Count
@@ -312,7 +312,7 @@ class Report(Message, frozen=True, kw_only=True, array_like=True):
     num_reports_dropped: Count = 0
     """Reports of this node that were dropped because the bus was unavailable for too long."""
     simulated: tuple[SystemMetrics, ...] = ()
-    """From a virtual cluster only: what a kernel would have shown of each row's process, which does not exist."""
+    """From a virtual cluster only: what a kernel would have measured of each row's process, which does not exist."""
     field: FieldView | None = None
     """Under the policy `stigmergy` what this node's agent sees of the traces around."""
     energy_j: Energy | None = None
@@ -407,14 +407,14 @@ class GlobalMetrics(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class MetricWindow(Message, frozen=True, kw_only=True, array_like=True):
-    """One node's window: what the ranks reported and what the kernel saw of them."""
+    """One node's window: the ranks' report, and what the kernel measured of them."""
 
     job: Token
     generation: Count
     window: Count
     node: Token
     probe: Probe
-    """Where the network metrics come from; `none` when there are none."""
+    """Source of the network metrics; `none` without any."""
     optimizer_family: OptimizerFamily
     num_steps: Count
     ranks: Annotated[tuple[RankMetrics, ...], Meta(min_length=1, max_length=4096)]
@@ -422,9 +422,9 @@ class MetricWindow(Message, frozen=True, kw_only=True, array_like=True):
     node_metrics: NodeMetrics
     num_reports_dropped: Count = 0
     refused_pids: tuple[Count, ...] = ()
-    """Reported processes that were not what their rank said, and so were not read: see the collector's log."""
+    """Reported processes that did not match their rank's description and were not read: see the collector's log."""
     probe_note: Text = ""
-    """Why no better probe than `probe` was used for this window."""
+    """Reason why no better probe than `probe` was used for this window."""
     num_readings_lost: Count = 0
     """Windows without kernel counters since the collector started, because their report or the one before came late.
     Their counters are masked; a generation's first window is not counted."""
@@ -446,7 +446,7 @@ class State(Message, frozen=True, kw_only=True, array_like=True):
     features: bytes
     """float32, little-endian, ranks x features, row by row; 0 where unknown."""
     known: bytes
-    """One bit per value of `features`, most significant first: 0 marks a value that is not known."""
+    """One bit per value of `features`, most significant first: 0 marks an unknown value."""
     global_features: bytes
     """float32, little-endian; equal in all nodes' messages of one window."""
     global_known: bytes
@@ -462,7 +462,7 @@ class Trace(Message, frozen=True, kw_only=True, array_like=True):
     node: Token
     ranks: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
     activity: Activity
-    """In the order of `ranks`: all ranks of the job divide the global batch in proportion to it."""
+    """Activity in the order of `ranks`: all ranks of the job divide the global batch in proportion to it."""
     appetite: Annotated[float, Meta(ge=0)]
     """Samples per step that the job should have, as seen from here; it diffuses. The job has the mean of all cells."""
     waiting_s: Seconds
@@ -473,11 +473,8 @@ class Trace(Message, frozen=True, kw_only=True, array_like=True):
 # --- decisions
 
 
-PROFILE_FORMAT = 1
-"""The version of what a profile means; one with a greater number is not used by this program."""
-
 MAX_PROFILE_BYTES = 96 * 1024
-"""A profile is in the first action of a job that begins with it, beside the carry."""
+"""The first action of a job that starts from a profile holds it, beside the carry."""
 
 MAX_CURVE_POINTS = 64
 MAX_MILESTONES = 128
@@ -528,7 +525,7 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     policy_digest: Digest = b""
     """SHA-256 of the policy's file; empty for policies that do not learn. Fixed within a generation."""
     reason: Text = ""
-    """Why, in the policy's words and numbers: for people."""
+    """Reason of the decision, in the policy's words and numbers: for people."""
     profile: Annotated[bytes, Meta(max_length=MAX_PROFILE_BYTES)] = b""
     """The stored profile that the generation began with, in its first action: a replay needs no other source."""
 
@@ -542,7 +539,7 @@ REFUSAL_REASONS = (
     *("job", "generation", "length", "bounds", "sum", "lever", "stale", "not_newer", "future"),
     *("tracking", "malformed"),
 )
-"""Why a trainer refuses an action, by name; of `tracking` only the split was refused."""
+"""Reason for which a trainer refuses an action; with `tracking` only the split was refused."""
 
 
 class Applied(Message, frozen=True, kw_only=True, array_like=True):
@@ -574,7 +571,7 @@ class NoisePoint(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ExploredArm(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One choice of what cannot be known within a run; the default is a run without exploration."""
+    """A setting that is tried out between runs; the default is a run without exploration."""
 
     rate_factor: RateFactor = 1.0
     noise_multiplier: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
@@ -583,7 +580,7 @@ class ExploredArm(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def label(self) -> str:
-        """In words, for people."""
+        """Description for people."""
         parts = [
             f"learning rate x {self.rate_factor:.3g}" if self.rate_factor != 1.0 else "",
             f"noise scale x {self.noise_multiplier:.3g}" if self.noise_multiplier != 1.0 else "",
@@ -611,7 +608,6 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     """
 
     family: Token
-    format: Count
     run: Annotated[int, Meta(ge=1)]
     """Version: how many runs it was made of."""
     job: Token
@@ -642,7 +638,6 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
         """The mark of a family that an operator forgot, so that no restart makes it again of runs that are over."""
         return cls(
             family=family,
-            format=PROFILE_FORMAT,
             run=1,
             job="forgotten",
             generation=0,
@@ -656,7 +651,7 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether nothing is known of the family."""
+        """Whether the family was forgotten."""
         return self.num_windows == 0
 
     def arms_of(self, objective: Objective) -> tuple[ArmRecord, ...]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HEAD_BYTES = 1 << 16
-"""What is read of a file to recognise its kind."""
+"""Bytes of a file that are read to recognise its kind."""
 
 
 class RefusedOutputError(ValueError):
@@ -62,7 +62,7 @@ def check(path: Path, kind: FileKind | None = None, *, force: bool = False, make
 
 
 def check_directory(path: Path) -> None:
-    """Refuse a path that is no directory and cannot be made one, or may not be written; as `check`. Touches nothing."""
+    """Raise for a path that is no directory and cannot be made one, or is not writable. Changes nothing."""
     if _exists(path, stat.S_ISDIR, "a directory: name a directory"):
         path /= "file"
     check(path, make_parents=True)
@@ -107,7 +107,7 @@ def whole(path: Path, *, make_parents: bool = False) -> Iterator[io.BytesIO]:
 
 
 def _exists(path: Path, is_wanted: Callable[[int], bool], wanted: str) -> bool:
-    """Whether something is there. Raises RefusedOutputError when it is not what is wanted."""
+    """Whether the file exists. Raises RefusedOutputError if it is of another kind."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""One virtual job and its results: steered in this process, or by the services on the bus."""
+"""One virtual job and its results: decided in this process, or by the services on the bus."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ class SimulatedWindow(msgspec.Struct, frozen=True, kw_only=True):
     """Virtual time at its end."""
     step_time_s: float
     local_batch_sizes: list[int]
-    """At its last step."""
+    """Local batch sizes of its last step."""
     global_batch_size: int
     loss: float | None
     accuracy: float | None
@@ -58,7 +58,7 @@ class SimulatedWindow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Simulation(NamedTuple):
-    """How the job went; times are virtual."""
+    """Result of a virtual job; times are virtual."""
 
     policy: str
     """The name that was given, with its options."""
@@ -67,7 +67,7 @@ class Simulation(NamedTuple):
     windows: list[SimulatedWindow]
 
     def document(self) -> Document:
-        """All of it, for JSON."""
+        """The result as a JSON document."""
         scenario, episode = self.episode.scenario, self.episode
         return {
             "scenario": scenario.name,
@@ -107,8 +107,6 @@ def plan(scenario: str, policy: str, policy_file: str | None, *, seed: int) -> S
     settings = row.settings(found.family, Tuned())  # as it was typed: nothing tuned
     if not settings:
         raise ValueError(f"no file of the policy {row.policy!r} is shipped: name one with --policy-file")
-    if row.learning_rate_rule is not None:
-        found = msgspec.structs.replace(found, learning_rate_rule=row.learning_rate_rule)
     return SimulationPlan(found, settings[0], policy, seed)
 
 

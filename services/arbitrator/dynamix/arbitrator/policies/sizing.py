@@ -8,15 +8,15 @@ import numpy as np
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
 
-from .model.observation import Array64
-from .model.step_time import StepTime
+from .policy import Array64
+from .step_time import StepTime
 
 SPLIT_DEAD_BAND = 0.03
 """Sizes stay as they are while another division of the same batch shortens the predicted step by less than this."""
 
 
 class Pace(NamedTuple):
-    """How fast a global batch may follow its target.
+    """Speed at which a global batch may follow its target.
 
     Nothing here changes where it settles. Decisions rule two windows later and the target is noisy, so that going the
     whole way at once swings about it.

@@ -32,7 +32,6 @@ from dynamix.trainer.gradient.hook import (
     loss_weight,
 )
 
-from .losses import LossWarnings
 from .models import set_gradient_sync
 from .noise import NormSketch
 
@@ -91,14 +90,12 @@ class CoveredModels:
         exchange: ExchangePlan,
         *,
         weighs_alone: bool = False,
-        losses: LossWarnings | None = None,
     ) -> None:
         """`make_hook` is `None` where losses are scaled, or there is nothing to exchange; else `exchange` says how.
 
         With `weighs_alone`, in a world of one process, gradients are weighed as they come.
         """
         self._weighs_alone = weighs_alone
-        self._losses = losses
         self._weights = weights
         self._reduction: Reduction = reduction
         self._exchange = exchange
@@ -198,18 +195,18 @@ class CoveredModels:
         return any(model is each for each in (*self.models, *self._ignored))
 
     def keep_buffers(self, model: DistributedDataParallel) -> None:
-        """Let DDP broadcast no buffers of a model, until `broadcast_buffers`."""
+        """Stop DDP's broadcasts of a model's buffers until `broadcast_buffers`."""
         model.broadcast_buffers = False
         self._unshared.append(model)
 
     def broadcast_buffers(self) -> None:
-        """Let DDP broadcast them again."""
+        """Restore DDP's broadcasts of buffers."""
         for model in self._unshared:
             model.broadcast_buffers = True
         self._unshared.clear()
 
     def remove(self) -> None:
-        """Let the models train without the session, as plain DDP does: communication hooks cannot be taken off."""
+        """Train the models without the session, as plain DDP does: communication hooks cannot be removed."""
         for hook in self._hooks:
             hook.retire()
         for handle in self._handles:
@@ -224,7 +221,7 @@ class CoveredModels:
         return [hook.model_exchange for hook in self._hooks]
 
     def coded(self) -> CodedSquares:
-        """How much of what was to be sent codecs with loss have sent, of all models."""
+        """Squared norms of what lossy codecs have sent and should have sent, of all models."""
         found = CodedSquares()
         for exchange in self.exchanges:
             found = found.and_more(exchange.coded())
@@ -247,8 +244,6 @@ class CoveredModels:
             self._rescale(before, self._weights.newest)
         if batch.is_last:
             exchange = self._exchange.of_step(batch.plan.step)
-            if self._losses is not None:
-                self._losses.begin_step()
             for hook in self._hooks:
                 hook.begin(batch, shares_times=shares_times, exchange=exchange, sketches=sketches)
 
@@ -295,11 +290,8 @@ class CoveredModels:
         return gradient if factor == 1.0 else gradient * factor
 
     def note_forward(self, model: torch.nn.Module, _inputs: Any) -> None:
-        """Note a forward pass under the script's own `no_sync`, and the collectives before it."""
+        """Note a forward pass under the script's own `no_sync`."""
         batch = self._batch
-        # a compiled model's hooks are compiled too: what they read would be compiled for each of its values
-        if self._losses is not None and not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self._losses.forward_begins(model)
         if batch is not None and batch.is_last and not model.require_backward_grad_sync and torch.is_grad_enabled():
             self._saw_no_sync = True
 
