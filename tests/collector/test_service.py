@@ -12,7 +12,7 @@ from tests.support.brokers import consumer_names
 
 from dynamix.collector import observation, service
 from dynamix.collector.observation import CollectorSettings, KernelObserver
-from dynamix.collector.procfs.proc import Proc
+from dynamix.collector.procfs import Proc
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.runtime.bus.read import StatisticsByKind
 from dynamix.runtime.service import Context

@@ -21,8 +21,7 @@ import msgspec
 from dynamix.collector.agent import Chooser, trace_of
 from dynamix.collector.agent_network import AgentNetwork
 from dynamix.collector.observation import CollectorSettings
-from dynamix.collector.probes import Traffic
-from dynamix.collector.window import Observation, metric_window, simulated_window
+from dynamix.collector.window import Observation, Traffic, metric_window, simulated_window
 from dynamix.recording.capture import Record, WindowKey, differences, fingerprint, read_header
 from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
 from dynamix.recording.comparison import OutputCounts, OutputPairing

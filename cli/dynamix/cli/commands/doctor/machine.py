@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dynamix.collector.ebpf.attachment import v2_mount
 from dynamix.collector.ebpf.loader import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
-from dynamix.collector.ebpf.probe import SocketProbe, open_probe
+from dynamix.collector.ebpf.probe import SocketProbe, open_probe, v2_mount
 from dynamix.collector.ebpf.syscall import NUMBERS, ProbeError
-from dynamix.collector.probes import WantedProbe
+from dynamix.collector.window import WantedProbe
 from dynamix.runtime.embedded import EmbeddedServerError, server_binary
 from dynamix.runtime.settings import SharedSettings, node_name, read
 
@@ -158,8 +157,8 @@ def tcp_info() -> DoctorCheck:
 
 # --- eBPF
 
-OLDEST_WITH_CAPABILITIES, OLDEST = (5, 8), (5, 3)
-"""CAP_BPF and CAP_PERFMON, and before that CAP_SYS_ADMIN only; round trip times and acknowledged bytes."""
+OLDEST = (5, 8)
+"""CAP_BPF and CAP_PERFMON; links came with 5.7."""
 INITIAL_USER_NAMESPACE = ["0", "0", "4294967295"]
 INITIAL_CGROUP_NAMESPACE = "cgroup:[4026531835]"
 """Its inode has one number on all machines (PROC_CGROUP_INIT_INO)."""
@@ -191,7 +190,7 @@ def ebpf(root: Path = Path("/"), system: os.uname_result | None = None) -> list[
     system = system or os.uname()
     status = (root / "proc/self/status").read_text()
     return [
-        release(system.release, status),
+        release(system.release),
         rights(status),
         acceptance(root, status, load_smallest_program),
         cgroup(root),
@@ -222,14 +221,11 @@ def chosen(kernel: Sequence[DoctorCheck], programs: Sequence[DoctorCheck], wante
     return passed("probe", "training", f"`auto` takes {probe}: {because}")
 
 
-def release(text: str, status: str) -> DoctorCheck:
+def release(text: str) -> DoctorCheck:
     """The kernel's version."""
-    version = tuple(int(number) for number in re.findall(r"\d+", text)[:2])
-    if version >= OLDEST_WITH_CAPABILITIES:
+    if tuple(int(number) for number in re.findall(r"\d+", text)[:2]) >= OLDEST:
         return passed("kernel", "ebpf", text)
-    if version >= OLDEST and _has(status, SYS_ADMIN):
-        return passed("kernel", "ebpf", f"{text}: works as root only, capabilities of eBPF's own came with 5.8")
-    return failed("kernel", "ebpf", f"{text} is too old", "Linux 5.8 or newer; from 5.3 on it works as root")
+    return failed("kernel", "ebpf", f"{text} is too old", "Linux 5.8 or newer")
 
 
 def rights(status: str) -> DoctorCheck:
