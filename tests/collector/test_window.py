@@ -34,6 +34,8 @@ def test_sums_become_means_once() -> None:
     parts = training.compute_time_s + training.sync_time_s + training.data_time_s + training.update_time_s
     assert parts == pytest.approx(training.step_time_s)
     assert metrics.job_metrics.throughput == 5120.0
+    assert metrics.job_metrics.progress is None
+    assert window_of(examples.report(total_samples=10240)).job_metrics.progress == 0.5
     assert metrics.job_metrics.step_time_s == pytest.approx(0.1)
 
 
@@ -77,11 +79,6 @@ def test_the_noise_is_masked_while_it_drowns_the_signal(noise: GradientNoise | N
     assert (metrics.noise_scale, metrics.sigma_norm_sq) == (None, None)
 
 
-def test_progress_is_a_share_of_the_planned_samples() -> None:
-    assert window_of(examples.report(total_samples=10240)).job_metrics.progress == 0.5
-    assert window_of(examples.report()).job_metrics.progress is None
-
-
 def test_tcp_info_gives_each_rank_its_own_traffic_of_the_window() -> None:
     rows = (
         examples.row(0, sockets=examples.sockets(5000, 7000, 30), sockets_before=examples.sockets(1000, 2000, 7)),
@@ -101,29 +98,16 @@ def test_what_the_kernel_counted_comes_first_and_over_the_collectors_own_interva
     assert traffic == Traffic("ebpf", {0: counted}, 1.5, "")
     window = metric_window(report, Observation(node=NODE, network=traffic))
     assert (window.probe, window.ranks[0].network, window.node_metrics.interval_s) == ("ebpf", counted, 1.5)
-    features = unpack_ranks(state_of(window))
-    assert features[0, RANK_INDEX["tx_bytes_per_s"]] == 400.0
-    assert features[0, RANK_INDEX["rx_bytes_per_s"]] == 200.0
-    assert np.isnan(features[0, RANK_INDEX["srtt_us"]])
 
 
 def test_a_window_names_the_reason_why_no_better_probe_was_used() -> None:
-    report = examples.report(
-        rows=(examples.row(0, sockets=examples.sockets(5, 7, 3)), examples.row(1, sockets=examples.sockets(5, 7, 3)))
-    )
-    traffic = read_network(report, NODE, kernel="2 of 3 sockets of rank 0 are older than the probe")
-    assert traffic.probe == "tcp_info"
-    assert traffic.note == "ebpf: 2 of 3 sockets of rank 0 are older than the probe"
-    assert metric_window(report, Observation(node=NODE, network=traffic)).probe_note == traffic.note
-
-
-def test_a_window_is_masked_when_the_required_probe_has_no_data() -> None:
     report = examples.report(rows=(examples.row(0, sockets=examples.sockets(5, 7, 3)),))
-    traffic = read_network(report, NODE, "ebpf", "the report came late")
-    assert traffic == Traffic("none", {}, None, "ebpf: the report came late")
-    features = unpack_ranks(state_of(metric_window(report, Observation(node=NODE, network=traffic))))
-    network = ("tx_bytes_per_s", "rx_bytes_per_s", "retransmits", "srtt_us")
-    assert np.isnan(features[0, [RANK_INDEX[name] for name in network]]).all()
+    traffic = read_network(report, NODE, kernel="the report came late")
+    assert (traffic.probe, traffic.note) == ("tcp_info", "ebpf: the report came late")
+    required = read_network(report, NODE, "ebpf", "the report came late")
+    assert required == Traffic("none", {}, None, "ebpf: the report came late")
+    window = metric_window(report, Observation(node=NODE, network=required))
+    assert (window.ranks[0].network, window.probe_note) == (None, required.note)
 
 
 def test_without_tcp_info_the_namespaces_counters_serve_a_node_of_one_rank_and_no_other() -> None:

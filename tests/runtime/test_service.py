@@ -12,8 +12,8 @@ import pytest
 from tests.support.brokers import ConfiguredServer, publish_states
 from tests.support.service_processes import service_process
 
+from dynamix.runtime import service as frame
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.service import frame
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Live
 

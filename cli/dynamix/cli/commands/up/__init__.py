@@ -78,10 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Run until a signal; 0 after one."""
     if arguments.print_env:
         return _print_environment(os.environ)
-    given = {"--store-dir": arguments.store_dir, "--port": arguments.port, "--metrics-port": arguments.metrics_port}
+    given = {name: getattr(arguments, name) for name in ("store_dir", "port", "metrics_port")}
     with explained(SettingsError, exit_code=MISUSED):
         read(SharedSettings, "", os.environ)  # the services would refuse it, each by itself
-        settings = read(UpSettings, "up", os.environ, [f"{flag}={value}" for flag, value in given.items() if value])
+        settings = read(UpSettings, "up", os.environ, {name: value for name, value in given.items() if value})
     if (other := running(os.environ)) is not None:
         raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
     if os.environ.get("DYNAMIX_METRICS_PORT"):

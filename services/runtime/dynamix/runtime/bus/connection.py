@@ -324,9 +324,7 @@ class BrokerConnection:
         """`while_waiting` follows the warning that there is no broker: what that means and how to fix it."""
         check_bus(settings)
         self._while_waiting = while_waiting
-        self.counters: dict[str, int] = dict.fromkeys(
-            ("errors", "reconnects", "slow_consumer_drops", "permission_denials"), 0
-        )
+        self.counters: dict[str, int] = dict.fromkeys(("reconnects", "permission_denials"), 0)
         self.connected = asyncio.Event()
         self._settings = settings
         self._login = Login(settings, name)
@@ -571,9 +569,6 @@ class BrokerConnection:
         return not known
 
     def _note_error(self, error: Exception) -> None:
-        self.counters["errors"] += 1
-        if isinstance(error, nats.errors.SlowConsumerError):
-            self.counters["slow_consumer_drops"] += 1
         if match := _DENIED.search(str(error)):
             self._note_denial(match[1], match[2])
         if is_refused_login(error):

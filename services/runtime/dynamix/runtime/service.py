@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
@@ -63,12 +63,12 @@ class Context(Generic[S]):
     stop: asyncio.Event
     """Set by SIGTERM and SIGINT; loops over consumers and subscriptions end at the same moment."""
     log: structlog.stdlib.BoundLogger
-    counters: dict[str, int] = field(default_factory=dict)
-    """The service's own, shown in its heartbeat beside the bus's."""
     metrics: ServiceMetrics = field(default_factory=ServiceMetrics)
     """Where a service registers what it shows to Prometheus."""
 
     def __post_init__(self) -> None:
+        self.counters = self.metrics.counters
+        """The service's own, shown in its heartbeat beside the bus's."""
         self._dead_letters = DeadLetters(self.bus, self.service, self.counters)
 
     def count(self, name: str, num: int = 1) -> None:
@@ -120,9 +120,7 @@ BUS_COUNTERS = {
     "consumer_resets": "readers of streams that had to begin again",
     "dropped_live": "heartbeats that were not sent, without a connection",
     "dropped_received": "heartbeats not taken in time by their reader",
-    "errors": "errors of the connection",
     "reconnects": "connections made again",
-    "slow_consumer_drops": "messages that the client dropped since they came too fast",
     "permission_denials": "subjects that the broker refused to this user",
 }
 BUS_GAUGES = {
@@ -138,17 +136,18 @@ class ServiceState:
 
     Attributes:
         bus: its connection, `None` before the first.
-        counters: the service's own.
     """
 
-    def __init__(self, node: str, instance: str, stop: asyncio.Event, watchdog: Watchdog) -> None:
+    def __init__(
+        self, node: str, instance: str, stop: asyncio.Event, watchdog: Watchdog, metrics: ServiceMetrics
+    ) -> None:
         self.bus: Bus | None = None
-        self.counters: Mapping[str, int] = {}
-        self._node = node
-        self._instance = instance
+        self._labels = {"node": node, "name": instance, "version": importlib.metadata.version("dynamix-batch")}
         self._stop = stop
         self._watchdog = watchdog
-        self._version = importlib.metadata.version("dynamix-batch")
+        self._counters = metrics.counters
+        metrics.declare(counters=COUNTERS, gauges=GAUGES)
+        metrics.add(self._show)
 
     def not_ready(self) -> str:
         """Why the service cannot work now, as one line; empty when it can."""
@@ -163,45 +162,34 @@ class ServiceState:
             return f"the broker has not acknowledged {late} messages for 5 s: is its disk full?"
         if late := counted["unanswered"]:  # such as a service that publishes nothing now
             return f"the broker has not answered {late} requests for 5 s: is its disk full?"
-        return "" if self.counters.get("ready") else "not reading its streams yet"
+        return "" if self._counters.get("ready") else "not reading its streams yet"
 
-    def show(self, scrape: Scrape) -> None:
-        """Show it in a scrape."""
-        scrape.gauge(
-            "service_info",
-            "always 1; what runs, by its labels",
-            1,
-            node=self._node,
-            name=self._instance,
-            version=self._version,
-        )
-        scrape.gauge("connected", "1 while there is a connection to the broker", self._is_connected())
+    def _show(self, scrape: Scrape) -> None:
+        bus = self.bus
+        scrape.gauge("service_info", "always 1; what runs, by its labels", 1, **self._labels)
+        scrape.gauge("connected", "1 while there is a connection to the broker", bus is not None and bus.is_connected)
         scrape.counter("loop_lag_seconds", "how late the event loop ran, summed over ticks", self._watchdog.total_lag_s)
         scrape.gauge("loop_lag_max_seconds", "how late it ran at most since the start", self._watchdog.max_lag_s)
         scrape.counter("process_cpu_seconds", "processor time of this process", time.process_time())
-        if self.bus is not None:
-            _show_bus(scrape, self.bus)
-
-    def _is_connected(self) -> int:
-        return int(self.bus is not None and self.bus.is_connected)
-
-
-def _show_bus(scrape: Scrape, bus: Bus) -> None:
-    counted = bus.counters
-    for name, meaning in BUS_COUNTERS.items():
-        scrape.counter(f"bus_{name}", meaning, counted[name])
-    for name, meaning in BUS_GAUGES.items():
-        scrape.gauge(f"bus_{name}", meaning, counted[name])
-    scrape.gauge("credential_seconds_left", "until the credential expires", bus.seconds_left)
-    for kind in bus.statistics.all():
-        scrape.counter("messages_handled", "messages of a kind read from a stream", kind.num_messages, kind=kind.kind)
-        scrape.counter("messages_unusable", "of those, set aside as dead letters", kind.num_errors, kind=kind.kind)
-        scrape.counter(
-            "message_handling_seconds",
-            "from a batch handed out until the next one was asked for",
-            kind.processing_ns / 1e9,
-            kind=kind.kind,
-        )
+        if bus is None:
+            return
+        counted = bus.counters
+        for name, meaning in BUS_COUNTERS.items():
+            scrape.counter(f"bus_{name}", meaning, counted[name])
+        for name, meaning in BUS_GAUGES.items():
+            scrape.gauge(f"bus_{name}", meaning, counted[name])
+        scrape.gauge("credential_seconds_left", "until the credential expires", bus.seconds_left)
+        for kind in bus.statistics.all():
+            scrape.counter(
+                "messages_handled", "messages of a kind read from a stream", kind.num_messages, kind=kind.kind
+            )
+            scrape.counter("messages_unusable", "of those, set aside as dead letters", kind.num_errors, kind=kind.kind)
+            scrape.counter(
+                "message_handling_seconds",
+                "from a batch handed out until the next one was asked for",
+                kind.processing_ns / 1e9,
+                kind=kind.kind,
+            )
 
 
 LOOK_S = 0.5
@@ -320,11 +308,7 @@ def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence
     faulthandler.enable()  # systemd's SIGABRT then prints the threads' stacks, also when one keeps the interpreter lock
     gc.freeze()  # what imports made is never garbage: each full collection would spend 20 ms on it, loop and all
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_live(service, loaded, main))
-
-
-async def _live(service: str, loaded: Loaded[S], main: Main[S]) -> int:
-    return await _Life(service, loaded, main).live()
+        return runner.run(_Life(service, loaded, main).live())
 
 
 class _Life(Generic[S]):
@@ -340,22 +324,28 @@ class _Life(Generic[S]):
         structlog.contextvars.bind_contextvars(service=service, instance=self._instance)
         self._log: structlog.stdlib.BoundLogger = structlog.get_logger(f"dynamix.{service}")
         self._stop = asyncio.Event()
-        self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._closed: asyncio.Future[str]
+        """Why the connection is closed for good."""
         self._watchdog = Watchdog(loaded.shared.stuck_after_s)
         self._metrics = ServiceMetrics(service)
-        self._metrics.declare(counters=COUNTERS, gauges=GAUGES)
-        self._state = ServiceState(self._node, self._instance, self._stop, self._watchdog)
-        self._metrics.add(self._state.show)
+        self._state = ServiceState(self._node, self._instance, self._stop, self._watchdog, self._metrics)
         self._notifier = SystemdNotifier(loaded.supervisor, self._state.not_ready)
 
     async def live(self) -> int:
         """Connect, work, drain; returns the exit code."""
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
         loop = asyncio.get_running_loop()
+        self._closed = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
         try:
-            async with self._watchdog, self._notifier, self._answering():
+            async with contextlib.AsyncExitStack() as stack:
+                await stack.enter_async_context(self._watchdog)
+                await stack.enter_async_context(self._notifier)
+                if port := self._loaded.shared.metrics_port:  # it answers from before the connection until after it
+                    self._metrics.is_served = True
+                    host, not_ready = self._loaded.shared.metrics_host, self._state.not_ready
+                    await stack.enter_async_context(MetricsServer(host, port, self._metrics, not_ready))
                 bus = await self._connect(stopped)
                 return EXIT_OK if bus is None else await self._work(bus, stopped)
         except (BusError, OSError) as error:
@@ -369,17 +359,6 @@ class _Life(Generic[S]):
     def _end(self) -> None:
         self._stop.set()
         self._notifier.stopping()
-
-    @contextlib.asynccontextmanager
-    async def _answering(self) -> AsyncIterator[None]:
-        """Answer on the HTTP port, where there is one, from before the connection until after it."""
-        shared = self._loaded.shared
-        if shared.metrics_port == 0:
-            yield
-            return
-        self._metrics.is_served = True
-        async with MetricsServer(shared.metrics_host, shared.metrics_port, self._metrics, self._state.not_ready):
-            yield
 
     async def _connect(self, stopped: asyncio.Task[bool]) -> Bus | None:
         """The connection; `None` when a signal came first."""
@@ -404,8 +383,7 @@ class _Life(Generic[S]):
             log=self._log,
             metrics=self._metrics,
         )
-        self._state.bus, self._state.counters = bus, context.counters
-        self._metrics.add(lambda scrape: self._metrics.show_counters(scrape, dict(context.counters)))
+        self._state.bus = bus
         heartbeats = send_heartbeats(
             bus,
             self._watchdog,
