@@ -9,7 +9,6 @@ import pytest
 from tests.support import examples
 from tests.support.brokers import STATE, ConfiguredServer, connected, publish_unstored, until
 
-import dynamix.runtime.bus.connection as client_module
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, connection, publish
 from dynamix.runtime.bus.connection import BrokerConnection
 from dynamix.runtime.bus.provision import provision
@@ -156,25 +155,6 @@ async def test_a_broker_restarted_with_another_password_closes_the_connection(se
     ]  # and once only
 
 
-async def test_an_error_while_noting_an_error_leaves_the_connection_alive(
-    guarded: ConfiguredServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(_self: BrokerConnection, _error: Exception) -> None:
-        raise RuntimeError("made up")
-
-    async with guarded, connected(guarded.user("admin", "admin-pw")) as admin:
-        await provision(admin)
-        async with connected(guarded.user("writer", "writer-pw")) as bus:
-            with monkeypatch.context() as patch:
-                noted = asyncio.Event()
-                patch.setattr(BrokerConnection, "_note_error", broken)
-                patch.setattr(connection.logger, "exception", lambda *_: noted.set())
-                await publish_unstored(bus, "forbidden", b"")  # the broker's answer calls the broken function
-                await noted.wait()
-            assert await bus.publish(examples.state()) == 1
-            assert bus.counters["reconnects"] == 0
-
-
 async def test_a_handler_that_raises_leaves_the_connection_alive(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("made up")
@@ -183,15 +163,6 @@ async def test_a_handler_that_raises_leaves_the_connection_alive(bus: Bus, caplo
     await publish_unstored(bus, "somewhere", b"")
     await until(lambda: "error while handling a message on somewhere" in caplog.text)
     assert await bus.publish(examples.state()) == 1
-
-
-async def test_another_nats_py_than_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def process_msg(self: object, message: object) -> None:
-        """Takes a message in another way."""
-
-    monkeypatch.setattr(client_module.nats.aio.client.Client, "_process_msg", process_msg)
-    with pytest.raises(BusError, match=r"install nats-py 2\.16"):
-        await Bus.connect(BusSettings(), name="test", wait=False)
 
 
 async def test_a_denied_publish_fails_at_once_and_names_the_subject(guarded: ConfiguredServer) -> None:

@@ -117,14 +117,6 @@ async def test_every_request_gets_the_answer_that_it_should(request_text: bytes,
         assert (await raw(port, request_text)).startswith(b"HTTP/1.1 %d " % status)
 
 
-async def test_a_client_that_sends_nothing_keeps_neither_others_nor_the_end_waiting() -> None:
-    async with asyncio.timeout(10):
-        async with answering(ServiceMetrics()) as port:
-            _, silent = await asyncio.open_connection("127.0.0.1", port)
-            assert await get(port, "/livez") == (200, "ok\n")
-        silent.close()
-
-
 async def test_numbers_are_written_in_a_thread_and_the_loop_goes_on() -> None:
     asked, go_on = threading.Event(), threading.Event()
     metrics = ServiceMetrics()

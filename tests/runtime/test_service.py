@@ -135,14 +135,6 @@ async def test_settings_that_cannot_be_used_exit_with_2(
     assert "Traceback" not in text
 
 
-async def test_refused_credentials_exit_with_1_and_are_not_repeated(server: ConfiguredServer) -> None:
-    async with started(server, DYNAMIX_NATS_PASSWORD="not-the-password") as process:
-        code, text, _ = await end(process)
-    assert code == 1
-    assert "refuses user 'dynamix'" in text
-    assert "not-the-password" not in text
-
-
 def test_help_is_printed_without_a_broker(capsys: pytest.CaptureFixture[str]) -> None:
     from tests.support.small_service import SmallSettings, main  # noqa: PLC0415 - a module of processes
 

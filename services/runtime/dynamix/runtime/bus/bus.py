@@ -97,7 +97,7 @@ class Bus:
     @property
     def seconds_left(self) -> float | None:
         """Until our credential expires; `None` where it never does."""
-        return self._connection.seconds_left
+        return self._connection.login.seconds_left
 
     @property
     def is_connected(self) -> bool:

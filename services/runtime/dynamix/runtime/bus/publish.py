@@ -183,7 +183,7 @@ class Publisher:
             BusError: when the connection is closed.
         """
         if message_id.partition(":")[0] in _OF_ONE_SENDER:
-            message_id += SIGNED + self._connection.sign_id(message_id)
+            message_id += SIGNED + self._connection.login.sign_id(message_id)
         size = len(payload) + len(message_id)
         if size > self._connection.max_payload - HEADER_ROOM_BYTES:
             # nats-py checks the payload alone; with headers over the limit the broker cuts the connection for good
