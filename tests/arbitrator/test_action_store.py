@@ -76,7 +76,7 @@ def receipt(action: Action, **changes: Any) -> Applied:
 async def test_an_action_with_another_hash_than_its_contents_is_refused(bus: Bus) -> None:
     sealed = seal(examples.action(3, job=JOB.job, local_batch_sizes=SIZES, deltas=(0, 0)), b"p" * 32)
     forged = msgspec.structs.replace(sealed, local_batch_sizes=(32, 1024))
-    await bus.publish_action(forged, expected_last=0)
+    await bus.publish_next(forged, expected_last=0)
     with pytest.raises(
         ActionStoreError, match=r"action\.first\.0 at 1 is not as it was written: its hash does not match its content"
     ):
@@ -169,8 +169,8 @@ async def test_a_chain_broken_in_between_is_refused(bus: Bus) -> None:
     options = {"job": JOB.job, "local_batch_sizes": SIZES, "deltas": (0, 0)}
     third = seal(examples.action(2, **options), (await actions(bus))[-1].hash)
     fourth = seal(examples.action(3, **options), b"x" * 32)
-    sequence = await bus.publish_action(third, expected_last=2)
-    await bus.publish_action(fourth, expected_last=sequence)
+    sequence = await bus.publish_next(third, expected_last=2)
+    await bus.publish_next(fourth, expected_last=sequence)
     with pytest.raises(ActionStoreError, match="breaks the chain: the action for window 3 of generation 0 does"):
         await decide(bus, log, range(2, 3))
 
@@ -249,7 +249,7 @@ class _ShowsNothing:
         self._bus = bus
         self.num_refused = 0
 
-    async def publish_action(self, action: Action, *, expected_last: int) -> int:  # noqa: ARG002 - as it is called
+    async def publish_next(self, action: Action, *, expected_last: int) -> int:  # noqa: ARG002 - as it is called
         self.num_refused += 1
         raise StaleWriterError("wrong last sequence: 25", 25)
 

@@ -68,7 +68,7 @@ async def test_the_second_decides_nothing_when_the_version_of_the_first_is_gone(
 
 
 async def test_an_action_for_another_number_of_ranks_is_not_this_jobs(bus: Bus) -> None:
-    await bus.publish_action(examples.action(policy="mine"), expected_last=0)
+    await bus.publish_next(examples.action(policy="mine"), expected_last=0)
     with pytest.raises(ActionStoreError, match="sizes 4 ranks, the job has 2"):
         await opened(bus, Counter())
 

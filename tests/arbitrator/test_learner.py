@@ -113,18 +113,18 @@ async def test_a_version_that_the_bus_refuses_is_kept_and_so_are_later_lessons(
     bus: Bus, updates: Updates, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, context = await a_learner(bus, executor)
-    put = bus.publish_policy
+    put = bus.publish_next
 
     async def refuse(*_: object, **__: object) -> None:
         raise PublishError("maximum bytes exceeded")
 
-    monkeypatch.setattr(bus, "publish_policy", refuse)
+    monkeypatch.setattr(bus, "publish_next", refuse)
     for generation in range(6):
         await over(learner, recording("time-aware", generation=generation), monkeypatch)
     assert (len(updates.lessons), context.counters["updates_refused"]) == (1, 6)
     assert [lesson.name.rpartition(":")[2] for lesson in learner._lessons] == ["2", "3", "4", "5"]
 
-    monkeypatch.setattr(bus, "publish_policy", put)
+    monkeypatch.setattr(bus, "publish_next", put)
     await over(learner, recording("time-aware", generation=6), monkeypatch)
     assert [len(lessons) for lessons in updates.lessons] == [1, 5]
     assert [stored.version for stored in await PolicyStore(bus).versions("mine")] == [3, 2, 1]
@@ -140,7 +140,7 @@ async def test_an_error_that_retrying_cannot_fix_ends_the_learner(
     async def deny(*_: object, **__: object) -> None:
         raise PermissionDeniedError("not yours")
 
-    monkeypatch.setattr(bus, "publish_policy", deny)
+    monkeypatch.setattr(bus, "publish_next", deny)
     with pytest.raises(PermissionDeniedError):
         await over(learner, recording("time-aware"), monkeypatch)
     assert len(updates.lessons) == 1

@@ -26,7 +26,7 @@ async def store(bus: Bus, num: int, *, broken_at: int | None = None) -> list[Act
     for window in range(num):
         stored.append(seal(examples.action(window), b"x" * 32 if window == broken_at else previous))
         previous = stored[-1].hash
-        sequence = await bus.publish_action(stored[-1], expected_last=sequence)
+        sequence = await bus.publish_next(stored[-1], expected_last=sequence)
     return stored
 
 
@@ -61,8 +61,8 @@ async def test_a_broken_chain_is_named_with_its_place(server: ConfiguredServer, 
 async def test_a_forged_action_in_the_middle_is_found(server: ConfiguredServer, bus: Bus) -> None:
     stored = await store(bus, 2)
     forged = msgspec.structs.replace(seal(examples.action(2), stored[-1].hash), local_batch_sizes=(32,) * 4)
-    sequence = await bus.publish_action(forged, expected_last=2)
-    await bus.publish_action(seal(examples.action(3), forged.hash), expected_last=sequence)
+    sequence = await bus.publish_next(forged, expected_last=2)
+    await bus.publish_next(seal(examples.action(3), forged.hash), expected_last=sequence)
     found = await actions(server.settings, examples.JOB)
     assert "the action for window 2 of generation 0 is not as it was written" in found.found
 

@@ -173,7 +173,7 @@ async def test_a_denied_publish_fails_at_once_and_names_the_subject(guarded: Con
                 with pytest.raises(
                     PermissionDeniedError, match=r"'writer' publish to dynamix.v1.action.mnist.0a1b2c3d"
                 ):
-                    await bus.publish_action(examples.action(), expected_last=0)
+                    await bus.publish_next(examples.action(), expected_last=0)
                 with pytest.raises(PermissionDeniedError, match=r"STREAM.INFO.JOBS|stream.info.jobs"):
                     await bus.stream_state("JOBS")
             assert bus.counters["permission_denials"] == 2

@@ -42,10 +42,10 @@ async def test_the_newest_comes_first_and_each_further_one_as_it_is_stored(bus: 
 async def test_a_refused_action_is_heard_by_no_one(bus: Bus) -> None:
     """Compare-and-set refuses the second writer: what it wrote must not rule a job."""
     async with bus.follow(ACTIONS.name, SUBJECT) as messages:
-        first = await bus.publish_action(action(0), expected_last=0)
+        first = await bus.publish_next(action(0), expected_last=0)
         with pytest.raises(StaleWriterError):
-            await bus.publish_action(action(1), expected_last=0)
-        await bus.publish_action(action(2), expected_last=first)
+            await bus.publish_next(action(1), expected_last=0)
+        await bus.publish_next(action(2), expected_last=first)
         assert [(await anext(messages)).payload for _ in range(2)] == [encode(action(0)), encode(action(2))]
 
 

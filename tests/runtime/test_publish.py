@@ -236,20 +236,20 @@ async def test_core_messages_are_dropped_and_counted_while_there_is_no_broker(
 
 async def test_the_broker_refuses_the_action_of_a_stale_writer(bus: Bus) -> None:
     first = chain.seal(examples.action(0), b"")
-    sequence = await bus.publish_action(first, expected_last=0)
+    sequence = await bus.publish_next(first, expected_last=0)
     with pytest.raises(StaleWriterError) as refused:
-        await bus.publish_action(chain.seal(examples.action(1), b"another history"), expected_last=0)
+        await bus.publish_next(chain.seal(examples.action(1), b"another history"), expected_last=0)
     assert refused.value.last_sequence == sequence
-    await bus.publish_action(chain.seal(examples.action(1), first.hash), expected_last=sequence)
+    await bus.publish_next(chain.seal(examples.action(1), first.hash), expected_last=sequence)
     assert (await bus.stream_state("ACTIONS")).num_messages == 2
 
 
 async def test_the_same_action_again_is_a_success_not_a_stale_writer(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     action = chain.seal(examples.action(0), b"")
-    sequence = await bus.publish_action(action, expected_last=0)
-    assert await bus.publish_action(action, expected_last=0) == sequence
+    sequence = await bus.publish_next(action, expected_last=0)
+    assert await bus.publish_next(action, expected_last=0) == sequence
     monkeypatch.setattr(codec, "message_id", lambda _: "forgotten")  # as if the window of duplicates had passed
-    assert await bus.publish_action(action, expected_last=0) == sequence
+    assert await bus.publish_next(action, expected_last=0) == sequence
     assert (await bus.stream_state("ACTIONS")).num_messages == 1
 
 
@@ -259,7 +259,7 @@ async def test_of_racing_writers_exactly_one_writes_each_action(server: Configur
         while len(won) < 5:
             action = chain.seal(examples.action(last, policy=f"writer-{writer}"), b"")
             try:
-                last = await other.publish_action(action, expected_last=last)
+                last = await other.publish_next(action, expected_last=last)
                 won.append(last)
             except StaleWriterError as refused:
                 last = refused.last_sequence or 0

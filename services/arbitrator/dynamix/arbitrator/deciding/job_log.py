@@ -147,7 +147,7 @@ class JobLog:
         wait = FailoverWait(self._around.bus.stream_state, FEED.name)
         while True:
             try:
-                return await self._around.bus.publish_action(action, expected_last=expected_last)
+                return await self._around.bus.publish_next(action, expected_last=expected_last)
             except StaleWriterError as refusal:
                 try:
                     newest = await self._decided_by_another(expected_last, refusal)

@@ -7,8 +7,8 @@ from typing import Any, Self, TypeVar
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import codec, subjects
+from dynamix.schemas.kinds import BY_STRUCT
 from dynamix.schemas.messages import Action, JobProfile, Live, Message, PolicyVersion
-from dynamix.schemas.streams import ACTIONS, POLICIES, PROFILES
 
 from . import requests as asked
 from .connection import BrokerConnection, DeniedCallback
@@ -135,32 +135,21 @@ class Bus:
         """Publish bytes as `publish_soon` does a message."""
         return await self._publisher.publish(subject, payload, message_id)
 
-    async def publish_action(self, action: Action, *, expected_last: int) -> int:
-        """Publish an action if `expected_last` is still the last sequence on its subject (0: none); compare-and-set.
+    async def publish_next(self, message: Action | JobProfile | PolicyVersion, *, expected_last: int) -> int:
+        """Publish a message if `expected_last` is still the last sequence on its subject (0: none); compare-and-set.
 
-        An acknowledgement that was lost is no matter: the same action is acknowledged again.
+        An acknowledgement that was lost is no matter: the same message is acknowledged again.
 
         Raises:
-            StaleWriterError: when another action is there.
+            StaleWriterError: when another message is there.
             BusError: as `publish`.
         """
-        return await self._publish_next(ACTIONS.name, action, expected_last)
-
-    async def publish_profile(self, profile: JobProfile, *, expected_last: int) -> int:
-        """Publish a profile if `expected_last` is the last sequence on its subject. Raises as `publish_action`."""
-        return await self._publish_next(PROFILES.name, profile, expected_last)
-
-    async def publish_policy(self, policy: PolicyVersion, *, expected_last: int) -> int:
-        """Publish a policy if `expected_last` is the last sequence on its subject. Raises as `publish_action`."""
-        return await self._publish_next(POLICIES.name, policy, expected_last)
-
-    async def _publish_next(self, stream: str, message: Message, expected_last: int) -> int:
         subject, payload = subjects.subject_of(message), codec.encode(message)
         try:
             return await (await self._publisher.publish(subject, payload, codec.message_id(message), expected_last))
         except StaleWriterError:
             # a retry that comes when the broker has forgotten the first try's identity
-            last = await self.last(stream, subject)
+            last = await self.last(BY_STRUCT[type(message)].carrier, subject)
             if last is not None and last.payload == payload:
                 return last.sequence
             raise
