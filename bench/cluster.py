@@ -61,7 +61,7 @@ from dynamix.cli.services import ServiceProcess, bus_environment
 from dynamix.lab.simulator.episode import EPISODE_PACKAGES, versions
 from dynamix.lab.workloads import Part, make_optimizer, workload_named
 from dynamix.lab.workloads.datasets import MissingDataError
-from dynamix.recording.capture.fingerprint import source_digest
+from dynamix.recording.fingerprint import source_digest
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.embedded import DIE_WITH_PARENT

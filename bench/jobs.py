@@ -231,7 +231,7 @@ def write_recording(path: Path, *, num_workers: int, num_windows: int, policy: s
         for node, rng in zip(job.nodes, generators, strict=True)
     ]
     fold, decided = Fold(job, policy_named(policy), None), list[Action]()
-    with CaptureWriter(path, CaptureHeader.of(job.job), overwrite=True) as writer:
+    with CaptureWriter(path, CaptureHeader.of(job.job)) as writer:
         recorder = StreamRecorder(writer)
         recorder.store(job)
         for number in range(num_windows):

@@ -2,9 +2,10 @@
 
 import sys
 
-from dynamix.schemas import features, subjects
+from dynamix.schemas import subjects
 from dynamix.schemas.codec import MAX_MESSAGE_BYTES, VERSION
-from dynamix.schemas.kinds import KINDS, Kind
+from dynamix.schemas.features import FEATURE_VERSION, GLOBAL_FEATURES, RANK_FEATURES
+from dynamix.schemas.kinds import KINDS, SERVICES, WATCHER, Kind
 from dynamix.schemas.messages.fields import TOKEN_PATTERN
 from dynamix.schemas.streams import STREAMS, Stream
 
@@ -32,17 +33,25 @@ def document() -> str:
         limit=MAX_MESSAGE_BYTES >> 10,
         pattern=TOKEN_PATTERN,
         messages=_messages() + "\n" + _streams(),
-        features=features.markdown(),
+        features=_features(),
     )
 
 
 def _messages() -> str:
     head = "| subject | message | from | to | carried by | what it is |\n|---|---|---|---|---|---|\n"
     return head + "".join(
-        f"| `{_subject(kind)}` | `{kind.struct.__name__}` | {kind.sent_by} | {kind.read_by} "
-        f"| {kind.carrier} | {kind.meaning} |\n"
+        f"| `{_subject(kind)}` | `{kind.struct.__name__}` | {_senders(kind)} "
+        f"| {_named(kind, *kind.receivers, WATCHER)} | {kind.carrier} | {kind.meaning} |\n"
         for kind in KINDS
     )
+
+
+def _senders(kind: Kind) -> str:
+    return "any service" if kind.senders == SERVICES else _named(kind, *kind.senders)
+
+
+def _named(kind: Kind, *applications: str) -> str:
+    return ", ".join(f"trainer ({kind.rank})" if name == "trainer" else name for name in applications)
 
 
 def _subject(kind: Kind) -> str:
@@ -70,6 +79,14 @@ def _row(stream: Stream) -> str:
     size, window = f"{stream.max_bytes >> 20} MiB", f"{stream.duplicate_window_s:g} s"
     one = f"{stream.max_message_bytes >> 10} KiB"
     return f"| {stream.name} | {kept} | {age} | {size} | {count} | {one} | {window} |\n"
+
+
+def _features() -> str:
+    lines = [f"Version {FEATURE_VERSION}.", "", "| # | feature of a rank | group | meaning |", "|---|---|---|---|"]
+    lines += [f"| {i} | `{f.name}` | {f.group} | {f.meaning} |" for i, f in enumerate(RANK_FEATURES)]
+    lines += ["", "| # | feature of the job | meaning |", "|---|---|---|"]
+    lines += [f"| {i} | `{f.name}` | {f.meaning} |" for i, f in enumerate(GLOBAL_FEATURES)]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from dynamix.lab.workloads import OPTIMIZERS, WORKLOADS, Part, Workload, make_optimizer, workload_named
-from dynamix.schemas.messages.policies import DEFAULT_POLICY
+from dynamix.schemas.policies import DEFAULT_POLICY
 from dynamix.trainer import attach
 
 EVALUATION_BATCH = 500

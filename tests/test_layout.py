@@ -30,7 +30,7 @@ MAY_IMPORT = {
 PURE_CORES = {
     "collector": {"agent", "agent_network", "window", "probes", "procfs", "ebpf"},
     "reward": {"formula"},
-    "schemas": {"apportion", "features", "networks", "progress"},
+    "schemas": {"apportion", "features", "networks", "progress", "sight"},
     "arbitrator": {
         *("deciding.fold", "deciding.signatures", "families.profile", "policies"),
         *(f"learned.{name}" for name in ("actions", "inputs", "policy", "policy_file")),

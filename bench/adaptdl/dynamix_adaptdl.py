@@ -19,9 +19,10 @@ import numpy as np
 from adaptdl.goodput import GoodputFunction, fit_perf_params
 
 from dynamix.arbitrator.policies.model.observation import Array32, column, decided_sizes, job_value
-from dynamix.arbitrator.policies.options import Options, allocation_of, option, switch, track
+from dynamix.arbitrator.policies.options import allocation_of, option
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.schemas.messages import Job
+from dynamix.schemas.policies import Options, switch, track
 
 SPEEDUP = 1.05
 """Goodput that a change must promise, relative to that of the current size (adaptdl/torch/data.py)."""

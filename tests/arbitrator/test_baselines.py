@@ -11,7 +11,7 @@ from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.features import GLOBAL_INDEX
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.policies import STIGMERGY
+from dynamix.schemas.policies import STIGMERGY
 
 RATES = np.array([3000.0, 3000.0, 1000.0, 1000.0])
 

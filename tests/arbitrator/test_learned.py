@@ -18,8 +18,8 @@ from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Action, Job
-from dynamix.schemas.messages.policies import MULTIPLIERS
-from dynamix.schemas.networks.forward import Forward
+from dynamix.schemas.networks import Forward
+from dynamix.schemas.policies import MULTIPLIERS
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
 ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global")

@@ -12,7 +12,7 @@ from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, PolicyFile, shipped_names, shipped_policy
 from dynamix.arbitrator.learning.service import LearnerSettings
 from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.options import allocation_of, check_options
+from dynamix.arbitrator.policies.options import allocation_of
 from dynamix.arbitrator.policies.policy import RecurringPolicy
 from dynamix.arbitrator.policies.proportional import Proportional
 from dynamix.arbitrator.policies.random import DELTAS, Random
@@ -20,12 +20,13 @@ from dynamix.arbitrator.policies.registry import POLICIES, policy_named, policy_
 from dynamix.lab.learning.plan import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
-from dynamix.schemas.messages.policies import (
+from dynamix.schemas.policies import (
     DEFAULT_POLICY,
     DIVIDED_BY_RANKS,
     KEEPS_GLOBAL_BATCH,
     OUR_POLICIES,
     RECURRING,
+    check_options,
     initial_split,
 )
 

@@ -13,4 +13,4 @@ def test_the_document_is_up_to_date() -> None:
 def test_every_option_of_every_policy_is_in_it() -> None:
     sections = {section.split("\n")[0]: section for section in document().split("\n## ")}
     for name, policy in POLICIES.items():
-        assert all(f"| `{option}` |" in sections[name] for option in policy.options if option != "track")
+        assert all(f"`{option}`" in sections[name] for option in policy.options if option != "track")

@@ -16,7 +16,7 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learning.agent import Agent
 from dynamix.arbitrator.learning.rollout import End, Recording, RolloutError, Trajectory, trajectory_of
 from dynamix.schemas.messages import Action, Applied, Job, RankReward, Reward, State
-from dynamix.schemas.networks.forward import Forward, log_softmax
+from dynamix.schemas.networks import Forward, log_softmax
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
 JOB = examples.job(NODES, policy="ppo", policy_options={"explore": 1.0})

@@ -24,6 +24,7 @@ from dynamix.cli.services import bus_environment
 from dynamix.cli.source import Source
 from dynamix.recording import capture
 from dynamix.recording.capture import CaptureReader, CutOffError, Record
+from dynamix.recording.fingerprint import fingerprint
 from dynamix.runtime.bus import Bus
 from dynamix.schemas.codec import encode, message_id
 from dynamix.schemas.kinds import BY_STRUCT
@@ -101,9 +102,8 @@ async def test_the_past_is_all_that_is_stored_of_the_job_in_the_order_of_storing
     assert [one.stream for one in records[:-1]] == [BY_STRUCT[type(message)].carrier for message in told]
     assert reader.end is not None
     assert reader.end.reason == "stored"
-    assert reader.end.ranges["ACTIONS"].num_records == 3
     assert reader.header.job == examples.JOB
-    assert reader.header.fingerprint == capture.fingerprint()
+    assert reader.header.fingerprint == fingerprint()
     said = json.loads(report.read_text())
     assert said["num_windows"] == 3
     assert said["num_file_bytes"] == path.stat().st_size

@@ -119,7 +119,9 @@ async def followed(fleet: Fleet, windows: int) -> None:
             news = fleet.news
             if (view := fleet.jobs.get(examples.JOB)) is not None and view.job is not None:
                 nodes = [node for window in view.history for node in window.nodes.values()]
-                whole = len(nodes) == 2 * windows and all(node.kinds >= {"window", "reward"} for node in nodes)
+                whole = len(nodes) == 2 * windows and all(
+                    node.stored_ns.keys() >= {"window", "reward"} for node in nodes
+                )
                 if whole and any(window.action for window in view.history):
                     return
             await news.wait()

@@ -14,7 +14,7 @@ from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
 from dynamix.collector.agent_network import AgentNetwork
 from dynamix.runtime.bus import Bus
-from dynamix.schemas.messages.policies import MULTIPLIERS
+from dynamix.schemas.policies import MULTIPLIERS
 
 TINY = [
     "--workers",

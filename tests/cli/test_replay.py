@@ -47,14 +47,14 @@ def test_what_cannot_all_be_compared_is_one_and_not_called_equal(
     assert played(later) == 1
     output = capsys.readouterr().out
     assert "INCOMPLETE: of 19" in output
-    assert "11 recorded actions and events were not compared" in output
+    assert "11 recorded actions were not compared" in output
 
 
 def test_different_is_one_and_shows_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other, target = changed(DEMO, tmp_path / "other.dxc", with_other_sizes), tmp_path / "out.json"
     assert played(other, "--json", str(target)) == 1
     output = capsys.readouterr().out
-    assert "DIFFERENT: of 30 actions and events 29 are equal byte for byte" in output
+    assert "DIFFERENT: of 30 actions 29 are equal byte for byte" in output
     assert "first difference: action for window 5 of generation 0" in output
     row = next(line for line in output.splitlines() if "local_batch_sizes[3]" in line)
     assert row.split() == ["!=", "local_batch_sizes[3]", "54", "53"]
@@ -82,7 +82,7 @@ def test_equal_decisions_are_enough_for_another_processor_unless_bytes_are_asked
     output = capsys.readouterr().out
     assert "captured by another build or processor" in output
     assert "cpu: another/1/1 there" in output
-    assert "EQUAL: of 30 actions and events 0 are equal byte for byte, 30 in what they say only" in output
+    assert "EQUAL: of 30 actions 0 are equal byte for byte, 30 in what they say only" in output
     assert played(path, "--strict") == 1
 
 

@@ -15,12 +15,12 @@ from dynamix.collector.agent_network import AgentNetwork, shipped_network
 from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.service import _chooser
 from dynamix.runtime.service import StartError
+from dynamix.schemas import sight
 from dynamix.schemas.codec import encode
 from dynamix.schemas.messages import FieldView, Report, SeenTrace, Trace
-from dynamix.schemas.messages.policies import MULTIPLIERS
-from dynamix.schemas.networks import sight
-from dynamix.schemas.networks.files import NetworkFileError
-from dynamix.schemas.networks.sight import Sight, inputs_of
+from dynamix.schemas.networks import NetworkFileError
+from dynamix.schemas.policies import MULTIPLIERS
+from dynamix.schemas.sight import Sight, inputs_of
 
 SEEN = SeenTrace(strength=0.5, appetite=400.0, waiting_s=0.02)
 

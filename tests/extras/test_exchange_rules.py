@@ -10,7 +10,8 @@ from tests.support import examples
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission, initial_exchange
+from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission
+from dynamix.schemas.policies import initial_exchange
 
 RULES = ("diloco", "qsr", "adacomm", "accordion", "gravac")
 OBS_WF = np.full((4, len(RANK_FEATURES)), np.nan, dtype=np.float32)

@@ -1,13 +1,16 @@
 """Undecodable messages on the subjects that services read: they are counted, stored in DEAD, and change no decision."""
 
+import asyncio
 import functools
 import hashlib
+import json
 from collections import Counter
+from urllib.parse import urlsplit
 
 import pytest
 from tests.support import examples
 from tests.support.bus_watch import watching
-from tests.support.control_plane import NODE, control_plane, one_node_job, report_of
+from tests.support.control_plane import NODE, ControlPlane, control_plane, one_node_job, report_of
 from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure
 
@@ -32,6 +35,20 @@ def payloads(kind: str) -> list[bytes]:
     return [b"", b"\x00\xff random", good[: len(good) // 2], newer, *foreign]
 
 
+async def publish_raw(plane: ControlPlane, subject: bytes) -> None:
+    """Publish as any client of the broker can, without our checks."""
+    settings = plane.server.settings
+    url = urlsplit(settings.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    await reader.readline()  # INFO
+    options = {"user": settings.user, "pass": settings.password, "verbose": False, "pedantic": False}
+    writer.write(b"CONNECT " + json.dumps(options).encode() + b"\r\nPUB " + subject + b" 1\r\n?\r\nPING\r\n")
+    await writer.drain()
+    assert await reader.readline() == b"PONG\r\n"
+    writer.close()
+    await writer.wait_closed()
+
+
 async def test_every_service_counts_undecodable_messages_and_continues(figure: Figure) -> None:
     """Between two of them a good report leads to a reward and an action."""
     sent: Counter[str] = Counter()
@@ -48,7 +65,9 @@ async def test_every_service_counts_undecodable_messages_and_continues(figure: F
         await plane.bus.publish_bytes(
             subjects.of("state", job.job, "node-c"), encode(examples.state("node-c")), "other"
         )
-        sent["arbitrator"] += 1
+        await publish_raw(plane, b"dynamix.v1.report.\xff\xfe.a.node-a")
+        await publish_raw(plane, b"dynamix.v1.job.\xff\xfe.a")
+        sent.update(("arbitrator", "arbitrator", "collector"))
         await plane.wait_for_actions(window)
         async with watching(plane.bus, job.job) as watch:
             for service, count in sent.items():

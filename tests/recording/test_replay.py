@@ -1,24 +1,28 @@
-"""Captures that replay equal, and those that cannot be replayed."""
+"""Captures that replay equal, those that differ, and a job decided by another policy than its own."""
 
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from tests.support import examples, learned
-from tests.support.recordings import DEMO, JobRecording, Matching, changed, into_arbitrator, written
+from tests.support.recordings import DEMO, JobRecording, Matching, changed, into_arbitrator, without, written
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.policies.proportional import Proportional
 from dynamix.collector.agent import trace_of
 from dynamix.collector.window import simulated_window
 from dynamix.recording.capture import CaptureError, Record, WindowKey, first_generation, records
-from dynamix.recording.playback import ReplayError
+from dynamix.recording.comparison import agree
+from dynamix.recording.decisions import OtherPolicy, ReplayError
 from dynamix.recording.replay import ReplayRequest, ReplayTarget, replay
+from dynamix.reward.service import RewardSettings
 from dynamix.schemas import codec
 from dynamix.schemas.codec import decode
 from dynamix.schemas.features import state_of
-from dynamix.schemas.messages import Action, FieldView, Job, SeenTrace, SystemMetrics, Trace
+from dynamix.schemas.messages import Action, FieldView, Job, SeenTrace, SystemMetrics
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 TWO_NODES = examples.job()
@@ -52,17 +56,6 @@ async def test_the_traces_of_an_agent_are_replayed_with_its_windows(tmp_path: Pa
                 recording.store(message)
     outcome = await replay(ReplayRequest(path, "collector"))
     assert (outcome.counts.num_compared, outcome.counts.num_equal) == (9, 9)
-
-    def change(record: Record) -> Record:
-        if not Matching("trace", 2)(record):
-            return record
-        other = msgspec.structs.replace(decode(Trace, record.subject, record.payload), appetite=1.0)
-        return record._replace(payload=codec.encode(other))
-
-    outcome = await replay(ReplayRequest(changed(path, tmp_path / "other.dxc", change), "collector"))
-    first = outcome.counts.first
-    assert first is not None
-    assert (first.kind, first.window, first.reason) == ("trace", 2, "other bytes")
 
 
 async def test_until_a_window_compares_no_later_one() -> None:
@@ -105,18 +98,6 @@ async def test_a_restart_after_a_gap_replays_equal(tmp_path: Path) -> None:
     outcome = await into_arbitrator(recording.path)
     assert (outcome.counts.num_compared, outcome.counts.num_equal) == (10, 10)
     assert outcome.counts.notes == ["the recorded arbitrator restarted after a gap, before window 9"]
-
-
-async def test_a_silent_node_and_skipped_windows_replay_equal(tmp_path: Path) -> None:
-    with JobRecording(tmp_path / "job.dxc", TWO_NODES) as recording:
-        for window in [*range(4), *range(100, 104)]:
-            recording.state(window, "node-a")
-            if window < 2:
-                recording.state(window, "node-b")
-    assert any(action.gap for action in recording.actions)
-    outcome = await into_arbitrator(recording.path)
-    assert outcome.bytes_equal
-    assert outcome.counts.num_equal == len(recording.actions)
 
 
 async def test_a_past_capture_with_the_specification_last_replays_equal(tmp_path: Path) -> None:
@@ -173,41 +154,6 @@ async def test_windows_without_a_decision_before_a_restart_of_the_job_are_no_dif
     assert outcome.is_equal()
 
 
-async def test_after_an_action_of_somebody_else_each_window_is_compared_by_itself(tmp_path: Path) -> None:
-    def with_other_sizes(action: Action) -> Action:
-        return msgspec.structs.replace(action, local_batch_sizes=(200, 56)) if action.window == 3 else action
-
-    with JobRecording(tmp_path / "job.dxc", ONE_NODE) as recording:
-        recording.change = with_other_sizes
-        for window in range(8):
-            recording.state(window)
-    outcome = await into_arbitrator(recording.path)
-    assert (outcome.counts.num_different, outcome.counts.num_equal) == (1, 7)
-    assert outcome.counts.first is not None
-    assert outcome.counts.first.window == 3
-
-
-async def test_stuck_sizes_are_reported_in_the_same_window(tmp_path: Path) -> None:
-    smallest = examples.job({"node-a": (0, 1)}, initial_local_batch_sizes=(32, 32))
-    with JobRecording(tmp_path / "job.dxc", smallest) as recording:
-        for window in range(24):
-            recording.state(window)
-    outcome = await into_arbitrator(recording.path)
-    assert (outcome.counts.num_compared, outcome.counts.num_equal, outcome.counts.notes) == (25, 25, [])
-
-
-async def test_a_restarted_arbitrator_counts_stuck_sizes_from_its_start(tmp_path: Path) -> None:
-    smallest = examples.job({"node-a": (0, 1)}, initial_local_batch_sizes=(32, 32))
-    with JobRecording(tmp_path / "job.dxc", smallest) as recording:
-        for window in range(40):
-            if window == 10:
-                recording.restart()
-            recording.state(window)
-    outcome = await into_arbitrator(recording.path)
-    assert (outcome.counts.num_compared, outcome.counts.num_equal) == (41, 41)
-    assert [note for note in outcome.counts.notes if ":19:size-stuck is only in the replay" in note]
-
-
 async def test_a_learned_policy_is_replayed_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.safetensors"
     file.write_bytes(learned.policy_file("deltas", favour=2, policy="mine").to_bytes())
@@ -222,9 +168,7 @@ async def test_a_learned_policy_is_replayed_from_its_file(tmp_path: Path) -> Non
         await into_arbitrator(recording.path)
 
 
-async def test_a_damaged_capture_is_an_error_and_a_cut_off_one_is_replayed(
-    tmp_path: Path,
-) -> None:
+async def test_a_damaged_capture_is_an_error_and_a_cut_off_one_is_replayed(tmp_path: Path) -> None:
     data = bytearray(DEMO.read_bytes())
     cut = tmp_path / "cut.dxc"
     cut.write_bytes(data[:-40])
@@ -234,7 +178,7 @@ async def test_a_damaged_capture_is_an_error_and_a_cut_off_one_is_replayed(
     data[len(data) // 2] ^= 1
     damaged = tmp_path / "damaged.dxc"
     damaged.write_bytes(data)
-    with pytest.raises(CaptureError, match="block"):
+    with pytest.raises(CaptureError, match="at byte"):
         await into_arbitrator(damaged)
 
 
@@ -256,3 +200,157 @@ async def test_original_speed_follows_the_brokers_clock(tmp_path: Path) -> None:
     outcome = await replay(ReplayRequest(recording.path, "arbitrator", speed="original"))
     assert outcome.bytes_equal
     assert time.monotonic() - begun_s >= outcome.recorded_s > 0.2
+
+
+# --- differences ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_changed_action_is_the_first_difference_with_both_sides(tmp_path: Path) -> None:
+    def change(record: Record) -> Record:
+        if not Matching("action", 7)(record):
+            return record
+        action = decode(Action, record.subject, record.payload)
+        sizes = (action.local_batch_sizes[0] + 1, *action.local_batch_sizes[1:])
+        other = msgspec.structs.replace(action, local_batch_sizes=sizes)
+        return record._replace(payload=codec.encode(other))
+
+    outcome = await into_arbitrator(changed(DEMO, tmp_path / "other.dxc", change))
+    first = outcome.counts.first
+    assert first is not None
+    assert (first.kind, first.window, first.reason, first.agrees) == ("action", 7, "other bytes", False)
+    assert [(pair.field, int(pair.recorded) - int(pair.replayed)) for pair in first.fields if pair.differs] == [
+        ("local_batch_sizes[0]", 1)
+    ]
+    assert outcome.counts.num_different == 1, "what stands behind it is judged by itself"
+    assert outcome.counts.num_equal == 29
+
+
+async def test_an_arbitrator_that_stops_deciding_is_a_difference_also_with_until(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decide = Proportional.decide
+
+    def fails(self: Proportional, job: Job, window: int, *observed: Any) -> Any:
+        if window >= 5:
+            raise ValueError("made to fail")
+        return decide(self, job, window, *observed)
+
+    monkeypatch.setattr(Proportional, "decide", fails)
+    generation = first_generation(DEMO)
+    for until, num_missing in ((None, 25), (WindowKey(generation, 12), 8)):
+        outcome = await replay(ReplayRequest(DEMO, "arbitrator", until=until))
+        assert not outcome.decisions_equal
+        assert outcome.counts.num_different == num_missing
+
+
+async def test_other_weights_give_other_rewards_and_the_term_is_listed() -> None:
+    outcome = await replay(ReplayRequest(DEMO, "reward", reward=RewardSettings(beta=0.2)))
+    first = outcome.counts.first
+    assert first is not None
+    assert (first.kind, first.window) == ("reward", 0)
+    differing = {pair.field for pair in first.fields if pair.differs}
+    assert "ranks[0].terms.iteration_time" in differing
+    assert "ranks[0].terms.accuracy" not in differing
+
+
+@pytest.mark.parametrize("num_dropped", [10, 13])
+@pytest.mark.parametrize("into", ["collector", "reward"])
+async def test_a_capture_that_begins_in_the_middle_of_a_window_is_no_difference(
+    tmp_path: Path, into: ReplayTarget, num_dropped: int
+) -> None:
+    feed = [record.sequence for record in records(DEMO) if record.stream == FEED.name]
+    dropped = frozenset(feed[:num_dropped])
+    cut = changed(
+        DEMO,
+        tmp_path / "cut.dxc",
+        lambda record: None if record.stream == FEED.name and record.sequence in dropped else record,
+    )
+    outcome = await replay(ReplayRequest(cut, into))
+    assert outcome.bytes_equal
+    assert outcome.counts.num_compared >= 26
+
+
+async def test_an_output_recorded_twice_is_no_difference(tmp_path: Path) -> None:
+    last = list(records(DEMO))[-1]
+    reward = next(record for record in records(DEMO) if Matching("reward", 3)(record))
+    newest = max(record.sequence for record in records(DEMO) if record.stream == FEED.name)
+    again = reward._replace(sequence=newest + 1, timestamp_ns=last.timestamp_ns)
+    outcome = await replay(ReplayRequest(written(DEMO, tmp_path / "twice.dxc", [*records(DEMO), again]), "reward"))
+    assert (outcome.counts.num_repeated, outcome.bytes_equal) == (1, True)
+
+
+async def test_windows_that_the_recorded_arbitrator_left_undecided_are_a_difference(tmp_path: Path) -> None:
+    def until_window_19(record: Record) -> Record | None:
+        if record.stream != ACTIONS.name:
+            return record
+        return record if decode(Action, record.subject, record.payload).window < 20 else None
+
+    outcome = await into_arbitrator(changed(DEMO, tmp_path / "undecided.dxc", until_window_19))
+    counts = outcome.counts
+    assert (counts.num_equal, counts.num_outside, counts.num_different) == (20, 2, 8)
+    assert not outcome.is_equal()
+
+
+async def test_the_state_of_a_dropped_window_is_not_compared(tmp_path: Path) -> None:
+    outcome = await replay(ReplayRequest(without(DEMO, tmp_path / "shed.dxc", Matching("window", 11)), "collector"))
+    assert (outcome.counts.num_compared, outcome.counts.num_uncompared) == (58, 1)
+    assert outcome.bytes_equal
+    assert not outcome.is_equal()
+
+
+async def test_a_changed_feature_is_listed_by_its_name(tmp_path: Path) -> None:
+    def change(record: Record) -> Record:
+        if not Matching("state", 5)(record):
+            return record
+        payload = bytearray(record.payload)
+        payload[120] ^= 0x40
+        return record._replace(payload=bytes(payload))
+
+    outcome = await replay(ReplayRequest(changed(DEMO, tmp_path / "other.dxc", change), "collector"))
+    first = outcome.counts.first
+    assert first is not None
+    assert (first.kind, first.window) == ("state", 5)
+    differing = [pair.field for pair in first.fields if pair.differs]
+    assert len(differing) == 1
+    assert differing[0].startswith("rank ")
+
+
+def test_close_numbers_agree_and_decisions_must_be_equal() -> None:
+    near = examples.state(throughput=(1000.0, 2000.0))
+    far = examples.state(throughput=(1000.0004, 2000.0))
+    assert near != far
+    other = examples.state(throughput=(1010.0, 2000.0))
+    assert agree(near, far)
+    assert not agree(near, other)
+    assert agree(examples.action(carry=b"a", hash=b"b"), examples.action(carry=b"c", hash=b"d"))
+    assert not agree(examples.action(), examples.action(local_batch_sizes=(128, 128, 128, 129)))
+    assert not agree(examples.action(), "cannot be decoded")
+
+
+# --- another policy ------------------------------------------------------------------------------------------------
+
+
+async def test_asking_the_recorded_policy_gives_the_recorded_decisions() -> None:
+    outcome = await replay(ReplayRequest(DEMO, "arbitrator", other=OtherPolicy("proportional", {})))
+    assert outcome.what_if is not None
+    assert (outcome.what_if.num_windows, outcome.what_if.num_windows_different) == (30, 0)
+
+
+async def test_asking_another_policy_gives_its_decisions() -> None:
+    initial = next(decode(Job, r.subject, r.payload) for r in records(DEMO) if r.stream == JOBS.name)
+    outcome = await replay(ReplayRequest(DEMO, "arbitrator", other=OtherPolicy("static", {})))
+    asked = outcome.what_if
+    assert asked is not None
+    assert {row.other for row in asked.windows} == {initial.initial_local_batch_sizes}
+    recorded = [decode(Action, r.subject, r.payload) for r in records(DEMO) if r.stream == ACTIONS.name]
+    assert [row.recorded for row in asked.windows] == [action.local_batch_sizes for action in recorded]
+    assert asked.mean_difference == pytest.approx(
+        sum(abs(a - b) for row in asked.windows for a, b in zip(row.recorded, row.other, strict=True)) / (30 * 4)
+    )
+
+
+async def test_an_unknown_policy_or_option_is_an_error_with_a_reason() -> None:
+    with pytest.raises(ReplayError, match="no policy is called 'magic'"):
+        await replay(ReplayRequest(DEMO, "arbitrator", other=OtherPolicy("magic", {})))
+    with pytest.raises(ReplayError, match="has no option 'speed'"):
+        await replay(ReplayRequest(DEMO, "arbitrator", other=OtherPolicy("rule", {"speed": 1.0})))

@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import examples
 
-from dynamix.schemas import codec, finite, subjects
-from dynamix.schemas.codec import MalformedMessageError, decode, decode_any, encode, message_id
-from dynamix.schemas.messages import Applied, Job, Message, Report
-
-ONE_OF_EACH: list[Message] = [examples.job(), examples.report(), examples.window(), examples.state(), examples.action()]
+from dynamix.schemas import codec, subjects
+from dynamix.schemas.codec import MalformedMessageError, decode, decode_any, encode
+from dynamix.schemas.messages import Applied, Job, Report
 
 
 def test_the_subject_is_the_identity_and_a_payload_that_disagrees_is_refused() -> None:
@@ -35,16 +33,6 @@ def test_a_later_version_is_refused_by_its_number() -> None:
     data[2] = 9
     with pytest.raises(MalformedMessageError, match="version 9"):
         decode_any(subjects.of("action", examples.JOB), bytes(data))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_value_that_is_not_finite_is_named_and_refused_on_both_sides(value: float) -> None:
-    bad = examples.report(rows=(examples.row(0), examples.row(1, loss_sum=value)))
-    with pytest.raises(MalformedMessageError, match=r"rows\[1\]\.loss_sum"):
-        encode(bad)
-    foreign = encode(examples.report())[: codec.HEADER_BYTES] + msgspec.msgpack.encode(bad)
-    with pytest.raises(MalformedMessageError, match=r"rows\[1\]\.loss_sum"):
-        decode_any(subjects.of("report", examples.JOB, "node-a"), foreign)
 
 
 def test_a_message_over_the_limit_is_refused_on_both_sides() -> None:
@@ -86,9 +74,6 @@ def test_equal_sizes_of_many_ranks_inflate_as_little_as_others() -> None:
 def test_what_inflates_beyond_the_limits_is_refused(body: bytes) -> None:
     with pytest.raises(MalformedMessageError, match="over the limit"):
         decode_any(subjects.of("job", examples.JOB), b"DX\x01\x81" + zlib.compress(body))
-
-
-def test_what_is_not_compressed_is_refused_where_the_header_says_so() -> None:
     with pytest.raises(MalformedMessageError, match="not by zlib"):
         decode_any(subjects.of("job", examples.JOB), b"DX\x01\x81" + encode(examples.job()))
 
@@ -108,15 +93,6 @@ def test_a_truncated_message_is_refused(length: int) -> None:
     data = encode(examples.report())
     with pytest.raises(MalformedMessageError):
         decode_any(subjects.of("report", examples.JOB, "node-a"), data[: min(length, len(data) - 1)])
-
-
-def test_message_ids_name_the_content() -> None:
-    assert message_id(examples.state(window_index=3)) == "state:mnist-0a1b2c3d:node-a:0:3"
-    assert message_id(examples.job()) == "job:mnist-0a1b2c3d:0:running"
-    applied = Applied(
-        job=examples.JOB, generation=1, decided_window=4, effective_window=6, effective_step=60, local_batch_sizes=(1,)
-    )
-    assert message_id(applied) == "applied:mnist-0a1b2c3d:1:4"
 
 
 @pytest.mark.parametrize(
@@ -151,17 +127,6 @@ def test_a_foreign_float_of_either_width_is_refused_when_it_is_not_finite(form: 
     assert foreign != good
     with pytest.raises(MalformedMessageError, match=r"logprobs\[0\]"):
         decode_any(subjects.of("action", examples.JOB), foreign)
-
-
-DOUBTFUL = struct.unpack(">d", b"\x7f\xef" + 6 * b"\xff")[0]  # the largest one: its bytes look like one that is not
-LARGE = examples.report(rows=tuple(examples.row(rank, loss_sum=0.5) for rank in range(4096)))
-
-
-def report_with(values: dict[int, float]) -> Report:
-    rows = tuple(msgspec.structs.replace(row, loss_sum=values.get(row.rank, 0.5)) for row in LARGE.rows)
-    return msgspec.structs.replace(LARGE, rows=rows)
-
-
-def test_a_value_that_is_not_finite_is_named_among_thousands_of_ranks() -> None:
-    bad = report_with({16: DOUBTFUL, 4095: math.nan})
-    assert finite.non_finite_fields(bad, msgspec.msgpack.encode(bad)) == ["rows[4095].loss_sum"]
+    bad = examples.report(rows=(examples.row(0), examples.row(1, loss_sum=value)))
+    with pytest.raises(MalformedMessageError, match=r"rows\[1\]\.loss_sum"):
+        encode(bad)

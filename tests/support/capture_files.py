@@ -7,7 +7,8 @@ from pathlib import Path
 from tests.support import examples
 
 from dynamix.cli.source import Source
-from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, EndReason, Fingerprint, Record
+from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, EndReason, Record
+from dynamix.recording.fingerprint import Fingerprint
 from dynamix.runtime.bus import Bus
 from dynamix.schemas.codec import encode, message_id
 from dynamix.schemas.kinds import BY_STRUCT
@@ -44,7 +45,7 @@ def records_of(messages: Iterable[Message]) -> list[Record]:
 
 async def capture_job(bus: Bus, job: str, path: Path, *, past: bool) -> CaptureEnd:
     """Capture a job from a broker: what is stored now, or until the job has ended."""
-    with CaptureWriter(path, CaptureHeader.of(job), overwrite=True) as writer:
+    with CaptureWriter(path, CaptureHeader.of(job)) as writer:
         async with Source(bus, job, past=past, stop=asyncio.Event()) as source:
             while batch := await source.read():
                 for one in batch:

@@ -8,13 +8,10 @@ from bench.jobs import StreamRecorder
 from tests.support import examples
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.deciding.signatures import SizeWatch
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record, read_header, records
-from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
 from dynamix.recording.replay import ReplayOutcome, ReplayRequest, replay
-from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages import Action, Job, Message, State
 
@@ -30,7 +27,7 @@ def changed(source: Path, target: Path, change: Change) -> Path:
 
 def written(source: Path, target: Path, found: Iterable[Record]) -> Path:
     """A capture with the header of another."""
-    with CaptureWriter(target, read_header(source), overwrite=True) as writer:
+    with CaptureWriter(target, read_header(source)) as writer:
         for record in found:
             writer.write_record(record)
     return target
@@ -43,10 +40,10 @@ class Matching:
         self._kind, self._window = kind, window
 
     def __call__(self, record: Record) -> bool:
-        if self._kind == "action" and kind_of(record) == "action":
+        if self._kind == "action" and record.kind == "action":
             return decode_any(record.subject, record.payload).window == self._window  # type: ignore[attr-defined]
-        key = window_key_of(identity_of(record))
-        return kind_of(record) == self._kind and key is not None and key.window == self._window
+        key = record.key
+        return record.kind == self._kind and key is not None and key.window == self._window
 
 
 def without(source: Path, target: Path, matching: Matching) -> Path:
@@ -66,9 +63,7 @@ class JobRecording:
         self.path = path
         self.actions: list[Action] = []
         self.last_sequence = 0
-        self.change: Callable[[Action], Action] = lambda action: action
-        """What somebody else stores in place of an action of the policy."""
-        self._writer = CaptureWriter(path, CaptureHeader.of(job.job), overwrite=True)
+        self._writer = CaptureWriter(path, CaptureHeader.of(job.job))
         self._policy = policy
         self._states: list[tuple[int, State]] = []
         self._begin(job)
@@ -100,19 +95,13 @@ class JobRecording:
     def decide(self, sequence: int, state: State) -> None:
         """Fold a state and store what is decided."""
         self._fold.add_state(sequence, state)
-        while (decided := self._fold.close()) is not None:
-            action = seal(self.change(decided), decided.previous_hash)
+        while (action := self._fold.close()) is not None:
             self.store(action)
             self.actions.append(action)
             self._fold.adopt(action)
-            finding = self._watch.observe_sizes(action.local_batch_sizes)
-            if finding is not None:
-                identity = {"job": action.job, "generation": action.generation, "window": action.window}
-                self.store(finding.event(**identity, service="arbitrator"))
 
     def restart(self, *, lost_until: int | None = None) -> None:
         """Another arbitrator goes on from the newest action, behind a gap if FEED has lost all up to a sequence."""
-        self._watch = SizeWatch(self._job)
         self._fold = Fold(self._job, self._policy_of(self._job), self.actions[-1])
         if lost_until is not None:
             self._fold.start_after_gap(lost_until)
@@ -127,7 +116,6 @@ class JobRecording:
 
     def _begin(self, job: Job) -> None:
         self._job = job
-        self._watch = SizeWatch(job)
         self._fold = Fold(job, self._policy_of(job), self.actions[-1] if self.actions else None)
 
     def _policy_of(self, job: Job) -> Policy:

@@ -6,7 +6,7 @@ import pytest
 
 from dynamix.schemas.messages import NodeRanks, SeenTrace, Trace
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.schemas.messages.policies import STIGMERGY_OPTIONS
+from dynamix.schemas.policies import STIGMERGY_OPTIONS
 from dynamix.trainer.data.plan import Schedule
 from dynamix.trainer.steering.field import TraceField
 

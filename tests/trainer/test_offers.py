@@ -46,7 +46,6 @@ def _with(**changes: Any) -> Action:
         (_with(local_batch_sizes=(64, 64, 64)), "length"),
         (_with(local_batch_sizes=(31, 64)), "bounds"),
         (_with(local_batch_sizes=(1024, 513)), "bounds"),
-        (_with(levers={"local_steps": 4.0}), "lever"),
         (_with(exchange=Exchange(every=4)), "lever"),
         (_with(exchange=Exchange(codec="bf16")), "lever"),
     ],

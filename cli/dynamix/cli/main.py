@@ -33,7 +33,7 @@ EXTRAS = {
 }
 """Packages that only some commands need, and the extra that brings them."""
 COMMANDS = {
-    "demo": "Train a real job on this machine three times: left alone, divided by speed, and steered",
+    "demo": "Train a real job on this machine three times: fixed, divided and adaptive batch sizes",
     "up": "Run broker and services on this machine until interrupted",
     "train": "Start a training script with torchrun, connected to the bus",
     "serve-gradients": "Sum parts of a job's gradients in a separate process (a parameter server)",
@@ -47,7 +47,7 @@ COMMANDS = {
     "evaluate": "Compare policies on virtual clusters; tune the baselines",
     "policy": "List, show, export and import learned policies",
     "provision": "Create the broker's streams, or bring them up to date",
-    "keys": "Create, revoke and list the keys that let users in at the broker",
+    "keys": "Create, revoke and list the broker's keys",
     "doctor": "Check what this machine has, what is missing, and how to fix it",
 }
 """Modules of `dynamix.cli.commands`, with '_' for '-', in the order of `dynamix --help`; and what each does."""

@@ -172,7 +172,7 @@ class Source:
 
 async def capture_stored(bus: Bus, job: str, path: Path) -> None:
     """Write what is stored of a job now as a capture, over a file that is there. Raises OSError and BusError."""
-    with CaptureWriter(path, CaptureHeader.of(job), overwrite=True) as writer:
+    with CaptureWriter(path, CaptureHeader.of(job)) as writer:
         async with Source(bus, job, past=True, stop=asyncio.Event()) as source:
             while batch := await source.read():
                 for record in batch:

@@ -2,7 +2,7 @@
 
 `diloco`, `qsr` and `adacomm` set the period of local steps, `accordion` and `gravac` a codec. All hold the job's batch;
 with option `track` the training processes divide it. What a job does not permit is not decided: periods need
-`attach(exchange="local")`, codecs with loss `attach(exchange="lossy")`; elsewhere gradients travel as they are.
+`attach(exchange="local")`, codecs with loss `attach(exchange="lossy")`; elsewhere gradients are exchanged exactly.
 """
 
 import math
@@ -13,14 +13,11 @@ from msgspec.structs import replace
 
 from dynamix.arbitrator.policies.carry import pack, unpack
 from dynamix.arbitrator.policies.model.observation import Array32, job_value
-from dynamix.arbitrator.policies.options import Option, Options, allocation_of, name_of, named, option, track
+from dynamix.arbitrator.policies.options import allocation_of, name_of, option
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, LOSSY_CODECS, Exchange, exchange_of, is_permitted
-from dynamix.schemas.messages.policies import EXCHANGE_OPTIONS
-from dynamix.schemas.messages.policy_options import MOST_STEPS
-
-MOST_WINDOWS = 10_000
+from dynamix.schemas.messages.allocation import LOSSY_CODECS, Exchange, is_permitted
+from dynamix.schemas.policies import MOST_STEPS, POLICY_OPTIONS, Options, initial_exchange
 
 
 def _is_known(value: float) -> bool:
@@ -39,29 +36,18 @@ class _ExchangeRule:
         return Decision(allocation, carry=b"" if state is None else pack(state), reason=reason)
 
 
-_DILOCO = EXCHANGE_OPTIONS["diloco"]
-
-
 class DiLoCo(_ExchangeRule):
     """A fixed sync period with an outer Nesterov step (DiLoCo: Douillard et al., arXiv 2311.08105).
 
-    Rounds of `every` local steps from the first step on, then a Nesterov step from where the round began towards
-    the mean. Published periods are some hundred steps; the default here is for short jobs. The batch stays. It
-    needs `attach(exchange="local")`.
+    Published periods are some hundred steps; the default is for short jobs. Needs `attach(exchange="local")`.
     """
 
     name = "diloco"
-    options: ClassVar[Options] = {
-        "every": Option(_DILOCO["every"], 2, MOST_STEPS, "optimizer steps between two averagings", whole=True),
-        "outer_rate": Option(_DILOCO["outer_rate"], 0.001, 10, "rate of the outer step; 1 is the mean"),
-        "outer_momentum": Option(_DILOCO["outer_momentum"], 0, 0.999, "its Nesterov momentum"),
-        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["diloco"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The job's initial sizes, and the exchange of its options."""
-        exchange = exchange_of({**_DILOCO, **job.policy_options})
+        exchange = initial_exchange(self.name, job.policy_options)
         return self._decision(job, exchange, f"as its options say: gradients {exchange.label}")
 
 
@@ -78,18 +64,12 @@ class QSR(_ExchangeRule):
 
         h = max(h_min, floor((alpha / learning rate)^2))
 
-    The period grows as the learning rate of the steps falls. Published settings have h_min 2 or 4 and (alpha /
-    peak)^2 = 4.8, which the default is at a rate of 0.1. The batch stays. It needs `attach(exchange="local")`;
-    elsewhere gradients are exchanged exactly.
+    The period grows as the learning rate falls. Published settings have h_min 2 or 4 and (alpha / peak)^2 = 4.8, as the
+    default has at a rate of 0.1. Needs `attach(exchange="local")`.
     """
 
     name = "qsr"
-    options: ClassVar[Options] = {
-        "alpha": Option(0.22, 1e-6, 1e3, "learning rate at which h is 1, without h_min"),
-        "h_min": Option(4, 1, MOST_STEPS, "least steps between two averagings", whole=True),
-        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["qsr"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The period of the newest learning rate that is known; `h_min` before the first."""
@@ -121,21 +101,14 @@ class _Losses(msgspec.Struct, array_like=True):
 class AdaComm(_ExchangeRule):
     """Local steps that become fewer as the loss falls (AdaComm: Wang and Joshi, arXiv 1810.08313).
 
-        tau = ceil(tau_0 sqrt((lr_0 / lr) (F / F_0)))   but decay * the last tau, where that is not below the last one
+        tau = ceil(tau_0 sqrt((lr_0 / lr) (F / F_0))); if that is not below the last tau, decay * the last tau
 
-    F is the mean training loss of an interval, lr the learning rate at its end, F_0 and lr_0 those of the first
-    one; tau is decided once per interval (published: a minute) and grows only with a falling learning rate. The
-    batch stays. It needs `attach(exchange="local")`; elsewhere gradients are exchanged exactly.
+    F is the mean training loss of an interval, lr the learning rate at its end, F_0 and lr_0 those of the first one.
+    tau is decided once per interval (published: a minute). Needs `attach(exchange="local")`.
     """
 
     name = "adacomm"
-    options: ClassVar[Options] = {
-        "tau_0": Option(10, 1, MOST_STEPS, "steps between two averagings at the beginning", whole=True),
-        "interval": Option(10, 1, MOST_WINDOWS, "windows between two decisions", whole=True),
-        "decay": Option(0.5, 0.01, 1, "factor on tau where the loss alone would not make it less"),
-        "codec": named(EXCHANGE_CODECS, "how what moved is encoded"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["adacomm"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The period of the last interval that ended; `tau_0` before, and while no loss is known."""
@@ -185,19 +158,12 @@ class Accordion(_ExchangeRule):
 
         critical, if |N_before - N| / N_before >= eta, or the learning rate fell: codec `mild`; else codec `hard`
 
-    N is the mean norm of a step's gradient over an interval; published with eta 0.5, ten epochs, and a norm per
-    layer, where we have one for all. It starts as critical. Our codecs lose far less than those that it was made
-    for. The batch stays. It needs `attach(exchange="lossy")`; elsewhere gradients are exchanged exactly.
+    N is the mean norm of a step's gradient over an interval; published with eta 0.5, ten epochs, and a norm per layer.
+    Our codecs lose far less than those that it was made for. Needs `attach(exchange="lossy")`.
     """
 
     name = "accordion"
-    options: ClassVar[Options] = {
-        "eta": Option(0.5, 0, 100, "relative change of the norm from which on it is critical"),
-        "interval": Option(10, 1, MOST_WINDOWS, "windows whose mean norms are compared", whole=True),
-        "mild": named(EXCHANGE_CODECS, "codec while it is critical", "bf16"),
-        "hard": named(EXCHANGE_CODECS, "codec elsewhere", "int8"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["accordion"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The codec of the last interval that ended; the mild one before, and while no norm is known."""
@@ -241,22 +207,14 @@ class _Trials(msgspec.Struct, array_like=True):
 class GraVAC(_ExchangeRule):
     """The codec of the greatest throughput times gain (GraVAC: Tyagi and Swany, arXiv 2305.12201).
 
-        gain = |what was sent|^2 / |what should have been|^2   samples per second * gain, of codecs with gain >= floor
+        gain = |sent|^2 / |unrounded|^2        best: samples per second * gain, of codecs with gain >= floor
 
-    Each permitted codec is tried for some windows; the best one is then used until the next search. Gain is the
-    state's `coding_gain`, 1 without loss. Unlike GraVAC, which codes every gradient twice, a codec must be active
-    to be measured. A codec that rounds has a gain of 1.00; residuals count as lost. The batch stays. It needs
-    `attach(exchange="lossy")`; elsewhere only codecs without loss are tried.
+    Each permitted codec is tried for some windows; the best one is used until the next search. Unlike GraVAC, which
+    encodes every gradient twice, a codec must be active to be measured. Needs `attach(exchange="lossy")`.
     """
 
     name = "gravac"
-    options: ClassVar[Options] = {
-        "floor": Option(0.7, 0, 1, "least gain of a codec"),
-        "trial": Option(4, LAG + 1, 10_000, "windows for which each codec is tried", whole=True),
-        "hold": Option(100, 1, 1e6, "windows between two searches", whole=True),
-        "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in the averages"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["gravac"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The codec that is to be tried, or the best one of the last search."""

@@ -1,11 +1,11 @@
-"""Write a job, or a capture, as a table with a row per rank and window; columns carry their units in their names.
+"""Write a job, or a capture, as a table with a row per rank and window.
 
-  dynamix export job.dxc -o job.parquet           the ending says which format
+  dynamix export job.dxc -o job.parquet           the file's ending sets the format
   dynamix export JOB --format csv                 what the broker has stored of a job, to standard output
-  dynamix export JOB --format jsonl | head -1     an object per row, null where something is not known
+  dynamix export JOB --format jsonl | head -1     an object per row, null for unknown values
 
-JOB is a job's id or how it begins; a name that is a file, or has a slash in it, is a capture. The columns are those of
-`dynamix.recording.load` (docs/replay.md). Parquet needs the extra `tables` and a file.
+A name that is a file, or has a slash in it, is a capture. The columns are those of `dynamix.recording.load`
+(docs/replay.md). Parquet needs the extra `tables` and a file.
 """
 
 import argparse

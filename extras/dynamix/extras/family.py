@@ -1,7 +1,7 @@
-"""List, show and forget what the runs of job families taught.
+"""List, show and forget what the runs of job families learned.
 
-A job that names its family (`attach(..., family=...)`) begins with what earlier runs of it taught: times by rank,
-links, the noise scale. In a deployment `forget` needs the broker's user `provision`; the rest, `watcher`.
+A job that names its family (`attach(..., family=...)`) starts from what earlier runs learned: times by rank, links, the
+noise scale. In a deployment `forget` needs the key of `provision`; the other actions `watcher`.
 """
 
 import argparse

@@ -4,14 +4,14 @@
   dynamix trace JOB --past              what is stored now
   dynamix trace FILE                    a capture: the same traces, with the same ids
 
-They go to --endpoint, or where OTEL_EXPORTER_OTLP_ENDPOINT says, by OTLP over HTTP (http://localhost:4318 by default).
-Nothing of the job knows of it. Needs the packages of 'dynamix-batch[otel]'.
+Traces are sent by OTLP over HTTP to --endpoint, or to OTEL_EXPORTER_OTLP_ENDPOINT (default: http://localhost:4318).
+Needs the packages of 'dynamix-batch[otel]'. The spans of a trace:
 
-window                       first report stored ... the action applied, or the last thing that happened
-  collect NODE               a node's report stored ... its state stored
-    reward NODE              its metric window stored ... its rewards stored
-  decide                     the last state before the action stored ... the action stored
-  adopt                      the action stored ... its receipt stored: all ranks have agreed on the step
+  window            from the first report to the last message of the window
+  collect NODE      from a node's report to its state
+  reward NODE       from its metric window to its rewards
+  decide            from the last state to the action
+  adopt             from the action to the receipt that all ranks agreed on its step
 """
 
 import argparse
@@ -164,7 +164,7 @@ def spans_of(job: str, known: Window) -> Iterator[WindowSpan]:
         span_id = _id(f"{trace}:{name}", 8)
         return WindowSpan(name, trace_id, span_id, parent_id, start_ns, max(start_ns, end_ns), attributes)
 
-    times = [at for node in known.nodes.values() for at in (node.report_ns, node.state_ns, node.reward_ns)]
+    times = [at for node in known.nodes.values() for kind, at in node.stored_ns.items() if kind != "window"]
     last_ns = max([known.decided_ns, known.applied_ns, *times])
     decided, applied = known.action is not None, known.applied is not None
     yield span("window", known.started_ns, last_ns, None, decided=decided, applied=applied, nodes=len(known.nodes))
@@ -172,7 +172,7 @@ def spans_of(job: str, known: Window) -> Iterator[WindowSpan]:
         yield from _node_spans(span, name, node, root_id)
     if known.action is not None:
         action = known.action
-        states = [node.state_ns for node in known.nodes.values() if 0 < node.state_ns <= known.decided_ns]
+        states = [at for node in known.nodes.values() if 0 < (at := node.stored_ns.get("state", 0)) <= known.decided_ns]
         start_ns = max(states, default=known.decided_ns)
         more: dict[str, AttributeValue] = {"policy": action.policy, "policy_version": action.policy_version}
         sizes = list(action.local_batch_sizes[:64])
@@ -184,13 +184,16 @@ def spans_of(job: str, known: Window) -> Iterator[WindowSpan]:
 
 
 def _node_spans(span: Callable[..., WindowSpan], name: str, node: NodeWindow, root_id: int) -> Iterator[WindowSpan]:
-    if not (node.report_ns and node.state_ns):
+    report_ns, window_ns, state_ns, reward_ns = (
+        node.stored_ns.get(kind, 0) for kind in ("report", "window", "state", "reward")
+    )
+    if not (report_ns and state_ns):
         return
-    probe = {"probe": node.probe} if node.window_ns else {}
-    collect = span(f"collect {name}", node.report_ns, node.state_ns, root_id, node=name, **probe)
+    probe = {"probe": node.probe} if window_ns else {}
+    collect = span(f"collect {name}", report_ns, state_ns, root_id, node=name, **probe)
     yield collect
-    if node.window_ns and node.reward_ns:
-        yield span(f"reward {name}", node.window_ns, node.reward_ns, collect.span_id, node=name)
+    if window_ns and reward_ns:
+        yield span(f"reward {name}", window_ns, reward_ns, collect.span_id, node=name)
 
 
 def _id(text: str, num_bytes: int) -> int:

@@ -1,6 +1,6 @@
 """Recording: a job's messages in one file, and a replay of them into the services.
 
-- `capture`: the file. Records in, a checked file out, and back. Change it only with a new version of the format.
+- `capture`: the file. Records in, a checked file out, and back. `fingerprint`: the build that made it.
 - `table`: a capture in, columns for pandas or Arrow out: `dynamix.recording.load("job.dxc").to_pandas()`.
 - `comparison`: recorded and replayed outputs in, counts and the first difference out. Pure.
 - `replay`: a request in, an outcome out; the functions of collector, reward service or arbitrator run over a capture.

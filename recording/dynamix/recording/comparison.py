@@ -1,19 +1,15 @@
 """Comparison of outputs: recorded and replayed messages in, counts and the first difference by field out. Pure.
 
-A replayed output is paired with the recorded one of its identity; `agree` defines what counts as the same decision or
-the same number.
+`agree` defines what counts as the same decision or the same number.
 """
 
 import math
 from collections.abc import Iterator
-from itertools import starmap, takewhile
-from operator import eq
 from typing import Any, Literal
 
 import msgspec
 
-from dynamix.recording.capture import Record, WindowKey
-from dynamix.recording.capture.record import identity_of, kind_of, kind_of_subject, window_key_of
+from dynamix.recording.capture import Record, WindowKey, kind_of
 from dynamix.schemas import codec
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, unpack_global, unpack_ranks
@@ -28,7 +24,7 @@ EDGE_WINDOWS = 2
 REL_TOLERANCE = 1e-6
 """Numbers that differ by less are the same number from another processor: float32 has 1.2e-7 between neighbours."""
 MAX_SHOWN_BYTES = 16
-_DECISION_FIELDS = ("generation", "window", "local_batch_sizes", "split", "exchange", "gap", "levers")
+_DECISION_FIELDS = ("generation", "window", "local_batch_sizes", "split", "exchange", "gap")
 _PACKED_FIELDS = ("features", "known", "global_features", "global_known")
 _ABSENT = "-"
 
@@ -54,7 +50,6 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """Only the bytes differ: decisions are the same, or numbers are the same to six digits."""
     sequence: int | None = None
     """Sequence of the recorded message in its stream."""
-    first_byte: int | None = None
     fields: list[FieldPair] = []
 
     @property
@@ -98,14 +93,13 @@ class OutputCounts(msgspec.Struct, kw_only=True):
         is_first = self.first is None or (not agrees and self.first_disagreeing is None)
         self._add_difference(
             Difference(
-                kind=kind_of(record),
+                kind=record.kind,
                 subject=record.subject,
                 generation=key.generation,
                 window=key.window,
                 reason="other bytes",
                 agrees=agrees,
                 sequence=record.sequence,
-                first_byte=sum(takewhile(bool, starmap(eq, zip(record.payload, replayed, strict=False)))),
                 fields=_field_pairs(*sides) if is_first else [],
             )
         )
@@ -113,7 +107,7 @@ class OutputCounts(msgspec.Struct, kw_only=True):
 
     def count_missing(self, reason: Reason, subject: str, key: WindowKey, sequence: int | None = None) -> None:
         """Count an output that is on one side only; `sequence` is that of a recorded one."""
-        where = {"kind": kind_of_subject(subject), "subject": subject, **key._asdict()}
+        where = {"kind": kind_of(subject), "subject": subject, **key._asdict()}
         self._add_difference(Difference(**where, reason=reason, agrees=False, sequence=sequence))
 
     def add_note(self, text: str) -> None:
@@ -132,55 +126,6 @@ class OutputCounts(msgspec.Struct, kw_only=True):
             self.differing.append((difference.generation, difference.window, difference.kind))
 
 
-class OutputPairing:
-    """Takes each output once from both sides, the replayed one first; by identity, since the order may differ."""
-
-    def __init__(self, counts: OutputCounts) -> None:
-        self._counts = counts
-        self._unpaired: dict[str, tuple[str, bytes]] = {}
-        """Subject and payload of replayed outputs, by identity."""
-        self._paired: set[str] = set()
-        self._first: WindowKey | None = None
-        self._newest: WindowKey | None = None
-
-    def add_replayed(self, identity: str, subject: str, payload: bytes) -> None:
-        """Add an output of the replay."""
-        self._unpaired[identity] = (subject, payload)
-
-    def add_recorded(self, record: Record) -> None:
-        """Add a recorded output, after the replay of what it follows from."""
-        identity = identity_of(record)
-        key = window_key_of(identity)
-        if key is None:
-            self._counts.add_note(f"{record.subject} at {record.sequence} is no output that a service can publish")
-            return
-        self._first = min(self._first or key, key)
-        self._newest = max(self._newest or key, key)
-        if (replayed := self._unpaired.pop(identity, None)) is not None:
-            self._paired.add(identity)
-            self._counts.count_pair(record, key, replayed[1])
-        elif identity in self._paired:
-            self._counts.num_repeated += 1
-        elif key.window > 0 and key == self._first:  # the capture begins in the middle of this window
-            self._counts.num_uncompared += 1
-        else:
-            self._counts.count_missing("only recorded", record.subject, key, record.sequence)
-
-    def finish(self) -> None:
-        """Count the replayed outputs without a recorded one: missing, or at an edge of the capture."""
-        for identity, (subject, _) in self._unpaired.items():
-            key = window_key_of(identity)
-            assert key is not None, "outputs of services are about a window"
-            if (
-                self._first is None
-                or self._newest is None
-                or not (self._first < key <= self._newest._replace(window=self._newest.window - EDGE_WINDOWS))
-            ):
-                self._counts.num_outside += 1
-            else:
-                self._counts.count_missing("only replayed", subject, key)
-
-
 def _field_pairs(recorded: Message | str, replayed: Message | str) -> list[FieldPair]:
     """List all fields of two messages; a text stands for a message that cannot be decoded, and gives the reason."""
     left, right = _values_of(recorded), _values_of(replayed)
@@ -196,13 +141,21 @@ def _field_pairs(recorded: Message | str, replayed: Message | str) -> list[Field
 
 
 def agree(recorded: Message | str, replayed: Message | str) -> bool:
-    """Whether two messages of different bytes say the same: equal decisions, or numbers within `REL_TOLERANCE`."""
+    """Whether two messages of different bytes agree: equal decisions, or numbers within `REL_TOLERANCE`."""
     if isinstance(recorded, str) or isinstance(replayed, str) or type(recorded) is not type(replayed):
         return False
     if isinstance(recorded, Action):
         return all(getattr(recorded, name) == getattr(replayed, name) for name in _DECISION_FIELDS)
     left, right = _values_of(recorded), _values_of(replayed)
-    return left.keys() == right.keys() and all(_is_near(left[path], right[path]) for path in left)
+    return left.keys() == right.keys() and all(
+        _is_same(left[path], right[path])
+        or (
+            isinstance(left[path], float)
+            and isinstance(right[path], float)
+            and math.isclose(left[path], right[path], rel_tol=REL_TOLERANCE, abs_tol=1e-12)
+        )
+        for path in left
+    )
 
 
 def _decode_or_reason(subject: str, payload: bytes) -> Message | str:
@@ -214,34 +167,31 @@ def _decode_or_reason(subject: str, payload: bytes) -> Message | str:
 
 
 def _values_of(message: Message | str) -> dict[str, Any]:
+    """Values of a message by path; those of a state by the names of its features, NaN where unknown."""
     if isinstance(message, str):
         return {"cannot be decoded": message}
-    return dict(_state_values(message) if isinstance(message, State) else _values("", message))
-
-
-def _state_values(state: State) -> Iterator[tuple[str, Any]]:
-    """Values of a state by the names of its features; unknown ones are NaN."""
-    yield from (item for item in _values("", state) if item[0] not in _PACKED_FIELDS)
-    try:
-        rows, row = unpack_ranks(state), unpack_global(state)
-    except MalformedMessageError as error:
-        yield "features", str(error)
-        return
-    for rank, values in zip(state.ranks, rows.tolist(), strict=True):
-        yield from ((f"rank {rank}: {f.name}", value) for f, value in zip(RANK_FEATURES, values, strict=True))
-    yield from ((f"job: {f.name}", value) for f, value in zip(GLOBAL_FEATURES, row.tolist(), strict=True))
+    found = dict(_values("", message))
+    if isinstance(message, State):
+        found = {path: value for path, value in found.items() if path not in _PACKED_FIELDS}
+        try:
+            for rank, row in zip(message.ranks, unpack_ranks(message).tolist(), strict=True):
+                found |= {f"rank {rank}: {f.name}": value for f, value in zip(RANK_FEATURES, row, strict=True)}
+            row = unpack_global(message).tolist()
+            found |= {f"job: {f.name}": value for f, value in zip(GLOBAL_FEATURES, row, strict=True)}
+        except MalformedMessageError as error:
+            found["features"] = str(error)
+    return found
 
 
 def _values(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, msgspec.Struct):
-        for name in value.__struct_fields__:
-            yield from _values(f"{path}.{name}" if path else name, getattr(value, name))
+        value = {name: getattr(value, name) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _values(f"{path}.{name}" if path else name, item)
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from _values(f"{path}[{index}]", item)
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _values(f"{path}.{name}", item)
     else:
         yield path, value
 
@@ -249,11 +199,6 @@ def _values(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _is_same(left: Any, right: Any) -> bool:
     both_unknown = isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
     return both_unknown or bool(left == right)
-
-
-def _is_near(left: Any, right: Any) -> bool:
-    numbers = isinstance(left, float) and isinstance(right, float)
-    return _is_same(left, right) or (numbers and math.isclose(left, right, rel_tol=REL_TOLERANCE, abs_tol=1e-12))
 
 
 def _shown(values: dict[str, Any], path: str) -> str:

@@ -1,4 +1,4 @@
-"""Replay of the arbitrator: specifications and states in; actions and events out, compared with the recorded ones.
+"""Replay of the arbitrator: specifications and states in; actions out, compared with the recorded ones.
 
 The decisions are made by the arbitrator's own `Fold`. A recorded action counts, whatever the fold decides: after a
 difference the fold continues from the recorded action, so that each window is compared by itself.
@@ -12,32 +12,31 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.deciding.job_log import reason_of
-from dynamix.arbitrator.deciding.signatures import STUCK_WINDOWS, SizeWatch
-from dynamix.arbitrator.learned.policy import VERSION, LearnedPolicy
+from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy
-from dynamix.arbitrator.learned.policy_source import VERSION_OPTION
-from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.policy import MISTAKES, NamedPolicy, Policy, digest_of
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CutOffError, Record, WindowKey, records
-from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
 from dynamix.recording.comparison import EDGE_WINDOWS, OutputCounts
-from dynamix.recording.playback import Player, ReplayError
 from dynamix.runtime.input_files import read_regular
-from dynamix.schemas import codec, subjects
+from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
-from dynamix.schemas.messages import Action, Event, Job, State
+from dynamix.schemas.messages import Action, Job, State
 from dynamix.schemas.messages.fields import MAX_GENERATION
-from dynamix.schemas.messages.policies import PolicyOptions
+from dynamix.schemas.policies import PolicyOptions, check_options
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
+
+
+class ReplayError(RuntimeError):
+    """A capture that cannot be replayed as requested; the text names what is missing and how to get it."""
 
 
 class OtherPolicy(NamedTuple):
@@ -90,24 +89,6 @@ class _Recorded(NamedTuple):
         return -1 if self.action is None else self.action.generation
 
 
-class _RecordedActions:
-    """The actions of a capture, read ahead of the states; memory holds one."""
-
-    def __init__(self, path: Path) -> None:
-        self._found = (_recorded(record) for record in _until_cut(path) if record.stream == ACTIONS.name)
-        self._next: _Recorded | None = None
-
-    def peek(self) -> _Recorded | None:
-        """Return the next action and keep it; `None` at the end."""
-        if self._next is None:
-            self._next = next(self._found, None)
-        return self._next
-
-    def skip(self) -> None:
-        """Go on to the action after the next one."""
-        self._next = None
-
-
 class ArbitratorReplay:
     """Decides one job as the recorded arbitrator did, or as another policy would, generation by generation."""
 
@@ -129,62 +110,43 @@ class ArbitratorReplay:
         self._counts = counts
         self._until = until
         self._other = other
-        self._files = _read_policy_files(policy_files)
+        self._files: list[bytes] = []
+        """The content of learned policies."""
+        for file in policy_files:
+            try:
+                self._files.append(read_regular(file))
+            except OSError as error:
+                raise ReplayError(f"cannot read the policy file {file}: {error.strerror}") from error
+            PolicyFile.from_bytes(self._files[-1], str(file))
         self._jobs, self._checkpoint = _find_start(path)
-        self._recorded = _RecordedActions(path)
+        self._actions = (_recorded(record) for record in _until_cut(path) if record.stream == ACTIONS.name)
+        """Those of the capture, read ahead of the states; memory holds one."""
+        self._following = next(self._actions, None)
+        """The recorded action after the newest one that was compared; `None` at the end."""
         self._asked: list[tuple[Action, Action]] = []
         """Recorded decisions with those of the other policy."""
-        self._policy_asked = ("", 0)
         self._generation = -1
         """The newest one that was opened."""
         self._opened: set[int] = set()
         self._fold: Fold | None = None
         """`None` before the first state, and in a generation that is not decided any more."""
-        self._watch: SizeWatch | None = None
         self._states: deque[tuple[int, State]] = deque()
         """States of this generation that a restarted arbitrator would read."""
         self._newest: Action | None = None
-        self._history: deque[Action] = deque(maxlen=STUCK_WINDOWS)
-        """The newest actions of this generation."""
-        self._events: dict[str, bytes] = {}
-        """Events of the replay that were not compared yet, by identity."""
         self._num_after_last = 0
         """Decisions of this generation after its last recorded one."""
         self._restarted_at = 0
         """Sequence of the recorded action before which the fold was started again."""
-        self._is_over = False
-
-    async def run(self, player: Player) -> PolicyComparison | None:
-        """Decide to the end of the capture; returns the comparison with another policy where one was asked."""
-        if self._other is None and self._checkpoint is not None:
+        self.is_over = False
+        """Whether the last window asked for is decided."""
+        if other is None and self._checkpoint is not None:
             sequence = self._checkpoint.record.sequence
-            self._counts.add_note(f"begins after the action at {sequence}: what was before is not in the capture")
-        async for record in player:
-            kind = kind_of(record)
-            if kind == "state":
-                self._add_state(record)
-            elif kind == "event" and self._other is None:
-                self._compare_event(record)
-            if self._is_over:
-                break
-        if self._other is not None:
-            return _comparison(self._asked, *self._policy_asked)
-        if not player.stop.is_set():
-            self._finish()
-        return None
+            counts.add_note(f"begins after the action at {sequence}: what was before is not in the capture")
 
-    def _finish(self) -> None:
-        """Count the recorded actions that the fold did not reach, up to the last window asked for."""
-        while (found := self._recorded.peek()) is not None:
-            if self._until is not None and found.action is not None and _window_of(found.action) > self._until:
-                break
-            self._pass_over(found)
-        if self._until is None:
-            for identity in self._events:
-                self._counts.num_outside += 1
-                self._counts.add_note(f"{identity} is only in the replay: a restarted arbitrator counts from its start")
-
-    def _add_state(self, record: Record) -> None:
+    def add_record(self, record: Record) -> None:
+        """Decide what a state makes possible; other messages count only as recorded actions and specifications."""
+        if record.kind != "state":
+            return
         try:
             state = decode(State, record.subject, record.payload)
         except MalformedMessageError:
@@ -199,25 +161,61 @@ class ArbitratorReplay:
             self._fold = None
             self._counts.add_note(f"generation {self._generation} is not decided any more: {reason_of(error)[0]}")
 
+    def finish(self) -> None:
+        """Count the recorded actions that the fold did not reach, up to the last window asked for."""
+        while self._other is None and (found := self._following) is not None:
+            if self._until is not None and found.action is not None and _window_of(found.action) > self._until:
+                break
+            self._pass_over(found)
+
+    def comparison(self) -> PolicyComparison | None:
+        """The decisions of another policy; `None` when no window was decided by both."""
+        if not self._asked:
+            return None
+        windows = [
+            WindowComparison(
+                generation=other.generation,
+                window=other.window,
+                recorded=recorded.local_batch_sizes,
+                other=other.local_batch_sizes,
+            )
+            for recorded, other in self._asked
+        ]
+        differences = np.concatenate([np.abs(np.subtract(row.other, row.recorded)) for row in windows])
+        ratios = [sum(row.other) / max(1, sum(row.recorded)) for row in windows]
+        return PolicyComparison(
+            policy=self._asked[-1][1].policy,
+            policy_version=self._asked[-1][1].policy_version,
+            num_windows=len(windows),
+            num_windows_different=sum(row.recorded != row.other for row in windows),
+            mean_difference=float(differences.mean()),
+            p95_difference=float(np.percentile(differences, 95)),
+            mean_global_batch_size_ratio=float(np.exp(np.log(np.maximum(ratios, 1e-12)).mean())),
+            windows=windows,
+        )
+
     def _open(self, generation: int) -> None:
         """Start a generation as the arbitrator does: from the newest action, with the policy that decided next."""
         checkpoint, job = self._checkpoint, self._jobs[generation]
         if self._other is not None:
-            job = self._changed(job, self._other)
+            other = self._other
+            options = dict(other.options) if other.name is not None else {**job.policy_options, **other.options}
+            job = msgspec.structs.replace(job, policy=other.name or job.policy, policy_options=options)
+            if checkpoint is not None and checkpoint.action is not None and checkpoint.generation == generation:
+                job = msgspec.structs.replace(job, initial_local_batch_sizes=checkpoint.action.local_batch_sizes)
         elif checkpoint is not None and generation < checkpoint.generation:
             return
         else:
             last_skipped = 0 if checkpoint is None else checkpoint.record.sequence
-            while (found := self._recorded.peek()) is not None and (
+            while (found := self._following) is not None and (
                 found.record.sequence <= last_skipped or (found.action is not None and found.generation < generation)
             ):
                 self._pass_over(found)
         self._generation, self._fold = generation, None
         self._opened.add(generation)
         self._states.clear()
-        self._history.clear()
         self._num_after_last = 0
-        following = None if self._other is not None else self._recorded.peek()
+        following = None if self._other is not None else self._following
         decided = None if following is None or following.generation != generation else following.action
         if self._newest is not None and self._newest.generation == generation:
             decided = self._newest
@@ -225,7 +223,6 @@ class ArbitratorReplay:
 
     def _start_fold(self, job: Job, policy: Policy, profile: bytes = b"") -> None:
         self._fold = Fold(job, policy, self._newest, profile)
-        self._watch = None if job.policy == "static" else SizeWatch(job)
         self._has_begun = False
 
     def _decide(self, sequence: int, state: State) -> None:
@@ -239,41 +236,38 @@ class ArbitratorReplay:
             fold.add_state(sequence, state)
         except MalformedMessageError:
             return  # a dead letter
-        while not self._is_over and (action := fold.close()) is not None:
+        while not self.is_over and (action := fold.close()) is not None:
             stored = self._stored(action)
             if stored is None:
                 return
             self._adopt(stored)
-            self._is_over = self._until is not None and _window_of(stored) >= self._until
+            self.is_over = self._until is not None and _window_of(stored) >= self._until
 
     def _stored(self, action: Action) -> Action | None:
         """The action that ACTIONS has at this place; `None` when the fold was started again instead."""
         if self._other is not None:
             self._ask(action)
             return action
-        found = self._recorded.peek()
+        found = self._following
         if found is None or found.generation > action.generation:  # the capture ends first, or the job was restarted
             self._num_after_last += 1
             if self._num_after_last > EDGE_WINDOWS:
                 self._counts.count_missing("only replayed", subjects.subject_of(action), _window_of(action))
             else:
                 self._counts.num_outside += 1
-            self._watch_sizes(action)
             return action
         record, recorded = found
         if recorded is not None and recorded.gap and not action.gap and self._restarted_at != record.sequence:
             self._restarted_at = record.sequence  # once: if that does not help, it is a difference
             self._restart_without(recorded)
             return None
-        self._recorded.skip()
+        self._skip()
         if recorded is not None and _window_of(recorded) != _window_of(action):
             self._counts.count_missing("only replayed", record.subject, _window_of(action))
             self._counts.num_uncompared += 1
         elif self._counts.count_pair(record, _window_of(action), encode(action)):
-            self._watch_sizes(action)
             return action
         if recorded is None or not is_intact(record.payload):
-            self._watch_sizes(action)
             return action
         assert self._fold is not None, "it has decided"
         if recorded.generation == self._generation and recorded.policy_digest != digest_of(self._fold.policy):
@@ -284,15 +278,9 @@ class ArbitratorReplay:
         assert self._fold is not None, "it has decided"
         self._fold.adopt(action)
         if not self._num_after_last:  # what was never stored is no predecessor of a later generation's first action
-            self._note_newest(action)
+            self._newest = action
         while self._states and self._states[0][0] <= action.watermark:
             self._states.popleft()
-
-    def _note_newest(self, action: Action) -> None:
-        self._newest = action
-        if self._history and self._history[-1].generation != action.generation:
-            self._history.clear()
-        self._history.append(action)
 
     def _restart_without(self, recorded: Action) -> None:
         """Start the fold again without the states up to the watermark of the action that was recorded next."""
@@ -307,7 +295,7 @@ class ArbitratorReplay:
 
     def _pass_over(self, found: _Recorded) -> None:
         """Adopt a recorded action uncompared; it is missing where the fold refused to decide its generation."""
-        self._recorded.skip()
+        self._skip()
         record, action = found
         is_before = self._checkpoint is not None and record.sequence <= self._checkpoint.record.sequence
         if action is None or is_before or action.generation not in self._opened:
@@ -315,64 +303,19 @@ class ArbitratorReplay:
         else:
             self._counts.count_missing("only recorded", record.subject, _window_of(action), record.sequence)
         if action is not None:
-            self._note_newest(action)
+            self._newest = action
 
-    # Events: an arbitrator counts sizes at their bounds from its own start, and restarts are not recorded.
-
-    def _watch_sizes(self, action: Action) -> None:
-        finding = None if self._watch is None else self._watch.observe_sizes(action.local_batch_sizes)
-        if finding is not None:
-            event = finding.event(**_place(action), service="arbitrator")
-            self._events[codec.message_id(event)] = encode(event)
-
-    def _compare_event(self, record: Record) -> None:
-        try:
-            event = decode(Event, record.subject, record.payload)
-        except MalformedMessageError as error:
-            self._counts.num_uncompared += 1
-            self._counts.add_note(f"the event at {record.sequence} cannot be decoded: {error}")
-            return
-        if (event.service, event.signature) != ("arbitrator", "size-stuck"):
-            found = f"{event.service} reported {event.signature} in window {event.window}"
-            self._counts.add_note(f"{found}: {event.explanation}")
-            return
-        key = WindowKey(event.generation, event.window)
-        replayed = self._events.pop(codec.message_id(event), None) or self._event_after_restart(event)
-        if replayed is None:
-            self._counts.count_missing("only recorded", record.subject, key, record.sequence)
-        else:
-            self._counts.count_pair(record, key, replayed)
-
-    def _event_after_restart(self, event: Event) -> bytes | None:
-        """The event of an arbitrator that was restarted just long enough before; `None` if it would not report it."""
-        until = [one for one in self._history if one.generation == event.generation and one.window <= event.window]
-        if event.generation not in self._jobs or not until or until[-1].window != event.window:
-            return None
-        watch, finding = SizeWatch(self._jobs[event.generation]), None
-        for action in until:
-            finding = watch.observe_sizes(action.local_batch_sizes) or finding
-        return None if finding is None else encode(finding.event(**_place(until[-1]), service="arbitrator"))
+    def _skip(self) -> None:
+        self._following = next(self._actions, None)
 
     # Another policy: open loop. It sees what was recorded, but not what its sizes would have led to.
 
-    def _changed(self, job: Job, other: OtherPolicy) -> Job:
-        """Name the other policy in a specification, with the sizes of the checkpoint if that is of this generation."""
-        action = None if self._checkpoint is None else self._checkpoint.action
-        sizes = action.local_batch_sizes if action is not None and action.generation == job.generation else None
-        return msgspec.structs.replace(
-            job,
-            policy=other.name or job.policy,
-            policy_options=dict(other.options) if other.name is not None else {**job.policy_options, **other.options},
-            initial_local_batch_sizes=sizes or job.initial_local_batch_sizes,
-        )
-
     def _ask(self, action: Action) -> None:
         """Note the other policy's decision if there is a recorded one for the same window."""
-        self._policy_asked = (action.policy, action.policy_version)
-        while (found := self._recorded.peek()) is not None:
+        while (found := self._following) is not None:
             if found.action is not None and _window_of(found.action) >= _window_of(action):
                 break
-            self._recorded.skip()
+            self._skip()
         recorded = None if found is None else found.action
         if recorded is None or _window_of(recorded) != _window_of(action):
             return
@@ -403,20 +346,8 @@ class ArbitratorReplay:
             read = [PolicyFile.from_bytes(data) for data in files]
             file = next((each for each in read if each.metadata.policy == job.policy), None)
             policy = policy_named(job.policy) if file is None else LearnedPolicy(file, name=job.policy)
-        check_options(policy.name, {**policy.options, VERSION_OPTION: VERSION}, job.policy_options)
+        check_options(policy.name, policy.options, job.policy_options)
         return policy
-
-
-def _read_policy_files(paths: Sequence[Path]) -> list[bytes]:
-    """The content of learned policies."""
-    found = []
-    for path in paths:
-        try:
-            found.append(read_regular(path))
-        except OSError as error:
-            raise ReplayError(f"cannot read the policy file {path}: {error.strerror}") from error
-        PolicyFile.from_bytes(found[-1], str(path))
-    return found
 
 
 def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
@@ -430,10 +361,13 @@ def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
     for record in _until_cut(path):
         if record.stream == FEED.name:
             feed_first = feed_first or record.sequence
-            if kind_of(record) == "state" and (key := window_key_of(identity_of(record))) is not None:
+            if record.kind == "state" and (key := record.key) is not None:
                 generations.add(key.generation)
-        elif record.stream == JOBS.name and (job := _job_in(record)) is not None:
-            jobs.setdefault(job.generation, job)  # a capture of the past has it after the states
+        elif record.stream == JOBS.name:
+            with contextlib.suppress(MalformedMessageError):
+                job = decode(Job, record.subject, record.payload)
+                if job.generation <= MAX_GENERATION:
+                    jobs.setdefault(job.generation, job)  # a capture of the past has it after the states
         elif start is None and feed_first and record.stream == ACTIONS.name:
             found = _recorded(record)
             start = found if found.action is not None and feed_first <= found.action.watermark + 1 else None
@@ -444,14 +378,6 @@ def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
     if start is None or start.action is None:
         raise ReplayError("the capture has no action of the job together with its inputs: nothing can be compared")
     return jobs, start if start.action.previous_hash else None
-
-
-def _job_in(record: Record) -> Job | None:
-    try:
-        job = decode(Job, record.subject, record.payload)
-    except MalformedMessageError:
-        return None
-    return job if job.generation <= MAX_GENERATION else None
 
 
 def _until_cut(path: Path) -> Iterator[Record]:
@@ -469,34 +395,3 @@ def _recorded(record: Record) -> _Recorded:
 
 def _window_of(action: Action) -> WindowKey:
     return WindowKey(action.generation, action.window)
-
-
-def _place(action: Action) -> dict[str, Any]:
-    return {"job": action.job, "generation": action.generation, "window": action.window}
-
-
-def _comparison(pairs: list[tuple[Action, Action]], policy: str, version: int) -> PolicyComparison | None:
-    """Summarise the decisions of another policy; `None` when no window was decided by both."""
-    if not pairs:
-        return None
-    windows = [
-        WindowComparison(
-            generation=other.generation,
-            window=other.window,
-            recorded=recorded.local_batch_sizes,
-            other=other.local_batch_sizes,
-        )
-        for recorded, other in pairs
-    ]
-    differences = np.concatenate([np.abs(np.subtract(row.other, row.recorded)) for row in windows])
-    ratios = [sum(row.other) / max(1, sum(row.recorded)) for row in windows]
-    return PolicyComparison(
-        policy=policy,
-        policy_version=version,
-        num_windows=len(windows),
-        num_windows_different=sum(row.recorded != row.other for row in windows),
-        mean_difference=float(differences.mean()),
-        p95_difference=float(np.percentile(differences, 95)),
-        mean_global_batch_size_ratio=float(np.exp(np.log(np.maximum(ratios, 1e-12)).mean())),
-        windows=windows,
-    )

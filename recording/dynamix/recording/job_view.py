@@ -63,15 +63,15 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
         return training.step_time_s if training.compute_time_s is None else training.compute_time_s
 
 
-class NodeWindow(msgspec.Struct, kw_only=True):
-    """One node in one window: when the broker stored its messages (0: not seen), and what they hold."""
+NODE_KINDS = {Report: "report", MetricWindow: "window", State: "state", Reward: "reward"}
+"""Every node sends one message of each of these kinds per window."""
 
-    report_ns: int = 0
-    window_ns: int = 0
-    state_ns: int = 0
-    reward_ns: int = 0
-    kinds: set[str] = msgspec.field(default_factory=set)
-    """Kinds of messages seen."""
+
+class NodeWindow(msgspec.Struct, kw_only=True):
+    """One node in one window."""
+
+    stored_ns: dict[str, int] = {}
+    """By kind of message seen, when the broker stored it."""
     metrics: NodeMetrics | None = None
     probe: str = ""
     tx_bytes_per_s: float | None = None
@@ -83,10 +83,6 @@ class NodeWindow(msgspec.Struct, kw_only=True):
     ranks: tuple[RankMetrics, ...] = ()
     """Empty unless the view keeps ranks."""
     rewards: tuple[RankReward, ...] = ()
-
-
-NODE_KINDS = ("report", "window", "state", "reward")
-"""Every node sends one message of each of these kinds per window."""
 
 
 class Window(msgspec.Struct):
@@ -124,18 +120,22 @@ class Window(msgspec.Struct):
     @property
     def started_ns(self) -> int:
         """When the broker stored the first report, 0 when unknown."""
-        return min((node.report_ns for node in self.nodes.values() if node.report_ns), default=0)
+        return min(self._times("report"), default=0)
 
     @property
     def measured_ns(self) -> int:
         """When the broker stored the first metric window, 0 when unknown."""
-        return min((node.window_ns for node in self.nodes.values() if node.window_ns), default=0)
+        return min(self._times("window"), default=0)
 
     @property
     def decision_s(self) -> float | None:
         """Seconds from the last state stored to the action stored; `None` where one is missing."""
-        state_ns = max((node.state_ns for node in self.nodes.values()), default=0)
+        state_ns = max(self._times("state"), default=0)
         return (self.decided_ns - state_ns) / 1e9 if self.decided_ns and state_ns else None
+
+    def _times(self, kind: str) -> list[int]:
+        """When the broker stored the messages of a kind, where that is known."""
+        return [at for node in self.nodes.values() if (at := node.stored_ns.get(kind))]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -162,8 +162,8 @@ class Window(msgspec.Struct):
 
     def missing(self, nodes: Iterable[str]) -> Iterator[str]:
         """The kinds of messages that are missing, with the nodes where only some have sent one."""
-        for kind in NODE_KINDS:
-            have = {name for name, node in self.nodes.items() if kind in node.kinds}
+        for kind in NODE_KINDS.values():
+            have = {name for name, node in self.nodes.items() if kind in node.stored_ns}
             if lacking := set(nodes) - have:
                 yield f"{kind} of {', '.join(sorted(lacking))}" if have else kind
         if self.action is None:
@@ -177,8 +177,6 @@ class JobView(msgspec.Struct):
     most_windows: int = HISTORY_WINDOWS
     keep_ranks: bool = False
     """Keep metrics and rewards of every rank for every window."""
-    job: Job | None = None
-    """Its newest specification, `None` until it is seen."""
     jobs: dict[int, Job] = {}
     """The newest specification of each generation."""
     windows: dict[WindowKey, Window] = {}
@@ -188,19 +186,10 @@ class JobView(msgspec.Struct):
     """The newest generation seen."""
     window: int = -1
     """The newest window with metrics, -1 before the first."""
-    ranks: dict[int, RankView] = {}
-    """The newest metrics and reward of each rank of this generation."""
     nodes: dict[str, MetricWindow] = {}
     """By name, the newest metric window."""
-    action: Action | None = None
-    """The newest decision."""
-    applied: Applied | None = None
-    """The newest decision that all ranks adopted."""
-    event: Event | None = None
-    """The newest failure signature."""
     events: deque[tuple[int, Event]] = msgspec.field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
     """This generation's failure signatures, each with the time when the broker stored it, as they came."""
-    formula: str = ""
     rewards: dict[int, tuple[int, RankReward]] = {}
     """By rank, the newest reward and its window."""
     updated_ns: int = 0
@@ -217,8 +206,10 @@ class JobView(msgspec.Struct):
         if getattr(message, "job", None) != self.name:
             return
         generation = getattr(message, "generation", 0)
-        if generation > self.generation:
-            self._begin_generation(generation)
+        if generation > self.generation:  # after a restart windows count from 0 again; the history goes on
+            self.generation, self.window, self.longest_gap_ns = generation, -1, 0
+            self.nodes, self.rewards = {}, {}
+            self.events.clear()
         is_current = generation == self.generation
         self.revision += 1
         if is_current:
@@ -226,40 +217,20 @@ class JobView(msgspec.Struct):
         match message:
             case Job():
                 self.jobs[generation] = message
-                self.job = message if is_current else self.job
             case Report() | MetricWindow() | State() | Reward():
                 self._fold_node(message, timestamp_ns, is_current=is_current)
-            case Action() | Applied():
-                self._fold_decision(message, timestamp_ns, is_current=is_current)
+            case Action():
+                window = self._window(message.generation, message.window)
+                window.num_doubles += window.action is not None
+                kept = message if self.keep_ranks else msgspec.structs.replace(message, carry=b"")
+                window.action, window.decided_ns = kept, timestamp_ns
+            case Applied():
+                window = self._window(message.generation, message.decided_window)
+                window.applied, window.applied_ns = message, timestamp_ns
+                effective = (message.generation, message.effective_window)
+                self.adopted_in.setdefault(effective, set()).add((window.generation, window.window))
             case Event() if is_current and message not in (event for _, event in self.events):
                 self.events.append((timestamp_ns, message))
-                if self.event is None or message.window >= self.event.window:
-                    self.event = message
-
-    def _fold_decision(self, message: Action | Applied, timestamp_ns: int, *, is_current: bool) -> None:
-        if isinstance(message, Action):
-            window = self._window(message.generation, message.window)
-            window.num_doubles += window.action is not None
-            kept = message if self.keep_ranks else msgspec.structs.replace(message, carry=b"")
-            window.action, window.decided_ns = kept, timestamp_ns
-            if is_current and (self.action is None or message.window >= self.action.window):
-                self.action = message
-            return
-        window = self._window(message.generation, message.decided_window)
-        window.applied, window.applied_ns = message, timestamp_ns
-        effective = (message.generation, message.effective_window)
-        self.adopted_in.setdefault(effective, set()).add((window.generation, window.window))
-        if is_current and (self.applied is None or message.effective_window >= self.applied.effective_window):
-            self.applied = message
-
-    def _begin_generation(self, generation: int) -> None:
-        """After a restart windows count from 0 again; the history goes on."""
-        self.generation = generation
-        self.window = -1
-        self.longest_gap_ns = 0
-        self.action = self.applied = self.event = None
-        self.ranks, self.nodes, self.rewards = {}, {}, {}
-        self.events.clear()
 
     def _window(self, generation: int, window: int) -> Window:
         key = (generation, window)
@@ -277,26 +248,25 @@ class JobView(msgspec.Struct):
     ) -> None:
         window = self._window(message.generation, message.window)
         node = window.nodes.setdefault(message.node, NodeWindow())
-        kind = NODE_KINDS[(Report, MetricWindow, State, Reward).index(type(message))]
-        if kind in node.kinds:
+        if (kind := NODE_KINDS[type(message)]) in node.stored_ns:
             window.num_doubles += 1
             return
-        node.kinds.add(kind)
+        node.stored_ns[kind] = timestamp_ns
         match message:
             case Report():
-                node.report_ns = timestamp_ns
                 window.num_steps = message.totals.num_steps
                 for row in message.rows:
                     window.local_batch_sizes.setdefault(row.rank, row.local_batch_size)
             case MetricWindow():
-                node.window_ns = timestamp_ns
                 self._fold_metrics(window, node, message)
-                if is_current:
-                    self._show_metrics(message, timestamp_ns)
-            case State():
-                node.state_ns = timestamp_ns
+                if is_current and message.window > self.window:
+                    if self.window >= 0 and self.updated_ns:
+                        self.longest_gap_ns = max(self.longest_gap_ns, timestamp_ns - self.updated_ns)
+                    self.window, self.updated_ns = message.window, timestamp_ns
+                known = self.nodes.get(message.node)
+                if is_current and (known is None or known.window <= message.window):
+                    self.nodes[message.node] = message
             case Reward():
-                node.reward_ns = timestamp_ns
                 self._fold_reward(window, node, message, is_current=is_current)
 
     def _fold_metrics(self, window: Window, node: NodeWindow, message: MetricWindow) -> None:
@@ -312,21 +282,6 @@ class JobView(msgspec.Struct):
         if self.keep_ranks:
             node.ranks = tuple(message.ranks)
 
-    def _show_metrics(self, message: MetricWindow, timestamp_ns: int) -> None:
-        """Have the message among what is shown of the job now."""
-        if message.window > self.window:
-            if self.window >= 0 and self.updated_ns:
-                self.longest_gap_ns = max(self.longest_gap_ns, timestamp_ns - self.updated_ns)
-            self.window, self.updated_ns = message.window, timestamp_ns
-        if (known := self.nodes.get(message.node)) is not None and known.window > message.window:
-            return
-        self.nodes[message.node] = message
-        for rank in message.ranks:
-            _, reward = self.rewards.get(rank.rank, (0, None))
-            self.ranks[rank.rank] = RankView(
-                rank=rank.rank, node=message.node, window=message.window, metrics=rank, reward=reward
-            )
-
     def _fold_reward(self, window: Window, node: NodeWindow, message: Reward, *, is_current: bool) -> None:
         window.formula = message.formula
         node.num_rewards = len(message.ranks)
@@ -337,10 +292,53 @@ class JobView(msgspec.Struct):
             node.rewards = tuple(message.ranks)
         for rank in message.ranks:
             if is_current and message.window >= self.rewards.get(rank.rank, (-1, None))[0]:
-                self.formula = message.formula
                 self.rewards[rank.rank] = (message.window, rank)
-                if (shown := self.ranks.get(rank.rank)) is not None:
-                    self.ranks[rank.rank] = msgspec.structs.replace(shown, reward=rank)
+
+    @property
+    def job(self) -> Job | None:
+        """Its newest specification, `None` until it is seen."""
+        return self.jobs[max(self.jobs)] if self.jobs else None
+
+    @property
+    def action(self) -> Action | None:
+        """The newest decision of this generation."""
+        return next((window.action for window in self._newest() if window.action is not None), None)
+
+    @property
+    def applied(self) -> Applied | None:
+        """The newest decision of this generation that all ranks adopted."""
+        receipts = [window.applied for window in self._newest() if window.applied is not None]
+        return max(receipts, key=lambda receipt: receipt.effective_window, default=None)
+
+    @property
+    def event(self) -> Event | None:
+        """The failure signature of the newest window."""
+        return max((event for _, event in reversed(self.events)), key=lambda event: event.window, default=None)
+
+    @property
+    def formula(self) -> str:
+        """The formula of the newest rewards, empty before the first."""
+        return next((window.formula for window in self._newest() if window.formula), "")
+
+    def _newest(self) -> Iterator[Window]:
+        """The windows of this generation, newest first."""
+        return (window for key, window in sorted(self.windows.items(), reverse=True) if key[0] == self.generation)
+
+    @property
+    def ranks(self) -> dict[int, RankView]:
+        """The newest metrics and reward of each rank of this generation, in rank order."""
+        found = {
+            rank.rank: RankView(
+                rank=rank.rank,
+                node=measured.node,
+                window=measured.window,
+                metrics=rank,
+                reward=self.rewards.get(rank.rank, (0, None))[1],
+            )
+            for measured in self.nodes.values()
+            for rank in measured.ranks
+        }
+        return dict(sorted(found.items()))
 
     @property
     def history(self) -> list[Window]:
@@ -390,7 +388,7 @@ class JobView(msgspec.Struct):
 
     @property
     def exchange(self) -> Exchange:
-        """How gradients are exchanged: by the newest adopted decision, before it as at the start."""
+        """The gradient exchange of the newest adopted decision, or the initial one."""
         if self.applied is not None:
             return self.applied.exchange
         return self.job.initial_exchange if self.job else EXACT

@@ -5,7 +5,7 @@
 
 collector: reports in; metric windows, states and traces out. The kernel's counters come from the recorded windows.
 reward: metric windows in, rewards out.
-arbitrator: specifications and states in, actions out by the arbitrator's `Fold`, and `size-stuck` events.
+arbitrator: specifications and states in, actions out by the arbitrator's `Fold`.
 
 No broker and no service process takes part. `decisions` has the arbitrator's part.
 """
@@ -13,6 +13,7 @@ No broker and no service process takes part. `decisions` has the arbitrator's pa
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -22,11 +23,10 @@ from dynamix.collector.agent import Chooser, trace_of
 from dynamix.collector.agent_network import AgentNetwork
 from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.window import Observation, Traffic, metric_window, simulated_window
-from dynamix.recording.capture import Record, WindowKey, differences, fingerprint, read_header
-from dynamix.recording.capture.record import identity_of, kind_of, window_key_of
-from dynamix.recording.comparison import OutputCounts, OutputPairing
-from dynamix.recording.decisions import ArbitratorReplay, OtherPolicy, PolicyComparison
-from dynamix.recording.playback import OnProgress, Player, ReplayError, Speed
+from dynamix.recording.capture import CutOffError, Record, WindowKey, read_header, records, window_key_of
+from dynamix.recording.comparison import EDGE_WINDOWS, OutputCounts
+from dynamix.recording.decisions import ArbitratorReplay, OtherPolicy, PolicyComparison, ReplayError
+from dynamix.recording.fingerprint import differences, fingerprint
 from dynamix.reward.formula import reward_of
 from dynamix.reward.service import RewardSettings
 from dynamix.schemas import codec, subjects
@@ -35,6 +35,10 @@ from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Message, MetricWindow, Report
 
 ReplayTarget = Literal["collector", "reward", "arbitrator"]
+Speed = Literal["original", "max"]
+OnProgress = Callable[["Player"], None]
+BATCH = 512
+"""At full speed, signals are handled and progress is shown after so many records."""
 READ_ON_WINDOWS = 3
 """Windows read after the last requested one: no rank is further ahead, since each window ends at a barrier."""
 
@@ -93,6 +97,48 @@ class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.decisions_equal if self.fingerprint_differences and not strict else self.bytes_equal
 
 
+class Player:
+    """Reads a capture once, at full speed or at the recorded pace.
+
+    Attributes:
+        stop: ends it.
+        num_records: records returned so far.
+        recorded_s: seconds of the broker's time from the first record to the last one returned.
+        cut_off: why the file ends early; empty when it is complete.
+    """
+
+    def __init__(self, path: Path, *, speed: Speed, stop: asyncio.Event, on_progress: OnProgress | None) -> None:
+        self.stop = stop
+        self.num_records = 0
+        self.recorded_s = 0.0
+        self.cut_off = ""
+        self._path = path
+        self._is_paced = speed == "original"
+        self._on_progress = on_progress
+
+    async def __aiter__(self) -> AsyncIterator[Record]:
+        begun_s, begun_ns = time.monotonic(), 0
+        try:
+            for record in records(self._path):
+                begun_ns = begun_ns or record.timestamp_ns
+                at_s = (record.timestamp_ns - begun_ns) / 1e9
+                if self._is_paced:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(max(0.0, begun_s + at_s - time.monotonic())):
+                            await self.stop.wait()
+                if self._is_paced or self.num_records % BATCH == 0:
+                    await asyncio.sleep(0)
+                    if self._on_progress is not None:
+                        self._on_progress(self)
+                if self.stop.is_set():
+                    return
+                self.num_records += 1
+                self.recorded_s = max(self.recorded_s, at_s)
+                yield record
+        except CutOffError as error:
+            self.cut_off = str(error)
+
+
 async def replay(
     request: ReplayRequest, *, stop: asyncio.Event | None = None, on_progress: OnProgress | None = None
 ) -> ReplayOutcome:
@@ -112,13 +158,21 @@ async def replay(
     header, counts = read_header(request.path), OutputCounts()
     player = Player(request.path, speed=request.speed, stop=stop or asyncio.Event(), on_progress=on_progress)
     begun_s, what_if = time.perf_counter(), None
+    service: ArbitratorReplay | _Reward | _Collector
     if request.into == "arbitrator":
-        fold = ArbitratorReplay(
+        service = ArbitratorReplay(
             request.path, counts, until=request.until, other=request.other, policy_files=request.policy_files
         )
-        what_if = await fold.run(player)
     else:
-        await _run_stateless(request, counts, player)
+        service = _Reward(request, counts) if request.into == "reward" else _Collector(request, counts)
+    async for record in player:
+        service.add_record(record)
+        if service.is_over:
+            break
+    if not player.stop.is_set():
+        service.finish()
+    if isinstance(service, ArbitratorReplay) and request.other is not None:
+        what_if = service.comparison()
     outcome = ReplayOutcome(
         file=str(request.path),
         job=header.job,
@@ -145,73 +199,118 @@ async def replay(
 # --- collector and reward service: each output follows from one message ---------------------------------------------
 
 
-async def _run_stateless(request: ReplayRequest, counts: OutputCounts, player: Player) -> None:
-    pairing = OutputPairing(counts)
-    service = _Reward(request, pairing) if request.into == "reward" else _Collector(request, pairing, counts)
-    last = request.until
-    async for record in player:
-        if last is not None and (key := window_key_of(identity_of(record))) is not None and key > last:
-            if key > last._replace(window=last.window + READ_ON_WINDOWS):
-                break
-            continue
-        service.add_record(record)
-    if not player.stop.is_set():
-        pairing.finish()
-        service.finish()
+class _Service:
+    """Takes each output once from both sides, the replayed one first; by identity, since the order may differ."""
 
-
-class _Reward:
-    def __init__(self, request: ReplayRequest, pairing: OutputPairing) -> None:
-        self._weights = request.reward
-        self._pairing = pairing
+    def __init__(self, request: ReplayRequest, counts: OutputCounts) -> None:
+        self._until = request.until
+        self._counts = counts
+        self._unpaired: dict[str, tuple[str, bytes]] = {}
+        """Subject and payload of replayed outputs, by identity."""
+        self._paired: set[str] = set()
+        self._first: WindowKey | None = None
+        self._newest: WindowKey | None = None
+        self.is_over = False
 
     def add_record(self, record: Record) -> None:
-        kind = kind_of(record)
+        """Make the outputs that follow from a record, and compare it if it is one."""
+        if self._until is not None and (key := record.key) is not None and key > self._until:
+            self.is_over = key > self._until._replace(window=self._until.window + READ_ON_WINDOWS)
+        else:
+            self._add(record)
+
+    def finish(self) -> None:
+        """Count the replayed outputs without a recorded one: missing, or at an edge of the capture."""
+        for identity, (subject, _) in self._unpaired.items():
+            key = window_key_of(identity)
+            assert key is not None, "outputs of services are about a window"
+            if (
+                self._first is None
+                or self._newest is None
+                or not (self._first < key <= self._newest._replace(window=self._newest.window - EDGE_WINDOWS))
+            ):
+                self._counts.num_outside += 1
+            else:
+                self._counts.count_missing("only replayed", subject, key)
+
+    def _add(self, record: Record) -> None:
+        raise NotImplementedError
+
+    def _add_replayed(self, *outputs: Message) -> None:
+        """Add the outputs of one input: all, or none where a reader would not take one of them."""
+        packed = [(codec.message_id(output), subjects.subject_of(output), encode(output)) for output in outputs]
+        for output, (_, subject, payload) in zip(outputs, packed, strict=True):
+            decode(type(output), subject, payload)
+        self._unpaired |= {identity: (subject, payload) for identity, subject, payload in packed}
+
+    def _add_recorded(self, record: Record) -> None:
+        """Add a recorded output, after the replay of what it follows from."""
+        identity, key = record.identity, record.key
+        if key is None:
+            self._counts.add_note(f"{record.subject} at {record.sequence} is no output that a service can publish")
+            return
+        self._first = min(self._first or key, key)
+        self._newest = max(self._newest or key, key)
+        if (replayed := self._unpaired.pop(identity, None)) is not None:
+            self._paired.add(identity)
+            self._counts.count_pair(record, key, replayed[1])
+        elif identity in self._paired:
+            self._counts.num_repeated += 1
+        elif key.window > 0 and key == self._first:  # the capture begins in the middle of this window
+            self._counts.num_uncompared += 1
+        else:
+            self._counts.count_missing("only recorded", record.subject, key, record.sequence)
+
+
+class _Reward(_Service):
+    def __init__(self, request: ReplayRequest, counts: OutputCounts) -> None:
+        super().__init__(request, counts)
+        self._weights = request.reward
+
+    def _add(self, record: Record) -> None:
+        kind = record.kind
         if kind == "reward":
-            self._pairing.add_recorded(record)
+            self._add_recorded(record)
         elif kind == "window":
             formula = self._weights.formula
             with contextlib.suppress(MalformedMessageError, OverflowError):  # a dead letter
                 window = decode(MetricWindow, record.subject, record.payload)
-                _add_outputs(self._pairing, reward_of(window, self._weights, None if formula == "auto" else formula))
-
-    def finish(self) -> None:
-        """Do nothing: no window waits."""
+                self._add_replayed(reward_of(window, self._weights, None if formula == "auto" else formula))
 
 
-class _Collector:
+class _Collector(_Service):
     """Makes the outputs of a report once its recorded window was read, which has the kernel's counters.
 
     A collector drops windows, never states, while its stream is full; what else it made of a report whose window was
     dropped cannot be made again, and is not compared.
     """
 
-    def __init__(self, request: ReplayRequest, pairing: OutputPairing, counts: OutputCounts) -> None:
+    def __init__(self, request: ReplayRequest, counts: OutputCounts) -> None:
+        super().__init__(request, counts)
         settings = request.collector
         self._probe = settings.probe
         self._choose: Chooser | None = AgentNetwork.read(Path(settings.agents)).factor if settings.agents else None
-        self._pairing = pairing
-        self._counts = counts
         self._waiting: dict[str, list[Record]] = {}
         """By node and window: the report, and its state and trace if they came before the window."""
 
-    def add_record(self, record: Record) -> None:
-        kind, node_window = kind_of(record), identity_of(record).partition(":")[2]
+    def _add(self, record: Record) -> None:
+        kind, node_window = record.kind, record.identity.partition(":")[2]
         if kind == "report":
             self._waiting.setdefault(node_window, [record])
         elif kind in ("state", "trace") and node_window in self._waiting:
             self._waiting[node_window].append(record)
         elif kind in ("state", "trace"):
-            self._pairing.add_recorded(record)
+            self._add_recorded(record)
         elif kind == "window":
             report, *outputs = self._waiting.pop(node_window, [None])
             if report is not None:
                 self._collect(report, record)
             for output in (record, *(one for one in outputs if one is not None)):
-                self._pairing.add_recorded(output)
+                self._add_recorded(output)
 
     def finish(self) -> None:
-        """Count the states and traces of windows that are not in the capture."""
+        """Count also the states and traces of windows that are not in the capture."""
+        super().finish()
         self._counts.num_uncompared += sum(len(waiting) - 1 for waiting in self._waiting.values())
 
     def _collect(self, message: Record, recorded: Record) -> None:
@@ -227,16 +326,7 @@ class _Collector:
             else:
                 made = metric_window(report, observation_in(window))
             trace = trace_of(report, self._choose)
-            _add_outputs(self._pairing, made, state_of(made), *(() if trace is None else (trace,)))
-
-
-def _add_outputs(pairing: OutputPairing, *outputs: Message) -> None:
-    """Add the outputs of one input: all, or none where a reader would not take one of them."""
-    packed = [(codec.message_id(output), subjects.subject_of(output), encode(output)) for output in outputs]
-    for output, (_, subject, payload) in zip(outputs, packed, strict=True):
-        decode(type(output), subject, payload)
-    for parcel in packed:
-        pairing.add_replayed(*parcel)
+            self._add_replayed(made, state_of(made), *(() if trace is None else (trace,)))
 
 
 def observation_in(window: MetricWindow) -> Observation:

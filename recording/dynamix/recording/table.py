@@ -11,7 +11,7 @@ import msgspec
 
 from dynamix.collector.window import Observation, metric_window
 from dynamix.recording.capture import CaptureReader, Record
-from dynamix.recording.job_view import JobView, NodeWindow, Window, WindowKey
+from dynamix.recording.job_view import JobView, Window, WindowKey
 from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import (
     GlobalMetrics,
@@ -49,7 +49,7 @@ def load(path: str | Path) -> "CaptureTable":
         OSError: when it cannot be read.
     """
     with CaptureReader(path) as reader:
-        table = table_of(reader.header.job, reader.good_records(), str(path))
+        table = table_of(reader.header.job, reader, str(path))
     for fault in reader.faults:
         warnings.warn(str(fault), stacklevel=2)
     return table
@@ -157,6 +157,11 @@ def _rows(window: Window, adopted: Sequence[tuple[WindowKey, int]]) -> Iterator[
         }
     measured = [(rank, name, node) for name, node in window.nodes.items() for rank in node.ranks]
     for rank, name, node in sorted(measured, key=lambda found: found[0].rank):
+        reward: dict[str, Value] = {}
+        for one in node.rewards:
+            if one.rank == rank.rank:
+                reward = {"reward_formula": window.formula, "reward": one.reward}
+                reward |= {f"reward_{term}": value for term, value in one.terms.items()}
         yield {
             "rank": rank.rank,
             "node": name,
@@ -167,16 +172,8 @@ def _rows(window: Window, adopted: Sequence[tuple[WindowKey, int]]) -> Iterator[
             **_values(rank.system),
             **_values(rank.network),
             **_values(node.metrics, "node_"),
-            **_reward(window, node, rank.rank),
+            **reward,
         }
-
-
-def _reward(window: Window, node: NodeWindow, rank: int) -> dict[str, Value]:
-    for one in node.rewards:
-        if one.rank == rank:
-            terms = {f"reward_{name}": value for name, value in one.terms.items()}
-            return {"reward_formula": window.formula, "reward": one.reward, **terms}
-    return {}
 
 
 def _values(message: msgspec.Struct | None, prefix: str = "") -> dict[str, Value]:

@@ -12,7 +12,7 @@ _HASH = Action.__struct_fields__.index("hash")
 
 
 class BrokenChainError(ValueError):
-    """Actions that are not those that were written, or not all of them; the text says where."""
+    """Changed, missing or reordered actions; the text names the window."""
 
 
 def seal(action: Action, previous_hash: bytes) -> Action:

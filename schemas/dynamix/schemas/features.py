@@ -16,7 +16,7 @@ from .codec import MalformedMessageError
 from .messages import MetricWindow, NetworkMetrics, State, SystemMetrics, TrainingMetrics
 
 FEATURE_VERSION = 7
-"""Raised whenever the list changes. A name keeps its meaning: policies of older versions find theirs by name."""
+"""Raised whenever the lists change. A name keeps its meaning: policies learned before find theirs by name."""
 
 Array32 = npt.NDArray[np.float32]
 Values = tuple[float | None, ...]
@@ -55,7 +55,7 @@ RANK_FEATURES = (
     Feature("sigma_norm", "training", "normalised standard deviation of the gradient"),
     Feature("sigma_norm_sq", "training", "normalised variance of the gradient: S / (B G^2)"),
     Feature("num_samples", "training", "samples of the rank in the window"),
-    Feature("local_batch_size", "training", "the size that ruled the window"),
+    Feature("local_batch_size", "training", "the size in effect in the window"),
     Feature("pending_local_batch_size", "training", "the newest size already scheduled"),
     Feature("decided_local_batch_size", "decision", "the arbitrator's own last decision, filled in by its fold"),
     Feature("age_windows", "decision", "how many windows old the row is, filled in by the fold"),
@@ -80,15 +80,11 @@ GLOBAL_FEATURES = (
     Feature("gradient_norm", "global", "of a step's gradient, by the noise estimate: sqrt(|G|^2 + S / B)"),
     Feature("coding_gain", "global", "codecs with loss: squared norm of what was sent, over what should have been"),
     Feature("energy_j", "global", "joules of the ranks' devices in the window, in jobs that compare runs by energy"),
-    Feature("stretch", "global", "how many times the job's `window_steps` the window lasted; unknown where once"),
+    Feature("stretch", "global", "how many times the job's `window_steps` the window lasted"),
 )
 """Features of the whole job, equal on all ranks; new ones go to the end."""
 
-_NUM_GLOBAL = {2: 10, 3: 11, 4: 14, 5: 14, 6: 15, FEATURE_VERSION: len(GLOBAL_FEATURES)}
-"""Features of the job in a state of each version. One in which nothing of a later version is known has the older one:
-its bytes are those of the programs of that time, and captures of theirs replay byte for byte."""
-_NUM_RANK = dict.fromkeys(_NUM_GLOBAL, 28) | dict.fromkeys((5, 6, FEATURE_VERSION), len(RANK_FEATURES))
-"""Features of a rank in such a state."""
+_NUM_RANK, _NUM_GLOBAL = len(RANK_FEATURES), len(GLOBAL_FEATURES)
 
 RANK_INDEX = {feature.name: index for index, feature in enumerate(RANK_FEATURES)}
 GLOBAL_INDEX = {feature.name: index for index, feature in enumerate(GLOBAL_FEATURES)}
@@ -108,7 +104,7 @@ _NODE_PATHS = {
 }
 _TRAFFIC = ("tx_bytes_per_s", "rx_bytes_per_s", "retransmits", "srtt_us")
 _KNOWN = (*_RANK_PATHS, *_TRAFFIC, *_NODE_PATHS, "sigma_norm", "sigma_norm_sq")
-"""What a metric window has of a rank, in the order in which it is taken from there; the fold fills in the others."""
+"""Values of a rank in a metric window, in the order in which they are read; the fold fills in the others."""
 
 _OF_RANK, _OF_NODE = attrgetter(*_RANK_PATHS.values()), attrgetter(*_NODE_PATHS.values())
 _OF_WINDOW = ("energy_j", "stretch")
@@ -118,23 +114,14 @@ _COLUMNS = [_KNOWN.index(feature.name) if feature.name in _KNOWN else len(_KNOWN
 
 def state_of(window: MetricWindow) -> State:
     """The state vectors of a metric window: computed in float64, rounded once to float32, packed little-endian."""
-    of_ranks = np.array(_rank_values(window), dtype=np.float64)[:, _COLUMNS]
-    of_job = np.array(_OF_JOB(window), dtype=np.float64)
-    if window.stretch == 1:
-        of_job[GLOBAL_INDEX["stretch"]] = np.nan
-    version = next(
-        number
-        for number, count in _NUM_GLOBAL.items()
-        if np.isnan(of_job[count:]).all() and np.isnan(of_ranks[:, _NUM_RANK[number] :]).all()
-    )
-    features, known = _pack(of_ranks[:, : _NUM_RANK[version]])
-    global_features, global_known = _pack(of_job[: _NUM_GLOBAL[version]])
+    features, known = _pack(np.array(_rank_values(window), dtype=np.float64)[:, _COLUMNS])
+    global_features, global_known = _pack(np.array(_OF_JOB(window), dtype=np.float64))
     return State(
         job=window.job,
         generation=window.generation,
         window=window.window,
         node=window.node,
-        feature_version=version,
+        feature_version=FEATURE_VERSION,
         ranks=tuple(rank.rank for rank in window.ranks),
         features=features,
         known=known,
@@ -150,12 +137,10 @@ def check_state(state: State) -> None:
         MalformedMessageError: when the version is another, the bytes do not fit the number of ranks, or a feature is
             not finite.
     """
-    if state.feature_version not in _NUM_GLOBAL:
-        raise MalformedMessageError(
-            f"features of version {state.feature_version}, this program knows {', '.join(map(str, _NUM_GLOBAL))}"
-        )
-    _check(state.features, state.known, len(state.ranks), _NUM_RANK[state.feature_version])
-    _check(state.global_features, state.global_known, 1, _NUM_GLOBAL[state.feature_version])
+    if state.feature_version != FEATURE_VERSION:
+        raise MalformedMessageError(f"features of version {state.feature_version}, this program has {FEATURE_VERSION}")
+    _check(state.features, state.known, len(state.ranks), _NUM_RANK)
+    _check(state.global_features, state.global_known, 1, _NUM_GLOBAL)
 
 
 def unpack_ranks(state: State) -> Array32:
@@ -168,31 +153,14 @@ def unpack_ranks(state: State) -> Array32:
 
 
 def stack_ranks(states: Sequence[State]) -> Array32:
-    """Unpack the ranks of several checked states, one below the other, in one pass where they have as many features."""
-    counts = {_NUM_RANK[state.feature_version] for state in states}
-    if len(counts) > 1:
-        return np.concatenate([stack_ranks([state]) for state in states])
-    masks = [(state.known, len(state.ranks)) for state in states]
-    rows = _unpack(b"".join(state.features for state in states), masks, count := counts.pop())
-    if count == len(RANK_FEATURES):
-        return rows
-    return np.pad(rows, ((0, 0), (0, len(RANK_FEATURES) - count)), constant_values=np.nan)
+    """Unpack the ranks of several checked states, one below the other, in one pass."""
+    return _unpack(b"".join(s.features for s in states), [(s.known, len(s.ranks)) for s in states], _NUM_RANK)
 
 
 def unpack_global(state: State) -> Array32:
     """Features of the job: float32, one per `GLOBAL_FEATURES`; NaN where unknown. Raises as `check_state`."""
     check_state(state)
-    known = _unpack(state.global_features, [(state.global_known, 1)], _NUM_GLOBAL[state.feature_version]).reshape(-1)
-    return np.concatenate([known, np.full(len(GLOBAL_FEATURES) - len(known), np.nan, dtype=np.float32)])
-
-
-def markdown() -> str:
-    """The feature tables of docs/subjects.md."""
-    lines = [f"Version {FEATURE_VERSION}.", "", "| # | feature of a rank | group | meaning |", "|---|---|---|---|"]
-    lines += [f"| {i} | `{f.name}` | {f.group} | {f.meaning} |" for i, f in enumerate(RANK_FEATURES)]
-    lines += ["", "| # | feature of the job | meaning |", "|---|---|---|"]
-    lines += [f"| {i} | `{f.name}` | {f.meaning} |" for i, f in enumerate(GLOBAL_FEATURES)]
-    return "\n".join(lines) + "\n"
+    return _unpack(state.global_features, [(state.global_known, 1)], _NUM_GLOBAL).reshape(-1)
 
 
 def _rank_values(window: MetricWindow) -> list[Values]:

@@ -1,4 +1,4 @@
-"""The kinds of message: the one table of what each is, how it travels, and who sends and reads it.
+"""The kinds of message: the one table of their subjects, streams, senders and readers.
 
 Subjects, the streams' contents, codec and docs/subjects.md are derived from it; tests/deploy holds the
 broker's permissions against it.
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
     identity: tuple[str, ...]
     """The fields that, after the tokens, tell two messages of this kind apart: see `codec.message_id`."""
     stream: Stream | None
-    """What keeps it; `None` for core NATS."""
+    """The stream that keeps it; `None` for core NATS."""
     senders: tuple[str, ...]
     receivers: tuple[str, ...]
     """Services that read it; the watcher may, too."""
@@ -44,20 +44,6 @@ class Kind(NamedTuple):
     def carrier(self) -> str:
         """Name of the stream that keeps it, or `core NATS`."""
         return "core NATS" if self.stream is None else self.stream.name
-
-    @property
-    def sent_by(self) -> str:
-        """The senders, in words."""
-        return "any service" if self.senders == SERVICES else self._in_words(self.senders)
-
-    @property
-    def read_by(self) -> str:
-        """The receivers, in words."""
-        return self._in_words((*self.receivers, WATCHER))
-
-    def _in_words(self, applications: tuple[str, ...]) -> str:
-        ranks = f"trainer ({self.rank})"
-        return ", ".join(ranks if name == "trainer" else name for name in applications)
 
 
 _WINDOW = ("generation", "window")

@@ -1,4 +1,4 @@
-"""Who sums up how much of a gradient: the best shares for links of known rates, and how long a sum then takes. Pure.
+"""Shares of a gradient that each rank or server sums up: the best ones for links of known rates, and their times. Pure.
 
 Every rank sends M bytes in any case, however little it owns, so a sum takes at least T = M / min B. A rank that owns
 the share s sends, and receives, M (1 + s (N - 2)), a server M N s, both directions at once. A ring has every rank send
@@ -46,7 +46,7 @@ def balanced_shares(rank_rates: Sequence[float], server_rates: Sequence[float] =
 
 
 def shared_time(rates: Sequence[float], shares: Sequence[float]) -> float:
-    """How long ranks need to sum M bytes at owners, in units of M over that of the rates; without servers."""
+    """Time to sum M bytes at owners, in units of M over that of the rates; without servers."""
     total, others = sum(shares), len(rates) - 2
     return max((1 + share / total * others) / rate for rate, share in zip(rates, shares, strict=True))
 

@@ -33,7 +33,6 @@ def progress(
 def most_worthwhile(noise_scale: float, base_global_batch_size: int) -> float:
     """The global batch above which a step is worth no more.
 
-    `base_global_batch_size` is that of the user's learning rate: early in a training B_noise alone would say too
-    little.
+    `base_global_batch_size` is that of the user's learning rate: early in a training B_noise alone is too small.
     """
     return MOST_NOISE_SCALES * max(noise_scale, base_global_batch_size)

@@ -68,13 +68,11 @@ def of(kind: str, *tokens: str) -> str:
         ValueError: for a token that cannot stand in a subject.
     """
     pairs = zip(_TOKENS[kind], tokens, strict=True)
-    return ".".join(
-        (ROOT, kind, *(".".join(name_and_run(token)) if name == "job" else _one(token) for name, token in pairs))
-    )
-
-
-def _one(token: str) -> str:
-    return token if token == ANY else check_token(token)
+    parts = [
+        ".".join(name_and_run(token)) if name == "job" else token if token == ANY else check_token(token)
+        for name, token in pairs
+    ]
+    return ".".join((ROOT, kind, *parts))
 
 
 def name_and_run(job: str) -> tuple[str, str]:

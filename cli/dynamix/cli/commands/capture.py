@@ -1,11 +1,11 @@
-"""Record a job: all its stored messages, into a file that can be replayed and inspected.
+"""Record all stored messages of a job into a file that can be replayed and inspected.
 
   dynamix capture JOB -o FILE            from the first stored message on, until the job has ended
   dynamix capture JOB -o FILE --past     what is stored now
   dynamix capture JOB -o FILE --windows 100
 
-JOB is a job's id or how it begins. The file begins with the specification that is stored: capture a job while it runs
-to have its start, since the broker keeps only the newest. Ctrl-C finishes the file; a kill leaves a readable beginning.
+The broker keeps only the newest specification: capture a job while it runs to have its start. Ctrl-C completes the
+file; after a kill the file is readable up to that point.
 """
 
 import argparse
@@ -70,7 +70,7 @@ async def capture(
     windows: set[tuple[int, int]] = set()
     num_bytes, is_full = 0, False
     with (
-        CaptureWriter(path, CaptureHeader.of(job), overwrite=True) as writer,
+        CaptureWriter(path, CaptureHeader.of(job)) as writer,
         ProgressLine(PLAIN_EVERY_S, keep=True) as progress,
     ):
         async with Source(bus, job, past=past, stop=stop) as source:
@@ -144,9 +144,7 @@ def _sentence(found: Document) -> str:
         "interrupted": "interrupted, all before is there",
     }[found["end"].reason]
     kinds = ", ".join(f"{number} {kind}" for kind, number in found["kinds"].items())
-    num_left_out = found["end"].num_left_out
-    left_out = f"; {num_left_out} messages over 1 MiB left out" if num_left_out else ""
     return (
-        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}): {kinds}{left_out}; "
+        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}): {kinds}; "
         f"{found['num_file_bytes'] / 1024:.0f} KiB for {found['num_payload_bytes'] / 1024:.0f}"
     )

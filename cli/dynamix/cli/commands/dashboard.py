@@ -1,13 +1,12 @@
-"""Show all jobs of the broker, and the services, as a web page while they run; or one or two captures.
+"""Show all jobs and services on the broker as a web page while they run; or show one or two captures.
 
   dynamix dashboard                     what runs now
   dynamix dashboard FILE                a capture, with a slider for the time
   dynamix dashboard FILE FILE           two captures beside each other
 
-It only reads, and listens on 127.0.0.1: from another machine, forward the port (ssh -L 8650:127.0.0.1:8650 HOST). With
---host ADDRESS it can be reached from elsewhere; every request then needs a token, which is part of the URL that is
-printed. Traffic is not encrypted: put a proxy with TLS in front of it where the network is not yours. Settings are also
-read from DYNAMIX_DASHBOARD_HOST, _PORT, _TOKEN and _TOKEN_FILE. Ctrl-C ends it.
+The page only reads. It listens on 127.0.0.1: from another machine, forward the port (ssh -L 8650:127.0.0.1:8650 HOST).
+With another --host every request needs a token, which is part of the printed URL. Traffic is not encrypted: put a proxy
+with TLS in front of it in networks that you do not trust.
 """
 
 import argparse

@@ -1,8 +1,10 @@
-"""Show what a capture holds: windows, decisions, rewards, gaps, and whether it was made by this build.
+"""Show the contents of a capture: windows, decisions, rewards, gaps, and whether it was made by this build.
 
-dynamix inspect FILE                   a line for each window
-dynamix inspect FILE --window 12       one window with every rank
-dynamix inspect FILE --png FILE        the job as a figure
+  dynamix inspect FILE                   a line for each window
+  dynamix inspect FILE --window 12       one window with every rank
+  dynamix inspect FILE --png FILE        the job as a figure
+
+Exit code 1 means a damaged or cut off file, undecodable messages, or a broken chain of actions.
 """
 
 import argparse
@@ -23,11 +25,9 @@ from dynamix.recording.capture import (
     CaptureError,
     CaptureHeader,
     CaptureReader,
-    Fingerprint,
     Record,
-    differences,
-    fingerprint,
 )
+from dynamix.recording.fingerprint import Fingerprint, differences, fingerprint
 from dynamix.recording.job_view import JobView, Window
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck
@@ -197,7 +197,7 @@ def inspect(path: Path, *, keep_ranks: bool = False) -> Inspection:
     with CaptureReader(path) as reader:
         view = JobView(reader.header.job, most_windows=1 << 62, keep_ranks=keep_ranks)
         inspection = Inspection(reader.header, view)
-        for record in reader.good_records():
+        for record in reader:
             inspection.record(record)
         inspection.faults = [str(fault) for fault in reader.faults]
         inspection.end = reader.end
@@ -220,12 +220,6 @@ def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
         yield f"lost: {end.num_records - inspection.num_records} messages of damaged blocks"
     yield from (_job(job, inspection.view.history) for job in inspection.jobs)
     yield "messages: " + ", ".join(f"{kind} {number}" for kind, number in sorted(inspection.kinds.items()))
-    if end:
-        yield "sequences: " + ", ".join(
-            f"{stream} {of.first_sequence}-{of.last_sequence} ({of.num_records})" for stream, of in end.ranges.items()
-        )
-        if end.num_left_out:
-            yield f"left out: {end.num_left_out} messages over 1 MiB"
     if others := differences(header.fingerprint, here):
         yield "build or processor: another than here, a replay may differ in its last digits"
         yield from (f"  {line}" for line in others)
@@ -331,12 +325,11 @@ def _decided(action: Action) -> str:
 
 
 def _action(action: Action) -> str:
-    levers = "".join(f", {name} {value:g}" for name, value in action.levers.items())
     exchange = "" if action.exchange == EXACT else f", gradients {action.exchange.label}"
     gap = ", after a gap" if action.gap else ""
     return (
         f"{sizes_text(action.local_batch_sizes)} by {action.policy} version {action.policy_version} "
-        f"({action.split}{exchange}), watermark {action.watermark}{gap}{levers}, {len(action.carry)} bytes of memory, "
+        f"({action.split}{exchange}), watermark {action.watermark}{gap}, {len(action.carry)} bytes of memory, "
         f"{action.hash.hex()[:16]} after {action.previous_hash.hex()[:16] or 'nothing'}"
     )
 

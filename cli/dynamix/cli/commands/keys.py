@@ -1,16 +1,16 @@
-"""Create, revoke and list the keys that let users in at the broker, each for certain jobs, a node or an instance.
+"""Create, revoke and list the broker's keys, each for jobs of certain names, a node or an instance.
 
   dynamix keys init --credentials /etc/dynamix/credentials --node node-a   # once, before the broker's first start
   dynamix keys create alice --role trainer --job mnist --job resnet        # all runs of jobs of these names
   dynamix keys create node-b --role collector --node node-b
-  dynamix keys create alice --role trainer --job mnist -o new.creds        # one more; both work until:
+  dynamix keys create alice --role trainer --job mnist -o new.creds        # a second key; both work until:
   dynamix keys revoke alice --old
   dynamix keys revoke alice
   dynamix keys refresh                  # after an upgrade, or when the broker could not be reached
 
-`init` makes the authority, a file that holds all secrets, and the accounts.conf that nats.conf includes, in the folder
-above it. A key is a file of mode 0600 for DYNAMIX_NATS_CREDS_FILE; it works at once, without a reload. What the broker
-has to learn (a revocation, the consumer that a collector or reward service reads by) it is told at DYNAMIX_NATS_URL.
+`init` makes the authority, a file that holds all secrets, and the accounts.conf that nats.conf includes. A key is a
+file of mode 0600 for DYNAMIX_NATS_CREDS_FILE; it works at once, without a reload. Revocations and consumers are sent to
+the broker at DYNAMIX_NATS_URL.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""List, show, export and import learned policies: those that come with the package, and those on the bus.
+"""List, show, export and import learned policies of the package and on the bus.
 
 A version is one file and never changes. A job takes the newest version when it starts (or its option `version`) and
-keeps it until it is restarted. In a deployment `import` needs the broker's user `learner`; the rest, `watcher`.
+keeps it until it is restarted. In a deployment `import` needs the key of `learner`; the other actions `watcher`.
 """
 
 import argparse

@@ -1,10 +1,9 @@
-"""Make the broker's streams as the product needs them, or bring them up to date.
-
-Safe to run at any time: what is right already is left alone, and what a stream holds is never touched. In a
-deployment this needs the credential of `provision`; the services themselves may not make streams.
+"""Create the broker's streams, or bring them up to date; the messages in them are kept.
 
   dynamix provision
-  dynamix provision --purge 'dynamix.v1.report.mnist.*.*'    # remove what is stored there, and do nothing else
+  dynamix provision --purge 'dynamix.v1.report.mnist.*.*'    # only remove these messages
+
+In a deployment this needs the key of `provision`.
 """
 
 import argparse

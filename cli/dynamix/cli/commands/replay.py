@@ -1,15 +1,14 @@
 """Replay a capture: give a service's functions the recorded inputs, and compare each output byte for byte.
 
-  dynamix replay FILE                              into the arbitrator, as fast as it goes
-  dynamix replay FILE --into reward
+  dynamix replay FILE                              into the arbitrator, at full speed
   dynamix replay FILE --into collector --speed original
   dynamix replay FILE --policy rule --policy-option noise_multiplier=2
 
-The first difference is shown field by field. With another policy it says what that would have decided here. The
-services' own settings are read from DYNAMIX_COLLECTOR_... and DYNAMIX_REWARD_... as the services read them.
+It shows the first difference field by field. With another policy it shows what that policy would have decided. Settings
+are read from DYNAMIX_COLLECTOR_... and DYNAMIX_REWARD_...
 
-0: equal, or a policy was asked; 1: different, or not every recorded output was compared; 2: it cannot be replayed;
-130: interrupted.
+Exit codes: 0 equal, or another policy was asked; 1 different, or not every recorded output was compared; 2 it cannot be
+replayed; 130 interrupted.
 """
 
 import argparse
@@ -28,18 +27,16 @@ from dynamix.collector.observation import CollectorSettings
 from dynamix.recording.capture import (
     CaptureError,
     WindowKey,
-    differences,
-    fingerprint,
     first_generation,
     read_header,
 )
 from dynamix.recording.comparison import Difference, FieldPair
-from dynamix.recording.decisions import OtherPolicy, PolicyComparison, WindowComparison
-from dynamix.recording.playback import Player, ReplayError
-from dynamix.recording.replay import ReplayOutcome, ReplayRequest, replay
+from dynamix.recording.decisions import OtherPolicy, PolicyComparison, ReplayError, WindowComparison
+from dynamix.recording.fingerprint import differences, fingerprint
+from dynamix.recording.replay import Player, ReplayOutcome, ReplayRequest, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.runtime.settings import load
-from dynamix.schemas.messages.policy_options import option_value
+from dynamix.schemas.policies import option_value
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 MAX_FIELDS = 40
@@ -47,7 +44,7 @@ MAX_FIELDS = 40
 MAX_ALIKE = 12
 """Fields that are alike, for orientation."""
 MAX_WINDOWS = 40
-CONCERNED = {"collector": "windows, states and traces", "reward": "rewards", "arbitrator": "actions and events"}
+CONCERNED = {"collector": "windows, states and traces", "reward": "rewards", "arbitrator": "actions"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -228,8 +225,7 @@ def _cells(row: WindowComparison, *, several: bool) -> tuple[str, ...]:
 
 def _difference(first: Difference) -> str:
     at = "" if first.sequence is None else f", recorded at {first.sequence}"
-    byte = "" if first.first_byte is None else f"; the first other byte is the {first.first_byte}th, from 0"
-    return f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}{byte}"
+    return f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}"
 
 
 def _print_fields(pairs: Sequence[FieldPair], *, stderr: bool) -> None:

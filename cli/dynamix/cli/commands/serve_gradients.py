@@ -1,12 +1,12 @@
-"""Serve gradients: own a share of every gradient bucket of a job, sum it for all ranks and send it back.
+"""Sum a share of every gradient bucket of a job for all its ranks, in a separate process (a parameter server).
 
   host-a$ dynamix serve-gradients --port 29600
   host-b$ dynamix serve-gradients --port 29600
   host-c$ DYNAMIX_TRAINER_GRADIENT_SERVERS=host-a:29600,host-b:29600 dynamix train -- ... train.py
 
-It has no model and needs no GPU; it serves one job after the other, and a job that starts again. If it ends, its job
-ends with an error at the latest at the time-out of its process group. It trusts all that reach the port and those that
-gloo opens: run it in a network of your own. GLOO_SOCKET_IFNAME chooses the interface, as for the ranks.
+It has no model and needs no GPU; it serves one job after the other. If it ends, its job ends with an error, at the
+latest at the time-out of the process group. It has no credentials: run it in a network that you trust.
+GLOO_SOCKET_IFNAME chooses the interface, as for the ranks.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Start a training script with torchrun, connected to the bus and named on it.
+"""Start a training script with torchrun, connected to the bus.
 
   dynamix train --name mnist -- --standalone --nproc-per-node 4 --max-restarts 3 train.py --epochs 10
 
-Everything behind `--` goes to torchrun unchanged: its options, the script, the script's arguments. The job's id
-ends in a run id that is made once here, so that it stays the same when torchrun restarts the ranks.
+Everything after `--` is passed to torchrun unchanged. The job's id ends in a run id that is generated here, so that it
+stays the same when torchrun restarts the ranks.
 """
 
 import argparse

@@ -328,7 +328,7 @@ class CapturedJob:
         num_malformed = 0
         with CaptureReader(path) as reader:
             self.job = reader.header.job
-            for record in reader.good_records():
+            for record in reader:
                 if record.subject.split(".")[2:3][0] not in SHOWN_KINDS:
                     continue
                 try:

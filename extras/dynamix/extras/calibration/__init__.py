@@ -3,7 +3,7 @@
   dynamix calibrate JOB --workload fashion-14-cnn -o mine.toml --png mine.png
 
 SOURCE is a job on the bus, or a capture of one (`dynamix capture JOB -o FILE`). The local batch sizes should have
-varied: run the job with `--policy random`. Each window's virtual step time comes from a fit that has not seen it.
+varied: run the job with `--policy random`. Each window's virtual step time comes from a fit on the other windows.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def from_capture(path: Path) -> CalibrationInput:
         try:
             found = [
                 decode_any(record.subject, record.payload)
-                for record in reader.good_records()
+                for record in reader
                 if subjects.parse(record.subject).kind in ("job", "window")
             ]
         except ValueError as error:  # of a subject or a message

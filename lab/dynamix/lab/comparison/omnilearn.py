@@ -11,11 +11,12 @@ from typing import ClassVar
 import numpy as np
 
 from dynamix.arbitrator.policies.model.observation import Array32, column, decided_sizes
-from dynamix.arbitrator.policies.options import Option, Options, option
+from dynamix.arbitrator.policies.options import option
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.policies import Option, Options
 
 
 class OmniLearn:

@@ -25,14 +25,12 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, SUFFIX, shipped_directory
-from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.policy import NamedPolicy
 from dynamix.arbitrator.policies.registry import policy_named, policy_names
 from dynamix.runtime.extensions import extension_names
 from dynamix.runtime.input_files import read_regular
-from dynamix.schemas.messages.allocation import EXACT, EXCHANGE_CODECS, ExchangePermission, exchange_of
-from dynamix.schemas.messages.policies import DEFAULT_POLICY
-from dynamix.schemas.messages.policy_options import option_value
+from dynamix.schemas.messages.allocation import EXACT, EXCHANGE_CODECS, ExchangePermission
+from dynamix.schemas.policies import DEFAULT_POLICY, check_options, exchange_of, option_value
 from dynamix.trainer.gradient.learning_rate import Rule
 
 from .omnilearn import OmniLearn

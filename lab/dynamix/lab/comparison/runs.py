@@ -27,7 +27,8 @@ from dynamix.lab.simulator.episode import code_digest, run_episode, run_episodes
 from dynamix.lab.simulator.scenario import Scenario, Suite
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import RefusedOutputError
-from dynamix.schemas.messages.allocation import ExchangePermission, initial_exchange, is_permitted
+from dynamix.schemas.messages.allocation import ExchangePermission, is_permitted
+from dynamix.schemas.policies import initial_exchange
 
 from . import HEADER, LEDGER
 from .rows import LABORATORY, ORACLE, Row, Tuned, known_policy

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from dynamix.lab.simulator.episode import code_digest
 from dynamix.lab.simulator.scenario import Suite
 from dynamix.schemas.messages.allocation import ExchangePermission
-from dynamix.schemas.messages.policies import DEFAULT_POLICY
+from dynamix.schemas.policies import DEFAULT_POLICY
 
 from .rows import GOODPUT, LOCAL_STATIC, TRACKED_STATIC, Choice, Row, Tuned, make_row
 from .runs import ComparisonProgress, Estimate, Ledger, estimate, fill, plan

@@ -26,7 +26,7 @@ from dynamix.arbitrator.deciding.signatures import spread_signature
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.lab.simulator.episode import code_digest, versions
 from dynamix.lab.simulator.scenario import TRAIN, Scenario, Suite, digest_of, is_control, suite_named
-from dynamix.schemas.messages.policies import DEFAULT_POLICY
+from dynamix.schemas.policies import DEFAULT_POLICY
 
 from .rows import BASES, BEST_STATIC, GOODPUT, Row, Tuned, file_digest
 from .runs import ComparisonCell, Ledger, RunOutcome

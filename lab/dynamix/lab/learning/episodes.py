@@ -27,9 +27,9 @@ from dynamix.lab.simulator.episode import Episode, run_episode, workload_data
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Formula, Weights
 from dynamix.schemas.messages import Reward
-from dynamix.schemas.messages.policies import DIVIDED_BY_RANKS, STIGMERGY
-from dynamix.schemas.networks.forward import log_softmax, sample
-from dynamix.schemas.networks.sight import Array32, Sight
+from dynamix.schemas.networks import log_softmax, sample
+from dynamix.schemas.policies import DIVIDED_BY_RANKS, STIGMERGY
+from dynamix.schemas.sight import Array32, Sight
 
 POLICY_OPTIONS = {"learned": 1.0}
 

@@ -14,7 +14,7 @@ from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import TIME_ONLY, Formula, Weights
 from dynamix.schemas.messages.fields import Token
-from dynamix.schemas.messages.policies import STIGMERGY
+from dynamix.schemas.policies import STIGMERGY
 
 
 def resized(scenario: Scenario, num_workers: int, ranks_per_node: int | None = None) -> Scenario:

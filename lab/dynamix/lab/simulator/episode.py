@@ -21,7 +21,7 @@ from dynamix.arbitrator.policies.policy import Policy, RecurringPolicy
 from dynamix.collector.agent import Chooser, trace_of
 from dynamix.collector.window import simulated_window
 from dynamix.lab.workloads import Data, workload_named
-from dynamix.recording.capture.fingerprint import DECIDING_PACKAGES, source_digest
+from dynamix.recording.fingerprint import DECIDING_PACKAGES, source_digest
 from dynamix.reward.formula import Formula, Weights, reward_of
 from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.schemas.codec import encode

@@ -13,7 +13,7 @@ from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Report, Trace
-from dynamix.schemas.messages.policies import STIGMERGY
+from dynamix.schemas.policies import STIGMERGY
 from dynamix.schemas.streams import ACTIONS, FEED
 
 from .cluster import VirtualCluster

@@ -1,19 +1,19 @@
 """The messages, each a frozen Struct: `from dynamix.schemas.messages import Report`.
 
-`job` begins and ends a run, `measured` and `decided` hold what travels for one window, in its order, `operations` what
-operators read. Every message names its job, generation (restart count) and, where it has one, its window (index from 0
-in each generation). A new field goes at the end and has a default; a changed meaning is a new version of the codec.
-The kinds of message, with their subjects, senders and receivers, are in `dynamix.schemas.kinds`.
-
-`traces` is what agents leave where no centre decides, `profiles` what a run leaves to the next one of its family.
-`allocation`, `fields` and `policies` hold the values that messages are made of: this room imports no other of schemas.
+`job` begins and ends a run, `windows` and `decisions` hold what is sent for one window, `operations` what operators
+read; `allocation` and `fields` have the values that messages are made of. Every message names its job,
+generation (restart count) and, where it has one, its window (index from 0 in each generation). A new field goes at the
+end and has a default; a changed meaning is a new version of the codec. `dynamix.schemas.kinds` has the kinds of message
+with their subjects, senders and receivers.
 """
 
 from .allocation import Sizes
-from .decided import Action, Applied, RankReward, Reward
+from .decisions import Action, Applied, ArmRecord, ExploredArm, JobProfile, NoisePoint, RankReward, Reward
 from .fields import Message, OptimizerFamily
 from .job import Job, NodeRanks
-from .measured import (
+from .operations import Dead, Event, Live, PolicyVersion, Signature
+from .windows import (
+    FieldView,
     GlobalMetrics,
     GradientNoise,
     JobTotals,
@@ -25,14 +25,13 @@ from .measured import (
     RankMetrics,
     RankRow,
     Report,
+    SeenTrace,
     SocketCounters,
     State,
     SystemMetrics,
+    Trace,
     TrainingMetrics,
 )
-from .operations import Dead, Event, Live, PolicyVersion, Signature
-from .profiles import ArmRecord, ExploredArm, JobProfile, NoisePoint
-from .traces import FieldView, SeenTrace, Trace
 
 __all__ = [
     "Action",

@@ -2,7 +2,7 @@
 
 A policy makes it, an action carries it, the schedule adopts it from one step on, the checkpoint saves it. A new lever
 is one field here (or in `Exchange`), with a default that changes nothing, and one owner in the trainer that carries it
-out; `tests/trainer/test_allocation.py` says what was forgotten on the way.
+out; `tests/trainer/test_allocation.py` names what was forgotten on the way.
 """
 
 import math
@@ -14,18 +14,19 @@ import msgspec
 from msgspec import Meta
 
 from .fields import MAX_RANKS, TOKEN_PATTERN, Count, Token
-from .policies import EXCHANGE_OPTIONS, PolicyOptions, Split
 
 Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS)]
 """Local batch sizes in samples, one per rank, in rank order."""
 
-
 Shares = Annotated[tuple[float, ...], Meta(max_length=MAX_RANKS)]
-"""How much of each gradient bucket a rank sums up for all, by rank, up to a common factor."""
+"""Share of each gradient bucket that a rank sums up for all, by rank, up to a common factor."""
+
+GlobalBatch = Literal["fixed", "adaptive"]
+"""`fixed`: the sum of the local batch sizes stays what the script said; `adaptive`: a policy may change it."""
 
 ExchangePermission = Literal["exact", "lossy", "local"]
-"""What a job lets decisions do to its gradients, each with all before it. `exact`: every gradient arrives bit for bit.
-`lossy`: rounded, with the error added to the next one. `local`: ranks may make several steps between averagings."""
+"""Permitted changes of a job's gradients; each includes those before it. `exact`: every gradient arrives bit for bit;
+`lossy`: rounded, with the error added to the next one; `local`: ranks may make several steps between averagings."""
 
 EXCHANGE_CODECS = ("none", "rows", "bf16", "fp16", "int8")
 """Codecs of the core; further ones are extensions (entry points of the group `dynamix.codecs`)."""
@@ -41,7 +42,7 @@ SERVERS = "servers"
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """How gradients travel between the ranks; the default is exact synchronous training."""
+    """The exchange of gradients between the ranks; the default is exact synchronous training."""
 
     every: Annotated[int, Meta(ge=1)] = 1
     """Sync period: optimizer steps between two averagings; 1 averages the gradient of every step."""
@@ -49,10 +50,10 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     """Name of the gradient codec; `none` sends gradients as they are."""
     route: Token = "all-reduce"
     shares: Shares = ()
-    """Who sums up how much of a bucket under the route `shares`; equal shares where there are none. Under the route
-    `servers` those of the servers follow those of the ranks."""
+    """Share of a bucket that each rank sums up under the route `shares`; equal shares where there are none. Under the
+    route `servers` those of the servers follow those of the ranks."""
     outer_rate: float = 1.0
-    """How far all go in the direction of their mean after local steps, over the way to it; 1 is the mean itself."""
+    """Step towards the mean after local steps, over the distance to it; 1 is the mean itself."""
     outer_momentum: float = 0.0
     """Nesterov momentum of these ways, from round to round; 0 is none."""
 
@@ -109,46 +110,30 @@ def is_permitted(exchange: Exchange, permission: ExchangePermission, named: Coll
     )
 
 
-def exchange_of(options: PolicyOptions) -> Exchange:
-    """The exchange of a policy's options `every`, `codec`, `route`, and with local steps the outer step's two."""
-    every = int(options.get("every", 1))
-    outer = options if every > 1 else {}
-    return Exchange(
-        every=every,
-        codec=str(options.get("codec", "none")),
-        route=str(options.get("route", "all-reduce")),
-        outer_rate=float(outer.get("outer_rate", 1.0)),
-        outer_momentum=float(outer.get("outer_momentum", 0.0)),
-    )
-
-
-def initial_exchange(policy: str, options: PolicyOptions) -> Exchange:
-    """The exchange of the first step, before any decision."""
-    defaults = EXCHANGE_OPTIONS.get(policy)
-    return EXACT if defaults is None else exchange_of({**defaults, **options})
-
-
 RateFactor = Annotated[float, Meta(ge=0.1, le=10)]
-"""What a decision may make of a learning rate."""
+"""Bounds of a decision's factor on a learning rate."""
 
 Explored = Literal["learning_rate", "noise_multiplier", "exchange"]
-"""What a job lets the runs of its family explore: a factor on its learning rate, one on the noise scale that the policy
-decides by, and whether to use what `ExchangePermission` permits at all."""
+"""Choices that runs of a job's family may explore: a factor on its learning rate, one on the noise scale that the
+policy decides by, and whether to use what `ExchangePermission` permits at all."""
 
 Objective = Literal["time", "energy"]
-"""What such runs are compared by: the seconds, or the joules, until the held-out error fell below some levels."""
+"""Measure by which such runs are compared: seconds, or joules, until the held-out error fell below some levels."""
+
+
+Split = Literal["fixed", "tracking", "traces"]
+"""`fixed`: sizes as they were decided; `tracking`: their sum was, and the ranks divide it themselves; `traces`: nothing
+was, sum and division are those of the traces that the agents of all nodes leave."""
 
 
 class Allocation(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Who trains on how many samples, who may change that, and how gradients travel."""
+    """Samples of each rank per step, who may change them, and the gradient exchange."""
 
     local_batch_sizes: Sizes
     split: Split = "fixed"
-    """`fixed`: exactly these sizes; `tracking`: their sum, divided by the training processes themselves; `traces`: what
-    those processes have made of the traces of all agents."""
     exchange: Exchange = EXACT
     rate_factor: RateFactor = 1.0
-    """On the learning rate that the script and its rule say, in jobs that let recurring runs explore it."""
+    """Factor on the learning rate of the script and its rule, in jobs that let recurring runs explore it."""
 
     @property
     def global_batch_size(self) -> int:

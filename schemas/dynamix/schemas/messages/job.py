@@ -10,11 +10,12 @@ from .allocation import (
     Exchange,
     ExchangePermission,
     Explored,
+    GlobalBatch,
     Objective,
     Sizes,
+    Split,
 )
 from .fields import MAX_RANKS, Count, Message, OptimizerFamily, OptionalToken, Text, Token
-from .policies import GlobalBatch, Split
 
 
 class NodeRanks(Message, frozen=True, kw_only=True, array_like=True):
@@ -56,24 +57,23 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     initial_split: Split = "fixed"
     """Whether they do so from the generation's first step on."""
     learning_rate_rule: Literal["none", "linear", "sqrt"] = "sqrt"
-    """What the learning rate follows of the global batch size over `base_global_batch_size`."""
+    """Power of the global batch size over `base_global_batch_size` that scales the learning rate."""
     global_batch: GlobalBatch = "adaptive"
     """Whether a decision may change the sum of the sizes."""
     exchange: ExchangePermission = "exact"
-    """What a decision may do to how gradients travel."""
+    """Permission for decisions on the gradient exchange."""
     initial_exchange: Exchange = EXACT
-    """How they travel from the generation's first step on."""
+    """The exchange from the generation's first step on."""
     supports_exchange: bool = False
-    """Whether the training processes can carry out decisions on how gradients travel, such as an exact codec."""
+    """Whether the training processes can carry out decisions on the gradient exchange, such as an exact codec."""
     table_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the gradient's numbers that lie in embedding tables, where most rows are zero."""
     family: OptionalToken = ""
-    """What its runs have in common, so that one can begin with what another one learned; empty: they have nothing."""
+    """Name of the family of recurring runs, each of which begins with the profile of those before; empty: none."""
     explores: tuple[Explored, ...] = ()
-    """What runs of the family may try out."""
+    """Choices that runs of the family may explore."""
     objective: Objective = "time"
-    """What they are compared by. Under `energy` the reports have the joules of each window. Not encoded while it is
-    `time`."""
+    """Measure by which they are compared. Under `energy` the reports have the joules of each window."""
 
     @property
     def initial_allocation(self) -> Allocation:

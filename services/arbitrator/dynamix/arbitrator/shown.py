@@ -18,7 +18,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
 from dynamix.schemas.messages import Applied, Job, State
-from dynamix.schemas.messages.decided import REFUSAL_REASONS
+from dynamix.schemas.messages.decisions import REFUSAL_REASONS
 from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES
 
 from .deciding.job_log import JobLog

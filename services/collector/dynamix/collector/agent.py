@@ -29,9 +29,9 @@ import numpy as np
 
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages import FieldView, Report, SeenTrace, Trace
-from dynamix.schemas.messages.policies import STIGMERGY_OPTIONS
-from dynamix.schemas.networks.sight import Sight
+from dynamix.schemas.policies import STIGMERGY_OPTIONS
 from dynamix.schemas.progress import most_worthwhile, progress
+from dynamix.schemas.sight import Sight
 
 from .agent_network import shipped_network
 

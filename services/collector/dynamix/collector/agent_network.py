@@ -18,19 +18,22 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from dynamix.schemas.messages.policies import MULTIPLIERS
-from dynamix.schemas.networks import sight
-from dynamix.schemas.networks.files import (
+from dynamix.schemas import sight
+from dynamix.schemas.networks import (
+    Array64,
+    Forward,
     NetworkFileError,
+    Normalisation,
     check_actions,
     check_format,
     check_names,
     check_tensors,
     metadata_text,
+    network_shapes,
     read_tensors,
 )
-from dynamix.schemas.networks.forward import Array64, Forward, Normalisation, network_shapes
-from dynamix.schemas.networks.sight import Sight
+from dynamix.schemas.policies import MULTIPLIERS
+from dynamix.schemas.sight import Sight
 
 SHIPPED = "shipped_agents/stigmergy.safetensors"
 

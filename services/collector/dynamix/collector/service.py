@@ -17,7 +17,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Message, MetricWindow, Report, State
-from dynamix.schemas.networks.files import NetworkFileError
+from dynamix.schemas.networks import NetworkFileError
 from dynamix.schemas.streams import FEED
 
 from .agent import Chooser, trace_of

@@ -14,8 +14,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, Objective
-from dynamix.schemas.messages.policies import GlobalBatch
+from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, GlobalBatch, Objective
 from dynamix.trainer.data.loader import (
     CountTokens,
     Loader,

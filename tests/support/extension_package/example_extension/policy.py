@@ -2,9 +2,9 @@
 
 from types import MappingProxyType
 
-from dynamix.arbitrator.policies.options import Option
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.policies import Option
 
 
 class Halving:

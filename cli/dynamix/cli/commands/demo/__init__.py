@@ -1,8 +1,8 @@
-"""Train a real job on this machine three times: left alone, divided by speed, and steered.
+"""Train a real job on this machine three times: with fixed, divided and adaptive batch sizes.
 
-A 4-process gloo job trains a small CNN on Fashion-MNIST to one held-out accuracy: `static`, as plain DDP does; by
-default, with the same global batch divided by measured speed; and with an adaptive global batch, which a policy moves.
-Its ranks are PACED: they sleep to a stated time per sample, one of them three times longer.
+A 4-process gloo job trains a small CNN on Fashion-MNIST to one held-out accuracy: as plain DDP does; with the same
+global batch divided by measured speed; and with an adaptive global batch. Its ranks are PACED: they sleep for a fixed
+time per sample, one of them three times longer.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from dynamix.cli.terminal import UNKNOWN, ProgressLine, bar, formatted, print_ta
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.extensions import extension_names
 from dynamix.runtime.settings import SettingsError, read
-from dynamix.schemas.messages.policies import DEFAULT_POLICY, OUR_POLICIES
+from dynamix.schemas.policies import DEFAULT_POLICY, OUR_POLICIES
 from dynamix.schemas.spelling import suggestion
 
 from .plan import LOOKS, DemoPlan, DemoRun, Variant, variants

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
 
-from dynamix.schemas.messages.policies import DEFAULT_POLICY, SPLIT_POLICY, GlobalBatch
+from dynamix.schemas.messages.allocation import GlobalBatch
+from dynamix.schemas.policies import DEFAULT_POLICY, SPLIT_POLICY
 
 if TYPE_CHECKING:  # the training script has no use for it
     from dynamix.recording.job_view import JobView

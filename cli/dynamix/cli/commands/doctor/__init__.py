@@ -1,6 +1,6 @@
 """Check what this machine has, what is missing, what for, and how to fix it.
 
-The exit code is 1 only when something is missing without which nothing works.
+Exit code 1 means that nothing works without what is missing.
 """
 
 import argparse

@@ -1,15 +1,13 @@
 """Compare policies on virtual clusters: time to a held-out target accuracy, paired by scenario and seed.
 
-Always shown: best static (its size chosen on train scenarios), random (a baseline), goodput, the default policy and the
-learned ones.
-The other rows come from a TOML file (--rows, see scenarios/rows) or a list (--policies): policies by name, with options
-or keys of a row after a colon, for example goodput:track=1 or static:track=1,local_batch_size=128.
-rule:learning_rate_factor=best is the best of the learning rates times 0.5, 1 and 2, and oracle the best constant global
-batch under a split that knows the speeds of every step.
-With --exchange local every job permits lossy codecs and local steps; rule:exchange=exact is a row without them.
-Interrupted, it shows the finished runs; --resume continues.
+Always shown: best static (its size chosen on train scenarios), random, goodput, the default and the learned policies.
+Other rows come from a TOML file (--rows, see scenarios/rows) or a list (--policies): policies by name, with options or
+keys of a row after a colon, for example goodput:track=1 or static:track=1,local_batch_size=128.
+rule:learning_rate_factor=best is the best of the learning rates times 0.5, 1 and 2; oracle is the best constant global
+batch, divided by the speeds of every step. With --exchange local every job permits lossy codecs and local steps;
+rule:exchange=exact is a row without them. Interrupted, it shows the finished runs; --resume continues.
 
-  dynamix evaluate tune     choose the baselines' settings, which it reads, on the train scenarios
+  dynamix evaluate tune     choose the baselines' settings on the train scenarios
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Learn a policy on virtual clusters: episodes, updates, validation, and a policy file at the end.
+"""Learn a policy by PPO on virtual clusters, and write it to a file.
 
-`ppo` is a bounded residual on `rule`; `ppo-paper` is as published; `stigmergy` is a bounded residual on the wish of
-each agent, for collectors. Only scenarios with learn = true are learned from. Killed or interrupted, the same command
-continues to the same bits. The policy that is written is the best by validation (time to the target against `rule`),
-scored on other seeds; judge it with `dynamix evaluate`.
+`ppo` learns a bounded correction of `rule`, `ppo-paper` the published method, `stigmergy` a bounded correction of each
+agent's wish. Only scenarios with learn = true are used. Killed or interrupted, the same command continues to the same
+bits. The version that is written is the best by validation (time to the target against `rule`), scored on other seeds;
+judge it with `dynamix evaluate`.
 """
 
 import argparse

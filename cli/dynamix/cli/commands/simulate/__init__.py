@@ -3,9 +3,8 @@
   dynamix simulate train/mixed-8 --policy rule --png run.png
   dynamix simulate mine.toml --policy static:local_batch_size=128 --seed 3 --json -
 
-SCENARIO is a file (scenarios/README.md), or the name of one that comes with the package. A policy is spelled as for
-`dynamix evaluate --policies`. With --bus the services on the bus steer the job, as they steer real ones: reward and
-arbitrator must run (`dynamix up`); the collectors of the virtual nodes are started here.
+SCENARIO is a file (scenarios/README.md), or the name of one that comes with the package. With --bus the services on the
+bus make the decisions: reward and arbitrator must run (`dynamix up`).
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Watch a job while it runs: local batch sizes, times, throughput, accuracy, decisions, rewards, services.
 
-Without a name it shows the newest job that runs. Press q to leave; the job does not notice.
+Without a name it shows the newest running job. Press q to leave; the job is not affected.
 """
 
 import argparse

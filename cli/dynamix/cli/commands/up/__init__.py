@@ -1,7 +1,7 @@
 """Run the broker and the three services on this machine until interrupted.
 
-A process that ends is started again, unless its settings cannot be used: then all end. Other `dynamix` commands of the
-same user find the broker by themselves; the streams are kept for the next start.
+A process that ends is started again, unless its settings are invalid: then all end. Other `dynamix` commands of the
+same user find the broker by themselves. The streams are kept for the next start.
 """
 
 import argparse

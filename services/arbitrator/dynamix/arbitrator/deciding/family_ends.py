@@ -22,7 +22,7 @@ from dynamix.runtime.bus import (
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Action, Job, JobProfile
-from dynamix.schemas.messages.profiles import MAX_PROFILE_BYTES
+from dynamix.schemas.messages.decisions import MAX_PROFILE_BYTES
 from dynamix.schemas.streams import JOBS, PROFILES
 
 from .action_store import ActionsEndEarlyError, ActionStoreError, checked_action

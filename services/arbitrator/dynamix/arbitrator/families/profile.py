@@ -9,7 +9,7 @@ from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Action, ArmRecord, ExploredArm, Job, JobProfile
-from dynamix.schemas.messages.profiles import MAX_ARMS, MAX_PROFILE_BYTES, PROFILE_FORMAT
+from dynamix.schemas.messages.decisions import MAX_ARMS, MAX_PROFILE_BYTES, PROFILE_FORMAT
 
 FEWEST_WINDOWS = 5
 """Runs with fewer decided windows teach nothing."""

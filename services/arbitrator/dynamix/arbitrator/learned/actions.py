@@ -21,15 +21,14 @@ import numpy as np
 from dynamix.arbitrator.policies import random
 from dynamix.arbitrator.policies.carry import pack, unpack
 from dynamix.arbitrator.policies.model.observation import Array32, decided_sizes
-from dynamix.arbitrator.policies.options import Options
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.arbitrator.policies.sizing import divided
 from dynamix.schemas.features import RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.schemas.messages.policies import MULTIPLIERS
-from dynamix.schemas.networks.forward import Choices
+from dynamix.schemas.networks import Choices
+from dynamix.schemas.policies import MULTIPLIERS, Options
 
 from . import inputs
 

@@ -10,9 +10,9 @@ from operator import itemgetter
 import numpy as np
 
 from dynamix.arbitrator.policies.model.observation import Array32, Array64
+from dynamix.schemas import sight
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
-from dynamix.schemas.networks import sight
 
 Columns = Mapping[str, Array64]
 Input = Callable[[Columns], Array64]

@@ -7,19 +7,18 @@ carries log-probabilities and values for learning.
 import numpy as np
 
 from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.options import Option, Options, option, switch
+from dynamix.arbitrator.policies.options import option
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.random import keyed_generator
 from dynamix.schemas.messages import Job
-from dynamix.schemas.networks.forward import Forward, Normalisation, log_softmax, sample
+from dynamix.schemas.networks import Forward, Normalisation, log_softmax, sample
+from dynamix.schemas.policies import VERSION, VERSION_OPTION, Options, switch
 
 from .policy_file import PolicyFile
 
-VERSION = Option(1, 1, 2**53 - 1, "of the policy; without it the newest when a generation begins", whole=True)
-
 OPTIONS: Options = {
     "explore": switch(0, "1: sample actions, for learning; 0: take the likeliest"),
-    "version": VERSION,
+    VERSION_OPTION: VERSION,
 }
 """The options of every learned policy; one that scales the rule has the rule's as well."""
 

@@ -16,10 +16,10 @@ import numpy as np
 from msgspec import Meta
 from safetensors.numpy import save
 
+from dynamix.schemas import networks
 from dynamix.schemas.features import FEATURE_VERSION, GLOBAL_FEATURES, RANK_FEATURES
 from dynamix.schemas.messages.fields import Count, Text, Token
-from dynamix.schemas.networks import forward
-from dynamix.schemas.networks.files import (
+from dynamix.schemas.networks import (
     FORMAT,
     METADATA_KEY,
     Array,
@@ -213,9 +213,9 @@ def _check_identity(metadata: PolicyMetadata) -> None:
 def _check_tensors(file: PolicyFile) -> None:
     metadata = file.metadata
     num_inputs, num_actions = len(metadata.inputs), len(metadata.actions)
-    expected = forward.network_shapes(num_inputs, metadata.hidden_sizes, num_actions)
+    expected = networks.network_shapes(num_inputs, metadata.hidden_sizes, num_actions)
     for head, num_outputs in (("actor", num_actions), ("critic", 1)):
-        shapes = forward.shapes(head, 2 * num_inputs, metadata.hidden_sizes, num_outputs)
+        shapes = networks.shapes(head, 2 * num_inputs, metadata.hidden_sizes, num_outputs)
         if any(name.startswith(f"{OPTIMIZER}{head}.") for name in file.tensors):  # a head that has learned
             expected |= {f"{OPTIMIZER}{name}.{moment}": shape for name, shape in shapes.items() for moment in MOMENTS}
             expected[OPTIMIZER_STEP] = (1,)

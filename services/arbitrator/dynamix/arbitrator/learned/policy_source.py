@@ -4,20 +4,17 @@ import asyncio
 import logging
 from typing import NamedTuple
 
-from dynamix.arbitrator.policies.options import check_options
 from dynamix.arbitrator.policies.policy import NamedPolicy, Policy, digest_of
 from dynamix.arbitrator.policies.registry import POLICIES, extension_policy, policy_names
 from dynamix.runtime.bus import PermissionDeniedError
 from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.policies import VERSION, VERSION_OPTION, check_options
 
-from .policy import VERSION, LearnedPolicy
+from .policy import LearnedPolicy
 from .policy_file import SHIPPED_VERSION, PolicyFile, shipped_names, shipped_policy
 from .policy_store import PolicyReader, StoredPolicy
 
 logger = logging.getLogger(__name__)
-
-VERSION_OPTION = "version"
-"""The option of a job that asks for one version of its policy instead of the newest."""
 
 NUM_HELD = 64
 """Learned policies kept in memory."""
@@ -58,7 +55,7 @@ class PolicySource:
             policy = await asyncio.to_thread(extension_policy, job.policy)
         policy = policy or await self._learned(job.policy, wanted)
         _check_identity(policy, wanted)
-        check_options(policy.name, {**policy.options, VERSION_OPTION: VERSION}, job.policy_options)
+        check_options(policy.name, policy.options, job.policy_options)
         return policy
 
     async def _learned(self, name: str, wanted: _Wanted) -> NamedPolicy:

@@ -12,8 +12,8 @@ import torch
 from dynamix.arbitrator.learned.policy_file import MOMENTS, OPTIMIZER, OPTIMIZER_STEP, PolicyFile, PolicyMetadata
 from dynamix.arbitrator.learned.ppo_settings import PPOSettings
 from dynamix.arbitrator.policies.model.observation import Array64
-from dynamix.schemas.networks import forward
-from dynamix.schemas.networks.forward import Normalisation
+from dynamix.schemas import networks
+from dynamix.schemas.networks import Normalisation
 
 from . import ppo
 from .ppo import ActorCritic, Batch, UpdateStats
@@ -117,8 +117,8 @@ class Agent:
         """
         T, D, num_inputs = trajectory.inputs_TDI.shape
         inputs = self.normalisation.applied(trajectory.inputs_TDI.reshape(-1, num_inputs))
-        numpy_network = forward.Forward(self._network.tensors(), len(self.metadata.hidden_sizes))
-        logprobs = forward.log_softmax(numpy_network.logits(inputs))
+        numpy_network = networks.Forward(self._network.tensors(), len(self.metadata.hidden_sizes))
+        logprobs = networks.log_softmax(numpy_network.logits(inputs))
         values: Array64 = numpy_network.values(inputs).reshape(T, D)
         return trajectory._replace(
             logprobs_TD=logprobs[np.arange(T * D), trajectory.actions_TD.reshape(-1)].reshape(T, D),

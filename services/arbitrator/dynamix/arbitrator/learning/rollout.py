@@ -17,7 +17,7 @@ from dynamix.arbitrator.learned.actions import ActionSet
 from dynamix.arbitrator.policies.model.observation import Array32, Array64
 from dynamix.arbitrator.policies.policy import Decision
 from dynamix.schemas.messages import Action, Applied, Job, Reward, State
-from dynamix.schemas.networks.forward import Choices
+from dynamix.schemas.networks import Choices
 
 
 class RolloutError(ValueError):

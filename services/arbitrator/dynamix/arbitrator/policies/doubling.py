@@ -10,11 +10,12 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamix.schemas.messages import Job
+from dynamix.schemas.policies import POLICY_OPTIONS, Options
 
 from .carry import pack, unpack
 from .model.observation import Array32, decided_sizes, job_value, steps_of
 from .model.step_time import StepTimeFit, window_of
-from .options import Option, Options, allocation_of, option, switch, track
+from .options import allocation_of, option
 from .policy import Decision
 from .sizing import by_speed, clamp_total, scaled
 
@@ -52,14 +53,7 @@ class Doubling:
 
     name = "doubling"
     version = 3
-    options: ClassVar[Options] = {
-        "every_samples": Option(0, 0, 1e12, "double after so many samples; 0: when the loss stalls"),
-        "patience_windows": Option(20, 1, 1e6, "windows without improvement that make a stall", whole=True),
-        "min_improvement": Option(0.01, 0, 1, "relative fall of the averaged loss that counts as one"),
-        "max_doublings": Option(6, 0, MAX_DOUBLINGS, "doublings at most", whole=True),
-        "proportional": switch(0, "1: divide B by measured speed; 0: as the initial sizes are"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["doubling"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The initial batch times a power of two. Samples are counted from the job's own totals."""

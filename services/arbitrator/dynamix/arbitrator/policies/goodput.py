@@ -5,9 +5,9 @@
     efficiency(B) = gain / scale,  scale = B / B_0,  gain = (S/B_0 + |G|^2) / (S/B_0/scale + |G|^2)
                   = (B_0 + B_noise) / (B + B_noise)
 
-with B_0 the base global batch of the learning rate. As in AdaptDL 50 batches, geometrically spaced, are compared, and
-a change must promise 5 % more goodput. Unlike AdaptDL it decides per window instead of per restart, smooths times by a
-moving average, and may go below the initial batch.
+with B_0 the base global batch of the learning rate. Of 50 geometrically spaced batches the best one is chosen, if it
+promises 5 % more goodput, as in AdaptDL. Unlike AdaptDL it decides per window instead of per restart, smooths times,
+and may go below the initial batch.
 """
 
 import math
@@ -17,11 +17,12 @@ import msgspec
 import numpy as np
 
 from dynamix.schemas.messages import Job
+from dynamix.schemas.policies import POLICY_OPTIONS, Options
 
 from .carry import pack, unpack
 from .model.observation import Array32, Array64, NoiseMemory, decided_sizes, job_value
 from .model.step_time import StepTime, StepTimeFit, window_of
-from .options import Option, Options, allocation_of, option, switch, track, tracks
+from .options import allocation_of, option, tracks
 from .policy import Decision
 from .sizing import by_speed, equally
 
@@ -38,13 +39,7 @@ class Goodput:
 
     name = "goodput"
     version = 3
-    options: ClassVar[Options] = {
-        "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in the moving averages of times"),
-        "hysteresis": Option(0.05, 0, 1, "relative gain in predicted goodput that a change must promise"),
-        "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise; 1 as published"),
-        "proportional": switch(1, "1: divide B by measured speed; 0: equally, as AdaptDL does"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["goodput"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The best candidate, if it is enough better than the current sizes. Without B_noise the batch stays."""

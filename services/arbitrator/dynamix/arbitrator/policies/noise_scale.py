@@ -1,6 +1,6 @@
 """`noise-scale`: the global batch follows the gradient noise scale (McCandlish et al., arXiv 1812.06162).
 
-B = multiplier * B_noise, without a model of the step time.
+B = multiplier * B_noise; step times are not considered.
 """
 
 import math
@@ -9,11 +9,12 @@ from typing import ClassVar
 import msgspec
 
 from dynamix.schemas.messages import Job
+from dynamix.schemas.policies import POLICY_OPTIONS, Options
 
 from .carry import pack, unpack
 from .model.observation import Array32, NoiseMemory, decided_sizes, job_value
 from .model.step_time import StepTimeFit, window_of
-from .options import Option, Options, allocation_of, option, switch, track
+from .options import allocation_of, option
 from .policy import Decision
 from .sizing import Pace, by_speed, clamp_total, equally
 
@@ -30,12 +31,7 @@ class NoiseScale:
 
     name = "noise-scale"
     version = 3
-    options: ClassVar[Options] = {
-        "multiplier": Option(1.0, 0.01, 100, "global batch over B_noise"),
-        "max_change": Option(_PACE.max_change, 1.01, 100, "greatest factor between two decisions"),
-        "proportional": switch(1, "1: divide B by measured speed; 0: equally"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["noise-scale"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """A limited step towards the multiple. While B_noise was never known the batch stays."""

@@ -1,64 +1,8 @@
-"""Options of policies: values in a job's specification, each with a default, bounds or names, and a meaning."""
-
-from collections.abc import Mapping
-from typing import NamedTuple
+"""Values of the options that a job's specification gives its policy; `schemas.policies` states the options."""
 
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, is_permitted
-from dynamix.schemas.messages.policies import PolicyOptions
-from dynamix.schemas.messages.policy_options import Bounds
-from dynamix.schemas.spelling import suggestion
-
-
-class Option(NamedTuple):
-    """An option of a policy in `Job.policy_options`: its meaning and bounds."""
-
-    default: float | str
-    low: float
-    high: float
-    meaning: str
-    whole: bool = False
-    """Only whole numbers; with bounds 0 and 1 a switch."""
-    names: tuple[str, ...] = ()
-    """Names of an option that takes no numbers."""
-
-    def fault(self, value: float | str) -> str | None:
-        """Why the option cannot have this value, or `None`."""
-        return Bounds(self.low, self.high, self.whole, self.names).fault(value)
-
-
-Options = Mapping[str, Option]
-
-
-def switch(default: float, meaning: str) -> Option:
-    """An option that is on (1) or off (0)."""
-    return Option(default, 0, 1, meaning, whole=True)
-
-
-def named(names: tuple[str, ...], meaning: str, default: str | None = None) -> Option:
-    """An option that takes one of these names, by default the first."""
-    return Option(default or names[0], 0, 0, f"{meaning}: {', '.join(names)}", names=names)
-
-
-def track(default: float) -> Option:
-    """The option that all our policies have: whether the training processes divide the global batch."""
-    return switch(
-        default, "1: ranks divide the batch every step, if the job supports it; 0: the policy does once per window"
-    )
-
-
-def check_options(policy: str, known: Options, given: PolicyOptions) -> None:
-    """Refuse what a policy would not understand.
-
-    Raises:
-        ValueError: when an option is unknown or out of its bounds; the text names it and what there is.
-    """
-    for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"policy {policy!r} has no option {name!r}{suggestion(name, known)}")
-        if fault := known[name].fault(value):
-            shown = value if isinstance(value, str) else f"{value:g}"
-            raise ValueError(f"option {name}={shown} of policy {policy!r} {fault}: {known[name].meaning}")
+from dynamix.schemas.policies import Options
 
 
 def option(known: Options, job: Job, name: str) -> float:

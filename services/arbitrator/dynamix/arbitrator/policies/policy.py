@@ -5,8 +5,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from dynamix.arbitrator.policies.model.observation import Array32
 from dynamix.schemas.messages import ArmRecord, Job, JobProfile, NoisePoint
 from dynamix.schemas.messages.allocation import Allocation
-
-from .options import Options
+from dynamix.schemas.policies import Options
 
 MAX_REASON = 240
 """Characters of a reason that an action carries."""

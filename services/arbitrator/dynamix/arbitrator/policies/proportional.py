@@ -1,6 +1,6 @@
 """`proportional`: the job's global batch, divided in proportion to each rank's measured throughput.
 
-It helps with slow processors only: a slow link carries the same gradient whatever the sizes are.
+It helps with slow processors only: the time of a slow link does not depend on the sizes.
 """
 
 import math
@@ -11,10 +11,11 @@ import numpy as np
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.policies import POLICY_OPTIONS, Options
 
 from .model.observation import Array32, Array64, decided_sizes
 from .model.step_time import filtered, window_of
-from .options import Option, Options, allocation_of, option, track
+from .options import allocation_of, option
 from .policy import Decision
 
 
@@ -23,11 +24,7 @@ class Proportional:
 
     name = "proportional"
     version = 1
-    options: ClassVar[Options] = {
-        "smoothing": Option(0.5, 0.01, 1, "weight of the newest throughput in the moving average"),
-        "dead_band": Option(0.03, 0, 1, "share by which a new split must shorten the predicted step"),
-        "track": track(0),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["proportional"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """A split in proportion to smoothed throughput; the last decision while it is nearly as good.

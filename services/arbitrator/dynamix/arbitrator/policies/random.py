@@ -6,9 +6,10 @@ from typing import ClassVar
 import numpy as np
 
 from dynamix.schemas.messages import Job
+from dynamix.schemas.policies import POLICY_OPTIONS, Options
 
 from .model.observation import Array32, decided_sizes
-from .options import Options, allocation_of, track
+from .options import allocation_of
 from .policy import Decision
 
 DELTAS = (-100, -25, 0, 25, 100)
@@ -20,7 +21,7 @@ class Random:
 
     name = "random"
     version = 1
-    options: ClassVar[Options] = {"track": track(0)}
+    options: ClassVar[Options] = POLICY_OPTIONS["random"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The last decision plus one delta per rank."""

@@ -7,12 +7,12 @@ from typing import Any
 
 from dynamix.runtime.extensions import ExtensionError, extension_names, load_extension
 from dynamix.schemas.messages import Job
+from dynamix.schemas.policies import Option, Options
 
 from .doubling import Doubling
 from .goodput import Goodput
 from .model.observation import Array32
 from .noise_scale import NoiseScale
-from .options import Option, Options
 from .policy import Decision, NamedPolicy
 from .proportional import Proportional
 from .random import Random
@@ -93,7 +93,7 @@ def _checked_policy(name: str, found: Any) -> NamedPolicy:
     if not isinstance(found.version, int) or found.version < 1:
         raise ValueError(f"its version is {found.version!r}, not a whole number from 1")
     if not isinstance(found.options, Mapping) or not all(isinstance(one, Option) for one in found.options.values()):
-        raise TypeError("its options are no mapping from names to dynamix.arbitrator.policies.options.Option")
+        raise TypeError("its options are no mapping from names to dynamix.schemas.policies.Option")
     if not callable(found.decide):
         raise TypeError("its decide cannot be called")
     return ExtensionPolicy(name, found.version, found.options, found)

@@ -3,16 +3,14 @@
     B = argmax lr(B)^rate_weight * B / (B + noise_multiplier * B_noise) / T(B)
 
 lr(B) is the job's learning-rate scaling: 1, B^0.5 or B. B_noise is the gradient noise scale. T(B) is the step-time
-model: for each rank a fixed time, a rate, and a size below which a batch costs no less, fitted to its own times. A step
-is worth no more above 16 times B_noise, or 16 times the batch of the user's learning rate where that is more. The
-defaults were found by hand on train scenarios. B moves once per window; the division follows every step where the job
-supports tracking, otherwise this policy divides by the model.
+model, fitted to each rank's times: a fixed time, a rate, and a size below which a batch costs no less. B is at most 16
+times B_noise, or 16 times the batch of the user's learning rate if that is larger. The defaults were found by hand on
+train scenarios. B changes once per window.
 
-The exchange is chosen with B, as far as the job permits: codec and period of local steps of the greatest progress per
-second, by what they saved while they were active and by how far the ranks drift apart; `rows` for embedding tables and,
-where one link is slower than others, the route `shares` also in exact jobs.
+The exchange is chosen with B, as far as the job permits: the codec and period of local steps with the most progress per
+second, by measured savings and by how far the ranks drift apart (docs/communication.md).
 
-A job of a family starts from what earlier runs taught (docs/recurring.md).
+A job of a family starts from what earlier runs learned (docs/recurring.md).
 """
 
 import dataclasses
@@ -24,8 +22,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from dynamix.schemas.messages import ExploredArm, Job, JobProfile
-from dynamix.schemas.messages.policies import RATE_EXPONENTS
-from dynamix.schemas.messages.profiles import MAX_PROFILE_BYTES
+from dynamix.schemas.messages.decisions import MAX_PROFILE_BYTES
+from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options
 from dynamix.schemas.progress import most_worthwhile, progress
 
 from .carry import pack, unpack
@@ -35,7 +33,7 @@ from .model.exploration import Exploration
 from .model.links import can_share, link_rates, slowest_in_words
 from .model.observation import Array32, NoiseMemory, decided_sizes, job_value, steps_of
 from .model.step_time import StepTime, StepTimeFit, best_global_batch, window_of
-from .options import Option, Options, allocation_of, option, track
+from .options import allocation_of, option
 from .policy import Decision, Knowledge
 from .sizing import Pace, by_speed, clamp_total
 
@@ -70,14 +68,7 @@ class Rule:
 
     name = "rule"
     version = 8
-    options: ClassVar[Options] = {
-        "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise: above 1, larger batches count for more"),
-        "rate_weight": Option(0.5, 0, 1, "power of the learning rate in the worth of a step"),
-        "max_change": Option(_PACE.max_change, 1.01, 100, "greatest factor between two decisions"),
-        "dead_band": Option(_PACE.dead_band, 0, 1, "relative distance from the best batch at which B stays"),
-        "max_every": Option(16, 1, 16, "most steps between two averagings, for jobs that permit them", whole=True),
-        "track": track(1),
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS["rule"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""

@@ -7,22 +7,10 @@ from typing import ClassVar
 
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.schemas.messages.policies import STIGMERGY, STIGMERGY_OPTIONS
-from dynamix.schemas.messages.policy_options import OPTION_BOUNDS
+from dynamix.schemas.policies import POLICY_OPTIONS, STIGMERGY, Options
 
 from .model.observation import Array32, decided_sizes
-from .options import Option, Options
 from .policy import Decision
-
-_MEANINGS = {
-    "evaporation": "share of a trace's strength that is lost per window, and weight of what is new",
-    "diffusion": "share of an appetite that comes from the cells beside it",
-    "noise_multiplier": "factor on B_noise: above 1, larger batches count for more",
-    "rate_weight": "power of the learning rate in the worth of a step",
-    "max_change": "greatest factor between the global batch in force and an appetite",
-    "dead_band": "relative distance from the mean appetite at which the global batch stays",
-    "learned": "1: a network chooses a factor on each agent's wish; 0: the wish is the rule's",
-}
 
 
 class Stigmergy:
@@ -30,10 +18,7 @@ class Stigmergy:
 
     name = STIGMERGY
     version = 2
-    options: ClassVar[Options] = {
-        name: Option(STIGMERGY_OPTIONS[name], bounds.low, bounds.high, _MEANINGS[name], whole=bounds.whole)
-        for name, bounds in OPTION_BOUNDS[STIGMERGY].items()
-    }
+    options: ClassVar[Options] = POLICY_OPTIONS[STIGMERGY]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The sizes that the job began with, which rule until there are traces."""

@@ -8,9 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from msgspec import Meta
 
-from dynamix.schemas.messages.policies import PolicyOptions
-from dynamix.schemas.messages.policy_options import OPTION_BOUNDS, VERSION, option_value
-from dynamix.schemas.spelling import suggestion
+from dynamix.schemas.policies import POLICY_OPTIONS, PolicyOptions, check_options, option_value
 from dynamix.schemas.subjects import is_token
 
 
@@ -155,22 +153,10 @@ def check_policy_options(policy: str, given: PolicyOptions) -> None:
     """Refuse options that a policy of ours does not have, and values that they cannot have; others' are not known.
 
     Raises:
-        ValueError: naming the option, what there is, and which policies have it.
+        ValueError: naming the option and what there is.
     """
-    known = OPTION_BOUNDS.get(policy)
-    if known is None:
-        return
-    for name, value in given.items():
-        if name == VERSION:
-            continue
-        if name not in known:
-            others = [other for other, options in OPTION_BOUNDS.items() if name in options]
-            there = f", which {', '.join(others)} have" if others else suggestion(name, known)
-            raise ValueError(f"policy {policy!r} has no option {name!r}{there}")
-        if fault := known[name].fault(value):
-            raise ValueError(
-                f"option {name}={value if isinstance(value, str) else f'{value:g}'} of policy {policy!r} {fault}"
-            )
+    if (known := POLICY_OPTIONS.get(policy)) is not None:
+        check_options(policy, known, given)
 
 
 def _type_of(value: object) -> str:

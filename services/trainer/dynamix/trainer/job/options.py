@@ -23,20 +23,20 @@ from dynamix.schemas.messages.allocation import (
     Exchange,
     ExchangePermission,
     Explored,
+    GlobalBatch,
     Objective,
-    initial_exchange,
     is_permitted,
 )
-from dynamix.schemas.messages.policies import (
+from dynamix.schemas.policies import (
     DEFAULT_POLICY,
-    EXCHANGE_OPTIONS,
+    EXCHANGE_POLICIES,
     KEEPS_GLOBAL_BATCH,
     OUR_POLICIES,
     RECURRING,
     SPLIT_POLICY,
     STIGMERGY,
-    GlobalBatch,
     PolicyOptions,
+    initial_exchange,
     initial_split,
 )
 from dynamix.schemas.spelling import nearest
@@ -248,7 +248,7 @@ class JobOptions:
                 f"{first.label} in the whole run: leave these options out, or use another policy"
             )
         if (
-            self.policy in EXCHANGE_OPTIONS
+            self.policy in EXCHANGE_POLICIES
             and asked.every == 1
             and self.policy_options.keys() & {"outer_rate", "outer_momentum"}
         ):

@@ -13,8 +13,7 @@ from typing import Literal
 import msgspec
 
 from dynamix.schemas.messages import Action
-from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
-from dynamix.schemas.messages.policies import Split
+from dynamix.schemas.messages.allocation import EXACT, Exchange, Split, is_permitted
 from dynamix.trainer.job.identity import JobIdentity
 from dynamix.trainer.job.options import JobOptions
 
@@ -79,7 +78,7 @@ class Offers:
         """What of the content does not fit this job."""
         if len(action.local_batch_sizes) != len(self._identity.max_local_batch_sizes):
             return "length"
-        if action.levers or not self._can_travel(action.exchange):
+        if not self._can_travel(action.exchange):
             return "lever"
         if action.rate_factor != 1.0 and "learning_rate" not in self._options.explores:
             return "lever"

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals, Report
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.schemas.messages.policies import RATE_EXPONENTS, STIGMERGY, STIGMERGY_OPTIONS
+from dynamix.schemas.policies import RATE_EXPONENTS, STIGMERGY, STIGMERGY_OPTIONS
 from dynamix.trainer.data.orders import DataIdentity
 from dynamix.trainer.data.plan import Counts, Position, ReferenceSteps, Schedule
 from dynamix.trainer.gradient.noise import NoiseAverage

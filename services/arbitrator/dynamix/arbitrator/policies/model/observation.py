@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.measured import MAX_STRETCH
+from dynamix.schemas.messages.windows import MAX_STRETCH
 
 _GROWTH = 1.1
 _MOST = 4.0

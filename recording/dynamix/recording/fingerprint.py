@@ -63,19 +63,13 @@ def source_digest(packages: tuple[str, ...]) -> str:
     """SHA-256 over the Python sources of some packages: names and content, in order."""
     total = hashlib.sha256()
     for package in packages:
-        directory = _directory(package)
+        spec = importlib.util.find_spec(package)  # not imported: the trainer would import torch
+        assert spec is not None, "our own packages are installed"
+        directory = Path(str(spec.origin)).parent
         for path in sorted(directory.rglob("*.py")):
             total.update(f"{package}/{path.relative_to(directory)}\0".encode())
             total.update(path.read_bytes())
     return total.hexdigest()
-
-
-def _directory(package: str) -> Path:
-    """Folder of a package's sources, found without importing the package: the trainer would import torch."""
-    spec = importlib.util.find_spec(package)
-    assert spec is not None, "our own packages are installed"
-    assert spec.origin is not None, "and are files"
-    return Path(spec.origin).parent
 
 
 def _shown(value: str | tuple[str, ...]) -> str:

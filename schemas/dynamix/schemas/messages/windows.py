@@ -1,14 +1,13 @@
-"""Measurements of a window: report, metric window, state.
+"""Messages of a window before its decision: report, metric window, state; and the traces of agents.
 
 A new measured feature is a field in each of its structs here that it passes, at their ends and with a default.
 """
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from .fields import MAX_SOCKETS, Cookie, Count, Message, OptimizerFamily, Seconds, Text, Token
-from .traces import FieldView
 
 Probe = Literal["ebpf", "tcp_info", "proc", "none"]
 Energy = Annotated[float, Meta(ge=0)]
@@ -40,7 +39,7 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     """Inode of the pid namespace in which `pid` counts."""
     uid: Count
     local_batch_size: Count
-    """The size that ruled this window; under tracking, its last step."""
+    """The size in effect in this window; under tracking, in its last step."""
     pending_local_batch_size: Count
     """The newest size already scheduled; equal to `local_batch_size` when none is."""
     num_samples: Count
@@ -83,7 +82,7 @@ class GradientNoise(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class ParameterDrift(Message, frozen=True, kw_only=True, array_like=True):
-    """How far ranks came apart in the rounds of local steps that ended in a window: sums of squares over rounds."""
+    """Drift of ranks in the rounds of local steps that ended in a window: sums of squares over rounds."""
 
     spread: Annotated[float, Meta(ge=0)]
     """sum_i w_i |d_i - d|^2: d_i is how far rank i moved in a round, w_i its share of samples, d = sum_i w_i d_i."""
@@ -103,7 +102,7 @@ class JobTotals(Message, frozen=True, kw_only=True, array_like=True):
     num_steps: Count
     num_samples: Count
     global_batch_size: Count
-    """Sum of the local batch sizes that ruled the window."""
+    """Sum of the local batch sizes in effect in the window."""
     loss_sum: float | None
     num_correct: float | None
     time_s: Seconds
@@ -134,6 +133,41 @@ class SystemMetrics(Message, frozen=True, kw_only=True, array_like=True):
     """Voluntary and involuntary switches of all its threads."""
 
 
+# --- the policy `stigmergy`: every node is a cell, in a ring in the order of the job's nodes. The newest trace on a
+# cell's subject is what lies there; it loses the option `evaporation` of its strength in each window.
+
+Activity = Annotated[tuple[Annotated[float, Meta(ge=0)], ...], Meta(min_length=1, max_length=4096)]
+"""Samples per second of computing, one number per rank of a node; 0 where there is no trace."""
+
+
+class SeenTrace(Message, frozen=True, kw_only=True, array_like=True):
+    """The part of a trace that its own cell and those beside it can see."""
+
+    strength: Annotated[float, Meta(gt=0, le=1)]
+    """The share that has not evaporated: 1 for a new trace."""
+    appetite: Annotated[float, Meta(ge=0)]
+    waiting_s: Seconds
+
+
+class FieldView(Message, frozen=True, kw_only=True, array_like=True):
+    """Input of a node's agent besides its own ranks' rows: the traces around, and its rule's settings."""
+
+    activity: Activity
+    """Activity of its own ranks in its own trace."""
+    own: SeenTrace | None
+    """`None` where it has none, or none is left."""
+    around: Annotated[tuple[SeenTrace, ...], Meta(max_length=2)] = ()
+    """The traces in the cells beside its own."""
+    keeps_global_batch: bool = True
+    """Whether the sum of the sizes is fixed."""
+    rate_exponent: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Power of the global batch that the learning rate follows."""
+    options: dict[str, float] = field(default_factory=dict)
+    """All options of the policy."""
+    base_global_batch_size: Count = 0
+    """The global batch that the script's learning rate is meant for."""
+
+
 class Report(Message, frozen=True, kw_only=True, array_like=True):
     """One window as the ranks of one node measured it."""
 
@@ -159,10 +193,10 @@ class Report(Message, frozen=True, kw_only=True, array_like=True):
     field: FieldView | None = None
     """Under the policy `stigmergy` what this node's agent sees of the traces around."""
     energy_j: Energy | None = None
-    """Joules of all ranks' devices since the window before ended, whatever they did; equal in every node's report.
-    Not encoded while it is `None`, where it is not measured."""
+    """Joules of all ranks' devices since the window before ended, whatever they did; equal in every node's report;
+    `None` where it is not measured."""
     stretch: Stretch = 1
-    """How many times the job's `window_steps` the window lasted. Not encoded while it is 1."""
+    """Length of the window in units of the job's `window_steps`."""
 
 
 class NetworkMetrics(Message, frozen=True, kw_only=True, array_like=True):
@@ -243,7 +277,7 @@ class GlobalMetrics(Message, frozen=True, kw_only=True, array_like=True):
     sigma_norm_sq: float | None
     """S / (B |G_true|^2), masked with `noise_scale`."""
     local_drift: float | None = None
-    """How far ranks came apart in rounds of local steps over how far their mean moved, both squared."""
+    """Drift of ranks in rounds of local steps over the move of their mean, both squared."""
     learning_rate: float | None = None
     gradient_norm: float | None = None
     coding_gain: float | None = None
@@ -272,9 +306,9 @@ class MetricWindow(Message, frozen=True, kw_only=True, array_like=True):
     """Windows without kernel counters since the collector started, because their report or the one before came late.
     Their counters are masked; a generation's first window is not counted."""
     energy_j: Energy | None = None
-    """The report's joules of all ranks' devices. Not encoded while it is `None`."""
+    """The report's joules of all ranks' devices."""
     stretch: Stretch = 1
-    """The report's. Not encoded while it is 1."""
+    """The report's."""
 
 
 class State(Message, frozen=True, kw_only=True, array_like=True):
@@ -293,3 +327,21 @@ class State(Message, frozen=True, kw_only=True, array_like=True):
     global_features: bytes
     """float32, little-endian; equal in all nodes' messages of one window."""
     global_known: bytes
+
+
+class Trace(Message, frozen=True, kw_only=True, array_like=True):
+    """The trace that a node's agent leaves at its cell after a window."""
+
+    job: Token
+    generation: Count
+    window: Count
+    """The newest that it knew."""
+    node: Token
+    ranks: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
+    activity: Activity
+    """In the order of `ranks`: all ranks of the job divide the global batch in proportion to it."""
+    appetite: Annotated[float, Meta(ge=0)]
+    """Samples per step that the job should have, as seen from here; it diffuses. The job has the mean of all cells."""
+    waiting_s: Seconds
+    """The least time per step that a rank waits at the barrier here, or where such traces come from: that is
+    communication; what others wait longer, they wait for slower ranks."""

@@ -1,7 +1,7 @@
 """Inputs of an agent's network: its own report, free of scale. Pure.
 
 Sizes are doublings, times are shares of the step or ratios. Neither a rank nor a node can be told from another by it,
-so that one network serves all agents, whatever their number. Unknown is NaN; `forward.Normalisation` turns it into a
+so that one network serves all agents, whatever their number. Unknown is NaN; `networks.Normalisation` turns it into a
 bit. Beside the report there is what the rule of the agent makes of it: the waiting that it leaves, and its wish.
 """
 
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dynamix.schemas.messages import JobTotals, RankRow, Report, SeenTrace
-from dynamix.schemas.messages.traces import FieldView
+from dynamix.schemas.messages import JobTotals, Report, SeenTrace
+from dynamix.schemas.messages.windows import FieldView
 
 Array32 = npt.NDArray[np.float32]
 
@@ -24,7 +24,7 @@ class Sight(NamedTuple):
     report: Report
     view: FieldView
     waiting_s: float
-    """What it leaves as the waiting."""
+    """Waiting time that it leaves in its trace."""
     wish: float
     """The global batch that its rule would take the job to."""
 
@@ -40,7 +40,7 @@ class Sight(NamedTuple):
 
     @property
     def in_force(self) -> float:
-        """The global batch that ruled the window."""
+        """The global batch in effect in the window."""
         return float(self.totals.global_batch_size)
 
 
@@ -48,11 +48,11 @@ Look = Callable[[Sight], float]
 
 _LOOKS: Mapping[str, Look] = {
     "waiting_share": lambda seen: _ratio(seen.waiting_s, seen.step_s),
-    "least_sync_share": lambda seen: min(_shares(seen, _sync_s), default=math.nan),
-    "most_sync_share": lambda seen: max(_shares(seen, _sync_s), default=math.nan),
-    "least_compute_share": lambda seen: min(_shares(seen, _compute_s), default=math.nan),
-    "most_compute_share": lambda seen: max(_shares(seen, _compute_s), default=math.nan),
-    "most_data_share": lambda seen: max(_shares(seen, lambda row: row.data_time_s), default=math.nan),
+    "least_sync_share": lambda seen: min(_shares(seen, "sync_time_s"), default=math.nan),
+    "most_sync_share": lambda seen: max(_shares(seen, "sync_time_s"), default=math.nan),
+    "least_compute_share": lambda seen: min(_shares(seen, "compute_time_s"), default=math.nan),
+    "most_compute_share": lambda seen: max(_shares(seen, "compute_time_s"), default=math.nan),
+    "most_data_share": lambda seen: max(_shares(seen, "data_time_s"), default=math.nan),
     "speed_change_log2": lambda seen: _mean(_speed_changes(seen)),
     "wish_to_batch_log2": lambda seen: _log2(_ratio(seen.wish, seen.in_force)),
     "batch_to_noise_log2": lambda seen: _log2(_ratio(seen.in_force, _noise_scale(seen))),
@@ -84,18 +84,10 @@ def inputs_of(sight: Sight) -> Array32:
         return np.array([look(sight) for look in _LOOKS.values()], dtype=np.float64).astype(np.float32)
 
 
-def _sync_s(row: RankRow) -> float:
-    return row.sync_time_s
-
-
-def _compute_s(row: RankRow) -> float:
-    return row.compute_time_s
-
-
-def _shares(seen: Sight, time_of: Callable[[RankRow], float]) -> list[float]:
-    """What its ranks spend on something, as a share of the window."""
+def _shares(seen: Sight, time: str) -> list[float]:
+    """Shares of the window that its ranks spend on something."""
     rows = [row for row in seen.report.rows if row.times_split]
-    return [_ratio(time_of(row), seen.totals.time_s) for row in rows if seen.totals.time_s > 0]
+    return [_ratio(getattr(row, time), seen.totals.time_s) for row in rows if seen.totals.time_s > 0]
 
 
 def _speed_changes(seen: Sight) -> list[float]:

@@ -1,13 +1,12 @@
-"""Lessons of the runs of a job family, for the next one."""
+"""Messages after a window: its reward, the action, its adoption by the ranks; and what runs leave to later ones."""
 
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
-from .allocation import EXACT, Allocation, Exchange, Objective, RateFactor, Sizes
-from .fields import MAX_RANKS, Count, Message, Token
-from .policies import Split
+from .allocation import EXACT, Allocation, Exchange, Objective, RateFactor, Sizes, Split
+from .fields import MAX_RANKS, Carry, Count, Digest, Message, Text, Token
 
 PROFILE_FORMAT = 1
 """The version of what a profile means; one with a greater number is not used by this program."""
@@ -18,6 +17,93 @@ MAX_PROFILE_BYTES = 96 * 1024
 MAX_CURVE_POINTS = 64
 MAX_MILESTONES = 128
 MAX_ARMS = 8
+
+
+class RankReward(Message, frozen=True, kw_only=True, array_like=True):
+    """Reward of one rank and the weighted terms whose sum it is."""
+
+    rank: Count
+    reward: float
+    terms: dict[str, float]
+
+
+class Reward(Message, frozen=True, kw_only=True, array_like=True):
+    """Rewards of one node's ranks for one window."""
+
+    job: Token
+    generation: Count
+    window: Count
+    node: Token
+    formula: Token
+    ranks: Annotated[tuple[RankReward, ...], Meta(min_length=1, max_length=4096)]
+
+
+class Action(Message, frozen=True, kw_only=True, array_like=True):
+    """The one decision for one window of a job, and the arbitrator's checkpoint in one."""
+
+    job: Token
+    generation: Count
+    window: Count
+    local_batch_sizes: Sizes
+    """Absolute: what each rank shall use."""
+    deltas: Annotated[tuple[int, ...], Meta(max_length=MAX_RANKS)]
+    """Difference to the arbitrator's own previous decision, for information."""
+    policy: Token
+    policy_version: Count
+    watermark: Count
+    """FEED sequence up to which the fold needs nothing again: a restart reads on after it."""
+    split: Split = "fixed"
+    """`fixed`: exactly these sizes; `tracking`: their sum, split by the training processes themselves; `traces`: the
+    agents' traces decide, and these sizes hold only until there are any."""
+    gap: bool = False
+    """Inputs between the previous action and this one were no longer in FEED."""
+    logprobs: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+    carry: Carry = b""
+    previous_hash: Digest = b""
+    hash: Digest = b""
+    """SHA-256 over this action without its hash; chains to `previous_hash` (dynamix.schemas.chain)."""
+    policy_digest: Digest = b""
+    """SHA-256 of the policy's file; empty for policies that do not learn. Fixed within a generation."""
+    exchange: Exchange = EXACT
+    """The gradient exchange."""
+    reason: Text = ""
+    """Why, in the policy's words and numbers: for people."""
+    profile: Annotated[bytes, Meta(max_length=MAX_PROFILE_BYTES)] = b""
+    """The stored profile that the generation began with, in its first action: a replay needs no other source."""
+    rate_factor: RateFactor = 1.0
+    """On the learning rate."""
+
+    @property
+    def allocation(self) -> Allocation:
+        """The decision as one value."""
+        return Allocation(self.local_batch_sizes, self.split, self.exchange, self.rate_factor)
+
+
+REFUSAL_REASONS = (
+    *("job", "generation", "length", "bounds", "sum", "lever", "stale", "not_newer", "future"),
+    *("tracking", "malformed"),
+)
+"""Why a trainer refuses an action, by name; of `tracking` only the split was refused."""
+
+
+class Applied(Message, frozen=True, kw_only=True, array_like=True):
+    """An action that all ranks adopted, and from when on it holds."""
+
+    job: Token
+    generation: Count
+    decided_window: Count
+    effective_window: Count
+    effective_step: Count
+    local_batch_sizes: Sizes
+    action_hash: Digest = b""
+    num_refused: dict[str, Count] = field(default_factory=dict)
+    """Actions refused so far in this generation, by reason: see `REFUSAL_REASONS`."""
+    exchange: Exchange = EXACT
+    """The gradient exchange from `effective_step` on."""
+
+
+# --- recurring jobs
 
 
 class NoisePoint(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -35,7 +121,7 @@ class ExploredArm(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rate_factor: RateFactor = 1.0
     noise_multiplier: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     exact: bool = False
-    """Gradients travel exactly, though the job permits more."""
+    """Gradients are exchanged exactly, though the job permits more."""
 
     @property
     def label(self) -> str:
@@ -49,7 +135,7 @@ class ExploredArm(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ArmRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How runs with an arm went."""
+    """Results of the runs with an arm."""
 
     arm: ExploredArm
     num_runs: Annotated[int, Meta(ge=1)]
@@ -86,14 +172,14 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     split: Split = "fixed"
     exchange: Exchange = EXACT
     memory: Annotated[bytes, Meta(max_length=MAX_PROFILE_BYTES)] = b""
-    """What the policy knows of times and links: rates and fixed times by rank, saturation, communication."""
+    """The policy's model of times and links: rates and fixed times by rank, saturation, communication."""
     noise: Annotated[tuple[NoisePoint, ...], Meta(max_length=MAX_CURVE_POINTS)] = ()
     """By samples seen, ascending."""
 
     arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()
-    """What runs tried out that were compared by time, in the order of their first runs; milestones are in seconds."""
+    """Arms of runs that were compared by time, in the order of their first runs; milestones are in seconds."""
     energy_arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()
-    """Likewise of runs that were compared by energy, in joules. Not encoded while there are none."""
+    """The same for runs that were compared by energy, in joules."""
 
     @classmethod
     def forgotten(cls, family: str, ended_sequence: int) -> "JobProfile":

@@ -1,0 +1,266 @@
+"""Policies and their options, as trainers, arbitrators and agents must agree on them, by name.
+
+The script's process refuses options that the arbitrator would refuse too late: `POLICY_OPTIONS` is the one place that
+states them, for our policies that are code. Learned ones have theirs in their files.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from .messages.allocation import EXACT, EXCHANGE_CODECS, ROUTES, Exchange, Split
+from .messages.fields import TOKEN_PATTERN
+from .spelling import suggestion
+
+PolicyOptions = Mapping[str, float | str]
+"""Options of a policy by name: numbers, or names such as that of a codec."""
+
+DEFAULT_POLICY = "rule"
+"""Default policy of jobs with an adaptive global batch: the best one on held-out scenarios (`dynamix evaluate`)."""
+
+SPLIT_POLICY = "split"
+"""Default policy of jobs with a fixed global batch."""
+
+OUR_POLICIES = frozenset(
+    {
+        *("static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule", "stigmergy"),
+        *("diloco", "qsr", "adacomm", "accordion", "gravac"),
+        *("ppo", "ppo-1", "ppo-2", "ppo-3", "ppo-4"),
+        *("ppo-paper", "ppo-paper-1", "ppo-paper-2", "ppo-paper-3", "ppo-paper-4"),
+    }
+)
+"""The policies that come with the arbitrator; others are learned ones on the bus, or of other packages beside it."""
+
+KEEPS_GLOBAL_BATCH = frozenset({"static", "split", "proportional", "diloco", "qsr", "adacomm", "accordion", "gravac"})
+"""Our policies that never change the global batch."""
+
+RECURRING = frozenset({"rule"})
+"""Our policies that leave what they learned to the next run of a job family, and begin with it."""
+
+DIVIDED_BY_RANKS = frozenset({"split", "rule", "ppo"})
+"""Policies that leave the division of the global batch to the training processes unless option `track` is 0."""
+
+STIGMERGY = "stigmergy"
+"""The policy of agents on all nodes: the ranks divide each step by the traces that these leave; no centre decides."""
+
+MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
+"""The choices of a learned policy: factors on the global batch of a rule (`ppo`), or on an agent's wish
+(`stigmergy`). About symmetric in doublings, at most one doubling, the neutral one first."""
+
+RATE_EXPONENTS: Mapping[str, float] = MappingProxyType({"none": 0.0, "sqrt": 0.5, "linear": 1.0})
+"""Power of B that each learning-rate rule sets the learning rate in proportion to."""
+
+# --- options
+
+MOST_STEPS = 1024
+"""Steps between two averagings that an option can ask for, at most."""
+MOST_WINDOWS = 10_000
+
+
+class Option(NamedTuple):
+    """An option of a policy in `Job.policy_options`: its default, its bounds or names, and its meaning."""
+
+    default: float | str
+    low: float
+    high: float
+    meaning: str
+    whole: bool = False
+    """Only whole numbers; with bounds 0 and 1 a switch."""
+    names: tuple[str, ...] = ()
+    """Names of an option that takes no numbers. Where they are the core's codecs, an extension's name fits too."""
+
+    def fault(self, value: float | str) -> str | None:
+        """Why the option cannot have this value, or `None`."""
+        if self.names:
+            is_codec = self.names == EXCHANGE_CODECS and isinstance(value, str) and re.search(TOKEN_PATTERN, value)
+            return None if is_codec or value in self.names else f"must be one of {', '.join(self.names)}"
+        if isinstance(value, str) or not (math.isfinite(value) and self.low <= value <= self.high):
+            return f"must be from {self.low:g} to {self.high:g}"
+        return "must be a whole number" if self.whole and value != int(value) else None
+
+
+Options = Mapping[str, Option]
+
+
+def switch(default: float, meaning: str) -> Option:
+    """An option that is on (1) or off (0)."""
+    return Option(default, 0, 1, meaning, whole=True)
+
+
+def named(names: tuple[str, ...], meaning: str, default: str | None = None) -> Option:
+    """An option that takes one of these names, by default the first."""
+    return Option(default or names[0], 0, 0, f"{meaning}: {', '.join(names)}", names=names)
+
+
+def track(default: float) -> Option:
+    """The option that most of our policies have: whether the training processes divide the global batch."""
+    return switch(
+        default, "1: ranks divide the batch every step, if the job supports it; 0: the policy does once per window"
+    )
+
+
+_PROPORTIONAL = {
+    "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in moving averages"),
+    "dead_band": Option(0.03, 0, 1, "share by which a new division must shorten the predicted step"),
+    "track": track(0),
+}
+_CODEC = named(EXCHANGE_CODECS, "codec of the parameters' movements")
+
+POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
+    {
+        "static": {
+            "track": track(0),
+            "every": Option(1, 1, MOST_STEPS, "optimizer steps between two averagings; above 1: local steps", True),
+            "codec": named(EXCHANGE_CODECS, "how gradients are encoded; an extension's codec by its name"),
+            "route": named(ROUTES, "how they are summed"),
+            "outer_rate": Option(1, 0.001, 10, "rate of the outer step after local steps; 1 is the mean"),
+            "outer_momentum": Option(0, 0, 0.999, "its Nesterov momentum"),
+        },
+        "split": {**_PROPORTIONAL, "track": track(1)},
+        "random": {"track": track(0)},
+        "proportional": _PROPORTIONAL,
+        "noise-scale": {
+            "multiplier": Option(1.0, 0.01, 100, "global batch over B_noise"),
+            "max_change": Option(2.0, 1.01, 100, "greatest factor between two decisions"),
+            "proportional": switch(1, "1: divide B by measured speed; 0: equally"),
+            "track": track(0),
+        },
+        "goodput": {
+            "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in moving averages"),
+            "hysteresis": Option(0.05, 0, 1, "relative gain in predicted goodput that a change must promise"),
+            "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise; above 1, larger batches are preferred"),
+            "proportional": switch(1, "1: divide B by measured speed; 0: equally"),
+            "track": track(0),
+        },
+        "doubling": {
+            "every_samples": Option(0, 0, 1e12, "double after so many samples; 0: when the loss stalls"),
+            "patience_windows": Option(20, 1, 1e6, "windows without improvement that make a stall", True),
+            "min_improvement": Option(0.01, 0, 1, "relative fall of the averaged loss that counts as one"),
+            "max_doublings": Option(6, 0, 30, "doublings at most", True),
+            "proportional": switch(0, "1: divide B by measured speed; 0: as the initial sizes are"),
+            "track": track(0),
+        },
+        "rule": {
+            "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise; above 1, larger batches are preferred"),
+            "rate_weight": Option(0.5, 0, 1, "exponent of lr(B) in the progress of a step"),
+            "max_change": Option(2.0, 1.01, 100, "greatest factor between two decisions"),
+            "dead_band": Option(0.03, 0, 1, "relative distance from the best batch below which B stays"),
+            "max_every": Option(16, 1, 16, "most steps between two averagings, in jobs that permit local steps", True),
+            "track": track(1),
+        },
+        STIGMERGY: {
+            "evaporation": Option(
+                0.5, 0.01, 1, "share of a trace's strength that is lost per window; weight of the newest values"
+            ),
+            "diffusion": Option(0.2, 0, 1, "share of an appetite that comes from the neighbours"),
+            "noise_multiplier": Option(1.0, 0.01, 100, "factor on B_noise; above 1, larger batches are preferred"),
+            "rate_weight": Option(0.5, 0, 1, "exponent of lr(B) in the progress of a step"),
+            "max_change": Option(2.0, 1.01, 100, "greatest factor between the current global batch and an appetite"),
+            "dead_band": Option(
+                0.05, 0, 1, "relative distance from the mean appetite below which the global batch stays"
+            ),
+            "learned": switch(0, "1: a network chooses a factor on each agent's wish; 0: the wish is the rule's"),
+        },
+        "diloco": {
+            "every": Option(8, 2, MOST_STEPS, "optimizer steps between two averagings", True),
+            "outer_rate": Option(0.7, 0.001, 10, "rate of the outer step; 1 is the mean"),
+            "outer_momentum": Option(0.9, 0, 0.999, "its Nesterov momentum"),
+            "codec": _CODEC,
+            "track": track(0),
+        },
+        "qsr": {
+            "alpha": Option(0.22, 1e-6, 1e3, "learning rate at which h is 1, without h_min"),
+            "h_min": Option(4, 1, MOST_STEPS, "least steps between two averagings", True),
+            "codec": _CODEC,
+            "track": track(0),
+        },
+        "adacomm": {
+            "tau_0": Option(10, 1, MOST_STEPS, "steps between two averagings at the beginning", True),
+            "interval": Option(10, 1, MOST_WINDOWS, "windows between two decisions", True),
+            "decay": Option(0.5, 0.01, 1, "factor on tau if the loss would not reduce it"),
+            "codec": _CODEC,
+            "track": track(0),
+        },
+        "accordion": {
+            "eta": Option(0.5, 0, 100, "relative change of the norm that counts as critical"),
+            "interval": Option(10, 1, MOST_WINDOWS, "windows whose mean norms are compared", True),
+            "mild": named(EXCHANGE_CODECS, "codec while critical", "bf16"),
+            "hard": named(EXCHANGE_CODECS, "codec otherwise", "int8"),
+            "track": track(0),
+        },
+        "gravac": {
+            "floor": Option(0.7, 0, 1, "least gain of a codec"),
+            "trial": Option(4, 3, MOST_WINDOWS, "windows for which each codec is tried", True),
+            "hold": Option(100, 1, 1e6, "windows between two searches", True),
+            "smoothing": Option(0.5, 0.01, 1, "weight of the newest window in moving averages"),
+            "track": track(0),
+        },
+    }
+)
+
+VERSION_OPTION = "version"
+VERSION = Option(1, 1, 2**53 - 1, "of the policy; without it the newest when a generation begins", whole=True)
+"""The option of every job that asks for one version of its policy instead of the newest."""
+
+STIGMERGY_OPTIONS = {name: float(one.default) for name, one in POLICY_OPTIONS[STIGMERGY].items()}
+"""Its defaults: the ranks and the agents need them, and no arbitrator tells them."""
+
+EXCHANGE_POLICIES = frozenset({"static", "diloco"})
+"""Policies whose options set the gradient exchange, from the first step on."""
+
+
+def option_value(text: str) -> float | str:
+    """The value of an option that a person wrote: a number, or else a name."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def check_options(policy: str, known: Options, given: PolicyOptions) -> None:
+    """Refuse what a policy would not understand.
+
+    Raises:
+        ValueError: when an option is unknown or out of its bounds; the text names it and what there is.
+    """
+    known = {**known, VERSION_OPTION: VERSION}
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"policy {policy!r} has no option {name!r}{suggestion(name, known)}")
+        if fault := known[name].fault(value):
+            shown = value if isinstance(value, str) else f"{value:g}"
+            raise ValueError(f"option {name}={shown} of policy {policy!r} {fault}: {known[name].meaning}")
+
+
+def exchange_of(options: PolicyOptions) -> Exchange:
+    """The exchange of a policy's options `every`, `codec`, `route`, and with local steps the outer step's two."""
+    every = int(options.get("every", 1))
+    outer = options if every > 1 else {}
+    return Exchange(
+        every=every,
+        codec=str(options.get("codec", "none")),
+        route=str(options.get("route", "all-reduce")),
+        outer_rate=float(outer.get("outer_rate", 1.0)),
+        outer_momentum=float(outer.get("outer_momentum", 0.0)),
+    )
+
+
+def initial_exchange(policy: str, options: PolicyOptions) -> Exchange:
+    """The exchange of the first step, before any decision."""
+    if policy not in EXCHANGE_POLICIES:
+        return EXACT
+    return exchange_of({name: one.default for name, one in POLICY_OPTIONS[policy].items()} | {**options})
+
+
+def initial_split(policy: str, options: PolicyOptions, *, supports_tracking: bool) -> Split:
+    """The division of the global batch from the first step on, before any decision.
+
+    The ranks need no bus to divide it: where a policy leaves that to them, they begin at once. Waiting for the first
+    decision would cost some thirty steps at the pace of the slowest rank.
+    """
+    if policy == STIGMERGY:
+        return "traces"
+    tracks = options.get("track", float(policy in DIVIDED_BY_RANKS)) == 1
+    return "tracking" if supports_tracking and tracks else "fixed"
