@@ -8,8 +8,7 @@ import pytest
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected, until
 
-from dynamix.runtime.bus import Bus, StaleWriterError, follow
-from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.bus import Bus, follow
 from dynamix.runtime.bus.requests import stream_config, write_stream
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import encode
@@ -37,16 +36,6 @@ async def test_the_newest_comes_first_and_each_further_one_as_it_is_stored(bus: 
             await bus.publish(action(window))
             found = await anext(messages)
             assert (found.subject, found.payload) == (SUBJECT, encode(action(window)))
-
-
-async def test_a_refused_action_is_heard_by_no_one(bus: Bus) -> None:
-    """Compare-and-set refuses the second writer: what it wrote must not rule a job."""
-    async with bus.follow(ACTIONS.name, SUBJECT) as messages:
-        first = await bus.publish_next(action(0), expected_last=0)
-        with pytest.raises(StaleWriterError):
-            await bus.publish_next(action(1), expected_last=0)
-        await bus.publish_next(action(2), expected_last=first)
-        assert [(await anext(messages)).payload for _ in range(2)] == [encode(action(0)), encode(action(2))]
 
 
 async def test_an_answer_of_the_broker_that_a_client_has_sent_there_is_left_out(
@@ -87,9 +76,3 @@ async def test_what_is_not_announced_is_found_by_looking_and_said(
             assert (await anext(messages)).payload == encode(action(1))
             await until(lambda: "ACTIONS does not announce what it stores" in caplog.text)
     assert caplog.text.count("run `dynamix provision`") == 1
-
-
-async def test_provisioning_adds_the_announcements(bus: Bus) -> None:
-    await without_announcements(bus)
-    assert (await provision(bus, [ACTIONS]))[0].startswith("ACTIONS: updated republish null -> ")
-    assert await provision(bus, [ACTIONS]) == ["ACTIONS: unchanged"]
