@@ -68,7 +68,7 @@ from dynamix.runtime.embedded import DIE_WITH_PARENT
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Live
-from dynamix.schemas.streams import FEED
+from dynamix.schemas.streams import FEED, REPORTS
 from dynamix.trainer import attach
 
 WORKLOAD = "fashion-28-cnn"
@@ -734,12 +734,12 @@ class Runner:
             host.set_cores(None)
 
 
-async def _num_stored(bus: Bus, subject: str) -> int:
-    """How many messages of a subject FEED has."""
-    newest, number = await bus.last(FEED.name, subject), 0
+async def _num_stored(bus: Bus, stream: str, subject: str) -> int:
+    """How many messages of a subject a stream has."""
+    newest, number = await bus.last(stream, subject), 0
     if newest is None:
         return 0
-    async with bus.consume(FEED.name, [subject], start="all") as consumer:
+    async with bus.consume(stream, [subject], start="all") as consumer:
         async for batch in consumer:
             number += len(batch)
             if batch[-1].sequence >= newest.sequence:
@@ -753,7 +753,7 @@ async def _with_runner(hosts: Hosts, work: Callable[[Runner], T], logs: Path, da
 
         async def count(job: str) -> tuple[int, int]:
             reports, applied = subjects.of("report", job, subjects.ANY), subjects.of("applied", job)
-            return await _num_stored(bus, reports), await _num_stored(bus, applied)
+            return await _num_stored(bus, REPORTS.name, reports), await _num_stored(bus, FEED.name, applied)
 
         def counted(job: str) -> tuple[int, int]:
             return asyncio.run_coroutine_threadsafe(count(job), loop).result()

@@ -48,7 +48,8 @@ from dynamix.schemas.owner_shares import balanced_shares
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, ExchangeCodec, Member, legs_of
 from dynamix.trainer.exchange.codecs import CODECS, exchange_codec
 from dynamix.trainer.exchange.collectives import perform_alike
-from dynamix.trainer.exchange.transport import GradientServers, Pipeline, UnderWay
+from dynamix.trainer.exchange.pipeline import Pipeline, UnderWay
+from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.gradient.hook import view_of
 from dynamix.trainer.job.options import SERVED_CODECS
 

@@ -56,8 +56,8 @@ from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import messages, subjects
 from dynamix.schemas.chain import seal
-from dynamix.schemas.codec import decode_any
-from dynamix.schemas.streams import FEED
+from dynamix.schemas.codec import decode
+from dynamix.schemas.streams import FEED, REPORTS
 from dynamix.trainer import Session, attach
 from dynamix.trainer.data.loader import Loader
 
@@ -223,30 +223,32 @@ async def _answer(bus: Bus, *, tracking: bool, counts: dict[str, int]) -> None:
         watermark=0,
         split="tracking" if tracking else "fixed",
     )
-    last = 0
-    wanted = [subjects.of("report", subjects.ANY, subjects.ANY), subjects.of("applied", subjects.ANY)]
-    async with bus.consume(FEED.name, wanted, start="all") as consumer:
+    last, wanted = 0, subjects.of("report", subjects.ANY, subjects.ANY)
+    async with bus.consume(REPORTS.name, [wanted], start="all", durable="answering") as consumer:
         async for batch in consumer:
             for message in batch:
-                match decode_any(message.subject, message.payload):
-                    case messages.Report() as report:
-                        counts["windows"] += 1
-                        changed = {"job": report.job, "window": report.window, "watermark": message.sequence}
-                        action = seal(msgspec.structs.replace(action, **changed), action.hash)
-                        last = await bus.publish_next(action, expected_last=last)
-                    case messages.Applied():
-                        counts["applied"] += 1
+                report = decode(messages.Report, message.subject, message.payload)
+                counts["windows"] += 1
+                changed = {"job": report.job, "window": report.window, "watermark": message.sequence}
+                action = seal(msgspec.structs.replace(action, **changed), action.hash)
+                last = await bus.publish_next(action, expected_last=last)
+
+
+async def _count_adopted(bus: Bus, counts: dict[str, int]) -> None:
+    async with bus.consume(FEED.name, [subjects.of("applied", subjects.ANY)], start="all") as consumer:
+        async for batch in consumer:
+            counts["applied"] += len(batch)
 
 
 async def measure(num_pairs: int, step_s: float, model: str, *, tracking: bool) -> Report:
     """Run the job beside a broker."""
     counts = {"windows": 0, "applied": 0}
     async with broker_with_bus("bench") as (server, bus):
-        answering = asyncio.create_task(_answer(bus, tracking=tracking, counts=counts))
+        working = asyncio.gather(_answer(bus, tracking=tracking, counts=counts), _count_adopted(bus, counts))
         plan = Plan(num_pairs, step_s, HIDDEN[model], server.settings)
         found = await asyncio.to_thread(_run_job, plan)
-        answering.cancel()
-        await asyncio.gather(answering, return_exceptions=True)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
     rows: list[list[Cell]] = []
     on, off = (
         np.array([(timing.wall_s, timing.cpu_s, timing.thread_s) for timing in timings]) / BLOCK_STEPS

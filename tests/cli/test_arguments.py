@@ -20,23 +20,14 @@ FOREIGN = b"import os\n\nprint('hours of work')\n"
 REFUSED = [
     ("demo --target nan", "demo: argument --target: nan: it must be a number above 0 and at most 1"),
     ("demo --pace inf", "demo: argument --pace: inf: it must be a number at least 0 and at most 10"),
-    ("demo --pace fast", "demo: argument --pace: invalid number 'fast'"),
-    ("demo --windows 0", "demo: argument --windows: 0: it must be 1 to 100000"),
-    ("demo --windows 1.5", "demo: argument --windows: invalid integer '1.5'"),
     ("demo --seed -1", "demo: argument --seed: -1: it must be 0 to 2147483647"),
     ("demo --policy rul", "demo: argument --policy: no policy is called 'rul': did you mean rule?"),
-    (f"demo --policy {LONG}", "demo: argument --policy: no policy is called"),
     ("up --port 99999", "up: up settings: port must be 0 (a free one) to 65535, not 99999"),
-    ("up --port x", "up: --port='x': Expected `int`, got `str`"),
-    ("up --metrics-port 65534", "metrics_port must be 0 (none) to 65533, not 65534"),
     ("up --port 5000 --metrics-port 5000", "--metrics-port: 5000 is the broker's own port"),
     ("train --name mnist", "put torchrun's options, the script and its arguments behind --"),
     (f"train --name {LONG} -- x.py", "cannot be part of a subject: use 1 to 63 of the characters"),
-    ("serve-gradients --port 65536", "serve-gradients: argument --port: 65536: it must be 0 to 65535"),
     ("capture job", "the following arguments are required: -o/--output"),
     ("capture job -o -", "'-' does not stand for standard output here: name a file"),
-    ("capture job -o none/job.dxc", "there is no directory"),
-    (f"inspect {DEMO} --generation 0", "--generation selects the restart of --window N: add --window"),
     (f"inspect {DEMO} --window 30", "the capture has no such window; it has 0 to 29"),
     (f"replay {DEMO} --until soon", "write a window as N or GENERATION:N"),
     (f"replay {DEMO} --policy magic", "no policy is called 'magic': choose"),
@@ -44,35 +35,24 @@ REFUSED = [
     (f"replay {DEMO} --policy rule --into reward", "asks the arbitrator, not the reward"),
     (f"replay {DEMO} --policy-file /none", "cannot read the policy file /none"),
     ("simulate nowhere", "scenario 'nowhere' is neither a file nor among those that are shipped: heldout/adam, "),
-    (f"simulate {LONG}", f"simulate: scenario '{'a' * 64}' is neither a file nor among those that are shipped"),
     ("simulate n32", "scenario 'n32' could be heldout/n32 or train/n32: name one of them"),
-    ("simulate train/mixed-8 --policy statik", "no policy is called 'statik'"),
     ("simulate train/mixed-8 --policy oracle", "'oracle' stands for several runs: use `dynamix evaluate"),
     ("simulate train/mixed-8 --bus --policy-file x", "on the bus, policies come from there"),
-    ("simulate train/mixed-8 --device abacus", "--device 'abacus': use cpu, cuda or cuda:1"),
-    ("learn --ppo clip_coeff=0.1", "clip_coeff"),
-    ("learn --ppo clip_coef", "write NAME=VALUE"),
-    ("learn --episodes 100001", "num_episodes=100001: at most 100000"),
+    ("learn --set clip_coeff=0.1", "there is no such setting: did you mean clip_coef?"),
+    ("learn --set clip_coef", "write NAME=VALUE"),
+    ("learn --set num_episodes=100001", "num_episodes=100001: at most 100000"),
     ("learn --policy rule", "'rule' is the name of a policy in code: give the learned one another name"),
-    ("learn --policy stigmergy --publish", "--publish: agents decide by a file, not by one on the bus"),
-    ("learn --curriculum 2,,8", "'2,,8': write numbers of workers with commas, as in 2,8,32"),
     ("learn --scenarios none", "none holds no scenario"),
     ("evaluate --policies goodputt", "no policy is called 'goodputt'"),
     ("evaluate --seeds 0", "evaluate: argument --seeds: 0: it must be at least 1"),
     ("evaluate --policy-file ppo", "write NAME=PATH"),
-    ("evaluate --png x.png --curves elsewhere", "--curves 'elsewhere': suite heldout has "),
     ("evaluate --tuned /none.toml", "/none.toml is missing: tune the baselines with `dynamix evaluate tune"),
-    ("evaluate --results none/a --json none/../none/a", "there is no directory"),
     ("policy show ppo:0", "a version is an integer from 1, as in ppo:3"),
     (f"policy import {LONG}", "File name too long"),
-    ("provision --wait nan", "provision: argument --wait: nan: it must be a number at least 0 and at most 86400"),
-    ("doctor --alive colector", "argument --alive: invalid choice: 'colector'"),
     ("dashboard a b c", "3 files: the page shows 2 captures at most"),
-    (f"dashboard {DEMO} --port 99999", "port must be 0 (a free one) to 65535, not 99999"),
     ("export Mnist", "'Mnist' names no job: use 1 to 63 of the characters a-z, 0-9 and '-'; nor is there a file Mnist"),
     (f"export {DEMO} -o job.xlsx", "job.xlsx: its ending names no format: choose one with --format"),
     (f"export {DEMO} --format parquet", "Parquet is not text: name a file with -o FILE"),
-    ("export none/job.dxc", "cannot read none/job.dxc: No such file or directory"),
     ("calibrate x --workload w -o My.toml", "the scenario gets the name of the file"),
     ("calibrate x --workload w --servers 2", "--servers 2: a ring has none, add --topology parameter-server"),
     (f"trace {DEMO} --endpoint localhost:4318", "'localhost:4318' is no URL: write http://host:4318/v1/traces"),
@@ -95,8 +75,9 @@ def test_a_bad_value_is_one_sentence_and_touches_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("job", ["mnist/1", "Mnist-1", "a" * 64, ""])
-@pytest.mark.parametrize("words", ["capture {} -o x.dxc", "doctor --actions {}", "top {}"])
+@pytest.mark.parametrize(
+    ("words", "job"), [("capture {} -o x.dxc", "mnist/1"), ("doctor --actions {}", "a" * 64), ("top {}", "Mnist-1")]
+)
 def test_what_no_job_can_be_called_is_refused_before_a_broker_is_asked(
     words: str, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,12 +108,11 @@ def test_every_output_file_is_declared_by_the_shared_type(name: str) -> None:
             assert isinstance(action.type("file"), OutputPath)
 
 
-@pytest.mark.parametrize("flag", ["--json", "--png"])
 def test_devices_directories_and_the_users_files_stay_as_they_are(
-    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(path: Path, *more: str) -> str:
-        assert main(["inspect", str(DEMO), flag, str(path), *more]) == 2
+        assert main(["inspect", str(DEMO), "--json", str(path), *more]) == 2
         return capsys.readouterr().err
 
     own = tmp_path / "train.py"
@@ -145,8 +125,8 @@ def test_devices_directories_and_the_users_files_stay_as_they_are(
         for force in ((), ("--force",)):
             assert "name a" in refused(path, *force)
     assert (identity(device), sorted(tmp_path.iterdir()), own.read_bytes()) == (*before, FOREIGN)
-    assert main(["inspect", str(DEMO), flag, str(own), "--force"]) == 0
-    assert main(["inspect", str(DEMO), flag, str(own)]) == 0, "our own file is replaced"
+    assert main(["inspect", str(DEMO), "--json", str(own), "--force"]) == 0
+    assert main(["inspect", str(DEMO), "--json", str(own)]) == 0, "our own file is replaced"
     assert own.read_bytes() != FOREIGN
 
 
@@ -164,7 +144,7 @@ def test_files_that_are_not_named_are_checked_too(
     for name, words in (
         ("dynamix-demo.png", ["demo"]),
         ("ppo-0.safetensors", ["learn"]),
-        ("ppo-0.safetensors.checkpoint", ["learn", "--restart"]),
+        ("ppo-0.safetensors.checkpoint", ["learn"]),
         ("dynamix-evaluate.jsonl", ["evaluate"]),
     ):
         (tmp_path / name).write_bytes(FOREIGN)
@@ -238,19 +218,6 @@ def test_a_garbage_file_of_the_connection_is_named(
         f"DYNAMIX_NATS_{key}='{tmp_path / 'garbage'}' "
         + (f"cannot be used: {what}\n" if key == "CA_FILE" else f"cannot be read: {what}\n")
     )
-
-
-def test_a_figure_is_drawn_without_a_word_where_home_takes_no_files(tmp_path: Path) -> None:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("XDG_", "MPL"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "dynamix.cli.main", "inspect", str(DEMO), "--png", str(tmp_path / "figure.png")],
-        env={**kept, "HOME": "/proc/x"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 def test_a_locale_without_a_character_shows_another_one() -> None:

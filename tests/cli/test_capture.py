@@ -19,7 +19,6 @@ from dynamix.cli import source as source_module
 from dynamix.cli.commands import capture as command_module
 from dynamix.cli.errors import CommandError
 from dynamix.cli.jobs import chosen
-from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
 from dynamix.cli.source import Source
 from dynamix.recording import capture
@@ -220,19 +219,6 @@ async def test_so_many_windows_and_no_more(bus: Bus, tmp_path: Path) -> None:
     assert reader.end.reason == "windows"
     assert await typed("capture", examples.JOB, "--past", "--windows", "9", "-o", str(path), "--force") == 0
     assert identities(capture.records(path)) == expected(told)
-
-
-@pytest.mark.usefixtures("address")
-async def test_what_cannot_be_captured_is_said(bus: Bus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def captured(*arguments: str) -> int:
-        return main(["capture", *arguments])
-
-    assert await asyncio.to_thread(captured, "missing", "-o", str(tmp_path / "a")) == 1
-    assert "no job is called 'missing'; jobs on this broker: none" in capsys.readouterr().err
-    await bus.publish(job())
-    assert await asyncio.to_thread(captured, "missing", "-o", str(tmp_path / "a")) == 1
-    assert f"jobs on this broker: {examples.JOB}" in capsys.readouterr().err
-    assert await typed("capture", "mnist", "-o", str(tmp_path / "no" / "folder"), "--past") == 2
 
 
 def test_a_job_is_found_by_how_its_id_begins_if_that_is_one() -> None:

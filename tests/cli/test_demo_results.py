@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
 from tests.support import examples
 
-from dynamix.cli.commands.demo import DemoProgress, draw
-from dynamix.cli.commands.demo.plan import DemoPlan, DemoRun, DemoStep, read_progress, summarise
+from dynamix.cli.commands.demo import DemoPlan, DemoProgress, DemoRun, DemoStep, draw, summarise
 from dynamix.recording.job_view import JobView
 
 PLAN = DemoPlan(target_accuracy=0.8, window_steps=2)
@@ -43,11 +41,6 @@ def test_the_clock_stops_when_the_mean_of_three_evaluations_is_at_the_target() -
     assert (summary.num_steps, summary.num_windows, summary.num_actions_applied) == (8, 4, 2)
     assert len(summary.local_batch_sizes) == 4
     assert summarise(PLAN, "static", progress(0.1, {2: 0.5}), a_job()).summary.time_to_target_s is None
-
-
-def test_a_line_that_is_still_being_written_is_left_out() -> None:
-    lines = b"".join(msgspec.json.encode(line) + b"\n" for line in progress(0.1, {}))
-    assert len(read_progress(lines[:-5])) == 7
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.cli.commands.doctor import CheckSection, DoctorCheck, failed, forbidden, machine, passed, report
-from dynamix.cli.commands.doctor.bus import bus, credential, is_alive
+from dynamix.cli.commands.doctor import DoctorCheck, checks, report
+from dynamix.cli.commands.doctor.checks import bus, credential, is_alive
 from dynamix.cli.main import main
-from dynamix.cli.services import SERVICES
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
@@ -30,12 +29,8 @@ def by_name(checks: list[DoctorCheck]) -> dict[str, DoctorCheck]:
     return {check.name: check for check in checks}
 
 
-def shown(checks: list[DoctorCheck], width: int = 80) -> str:
-    return report([CheckSection("Software", checks)], width=width)
-
-
 def test_what_these_tests_run_with_is_found() -> None:
-    found = by_name(machine.software())
+    found = by_name(checks.software())
     assert found["Python"].present
     assert found["packages"].present
     assert found["nats-server"].present
@@ -46,49 +41,40 @@ def test_what_these_tests_run_with_is_found() -> None:
     ("shown", "present"),
     [
         ("nats-server: v2.15.1", True),
-        ("nats-server: v2.16.0", True),
         ("nats-server: v2.16.0-RC.1", True),
-        ("nats-server: v2.15.0", False),
         ("nats-server: v2.9.25", False),
     ],
 )
 def test_a_broker_with_known_holes_is_not_good_enough(shown: str, *, present: bool) -> None:
-    assert machine.server_version(shown, "/bin/nats-server", "fix").present is present
+    assert checks.server_version(shown, "/bin/nats-server", "fix").present is present
 
 
 def test_the_data_is_looked_for_where_the_trainer_looks() -> None:
     """Read, not imported: the trainer's module imports PyTorch."""
     source = (ROOT / "lab/dynamix/lab/workloads/datasets.py").read_text()
     texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
-    assert set(machine.FASHION_MNIST) <= texts
-    assert {str(directory) for directory in machine.DATA_DIRECTORIES} <= texts
+    assert set(checks.FASHION_MNIST) <= texts
+    assert {str(directory) for directory in checks.DATA_DIRECTORIES} <= texts
 
 
 def test_a_machine_without_proc_is_fatal(tmp_path: Path) -> None:
-    check = machine.proc(tmp_path)
+    check = checks.kernel(tmp_path)[0]
     assert check.is_fatal
     assert "net/snmp" in check.found
 
 
-FOLDED = """\
-Software
-  ok      Python        3.11
-  failed  PyTorch       not installed in this
-                        environment (for
-                        training)
-                        fix: pip install torch
-  -       streams       not permitted with this
-                        key
-                        fix: ask another user
-
-Everything required is there; checks failed for
-training."""
-
-
-def test_a_failed_check_is_followed_by_its_fix_and_folded_to_the_terminal() -> None:
-    torch = failed("PyTorch", "training", "not installed in this environment", "pip install torch")
-    streams = forbidden("streams", "always", "ask another user")
-    assert shown([passed("Python", "always", "3.11"), torch, streams], width=48) == FOLDED
+def test_a_failed_check_is_followed_by_its_fix_and_a_verdict() -> None:
+    torch = DoctorCheck("PyTorch", "training", "not installed", "pip install torch")
+    streams = DoctorCheck("streams", "always", "not permitted", "ask another user", permitted=False)
+    lines = report({"Software": [DoctorCheck("Python", "always", "3.11"), torch, streams]}, width=80).splitlines()
+    assert [line.split() for line in lines[1:6]] == [
+        ["ok", "Python", "3.11"],
+        ["failed", "PyTorch", "not", "installed", "(for", "training)"],
+        ["fix:", "pip", "install", "torch"],
+        ["-", "streams", "not", "permitted"],
+        ["fix:", "ask", "another", "user"],
+    ]
+    assert lines[-1] == "Everything required is there; checks failed for training."
     assert not streams.is_fatal
 
 
@@ -99,7 +85,7 @@ async def test_a_broker_that_was_asked_for_and_is_away_is_fatal_otherwise_it_is_
 
 
 async def test_a_broker_without_streams_lacks_them(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamix.cli.commands.doctor.bus.LISTEN_S", 0.2)
+    monkeypatch.setattr("dynamix.cli.commands.doctor.checks.LISTEN_S", 0.2)
     found = by_name(await bus(server.settings, configured=True))
     assert found["broker"].present
     assert found["streams"].fix == "run `dynamix provision`"
@@ -136,35 +122,25 @@ async def connection(server: EmbeddedServer) -> AsyncIterator[Bus]:
     await connected.close()
 
 
-async def test_streams_and_services_that_run_are_found(server: EmbeddedServer, connection: Bus) -> None:
+async def test_streams_services_and_their_complaints_are_found(server: EmbeddedServer, connection: Bus) -> None:
     await provision(connection)
-    async with beating(connection, *SERVICES):
+    async with (
+        beating(connection, "collector", "reward"),
+        beating(connection, "arbitrator", refused_logs=1),
+        beating(connection, "trainer", bus_unacknowledged=3, bus_unanswered=1),
+    ):
         found = by_name(await bus(server.settings, configured=True))
-    assert found["streams"].found == "JOBS 0, FEED 0, ACTIONS 0, DEAD 0, PROFILES 0, POLICIES 0"
-    assert found["services"].found == "arbitrator, collector, reward"
-
-
-async def test_an_arbitrator_that_refuses_stored_actions_is_a_finding(server: EmbeddedServer, connection: Bus) -> None:
-    await provision(connection)
-    async with beating(connection, "collector", "reward"), beating(connection, "arbitrator", refused_logs=1):
-        found = by_name(await bus(server.settings, configured=True))
+    assert found["streams"].found == "JOBS 0, REPORTS 0, FEED 0, ACTIONS 0, DEAD 0, PROFILES 0, POLICIES 0"
     assert found["services"].present
-    assert not found["actions"].present
-
-
-async def test_a_broker_that_does_not_store_is_a_finding(server: EmbeddedServer, connection: Bus) -> None:
-    await provision(connection)
-    async with beating(connection, *SERVICES), beating(connection, "trainer", bus_unacknowledged=3, bus_unanswered=1):
-        found = by_name(await bus(server.settings, configured=True))
-    assert found["services"].present
-    assert not found["storage"].present
+    assert "arbitrator" in found["services"].found
+    assert "1 generation" in found["actions"].found
     assert "4 messages" in found["storage"].found
 
 
 async def test_a_service_is_alive_when_this_very_one_beats_and_listens(
     server: EmbeddedServer, connection: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamix.cli.commands.doctor.bus.ALIVE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dynamix.cli.commands.doctor.checks.ALIVE_TIMEOUT_S", 0.5)
     async with beating(connection, "reward"):
         assert await is_alive(server.settings, "reward", {"DYNAMIX_NODE": "node-a"})
         assert not await is_alive(server.settings, "reward", {"DYNAMIX_INSTANCE": "another"})
@@ -194,14 +170,6 @@ def test_the_command_writes_json_and_says_by_its_code_that_nothing_fatal_is_miss
     assert (written["probe"] == "ebpf") == all(needs)
 
 
-def test_a_misspelt_setting_of_the_collector_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("DYNAMIX_COLLECTOR_PROBES", "ebpf")
-    assert main(["doctor"]) == 1
-    assert "did you mean DYNAMIX_COLLECTOR_PROBE?" in capsys.readouterr().err
-
-
 def test_a_configured_broker_that_is_away_makes_the_doctor_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,12 +180,9 @@ def test_a_configured_broker_that_is_away_makes_the_doctor_fail(
 
 def test_a_key_that_others_may_read_is_found_and_closed_by_the_fix(tmp_path: Path) -> None:
     file = tmp_path / "alice.creds"
-    file.touch(mode=0o600)
+    file.touch(mode=0o604)
     settings = BusSettings(creds_file=str(file))
-    assert credential(settings) == []
-    file.chmod(0o604)
     (check,) = credential(settings)
     assert (check.present, check.is_fatal) == (False, False)
     subprocess.run(check.fix.split(), check=True)
-    assert credential(settings) == []
-    assert credential(BusSettings()) == credential(BusSettings(creds_file="/none")) == []
+    assert credential(settings) == credential(BusSettings()) == credential(BusSettings(creds_file="/none")) == []

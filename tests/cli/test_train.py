@@ -24,9 +24,7 @@ def test_the_id_is_the_name_and_eight_digits_never_the_same_twice() -> None:
     assert (name, len(run_id), int(run_id, 16) >= 0) == ("mnist", 8, True)
 
 
-@pytest.mark.parametrize(
-    ("script", "name"), [("train.py", "train"), ("a/b/My_Script.py", "my-script"), ("-m", "job"), ("___.py", "job")]
-)
+@pytest.mark.parametrize(("script", "name"), [("a/b/My_Script.py", "my-script"), ("___.py", "job")])
 def test_without_a_name_it_is_the_scripts_unless_the_script_gives_one(script: str, name: str) -> None:
     named = train.identity([*TORCHRUN, script], name=None, given="")
     assert set(named) == {"DYNAMIX_TRAINER_NAME", "DYNAMIX_TRAINER_RUN_ID"}
@@ -75,19 +73,16 @@ def test_a_credential_says_which_jobs_can_be_trained(tmp_path: Path) -> None:
         assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("CA_FILE", "name a file of certificates (PEM)"), ("PASSWORD_FILE", "name a file that holds the password")],
-)
-def test_a_file_for_the_bus_that_is_not_there_is_said_before_anything_trains(
-    name: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_work_is_said_before_anything_trains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("os.execve", lambda *_: pytest.fail("torchrun was started"))
-    monkeypatch.setenv(f"DYNAMIX_NATS_{name}", "/none")
+    monkeypatch.setenv("DYNAMIX_NATS_CA_FILE", "/none")
     assert main(["train", "--", "train.py"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"dynamix train: DYNAMIX_NATS_{name}='/none' cannot be ")
-    assert said.endswith(f"No such file or directory; {reason}\n")
+    assert "DYNAMIX_NATS_CA_FILE='/none' cannot be " in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else object())
+    assert main(["train", "--", "train.py"]) == 1
+    assert f"`{sys.executable} -m pip install torch`" in capsys.readouterr().err
 
 
 def test_the_environment_adds_what_ranks_need_and_keeps_what_the_user_chose() -> None:
@@ -104,14 +99,6 @@ def test_the_environment_adds_what_ranks_need_and_keeps_what_the_user_chose() ->
         "DYNAMIX_TRAINER_POLICY": "static",
     }
     assert train.environment({}, {}, bus, None)["OMP_NUM_THREADS"] == "1"
-
-
-def test_torch_that_is_not_installed_is_said_with_the_way_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else object())
-    assert main(["train", "--", "train.py"]) == 1
-    assert f"`{sys.executable} -m pip install torch`" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.support.http_get import free_port, get
 
-from dynamix.cli.commands.up.supervisor import exited
+from dynamix.cli.commands.up import exited
 from dynamix.cli.connection import find, path
 from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus

@@ -19,7 +19,7 @@ from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Message, MetricWindow
-from dynamix.schemas.streams import FEED
+from dynamix.schemas.streams import FEED, REPORTS
 
 HONEST_AT = 50
 SIZES, THROUGHPUT = (128,) * 4, (1000.0,) * 4
@@ -163,6 +163,9 @@ class EndlessReports:
         stored.set_result(1)
         return stored
 
+    async def newest(self, *_: str) -> None:
+        """Nothing is stored."""
+
     async def publish(self, message: Message) -> int:
         raise AssertionError(f"{message} waits for no room")
 
@@ -216,6 +219,9 @@ class CrowdOnSlowBroker:
             self.is_over.set()
         return asyncio.get_running_loop().create_future()
 
+    async def newest(self, *_: str) -> None:
+        """Nothing is stored."""
+
     async def publish(self, message: Message) -> int:
         raise AssertionError(f"{message} waits for no room")
 
@@ -264,5 +270,5 @@ async def stopped(task: asyncio.Task[None]) -> None:
 async def listening(bus: Bus) -> None:
     """Wait until the collector's consumer is there."""
     async with asyncio.timeout(20):
-        while f"collector-{control_plane.NODE}" not in await consumer_names(bus, FEED.name):  # noqa: ASYNC110 - no event tells
+        while f"collector-{control_plane.NODE}" not in await consumer_names(bus, REPORTS.name):  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0.005)

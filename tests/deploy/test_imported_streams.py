@@ -27,19 +27,19 @@ async def broker(tmp_path: Path) -> AsyncIterator[DeployedBroker]:
 async def operator(broker: DeployedBroker) -> AsyncIterator[Bus]:
     async with connected(broker.settings("provision")) as bus:
         await provision(bus)
-        await make_durable(bus.requests, DURABLE, REPORTS, start="all")
+        await make_durable(bus.requests, "REPORTS", DURABLE, REPORTS, start="all")
         yield bus
 
 
 @pytest.mark.parametrize("role", ["collector", "arbitrator"])
 async def test_empty_messages_end_no_reading(broker: DeployedBroker, operator: Bus, role: str) -> None:
     """One without headers ends the answers to a request where it passes between accounts."""
-    sender, subject, wanted, durable = {
-        "collector": ("trainer", REPORT, REPORTS, DURABLE),
-        "arbitrator": ("collector", STATE, STATES, None),
+    sender, stream, subject, wanted, durable = {
+        "collector": ("trainer", "REPORTS", REPORT, REPORTS, DURABLE),
+        "arbitrator": ("collector", "FEED", STATE, STATES, None),
     }[role]
     async with connected(broker.settings(role)) as bus, connected(broker.settings(sender)) as other:
-        async with bus.consume("FEED", [wanted], start="all", durable=durable) as consumer:
+        async with bus.consume(stream, [wanted], start="all", durable=durable) as consumer:
             for _ in range(2):
                 for _ in range(100):
                     await other._connection.send(subject, b"")
@@ -50,7 +50,7 @@ async def test_empty_messages_end_no_reading(broker: DeployedBroker, operator: B
                 if durable is not None:
                     await consumer.ack(found[-1])
         assert bus.counters["consumer_resets"] == 0
-    assert (await operator.stream_state("FEED")).num_messages == 202
+    assert (await operator.stream_state(stream)).num_messages == 202
 
 
 @pytest.mark.usefixtures("operator")
@@ -69,10 +69,10 @@ async def test_what_is_stored_is_heard_of_in_another_account(
 
 
 async def test_a_reader_without_its_consumer_says_who_makes_it(broker: DeployedBroker, operator: Bus) -> None:
-    await remove_durable(operator.requests, DURABLE)
+    await remove_durable(operator.requests, "REPORTS", DURABLE)
     async with connected(broker.settings("collector")) as bus:
         with pytest.raises(PermissionDeniedError, match="dynamix keys"):
-            async with bus.consume("FEED", [REPORTS], start="all", durable=DURABLE):
+            async with bus.consume("REPORTS", [REPORTS], start="all", durable=DURABLE):
                 pass
 
 
@@ -82,13 +82,13 @@ async def test_a_reader_waits_for_its_consumer_where_all_streams_are_made_again(
     async with (
         connected(broker.settings("collector")) as bus,
         connected(broker.settings("trainer")) as other,
-        bus.consume("FEED", [REPORTS], start="all", durable=DURABLE) as consumer,
+        bus.consume("REPORTS", [REPORTS], start="all", durable=DURABLE) as consumer,
     ):
         await other.publish_bytes(REPORT, b"before", "1")
         assert len(await read(consumer, 1)) == 1
-        await operate(operator, "STREAM.DELETE.FEED")
+        await operate(operator, "STREAM.DELETE.REPORTS")
         await provision(operator)
         await until(lambda: f"has no consumer {DURABLE}" in caplog.text)
-        await make_durable(operator.requests, DURABLE, REPORTS, start="all")
+        await make_durable(operator.requests, "REPORTS", DURABLE, REPORTS, start="all")
         await other.publish_bytes(REPORT, b"after", "2")
         assert [message.payload for message in await read(consumer, 1)] == [b"after"]

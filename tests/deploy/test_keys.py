@@ -99,7 +99,7 @@ async def test_a_collectors_consumer_is_made_and_removed_with_its_key(broker: De
     async with raw_client(broker.settings("provision")) as provision:
 
         async def found() -> dict[str, object]:
-            answer = await provision.ask("$JS.API.CONSUMER.INFO.FEED.collector-node-z")
+            answer = await provision.ask("$JS.API.CONSUMER.INFO.REPORTS.collector-node-z")
             config: dict[str, object] = json.loads(answer.data).get("config", {})
             return config
 

@@ -64,18 +64,21 @@ def jetstream() -> dict[str, str]:
         table[f"{API}DIRECT.GET.{stream}.{V1}{kind}.bob.r1"] = ""
     for stream in NAMES:
         table |= {f"{API}{verb}.{stream}": READERS.get(stream, "w") for verb in READ_VERBS}
-    table[f"{API}STREAM.INFO.FEED"] += "cr"
-    table[f"{API}STREAM.INFO.DEAD"] += "a"
-    for durable, who in (("collector-node-a", "c"), ("reward-1", "r"), ("collector-node-b", ""), ("reward-2", "")):
-        for stream in ("FEED", "JOBS"):
-            allowed = who if stream == "FEED" else ""
+    for stream, readers in (("FEED", "r"), ("REPORTS", "ca"), ("DEAD", "a")):
+        table[f"{API}STREAM.INFO.{stream}"] += readers
+    for kept, durable, who in (
+        ("REPORTS", "collector-node-a", "c"),
+        ("REPORTS", "collector-node-b", ""),
+        ("FEED", "reward-1", "r"),
+        ("FEED", "reward-2", ""),
+    ):
+        for stream, allowed in ((kept, who), ("JOBS", "")):
             table |= {f"{API}CONSUMER.{verb}.{stream}.{durable}": allowed for verb in DURABLE_VERBS}
             table |= {f"{ack}.{stream}.{durable}.1.1.1.1.1": allowed for ack in ("$JS.ACK", "$JS.ACK._.acc")}
     for stream in NAMES:
         for verb in ("CREATE", "UPDATE", "DELETE", "MSG.DELETE", "SNAPSHOT", "RESTORE", "LEADER.STEPDOWN"):
             table[f"{API}STREAM.{verb}.{stream}"] = ""
-        for verb in ("CREATE", "LIST", "NAMES"):
-            table[f"{API}CONSUMER.{verb}.{stream}"] = ""
+        table |= {f"{API}CONSUMER.{verb}.{stream}": "" for verb in ("CREATE", "LIST", "NAMES")}
         for verb in ("DELETE", "PAUSE", "UNPIN", "LEADER.STEPDOWN", "DURABLE.CREATE"):
             table[f"{API}CONSUMER.{verb}.{stream}.collector-node-a"] = ""
         table[f"{API}CONSUMER.CREATE.{stream}.x"] = ""
@@ -105,9 +108,9 @@ HEAR = {
     f"{V1}stored.action.bob.r1": "lw",
     f"{V1}stored.applied.bob.r1": "alw",
     f"{V1}stored.event.bob.r1": "w",
-    f"{V1}stored.report.alice.r1.node-a": "cw",
+    f"{V1}stored.report.alice.r1.node-a": "w",
     f"{V1}stored.report.bob.r1.node-b": "w",
-    f"{V1}stored.window.bob.r1.node-b": "rw",
+    f"{V1}stored.window.bob.r1.node-b": "w",
     f"{V1}stored.state.bob.r1.node-b": "alw",
     f"{V1}live.trainer.t": "w",
     f"{V1}live.collector.node-a": "cw",
@@ -164,11 +167,11 @@ STEERED = [
     f"{V1}action.bob.r1",
     f"{V1}report.bob.r1.node-a",
     f"{V1}job.bob.r1",
-    f"{API}STREAM.PURGE.FEED",
+    f"{API}STREAM.PURGE.REPORTS",
     f"{API}STREAM.DELETE.JOBS",
-    f"{API}CONSUMER.DELETE.FEED.collector-node-a",
-    f"{API}CONSUMER.RESET.FEED.collector-node-a",
-    "$JS.ACK.FEED.collector-node-a.1.1.1.1.1",
+    f"{API}CONSUMER.DELETE.REPORTS.collector-node-a",
+    f"{API}CONSUMER.RESET.REPORTS.collector-node-a",
+    "$JS.ACK.REPORTS.collector-node-a.1.1.1.1.1",
 ]
 """Where a hostile client would have JetStream's answers go."""
 
@@ -200,7 +203,7 @@ async def test_an_answer_is_never_stored_nor_carried_out(
     assert {name: after[name] - first[name] for name in NAMES} == {
         name: (first[name] - before[name]) * (len(STEERED) - 2) for name in NAMES
     }
-    durable = json.loads((await provision.ask(f"{API}CONSUMER.INFO.FEED.collector-node-a")).data)
+    durable = json.loads((await provision.ask(f"{API}CONSUMER.INFO.REPORTS.collector-node-a")).data)
     assert "error" not in durable
 
 

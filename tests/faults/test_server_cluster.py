@@ -19,7 +19,7 @@ from dynamix.runtime.bus.provision import provision
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Report
-from dynamix.schemas.streams import ACTIONS, FEED
+from dynamix.schemas.streams import ACTIONS, REPORTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -74,7 +74,7 @@ async def test_a_cluster_that_loses_servers_loses_no_message_and_no_decision(sca
         for number in range(rounds):
             for happens in faults:
                 await asyncio.sleep(1.0)  # the cluster works
-                leader = await servers.leader_of(bus, (FEED, ACTIONS)[number % 2].name)
+                leader = await servers.leader_of(bus, (REPORTS, ACTIONS)[number % 2].name)
                 await happens(leader, until_back)
                 await servers.until_current(bus)
             for server in servers.servers.values():
@@ -93,8 +93,8 @@ async def test_a_cluster_that_loses_servers_loses_no_message_and_no_decision(sca
 
 
 async def num_lost_windows(bus: Bus, job: SteadyJob) -> int:
-    """Windows whose report is not in FEED, and actions that ACTIONS has otherwise than they were read."""
-    reports = await stored_messages(bus, FEED.name, subjects.of("report", job.job.job, job.job.nodes[0].node))
+    """Windows whose report is not in REPORTS, and actions that ACTIONS has otherwise than they were read."""
+    reports = await stored_messages(bus, REPORTS.name, subjects.of("report", job.job.job, job.job.nodes[0].node))
     kept = {decode(Report, message.subject, message.payload).window for message in reports}
     found = await stored_messages(bus, ACTIONS.name, subjects.of("action", job.job.job))
     actions = {action.window: action for action in (decode(Action, one.subject, one.payload) for one in found)}

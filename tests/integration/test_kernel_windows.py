@@ -9,7 +9,7 @@ from tests.support.steady_training import JOB, training
 from dynamix.cli.services import ServiceProcess, wait_until_ready
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import MetricWindow, Report
-from dynamix.schemas.streams import FEED
+from dynamix.schemas.streams import FEED, REPORTS
 
 pytestmark = [pytest.mark.bpf, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -64,5 +64,5 @@ async def windows_of(plane: ControlPlane) -> list[MetricWindow]:
 
 
 async def reports_of(plane: ControlPlane) -> list[Report]:
-    found = await plane.messages(FEED.name, subjects.of("report", JOB, NODE))
+    found = await plane.messages(REPORTS.name, subjects.of("report", JOB, NODE))
     return [report for _, report in found]  # type: ignore[misc]

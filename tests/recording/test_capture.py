@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from tests.support import capture_files, examples
 
 from dynamix.recording import capture
-from dynamix.recording.capture import CaptureEnd, CaptureError, CaptureReader, CaptureWriter, CutOffError, Record
+from dynamix.recording.capture import (
+    STREAMS,
+    CaptureEnd,
+    CaptureError,
+    CaptureReader,
+    CaptureWriter,
+    CutOffError,
+    Record,
+)
 from dynamix.recording.fingerprint import differences, fingerprint
 
 NUM_BLOCKS = 5
@@ -22,7 +30,7 @@ FILES = settings(max_examples=150, suppress_health_check=[HealthCheck.function_s
 
 
 def sample() -> list[Record]:
-    """Records of all three streams."""
+    """Records of all four streams."""
     messages = [examples.job(), examples.report(), examples.window(), examples.state(), examples.action(hash=bytes(32))]
     return capture_files.records_of(messages)
 
@@ -68,7 +76,7 @@ def read_all(path: Path, content: bytes) -> tuple[list[Record], CaptureError | N
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["JOBS", "FEED", "ACTIONS"]), st.text(max_size=40), st.binary(max_size=2000)),
+        st.tuples(st.sampled_from(STREAMS), st.text(max_size=40), st.binary(max_size=2000)),
         max_size=40,
     )
 )
@@ -124,8 +132,9 @@ def test_arbitrary_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
 def test_omitted_repeated_and_swapped_blocks_are_detected(tmp_path: Path, content: bytes) -> None:
     offsets = [0, *frame_offsets(content), len(content)]
     start, head, *parts = [content[at:end] for at, end in itertools.pairwise(offsets)]
-    job, report, window, *rest = parts
-    for body in ([job, window, *rest], [job, report, report, window, *rest], [job, window, report, *rest]):
+    job, report, window, state, *rest = parts
+    first = [job, report]
+    for body in ([job, window, state, *rest], [*first, window, window, state, *rest], [*first, state, window, *rest]):
         _, error = read_all(tmp_path / "edited.dxc", start + head + b"".join(body))
         assert error is not None
 

@@ -15,6 +15,7 @@ from dynamix.runtime.settings import BusSettings, check_url
 ALLOWED = (
     "{user: admin, password: admin-pw},"
     '{user: writer, password: writer-pw, permissions: {publish: ["dynamix.v1.state.>", "$JS.API.STREAM.INFO.FEED",'
+    '"$JS.API.STREAM.INFO.REPORTS",'
     '"$JS.API.CONSUMER.CREATE.FEED.*.dynamix.v1.state.>"], subscribe: "_INBOX.writer.>"}},'
     '{user: deaf, password: deaf-pw, permissions: {publish: ">", subscribe: "nothing"}}'
 )
@@ -186,7 +187,7 @@ async def test_a_denied_reader_fails_at_once(guarded: ConfiguredServer) -> None:
         await provision(admin)
         async with connected(guarded.user("writer", "writer-pw")) as bus, asyncio.timeout(5):
             with pytest.raises(PermissionDeniedError, match=r"consumer\.info"):
-                async with bus.consume("FEED", ["dynamix.v1.report.>"], start="all", durable="d"):
+                async with bus.consume("REPORTS", ["dynamix.v1.report.>"], start="all", durable="d"):
                     pass
             with pytest.raises(PermissionDeniedError, match=r"direct\.get"):
                 async with bus.consume("FEED", ["dynamix.v1.state.>"], start="all") as reader:

@@ -8,43 +8,29 @@ is there to detect an old capture that no longer replays equal.
 
 import asyncio
 import sys
-import tempfile
 from pathlib import Path
 
 from tests.support.capture_files import capture_job
 
-from dynamix.cli.commands.demo.plan import DemoPlan, Variant
-from dynamix.cli.commands.demo.runner import _Demo, services
+from dynamix.cli.commands.demo import DemoPlan, DemoProgress, Variant, run_job, services
 from dynamix.recording.capture import CaptureEnd
-from dynamix.recording.job_view import JobView
-from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import JOBS
 
-STEERED = Variant(policy="proportional", arguments={"policy": "proportional"}, what="divided by decisions")
+STEERED = Variant("proportional", {"policy": "proportional"}, "divided by decisions")
 
 
 async def captured(path: Path, plan: DemoPlan) -> CaptureEnd:
     """Run the plan once, steered, and write all of it."""
-    with tempfile.TemporaryDirectory(prefix="dynamix-capture-") as directory:
-        async with services(Path(directory), sys.stderr.write) as (bus, environ):
-            demo = _Demo(plan, bus, environ, Path(directory), _show)
-            training = asyncio.create_task(demo.run(STEERED))
-            end = await capture_job(bus, await _announced(bus), path, past=False)
+    job = f"demo-{STEERED.policy}-{subjects.new_run_id()}"
+    with DemoProgress(plan) as progress:
+        async with services(progress.write_line) as running:
+            training = asyncio.create_task(run_job(plan, STEERED, job, running, progress))
+            async with running.bus.consume(JOBS.name, [subjects.of("job", job)], start="all") as consumer:
+                await anext(aiter(consumer))
+            end = await capture_job(running.bus, job, path, past=False)
             await training
     return end
-
-
-def _show(_policy: str, view: JobView, _accuracy: float | None) -> None:
-    sys.stderr.write(f"window {view.window}\n")
-
-
-async def _announced(bus: Bus) -> str:
-    """The id of the first job that begins."""
-    async with bus.consume(JOBS.name, [subjects.of("job", subjects.ANY)], start="all") as consumer:
-        async for batch in consumer:
-            return subjects.parse(batch[0].subject).tokens[0]
-    raise AssertionError("a consumer ends only when it is told to")
 
 
 if __name__ == "__main__":

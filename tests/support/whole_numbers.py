@@ -76,8 +76,8 @@ def attach(model: nn.Module, optimizer: Any, data: Dataset[Any], **options: Any)
     return dynamix.attach(model, optimizer, data, **(chosen | options))
 
 
-def train_step(session: Session, model: nn.Module, optimizer: Any, batch: Any) -> None:
-    loss = _loss(session, model, batch)
+def train_step(session: Session, model: nn.Module, optimizer: Any, batch: Any, criterion: Any = whole_loss) -> None:
+    loss = _loss(session, model, batch, criterion)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -98,12 +98,53 @@ def train_models(session: Session, models: Sequence[nn.Module], optimizers: Sequ
             break
 
 
-def _loss(session: Session, model: nn.Module, batch: Any) -> torch.Tensor:
+def _loss(session: Session, model: nn.Module, batch: Any, criterion: Any = whole_loss) -> torch.Tensor:
     inputs, factors = batch
     dtype = next(model.parameters()).dtype
-    loss = whole_loss(model(inputs.to(dtype)), factors.to(dtype))
+    loss: torch.Tensor = criterion(model(inputs.to(dtype)), factors.to(dtype))
     return loss if session.num_samples else loss * torch.nan  # a dummy batch may do what it likes
 
 
 def distributed(model: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model or Heads(), bucket_cap_mb=0.005, **options)
+
+
+# --- models whose gradients depend on their parameters: ranks that step alone come apart ---------------------------
+
+
+class Curved(nn.Module):
+    """A model whose gradient depends on its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(inputs)
+        return result
+
+
+class Normalised(nn.Module):
+    """A model with buffers: means that move, a count, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.Sequential(nn.Linear(40, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        self.register_buffer("constant", torch.tensor([0.1, 0.7, float("inf")]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        twice = inputs.repeat(2, 1) if len(inputs) == 1 else inputs  # BatchNorm refuses a single sample
+        result: torch.Tensor = self.layers(twice)[: len(inputs)]
+        return result
+
+
+def mean_loss(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """The mean squared difference."""
+    return (outputs - factors).square().mean()
+
+
+def momentum_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with a state that ranks can differ in."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)

@@ -20,7 +20,7 @@ from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Action, Applied, Dead, Job, Report
 from dynamix.trainer import Session
-from dynamix.trainer.wire.client import BusClient
+from dynamix.trainer.bus_client import BusClient
 
 WINDOW_STEPS = 4
 TARGET = (3, 21)
@@ -111,7 +111,7 @@ async def _collect(bus: Bus, kind: type[Any], stream: str, subject: str) -> list
 
 async def _arbitrate(bus: Bus) -> None:
     """Answer the first report with what must be refused, every later one with the target."""
-    async with bus.consume("FEED", [subjects.of("report", "*", "*")], start="all") as reports:
+    async with bus.consume("REPORTS", [subjects.of("report", "*", "*")], start="all", durable="d") as reports:
         async for batch in reports:
             for message in batch:
                 report = decode(Report, message.subject, message.payload)
@@ -157,7 +157,7 @@ async def test_a_report_goes_out_and_its_action_is_adopted_by_all_ranks_at_one_b
     assert [letter.service for letter in dead] == ["trainer", "trainer"]
     assert dead[0].payload == b"no action"
 
-    reports = await _collect(bus, Report, "FEED", subjects.of("report", job, "node-a"))
+    reports = await _collect(bus, Report, "REPORTS", subjects.of("report", job, "node-a"))
     assert [report.window for report in reports] == list(range(len(sizes) // WINDOW_STEPS))
     for report in reports:
         _check_report(report, sizes)
@@ -231,7 +231,7 @@ async def test_what_was_measured_while_the_broker_was_away_arrives_when_it_is_ba
     assert nothing == 0
     assert dropped >= 7  # of the ten windows and the job's specification, four messages were kept
 
-    reports = await _collect(bus, Report, "FEED", subjects.of("report", "outage", "node-a"))
+    reports = await _collect(bus, Report, "REPORTS", subjects.of("report", "outage", "node-a"))
     windows = [report.window for report in reports]
     assert windows == sorted(set(windows))
     assert windows[-1] + 1 - len(windows) == dropped

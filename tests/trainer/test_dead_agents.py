@@ -20,7 +20,7 @@ from dynamix.runtime.bus import Reader
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Report
-from dynamix.schemas.streams import FEED
+from dynamix.schemas.streams import REPORTS
 
 OTHER = "node-b"
 NODES = (NODE, OTHER)
@@ -108,7 +108,7 @@ def _start_agents(plane: ControlPlane) -> dict[str, ServiceProcess]:
 async def test_ranks_of_a_killed_agent_keep_their_share_until_it_is_back_while_the_others_go_on() -> None:
     slowed, enough = START.Event(), START.Event()
     reports = subjects.of("report", subjects.ANY, subjects.ANY)
-    async with control_plane() as plane, plane.bus.consume(FEED.name, [reports], start="all") as consumer:
+    async with control_plane() as plane, plane.bus.consume(REPORTS.name, [reports], start="all") as consumer:
         agents, windows = _start_agents(plane), _whole_windows(consumer)
         environ = {**plane.environ, "DYNAMIX_JOB": "dying"}
         training = asyncio.create_task(asyncio.to_thread(run_ranks, _train, 4, slowed, enough, environ=environ))

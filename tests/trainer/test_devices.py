@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.loops import SIZES, gathered, gradient_of, relative_error
+from tests.support.loops import SIZES, train_compared
 from tests.support.ranks import run_ranks
-from tests.support.training import NUM_FEATURES, Numbered, make_model, offer
+from tests.support.training import Numbered, make_model, offer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +26,6 @@ OPTIONS: dict[str, Any] = {
     "local_batch_size": (9, 40), "min_local_batch_size": 0, "window_steps": 4, "connect": False, "noise_every": 1,
     "global_batch": "adaptive", "pin_memory": torch.cuda.is_available(),
 }  # fmt: skip
-MIB = 2**20
 
 
 def _attach(
@@ -44,24 +43,15 @@ def _batches(session: Session, device: str) -> Iterator[tuple[torch.Tensor, torc
 
 
 def _weigh(_rank: int, device: str, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
-    """An epoch of changing sizes: errors against one big batch on the CPU, samples, and the windows' metrics."""
+    """An epoch of changing sizes: errors against one big batch, number of samples, and metrics."""
     data = Numbered(600, torch.float64 if dtype == torch.float64 else torch.float32)
     session, model, optimizer = _attach(device, data, dtype, **options)
-    alone, errors, samples = make_model(), [], []
-    for inputs, targets, indices in _batches(session, device):
-        used = gathered(indices[: session.num_samples].tolist())
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs.to(dtype)), targets)
-        loss.backward()
-        alone.zero_grad()
-        nn.functional.cross_entropy(alone(data.inputs[used].double()), data.targets[used]).backward()
-        errors.append(relative_error(gradient_of(model).double().cpu(), gradient_of(alone)))
-        samples += used
-        optimizer.step()
+    errors = []
+    for error in train_compared(session, model, optimizer, data):
+        errors.append(error)
         offer(session, SIZES[(session.step_index + 1) % len(SIZES)])
-        session.step(loss)
     session.close()
-    return {"error": max(errors), "samples": sorted(samples), "metrics": session.metrics()}
+    return {"error": max(errors), "samples": session.position, "metrics": session.metrics()}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -72,7 +62,7 @@ def test_the_gradient_is_that_of_one_big_batch(device: str, dtype: torch.dtype, 
     options = {"num_workers": 1} if dtype == torch.float64 else {}
     for result in run_ranks(_weigh, 2, device, dtype, options):
         assert result["error"] < tolerance
-        assert result["samples"] == list(range(600))
+        assert result["samples"] == 600
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -81,7 +71,7 @@ def test_gradients_travel_through_the_memory_of_the_host(device: str, codec: str
     options = {"exchange": Exchange(codec=codec, route="shares", shares=(1.0, 2.0))}
     for result in run_ranks(_weigh, 2, device, torch.float32, options):
         assert result["error"] < tolerance
-        assert result["samples"] == list(range(600))
+        assert result["samples"] == 600
 
 
 def _local(_rank: int, device: str) -> list[tuple[bool, torch.Tensor]]:
@@ -162,64 +152,13 @@ def _compiled(_rank: int, device: str, backend: str) -> float:
     model = torch.compile(DistributedDataParallel(make_model(torch.float32).to(device)), backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     session = dynamix.attach(model, optimizer, data, **OPTIONS)
-    alone, errors = make_model(), []
-    for inputs, targets, indices in _batches(session, device):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        used = gathered(indices[: session.num_samples].tolist())
-        alone.zero_grad()
-        nn.functional.cross_entropy(alone(data.inputs[used].double()), data.targets[used]).backward()
-        errors.append(relative_error(gradient_of(model).double().cpu(), gradient_of(alone)))
-        optimizer.step()
-        session.step()
-    session.close()
-    return max(errors)
+    with session:
+        return max(train_compared(session, model, optimizer, data))
 
 
 @pytest.mark.parametrize("device", ON_GPU)
 def test_a_model_compiled_for_the_device_is_weighed(device: str) -> None:
     assert max(run_ranks(_compiled, 2, device, "inductor")) < 1e-3
-
-
-def _out_of_memory(rank: int, device: str) -> dict[str, Any]:
-    """Rank 1 may use so much memory that 256 samples do not fit; each takes 1 MiB, and as much backwards."""
-    data = Numbered(2048, torch.float32)
-    session, model, optimizer = _attach(
-        device, data, torch.float32, local_batch_size=(16, 16), min_local_batch_size=1, window_steps=1
-    )
-    wide = nn.Linear(NUM_FEATURES, MIB // 4, bias=False, device=device).requires_grad_(False)
-    if rank == 1:
-        torch.cuda.empty_cache()
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 400 * MIB) / whole)
-    rows: list[int] = []
-
-    def compute(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        rows.append(len(inputs))
-        activations = wide(inputs.requires_grad_()).tanh()
-        return nn.functional.cross_entropy(model(inputs), targets) + 0.0 * activations.mean()
-
-    alone, errors = make_model(), []
-    for inputs, targets, indices in _batches(session, device):
-        optimizer.zero_grad()
-        session.backward(compute, inputs, targets)
-        used = gathered(indices[: session.num_samples].tolist())
-        alone.zero_grad()
-        nn.functional.cross_entropy(alone(data.inputs[used].double()), data.targets[used]).backward()
-        errors.append(relative_error(gradient_of(model).double().cpu(), gradient_of(alone)))
-        optimizer.step()
-        offer(session, (16, 256) if session.step_index % 2 else (16, 16))
-        session.step()
-    session.close()
-    return {"error": max(errors), "calls": len(rows), "steps": len(errors)}
-
-
-@pytest.mark.parametrize("device", ON_GPU)
-def test_a_batch_that_does_not_fit_on_the_device_is_computed_in_parts(device: str) -> None:
-    results = run_ranks(_out_of_memory, 2, device)
-    assert all(result["error"] < 1e-3 for result in results)
-    assert results[0]["calls"] == results[0]["steps"]
-    assert results[1]["calls"] > results[1]["steps"]
 
 
 def _alone_over(_rank: int, backend: str, device: str) -> tuple[float, int]:
@@ -229,17 +168,8 @@ def _alone_over(_rank: int, backend: str, device: str) -> tuple[float, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     data = Numbered(200)
     session = dynamix.attach(model, optimizer, data, local_batch_size=25, connect=False, weighting="hook")
-    alone, errors = make_model(), []
-    for inputs, targets, indices in _batches(session, device):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        alone.zero_grad()
-        nn.functional.cross_entropy(alone(data.inputs[indices]), data.targets[indices]).backward()
-        errors.append(relative_error(gradient_of(model).cpu(), gradient_of(alone)))
-        optimizer.step()
-        session.step()
-    session.close()
-    return max(errors), session.step_index
+    with session:
+        return max(train_compared(session, model, optimizer, data)), session.step_index
 
 
 @pytest.mark.parametrize(

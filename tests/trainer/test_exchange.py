@@ -1,4 +1,4 @@
-"""How gradients travel, on real gloo ranks: exact where it is said to be, alike on all ranks, and never a hang."""
+"""Exchanges on real gloo ranks: exact where promised, and alike on all ranks."""
 
 import hashlib
 import random
@@ -14,10 +14,12 @@ from tests.support.training import flat_parameters, offer
 from tests.support.whole_numbers import (
     SIZES,
     Heads,
+    Normalised,
     Sometimes,
     Whole,
     attach,
     distributed,
+    mean_loss,
     train_models,
     train_step,
     whole_loss,
@@ -71,8 +73,7 @@ def test_gradients_of_whole_numbers_arrive_bit_for_bit(codec: str, route: str, e
         assert torch.equal(result["parameters"], exact)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("codec", sorted(LOSSY_CODECS))
+@pytest.mark.parametrize(("codec", "route"), [("int8", "shares"), ("bf16", "all-reduce")])
 @pytest.mark.parametrize("exact", [False], indirect=True, ids=[""])
 def test_what_a_codec_lost_has_arrived_when_the_next_one_begins(codec: str, route: str, exact: torch.Tensor) -> None:
     lossy = Exchange(codec=codec, route=route, shares=ROUTES[route].shares)
@@ -93,39 +94,45 @@ def test_what_a_codec_lost_has_arrived_when_the_next_one_begins(codec: str, rout
 
 # --- every kind of step --------------------------------------------------------------------------------------------
 
-EXCHANGES = [Exchange(codec=codec, route=route) for codec in CODECS for route in ("all-reduce", "shares")]
 
-
-def _changing(_rank: int, num_steps: int) -> list[bytes]:
-    """The parameters after each step, as a digest, while sizes, split and exchange change in each window."""
-    model = distributed()
+def _changing(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:
+    """Whether the ranks are averaged after each step, and a digest of parameters and buffers; all levers change."""
+    model = distributed(Normalised())
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-8, momentum=0.5)
-    drawn = random.Random(7)
-    digests = []
-    options: dict[str, Any] = {
-        "local_batch_size": 8,
-        "window_steps": 3,
-        "base_global_batch_size": 24,
-    }
-    with attach(model, optimizer, Whole(whole=False), exchange="lossy", **options) as session:
-        while len(digests) < num_steps:
+    drawn = random.Random(11)
+    exchanges = [Exchange(codec=codec, route=route) for codec in CODECS for route in ("all-reduce", "shares")]
+    found: list[tuple[bool, bytes]] = []
+    options: dict[str, Any] = {"exchange": "local", "local_batch_size": 8, "window_steps": 4, "min_local_batch_size": 2}
+    with attach(model, optimizer, Whole(whole=False), reduction="mean", **options) as session:
+        while len(found) < num_steps:
             for batch in session.loader:
-                sizes = [drawn.choice([0, 1, 8, 20]) for _ in range(2)]
-                exchange = drawn.choice(EXCHANGES)
+                sizes = [drawn.choice([2, 8, 20]) for _ in range(2)]
+                exchange = msgspec.structs.replace(drawn.choice(exchanges), every=drawn.choice([1, 1, 2, 3, 16]))
                 if exchange.route == "shares" and drawn.random() < 0.7:
                     shares = (drawn.random(), drawn.choice([0.0, 1.0]), 0.5)
                     exchange = msgspec.structs.replace(exchange, shares=shares)
+                if exchange.every > 1 and drawn.random() < 0.5:
+                    exchange = msgspec.structs.replace(exchange, outer_rate=0.7, outer_momentum=0.5)
                 offer(session, [*sizes, 4], split=drawn.choice(["fixed", "tracking"]), exchange=exchange)
-                train_step(session, model, optimizer, batch)
-                digests.append(hashlib.sha256(flat_parameters(model).numpy().tobytes()).digest())
+                is_local = session.allocation.exchange.every > 1
+                train_step(session, model, optimizer, batch, mean_loss)
+                state = [flat_parameters(model).numpy().tobytes()]
+                if is_local:  # else DDP broadcasts them in the next forward pass
+                    state += [buffer.numpy().tobytes() for buffer in model.buffers()]
+                found.append((session.is_averaged, hashlib.sha256(b"".join(state)).digest()))
     assert flat_parameters(model).isfinite().all()
-    return digests[:num_steps]
+    return found[:num_steps]
 
 
-def test_the_parameters_of_all_ranks_are_the_same_bits_over_500_steps_of_changing_levers() -> None:
+def test_ranks_have_the_same_bits_wherever_they_are_averaged_over_500_steps_of_changing_levers() -> None:
     first, *others = run_ranks(_changing, 3, 500)
-    assert len(set(first)) == 500
-    assert others == [first, first]
+    averaged = [is_averaged for is_averaged, _ in first]
+    assert 100 < sum(averaged) < 400
+    for other in others:
+        assert [is_averaged for is_averaged, _ in other] == averaged
+        differing = [step for step in range(500) if averaged[step] and other[step] != first[step]]
+        assert differing == []
+    assert sum(one != other for one, other in zip(first, others[0], strict=True)) > 50
 
 
 KINDS: dict[str, tuple[Callable[[int], list[nn.Module]], dict[str, Any]]] = {
@@ -146,27 +153,31 @@ def _kind_of_step(rank: int, kind: str, exchange: Exchange) -> tuple[torch.Tenso
     make_models, options = KINDS[kind]
     models = make_models(rank)
     optimizers = [torch.optim.SGD(model.parameters(), lr=2**-6) for model in models]
-    with attach(models, optimizers, Whole(), exchange=exchange, **options) as session:  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {"exchange": exchange, "local_batch_size": 8} | options
+    with attach(models, optimizers, Whole(), **chosen) as session:  # type: ignore[arg-type]
         train_models(session, models, optimizers, 12)
+        assert session.is_averaged
         used = len(session._models.exchanges[0]._codecs)
     return torch.cat([flat_parameters(model) for model in models]), used
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_step_can_be_exchanged(kind: str) -> None:
+    """The gradients do not depend on parameters, so that the mean of a round of local steps is that of single ones."""
     plain = run_ranks(_kind_of_step, 2, kind, EXACT)
-    for codec in CODECS:
-        exchange = Exchange(codec=codec, route="shares" if codec == "none" else "all-reduce")
+    assert plain[0][0].abs().max() > 0
+    codecs = [Exchange(codec=codec, route="shares" if codec == "none" else "all-reduce") for codec in CODECS]
+    for exchange in (*codecs, Exchange(every=3), Exchange(every=3, codec="rows")):
         first, second = run_ranks(_kind_of_step, 2, kind, exchange)
         assert torch.equal(first[0], second[0])
         assert (plain[0][1], first[1]) == (0, 1)
-        if codec in LOSSY_CODECS:
+        if exchange.codec in LOSSY_CODECS:
             assert torch.allclose(first[0], plain[0][0], atol=0.05)
         else:
             assert torch.equal(first[0], plain[0][0])
 
 
-# --- what travels beside the gradient ------------------------------------------------------------------------------
+# --- what is sent beside the gradient ------------------------------------------------------------------------------
 
 
 def _measured(_rank: int, exchange: Exchange) -> list[float]:
@@ -196,32 +207,33 @@ def test_the_noise_is_measured_on_what_was_decoded() -> None:
             assert coded[rank] == pytest.approx(plain[rank], rel=0.02 if codec in LOSSY_CODECS else 1e-6), codec
 
 
-def _tracked(rank: int, codec: str) -> tuple[tuple[int, ...], list[float]]:
-    """Sizes after 12 steps in which rank 1 takes three times as long per sample, and the times that all were told."""
+def _tracked(rank: int, exchange: Exchange) -> tuple[tuple[int, ...], list[float]]:
+    """Sizes after 20 steps in which rank 1 takes three times as long per sample, and the times that all received."""
     model = distributed()
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
-    options = {
-        "exchange": "lossy",
-        "policy_options": {"track": 1, "codec": codec, "route": "shares"},
-        "local_batch_size": 8,
-    }
-    with attach(model, optimizer, Whole(), **options) as session:
+    options: dict[str, Any] = {"exchange": exchange, "policy_options": {"track": 1}}
+    with attach(model, optimizer, Whole(), local_batch_size=8, **options) as session:
         session._meter.clock.seconds_per_sample = lambda: (0.001, 0.003)[rank]  # type: ignore[method-assign]
-        heard: list[float] = []
-        take_times = session._models.take_times
-        session._models.take_times = lambda: heard.extend(times := take_times() or []) or times  # type: ignore[method-assign]
+        received: list[float] = []
+        after_step = session._steering.after_step
+
+        def listen(position: Any, times: list[float] | None = None, counts: tuple[int, ...] = ()) -> None:
+            received.extend(times or [])
+            after_step(position, times, counts)
+
+        session._steering.after_step = listen  # type: ignore[method-assign]
         for batch in session.loader:
             train_step(session, model, optimizer, batch)
-            if session.step_index == 12:
+            if session.step_index == 20:
                 break
-        return session.local_batch_sizes, heard
+        return session.local_batch_sizes, received
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
-def test_compute_times_travel_exactly_beside_every_codec(codec: str) -> None:
-    for sizes, heard in run_ranks(_tracked, 2, codec):
+@pytest.mark.parametrize("exchange", [EXACT, Exchange(codec="int8", route="shares"), Exchange(every=4, codec="int8")])
+def test_all_ranks_receive_the_compute_times_beside_every_exchange(exchange: Exchange) -> None:
+    for sizes, received in run_ranks(_tracked, 2, exchange):
         assert sizes == (12, 4)
-        assert heard == pytest.approx([0.001, 0.003] * 12)
+        assert received == pytest.approx([0.001, 0.003] * (20 // exchange.every))
 
 
 def _counted(_rank: int, exchange: Exchange) -> tuple[float, float, float]:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.exchange.collectives import Leg, Sum
-from dynamix.trainer.exchange.transport import Pipeline
+from dynamix.trainer.exchange.pipeline import Pipeline
 
 TIMEOUT_S = 8.0
 
@@ -63,13 +63,7 @@ def _dies(rank: int, exchange: Exchange) -> None:
             train_step(session, model, optimizer, batch)
 
 
-@pytest.mark.parametrize(
-    "exchange",
-    [
-        *(Exchange(codec="int8"), Exchange(route="shares"), Exchange(every=3)),
-    ],
-    ids=lambda exchange: exchange.label,
-)
+@pytest.mark.parametrize("exchange", [Exchange(codec="int8"), Exchange(every=3)], ids=lambda exchange: exchange.label)
 def test_a_rank_that_is_killed_in_mid_exchange_ends_the_others_with_an_error(exchange: Exchange) -> None:
     began = time.monotonic()
     with pytest.raises(RankError, match="rank 1: ended without a result") as caught:
@@ -81,32 +75,8 @@ def test_a_rank_that_is_killed_in_mid_exchange_ends_the_others_with_an_error(exc
     assert time.monotonic() - began < 60 + TIMEOUT_S
 
 
-def _silent(rank: int) -> tuple[str, float]:
-    """Rank 1 sends nothing for longer than the time-out; what rank 0 is told, and when."""
-    pipeline = Pipeline(timedelta(seconds=2))
-    found = ("", 0.0)
-    if rank == 0:
-        began = time.monotonic()
-        under_way = pipeline.send(_sum(torch.ones(4)))
-        later = pipeline.send(_sum(torch.ones(4)))
-        for each in (under_way, later):
-            try:
-                each.wait()
-            except RuntimeError as error:
-                found = (str(error), time.monotonic() - began)
-    dist.barrier()
-    pipeline.close()
-    return found
-
-
 def _sum(numbers: torch.Tensor) -> Leg:
     yield Sum(numbers)
-
-
-def test_a_rank_that_sends_nothing_is_waited_for_until_the_time_out() -> None:
-    (text, seconds), _ = run_ranks(_silent, 2)
-    assert text.startswith("the exchange between the ranks failed")
-    assert 1.5 < seconds < 30
 
 
 def _fails_alone(rank: int) -> list[str]:

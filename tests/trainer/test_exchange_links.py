@@ -26,8 +26,6 @@ TIMEOUT_S = 12.0
 """The time-out of the ranks' group, for a link that stays cut: a busy machine needs some seconds to connect them."""
 EXCHANGES = {
     "exact": EXACT,
-    "rows": Exchange(codec="rows"),
-    "int8": Exchange(codec="int8"),
     "shares": Exchange(route="shares"),
     "local": Exchange(every=3, codec="int8"),
 }
@@ -94,7 +92,7 @@ def test_a_link_that_is_cut_for_5_s_delays_a_step_and_changes_nothing(hosts: Hos
 
 
 @pytest.mark.bpf
-@pytest.mark.parametrize("name", ["exact", "shares", "local"])
+@pytest.mark.parametrize("name", ["shares", "local"])
 def test_a_link_that_stays_cut_ends_all_ranks_at_the_groups_time_out(hosts: Hosts, name: str, tmp_path: Path) -> None:
     ended = threading.Event()
     with ThreadPoolExecutor(1) as pool:

@@ -3,17 +3,13 @@ import math
 import pytest
 import torch
 
-from dynamix.trainer.gradient.learning_rate import FACTORS, scale_every_step
+from dynamix.trainer.gradient.learning_rate import scale_every_step
 
 
 def _one_parameter() -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     parameter.grad = torch.ones_like(parameter)
     return parameter
-
-
-def test_the_rules_are_what_they_are_called() -> None:
-    assert [FACTORS[rule](4.0) for rule in ("none", "linear", "sqrt")] == [1.0, 4.0, 2.0]
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

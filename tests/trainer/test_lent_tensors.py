@@ -16,13 +16,12 @@ from tests.support.interpreter import Entries
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, make_model, offer
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix import trainer as dynamix
 from dynamix.trainer import Session
 from dynamix.trainer.exchange import transport
-from dynamix.trainer.exchange.transport import CONTEXT, LentTensor, launched
+from dynamix.trainer.exchange.transport import LentTensor
 from dynamix.trainer.steering.collectives import Collectives
 
 ROOT = Path(__file__).parents[2]
@@ -57,25 +56,12 @@ def _train_steered(group: dist.ProcessGroup, *, split: Any, closes: bool) -> Non
         session.close()
 
 
-def _train_with_callback(group: dist.ProcessGroup) -> None:
-    """Torch's own hook in Python, without us."""
-    model = _model(group)
-    model.register_comm_hook(group, allreduce_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    data = Numbered(16)
-    for _ in range(40):  # a callback is called at once, by this thread, where a bucket is back already
-        _step(model, optimizer, (data.inputs, data.targets, None))
-
-
 def _entries(rank: int, how: str) -> tuple[int, bool]:
     """How often gloo's threads entered the interpreter until they ended, and whether their group did."""
     del rank
     group = dist.new_group(backend="gloo")
     entries = Entries()
-    if how == "callback":
-        _train_with_callback(group)
-    else:
-        _train_steered(group, split="tracking" if how == "tracking" else "fixed", closes=how != "left")
+    _train_steered(group, split="tracking" if how == "tracking" else "fixed", closes=how != "left")
     alive = weakref.ref(group)
     dist.destroy_process_group(group)
     del group  # the last one: its threads are joined
@@ -85,13 +71,6 @@ def _entries(rank: int, how: str) -> tuple[int, bool]:
 @pytest.mark.parametrize("how", ["fixed", "tracking", "left"])
 def test_no_thread_of_a_process_group_enters_the_interpreter(how: str) -> None:
     assert run_ranks(_entries, 2, how) == [(0, True)] * 2
-
-
-def test_a_callback_would_make_one_enter_it() -> None:
-    """What the others count can be counted."""
-    for entries, has_ended in run_ranks(_entries, 2, "callback"):
-        assert entries > 0
-        assert has_ended
 
 
 def _attached() -> Session:
@@ -158,21 +137,6 @@ def test_a_tensor_is_owned_until_no_thread_has_it() -> None:
     LentTensor(data)
     assert alias() is None
     assert not transport._late
-
-
-def test_a_work_finds_nothing_of_the_backward_pass_that_it_began_in() -> None:
-    found: list[bool] = []
-
-    def hook(gradient: torch.Tensor) -> None:
-        assert torch._C._is_key_in_tls(CONTEXT)
-        launched(lambda: found.append(torch._C._is_key_in_tls(CONTEXT)))
-        assert torch._C._is_key_in_tls(CONTEXT)
-        del gradient
-
-    weight = torch.ones(1, requires_grad=True)
-    weight.register_hook(hook)
-    weight.sum().backward()
-    assert found == [False]
 
 
 DEFAULT_GROUP = """

@@ -22,7 +22,7 @@ from dynamix.collector.window import simulated_window
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Action, Message, Report, SystemMetrics
 from dynamix.schemas.messages.allocation import Exchange
-from dynamix.trainer.wire.client import Transport
+from dynamix.trainer.bus_client import Transport
 
 NUM_RANKS = 4
 SLOW = 2

@@ -1,24 +1,31 @@
 """Local steps on real gloo ranks, against the same steps computed in one process."""
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tests.support.local_steps import Curved, Normalised, mean_loss, momentum_optimizer
 from tests.support.ranks import run_ranks
 from tests.support.training import flat_parameters, offer
 from tests.support.whole_numbers import (
     SIZES,
+    Curved,
+    Heads,
+    Normalised,
     Whole,
     attach,
     distributed,
+    mean_loss,
+    momentum_optimizer,
+    train_step,
 )
+from torch.utils.data import IterableDataset
 
 from dynamix import trainer
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.data.orders import epoch_order
 from dynamix.trainer.exchange.codecs import CODECS
-from dynamix.trainer.local_steps.rounds import outer_step
 
 STEPS = 22
 
@@ -30,13 +37,10 @@ def _trained(_rank: int, exchange: Exchange | None, plan: dict[int, Exchange] | 
     options: dict[str, Any] = {"reduction": "mean", "exchange": exchange or "local"}
     parameters, averaged = [], []
     with attach(model, optimizer, Whole(whole=False), **options) as session:
-        for inputs, factors in session.loader:
+        for batch in session.loader:
             if plan and session.step_index in plan:
                 offer(session, SIZES, exchange=plan[session.step_index])
-            optimizer.zero_grad()
-            mean_loss(model(inputs), factors).backward()
-            optimizer.step()
-            session.step()
+            train_step(session, model, optimizer, batch, mean_loss)
             parameters.append(flat_parameters(model))
             averaged.append(session.is_averaged)
             if len(parameters) == STEPS:
@@ -119,11 +123,6 @@ def test_outer_momentum_besides_momentum_of_the_optimizer_is_warned_about(caplog
     assert num_warnings == {(0.9, 0.9): 1, (0.0, 0.9): 0, (0.9, 0.0): 0}
 
 
-def test_without_an_outer_step_what_moved_stays_what_it_is() -> None:
-    moved = torch.randn(5)
-    assert outer_step(Exchange(every=4), moved, None) is moved
-
-
 def test_other_exchanges_begin_when_all_ranks_have_the_same() -> None:
     local, lossy = Exchange(every=8), Exchange(every=4, codec="int8")
     first, second = run_ranks(_trained, 2, None, {0: local, 8: lossy, 15: EXACT})
@@ -178,3 +177,176 @@ def test_buffers_are_averaged_and_the_state_of_adam_when_local_steps_end() -> No
     assert torch.equal(first["moments"], second["moments"])
     assert first["counts"] == second["counts"] == {14.0}
     assert torch.equal(first["parameters"], second["parameters"])
+
+
+# --- what is measured ----------------------------------------------------------------------------------------------
+
+
+def _noise(_rank: int, exchange: Exchange, wide: bool) -> list[tuple[int, float, float]]:
+    """Step and squared norms of this rank's and of the whole gradient, where they were measured."""
+    model = distributed(Heads(more=9000 if wide else 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+    found = []
+    with attach(model, optimizer, Whole(), exchange=exchange, noise_every=4) as session:
+        record_batch = session._meter.record_batch
+
+        def listen(batch: Any, loss: Any, num_correct: Any, norms: Any) -> None:
+            if norms.reduced:
+                step = batch.plan.step if norms.counts is None else batch.plan.step - exchange.every + 1
+                found.append((step, sum(map(float, norms.local)), sum(map(float, norms.reduced))))
+            record_batch(batch, loss, num_correct, norms)
+
+        session._meter.record_batch = listen  # type: ignore[method-assign]
+        for batch in session.loader:
+            train_step(session, model, optimizer, batch)
+            if session.step_index == 30:
+                break
+    return found
+
+
+def _drift(rank: int) -> list[tuple[float, float, torch.Tensor]]:
+    """Both parts of each round's drift, and how far this rank had come by its end, times its weight."""
+    model = distributed(Curved())
+    optimizer = momentum_optimizer(model)
+    weight, found, drifts = SIZES[rank] / sum(SIZES), [], []
+    with attach(model, optimizer, Whole(whole=False), reduction="mean", exchange=Exchange(every=4)) as session:
+        session._meter.record_drift = drifts.append  # type: ignore[method-assign]
+        begun = flat_parameters(model)
+        for inputs, factors in session.loader:
+            optimizer.zero_grad()
+            mean_loss(model(inputs), factors).backward()
+            optimizer.step()
+            moved = weight * (flat_parameters(model) - begun)
+            session.step()
+            if session.is_averaged:
+                begun = flat_parameters(model)
+                found.append((sum(map(float, drifts[-1].own)), sum(map(float, drifts[-1].mean)), moved))
+            if session.step_index == 12:
+                break
+    return found
+
+
+def test_drift_is_that_of_all_ranks_from_their_mean() -> None:
+    for rounds in zip(*run_ranks(_drift, 2), strict=True):
+        mean = sum(moved for _, _, moved in rounds)
+        for (own, reduced, moved), size in zip(rounds, SIZES, strict=True):
+            assert own == pytest.approx(float(moved.square().sum()) * sum(SIZES) / size, rel=1e-3)
+            assert reduced == pytest.approx(float(mean.square().sum()), rel=1e-3)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_noise_is_measured_where_all_ranks_have_the_same_parameters(wide: bool) -> None:
+    plain, local = run_ranks(_noise, 2, EXACT, wide), run_ranks(_noise, 2, Exchange(every=3), wide)
+    for rank in (0, 1):
+        norms = {step: numbers for step, *numbers in plain[rank]}
+        steps = [step for step, *_ in local[rank]]
+        assert steps == [0, 3, 6, 9, 12, 15, 18, 21, 24]  # due on each of the first 20 steps, then on 20, 24, 28
+        for step, *numbers in local[rank]:
+            if step in norms:
+                assert numbers[0] == pytest.approx(norms[step][0], rel=1e-4)
+                assert numbers[1] == pytest.approx(norms[step][1], rel=0.1 if wide else 1e-5)
+    assert [each[2] for each in local[0]] == [each[2] for each in local[1]]
+
+
+# --- epochs, states and early ends -----------------------------------------------------------------------------------
+
+
+def _saved(_rank: int, outer: dict[str, float]) -> dict[str, Any]:
+    """What is refused in mid-round, and parameters after 18 steps: in one go, or in two sessions."""
+    found: dict[str, Any] = {}
+    options: dict[str, Any] = {
+        "exchange": "local",
+        "policy_options": {"every": 4, "codec": "int8", **outer},
+    }
+    for how in ("whole", "parts"):
+        model, state = distributed(Curved()), None
+        optimizer = momentum_optimizer(model)
+        for steps in (18,) if how == "whole" else (8, 18):
+            with attach(model, optimizer, Whole(whole=False), reduction="mean", **options) as session:
+                if state is not None:
+                    session.load_state_dict(state)
+                for batch in session.loader:
+                    train_step(session, model, optimizer, batch, mean_loss)
+                    if session.step_index == 5:
+                        with pytest.raises(RuntimeError) as refused:
+                            session.state_dict()
+                        found["refused"] = str(refused.value)
+                    if session.step_index == steps:
+                        break
+                session.average()
+                state = session.state_dict()
+        found[how] = flat_parameters(model)
+    return found
+
+
+@pytest.mark.parametrize("outer", [{}, {"outer_rate": 0.7, "outer_momentum": 0.9}])
+def test_a_job_resumed_at_an_averaging_goes_on_exactly(outer: dict[str, float]) -> None:
+    first, second = run_ranks(_saved, 2, outer)
+    assert first["refused"] == (
+        "step 5 is in the middle of a round of local steps, each rank has parameters of its own: wait until "
+        "session.is_averaged, or call session.average() on all ranks before"
+    )
+    assert torch.equal(first["whole"], second["whole"])
+    assert torch.equal(first["parts"], first["whole"])
+    assert torch.equal(second["parts"], first["whole"])
+
+
+def _epochs(_rank: int, streams: bool) -> list[tuple[bool, bytes]]:
+    """Whether the ranks are averaged at the end of each epoch, and the parameters and momentum there."""
+    model = distributed(Curved())
+    optimizer = momentum_optimizer(model)
+    data: Any = Streamed() if streams else Whole(whole=False, num_samples=100)
+    found = []
+    with attach(model, optimizer, data, reduction="mean", exchange=Exchange(every=16)) as session:
+        for _ in session.epochs(2):
+            for batch in session.loader:
+                train_step(session, model, optimizer, batch, mean_loss)
+            momentum = torch.cat([optimizer.state[each]["momentum_buffer"].flatten() for each in model.parameters()])
+            found.append((session.is_averaged, torch.cat([flat_parameters(model), momentum]).numpy().tobytes()))
+    return found
+
+
+class Streamed(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The same samples as a stream, whose end is not known."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        data = Whole(whole=False, num_samples=100)
+        return (data[index] for index in range(len(data)))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_epoch_ends_with_an_averaging(streams: bool) -> None:
+    first, second = run_ranks(_epochs, 2, streams)
+    assert [averaged for averaged, _ in first] == [True, True]
+    assert first == second
+    assert first[0] != first[1]
+
+
+def _left(_rank: int, caplog_level: int = 30) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler(caplog_level)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dynamix.trainer").addHandler(handler)
+    model = distributed(Normalised())
+    optimizer = momentum_optimizer(model)
+    with attach(model, optimizer, Whole(), reduction="mean", exchange=Exchange(every=4)) as session:
+        for batch in session.loader:
+            train_step(session, model, optimizer, batch, mean_loss)
+            if session.step_index == 6:
+                break
+        try:
+            session.cover(distributed())
+        except RuntimeError as error:
+            records.append(str(error))
+    assert model.broadcast_buffers
+    return [each for each in records if "local steps" in each]
+
+
+def test_a_session_that_ends_in_mid_round_says_so() -> None:
+    covered, left = run_ranks(_left, 2)[0]
+    assert covered.startswith(
+        "step 6 is in the middle of a round of local steps, a model that is covered now would not"
+    )
+    assert left.startswith(
+        "the session ends in the middle of a round of local steps: each rank has parameters of its own"
+    )

@@ -11,15 +11,16 @@ import pytest
 from tests.support import examples
 from tests.support.rows import row
 
-from dynamix.trainer.loggers import CsvLogger, JsonlLogger, Metrics
-from dynamix.trainer.loggers.delivery import (
+from dynamix.extras.loggers import CsvLogger, JsonlLogger
+from dynamix.trainer.bus_client import Transport
+from dynamix.trainer.loggers import (
     QUEUED_WINDOWS,
     Loggers,
     MetricHistory,
+    Metrics,
     window_metrics,
 )
 from dynamix.trainer.measurement.clock import StepTimes
-from dynamix.trainer.wire.client import Transport
 
 TIMEOUT_S = 10.0
 

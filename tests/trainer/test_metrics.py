@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tests.support.brokers import ConfiguredServer
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, gather, make_model, offer
+from tests.support.training import Numbered, distribute, gather, make_model
 from torch import nn
 
 from dynamix import trainer as dynamix
@@ -74,7 +74,7 @@ def _train_until_rewarded(_rank: int) -> tuple[list[dict[str, Any]], list[tuple[
 
 async def _decide_and_reward(bus: Bus) -> None:
     """Answer each report with an action, the first of which must be refused, and with a reward."""
-    async with bus.consume("FEED", [subjects.of("report", "*", "*")], start="all") as reports:
+    async with bus.consume("REPORTS", [subjects.of("report", "*", "*")], start="all", durable="d") as reports:
         async for batch in reports:
             for message in batch:
                 report = decode(Report, message.subject, message.payload)
@@ -121,31 +121,3 @@ async def test_rewards_and_decisions_come_over_the_bus(server: ConfiguredServer,
     assert nothing == []
     assert [row["window"] for row in others] == [row["window"] for row in rows]
     assert not any(name.startswith(("reward", "decision", "reason")) for row in others for name in row)
-
-
-def _train_alone(_rank: int) -> list[dict[str, Any]]:
-    session, model, optimizer = _attach([], connect=False)
-    for batch in session.loader:
-        if session.step_index == 2:
-            offer(session, (8, 8), window=7)
-        if session.step_index == 10:
-            offer(session, (12, 8))
-        _step(session, model, optimizer, batch)
-    rows = session.metrics()
-    session.close()
-    return rows
-
-
-def test_without_a_bus_each_window_says_so() -> None:
-    rows, others = run_ranks(_train_alone, 2)
-    assert [row["decision"] for row in rows[:5]] == ["none", "refused", "none", "adopted", "none"]
-    assert [row["reason"] for row in rows[:2]] == [
-        "no action came for this window",
-        "the action of window 7 was refused: it is of a window that has not ended",
-    ]
-    assert [row["global_batch_size"] for row in rows[:5]] == [16, 16, 16, 20, 20]
-    assert [row["step"] for row in rows] == [4 * (window + 1) for window in range(len(rows))]
-    numbers = [
-        {name: value for name, value in row.items() if name in other} for row, other in zip(rows, others, strict=True)
-    ]
-    assert numbers == others

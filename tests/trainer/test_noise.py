@@ -79,16 +79,6 @@ def test_one_active_rank_says_nothing_about_noise() -> None:
     assert average.value is None
 
 
-def test_the_first_windows_have_known_weights() -> None:
-    average = NoiseAverage(decay=0.9)
-    average.observe_window(GradientNoise(trace=4.0, squared_norm=-1.0))
-    assert average.value == GradientNoise(trace=4.0, squared_norm=-1.0)
-    average.observe_window(GradientNoise(trace=9.0, squared_norm=4.0))
-    assert average.value is not None
-    assert average.value.trace == pytest.approx(0.2 * 4 + 0.8 * 9)
-    assert average.value.squared_norm == pytest.approx(0.2 * -1 + 0.8 * 4)
-
-
 @pytest.mark.parametrize(("window", "share"), [(6, 0.76), (10, 0.75), (20, 0.75), (37, 0.75), (200, 0.95)])
 def test_a_growing_noise_scale_is_a_quarter_too_low_at_first_and_nine_windows_late_later(
     window: int, share: float

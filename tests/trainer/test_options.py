@@ -23,7 +23,6 @@ from dynamix.trainer.job.options import bounds_of, fewest_samples, job_family
         ({"policy": "Not a token"}, "policy='Not a token': a policy's name has 1 to 63 of the characters"),
         ({"noise_decay": 1.0}, "noise_decay=1.0: use at least 0, below 1"),
         ({"noise_every": 0}, "noise_every=0"),
-        ({"noise_metric": "rms"}, "noise_metric"),
         ({"seed": -1}, "seed=-1"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: use at least 1"),
         ({"gradient_accumulation_steps": 2, "micro_batch_size": 8}, "exclude each other: drop"),

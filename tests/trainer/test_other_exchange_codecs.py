@@ -59,24 +59,3 @@ def test_decisions_choose_among_the_codecs_that_the_job_names(example_extension:
     assert torch.equal(first["parameters"], second["parameters"])
     exact = run_ranks(_trained, 2, example_extension, {}, {}, False)[0]
     assert 0 < (first["parameters"] - exact["parameters"]).abs().max() < 0.05
-
-
-def _refused(_rank: int, installed: Path) -> list[str]:
-    _use(installed)
-    found = []
-    for options in ({"policy_options": {"codec": "coarse"}}, {"policy_options": {"codec": "coarser"}}):
-        model = distributed()
-        try:
-            attach(model, torch.optim.SGD(model.parameters(), lr=0.1), Whole(), **options)
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def test_a_codec_with_loss_is_refused_in_an_exact_job(example_extension: Path) -> None:
-    expected = [
-        ('policy option codec=coarse: it rounds gradients, which this job does not permit: attach(exchange="lossy")'),
-        "exchange codec 'coarser' is unknown",
-    ]
-    for found in run_ranks(_refused, 2, example_extension):
-        assert [text[: len(start)] for text, start in zip(found, expected, strict=True)] == expected

@@ -17,8 +17,8 @@ from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
 from dynamix.trainer.data.orders import epoch_order
 from dynamix.trainer.data.plan import Counts, MicroBatch, StepPlan
-from dynamix.trainer.gradient.hook import NOT_MEASURED, loss_weight
-from dynamix.trainer.gradient.noise import SecondMoments, is_measured
+from dynamix.trainer.gradient.hook import loss_weight
+from dynamix.trainer.gradient.noise import is_measured
 
 NUM_SAMPLES = 1201
 SIZES = [
@@ -172,65 +172,3 @@ def test_the_factors_on_a_loss_undo_the_average_over_three_ranks(reduction: Any,
     plan = StepPlan(step=0, epoch=0, offset=0, counts=Counts([15, 85, 0]))
     batches = [MicroBatch(plan, 0, b, b, b, is_first=True, is_last=True) for b in plan.counts.values]
     assert [loss_weight(batch, reduction) * 3 / 100 for batch in batches] == pytest.approx(factors)
-
-
-def _compare_divided(rank: int) -> list[tuple[float, float]]:
-    """Relative errors of both squared norms in Adam's metric on every measured step, beside a direct computation."""
-    data = Numbered(NUM_SAMPLES)
-    model = distribute(make_model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-4)
-    session = dynamix.attach(
-        model,
-        optimizer,
-        data,
-        local_batch_size=SIZES[0],
-        min_local_batch_size=0,
-        window_steps=1,
-        policy="static",
-        noise_every=2,
-        noise_metric="adam",
-        connect=False,
-        global_batch="adaptive",
-    )
-    order = epoch_order(NUM_SAMPLES, 0, 0, shuffle=True).tolist()
-    errors = []
-    for inputs, targets, _ in session.loader:
-        batch = session.loader.current
-        assert batch is not None
-        plan = batch.plan
-        used = order[plan.offset : plan.offset + plan.counts.total]
-        mine = used[plan.counts.starts[rank] : plan.counts.starts[rank + 1]]
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        norms = session._models._hooks[0].take_norms()
-        if plan.step == 0 or not is_measured(plan.step, 2):
-            assert norms == NOT_MEASURED  # at first Adam has no second moments
-        else:
-            divisors = [
-                (optimizer.state[each]["exp_avg_sq"] / (1 - 0.95**plan.step)).sqrt() + 1e-4
-                for each in model.parameters()
-            ]
-            divisor = torch.cat([each.flatten() for each in divisors])
-            local = float((_gradient(model.module, data, mine) / divisor).square().sum()) if mine else 0.0
-            reduced = float((_gradient(model.module, data, used) / divisor).square().sum())
-            errors.append(
-                (sum(norms.local) / local - 1 if mine else sum(norms.local), sum(norms.reduced) / reduced - 1)
-            )
-        optimizer.step()
-        offer(session, SIZES[(plan.step + 1) % len(SIZES)], split="tracking" if plan.step % 3 else "fixed")
-        session.step()
-    session.close()
-    return errors
-
-
-def test_norms_in_adams_metric_equal_a_direct_computation() -> None:
-    for errors in run_ranks(_compare_divided, 4):
-        assert len(errors) >= 5
-        assert max(abs(error) for pair in errors for error in pair) < 1e-10
-
-
-def test_adams_metric_needs_adams_moments() -> None:
-    model = make_model()
-    with pytest.raises(ValueError, match="keep Adam's second moments on every rank, not SGD"):
-        SecondMoments([torch.optim.SGD(model.parameters(), lr=0.1)])
-    assert not SecondMoments([torch.optim.Adam(model.parameters())]).begin()

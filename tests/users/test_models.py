@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.loops import OPTIONS, SIZES, gathered, gradient_of, loss_of, relative_error, whole_gradient
+from tests.support.loops import (
+    OPTIONS,
+    SIZES,
+    gathered,
+    gradient_of,
+    loss_of,
+    relative_error,
+    train_compared,
+    whole_gradient,
+)
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, distribute, make_model, offer
 from torch import nn
@@ -107,17 +116,8 @@ def _compiled(_rank: int) -> float:
     model = torch.compile(DistributedDataParallel(make_model()), backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     session = dynamix.attach(model, optimizer, data, global_batch="adaptive", **OPTIONS)
-    errors = []
-    for batch in session.loader:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        used = gathered(batch[2][: session.num_samples].tolist())
-        errors.append(relative_error(gradient_of(model), whole_gradient(data, used)))
-        optimizer.step()
-        session.step(loss)
-    session.close()
-    return max(errors)
+    with session:
+        return max(train_compared(session, model, optimizer, data))
 
 
 def test_a_compiled_model_is_weighed() -> None:
@@ -181,31 +181,8 @@ def test_a_covered_model_can_be_copied_and_saved_whole() -> None:
     run_ranks(_copies, 2)
 
 
-def _train_after_close(_rank: int) -> float:
-    """The error of the gradient that a model has once its session is closed, against the plain average."""
-    data = Numbered(200)
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    session = dynamix.attach(model, optimizer, data, **OPTIONS)
-    for batch in session.loader:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        session.step()
-        break
-    session.close()
-    mine = list(range(10)) if torch.distributed.get_rank() == 0 else list(range(50, 60))
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(data.inputs[mine]), data.targets[mine]).backward()
-    return relative_error(gradient_of(model), whole_gradient(data, [*range(10), *range(50, 60)]))
-
-
-def test_after_the_session_a_model_trains_as_under_plain_ddp() -> None:
-    assert max(run_ranks(_train_after_close, 2)) < 1e-12
-
-
 def _own_batches(rank: int) -> list[float]:
-    """Errors of gradients on batches of the script's own, before the first step and between two; then of a step."""
+    """Errors of gradients on batches of the script's own, before, between and after the steps; and of the steps."""
     data = Numbered(200)
     model = distribute(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -227,9 +204,9 @@ def _own_batches(rank: int) -> list[float]:
         session.step()
         errors.append(error_of_own())
     session.close()
-    return errors
+    return [*errors, error_of_own()]
 
 
-def test_batches_of_the_scripts_own_are_averaged_as_under_plain_ddp() -> None:
+def test_batches_of_the_scripts_own_are_averaged_as_under_plain_ddp_also_after_the_session() -> None:
     for errors in run_ranks(_own_batches, 2):
         assert max(errors) < 1e-12

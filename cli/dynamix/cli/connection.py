@@ -1,14 +1,15 @@
 """How commands find the broker and connect to it: DYNAMIX_NATS_... if set, else `dynamix up`'s, else the default.
 
 `dynamix up` leaves a file with the broker's address and generated password, readable by its user only, in
-XDG_RUNTIME_DIR (or ~/.cache/dynamix), and removes it when it ends.
+XDG_RUNTIME_DIR (or ~/.cache/dynamix), and removes it when it ends. It holds a lock on the file: a file that nobody has
+locked is left over.
 """
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import stat
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
@@ -23,8 +24,6 @@ from .errors import MISUSED, CommandError, explained
 CONNECT_TIMEOUT_S = 10.0
 HOW_TO_START = "start one with `dynamix up`, or set DYNAMIX_NATS_URL"
 PREFIX = "DYNAMIX_NATS_"
-CLOCK_OFF_S = 2.0
-"""The clock may have been set since the boot, and files have coarser times."""
 _OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -39,7 +38,7 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True):
     user: str
     password: str
     pid: int
-    """The `dynamix up` that wrote it; without that process the file means nothing."""
+    """The `dynamix up` that wrote it."""
 
     @property
     def settings(self) -> BusSettings:
@@ -76,25 +75,16 @@ def running(environ: Mapping[str, str]) -> ConnectionFile | None:
             if status.st_uid != os.getuid() or status.st_mode & _OPEN_TO_OTHERS:
                 what = "holds a password and is open to other users: remove it, or set DYNAMIX_NATS_URL"
                 raise CommandError(f"{file} {what}")
-            found = msgspec.json.decode(opened.read(), type=ConnectionFile)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+            return msgspec.json.decode(opened.read(), type=ConnectionFile)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CommandError(f"{file} cannot be read ({error}): remove it") from error
     except PermissionError as error:
         raise CommandError(f"{file} may not be read by this user: set HOME to yours, or DYNAMIX_NATS_URL") from error
-    return found if _ran_at(found.pid, status.st_mtime) else None
-
-
-def _ran_at(pid: int, time_s: float) -> bool:
-    """Whether a process of ours runs that ran by then: one that has begun since only has the same number."""
-    try:
-        process = Path(f"/proc/{pid}").stat()
-        began = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19]
-        booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    except OSError:
-        return False
-    return process.st_uid == os.getuid() and booted_s + int(began) / os.sysconf("SC_CLK_TCK") <= time_s + CLOCK_OFF_S
 
 
 @contextlib.asynccontextmanager
@@ -135,12 +125,14 @@ def published(settings: BusSettings, environ: Mapping[str, str]) -> Iterator[Pat
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     content = ConnectionFile(url=settings.url, user=settings.user, password=settings.password, pid=os.getpid())
     output_files.write(file, msgspec.json.encode(content), mode=0o600)
-    try:
-        yield file
-    finally:
-        with contextlib.suppress(CommandError):
-            if (left := running(environ)) is not None and left.pid == os.getpid():
-                file.unlink(missing_ok=True)
+    with file.open("rb") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)
+        try:
+            yield file
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(ours.fileno()), file.stat()):  # not that of a later one
+                    file.unlink()
 
 
 def path(environ: Mapping[str, str]) -> Path:

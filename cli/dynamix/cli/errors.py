@@ -24,10 +24,16 @@ class MisuseError(CommandError):
         super().__init__(text, exit_code=MISUSED)
 
 
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first of the errors that ended a group of tasks: the others followed from it."""
-    error = group.exceptions[0]
-    return first_error(error) if isinstance(error, BaseExceptionGroup) else error
+@contextlib.contextmanager
+def first_of_group() -> Iterator[None]:
+    """Raise the first error of a group of tasks in place of the group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from group
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from typing import Literal
 
 from dynamix.recording.job_view import HISTORY_WINDOWS, JobView
 from dynamix.runtime.bus import Bus, BusMessage
@@ -13,9 +13,9 @@ from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Job, Live, Message, MetricWindow
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-from .heartbeats import Heartbeats
-from .jobs import is_called
-from .services import hear
+from .errors import first_of_group
+from .jobs import is_called, newest_job
+from .services import Heartbeats, hear
 
 PAST_MESSAGES = 16384
 """Messages of FEED, of all jobs, among which those of one job are read for its curves: a second at most."""
@@ -47,51 +47,16 @@ async def stored_job(bus: Bus, job: str) -> JobView:
         (FEED.name, of_feed, PAST_MESSAGES),
         (ACTIONS.name, [subjects.of("action", job)], HISTORY_WINDOWS * MOST_ASKED),
     ):
-        async with aclosing(_stored(bus, stream, wanted, length)) as batches:
-            async for batch in batches:
+        newest_of_each = [await bus.last(stream, subject) for subject in wanted]
+        end = max((message.sequence for message in newest_of_each if message is not None), default=0)
+        if end == 0:
+            continue
+        async with bus.consume(stream, wanted, start=max(1, end - length)) as consumer:
+            async for batch in consumer:
                 fold_all(view, batch)
+                if batch[-1].sequence >= end:
+                    break
     return view
-
-
-async def _stored(bus: Bus, stream: str, wanted: list[str], length: int) -> AsyncGenerator[list[BusMessage], None]:
-    """What a stream holds on some subjects now, from `length` messages of any subject before the newest on."""
-    newest = [await bus.last(stream, subject) for subject in wanted]
-    end = max((message.sequence for message in newest if message is not None), default=0)
-    if end == 0:
-        return
-    async with bus.consume(stream, wanted, start=max(1, end - length)) as consumer:
-        async for batch in consumer:
-            yield batch
-            if batch[-1].sequence >= end:
-                return
-
-
-async def silent_jobs(bus: Bus, jobs: dict[str, Job], now_ns: int) -> set[str]:
-    """The jobs that published no end and send nothing any more; `jobs` are by id, oldest first."""
-    running = [name for name, job in jobs.items() if job.phase == "running"]
-    silent = set(running[:-MOST_ASKED])
-    for name in running[-MOST_ASKED:]:
-        view = JobView(name)
-        newest = (
-            await bus.last(JOBS.name, subjects.of("job", name)),
-            await bus.last(FEED.name, subjects.of("window", name, subjects.ANY)),
-        )
-        fold_all(view, [message for message in newest if message is not None])
-        if view.phase(now_ns) == "silent":
-            silent.add(name)
-    return silent
-
-
-async def listen(bus: Bus, heartbeats: Heartbeats, timeout_s: float) -> None:
-    """Record heartbeats for so long: also once all services were heard, since training processes beat, too."""
-
-    def record(beat: Live) -> bool:
-        heartbeats.record(beat, time.monotonic())
-        return False
-
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await hear(bus, record)
 
 
 class Fleet:
@@ -106,6 +71,8 @@ class Fleet:
         """By job whose past is being read: what came since, with the time of each message."""
         self._forgotten: set[str] = set()
         self._jobs_known = asyncio.Event()
+        self.known = asyncio.Event()
+        """Set once all jobs are known, and the newest window of the running ones."""
         self.jobs: dict[str, JobView] = {}
         self.heartbeats = Heartbeats()
         self.news = asyncio.Event()
@@ -121,13 +88,33 @@ class Fleet:
         """Jobs on the broker that are not kept."""
         return len(self._forgotten)
 
-    async def follow(self) -> None:
-        """Keep everything up to date until cancelled. Raises BusError when the broker has no streams."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(hear(self._bus, self._record_beat))
-            group.create_task(self._follow_jobs())
-            group.create_task(self._follow_actions())
-            group.create_task(self._follow_feed())
+    @contextlib.asynccontextmanager
+    async def following(self) -> AsyncGenerator[None, None]:
+        """Keep everything up to date for as long as the context lasts.
+
+        Raises BusError, also in the midst of the context, when the streams cannot be read.
+        """
+        with first_of_group():
+            async with asyncio.TaskGroup() as group:
+                wanted = [subjects.of("action", subjects.ANY)]
+                following = (
+                    hear(self._bus, self._record_beat),
+                    self._follow_jobs(),
+                    self._consume(ACTIONS.name, wanted, "last_per_subject"),
+                    self._follow_feed(),
+                )
+                tasks = [group.create_task(work) for work in following]
+                try:
+                    yield
+                finally:
+                    for task in tasks:
+                        task.cancel()
+
+    def newest(self, now_ns: int) -> str | None:
+        """The job to show now: a job that died without a word gives way to another one that runs."""
+        jobs = {name: view.job for name, view in self.jobs.items() if view.job is not None}
+        silent = {name for name in jobs if self.jobs[name].phase(now_ns) == "silent"}
+        return newest_job(jobs, self._wanted, silent)
 
     async def open(self, name: str) -> JobView | None:
         """A job with what is stored of it; `None` when there is no such job. Its past is read once.
@@ -168,17 +155,7 @@ class Fleet:
         wanted = [subjects.of("job", subjects.ANY)]
         if await self._bus.last(JOBS.name, *wanted) is None:
             self._jobs_known.set()
-        async with self._bus.consume(JOBS.name, wanted, start="last_per_subject") as consumer:
-            async for batch in consumer:
-                self._fold(batch)
-                if batch[-1].num_pending == 0:
-                    self._jobs_known.set()
-
-    async def _follow_actions(self) -> None:
-        wanted = [subjects.of("action", subjects.ANY)]
-        async with self._bus.consume(ACTIONS.name, wanted, start="last_per_subject") as consumer:
-            async for batch in consumer:
-                self._fold(batch)
+        await self._consume(JOBS.name, wanted, "last_per_subject")
 
     async def _follow_feed(self) -> None:
         await self._jobs_known.wait()
@@ -186,11 +163,17 @@ class Fleet:
             if view.job is not None and view.job.phase == "running":
                 newest = await self._bus.last(FEED.name, subjects.of("window", view.name, subjects.ANY))
                 self._fold([] if newest is None else [newest])
+        self.known.set()
         end = (await self._bus.stream_state(FEED.name)).last_sequence
         wanted = [subjects.all_of(kind) for kind in FEED_KINDS]
-        async with self._bus.consume(FEED.name, wanted, start=max(1, end - RECENT_MESSAGES)) as consumer:
+        await self._consume(FEED.name, wanted, max(1, end - RECENT_MESSAGES))
+
+    async def _consume(self, stream: str, wanted: list[str], start: Literal["last_per_subject"] | int) -> None:
+        async with self._bus.consume(stream, wanted, start=start) as consumer:
             async for batch in consumer:
                 self._fold(batch)
+                if stream == JOBS.name and batch[-1].num_pending == 0:
+                    self._jobs_known.set()
 
     def _fold(self, batch: list[BusMessage]) -> None:
         for received in batch:
@@ -219,10 +202,9 @@ class Fleet:
             self._opened.pop(oldest, None)
             self._forgotten.add(oldest)
 
-    def _record_beat(self, beat: Live) -> bool:
+    def _record_beat(self, beat: Live) -> None:
         self.heartbeats.record(beat, time.monotonic())
         self._notify()
-        return False  # there is no last one
 
     def _notify(self) -> None:
         seen, self.news = self.news, asyncio.Event()

@@ -52,42 +52,39 @@ async def find_job(bus: Bus, wanted: str) -> Job:
 
 
 def chosen(jobs: Mapping[str, Job], wanted: str) -> Job:
-    """The job of that id; else the only one whose id begins so or has that run id, or the only one of those that runs.
+    """The only job that is meant, or of several the only one that runs.
 
     Raises CommandError when there is none, or there are several, with the ids that fit.
     """
-    if wanted in jobs:
-        return jobs[wanted]
-    fitting = [job for name, job in jobs.items() if name.startswith(wanted) or name.endswith(f"-{wanted}")]
-    running = [job for job in fitting if job.phase == "running"]
-    if len(only := running or fitting) == 1:
-        return only[0]
-    if only:
+    fitting = [job for name, job in jobs.items() if is_called(name, wanted)]
+    only = [jobs[wanted]] if wanted in jobs else [job for job in fitting if job.phase == "running"] or fitting
+    if not only:
+        raise CommandError(none_called(wanted, jobs))
+    if len(only) > 1:
         raise MisuseError(f"{wanted!r} may be any of {_listed([job.job for job in only])}: name one of them")
-    raise CommandError(none_called(wanted, jobs))
+    return only[0]
+
+
+def newest_job(jobs: dict[str, Job], wanted: str | None, silent: Container[str] = ()) -> str | None:
+    """The id to watch, of those that `wanted` means (`None`: all): the newest that runs, else the newest.
+
+    `jobs` are by id, oldest first. `silent` are those that published no end, and send nothing any more.
+    """
+    if wanted in jobs:
+        return wanted
+    fitting = [name for name in reversed(jobs) if wanted is None or is_called(name, wanted)]
+    running = (name for name in fitting if jobs[name].phase == "running" and name not in silent)
+    return next(running, fitting[0] if fitting else None)
+
+
+def is_called(name: str, wanted: str) -> bool:
+    """Whether a job is meant by its id, the beginning of it, or its run id."""
+    return name.startswith(wanted) or name.endswith(f"-{wanted}")
 
 
 def none_called(wanted: str, jobs: Mapping[str, Job]) -> str:
     """The sentence that there is no such job, and which ones there are."""
     return f"no job is called {wanted!r}; jobs on this broker: {_listed(list(jobs)) or 'none'}"
-
-
-def is_called(name: str, wanted: str) -> bool:
-    """Whether a job is meant by its id, its name or its run id."""
-    return wanted == name or wanted in name.rpartition("-")[::2]
-
-
-def newest_job(jobs: dict[str, Job], wanted: str | None, silent: Container[str] = ()) -> str | None:
-    """The id to watch: the wanted one; of several the one that runs, and of those the newest; `None` without any.
-
-    `jobs` are by id, oldest first; `wanted` is an id, a name or a run id, or `None` for any. `silent` are those that
-    published no end, and send nothing any more.
-    """
-    if wanted is not None and wanted in jobs:
-        return wanted
-    fitting = [name for name in reversed(jobs) if wanted is None or is_called(name, wanted)]
-    running = (name for name in fitting if jobs[name].phase == "running" and name not in silent)
-    return next(running, fitting[0] if fitting else None)
 
 
 def _listed(names: list[str]) -> str:

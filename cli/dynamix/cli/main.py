@@ -79,43 +79,22 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\nTry '{self.prog} --help'.\n")
 
 
-class LostOutputError(Exception):
-    """Standard output cannot be written; not an OSError, which commands take for an error of their own files."""
-
-
-class StandardOutput(io.FileIO):
-    """Standard output, whose errors differ from those of files."""
-
-    def write(self, data: Any) -> int:
-        """Write, as FileIO does. Raises LostOutputError, and BrokenPipeError where the reader has gone."""
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise LostOutputError(f"standard output cannot be written: {error.strerror}") from error
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed, as by `>&-`: the next file or socket would take its number
             setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))  # noqa: SIM115, PTH123
-    if (given := sys.stdout) is sys.__stdout__ and isinstance(given, io.TextIOWrapper):
-        raw = io.BufferedWriter(StandardOutput(given.fileno(), "w", closefd=False))
-        options: dict[str, Any] = {"line_buffering": given.line_buffering, "write_through": given.write_through}
-        sys.stdout = io.TextIOWrapper(raw, encoding=given.encoding, **options)
     for stream in (sys.stdout, sys.stderr):  # a locale that lacks a character shows `?` instead of ending us
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
         exit_code = dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()  # here, and not as the interpreter ends, which would show a traceback
-    except (BrokenPipeError, LostOutputError) as error:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
         if isinstance(error, BrokenPipeError):  # the reader of our output has gone, as in `dynamix doctor | head -1`
             return 128 + signal.SIGPIPE
-        print(f"dynamix: {error}", file=sys.stderr)
+        print(f"dynamix: standard output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return exit_code
 

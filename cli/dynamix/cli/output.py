@@ -11,6 +11,7 @@ import msgspec
 
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import FileKind, RefusedOutputError
+from dynamix.schemas.messages.allocation import Exchange
 
 from .arguments import STANDARD_OUTPUT
 from .errors import CommandError
@@ -66,8 +67,10 @@ def writing(path: object) -> Iterator[None]:
 def document_of(value: Any, leave_out: Container[str] = ()) -> Any:
     """A message by field name, which the wire leaves out; digests and packed numbers as hexadecimal text."""
     if isinstance(value, msgspec.Struct):
-        fields = msgspec.structs.asdict(value).items()
-        return {name: document_of(item) for name, item in fields if name not in leave_out}
+        fields = msgspec.structs.asdict(value)
+        if isinstance(value, Exchange):
+            fields["label"] = value.label
+        return {name: document_of(item) for name, item in fields.items() if name not in leave_out}
     if isinstance(value, bytes):
         return value.hex()
     return [document_of(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -1,12 +1,14 @@
-"""The services as child processes of a command: they get the broker's address, and end when the command ends."""
+"""The services: as child processes of a command, and by their heartbeats."""
 
 import asyncio
 import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping
-from typing import IO
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import IO, Any
+
+import msgspec
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.embedded import DIE_WITH_PARENT
@@ -19,6 +21,13 @@ SERVICES = ("collector", "reward", "arbitrator")
 """The services that steer a job: without a heartbeat of each, none is steered."""
 STOP_TIMEOUT_S = 10.0
 NATS_VARIABLES = "DYNAMIX_NATS_"
+LATE_AFTER_S = 3.0
+"""Three heartbeats missed."""
+KEPT_S = 60.0
+UNANSWERED = ("bus_unacknowledged", "bus_unanswered")
+"""Counters of a process whose broker does not store now."""
+NOT_STORED = (*UNANSWERED, "bus_failed_lately")
+"""And of one whose broker did not, within the last minute."""
 
 
 def bus_environment(settings: BusSettings) -> dict[str, str]:
@@ -97,12 +106,68 @@ async def wait_until_ready(bus: Bus, names: Collection[str], timeout_s: float = 
 
 
 async def hear(
-    bus: Bus, is_last: Callable[[Live], bool], service: str = subjects.ANY, instance: str = subjects.ANY
+    bus: Bus, is_last: Callable[[Live], object], service: str = subjects.ANY, instance: str = subjects.ANY
 ) -> bool:
-    """Hand every heartbeat to `is_last`, until that returns True; False when the bus was closed before."""
+    """Hand every heartbeat to `is_last`, until that returns something true; False when the bus was closed before."""
     async with bus.subscribe(subjects.of("live", service, instance)) as beats:
         async for message in beats:
             with contextlib.suppress(MalformedMessageError):  # any client may publish here
                 if is_last(decode(Live, message.subject, message.payload)):
                     return True
     return False
+
+
+# --- heartbeats
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest heartbeat of one process."""
+
+    live: Live
+    heard_s: float
+    """When it was received, on the caller's clock."""
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether the next heartbeat is overdue."""
+        return now_s - self.heard_s > LATE_AFTER_S
+
+
+class Heartbeats:
+    """The newest heartbeat of every process, by service and instance."""
+
+    def __init__(self) -> None:
+        self._beats: dict[tuple[str, str], Heartbeat] = {}
+
+    def record(self, live: Live, now_s: float) -> None:
+        """Store a heartbeat that was received at `now_s`."""
+        self._beats[live.service, live.instance] = Heartbeat(live=live, heard_s=now_s)
+
+    def recent(self, now_s: float) -> list[Heartbeat]:
+        """The heartbeats of the last minute, sorted; late ones only of the services in `SERVICES`."""
+        return [
+            beat
+            for (service, _), beat in sorted(self._beats.items())
+            if now_s - beat.heard_s <= KEPT_S and (service in SERVICES or not beat.is_late(now_s))
+        ]
+
+    def document(self, now_s: float) -> list[dict[str, Any]]:
+        """The recent heartbeats, for JSON."""
+        return [
+            {**msgspec.structs.asdict(beat.live), "heard_s_ago": now_s - beat.heard_s, "late": beat.is_late(now_s)}
+            for beat in self.recent(now_s)
+        ]
+
+    def missing(self, now_s: float) -> list[str]:
+        """Services in `SERVICES` without a heartbeat that is in time."""
+        heard = {beat.live.service for beat in self.recent(now_s) if not beat.is_late(now_s)}
+        return [service for service in SERVICES if service not in heard]
+
+    def nodes_without_collector(self, nodes: Iterable[str], now_s: float) -> list[str]:
+        """Those of `nodes` on which no collector is heard, while one is heard elsewhere."""
+        collectors = (beat.live for beat in self.recent(now_s) if beat.live.service == "collector")
+        heard = {live.node for live in collectors if live.node}
+        return [node for node in nodes if node not in heard] if heard else []
+
+    def count(self, *names: str, now_s: float) -> int:
+        """Sum of these counters over all processes."""
+        return sum(beat.live.counters.get(name, 0) for beat in self.recent(now_s) for name in names)

@@ -1,6 +1,6 @@
 """The messages of one job from all its streams, in one order, from the first stored one on.
 
-FEED drives: once its messages are known up to a time, JOBS and ACTIONS are read up to the same time - until one of
+FEED drives: once its messages are known up to a time, the other streams are read up to the same time - until one of
 their messages is later, or the broker says that there are no more - and then all of them are in order (see
 `dynamix.recording.capture.RecordMerge`). No timer takes part, so that a capture of the past and one made live agree.
 """
@@ -16,7 +16,7 @@ from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Job
-from dynamix.schemas.streams import ACTIONS, FEED, JOBS
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS, REPORTS
 
 QUIET_S = 2.0
 """After the end of a job its last windows are still on their way; this long after the last message they are not."""
@@ -80,11 +80,12 @@ class Source:
         The permissions of a watcher are enough.
         """
         self.reason: EndReason = "stored" if past else "ended"
-        per_node = [subjects.of(kind, job, subjects.ANY) for kind in ("report", "window", "state", "trace", "reward")]
+        per_node = [subjects.of(kind, job, subjects.ANY) for kind in ("window", "state", "trace", "reward")]
         self._jobs = Tail(bus, JOBS.name, [subjects.of("job", job)])
+        self._reports = Tail(bus, REPORTS.name, [subjects.of("report", job, subjects.ANY)])
         self._feed = Tail(bus, FEED.name, [*per_node, subjects.of("applied", job), subjects.of("event", job)])
         self._actions = Tail(bus, ACTIONS.name, [subjects.of("action", job)])
-        self._tails = (self._jobs, self._feed, self._actions)
+        self._tails = (self._jobs, self._reports, self._feed, self._actions)
         self._past = past
         self._stop = stop
         self._merge = RecordMerge()
@@ -132,8 +133,8 @@ class Source:
         return list(self._merge.pop_until())
 
     async def _read_up_to(self, time_ns: int | None) -> bool:
-        """Have JOBS and ACTIONS read up to a time, `None` for all there is; False when told to stop meanwhile."""
-        for tail in (self._jobs, self._actions):
+        """Have the other streams read up to a time, `None` for all there is; False when told to stop meanwhile."""
+        for tail in (self._jobs, self._reports, self._actions):
             if time_ns is not None and tail.newest_ns > time_ns:
                 continue
             end = self._ends[tail.stream] if self._ends else await tail.stored()
@@ -161,7 +162,9 @@ class Source:
         for record in tail.take_records():
             self._merge.add_record(record)
             if tail is self._jobs:
-                self._job_ended = _is_end(record)
+                self._job_ended = False
+                with contextlib.suppress(MalformedMessageError):
+                    self._job_ended = decode(Job, record.subject, record.payload).phase == "ended"
 
     async def _stored(self) -> dict[str, int]:
         return {tail.stream: await tail.stored() for tail in self._tails}
@@ -178,10 +181,3 @@ async def capture_stored(bus: Bus, job: str, path: Path) -> None:
                 for record in batch:
                     writer.write_record(record)
         writer.finish(source.reason)
-
-
-def _is_end(record: Record) -> bool:
-    try:
-        return decode(Job, record.subject, record.payload).phase == "ended"
-    except MalformedMessageError:
-        return False

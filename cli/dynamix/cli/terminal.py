@@ -1,7 +1,4 @@
-"""Text for people: numbers and sizes, tables, a line of progress on standard error, and the signals that end a command.
-
-rich is imported when the first table is printed, so that commands start fast and `--json` needs no rich.
-"""
+"""Text for people: numbers, tables, a line of progress on standard error; and the signals that end a command."""
 
 import asyncio
 import contextlib
@@ -13,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Self
+from typing import Any, Self
 
 LEVELS = "▁▂▃▄▅▆▇█"
 UNKNOWN = "-"
@@ -98,52 +95,37 @@ def curve(values: Sequence[float], width: int) -> str:
     low, high = ordered[cut], ordered[-1 - cut]
     if high == low:
         return LEVELS[len(LEVELS) // 2 - 1] * min(width, len(values))
-    shares = ((min(high, max(low, point)) - low) / (high - low) for point in _resampled(values, width))
+    if len(values) > width:
+        edges = [index * len(values) // width for index in range(width + 1)]
+        values = [statistics.fmean(values[first:end]) for first, end in itertools.pairwise(edges)]
+    shares = ((min(high, max(low, point)) - low) / (high - low) for point in values)
     return "".join(LEVELS[round(share * (len(LEVELS) - 1))] for share in shares)
 
 
-def _resampled(values: Sequence[float], width: int) -> list[float]:
-    if len(values) <= width:
-        return list(values)
-    edges = [index * len(values) // width for index in range(width + 1)]
-    return [statistics.fmean(values[low:high]) for low, high in itertools.pairwise(edges)]
-
-
-PLAIN_WIDTH = 240
-
-
-def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    """A plain table, one line per row."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def print_table(
+def in_columns(
     headings: Sequence[str],
     rows: Iterable[Sequence[str]],
     *,
     left: Container[str] = (),
-    title: str | None = None,
-    caption: str | None = None,
-    styles: Sequence[str] = (),
-    stderr: bool = False,
-) -> None:
-    """Print columns that are never folded, right-aligned but for those in `left`; `styles` are the rows' own.
+    title: str = "",
+    caption: str = "",
+) -> str:
+    """Columns under their headings, right-aligned but for those in `left`."""
+    cells = [tuple(headings), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        aligned = (
+            cell.ljust(width) if heading in left else cell.rjust(width)
+            for cell, width, heading in zip(row, widths, headings, strict=True)
+        )
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join([*([title] if title else []), *lines, *([caption] if caption else [])])
 
-    A file or a pipe has no width to respect.
-    """
-    from rich.box import SIMPLE  # noqa: PLC0415 - an extra
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
 
-    table = Table(title=title, title_justify="left", caption=caption, box=SIMPLE, padding=(0, 1, 0, 0))
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True, overflow="ellipsis")
-    for row, style in itertools.zip_longest(rows, styles, fillvalue=""):
-        table.add_row(*map(Text, row), style=style or None)
-    console = Console(stderr=stderr)
-    (console if console.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH)).print(table)
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, stderr: bool = False, **how: Any) -> None:
+    """Print a table between empty lines."""
+    print(f"\n{in_columns(headings, rows, **how)}\n", file=sys.stderr if stderr else sys.stdout)
 
 
 def print_lines(lines: Iterable[str], *, stderr: bool = False) -> None:

@@ -128,7 +128,7 @@ def table(found: Sequence[StoredFamily]) -> str:
     """One line per family."""
     if not found:
         return "no job families: a job has one with attach(..., family='auto'), and leaves what it learned at its end"
-    return in_columns([HEADINGS, *map(_row, found)])
+    return in_columns(HEADINGS, map(_row, found), left=HEADINGS)
 
 
 def document(one: StoredFamily) -> dict[str, Any]:

@@ -1,16 +1,86 @@
-"""Loggers into TensorBoard, Weights & Biases and MLflow; their packages are imported with the first window."""
+"""Loggers into files, TensorBoard, Weights & Biases and MLflow; packages are imported with the first window."""
 
+import csv
+import io
+import json
 import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dynamix.runtime import output_files
+from dynamix.runtime.output_files import FileKind
 from dynamix.trainer.loggers import Metrics
 
 JOB_TAG = "dynamix.job"
 PREFIX = "dynamix/"
 """In front of our metrics in W&B: the script may log a `loss` of its own in the same run."""
+
+
+class _FileLogger:
+    """Appends each window to a file, by default `<job>` with its ending in the working directory.
+
+    A restarted job goes on in the same file, which is complete after each window.
+    """
+
+    ending: str
+    kind: FileKind
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        """Raises ValueError when something else is at `path`."""
+        self._path = None if path is None else self._checked(path)
+
+    def _checked(self, path: str | Path) -> Path:
+        output_files.check(Path(path), self.kind, make_parents=True)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return Path(path)
+
+    def _path_of(self, metrics: Metrics) -> Path:
+        if self._path is None:
+            self._path = self._checked(f"{metrics['job']}{self.ending}")
+        return self._path
+
+    def close(self) -> None:
+        """Nothing is buffered."""
+
+
+class JsonlLogger(_FileLogger):
+    """Appends each window as a line of JSON."""
+
+    ending = ".jsonl"
+    kind = FileKind("a file of metrics as lines of JSON", lambda head: head.startswith(b'{"step": '))
+
+    def log(self, metrics: Metrics, *, step: int) -> None:
+        """Append a line."""
+        with self._path_of(metrics).open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+
+class CsvLogger(_FileLogger):
+    """Appends each window as a row; for a metric that was not known before the file is written again as a whole."""
+
+    ending = ".csv"
+    kind = FileKind("a CSV file of metrics", lambda head: head.startswith(b"step,"))
+    _columns: tuple[str, ...] = ()
+
+    def log(self, metrics: Metrics, *, step: int) -> None:
+        """Append a row."""
+        path, row = self._path_of(metrics), {"step": step, **metrics}
+        if not row.keys() <= set(self._columns):
+            rows: list[dict[str, str]] = []
+            if path.exists():
+                with path.open(newline="") as file:
+                    rows = list(reader := csv.DictReader(file))
+                    self._columns = tuple(reader.fieldnames or ())
+            self._columns = tuple(dict.fromkeys([*self._columns, *row]))
+            content = io.StringIO(newline="")
+            writer = csv.DictWriter(content, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+            output_files.write(path, content.getvalue().encode())
+        with path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
 
 
 def _require(package: str) -> None:

@@ -32,7 +32,7 @@ from dynamix.runtime.input_files import check_regular
 from dynamix.schemas import codec
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages.fields import Token
-from dynamix.schemas.streams import ACTIONS, FEED, JOBS
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS, REPORTS
 
 from .fingerprint import Fingerprint, fingerprint
 
@@ -50,7 +50,7 @@ RECORD_BYTES = 32
 """Size of the numbers and lengths of a record, about."""
 SEARCH_BYTES = 1 << 16
 
-STREAMS = (JOBS.name, FEED.name, ACTIONS.name)
+STREAMS = (JOBS.name, REPORTS.name, FEED.name, ACTIONS.name)
 """The streams of a job, in the order in which messages of the same nanosecond stand in a capture."""
 FOREVER_NS = 1 << 63
 
@@ -413,8 +413,8 @@ class RecordMerge:
     """Takes records stream by stream and returns them in one order.
 
     Within a stream the order is the broker's sequence; decisions depend on that of FEED. Between streams there is only
-    the broker's time: the earlier message comes first, and at the same nanosecond JOBS comes before FEED and FEED
-    before ACTIONS. Where the broker's clock was set back, a stream's later messages count as stored at the latest time
+    the broker's time: the earlier message comes first, and at the same nanosecond that of the first stream in
+    `STREAMS`. Where the broker's clock was set back, a stream's later messages count as stored at the latest time
     seen in that stream. The order depends only on what is stored, so that two captures of a job agree.
     """
 

@@ -7,7 +7,7 @@ broker's permissions against it.
 from typing import NamedTuple
 
 from . import messages
-from .streams import ACTIONS, DEAD, FEED, JOBS, POLICIES, PROFILES, Stream
+from .streams import ACTIONS, DEAD, FEED, JOBS, POLICIES, PROFILES, REPORTS, Stream
 
 SERVICES = ("trainer", "collector", "reward", "arbitrator", "learner")
 WATCHER = "watcher"
@@ -53,7 +53,7 @@ _WINDOW = ("generation", "window")
 KINDS = (
     Kind("job", 1, messages.Job, ("job",), ("generation", "phase"), JOBS,
          ("trainer",), ("arbitrator", "learner"), "specification, start, end of a job", "rank 0"),
-    Kind("report", 2, messages.Report, ("job", "node"), _WINDOW, FEED,
+    Kind("report", 2, messages.Report, ("job", "node"), _WINDOW, REPORTS,
          ("trainer",), ("collector",), "what the ranks measured", "local rank 0"),
     Kind("window", 3, messages.MetricWindow, ("job", "node"), _WINDOW, FEED,
          ("collector",), ("reward",), "the report plus what the kernel saw"),

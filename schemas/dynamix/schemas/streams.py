@@ -45,10 +45,13 @@ JOBS = Stream(
     hints=True,
 )
 """Rank 0 publishes its specification again when it is gone."""
+REPORTS = Stream(name="REPORTS", max_age_s=DAY_S, max_bytes=384 * MIB, max_messages_per_subject=4096)
+"""What trainers measured, for the collectors of their nodes. A stream of its own, so that a flood of reports does not
+delay what services send each other."""
 FEED = Stream(
     name="FEED",
     max_age_s=DAY_S,
-    max_bytes=1024 * MIB,
+    max_bytes=640 * MIB,
     max_messages_per_subject=4096,
     hints=True,
 )
@@ -77,4 +80,4 @@ PROFILES = Stream(
 POLICIES = Stream(name="POLICIES", max_age_s=0, max_bytes=256 * MIB, max_messages_per_subject=64, discard="new")
 """The newest versions of each learned policy; full, it takes no more names, so that one learner drops no other's."""
 
-STREAMS = (JOBS, FEED, ACTIONS, DEAD, PROFILES, POLICIES)
+STREAMS = (JOBS, REPORTS, FEED, ACTIONS, DEAD, PROFILES, POLICIES)

@@ -48,7 +48,18 @@ def run(arguments: argparse.Namespace) -> int:
     check_job(arguments.job)
     with writing(arguments.output):
         found = asyncio.run(_from_bus(arguments))
-    write_result(found, _sentence(found), arguments.json)
+    why = {
+        "ended": "the job has ended",
+        "stored": "as stored so far",
+        "windows": "as many windows as asked for",
+        "interrupted": "interrupted, all before is there",
+    }[found["end"].reason]
+    kinds = ", ".join(f"{number} {kind}" for kind, number in found["kinds"].items())
+    text = (
+        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}): {kinds}; "
+        f"{found['num_file_bytes'] / 1024:.0f} KiB for {found['num_payload_bytes'] / 1024:.0f}"
+    )
+    write_result(found, text, arguments.json)
     return 0
 
 
@@ -134,17 +145,3 @@ async def _flushing(source: Source, writer: CaptureWriter) -> AsyncGenerator[lis
     finally:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-
-
-def _sentence(found: Document) -> str:
-    why = {
-        "ended": "the job has ended",
-        "stored": "as stored so far",
-        "windows": "as many windows as asked for",
-        "interrupted": "interrupted, all before is there",
-    }[found["end"].reason]
-    kinds = ", ".join(f"{number} {kind}" for kind, number in found["kinds"].items())
-    return (
-        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}): {kinds}; "
-        f"{found['num_file_bytes'] / 1024:.0f} KiB for {found['num_payload_bytes'] / 1024:.0f}"
-    )

@@ -15,18 +15,15 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dynamix.cli.connection import connected, find
 from dynamix.cli.dashboard import DashboardSettings, token_of
+from dynamix.cli.documents import CapturedJob
 from dynamix.cli.errors import MISUSED, CommandError, MisuseError, explained, reading
 from dynamix.cli.terminal import stop_event
 from dynamix.recording.capture import CaptureError
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import SettingsError, read
-
-if TYPE_CHECKING:
-    from dynamix.cli.dashboard.documents import CapturedJob
 
 MOST_CAPTURES = 2
 
@@ -50,7 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     with explained(ValueError, exit_code=MISUSED), reading(settings.token_file):
         token = token_of(settings)
     configure_log("critical")  # the terminal belongs to the URL
-    captures = [_captured(Path(file)) for file in arguments.files]
+    captures = []
+    for file in arguments.files:
+        with explained(CaptureError), reading(file):
+            captures.append(CapturedJob(Path(file)))
     try:
         asyncio.run(_serve(settings, token, captures))
     except OSError as error:
@@ -59,14 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _captured(path: Path) -> "CapturedJob":
-    from dynamix.cli.dashboard.documents import CapturedJob
-
-    with explained(CaptureError), reading(path):
-        return CapturedJob(path)
-
-
-async def _serve(settings: DashboardSettings, token: str, captures: "list[CapturedJob]") -> None:
+async def _serve(settings: DashboardSettings, token: str, captures: list[CapturedJob]) -> None:
     from dynamix.cli.dashboard.server import DashboardServer, served
 
     async with contextlib.AsyncExitStack() as stack:
@@ -76,7 +69,7 @@ async def _serve(settings: DashboardSettings, token: str, captures: "list[Captur
             await stack.enter_async_context(server)
         else:
             bus = await stack.enter_async_context(connected(find(os.environ), "dashboard"))
-            server = await stack.enter_async_context(served(bus, settings, token, on_end=stop.set))
+            server = await stack.enter_async_context(served(bus, settings, token))
         _announce(server.url, settings, token)
         await stop.wait()
 

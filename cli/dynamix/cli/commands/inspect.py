@@ -1,23 +1,21 @@
 """Show the contents of a capture: windows, decisions, rewards, gaps, and whether it was made by this build.
 
   dynamix inspect FILE                   a line for each window
-  dynamix inspect FILE --window 12       one window with every rank
-  dynamix inspect FILE --png FILE        the job as a figure
+  dynamix inspect FILE --window 12       one window with every rank; 1:12 for that of generation 1
 
 Exit code 1 means a damaged or cut off file, undecodable messages, or a broken chain of actions.
 """
 
 import argparse
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_png_argument, count
-from dynamix.cli.errors import CommandError, MisuseError, explained, reading
+from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, window_key
+from dynamix.cli.documents import window_document
+from dynamix.cli.errors import MisuseError, explained, reading
 from dynamix.cli.output import Document, document_of, write_json
 from dynamix.cli.terminal import UNKNOWN, formatted, print_lines, print_table, ranges, sizes_text
 from dynamix.recording.capture import (
@@ -34,9 +32,6 @@ from dynamix.schemas.chain import BrokenChainError, ChainCheck
 from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Action, Event, Job, RankMetrics
 from dynamix.schemas.messages.allocation import EXACT
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 MOST_MISSING = 1000
 """At most so many absent windows in a row are listed, since a malformed message may name any number."""
@@ -76,18 +71,14 @@ DETAIL_COLUMNS: dict[str, Callable[[RankMetrics], str]] = {
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
-    parser.add_argument("--window", type=count(0), metavar="N", help="this window only, with every rank")
-    what = "of this restart of the job (default: the last)"
-    parser.add_argument("--generation", type=count(0), metavar="G", help=what)
+    what = "this window only, with every rank; of several restarts the last, unless GENERATION:N"
+    parser.add_argument("--window", type=window_key, metavar="N", help=what)
     parser.add_argument("--all", action="store_true", help="every window, also of a long job")
     add_json_argument(parser)
-    add_png_argument(parser, "draw sizes, step time, accuracy, rewards and decisions")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read and show; 1 when the file is cut off or damaged, or holds messages that cannot be used."""
-    if arguments.generation is not None and arguments.window is None:
-        raise MisuseError("--generation selects the restart of --window N: add --window")
     with explained(CaptureError), reading(arguments.file):
         keep_ranks = arguments.window is not None or arguments.json is not None
         inspection = inspect(Path(arguments.file), keep_ranks=keep_ranks)
@@ -99,25 +90,17 @@ def run(arguments: argparse.Namespace) -> int:
         events = (f"{one.signature} at window {one.window}: {one.explanation}" for one in inspection.events)
         print_lines(events, stderr=stderr)
     else:
-        windows = [_chosen(windows, arguments.window, arguments.generation)]
+        generation, number = arguments.window
+        found = [one for one in windows if one.window == number and generation in (None, one.generation)]
+        if not found:
+            held = f"{windows[0].window} to {windows[-1].window}" if windows else "none"
+            raise MisuseError(f"the capture has no such window; it has {held}")
+        windows = found[-1:]
         _print_ranks(windows[0], stderr=stderr)
         print_lines(window_lines(inspection.view, windows[0]), stderr=stderr)
-    if arguments.png:
-        if not inspection.view.history:
-            raise CommandError("the capture has no window to draw")
-        _draw(inspection.view, arguments.png)
     if arguments.json is not None:
         write_json(document(inspection, here, windows), arguments.json)
     return 0 if inspection.is_sound else 1
-
-
-def _chosen(windows: Sequence[Window], window: int, generation: int | None) -> Window:
-    """The window that was asked for; of several generations that have it, the last."""
-    found = [known for known in windows if known.window == window and generation in (None, known.generation)]
-    if not found:
-        held = f"{windows[0].window} to {windows[-1].window}" if windows else "none"
-        raise MisuseError(f"the capture has no such window; it has {held}")
-    return found[-1]
 
 
 class Inspection(msgspec.Struct):
@@ -204,6 +187,30 @@ def inspect(path: Path, *, keep_ranks: bool = False) -> Inspection:
     return inspection
 
 
+def document(inspection: Inspection, here: Fingerprint, windows: Sequence[Window]) -> Document:
+    """The capture and some of its windows as JSON, with the units in the names."""
+    return {
+        "capture": msgspec.to_builtins(inspection.header),
+        "end": msgspec.to_builtins(inspection.end),
+        "faults": inspection.faults,
+        "fingerprint_differences": differences(inspection.header.fingerprint, here),
+        "num_records": inspection.num_records,
+        "num_payload_bytes": inspection.num_payload_bytes,
+        "first_ns": inspection.first_ns or None,
+        "last_ns": inspection.last_ns or None,
+        "kinds": dict(sorted(inspection.kinds.items())),
+        "malformed": [{"subject": subject, "reason": reason} for subject, reason in inspection.malformed],
+        "chain_fault": inspection.chain_fault or None,
+        "jobs": document_of(inspection.jobs),
+        "events": document_of(inspection.events),
+        "gaps": [
+            {"generation": window.generation, "window": window.window, "missing": missing}
+            for window, missing in inspection.gaps()
+        ],
+        "windows": [window_document(window) for window in windows],
+    }
+
+
 # --- as text
 
 
@@ -218,7 +225,18 @@ def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
     yield from (f"damaged: {fault}" for fault in inspection.faults)
     if end and end.num_records > inspection.num_records:
         yield f"lost: {end.num_records - inspection.num_records} messages of damaged blocks"
-    yield from (_job(job, inspection.view.history) for job in inspection.jobs)
+    for job in inspection.jobs:
+        windows = inspection.view.history
+        steps = {one.num_steps for one in windows if one.generation == job.generation and one.num_steps}
+        # windows of short steps grow longer
+        counts = f"{min(steps)} to {max(steps)}" if len(steps) > 1 else next(iter(steps), job.window_steps)
+        ended = f", {job.end_reason or 'no reason given'}" if job.phase == "ended" else ""
+        nodes = "1 node" if len(job.nodes) == 1 else f"{len(job.nodes)} nodes"
+        yield (
+            f"job {job.phase}{ended}: generation {job.generation}, {job.world_size} ranks on {nodes}, "
+            f"{counts} steps a window, {job.optimizer_family}, policy {job.policy}, "
+            f"global batch {job.global_batch}, sizes {sizes_text(job.initial_local_batch_sizes)} at first"
+        )
     yield "messages: " + ", ".join(f"{kind} {number}" for kind, number in sorted(inspection.kinds.items()))
     if others := differences(header.fingerprint, here):
         yield "build or processor: another than here, a replay may differ in its last digits"
@@ -233,26 +251,13 @@ def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
         yield f"repeated: {num_doubles} messages"
 
 
-def _job(job: Job, windows: Sequence[Window]) -> str:
-    """A specification in a sentence; windows of short steps grow longer."""
-    steps = {one.num_steps for one in windows if one.generation == job.generation and one.num_steps}
-    counts = f"{min(steps)} to {max(steps)}" if len(steps) > 1 else next(iter(steps), job.window_steps)
-    ended = f", {job.end_reason or 'no reason given'}" if job.phase == "ended" else ""
-    nodes = "1 node" if len(job.nodes) == 1 else f"{len(job.nodes)} nodes"
-    return (
-        f"job {job.phase}{ended}: generation {job.generation}, {job.world_size} ranks on {nodes}, "
-        f"{counts} steps a window, {job.optimizer_family}, policy {job.policy}, "
-        f"global batch {job.global_batch}, sizes {sizes_text(job.initial_local_batch_sizes)} at first"
-    )
-
-
 def _gaps(inspection: Inspection) -> Iterator[str]:
     lacking: dict[tuple[int, str], list[int]] = {}
     for window, missing in inspection.gaps():
         for what in missing:
             lacking.setdefault((window.generation, what), []).append(window.window)
-    for (generation, what), windows in lacking.items():
-        yield f"missing in generation {generation}: {what} of windows {ranges(windows)}"
+    for (generation, what), indices in lacking.items():
+        yield f"missing in generation {generation}: {what} of windows {ranges(indices)}"
     if not inspection.view.windows:
         yield "gaps: unknown, there is no window"
     elif not lacking:
@@ -350,132 +355,3 @@ def _print_ranks(window: Window, *, stderr: bool) -> None:
         for rank in sorted(metrics | rewards)
     ]
     print_table(("rank", *DETAIL_COLUMNS, "reward", *terms), rows, stderr=stderr)
-
-
-# --- as JSON
-
-
-def document(inspection: Inspection, here: Fingerprint, windows: Sequence[Window]) -> Document:
-    """The capture and some of its windows, with the units in the names."""
-    return {
-        "capture": msgspec.to_builtins(inspection.header),
-        "end": msgspec.to_builtins(inspection.end),
-        "faults": inspection.faults,
-        "fingerprint_differences": differences(inspection.header.fingerprint, here),
-        "num_records": inspection.num_records,
-        "num_payload_bytes": inspection.num_payload_bytes,
-        "first_ns": inspection.first_ns or None,
-        "last_ns": inspection.last_ns or None,
-        "kinds": dict(sorted(inspection.kinds.items())),
-        "malformed": [{"subject": subject, "reason": reason} for subject, reason in inspection.malformed],
-        "chain_fault": inspection.chain_fault or None,
-        "jobs": document_of(inspection.jobs),
-        "events": document_of(inspection.events),
-        "gaps": [
-            {"generation": window.generation, "window": window.window, "missing": missing}
-            for window, missing in inspection.gaps()
-        ],
-        "windows": [_window(inspection.view, window) for window in windows],
-    }
-
-
-def _window(view: JobView, window: Window) -> Document:
-    metrics = {rank.rank: rank for node in window.nodes.values() for rank in node.ranks}
-    rewards = {rank.rank: rank for node in window.nodes.values() for rank in node.rewards}
-    return {
-        "generation": window.generation,
-        "window": window.window,
-        "started_ns": window.started_ns or None,
-        "metrics": document_of(window.metrics),
-        "energy_j": window.energy_j,
-        "local_batch_sizes": list(window.sizes),
-        "probes": window.probes,
-        "mean_reward": window.mean_reward(),
-        "action": document_of(window.action, leave_out=("carry",)),  # opaque: the policy's own memory
-        "decided_ns": window.decided_ns or None,
-        "decision_s": window.decision_s,
-        "applied": [document_of(adopted.applied) for adopted in view.adopted(window)],
-        "num_doubles": window.num_doubles,
-        "ranks": [
-            {"rank": rank, "metrics": document_of(metrics.get(rank)), "reward": document_of(rewards.get(rank))}
-            for rank in sorted(metrics | rewards)
-        ],
-    }
-
-
-# --- as a figure
-
-
-def _draw(view: JobView, path: str) -> None:
-    """Write a PNG; the generations of a job stand one after the other."""
-    from matplotlib.figure import Figure
-
-    from dynamix.cli.figures import COLOURS, finish, save
-
-    windows = view.history
-    places = _places(windows)
-    figure = Figure(figsize=(12, 10), layout="constrained")
-    all_axes = figure.subplots(4, 1, sharex=True, height_ratios=(2, 1, 1.2, 1))
-    sizes, times, accuracy, reward = all_axes
-    _draw_sizes(sizes, view, places)
-    times.plot(places, _of_job(windows, "step_time_s", 1000.0), color=COLOURS[0])
-    finish(times, ylabel="step time, ms")
-    accuracy.plot(places, _of_job(windows, "accuracy"), color=COLOURS[0], label="training")
-    accuracy.plot(places, _of_job(windows, "held_out_accuracy"), color=COLOURS[3], label="held out", marker=".")
-    loss = accuracy.twinx()
-    dashed: dict[str, Any] = {"color": "#999999", "linewidth": 1, "linestyle": "--"}
-    loss.plot(places, _of_job(windows, "loss"), **dashed)
-    loss.set_ylabel("loss")
-    accuracy.plot([], [], label="loss, right", **dashed)
-    finish(accuracy, from_zero=False, beside=1.05, ylabel="accuracy")
-    reward.plot(places, _known([window.mean_reward() for window in windows]), color="#0b6e4f")
-    finish(reward, from_zero=False, ylabel="mean reward")
-    for place, window, before in zip(places[1:], windows[1:], windows, strict=False):
-        if window.generation != before.generation:  # a restart
-            for axes in all_axes:
-                axes.axvline(place - 0.5, color="black", linewidth=0.8, linestyle=":")
-    reward.set_xlabel("window" if windows[-1].generation == windows[0].generation else "window, over all generations")
-    policies = sorted({window.action.policy for window in windows if window.action})
-    figure.suptitle(f"{view.name}, {len(windows)} windows under {', '.join(policies) or 'no policy'}")
-    save(figure, path)
-
-
-def _draw_sizes(axes: "Axes", view: JobView, places: Sequence[int]) -> None:
-    """The sizes; below them, windows whose action changed the sizes, and windows in which a decision was adopted."""
-    from dynamix.cli.figures import draw_sizes, finish
-
-    windows = view.history
-    ranks = sorted({rank for window in windows for rank in window.local_batch_sizes})
-    by_rank = [_known([window.local_batch_sizes.get(rank) for window in windows]) for rank in ranks]
-    draw_sizes(axes, places, by_rank, "mid")
-    actions = [(place, window.action) for place, window in zip(places, windows, strict=True) if window.action]
-    changed = [place for place, action in actions if action.split == "tracking" or any(action.deltas)]
-    began = [place for place, window in zip(places, windows, strict=True) if view.adopted(window)]
-    bottom = axes.get_xaxis_transform()
-    for marked, height, marker, colour, label in (
-        (changed, 0.07, "^", "#dd8452", "decided a change"),
-        (began, 0.02, "|", "#0b6e4f", "adopted"),
-    ):
-        heights = [height] * len(marked)
-        axes.plot(marked, heights, marker, color=colour, markersize=6, transform=bottom, label=label)
-    finish(axes, beside=1.0, ylabel="local batch size", title="Sizes in use")
-
-
-def _of_job(windows: Sequence[Window], field: str, factor: float = 1.0) -> list[float]:
-    return [value * factor for value in _known([getattr(window.metrics, field, None) for window in windows])]
-
-
-def _known(values: Sequence[float | None]) -> list[float]:
-    """Numbers to draw: NaN, which is not drawn, for unknown ones."""
-    return [math.nan if value is None else float(value) for value in values]
-
-
-def _places(windows: Sequence[Window]) -> list[int]:
-    """The place of each window: its index, after the last window of the generation before it."""
-    places: list[int] = []
-    start = 0
-    for window, before in zip(windows, (None, *windows), strict=False):
-        if before is not None and window.generation != before.generation:
-            start = places[-1] + 1
-        places.append(start + window.window)
-    return places

@@ -146,11 +146,11 @@ def _refresh(arguments: argparse.Namespace) -> None:
 def _list(arguments: argparse.Namespace) -> None:
     with reading(arguments.authority):
         keys = Authority.read(arguments.authority).keys
-    rows = [("name", "role", "for", "works until", "public key")]
+    headings, rows = ("name", "role", "for", "works until", "public key"), []
     for key in keys:
         until = "revoked" if key.revoked else f"{dt.datetime.fromtimestamp(key.expires, dt.UTC):%Y-%m-%d}"
         rows.append((key.name, key.role, ", ".join(key.tags) or "all", until, key.public))
-    write_result({"keys": keys}, in_columns(rows), arguments.json)
+    write_result({"keys": keys}, in_columns(headings, rows, left=headings), arguments.json)
 
 
 @contextlib.contextmanager
@@ -186,8 +186,8 @@ async def _tell(
     made, removed = ([key.durable for key in keys if key.durable] for keys in (make, remove))
     if made or removed:
         async with _as(authority.temporary(PROVISION)) as bus:
-            for name, _ in removed:
-                await remove_durable(bus.requests, name)
+            for stream, name, _ in removed:
+                await remove_durable(bus.requests, stream, name)
             for durable in made:
                 await make_durable(bus.requests, *durable)
 

@@ -227,7 +227,7 @@ def table(entries: Sequence[AvailablePolicy]) -> str:
         )
         for entry in entries
     ]
-    return in_columns([HEADINGS, *rows])
+    return in_columns(HEADINGS, rows, left=HEADINGS)
 
 
 def details(entry: AvailablePolicy, metadata: PolicyMetadata | None, fault: str) -> str:

@@ -13,10 +13,9 @@ import os
 from dynamix.cli.arguments import add_json_argument, number
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import MisuseError
-from dynamix.cli.output import write_result
+from dynamix.cli.output import Document, write_result
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.log import configure as configure_log
-from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.kinds import BY_NAME
 from dynamix.schemas.subjects import ROOT
 
@@ -36,31 +35,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Provision; one line per stream."""
+    """Provision, a line per stream; or purge."""
     configure_log("warning")
+    kind = None
     if arguments.purge is not None:
-        return _purge(arguments)
-    lines = asyncio.run(_provision(find(os.environ), arguments.replicas, arguments.wait))
-    streams = [dict(zip(("stream", "result"), line.split(": ", 1), strict=True)) for line in lines]
-    write_result({"streams": streams}, "\n".join(lines), arguments.json)
-    return 0
+        kind = BY_NAME.get(arguments.purge.removeprefix(f"{ROOT}.").partition(".")[0])
+        if not arguments.purge.startswith(f"{ROOT}.") or kind is None or kind.stream is None:
+            raise MisuseError(f"no stream keeps {arguments.purge!r}: docs/subjects.md has all subjects")
 
-
-def _purge(arguments: argparse.Namespace) -> int:
-    kind = BY_NAME.get(arguments.purge.removeprefix(f"{ROOT}.").partition(".")[0])
-    if not arguments.purge.startswith(f"{ROOT}.") or kind is None or kind.stream is None:
-        raise MisuseError(f"no stream keeps {arguments.purge!r}: docs/subjects.md has all subjects")
-
-    async def purge(stream: str) -> int:
+    async def act() -> tuple[Document, str]:
         async with connected(find(os.environ), "provision", timeout_s=arguments.wait) as bus:
-            return await bus.purge(stream, arguments.purge)
+            if kind is not None and kind.stream is not None:
+                removed = await bus.purge(kind.stream.name, arguments.purge)
+                result: Document = {"stream": kind.stream.name, "messages_removed": removed}
+                return result, f"{kind.stream.name}: {removed} messages removed"
+            lines = await provision(bus, num_replicas=arguments.replicas)
+            streams = [dict(zip(("stream", "result"), line.split(": ", 1), strict=True)) for line in lines]
+            return {"streams": streams}, "\n".join(lines)
 
-    num_purged = asyncio.run(purge(kind.stream.name))
-    result = {"stream": kind.stream.name, "messages_removed": num_purged}
-    write_result(result, f"{kind.stream.name}: {num_purged} messages removed", arguments.json)
+    write_result(*asyncio.run(act()), arguments.json)
     return 0
-
-
-async def _provision(settings: BusSettings, num_replicas: int | None, timeout_s: float) -> list[str]:
-    async with connected(settings, "provision", timeout_s=timeout_s) as bus:
-        return await provision(bus, num_replicas=num_replicas)

@@ -91,7 +91,9 @@ def identity(arguments: Sequence[str], *, name: str | None, given: str) -> dict[
     try:
         if given:
             return {JOB: check_token(given)}
-        chosen = check_token(name or _script_name(arguments))
+        script = next((argument for argument in arguments if argument.endswith(".py")), "job")
+        of_script = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")[:MAX_NAME]
+        chosen = check_token(name or of_script or "job")
     except ValueError as error:
         raise MisuseError(str(error)) from error
     if len(chosen) > MAX_NAME:
@@ -118,8 +120,3 @@ def spans_nodes(arguments: Sequence[str]) -> bool:
     own = itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments)
     found = re.search(r"(?:^|\s)--nnodes[=\s](\S+)", " ".join(own))
     return found is not None and found[1] not in ("1", "1:1")
-
-
-def _script_name(arguments: Sequence[str]) -> str:
-    script = next((argument for argument in arguments if argument.endswith(".py")), "job")
-    return re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")[:MAX_NAME] or "job"

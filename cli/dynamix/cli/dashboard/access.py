@@ -34,6 +34,7 @@ HEADERS = {
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
 }
 """Headers of every answer: nothing is fetched from elsewhere, no other site shows or reads the page."""
 NO_TOKEN = "401: a token is needed: open the URL that `dynamix dashboard` printed\n"  # noqa: S105 - a message

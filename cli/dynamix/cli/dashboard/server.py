@@ -3,8 +3,8 @@
 /                              the page
 /api/source                    what it shows: a bus, or captures with their durations
 /api/events?job=JOB            events `overview` (all jobs, services, alarms) and `job` (one job)
-/api/jobs/JOB                  one job, with its curves and decisions
-/api/captures/N?elapsed_s=S    a capture as it was S seconds after its first message; &curves=1 adds its curves
+/api/jobs/JOB                  one job with its windows
+/api/captures/N?elapsed_s=S    a capture as it was S seconds after its first message; &windows=1 adds all its windows
 """
 
 import asyncio
@@ -13,17 +13,25 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from dynamix.cli.errors import first_error
+from dynamix.cli.documents import (
+    MOST_RANKS,
+    CapturedJob,
+    alarms_of_job,
+    job_document,
+    overview,
+    window_document,
+)
 from dynamix.cli.fleet import Fleet
 from dynamix.cli.output import Document
 from dynamix.recording.job_view import JobView
@@ -31,15 +39,8 @@ from dynamix.runtime.bus import Bus
 
 from . import DashboardSettings
 from .access import Gate
-from .documents import CapturedJob, alarms_of, alarms_of_job, curves, decisions, job_now, overview
 
 PAGE = Path(__file__).parent / "page"
-TYPES = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    "": "text/plain",
-}
 MIN_INTERVAL_S = 0.25
 """Events are no closer than this, however fast windows come."""
 OVERVIEW_EVERY_S = 1.0
@@ -108,11 +109,10 @@ class DashboardServer:
         self._socket.close()
 
     def _routes(self) -> Starlette:
-        files = [path for path in PAGE.rglob("*") if path.is_file()]
         return Starlette(
             routes=[
-                Route("/", _file(PAGE / "index.html")),
-                *(Route(f"/page/{path.relative_to(PAGE).as_posix()}", _file(path)) for path in files),
+                Route("/", lambda _: FileResponse(PAGE / "index.html")),
+                Mount("/page", StaticFiles(directory=PAGE)),
                 Route("/api/source", self._source),
                 Route("/api/events", self._events),
                 Route("/api/jobs/{name}", self._job),
@@ -141,8 +141,8 @@ class DashboardServer:
         except ValueError:
             return PlainTextResponse("400: elapsed_s is not a number\n", 400)
         elapsed_s = min(max(0.0, elapsed_s), captured.duration_s)
-        with_curves = request.query_params.get("curves") == "1"
-        return _json(await asyncio.to_thread(captured.document, elapsed_s, with_curves=with_curves))
+        with_windows = request.query_params.get("windows") == "1"
+        return _json(await asyncio.to_thread(captured.document, elapsed_s, with_windows=with_windows))
 
     async def _events(self, request: Request) -> Response:
         if self._fleet is None:
@@ -175,8 +175,10 @@ class DashboardServer:
         overview, since = b"", 0
         while not self._stopping.is_set():
             begun = self._round
-            if overview is not (newest := self._overview_event(fleet)):
-                overview = newest
+            if (now_s := time.monotonic()) >= self._overview_due_s:
+                self._overview, self._overview_due_s = _overview(fleet), now_s + OVERVIEW_EVERY_S
+            if overview is not self._overview:
+                overview = self._overview
                 yield overview
             view = fleet.opened(name)  # without waiting: a broker that is away is to be said
             if view is not None:
@@ -189,41 +191,26 @@ class DashboardServer:
                     yield change
             await begun.wait()
 
-    def _overview_event(self, fleet: Fleet) -> bytes:
-        if (now_s := time.monotonic()) >= self._overview_due_s:
-            self._overview, self._overview_due_s = _event("overview", _overview(fleet)), now_s + OVERVIEW_EVERY_S
-        return self._overview
-
 
 @contextlib.asynccontextmanager
-async def served(
-    bus: Bus, settings: DashboardSettings, token: str, *, on_end: Callable[[], None] = lambda: None
-) -> AsyncIterator[DashboardServer]:
-    """Serve a bus for as long as the context lasts. `on_end` is called when the bus cannot be followed any more.
+async def served(bus: Bus, settings: DashboardSettings, token: str) -> AsyncIterator[DashboardServer]:
+    """Serve a bus for as long as the context lasts.
 
-    Raises BusError then, at the end of the context, and OSError when it cannot listen.
+    Raises OSError when it cannot listen, and BusError, also in the midst, when the bus cannot be followed any more.
     """
     fleet = Fleet(bus)
-    async with DashboardServer(host=settings.host, port=settings.port, token=token, fleet=fleet) as server:
-        following = asyncio.create_task(fleet.follow(), name="fleet")
-        following.add_done_callback(lambda _: on_end())
-        try:
-            yield server
-        finally:
-            following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                try:
-                    await following
-                except BaseExceptionGroup as group:
-                    raise first_error(group) from group
+    async with (
+        fleet.following(),
+        DashboardServer(host=settings.host, port=settings.port, token=token, fleet=fleet) as server,
+    ):
+        yield server
 
 
 class _Events(StreamingResponse):
     """Server-sent events; `left` is called once the reader has gone."""
 
     def __init__(self, events: AsyncIterator[bytes], left: Callable[[], None]) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
         self._left = left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -233,22 +220,20 @@ class _Events(StreamingResponse):
             self._left()
 
 
-def _overview(fleet: Fleet) -> Document:
-    now_ns, now_s = time.time_ns(), time.monotonic()
-    views = list(fleet.jobs.values())
-    alarms = alarms_of(views, fleet.heartbeats, now_ns=now_ns, now_s=now_s)
-    document = overview(views, fleet.heartbeats, alarms, num_older=fleet.num_older, now_ns=now_ns, now_s=now_s)
-    return {"broker_connected": fleet.is_connected, "now_unix_s": now_ns / 1e9, **document}
+def _overview(fleet: Fleet) -> bytes:
+    now_ns = time.time_ns()
+    document = overview(fleet.jobs.values(), fleet.heartbeats, now_ns=now_ns, now_s=time.monotonic())
+    about = {"broker_connected": fleet.is_connected, "now_unix_s": now_ns / 1e9, "num_older_jobs": fleet.num_older}
+    return _event("overview", {**about, **document})
 
 
 def _job_event(view: JobView, since: int) -> Document:
     now_ns = time.time_ns()
     return {
         "is_whole": since == 0,
-        "job": job_now(view, now_ns),
-        "curves": curves(view, since),
-        "decisions": decisions(view, since),
-        "alarms": [msgspec.structs.asdict(alarm) for alarm in alarms_of_job(view, now_ns)],
+        "job": job_document(view, now_ns, most_ranks=MOST_RANKS),
+        "windows": [window_document(one, most_ranks=MOST_RANKS) for one in view.history if one.revision > since],
+        "alarms": list(alarms_of_job(view, now_ns)),
     }
 
 
@@ -257,17 +242,7 @@ def _event(kind: str, document: Document) -> bytes:
 
 
 def _json(document: Document) -> Response:
-    return Response(msgspec.json.encode(document), headers={"Cache-Control": "no-store"}, media_type="application/json")
-
-
-def _file(path: Path) -> Any:
-    """An endpoint that answers with a file of the page, which a browser asks for again each time."""
-
-    async def answer(_: Request) -> Response:
-        media_type = TYPES.get(path.suffix, "application/octet-stream")
-        return FileResponse(path, media_type=media_type, headers={"Cache-Control": "no-cache"})
-
-    return answer
+    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 class _QuietServer(uvicorn.Server):

@@ -38,7 +38,7 @@ class WorkerNorms(NamedTuple):
 
 
 class WorkerDrift(NamedTuple):
-    """How far the workers came in a round of local steps (`dynamix.trainer.local_steps.rounds.RoundDrift`)."""
+    """How far the workers came in a round of local steps (`dynamix.trainer.local_steps.RoundDrift`)."""
 
     own: Array64
     """w_i |d_i|^2 of each worker."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
-from dynamix.trainer.local_steps.rounds import mean_counts, outer_step
+from dynamix.trainer.local_steps import mean_counts, outer_step
 
 from .exchange import ActiveExchange, StepTraffic, VirtualExchange, all_reduced
 from .gradients import Gradients, StepSums, WorkerDrift, WorkerNorms

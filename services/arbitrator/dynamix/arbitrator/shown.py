@@ -19,7 +19,7 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
 from dynamix.schemas.messages import Applied, Job, State
 from dynamix.schemas.messages.decisions import REFUSAL_REASONS
-from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES
+from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES, REPORTS
 
 from .deciding.job_log import JobLog
 from .deciding.run_times import RunTimes
@@ -165,7 +165,7 @@ class ShownDecisions:
 
     async def follow_streams(self, state_of: Callable[[str], Awaitable[StreamState]]) -> None:
         """Note what the streams of messages hold, now and every `STREAMS_EVERY_S`, until cancelled."""
-        names = [stream.name for stream in (FEED, JOBS, ACTIONS, DEAD, PROFILES)]
+        names = [stream.name for stream in (REPORTS, FEED, JOBS, ACTIONS, DEAD, PROFILES)]
         while True:
             for name in tuple(names):
                 try:
@@ -256,10 +256,11 @@ def _by_known_reason(num_refused: Mapping[str, int]) -> dict[str, int]:
 
 
 def _show_stream(scrape: Scrape, name: str, state: StreamState) -> None:
-    if name == FEED.name:
-        taken = state.num_bytes / FEED.max_bytes
-        scrape.gauge("feed_full_ratio", "share of FEED's room that is taken", taken)
-        scrape.gauge("feed_span_seconds", "from FEED's oldest to its newest message", state.span_s)
+    for stream in (REPORTS, FEED):
+        if name == stream.name:
+            taken = state.num_bytes / stream.max_bytes
+            scrape.gauge("stream_full_ratio", "share of a stream's room that is taken", taken, stream=name)
+            scrape.gauge("stream_span_seconds", "from oldest to newest message of a stream", state.span_s, stream=name)
     stored = "messages that a stream has taken since it was made, of all senders"
     scrape.counter("stream_stored", stored, state.last_sequence, stream=name)
     scrape.gauge("stream_consumers", "what the broker keeps for readers of a stream", state.num_consumers, stream=name)

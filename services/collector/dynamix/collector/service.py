@@ -1,24 +1,22 @@
 """The shell of the collector: consume this node's reports, publish metric windows, states, and its agent's traces.
 
-One task reads reports, which wait for the turns of their jobs; another one looks up those of jobs that train here where
-a flood of others lies before them in the broker. They are handled one by one; for each a task waits until its outputs
-are stored.
+One task reads reports, which wait for the turns of their jobs. While a flood of others lies before them in the broker,
+another task asks for the newest reports of the jobs that train here. Reports are handled one by one; for each a task
+waits until its outputs are stored.
 """
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dynamix.runtime.bus import BusError, BusMessage, Reader, StreamFullError
-from dynamix.runtime.bus.follow import Overtaking
 from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Message, MetricWindow, Report, State
 from dynamix.schemas.networks import NetworkFileError
-from dynamix.schemas.streams import FEED
+from dynamix.schemas.streams import REPORTS
 
 from .agent import Chooser, trace_of
 from .agent_network import AgentNetwork
@@ -36,12 +34,13 @@ MAX_UNSTORED = 64
 """Reports whose outputs may be in flight: the broker stores the outputs of the next one behind theirs."""
 ACK_EVERY_S = 0.1
 BEHIND = 64
-"""With more than so many messages ahead of it in the broker, a report of a job that trains is looked up by itself."""
+"""With so many reports left in the broker, those of jobs that train here are asked for by their subjects."""
+ASK_EVERY_S = 0.02
+NUM_ASKED_AT_ONCE = 16
 MAX_RUNS, MAX_NAMES = 4, 200
 """Runs of a job's name that are known to train here, and names."""
 
 InFlight = tuple[Message, asyncio.Future[int]]
-Overtake = Callable[[str, Callable[[str], str | None]], Overtaking]
 
 
 async def serve(context: Context[CollectorSettings]) -> None:
@@ -54,30 +53,23 @@ async def serve(context: Context[CollectorSettings]) -> None:
     context.counters["ebpf"] = int(isinstance(probe, SocketProbe))
     shown = ShownWindows(context.metrics, probe if isinstance(probe, SocketProbe) else None)
     try:
-        await serve_observed(context, KernelObserver(context, probe), shown, overtake=context.bus.overtake)
+        await serve_observed(context, KernelObserver(context, probe), shown)
     finally:
         if isinstance(probe, SocketProbe):
             probe.close()
 
 
 async def serve_observed(
-    context: Context[CollectorSettings],
-    observer: KernelObserver,
-    shown: ShownWindows | None = None,
-    *,
-    overtake: Overtake | None = None,
+    context: Context[CollectorSettings], observer: KernelObserver, shown: ShownWindows | None = None
 ) -> None:
-    """Turn every report into a metric window and a state, with what an observer sees of its processes.
-
-    By `overtake` reports of jobs that train are read before a flood of others.
-    """
+    """Turn every report into a metric window and a state, with what an observer sees of its processes."""
     choose = await asyncio.to_thread(_chooser, context.settings)
     collector = _Collector(context, observer, shown or ShownWindows(context.metrics), choose)
     reports = subjects.of("report", subjects.ANY, context.node)
     durable = f"collector-{context.node}"
-    async with context.bus.consume(FEED.name, [reports], start="new", durable=durable) as consumer:
+    async with context.bus.consume(REPORTS.name, [reports], start="new", durable=durable) as consumer:
         context.counters["ready"] = 1
-        await collector.work(consumer, overtake)
+        await collector.work(consumer)
 
 
 def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
@@ -125,24 +117,20 @@ class _Collector:
         self._has_changed, self._has_room = asyncio.Event(), asyncio.Event()
         self._num_pending = 0
         """What the broker still held for us when it sent what was read last."""
+        self._is_behind = asyncio.Event()
         self._is_over = False
-        self._newest: Overtaking | None = None
 
-    async def work(self, consumer: Reader, overtake: Overtake | None) -> None:
+    async def work(self, consumer: Reader) -> None:
         """Read, and handle what was read in turns of all jobs, until the consumer ends.
 
         Raises:
             ExceptionGroup: of what ended the service, such as an output that cannot be stored.
         """
-        async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read(consumer))
-            beside = None
-            if overtake is not None:
-                self._newest = await stack.enter_async_context(overtake(FEED.name, self.name_of))
-                beside = tasks.create_task(self._overtake(self._newest))
+            asking = tasks.create_task(self._ask_for_newest())
             await self._take_turns(consumer, tasks)
-            if beside is not None:
-                beside.cancel()
+            asking.cancel()
         await self._acknowledge(consumer)
 
     async def _take_turns(self, consumer: Reader, tasks: asyncio.TaskGroup) -> None:
@@ -196,6 +184,7 @@ class _Collector:
             async for batch in consumer:
                 self._waiting.add(batch)
                 self._num_pending = self._context.counters["reports_pending"] = batch[-1].num_pending
+                (self._is_behind.set if self._num_pending >= BEHIND else self._is_behind.clear)()
                 self._has_changed.set()
                 while not self._waiting.has_room:
                     self._has_room.clear()
@@ -204,35 +193,39 @@ class _Collector:
             self._is_over = True
             self._has_changed.set()
 
-    async def _overtake(self, newest: Overtaking) -> None:
-        """Read reports of jobs that train before those that wait in the broker, where these are many."""
-        try:
-            async for message in newest:
-                self._waiting.add_early(message)
-                self._has_changed.set()
-        except BusError as error:
-            self._context.log.warning("a flood of reports will delay all jobs of this node", reason=str(error))
+    async def _ask_for_newest(self) -> None:
+        """While many reports wait in the broker, have the newest ones of jobs that train here handled before them."""
+        while True:
+            await self._is_behind.wait()
+            wanted = [
+                subject
+                for name, runs in self._training.items()
+                if self._waiting.num_waiting(name) < BEHIND
+                for subject in runs
+            ]
+            try:
+                for begin in range(0, len(wanted), NUM_ASKED_AT_ONCE):
+                    some = wanted[begin : begin + NUM_ASKED_AT_ONCE]
+                    for newest in await asyncio.gather(*(self._context.bus.newest(REPORTS.name, one) for one in some)):
+                        if newest is not None:
+                            self._waiting.add_early(newest)
+                    self._has_changed.set()
+                await asyncio.sleep(ASK_EVERY_S)
+            except BusError as error:
+                self._context.log.warning("a flood of reports delays all jobs of this node", reason=str(error))
+                await asyncio.sleep(1)
 
-    def name_of(self, subject: str) -> str | None:
-        """The name of the job of a report, where many messages of others wait before it."""
+    def _note_training(self, subject: str) -> None:
+        """Remember the subject of a good report; of each name, and of all, those that reported last."""
         name = subject.split(".")[NAME_TOKEN]
-        return name if self._num_pending >= BEHIND > self._waiting.num_waiting(name) else None
-
-    async def _note_training(self, subject: str) -> None:
-        """Watch the subject of a good report; of each name, and of all, those that reported last."""
-        name, old = subject.split(".")[NAME_TOKEN], list[str]()
         runs = self._training.pop(name, {})
         runs.pop(subject, None)
-        self._training[name] = runs = runs | {subject: None}
+        runs[subject] = None
+        self._training[name] = runs
         if len(runs) > MAX_RUNS:
-            old.append(next(iter(runs)))
-            del runs[old[0]]
+            del runs[next(iter(runs))]
         if len(self._training) > MAX_NAMES:
-            old += self._training.pop(next(iter(self._training)))
-        if self._newest is not None:
-            await self._newest.watch(subject)
-            for one in old:
-                await self._newest.forget(one)
+            del self._training[next(iter(self._training))]
 
     async def _collect(self, message: BusMessage, *, fresh: bool) -> list[InFlight]:
         """Put window, state and trace of a report in flight; nothing of what is no report, which is set aside.
@@ -241,7 +234,7 @@ class _Collector:
         """
         try:
             report = decode(Report, message.subject, message.payload)
-            await self._note_training(message.subject)
+            self._note_training(message.subject)
             window = await self._without_blocking(report, fresh=fresh)
             trace = trace_of(report, self._choose)
             outputs: tuple[Message, ...] = (window, state_of(window), *(() if trace is None else (trace,)))

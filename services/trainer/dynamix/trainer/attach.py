@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -15,6 +14,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, GlobalBatch, Objective
+from dynamix.trainer.bus_client import BusClient, Transport
 from dynamix.trainer.data.loader import (
     CountTokens,
     Loader,
@@ -28,33 +28,32 @@ from dynamix.trainer.data.orders import OwnSampler
 from dynamix.trainer.data.plan import Division, SamplerOptions
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.plan import ExchangePlan
-from dynamix.trainer.exchange.transport import GradientServers, forget_imports
+from dynamix.trainer.exchange.servers import GradientServers
+from dynamix.trainer.exchange.transport import forget_imports
 from dynamix.trainer.gradient.covered import CoveredModels
 from dynamix.trainer.gradient.hook import BaseHook, GradientHook, Reduction, StepWeights
-from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, StepScheduleWarning, Updates
+from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
-from dynamix.trainer.gradient.micro_batches import check_accumulation, needs_equal_steps
 from dynamix.trainer.gradient.models import (
     Averaging,
     Weighting,
     averaging_of,
+    check_accumulation,
+    needs_equal_steps,
     unwrapped,
     unwrapped_optimizer,
     world_size_of,
 )
-from dynamix.trainer.gradient.noise import SecondMoments
 from dynamix.trainer.job.identity import MemoryCaps
-from dynamix.trainer.job.options import NoiseMetric, options_of, warn_of_two_momenta
-from dynamix.trainer.local_steps.rounds import LocalSteps
-from dynamix.trainer.loggers import MetricLogger, find_loggers
-from dynamix.trainer.loggers.delivery import Loggers, MetricHistory
+from dynamix.trainer.job.options import options_of, warn_of_two_momenta
+from dynamix.trainer.local_steps import LocalSteps
+from dynamix.trainer.loggers import Loggers, MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
 from dynamix.trainer.measurement.energy import energy_meter, unmeasured
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
 from dynamix.trainer.steering.collectives import AnyCollectives
 from dynamix.trainer.steering.run import Run
 from dynamix.trainer.steering.steering import Adoption, Steering, WindowEnd
-from dynamix.trainer.wire.client import BusClient, Transport
 
 from .rendezvous import Rendezvous, meet_ranks
 from .session import ExitRules, Gradients, Session
@@ -138,7 +137,6 @@ def attach(
     count_tokens: CountTokens | None = None,
     noise_every: int = 10,
     noise_decay: float = 0.9,
-    noise_metric: NoiseMetric = "gradient",
     memory_caps_path: str | Path | None = None,
     connect: Connect = None,
     loggers: Sequence[str | MetricLogger] = (),
@@ -213,13 +211,11 @@ def attach(
         noise_every: steps between two measurements of the gradient noise, after 20 of which each is measured; a
             measurement costs two passes over the gradient.
         noise_decay: of the averages of the gradient noise over windows.
-        noise_metric: `adam` measures the noise of the gradient divided by the root of Adam's second moments, as Pollux
-            does; it needs our hook.
         memory_caps_path: beside your checkpoint; where a rank that ran out of memory notes its bound.
         connect: the bus; None reads `DYNAMIX_NATS_...`, False trains without one; or a transport of your own.
         loggers: what receives each window's metrics in global rank 0: `tensorboard`, `wandb`, `mlflow`, `csv`, `jsonl`,
             names registered in the entry-point group `dynamix.loggers`, or objects with `log(metrics, *, step)` and
-            `close()` such as those of `dynamix.trainer.loggers`.
+            `close()` such as those of `dynamix.extras.loggers`.
         loader_options: for `torch.utils.data.DataLoader`: num_workers, prefetch_factor, collate_fn, pin_memory, ...
 
     Raises:
@@ -370,8 +366,6 @@ def _gradients(
             is_in_parts=options.micro_batch_size is not None,
         )
         losses.look_at_modules(models)
-    # what hooks hold must not hold the optimizers: a session ends with its last name
-    adaptive = weakref.WeakSet(optimizers if options.noise_metric == "adam" else ())
     base_hook, base_state = given["base_hook"], given["base_hook_state"]
 
     def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
@@ -381,7 +375,6 @@ def _gradients(
             weights,
             reduction=options.reduction,
             noise_every=options.noise_every,
-            second_moments=SecondMoments(adaptive) if options.noise_metric == "adam" else None,
             base_hook=base_hook,
             base_state=base_state,
             exchange=exchanges.of_model(covered),
@@ -389,8 +382,7 @@ def _gradients(
         )
 
     weights = StepWeights(
-        None if given["count_tokens"] is None else collectives,
-        by_samples=by_samples,
+        None if given["count_tokens"] is None else collectives.post_total,
         base_size=options.base_batch_size if options.reduction == "sum" else None,
     )
     covered_models = CoveredModels(
@@ -402,28 +394,25 @@ def _gradients(
         losses=losses,
     )
     schedulers = Schedulers()
-    watch = StepScheduleWarning(schedulers) if options.global_batch == "adaptive" and is_first else None
 
-    def before_update(optimizer: torch.optim.Optimizer) -> None:
+    def before_update() -> None:
         clock.before_update()
-        covered_models.accumulation.check_gradients()
-        if watch is not None:
-            watch.observe_update(optimizer, loader.position.epoch)
+        covered_models.check_gradients()
 
     updates = Updates(
         loader=loader,
         before_update=before_update,
         factor=lambda samples: FACTORS[options.learning_rate_rule](samples / run.options.base_global_batch_size),
         warns=is_first,
+        schedulers=schedulers if options.global_batch == "adaptive" and is_first else None,
     )
     for model in models:
         covered_models.cover(model)
     for optimizer in optimizers:
         updates.cover(optimizer)
-    if covered_models.has_hooks:
-        covered_models.watch_others()
+    covered_models.refuse_others()
     local_steps = LocalSteps(
         *(exchanges, covered_models, updates, collectives.gather_objects),
-        noise_every=options.noise_every if options.noise_metric == "gradient" else None,
+        noise_every=options.noise_every,
     )
     return Gradients(covered_models, updates, local_steps, schedulers, exchanges, losses, averaging == "loss")

@@ -20,6 +20,7 @@ from dynamix.trainer.job.identity import MemoryCaps, merge_caps
 from dynamix.trainer.job.options import warn_of_policy
 from dynamix.trainer.measurement.sockets import this_process
 
+from .bus_client import SERVICE
 from .data.orders import DataIdentity
 from .job.identity import (
     JobIdentity,
@@ -38,7 +39,6 @@ from .measurement.energy import EnergyMeter
 from .measurement.sockets import PeerSockets
 from .settings import Environment
 from .steering.collectives import AnyCollectives, join_ranks
-from .wire.client import SERVICE
 
 NATS_PORT = 4222
 """Default port of a broker URL without one."""

@@ -11,25 +11,24 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from dynamix.schemas.messages import Action
-from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.arguments import share, whole_number
+from dynamix.trainer.bus_client import Transport
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.plan import MicroBatch
-from dynamix.trainer.exchange.plan import ExchangePlan, GradientScaler, ScaledResiduals
+from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.gradient.covered import CoveredModels
 from dynamix.trainer.gradient.hook import NOT_MEASURED
 from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
-from dynamix.trainer.gradient.micro_batches import OUT_OF_MEMORY
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.job.identity import MemoryCaps
-from dynamix.trainer.local_steps.rounds import EndedStep, LocalSteps
-from dynamix.trainer.loggers.delivery import MetricHistory
+from dynamix.trainer.local_steps import EndedStep, LocalSteps
+from dynamix.trainer.loggers import MetricHistory
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import RankMeter, Scalar
 from dynamix.trainer.steering.run import Run, reason_after
 from dynamix.trainer.steering.steering import Steering
-from dynamix.trainer.wire.client import Transport
 
 from .checkpoint import (
     outer_momentum_of,
@@ -121,7 +120,6 @@ class Session:
         self._updates = gradients.updates
         self._local = gradients.local_steps
         self._schedulers = gradients.schedulers
-        self._scaled = ScaledResiduals(lambda: models.exchanges, warns=run.place.rank == 0)
         self._losses = gradients.losses
         self._needs_scaling = gradients.needs_scaling
         self._memory_caps = memory_caps
@@ -134,8 +132,6 @@ class Session:
         )
         self._allocation: Allocation | None = None
         """What rules the batch to train on."""
-        self._exchange: Exchange = EXACT
-        """Its exchange."""
         self._loss_scaled = False
         self._said_needless = False
         self._state_loaded = False
@@ -219,27 +215,6 @@ class Session:
             _log.debug("session.scale_loss changes nothing here, the gradients are weighed already: delete the call")
         return loss
 
-    def backward(self, compute_loss: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
-        """Compute `compute_loss(*inputs)` and its gradient; where that does not fit into memory, in halves.
-
-        It stands for the forward pass and `loss.backward()`. A batch larger than any before it that runs out of memory
-        is computed again in parts while the other ranks wait; the gradient is that of the whole batch. Larger ones are
-        split from then on. The samples are the first dimension of every tensor of `inputs`.
-
-        Returns:
-            The loss of the whole batch, detached.
-
-        Raises:
-            torch.OutOfMemoryError: where a single sample does not fit, or nothing can be computed again: without DDP,
-                with `micro_batch_size`, several models, tokens that count, `find_unused_parameters` or a static graph.
-        """
-        loss = self._models.backward(self._current(), compute_loss, inputs)
-        if loss is not None:
-            return loss
-        loss = compute_loss(*inputs)
-        self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
     def schedule(self, scheduler: LRScheduler) -> None:
         """Advance a learning-rate scheduler by the samples used: once per reference step (`num_reference_steps`).
 
@@ -249,13 +224,6 @@ class Session:
             TypeError: when the scheduler does not count steps.
         """
         self._schedulers.add(scheduler, self.progress)
-
-    def use_scaler(self, scaler: GradientScaler) -> None:
-        """Follow a `torch.amp.GradScaler`; needed where gradients travel by a codec with loss, else nothing changes.
-
-        What was rounded away is kept through steps that the scaler skips, and scaled as its scale changes.
-        """
-        self._scaled.use(scaler)
 
     def cover(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Weigh the gradients of a further model, and scale the learning rates of its optimizer; on all ranks.
@@ -277,7 +245,6 @@ class Session:
     def _end_step(self, batch: MicroBatch, loss: Scalar | None, num_correct: Scalar | None) -> None:
         updated = self._updates.any_since_step
         norms = self._models.end_step(updated=updated)
-        self._scaled.end_step(self._exchange, updated=updated)
         self._updates.end_step()
         self._loader.finish_batch()
         times, counts = self._models.take_times(), batch.plan.counts.values
@@ -456,7 +423,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, OUT_OF_MEMORY):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
             self._remember_failure()
         if error is None:
             self._end("closed")
@@ -487,10 +454,9 @@ class Session:
         self._loss_scaled = False
         allocation = self._run.schedule.allocation_at(batch.plan.step)
         if allocation is not self._allocation:
-            self._allocation, self._exchange = allocation, allocation.exchange
+            self._allocation = allocation
             self._updates.follow(allocation.global_batch_size, allocation.rate_factor)
         if batch.is_first:
-            self._scaled.begin_step()
             self._local.begin(batch.plan.step)
         sketches = batch.is_last and self._local.measures(batch.plan.step)
         shares_times = allocation.split == "tracking" and self._run.fast_loop.measures(batch.plan.step)

@@ -12,9 +12,12 @@ import os
 import signal
 import statistics
 import sys
-import webbrowser
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+import msgspec
 
 from dynamix.cli.arguments import (
     STANDARD_OUTPUT,
@@ -28,30 +31,177 @@ from dynamix.cli.arguments import (
 )
 from dynamix.cli.errors import MISUSED, CommandError, explained
 from dynamix.cli.output import write_json
+from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
+from dynamix.cli.source import capture_stored
 from dynamix.cli.terminal import UNKNOWN, ProgressLine, bar, formatted, print_table
+from dynamix.recording.job_view import JobView
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.embedded import DIE_WITH_PARENT, EmbeddedServer
 from dynamix.runtime.extensions import extension_names
 from dynamix.runtime.settings import SettingsError, read
-from dynamix.schemas.policies import DEFAULT_POLICY, OUR_POLICIES
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode_any
+from dynamix.schemas.messages.allocation import GlobalBatch
+from dynamix.schemas.policies import DEFAULT_POLICY, OUR_POLICIES, SPLIT_POLICY
 from dynamix.schemas.spelling import suggestion
+from dynamix.schemas.streams import FEED
 
-from .plan import LOOKS, DemoPlan, DemoRun, Variant, variants
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from dynamix.recording.job_view import JobView
-
-DEFAULTS = DemoPlan()
+NUM_TRAINING_IMAGES = 60_000
+LOOKS = 3
+"""Evaluations in a row whose mean must be at the target: a single one differs from the next by about a percent."""
 MAX_WINDOWS, MAX_PACE_S, MAX_SLOWDOWN = 100_000, 10.0, 1000.0
 """Beyond these a typing error is more likely than a wish."""
+LAST_MESSAGES_TIMEOUT_S = 5.0
+MAX_ERROR_CHARACTERS = 3000
 PLAIN_EVERY_S = 5.0
 BAR_WIDTH = 10
 RUN_COLOURS = ("#888888", "#0b6e4f", "#c44e52")
+TORCH_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restart of the ranks fails under gloo
+}
+
+
+# --- what is run, and what came of it
+
+
+class AttachArguments(TypedDict, total=False):
+    """The steering arguments of the script's call of `attach`."""
+
+    policy: str
+    global_batch: GlobalBatch
+
+
+class Variant(NamedTuple):
+    """One run of the job: its policy, the arguments of `attach` for it, and a description."""
+
+    policy: str
+    arguments: AttachArguments
+    what: str
+
+
+def variants(adaptive_policy: str = DEFAULT_POLICY) -> list[Variant]:
+    """The runs that the demo compares; `adaptive_policy` steers the one whose global batch may change."""
+    adaptive = AttachArguments(global_batch="adaptive")
+    if adaptive_policy != DEFAULT_POLICY:
+        adaptive["policy"] = adaptive_policy
+    return [
+        Variant("static", {"policy": "static"}, "as plain DDP"),
+        Variant(SPLIT_POLICY, {}, "the default: one global batch, divided by measured speed"),
+        Variant(adaptive_policy, adaptive, "the policy moves the global batch too"),
+    ]
+
+
+class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes, paces and the goal; equal for all runs."""
+
+    data: str | None = None
+    """Directory with Fashion-MNIST's four idx files; the usual places when not given."""
+    target_accuracy: float = 0.83
+    """Held-out accuracy, in the mean of `LOOKS` evaluations, at which the clock stops."""
+    local_batch_size: int = 128
+    """Per rank at the start."""
+    window_steps: int = 10
+    min_windows: int = 30
+    """Train for at least this many windows, also when the target is reached before."""
+    max_windows: int = 120
+    """Give up after this many: the target was not reached."""
+    num_ranks: int = 4
+    pace_s_per_sample: float = 0.0005
+    """Stated compute time of one sample on an ordinary rank: the ranks sleep to it."""
+    slow_rank: int = 3
+    slowdown: float = 3.0
+    """How many times slower the slow rank is."""
+    evaluate_every_samples: int = 5_120
+    learning_rate: float = 0.05
+    momentum: float = 0.9
+    seed: int = 1
+
+    @property
+    def num_epochs(self) -> int:
+        """Passes over the 60,000 training images that `max_windows` can need."""
+        samples = self.max_windows * self.window_steps * self.local_batch_size * self.num_ranks
+        return 1 + samples // NUM_TRAINING_IMAGES
+
+    def pace_of(self, rank: int) -> float:
+        """Seconds per sample that a rank is paced to."""
+        return self.pace_s_per_sample * (self.slowdown if rank == self.slow_rank else 1.0)
+
+
+class DemoStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the training script's own log, written by rank 0 after each step."""
+
+    step: int
+    trained_s: float
+    """Training time so far, without evaluation."""
+    step_time_s: float
+    samples: int
+    accuracy: float | None = None
+    """Held-out accuracy, on the steps where it was evaluated."""
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, as `--json` writes it."""
+
+    policy: str
+    seed: int
+    time_to_target_s: float | None
+    """Training seconds to the evaluation at which the target was reached; `null` if it was not."""
+    target_accuracy: float
+    final_accuracy: float | None
+    median_step_time_s: float
+    num_steps: int
+    num_windows: int
+    num_actions_applied: int
+    local_batch_sizes: list[list[int]]
+    """Per window, per rank."""
+
+
+class DemoRun(NamedTuple):
+    """One run: its summary, and the script's log for the figure."""
+
+    summary: RunSummary
+    progress: list[DemoStep]
+
+
+def is_at_target(accuracies: Sequence[float], target_accuracy: float) -> bool:
+    """Whether the mean of the newest evaluations has reached the target."""
+    return len(accuracies) >= LOOKS and statistics.fmean(accuracies[-LOOKS:]) >= target_accuracy
+
+
+def summarise(plan: DemoPlan, policy: str, progress: list[DemoStep], view: JobView) -> DemoRun:
+    """Combine the script's own log and the job as its messages describe it."""
+    evaluated = [line for line in progress if line.accuracy is not None]
+    accuracies = [line.accuracy for line in evaluated if line.accuracy is not None]
+    reached = (
+        line.trained_s
+        for index, line in enumerate(evaluated, 1)
+        if is_at_target(accuracies[:index], plan.target_accuracy)
+    )
+    sizes = [list(window.sizes) for window in view.history]
+    summary = RunSummary(
+        policy=policy,
+        seed=plan.seed,
+        time_to_target_s=next(reached, None),
+        target_accuracy=plan.target_accuracy,
+        final_accuracy=accuracies[-1] if accuracies else None,
+        median_step_time_s=statistics.median(line.step_time_s for line in progress),
+        num_steps=len(progress),
+        num_windows=len(sizes),
+        num_actions_applied=sum(window.applied is not None for window in view.windows.values()),
+        local_batch_sizes=sizes,
+    )
+    return DemoRun(summary, progress)
+
+
+# --- the command
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    plan = DemoPlan()
     parser.add_argument("--data", metavar="DIR", help="directory with Fashion-MNIST's four idx files")
     parser.add_argument("--dashboard", action="store_true", help="show the jobs as a web page while they train")
     what = "keep each run as a capture, DIR/POLICY.dxc"
@@ -60,16 +210,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_png_argument(parser, "write the picture (default: %(default)s)", default="dynamix-demo.png")
     what = "what moves the adaptive global batch of the last run"
     add_option(parser, "--policy", DEFAULT_POLICY, what, type=_policy)
-    what = "held-out accuracy to reach"
-    add_option(parser, "--target", DEFAULTS.target_accuracy, what, type=number(0, 1, above=True))
+    add_option(parser, "--target", plan.target_accuracy, "held-out accuracy to reach", type=number(0, 1, above=True))
     what = "least number of windows per run"
-    add_option(parser, "--windows", DEFAULTS.min_windows, what, type=count(1, MAX_WINDOWS))
-    what = "seconds per sample of a rank"
-    add_option(parser, "--pace", DEFAULTS.pace_s_per_sample, what, type=number(0, MAX_PACE_S))
+    add_option(parser, "--windows", plan.min_windows, what, type=count(1, MAX_WINDOWS))
+    add_option(parser, "--pace", plan.pace_s_per_sample, "seconds per sample of a rank", type=number(0, MAX_PACE_S))
     what = "how many times slower rank 3 is"
-    add_option(parser, "--slowdown", DEFAULTS.slowdown, what, type=number(0, MAX_SLOWDOWN, above=True))
+    add_option(parser, "--slowdown", plan.slowdown, what, type=number(0, MAX_SLOWDOWN, above=True))
     what = "of the order of the samples and of the model's parameters"
-    add_option(parser, "--seed", DEFAULTS.seed, what, type=seed)
+    add_option(parser, "--seed", plan.seed, what, type=seed)
 
 
 def _policy(text: str) -> str:
@@ -84,16 +232,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the jobs one after the other; 0 when all reached the target."""
     from dynamix.lab.workloads.datasets import fashion_mnist
 
-    from .runner import TrainingFailedError, run_demo
-
     with explained(OSError, ValueError, TimeoutError, TrainingFailedError):
+        if arguments.captures is not None:
+            arguments.captures.mkdir(parents=True, exist_ok=True)
         for split in ("train", "test"):  # fail now rather than after a minute
             fashion_mnist(split, arguments.data)
         plan = DemoPlan(
             data=arguments.data,
             target_accuracy=arguments.target,
             min_windows=arguments.windows,
-            max_windows=max(DEFAULTS.max_windows, arguments.windows),
+            max_windows=max(DemoPlan().max_windows, arguments.windows),
             pace_s_per_sample=arguments.pace,
             slowdown=arguments.slowdown,
             seed=arguments.seed,
@@ -102,9 +250,8 @@ def run(arguments: argparse.Namespace) -> int:
         with DemoProgress(plan) as progress:
             progress.write_line(introduction(plan, compared))
             page = _page(progress.write_line) if arguments.dashboard else None
-            shown = (progress.write_line, progress.show_window)
             try:
-                runs = asyncio.run(run_demo(plan, compared, *shown, page=page, captures=arguments.captures))
+                runs = asyncio.run(run_demo(plan, compared, progress, page=page, captures=arguments.captures))
             except asyncio.CancelledError:
                 raise CommandError("ended by SIGTERM", exit_code=128 + signal.SIGTERM) from None
     draw(runs, plan, arguments.png)
@@ -114,8 +261,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(run.summary.time_to_target_s is not None for run in runs) else 1
 
 
-def _page(announce: Callable[[str], None]) -> Callable[[Bus], contextlib.AbstractAsyncContextManager[None]]:
-    """What serves a bus as a page, on a free port unless a setting names one.
+Page = Callable[[Bus], contextlib.AbstractAsyncContextManager[None]]
+"""Shows what happens on the bus for as long as its context lasts."""
+
+
+def _page(announce: Callable[[str], None]) -> Page:
+    """The page for a bus, on a free port unless a setting names one.
 
     Raises CommandError when a setting cannot be used, and ModuleNotFoundError without the extra `dashboard`.
     """
@@ -131,11 +282,134 @@ def _page(announce: Callable[[str], None]) -> Callable[[Bus], contextlib.Abstrac
     async def shown(bus: Bus) -> AsyncIterator[None]:
         async with served(bus, settings, token) as server:
             announce(f"The page: {server.url} (until the demo ends)")
-            if sys.stderr.isatty() and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-                await asyncio.to_thread(webbrowser.open, server.url)
             yield
 
     return shown
+
+
+# --- the runs
+
+
+class TrainingFailedError(RuntimeError):
+    """The training job ended with an error; the text has the output of its first failing rank."""
+
+
+async def run_demo(
+    plan: DemoPlan,
+    compared: Sequence[Variant],
+    progress: "DemoProgress",
+    *,
+    page: Page | None = None,
+    captures: Path | None = None,
+) -> list[DemoRun]:
+    """Carry out the plan once per variant, one after the other, against the same services.
+
+    `captures` is a directory for a capture of each run, named by its policy.
+
+    Raises TrainingFailedError, TimeoutError when a service does not become ready, or CancelledError after SIGTERM, when
+    nothing that it started is left.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "called from a task"
+    # The signal would end the process at once, with its jobs and files left behind.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    runs = []
+    async with services(progress.write_line) as running, contextlib.AsyncExitStack() as stack:
+        if page is not None:
+            await stack.enter_async_context(page(running.bus))
+        for variant in compared:
+            job = f"demo-{variant.policy}-{subjects.new_run_id()}"
+            runs.append(await run_job(plan, variant, job, running, progress))
+            if captures is not None:
+                await capture_stored(running.bus, job, captures / f"{variant.policy}.dxc")
+    return runs
+
+
+class RunningServices(NamedTuple):
+    """What the runs share."""
+
+    bus: Bus
+    environ: dict[str, str]
+    """Variables by which a job finds the broker."""
+    directory: Path
+    """For files that nobody needs afterwards."""
+
+
+@contextlib.asynccontextmanager
+async def services(announce: Callable[[str], None]) -> AsyncIterator[RunningServices]:
+    """An embedded broker with its streams and every service in a process of its own, ready."""
+    async with EmbeddedServer() as server, contextlib.AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamix-demo-")))
+        bus = await Bus.connect(server.settings, name="demo")
+        stack.push_async_callback(bus.close)
+        await provision(bus)
+        environ = {**bus_environment(server.settings), "DYNAMIX_NODE": "demo-node"}
+        log = stack.enter_context((directory / "services.log").open("wb"))
+        children = [ServiceProcess(name, environ, log) for name in SERVICES]
+        for child in children:
+            stack.callback(child.stop)
+            child.start()
+        await wait_until_ready(bus, SERVICES)
+        named = ", ".join(f"{child.name} (pid {child.pid})" for child in children)
+        announce(f"nats-server (pid {server.pid}) and {named} are ready")
+        yield RunningServices(bus, environ, directory)
+
+
+async def run_job(
+    plan: DemoPlan, variant: Variant, job: str, running: RunningServices, progress: "DemoProgress"
+) -> DemoRun:
+    """Run one training job under torchrun, and show it as its messages come. Raises TrainingFailedError."""
+    view, more = JobView(job, most_windows=1 << 20), asyncio.Event()
+
+    async def follow() -> None:
+        wanted = [subjects.of("window", job, subjects.ANY), subjects.of("applied", job)]
+        async with running.bus.consume(FEED.name, wanted, start="all") as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    view.fold(decode_any(message.subject, message.payload), message.timestamp_ns)
+                progress.show_window(variant.policy, view)
+                more.set()
+
+    follower = asyncio.create_task(follow())
+    try:
+        steps = await _train(plan, variant, job, running)
+        with contextlib.suppress(TimeoutError):  # the job has drained: its last messages are on their way
+            async with asyncio.timeout(LAST_MESSAGES_TIMEOUT_S):
+                while len(view.history) < len(steps) // plan.window_steps:
+                    more.clear()
+                    await more.wait()
+    finally:
+        follower.cancel()
+        await asyncio.gather(follower, return_exceptions=True)
+    run = summarise(plan, variant.policy, steps, view)
+    progress.show_window(variant.policy, view, run.summary.final_accuracy)
+    return run
+
+
+async def _train(plan: DemoPlan, variant: Variant, job: str, running: RunningServices) -> list[DemoStep]:
+    """Run the training script under torchrun until it ends; its log. Raises TrainingFailedError."""
+    steps_log, output = running.directory / f"{job}.jsonl", running.directory / f"{job}.log"
+    argument = msgspec.json.encode((plan, variant.arguments, str(steps_log), os.getpid())).decode()
+    command = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
+    command += [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={plan.num_ranks}"]
+    command += ["-m", "dynamix.cli.commands.demo.job", argument]
+    own = {"DYNAMIX_JOB": job, "DYNAMIX_TRAINER_POLICY": variant.policy}
+    with output.open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command, env={**os.environ, **TORCH_ENVIRONMENT, **running.environ, **own}, stdout=log, stderr=log
+        )
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            process.terminate()
+            await process.wait()
+            raise
+    if code != 0:
+        text = output.read_text(errors="replace")
+        start = max(0, text.find("Traceback"))  # of the first failing rank; torchrun reports the others after it
+        error = text[start : start + MAX_ERROR_CHARACTERS]
+        raise TrainingFailedError(f"the training job ({variant.policy}) ended with code {code}:\n{error}")
+    return [msgspec.json.decode(line, type=DemoStep) for line in steps_log.read_bytes().splitlines()]
 
 
 # --- on the terminal
@@ -144,9 +418,11 @@ def _page(announce: Callable[[str], None]) -> Callable[[Bus], contextlib.Abstrac
 def introduction(plan: DemoPlan, compared: Sequence[Variant]) -> str:
     """Introduce the runs: what is real about them, and how the script's call differs."""
     width = max(len(variant.policy) for variant in compared)
-    calls = "".join(
-        f"  {variant.policy:{width}}  {_call(plan, variant)}\n  {'':{width}}  {variant.what}\n" for variant in compared
-    )
+    calls = ""
+    for variant in compared:
+        named = "".join(f', {name}="{value}"' for name, value in variant.arguments.items())
+        call = f"attach(model, optimizer, dataset, local_batch_size={plan.local_batch_size}{named})"
+        calls += f"  {variant.policy:{width}}  {call}\n  {'':{width}}  {variant.what}\n"
     return (
         f"A {plan.num_ranks}-process gloo job trains a small CNN on Fashion-MNIST to {plan.target_accuracy:.0%} "
         f"held-out accuracy, the mean of {LOOKS} evaluations, {len(compared)} times with one seed.\n"
@@ -157,11 +433,6 @@ def introduction(plan: DemoPlan, compared: Sequence[Variant]) -> str:
     )
 
 
-def _call(plan: DemoPlan, variant: Variant) -> str:
-    named = "".join(f', {name}="{value}"' for name, value in variant.arguments.items())
-    return f"attach(model, optimizer, dataset, local_batch_size={plan.local_batch_size}{named})"
-
-
 class DemoProgress(ProgressLine):
     """A line per run, redrawn for each window."""
 
@@ -170,7 +441,7 @@ class DemoProgress(ProgressLine):
         self._plan = plan
         self._policy = ""
 
-    def show_window(self, policy: str, view: "JobView", final_accuracy: float | None = None) -> None:
+    def show_window(self, policy: str, view: JobView, final_accuracy: float | None = None) -> None:
         """Show the newest window of the run under a policy; at its end with the last accuracy."""
         if policy != self._policy:
             self.finish()
@@ -192,85 +463,66 @@ class DemoProgress(ProgressLine):
 
 def show(runs: Sequence[DemoRun], *, stderr: bool) -> None:
     """Print a line for each run, with ratios to the first."""
+
+    def with_ratio(value: float | None, first: float | None, form: str) -> str:
+        if value is None:
+            return "not reached"
+        return form.format(value) + ("" if first is None or value == first else f" ({value / first:.2f}x)")
+
     headings = ("policy", "to target", "final", "median step", "applied", "last sizes")
     first = runs[0].summary
     rows = [
         (
             summary.policy,
-            _with_ratio(summary.time_to_target_s, first.time_to_target_s, "{:.1f} s"),
+            with_ratio(summary.time_to_target_s, first.time_to_target_s, "{:.1f} s"),
             formatted(summary.final_accuracy, "{:.1%}"),
-            _with_ratio(summary.median_step_time_s * 1000, first.median_step_time_s * 1000, "{:.0f} ms"),
+            with_ratio(summary.median_step_time_s * 1000, first.median_step_time_s * 1000, "{:.0f} ms"),
             f"{summary.num_actions_applied} of {summary.num_windows}",
             "/".join(map(str, summary.local_batch_sizes[-1])) if summary.local_batch_sizes else UNKNOWN,
         )
-        for summary in (run.summary for run in runs)
+        for summary, _ in runs
     ]
     print_table(headings, rows, left=("policy",), title="Same seed, same data, same target", stderr=stderr)
-
-
-def _with_ratio(value: float | None, first: float | None, form: str) -> str:
-    if value is None:
-        return "not reached"
-    ratio = "" if first is None or value == first else f" ({value / first:.2f}x)"
-    return form.format(value) + ratio
-
-
-# --- as a figure
 
 
 def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: str) -> None:
     """Write a PNG of the runs to `path`; the first one's sizes are not drawn, since they never change."""
     from matplotlib.figure import Figure
 
-    from dynamix.cli.figures import finish, save
+    from dynamix.cli.figures import COLOURS, finish, save
 
+    k = plan.window_steps
     figure = Figure(figsize=(12, 8), layout="constrained")
     grid = figure.add_gridspec(len(runs), 2, width_ratios=(1.15, 1))
-    _draw_accuracy(accuracy := figure.add_subplot(grid[:, 0]), runs, plan)
-    for row, run in enumerate(runs[1:]):
-        _draw_sizes(figure.add_subplot(grid[row, 1], sharex=accuracy), run, plan)
+    accuracy = figure.add_subplot(grid[:, 0])
     times = figure.add_subplot(grid[-1, 1], sharex=accuracy)
-    k = plan.window_steps
-    for run, colour in zip(runs, RUN_COLOURS, strict=False):
-        ends, steps = _window_ends(run, plan), [line.step_time_s * 1000 for line in run.progress]
+    for (summary, progress), colour in zip(runs, RUN_COLOURS, strict=False):
+        reached = summary.time_to_target_s
+        label = summary.policy + (": target not reached" if reached is None else f": {reached:.1f} s to the target")
+        points = [(step.trained_s, step.accuracy) for step in progress if step.accuracy is not None]
+        accuracy.plot(*zip(*points, strict=True), marker="o", markersize=3, color=colour, label=label)
+        if reached is not None:
+            accuracy.axvline(reached, color=colour, linestyle=":", linewidth=1)
+        ends = [step.trained_s for step in progress[k - 1 :: k]]
+        steps = [step.step_time_s * 1000 for step in progress]
         medians = [statistics.median(steps[k * window : k * (window + 1)]) for window in range(len(ends))]
-        times.plot(ends, medians, color=colour, label=run.summary.policy)
+        times.plot(ends, medians, color=colour, label=summary.policy)
+    accuracy.axhline(plan.target_accuracy, color="black", linewidth=0.8, linestyle="--")
+    place = (0.01, plan.target_accuracy)
+    accuracy.annotate(f"target {plan.target_accuracy:g}", place, xycoords=("axes fraction", "data"), va="bottom")
+    accuracy.set_xlabel("training time [s], evaluation left out")
+    finish(accuracy, from_zero=False, title="Held-out accuracy", ylabel="accuracy")
     finish(times, title="Step time, median of each window", xlabel="training time [s]", ylabel="ms")
+    for row, (summary, progress) in enumerate(runs[1:]):
+        axes = figure.add_subplot(grid[row, 1], sharex=accuracy)
+        by_window = summary.local_batch_sizes
+        starts = [0.0, *(step.trained_s for step in progress[k - 1 :: k])][: len(by_window) + 1]
+        for rank, sizes in enumerate(zip(*by_window[:1], *by_window, strict=True)):
+            label = f"rank {rank}" + (f" ({plan.slowdown:g}x slower)" if rank == plan.slow_rank else "")
+            axes.step(starts, sizes[: len(starts)], where="pre", label=label, color=COLOURS[rank % len(COLOURS)])
+        finish(axes, title=f"Local batch sizes, {summary.policy}", ylabel="samples per step")
     figure.suptitle(
         f"{plan.num_ranks} ranks, rank {plan.slow_rank} paced {plan.slowdown:g} times slower; "
         f"{plan.local_batch_size} samples each at the start, Fashion-MNIST"
     )
     save(figure, path)
-
-
-def _draw_accuracy(axes: "Axes", runs: Sequence[DemoRun], plan: DemoPlan) -> None:
-    from dynamix.cli.figures import finish
-
-    for run, colour in zip(runs, RUN_COLOURS, strict=False):
-        reached = run.summary.time_to_target_s
-        label = run.summary.policy + (": target not reached" if reached is None else f": {reached:.1f} s to the target")
-        points = [(step.trained_s, step.accuracy) for step in run.progress if step.accuracy is not None]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=colour, label=label)
-        if reached is not None:
-            axes.axvline(reached, color=colour, linestyle=":", linewidth=1)
-    axes.axhline(plan.target_accuracy, color="black", linewidth=0.8, linestyle="--")
-    place = (0.01, plan.target_accuracy)
-    axes.annotate(f"target {plan.target_accuracy:g}", place, xycoords=("axes fraction", "data"), va="bottom")
-    axes.set_xlabel("training time [s], evaluation left out")
-    finish(axes, from_zero=False, title="Held-out accuracy", ylabel="accuracy")
-
-
-def _draw_sizes(axes: "Axes", run: DemoRun, plan: DemoPlan) -> None:
-    from dynamix.cli.figures import COLOURS, finish
-
-    by_window = run.summary.local_batch_sizes
-    times = [0.0, *_window_ends(run, plan)][: len(by_window) + 1]
-    for rank, sizes in enumerate(zip(*by_window[:1], *by_window, strict=True)):
-        label = f"rank {rank}" + (f" ({plan.slowdown:g}x slower)" if rank == plan.slow_rank else "")
-        axes.step(times, sizes[: len(times)], where="pre", label=label, color=COLOURS[rank % len(COLOURS)])
-    finish(axes, title=f"Local batch sizes, {run.summary.policy}", ylabel="samples per step")
-
-
-def _window_ends(run: DemoRun, plan: DemoPlan) -> list[float]:
-    """Training time at the end of each whole window."""
-    return [line.trained_s for line in run.progress[plan.window_steps - 1 :: plan.window_steps]]

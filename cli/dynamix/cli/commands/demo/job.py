@@ -22,7 +22,7 @@ from dynamix.lab.workloads.datasets import fashion_mnist
 from dynamix.runtime.die_with_parent import die_with_parent, parent_of
 from dynamix.trainer import attach  # DYNAMIX
 
-from .plan import AttachArguments, DemoPlan, DemoStep, is_at_target
+from . import AttachArguments, DemoPlan, DemoStep, is_at_target
 
 
 class SmallCnn(nn.Sequential):
@@ -78,7 +78,9 @@ def train(plan: DemoPlan, arguments: AttachArguments, log: IO[bytes] | None) -> 
                 accuracy = evaluator.accuracy(model.module)
                 session.evaluated(accuracy)
             times = {"trained_s": trained_s, "step_time_s": step_time_s}
-            _write(log, DemoStep(step=session.step_index, samples=session.position, accuracy=accuracy, **times))
+            if log is not None:
+                line = DemoStep(step=session.step_index, samples=session.position, accuracy=accuracy, **times)
+                log.write(msgspec.json.encode(line) + b"\n")
             if evaluator.is_done(accuracy, session.step_index):
                 session.close()
                 return
@@ -98,7 +100,7 @@ class Evaluator:
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module) -> float:
-        """Share of all 10,000 held-out images that the model classifies rightly; equal on all ranks."""
+        """Share of the 10,000 held-out images that the model classifies correctly; equal on all ranks."""
         correct = (model(self._images).argmax(1) == self._labels).sum().double()
         counts = torch.stack([correct, torch.tensor(float(len(self._labels)), dtype=torch.float64)])
         dist.all_reduce(counts)
@@ -113,25 +115,14 @@ class Evaluator:
         return (self._reached and windows >= self._plan.min_windows) or windows >= self._plan.max_windows
 
 
-def _write(log: IO[bytes] | None, progress: DemoStep) -> None:
-    if log is not None:
-        log.write(msgspec.json.encode(progress) + b"\n")
-        log.flush()
-
-
-def end_with_demo(demo: int) -> None:
-    """Have the kernel end this rank when torchrun ends; end now if torchrun, the child of process `demo`, has ended."""
-    torchrun = os.getppid()
-    die_with_parent(torchrun)
-    if parent_of(torchrun) != demo:
-        os._exit(1)
-
-
 def main() -> None:
     """Join the process group that torchrun describes and train."""
     types = tuple[DemoPlan, AttachArguments, str, int]
     plan, arguments, log_path, demo = msgspec.json.decode(sys.argv[1], type=types)
-    end_with_demo(demo)
+    torchrun = os.getppid()
+    die_with_parent(torchrun)
+    if parent_of(torchrun) != demo:  # torchrun has ended: the demo was killed
+        os._exit(1)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from .simulation import SimulatedWindow, Simulation, SimulationPlan
 
 
+SINGLE_RANKS = 16
+"""The range of more ranks is drawn, since their lines would hide each other."""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("scenario", metavar="SCENARIO", help="a scenario file, or a name such as train/mixed-8")
@@ -33,7 +37,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy-file", metavar="FILE", help="of a learned policy, instead of a shipped one")
     add_option(parser, "--seed", 0, "of weights, order of the data and disturbances", type=seed)
     add_data_argument(parser)
-    add_option(parser, "--device", "cpu", "where the gradients are computed")
     parser.add_argument("--windows", action="store_true", help="show a line for each window")
     parser.add_argument("--bus", action="store_true", help="let the services on the bus decide")
     add_json_argument(parser)
@@ -67,7 +70,7 @@ def _run(planned: "SimulationPlan", arguments: argparse.Namespace) -> "Simulatio
             text = _window_text(line, scenario.time_limit_s)
             (progress.write_line if arguments.windows else progress.show)(text)
 
-        return simulate(planned, arguments.data, device=arguments.device, on_window=show, bus=arguments.bus)
+        return simulate(planned, arguments.data, on_window=show, bus=arguments.bus)
 
 
 def _window_text(line: "SimulatedWindow", limit_s: float) -> str:
@@ -104,7 +107,7 @@ def _draw(simulation: "Simulation", path: str) -> None:
     """Write a PNG: accuracy, batch sizes and step time over virtual time."""
     from matplotlib.figure import Figure
 
-    from dynamix.cli.figures import COLOURS, draw_sizes, finish, save
+    from dynamix.cli.figures import COLOURS, finish, save
 
     figure = Figure(figsize=(9, 9), layout="constrained")
     accuracy, sizes, times = figure.subplots(3, 1, sharex=True, height_ratios=(1.3, 1.3, 1))
@@ -118,7 +121,16 @@ def _draw(simulation: "Simulation", path: str) -> None:
     finish(accuracy, from_zero=False, ylabel="validation accuracy", title=f"target {target:g}: {result}")
     starts = [0.0, *(window.time_s for window in simulation.windows)]
     by_rank = [(*row, row[-1]) for row in zip(*(w.local_batch_sizes for w in simulation.windows), strict=True)]
-    draw_sizes(sizes, starts, by_rank, "post")
+    if len(by_rank) <= SINGLE_RANKS:
+        alike: dict[tuple[int, ...], list[int]] = {}  # ranks with equal sizes share a line
+        for rank, row in enumerate(by_rank):
+            alike.setdefault(row, []).append(rank)
+        for line, ranks in alike.items():
+            label = f"rank {', '.join(map(str, ranks))}"
+            sizes.step(starts, line, where="post", label=label, color=COLOURS[ranks[0] % len(COLOURS)])
+    else:
+        low, high = ([limit(row) for row in zip(*by_rank, strict=True)] for limit in (min, max))
+        sizes.fill_between(starts, low, high, step="post", alpha=0.35, label=f"all {len(by_rank)} ranks")
     mean = [sum(row) / len(row) for row in zip(*by_rank, strict=True)]
     sizes.step(starts, mean, where="post", color="black", linewidth=1, linestyle="--", label="mean")
     finish(sizes, beside=1.0, ylabel="local batch size")

@@ -20,7 +20,7 @@ from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.episode import Episode, episode_of, run_episode
 from dynamix.lab.simulator.lockstep import NoActionError, run_lockstep
 from dynamix.lab.simulator.scenario import SUITES, Scenario, scenario_root
-from dynamix.lab.workloads import Data, Part, workload_named
+from dynamix.lab.workloads import Data, workload_named
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import Report
@@ -130,18 +130,16 @@ def scenario_named(text: str) -> Scenario:
     return Scenario.read(shipped[fitting[0]])
 
 
-def simulate(planned: SimulationPlan, data: Path | None, *, device: str, on_window: OnWindow, bus: bool) -> Simulation:
+def simulate(planned: SimulationPlan, data: Path | None, *, on_window: OnWindow, bus: bool) -> Simulation:
     """Run the job to its end.
 
     Raises:
         CommandError: when the bus or its services do not do their part.
-        ValueError: when the data set, the initial size or the device is not as it should be.
+        ValueError: when the data set or the initial size cannot be used.
         OSError: when the data set is missing.
     """
     torch.set_num_threads(1)  # this process is the command's own; a virtual worker's batch is too small for two
-    place = _device(device)
     loaded = workload_named(planned.scenario.workload).load(data)
-    loaded = Data(*(Part(*(tensor.to(place) for tensor in part)) for part in loaded))
     windows: list[SimulatedWindow] = []
 
     def record(reports: Sequence[Report]) -> None:
@@ -150,18 +148,6 @@ def simulate(planned: SimulationPlan, data: Path | None, *, device: str, on_wind
 
     episode = asyncio.run(_on_bus(planned, loaded, record)) if bus else _in_process(planned, loaded, record)
     return Simulation(planned.label, planned.seed, episode, windows)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name!r}: use cpu, cuda or cuda:1")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {name!r}: PyTorch finds {torch.cuda.device_count()} CUDA devices here")
-    return device
 
 
 def _window(reports: Sequence[Report], started_s: float) -> SimulatedWindow:

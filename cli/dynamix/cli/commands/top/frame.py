@@ -17,10 +17,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from dynamix.cli.errors import first_error
+from dynamix.cli.documents import alarms_of
 from dynamix.cli.fleet import Fleet
-from dynamix.cli.heartbeats import Heartbeats
-from dynamix.cli.jobs import NO_JOB, newest_job, none_called
+from dynamix.cli.jobs import NO_JOB, none_called
+from dynamix.cli.services import Heartbeats
 from dynamix.cli.terminal import UNKNOWN, bar, curve, duration, number, percent, signed_count
 from dynamix.recording.job_view import JobView, RankView
 from dynamix.schemas.messages.allocation import EXACT
@@ -31,14 +31,13 @@ TICK_S = 1.0
 """Without news a frame is drawn for the ages in it."""
 QUIT_KEYS = (b"q", b"Q", b"\x1b", b"")
 """Escape alone, not an arrow's sequence; nothing read is a terminal that is gone."""
-
-
 TWO_COLUMNS_FROM = 72
 LABEL, VALUE = 13, 12
-LABEL_WIDTH = 10
 MOST_REASON_LINES = 3
+MOST_ALARMS = 5
 MIN_TABLE = 8
 """Lines reserved for the table of ranks; curves get what is left."""
+MIN_BAR = 12
 STALE_AFTER_S = 30.0
 SHOWN_CHANGES = 16
 PHASES = {
@@ -58,56 +57,45 @@ def frame(
     height: int,
     missing: str = NO_JOB,
 ) -> list[Text]:
-    """At most `height` lines of at most `width` characters; `missing` says why there is no view.
+    """At most `height` lines of at most `width` characters; `missing` is shown where there is no view.
 
     `now_ns` is the wall clock, for the age of the newest window; `now_s` the clock that `heartbeats` was given.
     """
-    below = [_services(heartbeats, now_s)]
+    below = list(_alarms(view, heartbeats, now_ns, now_s))
     if view is None or (view.job is None and not view.windows):
-        return _cut([*_empty(view, missing), Text(), *below], width, height)
-    rule = Text("─" * width, "dim")
-    lacking = _collectors(view, heartbeats, now_s)
-    below = [rule, *_decision(view, width), *_reward(view, width), *_event(view), *_network(view), *lacking, *below]
-    tiles = _tiles(view, width)[: max(2, height - len(below) - MIN_TABLE)]
-    above = [_title(view, now_ns, width), rule, *tiles, rule]
-    room = height - len(above) - len(below)
-    return _cut([*above, *rank_lines(view, width, room), *below], width, height)
-
-
-def _empty(view: JobView | None, missing: str) -> list[Text]:
-    what = missing if view is None else f"no message of the job {view.name} yet"
-    return [
-        *(Text(part, "bold") for part in what.split("; ")),
-        Text("start one with:  dynamix train -- --standalone --nproc-per-node 4 train.py", "dim"),
-    ]
+        what = missing if view is None else f"no message of the job {view.name} yet"
+        start = "start one with:  dynamix train -- --standalone --nproc-per-node 4 train.py"
+        lines = [*(Text(part, "bold") for part in what.split("; ")), Text(start, "dim"), Text(), *below]
+    else:
+        rule = Text("─" * width, "dim")
+        below = [rule, *_decision(view, width), *_rewards_and_probes(view), *below]
+        tiles = _tiles(view, width)[: max(2, height - len(below) - MIN_TABLE)]
+        above = [_title(view, now_ns, width), rule, *tiles, rule]
+        lines = [*above, *_ranks(view, width, height - len(above) - len(below)), *below]
+    for line in lines:
+        line.no_wrap = True
+        line.truncate(width, overflow="ellipsis")
+    return lines[:height]
 
 
 def _title(view: JobView, now_ns: int, width: int) -> Text:
     job = view.job
     phase = "ended" if job is None else view.phase(now_ns)
-    left = Text.assemble((view.name, "bold"), "  ", PHASES[phase])
     parts = [f"window {view.window}" if view.window >= 0 else "no window yet"]
     if job is not None:
         nodes = f" on {len(job.nodes)} nodes" if len(job.nodes) > 1 else ""
         parts = [job.policy, *parts, f"{job.world_size} ranks{nodes}"]
-        if job.phase == "ended" and job.end_reason:
-            parts.append(job.end_reason)
+        parts += [job.end_reason] if job.phase == "ended" and job.end_reason else []
     if view.generation:
         parts.append(f"restart {view.generation}")
-    left.append("  " + " · ".join(parts), "default")
-    age = _age(view, now_ns, running=phase != "ended")
-    left.truncate(max(0, width - age.cell_len - 1), overflow="ellipsis")
-    return left.append(" " * (width - left.cell_len - age.cell_len)).append_text(age)
-
-
-def _age(view: JobView, now_ns: int, *, running: bool) -> Text:
+    left = Text.assemble((view.name, "bold"), "  ", PHASES[phase], "  ", " · ".join(parts))
     if view.updated_ns == 0:
-        return Text()
+        return left
     age_s = max(0.0, (now_ns - view.updated_ns) / 1e9)
-    return Text(
-        f"{age_s:.1f} s ago" if age_s < 60 else f"{duration(age_s)} ago",
-        "yellow" if running and age_s > STALE_AFTER_S else "dim",
-    )
+    text = f"{age_s:.1f} s ago" if age_s < 60 else f"{duration(age_s)} ago"
+    left.truncate(max(0, width - len(text) - 1), overflow="ellipsis")
+    style = "yellow" if phase != "ended" and age_s > STALE_AFTER_S else "dim"
+    return left.append(" " * (width - left.cell_len - len(text))).append(text, style)
 
 
 def _tiles(view: JobView, width: int) -> list[Text]:
@@ -115,30 +103,27 @@ def _tiles(view: JobView, width: int) -> list[Text]:
     metrics = view.metrics
     if metrics is None:
         return []
-    sizes = view.local_batch_sizes
     rule = f" {view.job.global_batch}" if view.job else ""
     tiles = (
-        ("throughput", f"{number(metrics.throughput)}/s", view.curve("throughput"), "green"),
-        ("loss", number(metrics.loss), view.curve("loss"), "red"),
-        ("step time", duration(metrics.step_time_s), view.curve("step_time_s"), "cyan"),
-        ("accuracy", percent(metrics.accuracy), view.curve("accuracy"), "green"),
-        ("global batch", f"{sum(sizes):,}{rule}", view.curve("global_batch_size"), "magenta"),
-        ("held-out", percent(metrics.held_out_accuracy), view.curve("held_out_accuracy"), "green"),
-        ("noise scale", number(metrics.noise_scale), view.curve("noise_scale"), "blue"),
-        ("progress", percent(metrics.progress), metrics.progress, "default"),
+        ("throughput", f"{number(metrics.throughput)}/s", "throughput", "green"),
+        ("loss", number(metrics.loss), "loss", "red"),
+        ("step time", duration(metrics.step_time_s), "step_time_s", "cyan"),
+        ("accuracy", percent(metrics.accuracy), "accuracy", "green"),
+        ("global batch", f"{sum(view.local_batch_sizes):,}{rule}", "global_batch_size", "magenta"),
+        ("held-out", percent(metrics.held_out_accuracy), "held_out_accuracy", "green"),
+        ("noise scale", number(metrics.noise_scale), "noise_scale", "blue"),
+        ("progress", percent(metrics.progress), "progress", "default"),
     )
     columns = 2 if width >= TWO_COLUMNS_FROM else 1
     room = (width - 2 * (columns - 1)) // columns
-    cells = [_tile(label, value, picture, style, room) for label, value, picture, style in tiles]
+    cells = []
+    for label, value, field, style in tiles:
+        shown = f"{value} ".ljust(VALUE)
+        left = room - LABEL - len(shown)
+        drawn = bar(metrics.progress or 0.0, left) if field == "progress" else curve(view.curve(field), left)
+        cell = Text.assemble((label.ljust(LABEL), "dim"), (shown, "bold"), (drawn, style))
+        cells.append(cell.append(" " * max(0, room - cell.cell_len)))
     return [Text("  ").join(cells[index : index + columns]) for index in range(0, len(cells), columns)]
-
-
-def _tile(label: str, value: str, picture: Sequence[float] | float | None, style: str, room: int) -> Text:
-    value = f"{value} ".ljust(VALUE)
-    width = room - LABEL - len(value)
-    drawn = curve(picture, width) if isinstance(picture, Sequence) else bar(picture or 0.0, width)
-    line = Text.assemble((label.ljust(LABEL), "dim"), (value, "bold"), (drawn, style))
-    return line.append(" " * max(0, room - line.cell_len))
 
 
 def _decision(view: JobView, width: int) -> Iterator[Text]:
@@ -146,115 +131,64 @@ def _decision(view: JobView, width: int) -> Iterator[Text]:
     if view.exchange != EXACT:
         yield _labelled("gradients", (view.exchange.label, "bold"))
     if action is None:
-        why = f"none in {view.window + 1} windows: the arbitrator's log says why"
-        yield _labelled(
-            "decision", (why, "yellow") if view.lacks_decision else ("none yet: the initial sizes stay", "dim")
-        )
+        yield _labelled("decision", ("none yet: the initial sizes stay", "dim"))
         return
+    deltas = action.deltas
+    more, less = sum(delta > 0 for delta in deltas), sum(delta < 0 for delta in deltas)
+    if not any(deltas):
+        changes = "no change"
+    elif len(deltas) <= SHOWN_CHANGES:
+        changes = " ".join(map(signed_count, deltas))
+    else:
+        changes = f"{more} ranks more, {less} less, {len(deltas) - more - less} the same"
     version = f" v{action.policy_version}" if action.policy_version else ""
     by = f"  of window {action.window} by {action.policy}{version}"
-    missing = ", inputs missing" if action.gap else ""
-    yield _labelled("decision", (_changes(action.deltas), "bold"), (by, "dim"), (missing, "yellow"))
-    room = max(1, width - LABEL_WIDTH)
+    yield _labelled("decision", (changes, "bold"), (by, "dim"), (", inputs missing" if action.gap else "", "yellow"))
+    room = max(1, width - LABEL)
     for at, line in enumerate(textwrap.wrap(action.reason, room, max_lines=MOST_REASON_LINES, placeholder=" …")):
         yield _labelled("" if at else "because", (line, "dim"))
     if applied is not None:
         adopted = f"of window {applied.decided_window}, from window {applied.effective_window} on"
-        refused = ", ".join(f"{count} {reason}" for reason, count in applied.num_refused.items() if count)
-        yield _labelled("adopted", (adopted, "dim"), (f"   refused: {refused}" if refused else "", "yellow"))
+        yield _labelled("adopted", (adopted, "dim"))
 
 
-def _changes(deltas: Sequence[int]) -> str:
-    """An action's changes: each where they are few, else how many ranks got more and less."""
-    if not any(deltas):
-        return "no change"
-    if len(deltas) <= SHOWN_CHANGES:
-        return " ".join(map(signed_count, deltas))
-    more, less = sum(delta > 0 for delta in deltas), sum(delta < 0 for delta in deltas)
-    return f"{more} ranks more, {less} less, {len(deltas) - more - less} the same"
+def _rewards_and_probes(view: JobView) -> Iterator[Text]:
+    if (mean := view.mean_reward()) is not None:
+        terms = "  ".join(f"{name.replace('_', ' ')} {value:+.3f}" for name, value in view.reward_terms().items())
+        yield _labelled("reward", (f"{mean:.3f}", "bold"), f"  {view.formula}", (f":  {terms}" if terms else "", "dim"))
+    if nodes := view.nodes.values():
+        probes = Counter(node.probe for node in nodes)
+        named = ", ".join(probe if len(probes) == 1 else f"{probe} on {count}" for probe, count in probes.items())
+        note = next((f"  {node.probe_note}" for node in nodes if node.probe_note), "")
+        yield _labelled("network", named, (note, "dim"))
 
 
-def _reward(view: JobView, width: int) -> Iterator[Text]:
-    if (mean := view.mean_reward()) is None:
-        return
-    terms = "  ".join(f"{name.replace('_', ' ')} {value:+.3f}" for name, value in view.reward_terms().items())
-    line = _labelled("reward", (f"{mean:.3f}", "bold"), f"  {view.formula}")
-    if line.cell_len + len(terms) + 3 <= width:
-        yield line.append(f":  {terms}", "dim")
-    else:
-        yield from (line, _labelled("", (terms.replace("  ", " "), "dim")))
-
-
-def _event(view: JobView) -> Iterator[Text]:
-    if (event := view.event) is not None:
-        where = f"  window {event.window}"
-        yield _labelled("signature", (event.signature, "yellow"), f"  {event.explanation}", (where, "dim"))
-
-
-def _network(view: JobView) -> Iterator[Text]:
-    """Where network metrics come from, and why not from a better probe."""
-    if not (nodes := view.nodes.values()):
-        return
-    probes = Counter(node.probe for node in nodes)
-    named = ", ".join(probe if len(probes) == 1 else f"{probe} on {count}" for probe, count in probes.items())
-    note = next((f"  {node.probe_note}" for node in nodes if node.probe_note), "")
-    num_lost = sum(node.num_readings_lost for node in nodes)
-    lost = f"  {num_lost} readings lost" if num_lost else ""
-    yield _labelled("network", named, (note, "dim"), (lost, "yellow"))
-
-
-def _collectors(view: JobView, heartbeats: Heartbeats, now_s: float) -> Iterator[Text]:
-    """Nodes of the job that no collector measures."""
-    if nodes := heartbeats.nodes_without_collector(view.unmeasured_nodes, now_s):
-        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-        fix = "start it, or set one DYNAMIX_NODE for it and the ranks"
-        yield _labelled("collector", (f"none on {nodes[0]}{more}: {fix}", "red"))
-
-
-def _services(heartbeats: Heartbeats, now_s: float) -> Text:
-    text = Text()
-    if lost := heartbeats.num_not_stored(now_s):  # first, since a long line is cut at its end
-        text.append(f"{lost} not stored by the broker  ", "red")
-    if refused := heartbeats.count("refused_logs", now_s):
-        text.append(f"{refused} logs refused  ", "red")
+def _alarms(view: JobView | None, heartbeats: Heartbeats, now_ns: int, now_s: float) -> Iterator[Text]:
+    """The alarms of the page, and the services by their heartbeats."""
+    alarms = alarms_of([] if view is None else [view], heartbeats, now_ns=now_ns, now_s=now_s)
+    for alarm in alarms[:MOST_ALARMS]:
+        about = "" if view is not None and alarm.subject == view.name else f"{alarm.subject}: "
+        yield _labelled(alarm.level, (about + alarm.text, "red" if alarm.level == "error" else "yellow"))
+    if len(alarms) > MOST_ALARMS:
+        yield _labelled("", f"and {len(alarms) - MOST_ALARMS} more: `dynamix dashboard` shows all")
+    services = Text()
     for beat in heartbeats.recent(now_s):
         late = beat.is_late(now_s)
         where = f" {beat.live.node}" if beat.live.node and beat.live.service == "collector" else ""
-        text.append("○ " if late else "● ", "red" if late else "green").append(f"{beat.live.service}{where}  ")
-    for service in heartbeats.missing(now_s):
-        if not any(beat.live.service == service for beat in heartbeats.recent(now_s)):
-            text.append("○ ", "red").append(f"{service} not heard  ", "red")
-    if dead := heartbeats.count("dead_letters", now_s):
-        text.append(f"{dead} dead letters", "yellow")
-    return _labelled("services", text)
+        services.append("○ " if late else "● ", "red" if late else "green").append(f"{beat.live.service}{where}  ")
+    yield _labelled("services", services)
 
 
 def _labelled(label: str, *parts: Text | str | tuple[str, str]) -> Text:
-    return Text.assemble((label.ljust(LABEL_WIDTH), "dim"), *parts)
-
-
-def _cut(lines: list[Text], width: int, height: int) -> list[Text]:
-    for line in lines:
-        line.no_wrap = True
-        line.truncate(width, overflow="ellipsis")
-    return lines[:height]
+    return Text.assemble((label.ljust(LABEL), "dim"), *parts)
 
 
 # --- the table of ranks
 
-MIN_BAR = 12
-WAIT_STYLE, COMPUTE_STYLE, DATA_STYLE, UPDATE_STYLE = "yellow", "cyan", "magenta", "blue"
-UNKNOWN_STYLE = "dim"
-"""Style of the part of a step that was computing or waiting, where the two could not be told apart."""
-LEGEND = (("█ compute", COMPUTE_STYLE), ("▒ wait", WAIT_STYLE), ("▓ data", DATA_STYLE), ("░ update", UPDATE_STYLE))
-
-
-class BarSegment(NamedTuple):
-    """One part of a stacked bar; the glyph distinguishes it where there is no colour."""
-
-    value: float
-    glyph: str
-    style: str
+DATA, COMPUTE, WAIT, UPDATE = ("▓", "magenta"), ("█", "cyan"), ("▒", "yellow"), ("░", "blue")
+UNDIVIDED = ("-", "dim")
+"""The part of a step that was computing or waiting, where the two could not be told apart."""
+LEGEND = "█ compute  ▒ wait  ▓ data  ░ update"
 
 
 class RankColumn(NamedTuple):
@@ -266,30 +200,22 @@ class RankColumn(NamedTuple):
     style: str = ""
 
 
-def _pending(row: RankView) -> str:
-    training = row.metrics.training
-    is_same = training.pending_local_batch_size == training.local_batch_size
-    return "" if is_same else f"→{training.pending_local_batch_size}"
+def _size(row: RankView) -> str:
+    now, pending = row.metrics.training.local_batch_size, row.metrics.training.pending_local_batch_size
+    return str(now) if now == pending else f"{now}→{pending}"
 
 
-def _speed(row: RankView) -> str:
-    training = row.metrics.training
-    return number(training.local_batch_size / training.compute_time_s) if training.compute_time_s else UNKNOWN
-
-
-RANK = RankColumn("rank", 4, lambda row: str(row.rank), "bold")
-NODE = RankColumn("node", 12, lambda row: row.node, "dim")
-BATCH = RankColumn("batch", 5, lambda row: str(row.metrics.training.local_batch_size), "bold")
-NEXT = RankColumn("next", 5, _pending, "bold green")
+LEFT = (
+    RankColumn("rank", 4, lambda row: str(row.rank), "bold"),
+    RankColumn("node", 12, lambda row: row.node, "dim"),
+    RankColumn("batch", 9, _size, "bold"),
+)
 COLUMNS = (
-    RankColumn("compute", 9, lambda row: duration(row.metrics.training.compute_time_s), COMPUTE_STYLE),
-    RankColumn("wait", 9, lambda row: duration(row.metrics.training.sync_time_s), WAIT_STYLE),
+    RankColumn("compute", 9, lambda row: duration(row.metrics.training.compute_time_s), COMPUTE[1]),
+    RankColumn("wait", 9, lambda row: duration(row.metrics.training.sync_time_s), WAIT[1]),
     RankColumn("reward", 7, lambda row: UNKNOWN if row.reward is None else f"{row.reward.reward:.3f}"),
     RankColumn("cpu", 5, lambda row: number(row.metrics.system.cpu_time_ratio, 2)),
-    RankColumn(
-        "retrans", 7, lambda row: UNKNOWN if row.metrics.network is None else str(row.metrics.network.retransmits)
-    ),
-    RankColumn("samp/s", 7, _speed),
+    RankColumn("retrans", 7, lambda row: str(row.metrics.network.retransmits) if row.metrics.network else UNKNOWN),
     RankColumn("queued", 6, lambda row: number(row.metrics.system.run_queue_wait_ratio, 2)),
     RankColumn("loss", 7, lambda row: number(row.metrics.training.loss)),
     RankColumn("accuracy", 8, lambda row: percent(row.metrics.training.accuracy)),
@@ -298,12 +224,16 @@ COLUMNS = (
 """Shown while there is room, the most important first."""
 
 
-def rank_lines(view: JobView, width: int, height: int) -> list[Text]:
-    """Lines of the table: titles, rows, and a summary when not every rank has one; at most `height` lines."""
+def _ranks(view: JobView, width: int, height: int) -> list[Text]:
+    """Titles, rows, and a summary when not every rank has one; at most `height` lines."""
     rows = [row for _, row in sorted(view.ranks.items())]
-    if not rows or height < 2:
-        return _announced(view, height)
-    left = (RANK, NODE, BATCH, NEXT) if len(view.nodes) > 1 else (RANK, BATCH, NEXT)
+    if not rows:
+        sizes = view.local_batch_sizes
+        text = " ".join(map(str, sizes[:16])) + (" …" if len(sizes) > 16 else "")
+        ended = view.job is not None and view.job.phase == "ended"
+        what = "it ended and no window came" if ended else "waiting for the first window"
+        return [Text(f"{what}; local batch sizes {text}", "dim")][: max(0, height)]
+    left = [column for column in LEFT if column.title != "node" or len(view.nodes) > 1]
     room = width - sum(column.width + 1 for column in left)
     right: list[RankColumn] = []
     for column in COLUMNS:
@@ -316,104 +246,51 @@ def rank_lines(view: JobView, width: int, height: int) -> list[Text]:
     if len(rows) >= height:
         slowest = sorted(rows, key=lambda row: row.busy_time_s, reverse=True)[: max(0, height - 2)]
         shown = sorted(slowest, key=lambda row: row.rank)
-    full = max(map(_total_time_s, rows))
-    lines = [_row(left, _legend(room), right)]
+    full = max(sum(seconds for seconds, *_ in _segments(row)) for row in rows)
+    titles = " ".join(f"{column.title:>{column.width}}" for column in left)
+    lines = [Text(f"{titles} {LEGEND:<{room}.{room}}" + "".join(f" {one.title:>{one.width}}" for one in right), "dim")]
     for row in shown:
-        line = _row(left, _bar(row, full, room), right, row)
+        line = Text()
+        for column in left:
+            line.append(f"{column.cell(row):>{column.width}.{column.width}}", column.style).append(" ")
+        line.append_text(stacked_bar(_segments(row), full, room))
+        for column in right:
+            line.append(f" {column.cell(row):>{column.width}.{column.width}}", column.style)
         if row.window < view.window:
             line.stylize("dim")  # an older window than the newest: this node is behind
         lines.append(line)
     if len(shown) < len(rows):
-        lines.append(_summary(rows, len(shown)))
-    return lines[:height]
+        batches = [row.metrics.training.local_batch_size for row in rows]
+        times = [row.busy_time_s * 1e3 for row in rows]
+        lines.append(
+            Text(
+                f"slowest {len(shown)} of {len(rows)} · batch {min(batches)}/{median(batches):.0f}/{max(batches)} · "
+                f"compute {min(times):.1f}/{median(times):.1f}/{max(times):.1f} ms (min/med/max)",
+                "dim",
+            )
+        )
+    return lines[: max(0, height)]
 
 
-def _row(left: Sequence[RankColumn], middle: Text, right: Sequence[RankColumn], row: RankView | None = None) -> Text:
-    """The cells of a rank around its bar; without a rank the titles around the legend."""
-    line = Text(style="dim" if row is None else "")
-    for column in left:
-        line.append_text(_cell(column, row)).append(" ")
-    line.append_text(middle)
-    for column in right:
-        line.append(" ").append_text(_cell(column, row))
-    return line
-
-
-def _cell(column: RankColumn, row: RankView | None) -> Text:
-    """A cell cut or filled to its column's width; only names of nodes are left-aligned."""
-    cell = Text(column.title) if row is None else Text(column.cell(row), column.style)
-    cell.truncate(column.width, overflow="ellipsis")
-    pad = " " * (column.width - cell.cell_len)
-    return cell.append(pad) if column is NODE else Text(pad).append_text(cell)
-
-
-def _legend(room: int) -> Text:
-    legend = Text()
-    for label, style in LEGEND:
-        if legend.cell_len + len(label) + 2 <= room:
-            legend.append(label + "  ", style)
-    return legend.append(" " * (room - legend.cell_len))
-
-
-def _announced(view: JobView, height: int) -> list[Text]:
-    """Without a window: the initial sizes."""
-    if view.job is None or height < 1:
-        return []
-    sizes = view.job.initial_local_batch_sizes
-    text = " ".join(str(size) for size in sizes[:16]) + (" …" if len(sizes) > 16 else "")
-    what = "waiting for the first window" if view.job.phase == "running" else "it ended and no window came"
-    return [Text(f"{what}; local batch sizes {text}", "dim")]
-
-
-def _bar(row: RankView, full: float, width: int) -> Text:
+def _segments(row: RankView) -> list[tuple[float, str, str]]:
+    """Seconds, glyph and style of the parts of a step."""
     training = row.metrics.training
     data, update = training.data_time_s, training.update_time_s
     if training.compute_time_s is None or training.sync_time_s is None:
-        middle = [BarSegment(training.step_time_s - data - update, UNKNOWN, UNKNOWN_STYLE)]
+        middle = [(max(0.0, training.step_time_s - data - update), *UNDIVIDED)]
     else:
-        compute, wait = training.compute_time_s, training.sync_time_s
-        middle = [BarSegment(compute, "█", COMPUTE_STYLE), BarSegment(wait, "▒", WAIT_STYLE)]
-    segments = (BarSegment(data, "▓", DATA_STYLE), *middle, BarSegment(update, "░", UPDATE_STYLE))
-    return stacked_bar(segments, full, width)
+        middle = [(training.compute_time_s, *COMPUTE), (training.sync_time_s, *WAIT)]
+    return [(data, *DATA), *middle, (update, *UPDATE)]
 
 
-def _summary(rows: Sequence[RankView], num_shown: int) -> Text:
-    times = [time * 1e3 for row in rows if (time := row.metrics.training.compute_time_s) is not None]
-    return Text.assemble(
-        (f"slowest {num_shown} of {len(rows)}", "dim"),
-        f" · batch {_spread([row.metrics.training.local_batch_size for row in rows], '.0f')} · ",
-        (f"compute {_spread(times, '.1f')} ms", COMPUTE_STYLE),
-        (" (min/med/max)", "dim"),
-    )
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    """Least, median and greatest of the values."""
-    shown = (min(values), median(values), max(values)) if values else ()
-    return "/".join(format(value, form) for value in shown) or UNKNOWN
-
-
-def _total_time_s(row: RankView) -> float:
-    """Seconds of a step: as measured, or the sum of its known parts where that is more."""
-    training = row.metrics.training
-    parts = (training.data_time_s, training.compute_time_s, training.sync_time_s, training.update_time_s)
-    return max(training.step_time_s, sum(part for part in parts if part is not None))
-
-
-def stacked_bar(segments: Sequence[BarSegment], full: float, width: int) -> Text:
-    """Segments beside each other, `full` being the whole width; a segment that exists is never less than one cell."""
-    if full <= 0 or width < 1:
-        return Text(" " * max(0, width))
-    bar = Text()
-    used, total = 0, 0.0
-    for segment in segments:
-        total += max(0.0, segment.value)
-        end = min(width, round(total / full * width))
-        cells = max(end - used, 1 if segment.value / full * width >= 0.25 and used < width else 0)
-        cells = min(cells, width - used)
-        bar.append(segment.glyph * cells, segment.style)
-        used += cells
-    return bar.append(" " * (width - used))
+def stacked_bar(segments: Sequence[tuple[float, str, str]], full: float, width: int) -> Text:
+    """Seconds as segments beside each other, each of its glyph and style; `full` seconds are the whole width."""
+    drawn, total_s = Text(), 0.0
+    for seconds, glyph, style in segments:
+        total_s += seconds
+        end = min(width, round(total_s / full * width)) if full > 0 else 0
+        drawn.append(glyph * (end - drawn.cell_len), style)
+    return drawn.append(" " * (width - drawn.cell_len))
 
 
 # --- the terminal
@@ -421,37 +298,20 @@ def stacked_bar(segments: Sequence[BarSegment], full: float, width: int) -> Text
 
 async def watch(fleet: Fleet, wanted: str | None) -> None:
     """Draw the wanted job, or the newest that runs, until the person leaves."""
-    console = Console()
-    left = asyncio.Event()
-    following = asyncio.create_task(fleet.follow())
-    following.add_done_callback(lambda _: left.set())
-    with _keys(left), Live(console=console, screen=True, auto_refresh=False) as live:
-        while not left.is_set():
-            news = fleet.news
-            name = shown_job(fleet, wanted, time.time_ns())
-            view = None if name is None else fleet.opened(name) or fleet.jobs[name]
-            missing = NO_JOB if wanted is None else none_called(wanted, {})
-            live.update(show(view, fleet.heartbeats, console, missing), refresh=True)
-            await asyncio.sleep(MIN_INTERVAL_S)
-            waiting = [asyncio.create_task(news.wait()), asyncio.create_task(left.wait())]
-            await asyncio.wait(waiting, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-    following.cancel()
-    try:
-        await following
-    except asyncio.CancelledError:
-        return
-    except BaseExceptionGroup as group:
-        raise first_error(group) from group
-
-
-def shown_job(fleet: Fleet, wanted: str | None, now_ns: int) -> str | None:
-    """The job to show now: a job that died without a word gives way to another one that runs."""
-    jobs = {name: view.job for name, view in fleet.jobs.items() if view.job is not None}
-    silent = {name for name in jobs if fleet.jobs[name].phase(now_ns) == "silent"}
-    return newest_job(jobs, wanted, silent)
+    console, left = Console(), asyncio.Event()
+    missing = NO_JOB if wanted is None else none_called(wanted, {})
+    async with fleet.following():
+        with _keys(left), Live(console=console, screen=True, auto_refresh=False) as live:
+            while not left.is_set():
+                news = fleet.news
+                name = fleet.newest(time.time_ns())
+                view = None if name is None else fleet.opened(name) or fleet.jobs[name]
+                live.update(show(view, fleet.heartbeats, console, missing), refresh=True)
+                await asyncio.sleep(MIN_INTERVAL_S)
+                waiting = [asyncio.create_task(news.wait()), asyncio.create_task(left.wait())]
+                await asyncio.wait(waiting, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in waiting:
+                    task.cancel()
 
 
 def show(view: JobView | None, heartbeats: Heartbeats, console: Console, missing: str) -> Group:

@@ -78,7 +78,9 @@ class LivePage {
     const chosen = new URLSearchParams(location.hash.slice(1)).get("job");
     const rows = jobs.map((job) => {
       const about = [job.policy, `${job.num_ranks} ranks`, job.window === null ? "no window yet" : `window ${job.window}`];
-      const numbers = [job.throughput === null ? null : `${number(job.throughput)}/s`, job.accuracy === null ? null : percent(job.accuracy)];
+      const { throughput = null, accuracy = null, held_out_accuracy: heldOut = null } = job.metrics || {};
+      const shares = heldOut ?? accuracy;
+      const numbers = [throughput === null ? null : `${number(throughput)}/s`, shares === null ? null : percent(shares)];
       const state = job.phase === "running" ? "running" : `${job.phase} ${age(job.heard_s_ago)} ago`;
       return { key: job.name, href: `#job=${encodeURIComponent(job.name)}`, lines: [job.name, `${MARKS[job.phase]} ${state} · ${numbers.filter(Boolean).join(" · ") || "–"}`, about.filter(Boolean).join(" · ")], current: job.name === this.shown };
     });
@@ -147,7 +149,7 @@ class CapturePage {
   }
 
   // One request at a time: while it runs only the newest moment is kept.
-  async moveTo(seconds, withCurves = false) {
+  async moveTo(seconds, withWindows = false) {
     setText(find("moment"), `${elapsed(seconds)} of ${elapsed(this.duration)}`);
     this.wanted = seconds;
     if (this.busy) return;
@@ -156,9 +158,9 @@ class CapturePage {
       while (this.wanted !== null) {
         const at = this.wanted;
         this.wanted = null;
-        await Promise.all(this.panes.map((pane, index) => this.load(pane, index, at, withCurves)));
-        if (withCurves) this.shareAxes();
-        withCurves = false;
+        await Promise.all(this.panes.map((pane, index) => this.load(pane, index, at, withWindows)));
+        if (withWindows) this.shareAxes();
+        withWindows = false;
       }
     } catch (error) {
       find("status").className = "error";
@@ -168,15 +170,14 @@ class CapturePage {
     }
   }
 
-  async load(pane, index, seconds, withCurves) {
+  async load(pane, index, seconds, withWindows) {
     const { duration_s: duration } = this.captures[index];
     const at = Math.min(seconds, duration);
-    const answer = await fetch(`/api/captures/${index}?elapsed_s=${at}${withCurves ? "&curves=1" : ""}`);
+    const answer = await fetch(`/api/captures/${index}?elapsed_s=${at}${withWindows ? "&windows=1" : ""}`);
     if (!answer.ok) throw new Error(await answer.text());
     const data = await answer.json();
-    pane.decided.clear();
-    pane.update(data);
     pane.setMoment(at);
+    pane.update(data);
     if (index === 0 || data.notes.length || data.alarms.length) this.notes = { ...(this.notes || {}), [index]: data };
     this.showNotes();
   }

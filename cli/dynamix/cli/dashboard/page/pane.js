@@ -5,6 +5,7 @@ import { age, clock, elapsed, element, milliseconds, number, percent, setText, w
 import { Alarms, Bars, Decisions, Levers, Nodes } from "./tables.js";
 
 const MAX_LINES = 8;
+const MAX_NODES = 16;
 const MAX_WINDOWS = 5000;
 const PHASES = { running: ["● running", "good"], silent: ["○ silent, perhaps killed", "error"], ended: ["■ ended", "dim"] };
 const TILES = [
@@ -25,7 +26,7 @@ export class Pane {
   constructor(name, startUnixS = null) {
     this.start = startUnixS;
     this.windows = new Map();
-    this.decided = new Map();
+    this.moment = null;
     this.sync = startUnixS === null ? `job-${(panes += 1)}` : "captures";
     this.name = element("h2", {}, name || "no job yet");
     this.phase = element("span", {});
@@ -76,17 +77,15 @@ export class Pane {
     this.root.remove();
   }
 
-  // document: {is_whole, job, curves, decisions, alarms}; curves and decisions are what changed unless it is whole
+  // document: {is_whole, job, windows, alarms}; the windows are those that changed, unless it is whole
   update(document) {
-    if (document.is_whole) {
-      this.windows.clear();
-      this.decided.clear();
-    }
-    merge(this.windows, document.curves || []);
-    merge(this.decided, document.decisions);
+    if (document.is_whole) this.windows.clear();
+    merge(this.windows, document.windows || []);
     this.showJob(document);
-    this.decisions.update([...this.decided.values()], document.job.phase);
-    if (document.curves) this.drawCurves();
+    const until = this.moment === null ? Infinity : this.start + this.moment;
+    const decided = [...this.windows.values()].filter((window) => window.action && window.decided_unix_s <= until);
+    this.decisions.update(decided, until, document.job.phase);
+    if (document.windows) this.drawCurves();
   }
 
   showJob({ job, alarms }) {
@@ -94,7 +93,8 @@ export class Pane {
     setText(this.name, job.name);
     this.root.setAttribute("aria-label", job.name);
     const [text, kind] = PHASES[job.phase];
-    setText(this.phase, job.phase === "ended" && job.end_reason ? `${text}: ${job.end_reason}` : text);
+    const reason = job.phase === "ended" && job.specification?.end_reason;
+    setText(this.phase, reason ? `${text}: ${reason}` : text);
     this.phase.className = kind;
     this.tiles.forEach((tile, index) => setText(tile.value, job.metrics ? TILES[index][2](job.metrics, job) : "–"));
     this.showAge();
@@ -108,7 +108,8 @@ export class Pane {
     this.now = nowUnixS;
     const job = this.job;
     if (!job) return;
-    const parts = [job.policy, `${job.num_ranks} ranks on ${job.num_nodes} ${job.num_nodes === 1 ? "node" : "nodes"}`,
+    const nodes = (job.specification || job).nodes.length;
+    const parts = [job.specification?.policy, `${job.num_ranks} ranks on ${nodes} ${nodes === 1 ? "node" : "nodes"}`,
       job.window === null ? "no window yet" : `window ${job.window}`];
     if (job.generation) parts.push(`restart ${job.generation}`);
     if (this.start === null && job.updated_unix_s && nowUnixS) parts.push(`${age(nowUnixS - job.updated_unix_s)} ago`);
@@ -116,12 +117,13 @@ export class Pane {
   }
 
   setMoment(seconds) {
+    this.moment = seconds;
     Object.values(this.charts).forEach((chart) => chart.setMoment(seconds));
   }
 
   drawCurves() {
-    const points = [...this.windows.values()].filter((point) => point.time_unix_s && point.metrics);
-    const xs = points.map((point) => point.time_unix_s - (this.start || 0));
+    const points = [...this.windows.values()].filter((point) => point.measured_unix_s && point.metrics);
+    const xs = points.map((point) => point.measured_unix_s - (this.start || 0));
     for (let index = 1; index < xs.length; index += 1) xs[index] = Math.max(xs[index], xs[index - 1] + 1e-3);
     const of = (key, label, colour, value) => ({ key, label, colour, dash: colour, values: points.map(value) });
     const metric = (name, label, colour, factor = 1) => of(name, label, colour, (point) => scaled(point.metrics[name], factor));
@@ -135,14 +137,14 @@ export class Pane {
     const terms = [...new Set(points.flatMap((point) => Object.keys(point.reward_terms)))];
     c.reward.update(xs, [of("reward", "reward", 6, (point) => point.reward),
       ...terms.map((term, index) => of(`term ${term}`, term.replaceAll("_", " "), index, (point) => point.reward_terms[term] ?? null))]);
-    const nodes = [...new Set(points.flatMap((point) => Object.keys(point.nodes)))].sort();
+    const nodes = [...new Set(points.flatMap((point) => Object.keys(point.nodes)))].sort().slice(0, MAX_NODES);
     const node = (name, colour, key, label, read) => ({ key: `${key} ${name}`, label, colour, dash: key === "received" ? 2 : 0,
-      values: points.map((point) => read(point.nodes[name] || [null, null, null])) });
-    c.cpu.update(xs, nodes.map((name, index) => ({ ...node(name, index, "cpu", name, (values) => scaled(values[0], 100)), dash: index })));
+      values: points.map((point) => read(point.nodes[name] || {})) });
+    c.cpu.update(xs, nodes.map((name, index) => ({ ...node(name, index, "cpu", name, (one) => scaled(one.cpu_time_ratio, 100)), dash: index })));
     const place = (name, what) => (nodes.length > 1 ? `${name} ${what}` : what);
     c.network.update(xs, nodes.slice(0, MAX_LINES).flatMap((name, index) => [
-      node(name, index, "sent", place(name, "sent"), (values) => scaled(values[1], 1e-6)),
-      node(name, index, "received", place(name, "received"), (values) => scaled(values[2], 1e-6))]));
+      node(name, index, "sent", place(name, "sent"), (one) => scaled(one.tx_bytes_per_s, 1e-6)),
+      node(name, index, "received", place(name, "received"), (one) => scaled(one.rx_bytes_per_s, 1e-6))]));
   }
 }
 

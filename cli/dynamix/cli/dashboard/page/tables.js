@@ -10,6 +10,8 @@ const PARTS = [
   ["update", "update_time_s", "update"],
 ];
 
+const sum = (values) => values.reduce((a, b) => a + b, 0);
+
 function panel(title, unit, waits, kind = "") {
   const body = element("div", { class: "body scroll", tabindex: "0", role: "region", "aria-label": title });
   const note = element("span", {}, unit);
@@ -34,16 +36,15 @@ export class Bars {
   }
 
   update(job) {
-    this.empty.hidden = job.ranks.length > 0;
-    this.key.hidden = this.axis.hidden = false;
-    const total = (rank) => PARTS.reduce((sum, [, field]) => sum + (rank[field] || 0), 0);
-    const full = Math.max(1e-9, ...job.ranks.map((rank) => Math.max(rank.step_time_s, total(rank))));
-    this.ticks.forEach((tick, index) => setText(tick, job.ranks.length ? number((full * 1000 * index) / 2) : ""));
-    const shown = job.ranks.length < job.num_ranks_known ? `slowest ${job.ranks.length} of ${job.num_ranks_known} ranks` : "newest window";
-    setText(this.note, shown);
-    for (const rank of job.ranks) this.row(rank, full);
+    const ranks = job.ranks.map((rank) => ({ ...rank.training, ...rank, isBehind: rank.window < job.window }));
+    this.empty.hidden = ranks.length > 0;
+    const total = (rank) => sum(PARTS.map(([, field]) => rank[field] || 0));
+    const full = Math.max(1e-9, ...ranks.map((rank) => Math.max(rank.step_time_s, total(rank))));
+    this.ticks.forEach((tick, index) => setText(tick, ranks.length ? number((full * 1000 * index) / 2) : ""));
+    setText(this.note, ranks.length < job.num_ranks_known ? `slowest ${ranks.length} of ${job.num_ranks_known} ranks` : "newest window");
+    for (const rank of ranks) this.row(rank, full);
     for (const [rank, row] of this.rows) {
-      if (!job.ranks.some((one) => one.rank === rank)) { row.root.remove(); this.rows.delete(rank); }
+      if (!ranks.some((one) => one.rank === rank)) { row.root.remove(); this.rows.delete(rank); }
     }
   }
 
@@ -58,12 +59,12 @@ export class Bars {
       this.list.insertBefore(row.root, next ? next[1].root : null);
     }
     const known = PARTS.map(([, field]) => rank[field] || 0);
-    const rest = rank.compute_time_s === null ? Math.max(0, rank.step_time_s - known.reduce((a, b) => a + b, 0)) : 0;
+    const rest = rank.compute_time_s === null ? Math.max(0, rank.step_time_s - sum(known)) : 0;
     [...known, rest].forEach((seconds, index) => { row.parts[index].style.width = `${(100 * seconds) / full}%`; });
     const pending = rank.pending_local_batch_size === rank.local_batch_size ? "" : `→${rank.pending_local_batch_size}`;
     setText(row.name, `${rank.rank}: ${rank.local_batch_size}${pending}`);
     setText(row.time, milliseconds(rank.step_time_s));
-    row.root.classList.toggle("behind", rank.is_behind);
+    row.root.classList.toggle("behind", rank.isBehind);
     const text = PARTS.map(([, field, label]) => `${label} ${milliseconds(rank[field])}`).join(", ");
     const title = `rank ${rank.rank} on ${rank.node}, ${rank.local_batch_size} samples: ${rest ? `compute and wait ${milliseconds(rest)}` : text}`;
     if (row.root.title !== title) { row.root.title = title; row.root.setAttribute("aria-label", title); }
@@ -80,35 +81,36 @@ export class Decisions {
       ...headings.map(([text, kind]) => element("th", { scope: "col", class: kind }, text)))), this.rows));
   }
 
-  // newest last; all of them
-  update(decisions, phase) {
+  // windows with their decisions, newest last; what was adopted after `until` is not shown yet
+  update(windows, until, phase) {
+    this.until = until;
     this.notAdopted = phase === "ended" ? "never" : "not yet";
-    this.empty.hidden = decisions.length > 0;
+    this.empty.hidden = windows.length > 0;
     const kept = this.body.scrollTop;
-    this.rows.replaceChildren(...decisions.slice(-100).reverse().map((one) => this.row(one)));
+    this.rows.replaceChildren(...windows.slice(-100).reverse().map((one) => this.row(one)));
     this.body.scrollTop = kept;
   }
 
-  row(one) {
-    const restart = one.generation ? `${one.generation}:` : "";
-    const change = one.change.global_batch_size ? ` (${signed(one.change.global_batch_size)})` : "";
-    const adopted = one.effective_window === null ? this.notAdopted : `window ${one.effective_window}`;
+  row({ generation, window, action: one, decided_unix_s: decided, applied, applied_unix_s: appliedAt }) {
+    const restart = generation ? `${generation}:` : "";
+    const change = one.global_batch_size_change ? ` (${signed(one.global_batch_size_change)})` : "";
+    const adopted = applied && appliedAt <= this.until ? `window ${applied.effective_window}` : this.notAdopted;
     const why = one.reason || `${one.policy} gives no reason`;
     return element("tr", {},
-      element("td", { class: "number" }, `${restart}${one.window}`),
-      element("td", { class: "nowrap" }, this.atTime(one.time_unix_s)),
+      element("td", { class: "number" }, `${restart}${window}`),
+      element("td", { class: "nowrap" }, this.atTime(decided)),
       element("td", { class: "number" }, `${whole(one.global_batch_size)}${change}`),
-      element("td", { class: "nowrap" }, changes(one.change)),
+      element("td", { class: "nowrap" }, changes(one)),
       element("td", {}, one.split),
-      element("td", {}, one.exchange),
-      element("td", { class: one.reason ? null : "dim" }, one.inputs_missing ? `${why}; inputs were missing` : why),
+      element("td", {}, one.exchange.label),
+      element("td", { class: one.reason ? null : "dim" }, one.gap ? `${why}; inputs were missing` : why),
       element("td", { class: "nowrap" }, adopted));
   }
 }
 
-function changes({ local_batch_sizes: deltas, num_ranks_more: more, num_ranks_less: less }) {
+function changes({ deltas, num_ranks_more: more, num_ranks_less: less }) {
   if (!more && !less) return "none";
-  if (deltas.length && deltas.length <= 8) return deltas.map((delta) => (delta ? signed(delta) : "·")).join(" ");
+  if (deltas && deltas.length <= 8) return deltas.map((delta) => (delta ? signed(delta) : "·")).join(" ");
   return `${more} ranks more, ${less} less`;
 }
 
@@ -120,21 +122,23 @@ export class Levers {
   }
 
   update(job) {
-    const levers = job.levers;
-    this.empty.hidden = levers !== null;
-    if (!levers) return this.list.replaceChildren();
-    const options = Object.entries(levers.policy_options).map(([name, value]) => `${name}=${value}`).join(", ");
-    const split = { tracking: "by the ranks, after every step, by measured speed", fixed: "as decided, once per window",
-                    traces: "by the traces of the nodes' agents, once per window" };
+    const given = job.specification;
+    this.empty.hidden = given !== null;
+    if (!given) return this.list.replaceChildren();
+    const split = job.action?.split ?? given.initial_split;
+    const steps = Math.max(0, ...job.nodes.map((node) => node.num_steps)) || given.window_steps;
+    const options = Object.entries(given.policy_options).map(([name, value]) => `${name}=${value}`).join(", ");
+    const splits = { tracking: "by the ranks, after every step, by measured speed", fixed: "as decided, once per window",
+                     traces: "by the traces of the nodes' agents, once per window" };
     const rows = {
-      policy: `${job.policy}${options ? ` (${options})` : ""}`,
-      "global batch": `${whole(job.global_batch_size)} samples, ${levers.global_batch}; began with ${whole(levers.initial_global_batch_size)}`,
-      "per rank": `${whole(levers.min_local_batch_size)} to ${whole(levers.max_local_batch_size)} samples`,
-      split: `${levers.split}: ${split[levers.split]}`,
-      exchange: `${levers.exchange}; permitted: ${levers.exchange_permission}, began: ${levers.initial_exchange}`,
-      "learning rate": { none: "as the script sets it", linear: "in proportion to the global batch", sqrt: "by the square root of the global batch" }[levers.learning_rate_rule],
-      window: `${whole(levers.window_steps)} steps`,
-      refused: Object.entries(job.num_refused).filter(([, count]) => count).map(([why, count]) => `${count} ${why}`).join(", ") || "no decision",
+      policy: `${given.policy}${options ? ` (${options})` : ""}`,
+      "global batch": `${whole(job.global_batch_size)} samples, ${given.global_batch}; began with ${whole(sum(given.initial_local_batch_sizes))}`,
+      "per rank": `${whole(given.min_local_batch_size)} to ${whole(Math.max(...given.max_local_batch_sizes))} samples`,
+      split: `${split}: ${splits[split]}`,
+      exchange: `${job.exchange.label}; permitted: ${given.exchange}, began: ${given.initial_exchange.label}`,
+      "learning rate": { none: "as the script sets it", linear: "in proportion to the global batch", sqrt: "by the square root of the global batch" }[given.learning_rate_rule],
+      window: `${whole(steps)} steps`,
+      refused: Object.entries(job.applied?.num_refused || {}).filter(([, count]) => count).map(([why, count]) => `${count} ${why}`).join(", ") || "no decision",
     };
     this.list.replaceChildren(...Object.entries(rows).flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]));
   }
@@ -154,8 +158,9 @@ export class Nodes {
     this.empty.hidden = job.nodes.length > 0;
     this.rows.replaceChildren(...job.nodes.map((node) => element("tr", {},
       element("th", { scope: "row", class: "nowrap" }, node.node),
-      ...[whole(node.num_ranks), percent(node.cpu_time_ratio), number(node.load_per_cpu), percent(node.memory_used_ratio),
-        megabytes(node.tx_bytes_per_s), megabytes(node.rx_bytes_per_s), whole(node.retransmits)].map((text) => element("td", { class: "number" }, text)),
+      ...[whole(node.num_ranks), percent(node.node_metrics.cpu_time_ratio), number(node.node_metrics.load_per_cpu),
+        percent(node.node_metrics.memory_used_ratio), megabytes(node.tx_bytes_per_s), megabytes(node.rx_bytes_per_s),
+        whole(node.node_metrics.retransmits)].map((text) => element("td", { class: "number" }, text)),
       element("td", {}, node.probe_note ? `${node.probe}: ${node.probe_note}` : node.probe))));
   }
 }

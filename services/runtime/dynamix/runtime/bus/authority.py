@@ -25,7 +25,7 @@ from dynamix.runtime.input_files import MAX_BYTES, read_secret
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MAX_TRAINER_BYTES
 from dynamix.schemas.kinds import BY_NAME, KINDS, SERVICES, WATCHER, Kind
-from dynamix.schemas.streams import ACTIONS, DAY_S, DEAD, FEED, JOBS, POLICIES, PROFILES
+from dynamix.schemas.streams import ACTIONS, DAY_S, DEAD, FEED, JOBS, POLICIES, PROFILES, REPORTS
 from dynamix.schemas.subjects import ANY, covers
 
 PROVISION = "provision"
@@ -35,7 +35,7 @@ STREAMS_ACCOUNT, TRAINERS_ACCOUNT, SERVICES_ACCOUNT, SYSTEM_ACCOUNT = ACCOUNTS
 LIMITED_BY = {"trainer": "job", "collector": "node", "reward": "instance"}
 """What a key of these roles is for; other roles' keys are for all."""
 DURABLES = {"collector": "report", "reward": "window"}
-"""Roles that read FEED by a durable consumer, which is made with the key, and the kind that it delivers."""
+"""Roles that read by a durable consumer, which is made with the key, and the kind that it delivers."""
 
 API = "$JS.API."
 HEADER_BYTES = 4096
@@ -53,7 +53,7 @@ _READS = {
     WATCHER: (ANY,),
 }
 _ALSO = {
-    "arbitrator": (f"{API}INFO", f"{API}STREAM.INFO.{DEAD.name}"),  # for alerts: all users' requests, what DEAD takes
+    "arbitrator": (f"{API}INFO", *(f"{API}STREAM.INFO.{stream.name}" for stream in (DEAD, REPORTS))),  # for alerts
     WATCHER: (f"{API}INFO",),
 }
 _UNLIMITED = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "streams", "consumer"), -1)
@@ -82,13 +82,14 @@ class IssuedKey(msgspec.Struct, kw_only=True):
         return self.revoked is None and self.expires > time.time()
 
     @property
-    def durable(self) -> tuple[str, str] | None:
-        """The durable consumer that it reads by, and the filter of that."""
+    def durable(self) -> tuple[str, str, str] | None:
+        """The durable consumer that it reads by: its stream, its name, its filter."""
         if self.role not in DURABLES:
             return None
         limit, value = self.tags[0].split(":")
         kind = BY_NAME[DURABLES[self.role]]
-        return f"{self.role}-{value}", subjects.template(kind, lambda token: value if token == limit else ANY)
+        wanted = subjects.template(kind, lambda token: value if token == limit else ANY)
+        return kind.carrier, f"{self.role}-{value}", wanted
 
 
 class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -216,15 +217,16 @@ def permissions_of(role: str) -> tuple[list[str], list[str]]:
     if role != "trainer":
         heard.append(_subject(BY_NAME["live"], role))  # its own heartbeat, for health checks
     if role in DURABLES:
-        durable = f"{FEED.name}.{role}-{{{{tag({LIMITED_BY[role]})}}}}"
+        stream = BY_NAME[DURABLES[role]].carrier
+        durable = f"{stream}.{role}-{{{{tag({LIMITED_BY[role]})}}}}"
         sent += [f"{API}CONSUMER.{what}.{durable}" for what in ("INFO", "MSG.NEXT", "RESET")]
-        sent += [f"{API}STREAM.INFO.{FEED.name}", f"$JS.ACK.{durable}.>", f"$JS.ACK._.*.{durable}.>"]
+        sent += [f"{API}STREAM.INFO.{stream}", f"$JS.ACK.{durable}.>", f"$JS.ACK._.*.{durable}.>"]
     for stream in _READS.get(role, ()):
         sent += [f"{API}{what}.{stream}" for what in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET")]
     if role == WATCHER:
         heard.append(f"{subjects.ANNOUNCED}.>")
     for kind in KINDS:
-        if role in kind.receivers and kind.stream is not None:
+        if role in kind.receivers and kind.stream is not None and role not in DURABLES:
             wanted, at_once = _subject(kind, role), role == "trainer" and not kind.stream.announces
             heard.append(wanted if at_once else subjects.announced(wanted))  # a trainer hears rewards as they are sent
     return sent, heard

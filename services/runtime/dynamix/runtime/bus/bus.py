@@ -13,7 +13,7 @@ from dynamix.schemas.messages import Action, JobProfile, Live, Message, PolicyVe
 from . import requests as asked
 from .connection import BrokerConnection, DeniedCallback
 from .errors import StaleWriterError
-from .follow import Following, Overtaking, Subscription
+from .follow import Following, Subscription
 from .publish import Publisher
 from .read import DirectReader, DurableReader, Reader, Start, StatisticsByKind
 from .requests import BusMessage, Requests, StreamState
@@ -221,13 +221,6 @@ class Bus:
         Only the newest counts: what was stored while we were away is not read one by one.
         """
         return self._admit(Following(self._connection, self.requests, stream, subject))
-
-    def overtake(self, stream: str, group_of: Callable[[str], str | None]) -> Overtaking:
-        """Read the newest messages of watched subjects as they are stored, before all that waits in the stream.
-
-        `group_of` is called for each of these messages: its subject's group, `None` where it is not wanted now.
-        """
-        return Overtaking(self._connection, self.requests, stream, group_of)
 
     def subscribe(self, subject: str) -> Subscription:
         """Listen on core NATS, where nothing is stored: for `live`. A slow reader loses the oldest, counted."""

@@ -1,7 +1,6 @@
 """Listening: core NATS subjects, and what streams announce when they store, without a consumer.
 
-`Subscription` is for what is not stored (`live`), `Following` for the newest message of one subject, `Overtaking` for
-those of some subjects ahead of a flood of others.
+`Subscription` is for what is not stored (`live`), `Following` for the newest message of one subject.
 """
 
 import asyncio
@@ -9,13 +8,12 @@ import collections
 import contextlib
 import logging
 import re
-from collections.abc import Callable
 from typing import Self
 
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from dynamix.runtime.rate_limit import RateLimit
-from dynamix.schemas.subjects import ANNOUNCED, ROOT, announced, covers
+from dynamix.schemas.subjects import announced, covers
 
 from .connection import BrokerConnection
 from .errors import BusError, PermissionDeniedError
@@ -195,66 +193,3 @@ class Following(_Listener):
     def _on_reconnected(self) -> None:
         self._was_away = True
         self._look_now.set()
-
-
-class Overtaking:
-    """`async with bus.overtake(stream, group_of) as newest: await newest.watch(subject); async for message in newest:`.
-
-    The newest message of each watched subject, soon after it is stored, whatever others have stored before it. Groups
-    of subjects take turns. A message that a later one of its subject follows at once is left out: what has to be read
-    whole is read by a consumer as well.
-    """
-
-    def __init__(
-        self, connection: BrokerConnection, requests: Requests, stream: str, group_of: Callable[[str], str | None]
-    ) -> None:
-        self._connection = connection
-        self._requests = requests
-        self._stream = stream
-        self._group_of = group_of
-        self._watched: dict[str, NatsSubscription] = {}
-        self._due: dict[str, dict[str, None]] = {}
-        """Subjects to look up, by group; both in their turns."""
-        self._heard = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for subject in list(self._watched):
-            await self.forget(subject)
-
-    async def watch(self, subject: str) -> None:
-        """Hear of what is stored of a subject. The stream sends nothing of others, however much that is."""
-        if subject not in self._watched:
-            self._watched[subject] = await self._connection.subscribe(announced(subject), self._on_stored)
-
-    async def forget(self, subject: str) -> None:
-        """Hear no more of a subject."""
-        if (subscription := self._watched.pop(subject, None)) is not None:
-            await self._connection.unsubscribe(subscription)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> BusMessage:
-        """The next message. Raises BusError when it cannot be looked up, or our user may not."""
-        while True:
-            while not self._due:
-                self._heard.clear()
-                await self._heard.wait()
-            group = next(iter(self._due))
-            subjects = self._due.pop(group)
-            subject = next(iter(subjects))
-            del subjects[subject]
-            if subjects:
-                self._due[group] = subjects
-            if (message := await newest_message(self._requests, self._stream, subject)) is not None:
-                return message
-
-    def _on_stored(self, subject: bytes, _reply: bytes, _payload: bytes, _headers: bytes | None) -> None:
-        """Note that there is something to look up: what any client could have sent here makes us look, and no more."""
-        name = ROOT + subject.decode(errors="replace").removeprefix(ANNOUNCED)
-        if (group := self._group_of(name)) is not None:
-            self._due.setdefault(group, {})[name] = None
-            self._heard.set()

@@ -26,7 +26,6 @@ from nats.aio.subscription import Subscription as NatsSubscription
 
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.schemas.kinds import BY_NAME
-from dynamix.schemas.streams import FEED
 from dynamix.schemas.subjects import ANY, ROOT, announced, covers
 
 from .connection import NOT_FOUND, REQUEST_EXPIRED, BrokerConnection, parse_status
@@ -564,10 +563,10 @@ class _ConsumerInfo(Answer):
 
 async def make_durable(
     requests: Requests,
+    stream: str,
     name: str,
     filter: str,  # noqa: A002 - the broker's word
     *,
-    stream: str = FEED.name,
     start: Literal["new", "all"] | int = "new",
 ) -> None:
     """Make a durable consumer of a stream, or give a present one our settings and the filter.
@@ -594,10 +593,10 @@ async def make_durable(
         await requests.ask(operation, {"stream_name": stream, "config": present | wanted}, _ConsumerInfo)
 
 
-async def remove_durable(requests: Requests, name: str) -> None:
-    """Remove a durable consumer of FEED, where there is one."""
+async def remove_durable(requests: Requests, stream: str, name: str) -> None:
+    """Remove a durable consumer of a stream, where there is one."""
     try:
-        await requests.ask(f"CONSUMER.DELETE.{FEED.name}.{name}", None, Answer)
+        await requests.ask(f"CONSUMER.DELETE.{stream}.{name}", None, Answer)
     except ApiError as error:
         if error.err_code != CONSUMER_NOT_FOUND:
             raise
@@ -698,7 +697,7 @@ class DurableReader(Reader):
         start = self._last + 1 if self._last else self._start
         assert start != "last_per_subject", "refused above"
         try:
-            await make_durable(self._requests, self._name, self._subjects[0], stream=self._stream, start=start)
+            await make_durable(self._requests, self._stream, self._name, self._subjects[0], start=start)
         except PermissionDeniedError as error:
             missing = f"{self._stream} has no consumer {self._name} with our settings, and our user may not make it"
             text = f"{missing}: `dynamix keys create` or `dynamix provision` makes it ({error})"

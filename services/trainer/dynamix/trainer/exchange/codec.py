@@ -176,15 +176,11 @@ class Residuals:
 
     DDP makes its buckets again after the first step, and a checkpoint knows no buckets, so a residual belongs to its
     parameter. Within a bucket residuals lie behind each other, as the gradients do: adding them is one operation.
-    Those that a step began with are kept until the next one begins: an optimizer that skips the step, as under a
-    gradient scaler, throws away what was sent in it, and with it what the residuals gave.
     """
 
     def __init__(self) -> None:
         self._by_key: dict[str, Tensor] = {}
         self._laid_out: dict[int, tuple[tuple[BucketPart, ...], Tensor]] = {}
-        self._before: dict[str, Tensor] = {}
-        """By key, when the step began; nothing here changes a tensor, but `scale` between steps."""
 
     def of(self, bucket: BucketView) -> Tensor:
         """The residuals of a bucket, in its layout; not to be changed.
@@ -218,20 +214,6 @@ class Residuals:
         self._laid_out[bucket.number] = (bucket.parts, flat)
         self._by_key.update((part.key, flat[part.start : part.stop]) for part in bucket.parts)
 
-    def begin_step(self) -> None:
-        """Let `undo_step` go back to what is kept now."""
-        self._before = dict(self._by_key)
-
-    def undo_step(self) -> None:
-        """Keep again what was kept when the step began."""
-        self._by_key = dict(self._before)
-        self._laid_out.clear()
-
-    def scale(self, factor: float) -> None:
-        """Multiply all, in place."""
-        for each in self._by_key.values():
-            each.mul_(factor)
-
     def flush(self, bucket: BucketView, member: Member) -> Leg:
         """Sum a bucket without loss, and its residuals with it; then there are none."""
         residual = self.of(bucket)
@@ -246,7 +228,6 @@ class Residuals:
     def load(self, residuals: Mapping[str, Tensor]) -> None:
         """Forget what is kept, and begin with copies of these."""
         self._laid_out.clear()
-        self._before.clear()
         self._by_key = {key: each.detach().flatten().clone() for key, each in residuals.items()}
 
 

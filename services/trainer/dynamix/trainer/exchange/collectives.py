@@ -91,46 +91,30 @@ def perform_alike(asked: Sequence[Collective]) -> None:
     Raises:
         RuntimeError: when they do not fit together.
     """
-    kinds = {type(each) for each in asked}
-    if len(kinds) > 1:
-        raise RuntimeError(f"ranks ask for different collectives: {[type(each).__name__ for each in asked]}")
     trades = [each for each in asked if isinstance(each, Trade)]
-    if trades:
-        _trade(trades)
-    else:
-        _reduce(kinds.pop(), [each.tensor for each in asked if not isinstance(each, Trade)])
-
-
-def _reduce(kind: type[Collective], tensors: list[Tensor]) -> None:
-    shapes = [(tuple(each.shape), each.dtype) for each in tensors]
-    if len(set(shapes)) > 1:
-        raise RuntimeError(f"{kind.__name__}: ranks have different shapes or types: {shapes}")
+    if len(trades) == len(asked):
+        pieces = [torch.split(trade.sent, trade.sent_sizes) for trade in trades]
+        for rank, trade in enumerate(trades):
+            for source, place in enumerate(torch.split(trade.received, trade.received_sizes)):
+                piece = pieces[source][rank]
+                if (len(piece), piece.dtype) != (len(place), place.dtype):
+                    raise RuntimeError(
+                        f"Trade: rank {source} sends {len(piece)} {piece.dtype} to rank {rank}, which expects "
+                        f"{len(place)} {place.dtype}"
+                    )
+                place.copy_(piece)
+        return
+    kinds = {(type(each), None if isinstance(each, Trade) else each.tensor.shape) for each in asked}
+    if len(kinds) > 1:
+        raise RuntimeError(f"ranks ask for different collectives: {kinds}")
+    tensors = [each.tensor for each in asked if not isinstance(each, Trade)]
     total = tensors[0].clone()
     for tensor in tensors[1:]:
-        if kind is Sum:
+        if isinstance(asked[0], Sum):
             total.add_(tensor)
-        elif kind is Union:
+        elif isinstance(asked[0], Union):
             total.bitwise_or_(tensor)
         else:
             torch.maximum(total, tensor, out=total)
     for tensor in tensors:
         tensor.copy_(total)
-
-
-def _trade(trades: list[Trade]) -> None:
-    pieces = []
-    for rank, trade in enumerate(trades):
-        if len(trade.sent_sizes) != len(trades) or len(trade.received_sizes) != len(trades):
-            raise RuntimeError(f"Trade: rank {rank} names {len(trade.sent_sizes)} pieces for {len(trades)} ranks")
-        if (sum(trade.sent_sizes), sum(trade.received_sizes)) != (len(trade.sent), len(trade.received)):
-            raise RuntimeError(f"Trade: rank {rank}'s pieces do not add up to its tensors")
-        pieces.append(torch.split(trade.sent, trade.sent_sizes))
-    for rank, trade in enumerate(trades):
-        for source, place in enumerate(torch.split(trade.received, trade.received_sizes)):
-            piece = pieces[source][rank]
-            if (len(piece), piece.dtype) != (len(place), place.dtype):
-                raise RuntimeError(
-                    f"Trade: rank {source} sends {len(piece)} {piece.dtype} to rank {rank}, which expects "
-                    f"{len(place)} {place.dtype}"
-                )
-            place.copy_(piece)

@@ -11,7 +11,7 @@ then send that bucket as it is, so that NaN and overflow end as in an all-reduce
 
 import math
 from collections import Counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,26 +34,10 @@ MEASURED_EVERY = 8
 """Times a bucket is summed until its gain is measured again, which costs five passes over its numbers."""
 
 
-class Narrowing(Protocol):
-    """How numbers become bytes, some scales in float32 first and then the numbers; any number of whole blocks."""
-
-    def message_bytes(self, length: int) -> int:
-        """Size of the message with so many numbers; a multiple of 4."""
-
-    def scales(self, message: Tensor, length: int) -> Tensor:
-        """The scales in a message, as a view: not finite where the numbers were not."""
-
-    def write(self, values: Tensor, message: Tensor) -> None:
-        """Fill a message, and leave in `values` what it lacks."""
-
-    def read(self, message: Tensor, values: Tensor) -> None:
-        """Write into `values` what a message says, the same bits on every rank."""
-
-
 class NarrowExchange(ErrorFeedback):
     """A codec that narrows, with error feedback on the way to the owners and back."""
 
-    def __init__(self, name: str, narrowing: Narrowing) -> None:
+    def __init__(self, name: str, narrowing: "Cast | Int8") -> None:
         super().__init__()
         self.name = name
         self._narrowing = narrowing
@@ -133,7 +117,7 @@ class _Plan(NamedTuple):
     """Bytes of the messages about the elements of each other rank."""
 
     @classmethod
-    def of(cls, length: int, member: Member, narrowing: Narrowing) -> "_Plan":
+    def of(cls, length: int, member: Member, narrowing: "Cast | Int8") -> "_Plan":
         ranges = owned_ranges(length, member, BLOCK)
         sizes = [narrowing.message_bytes(owned.length) for owned in ranges]
         mine = [sizes[member.rank]] * member.world_size
@@ -159,7 +143,7 @@ LOWEST_EXPONENT = -100
 
 
 class Cast:
-    """Narrows numbers to a type of two bytes."""
+    """Narrows whole blocks of numbers to a type of two bytes, behind a scale in float32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -1,24 +1,23 @@
 """Plan: which exchange is in effect on a step, and the codecs of each model that carry it out."""
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, SERVERS, Exchange
+from dynamix.schemas.messages.allocation import EXACT, SERVERS, Exchange
 from dynamix.schemas.owner_shares import balanced_shares
 from dynamix.trainer.data.plan import Schedule
 from dynamix.trainer.exchange.codec import BucketView, CodedSquares, ErrorFeedback, ExchangeCodec, Member, legs_of
 
 from .codecs import exchange_codec
 from .collectives import Leg, Sum
-from .transport import GradientServers, Pipeline, UnderWay, timeout_of
-
-_log = logging.getLogger("dynamix.trainer")
+from .pipeline import Pipeline, UnderWay
+from .servers import GradientServers
+from .transport import timeout_of
 
 
 class StepExchange(NamedTuple):
@@ -143,16 +142,9 @@ class ModelExchange:
 
     def begin(self, step: StepExchange) -> None:
         """Begin a step: the buckets that follow are sent by its exchange."""
-        for codec in self._lossy().values():
-            codec.residuals.begin_step()
         if self._step is None or step.exchange != self._step.exchange:
             self._member = member_of(step.exchange, self._rank, self._world_size, self._num_servers)
         self._step = step
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the last exchange sent changes of parameters, and no gradient."""
-        return self._step is not None and self._step.exchange.every > 1
 
     def send(self, bucket: BucketView) -> Sent:
         """Begin to sum a bucket over ranks, in place; all ranks send the same buckets in the same order."""
@@ -177,16 +169,6 @@ class ModelExchange:
         for codec in list(self._lossy().values()):
             found = found.and_more(codec.coded)
         return found
-
-    def undo_step(self) -> None:
-        """Have the residuals again that the newest step began with: its gradient is thrown away."""
-        for codec in self._lossy().values():
-            codec.residuals.undo_step()
-
-    def scale_residuals(self, factor: float) -> None:
-        """Multiply all residuals: gradients will be larger by this factor."""
-        for codec in self._lossy().values():
-            codec.residuals.scale(factor)
 
     def residuals(self) -> dict[str, dict[str, Tensor]]:
         """This rank's residuals, by codec and parameter; copies on the CPU."""
@@ -219,56 +201,3 @@ def _host_copy(flat: Tensor) -> Tensor | None:
 
 def _sum(numbers: Tensor) -> Leg:
     yield Sum(numbers)
-
-
-class GradientScaler(Protocol):
-    """The part of a scaler that is used here, such as of `torch.amp.GradScaler`."""
-
-    def get_scale(self) -> float:
-        """The factor of the losses that follow."""
-
-
-class ScaledResiduals:
-    """Keeps the residuals of a session's models right under a gradient scaler, which skips steps and changes its scale.
-
-    A skipped step throws away what was sent in it, and with it what the residuals gave: they become again what they
-    were when it began, so that the next step sends them, once. They are in units of scaled gradients: when the scale
-    changes, they change with it.
-    """
-
-    def __init__(self, exchanges: Callable[[], Sequence[ModelExchange]], *, warns: bool) -> None:
-        """`exchanges` are those of the models; one rank `warns`."""
-        self._exchanges = exchanges
-        self._scaler: GradientScaler | None = None
-        self._scale = 0.0
-        self._warns = warns
-        self._has_stepped = False
-
-    def use(self, scaler: GradientScaler) -> None:
-        """Follow a scaler from now on."""
-        self._scaler, self._scale = scaler, scaler.get_scale()
-
-    def begin_step(self) -> None:
-        """Scale what is kept of gradients as the next ones are."""
-        if self._scaler is None:
-            return
-        before, self._scale = self._scale, self._scaler.get_scale()
-        if self._scale != before:
-            for each in self._exchanges():
-                if not each.is_local:
-                    each.scale_residuals(self._scale / before)
-
-    def end_step(self, exchange: Exchange, *, updated: bool) -> None:
-        """End a step in which an optimizer stepped, or none did."""
-        if updated or exchange.every > 1:
-            self._has_stepped = True
-        elif self._scaler is not None:
-            for each in self._exchanges():
-                each.undo_step()
-        elif self._warns and self._has_stepped and exchange.codec in LOSSY_CODECS:
-            self._warns = False
-            _log.warning(
-                "no optimizer stepped, and gradients are rounded by codec %s: if a gradient scaler skips steps, call "
-                "session.use_scaler(scaler), or what was rounded away before such a step is lost",
-                exchange.codec,
-            )

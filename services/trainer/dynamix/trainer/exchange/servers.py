@@ -1,84 +1,213 @@
 """Gradient servers: processes without a model that sum parts of the gradients of a job, and know nothing else of it.
 
 A server listens at an address and waits for one job after the other. Rank 0 announces a job; ranks and servers then
-make process groups (`transport.GradientServers` is the ranks' side). One thread per group does what rank 0 tells it:
-pieces may come in either lane, sums go back in the second one. A thread waits for rank 0 without limit, since ranks may
-compute, evaluate or save; the end of a rank's process ends its connections. A server keeps nothing from one sum to the
-next, so that a job that is started again finds it as it was.
+make process groups. One thread per group does what rank 0 tells it: pieces may come in either lane, sums go back in the
+second one. A thread waits for rank 0 without limit, since ranks may compute, evaluate or save; the end of a rank's
+process ends its connections. A server keeps nothing from one sum to the next, so that a job that is started again finds
+it as it was. `GradientServers` is the side of the ranks, `GradientServer` that of the server's process.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore  # public, missing in the stubs of torch.distributed
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore  # public, missing in the stubs of dist
 
 from dynamix.trainer.exchange.codec import sum_in_rank_order
-from dynamix.trainer.exchange.collectives import Trade
-from dynamix.trainer.exchange.transport import (
-    DTYPES,
-    END,
-    TELL_TAG,
-    JobAnnouncement,
-    LentTensor,
-    ToldTrade,
-    break_group,
-    job_key,
-    make_groups,
-    open_store,
-    perform,
-)
+from dynamix.trainer.exchange.collectives import ServedSum, Trade
+from dynamix.trainer.exchange.transport import LentTensor, break_group, perform
 
+NUM_GROUPS = 2
+"""One for each lane of the ranks' pipeline."""
+TELL_TAG = 1
+REACH_S = 10.0
+"""Longest wait for a server's address to answer."""
+MEETING_S = 60.0
+"""Longest wait for the servers to join: one that serves another job does not."""
+LOOK_S = 0.2
+"""Between two looks for another job: the store has no way to be told of one."""
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""Torch's own, for gloo."""
 FOR_EVER = timedelta(days=365)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
+"""What is traded, by number."""
+JOBS_KEY = "jobs"
+"""How many jobs were announced to a server."""
 
 
-class Answers:
-    """Sums that wait until the ranks take them back."""
+class JobAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0's announcement of a job, in the store of a server."""
 
-    def __init__(self) -> None:
-        self._by_number: dict[int, Tensor] = {}
-        self._changed = threading.Condition()
-        self._has_failed = False
+    job: str
+    num_ranks: int
+    num_servers: int
+    index: int
+    """Which of the servers reads it."""
+    meeting: str
+    """Address of the store at which all meet."""
+    number: int
+    """Which of the jobs at that store it is."""
+    timeout_s: float
+    """Time-out of the process groups."""
 
-    def put(self, number: int, total: Tensor) -> None:
-        """Keep a sum."""
-        with self._changed:
-            self._by_number[number] = total
-            self._changed.notify_all()
 
-    def fail(self) -> None:
-        """Let `take` raise: no more sums will come."""
-        with self._changed:
-            self._has_failed = True
-            self._changed.notify_all()
+class ToldTrade(NamedTuple):
+    """The message to a server before a trade."""
 
-    def take(self, number: int) -> Tensor:
-        """The sum of that number, once it is there.
+    number: int
+    """Which sum it belongs to; -1: no more trades in this group."""
+    is_answer: int
+    dtype: int
+    """Position among `DTYPES`."""
+    size: int
+    """Elements of the server's piece of each rank."""
+
+
+END = ToldTrade(-1, 0, 0, 0)
+
+
+class ServedGroup:
+    """The process group of one lane, as a rank has it."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, num_ranks: int, num_servers: int) -> None:
+        self.group: dist.ProcessGroup | None = group
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._num_servers = num_servers
+
+    def trade(self, trade: Trade, served: ServedSum) -> dist.ProcessGroup:
+        """Tell the servers of a trade, in rank 0; returns the group in which it is carried out."""
+        assert self.group is not None, "left"
+        dtype = DTYPES.index(trade.sent.dtype)
+        for index, size in enumerate(served.sizes):
+            self._tell(index, ToldTrade(served.number, int(trade.is_answer), dtype, size))
+        return self.group
+
+    def leave(self) -> None:
+        """Leave the group; rank 0 tells the servers that nothing follows. No collective."""
+        for index in range(self._num_servers):
+            self._tell(index, END)
+        self.group = None
+
+    def _tell(self, index: int, told: ToldTrade) -> None:
+        if self._rank == 0:
+            assert self.group is not None, "left"
+            lent = LentTensor(torch.tensor(told))
+            self.group.send([lent.alias], self._num_ranks + index, TELL_TAG).wait()
+
+
+class GradientServers:
+    """The servers of a job, none or several, and the ranks that meet them."""
+
+    def __init__(self, addresses: Sequence[str], job: str, rank: int, num_ranks: int) -> None:
+        self.addresses = tuple(addresses)
+        self._job = job
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._problem = ""
+
+    def announce(self, timeout: timedelta | None) -> int:
+        """In rank 0, tell every server of the job; returns its number at the first one, from 1, else 0."""
+        if self.rank:
+            return 0
+        try:
+            stores = [open_store(address) for address in self.addresses]
+            numbers = [store.add(JOBS_KEY, 1) for store in stores]
+            for index, store in enumerate(stores):
+                announcement = JobAnnouncement(
+                    job=self._job,
+                    num_ranks=self.num_ranks,
+                    num_servers=len(stores),
+                    index=index,
+                    meeting=self.addresses[0],
+                    number=numbers[0],
+                    timeout_s=(timeout or DEFAULT_TIMEOUT).total_seconds(),
+                )
+                store.set(job_key(numbers[index]), msgspec.json.encode(announcement).decode())
+        except RuntimeError as error:
+            self._problem = f": {error}"
+            return 0
+        return numbers[0]
+
+    def meet(self, number: int, timeout: timedelta | None) -> list[ServedGroup]:
+        """Make the groups of the job that rank 0 announced under this number; a collective.
 
         Raises:
-            RuntimeError: when the other lane has failed.
+            RuntimeError: on all ranks, when a server cannot be reached or does not join.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: number in self._by_number or self._has_failed)
-            if number not in self._by_number:
-                raise RuntimeError("the other lane has failed")
-            return self._by_number.pop(number)
+        named = f"the gradient servers {', '.join(self.addresses)}"
+        if not number:
+            raise RuntimeError(
+                f"{named} cannot all be reached{self._problem}; start `dynamix serve-gradients` at each address"
+            )
+        try:
+            store = open_store(self.addresses[0])
+            size = self.num_ranks + len(self.addresses)
+            groups = make_groups(store, number, self.rank, size, timeout or DEFAULT_TIMEOUT)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{named} do not join within {MEETING_S:g} s: {error}; each serves one job at a time, and must reach "
+                "the first one's address and all ranks"
+            ) from error
+        return [ServedGroup(group, self.rank, self.num_ranks, len(self.addresses)) for group in groups]
+
+
+def job_key(number: int) -> str:
+    """Where a server finds its job of that number."""
+    return f"job/{number}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of a server.
+
+    Raises:
+        ValueError: for anything but HOST:PORT.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"gradient server {address!r}: write HOST:PORT, as `dynamix serve-gradients --port` has it")
+    return host.strip("[]"), int(port)
+
+
+def open_store(address: str) -> TCPStore:
+    """Reach a server's store. Raises RuntimeError when nothing answers."""
+    host, port = split_address(address)
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=REACH_S), wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=MEETING_S))
+    return store
+
+
+def make_groups(store: TCPStore, number: int, rank: int, size: int, timeout: timedelta) -> list[dist.ProcessGroup]:
+    """The groups of a job, outside of torch's default group; a collective of its ranks and servers.
+
+    Raises:
+        RuntimeError: when not all have come within `MEETING_S`: the groups would wait for them until `timeout`.
+    """
+    arrived = [f"{job_key(number)}/arrived/{each}" for each in range(size)]
+    store.set(arrived[rank], "")
+    store.wait(arrived, timedelta(seconds=MEETING_S))
+    prefixes = [PrefixStore(f"{job_key(number)}/lane/{lane}", store) for lane in range(NUM_GROUPS)]
+    return [cast("dist.ProcessGroup", ProcessGroupGloo(prefix, rank, size, timeout)) for prefix in prefixes]
 
 
 class ServedJob:
-    """One job, from the first trade to the last."""
+    """One job in a server, from the first trade to the last."""
 
     def __init__(self, groups: list[dist.ProcessGroup], num_ranks: int, num_servers: int) -> None:
         self._groups = groups
         self._num_ranks = num_ranks
         self._num_servers = num_servers
-        self._answers = Answers()
+        self._changed = threading.Condition()
+        """Guards all that follows."""
+        self._totals: dict[int, Tensor] = {}
+        """Sums until the ranks take them back, by number."""
         self._left = len(groups)
-        self._ended = threading.Condition()
+        self._is_broken = False
         self.problem = ""
         """What ended the job before its time."""
         for number, group in enumerate(groups):
@@ -88,48 +217,51 @@ class ServedJob:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the job has ended, by then at the latest."""
-        with self._ended:
-            return self._ended.wait_for(lambda: not self._left, timeout_s)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._left, timeout_s)
 
     def break_off(self, problem: str) -> None:
         """End the job here: nothing waits for it any more, in no process."""
-        with self._ended:
+        with self._changed:
             self.problem = self.problem or problem
-        self._answers.fail()
+            self._is_broken = True
+            self._changed.notify_all()
         for group in self._groups:
             break_group(group)
 
     def _run(self, group: dist.ProcessGroup) -> None:
         try:
-            while (told := _next_trade(group)) != END:
+            while True:
+                lent = LentTensor(torch.empty(len(END), dtype=torch.int64))
+                group.recv([lent.alias], 0, TELL_TAG).wait(FOR_EVER)
+                told = ToldTrade(*lent.tensor.tolist())
+                if told == END:
+                    break
                 self._take_part(told, group)
-        except Exception as error:  # noqa: BLE001 - said by the server, which goes on with the next job
+        except Exception as error:  # noqa: BLE001 - reported by the server, which goes on with the next job
             self.break_off(str(error))
-        with self._ended:
+        with self._changed:
             self._left -= 1
-            self._ended.notify_all()
+            self._changed.notify_all()
 
     def _take_part(self, told: ToldTrade, group: dist.ProcessGroup) -> None:
         nothing = torch.empty(0, dtype=DTYPES[told.dtype])
         from_ranks = [*[told.size] * self._num_ranks, *[0] * self._num_servers]
         no_sizes = [0] * len(from_ranks)
         if told.is_answer:
-            total = self._answers.take(told.number)
+            with self._changed:
+                self._changed.wait_for(lambda: told.number in self._totals or self._is_broken)
+                if told.number not in self._totals:
+                    raise RuntimeError("the other lane has failed")
+                total = self._totals.pop(told.number)
             perform(Trade(nothing, total.repeat(self._num_ranks), no_sizes, from_ranks), group)
             return
         pieces = torch.empty(told.size * self._num_ranks, dtype=nothing.dtype)
         perform(Trade(pieces, nothing, from_ranks, no_sizes), group)
-        self._answers.put(told.number, sum_in_rank_order(list(torch.split(pieces, from_ranks[: self._num_ranks]))))
-
-
-def _next_trade(group: dist.ProcessGroup) -> ToldTrade:
-    lent = LentTensor(torch.empty(len(END), dtype=torch.int64))
-    group.recv([lent.alias], 0, TELL_TAG).wait(FOR_EVER)
-    return ToldTrade(*lent.tensor.tolist())
-
-
-LOOK_S = 0.2
-"""Between two looks for another job: the store has no way to be told of one."""
+        total = sum_in_rank_order(list(torch.split(pieces, from_ranks[: self._num_ranks])))
+        with self._changed:
+            self._totals[told.number] = total
+            self._changed.notify_all()
 
 
 class GradientServer:
@@ -149,17 +281,19 @@ class GradientServer:
         """Serve until `stop` is set."""
         number = 1
         while not stop.is_set():
-            if self._store.check([job_key(number)]):
-                self._serve(number, stop)
+            if (found := self._announcement(number)) is not None:
                 number += 1
+                self._serve(found, number, stop)
             else:
                 stop.wait(LOOK_S)
 
-    def _announcement(self, number: int) -> JobAnnouncement:
+    def _announcement(self, number: int) -> JobAnnouncement | None:
+        """The job that was announced under a number; `None` if none was yet."""
+        if not self._store.check([job_key(number)]):
+            return None
         return msgspec.json.decode(self._store.get(job_key(number)), type=JobAnnouncement)
 
-    def _serve(self, number: int, stop: threading.Event) -> None:
-        found = self._announcement(number)
+    def _serve(self, found: JobAnnouncement, following: int, stop: threading.Event) -> None:
         self._say(f"{found.job}: {found.num_ranks} ranks, server {found.index} of {found.num_servers}")
         rank, size = found.num_ranks + found.index, found.num_ranks + found.num_servers
         try:
@@ -170,12 +304,9 @@ class GradientServer:
             return
         job = ServedJob(groups, found.num_ranks, found.num_servers)
         while not job.wait(LOOK_S) and not stop.is_set():
-            if self._starts_again(found.job, number + 1):
+            later = self._announcement(following)
+            if later is not None and later.job == found.job:  # the hosts of its earlier start have vanished
                 job.break_off("it starts again")
                 self._say(f"{found.job}: starts again before it has ended")
                 return
         self._say(f"{found.job}: ended" + (f" early: {job.problem}" if job.problem else ""))
-
-    def _starts_again(self, job: str, number: int) -> bool:
-        """Whether the same job is announced again: then the hosts of its earlier start have vanished."""
-        return bool(self._store.check([job_key(number)])) and self._announcement(number).job == job

@@ -1,33 +1,23 @@
-"""Transport: carries out the collectives of codecs between the ranks of a job, and with its gradient servers.
+"""Collectives over a process group whose threads never need the interpreter: tensors are lent to it.
 
-Two threads ("lanes") have a gloo group each. The first collective of a bucket runs in the first lane, all that follow
-in the second one: while the sums of a bucket come back, the next bucket is already on its way. Both take buckets in the
-order in which the training thread sends them, which is that of the backward pass and so the same on all ranks. Nothing
-waits in a callback of a process group, and no thread of a group needs the interpreter (`LentTensor`).
-
-Where gradient servers take part, each lane has one more group, with them. When a collective fails in one lane, all
-groups of both are broken: no rank or server waits for this rank longer than for one whose process has ended.
+A thread of a group that drops its reference to a Python object calls Python, perhaps while the interpreter is being
+taken down. `LentTensor` gives it an alias that outlives its references.
 """
 
 import contextlib
 import ctypes
 import gc
-import logging
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore  # public, missing in the stubs of dist
 
-from dynamix.trainer.exchange.collectives import Collective, Leg, ServedSum, Sum, Trade, Union
+from dynamix.trainer.exchange.collectives import Collective, Sum, Trade, Union
 
 # Its functions have the default group as it was when they were defined for an argument, and torch imports it with the
 # first DDP model: defined before there is a group, they do not keep one, and its threads, past destroy_process_group.
@@ -59,7 +49,9 @@ class LentTensor:
     """A tensor of ours and the alias of it that a process group may have; made once and lent again and again."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        _look_again()
+        for _ in range(len(_late)):
+            with contextlib.suppress(IndexError):  # another thread has taken it
+                _take_back(_late.popleft())
         self.tensor = tensor
         self.alias = tensor.detach()
         keeper = _Keeper(self.alias, self.alias.detach())
@@ -97,24 +89,12 @@ def keep_for_ever(thing: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-def _look_again() -> None:
-    """Take back what can be by now; several threads may do so at a time."""
-    for _ in range(len(_late)):
-        with contextlib.suppress(IndexError):  # another one has taken it
-            _take_back(_late.popleft())
-
-
 def _take_back(keeper: _Keeper) -> None:
     """Free an alias that no thread holds; one that a thread holds has another chance, and at worst is never freed."""
-    if _is_returned(keeper.alias):
+    if keeper.alias._use_count() <= NOT_LENT:  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(keeper.holder))
     else:
         _late.append(keeper)
-
-
-def _is_returned(alias: torch.Tensor) -> bool:
-    """Whether nothing but its Python object and its keeper has it, which no thread of a group can change any more."""
-    return alias._use_count() <= NOT_LENT  # type: ignore[attr-defined, no-any-return]  # noqa: SLF001 - no public name
 
 
 UNUSED_TAG = 2
@@ -130,367 +110,6 @@ def break_group(group: dist.ProcessGroup) -> None:
         lent = LentTensor(torch.empty(1))
         with contextlib.suppress(RuntimeError):  # the time-out, or a connection to this peer that was closed already
             group.recv([lent.alias], peer, UNUSED_TAG).wait(MOMENT)
-
-
-NUM_GROUPS = 2
-"""One for each lane."""
-TELL_TAG = 1
-REACH_S = 10.0
-"""Longest wait for a server's address to answer."""
-MEETING_S = 60.0
-"""Longest wait for the servers to join: one that serves another job does not."""
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""Torch's own, for gloo."""
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
-"""What is traded, by number."""
-JOBS_KEY = "jobs"
-"""How many jobs were announced to a server."""
-
-
-class JobAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's announcement of a job, in the store of a server."""
-
-    job: str
-    num_ranks: int
-    num_servers: int
-    index: int
-    """Which of the servers reads it."""
-    meeting: str
-    """Address of the store at which all meet."""
-    number: int
-    """Which of the jobs at that store it is."""
-    timeout_s: float
-    """Time-out of the process groups."""
-
-
-class ToldTrade(NamedTuple):
-    """The message to a server before a trade."""
-
-    number: int
-    """Which sum it belongs to; -1: no more trades in this group."""
-    is_answer: int
-    dtype: int
-    """Position among `DTYPES`."""
-    size: int
-    """Elements of the server's piece of each rank."""
-
-
-END = ToldTrade(-1, 0, 0, 0)
-
-
-class ServedGroup:
-    """The process group of one lane, as a rank has it."""
-
-    def __init__(self, group: dist.ProcessGroup, rank: int, num_ranks: int, num_servers: int) -> None:
-        self._group: dist.ProcessGroup | None = group
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._num_servers = num_servers
-
-    def trade(self, trade: Trade, served: ServedSum) -> dist.ProcessGroup:
-        """Tell the servers of a trade, in rank 0; returns the group in which it is carried out."""
-        assert self._group is not None, "left"
-        dtype = DTYPES.index(trade.sent.dtype)
-        for index, size in enumerate(served.sizes):
-            self._tell(index, ToldTrade(served.number, int(trade.is_answer), dtype, size))
-        return self._group
-
-    def leave(self) -> None:
-        """Leave the group; rank 0 tells the servers that nothing follows. No collective."""
-        for index in range(self._num_servers):
-            self._tell(index, END)
-        self._group = None
-
-    def break_off(self) -> None:
-        """Let everything that waits in the group fail, here, in the servers and in other ranks."""
-        group = self._group
-        if group is not None:
-            break_group(group)
-
-    def _tell(self, index: int, told: ToldTrade) -> None:
-        if self._rank == 0:
-            assert self._group is not None, "left"
-            lent = LentTensor(torch.tensor(told))
-            self._group.send([lent.alias], self._num_ranks + index, TELL_TAG).wait()
-
-
-class GradientServers:
-    """The servers of a job, none or several, and the ranks that meet them."""
-
-    def __init__(self, addresses: Sequence[str], job: str, rank: int, num_ranks: int) -> None:
-        self.addresses = tuple(addresses)
-        self._job = job
-        self.rank = rank
-        self.num_ranks = num_ranks
-
-    def meet(self, share: Callable[[int], int], timeout: timedelta | None) -> list[ServedGroup]:
-        """Make the groups; a collective. `share` returns rank 0's number in all ranks.
-
-        Raises:
-            RuntimeError: on all ranks, when a server cannot be reached or does not join.
-        """
-        number, problem = 0, ""
-        if self.rank == 0:
-            try:
-                number = self._announce(timeout or DEFAULT_TIMEOUT)
-            except RuntimeError as error:
-                problem = f": {error}"
-        number = share(number)
-        if not number:
-            raise RuntimeError(
-                f"the gradient servers {', '.join(self.addresses)} cannot all be reached{problem}; start "
-                "`dynamix serve-gradients` at each address"
-            )
-        try:
-            store = open_store(self.addresses[0])
-            size = self.num_ranks + len(self.addresses)
-            groups = make_groups(store, number, self.rank, size, timeout or DEFAULT_TIMEOUT)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the gradient servers {', '.join(self.addresses)} do not join within {MEETING_S:g} s: {error}; each "
-                "serves one job at a time, and must reach the first one's address and all ranks"
-            ) from error
-        return [ServedGroup(group, self.rank, self.num_ranks, len(self.addresses)) for group in groups]
-
-    def _announce(self, timeout: timedelta) -> int:
-        """Tell every server of the job; returns its number at the first one, from 1."""
-        stores = [open_store(address) for address in self.addresses]
-        numbers = [store.add(JOBS_KEY, 1) for store in stores]
-        for index, store in enumerate(stores):
-            announcement = JobAnnouncement(
-                job=self._job,
-                num_ranks=self.num_ranks,
-                num_servers=len(stores),
-                index=index,
-                meeting=self.addresses[0],
-                number=numbers[0],
-                timeout_s=timeout.total_seconds(),
-            )
-            store.set(job_key(numbers[index]), msgspec.json.encode(announcement).decode())
-        return numbers[0]
-
-
-def job_key(number: int) -> str:
-    """Where a server finds its job of that number."""
-    return f"job/{number}"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of a server.
-
-    Raises:
-        ValueError: for anything but HOST:PORT.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"gradient server {address!r}: write HOST:PORT, as `dynamix serve-gradients --port` has it")
-    return host.strip("[]"), int(port)
-
-
-def open_store(address: str) -> TCPStore:
-    """Reach a server's store. Raises RuntimeError when nothing answers."""
-    host, port = split_address(address)
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=REACH_S), wait_for_workers=False)
-    store.set_timeout(timedelta(seconds=MEETING_S))
-    return store
-
-
-def make_groups(store: TCPStore, number: int, rank: int, size: int, timeout: timedelta) -> list[dist.ProcessGroup]:
-    """The groups of a job, outside of torch's default group; a collective of its ranks and servers.
-
-    Raises:
-        RuntimeError: when not all have come within `MEETING_S`: the groups would wait for them until `timeout`.
-    """
-    arrived = [f"{job_key(number)}/arrived/{each}" for each in range(size)]
-    store.set(arrived[rank], "")
-    store.wait(arrived, timedelta(seconds=MEETING_S))
-    prefixes = [PrefixStore(f"{job_key(number)}/lane/{lane}", store) for lane in range(NUM_GROUPS)]
-    return [cast("dist.ProcessGroup", ProcessGroupGloo(prefix, rank, size, timeout)) for prefix in prefixes]
-
-
-_log = logging.getLogger("dynamix.trainer")
-
-CLOSE_S = 2.0
-"""Longest wait for a lane to end: one that waits for a rank that is gone does so until its group's time-out."""
-
-
-class UnderWay:
-    """A leg that is under way; `wait` is called in the training thread."""
-
-    __slots__ = ("_done", "_error")
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """Let `wait` return, or raise."""
-        self._error = error
-        self._done.set()
-
-    def wait(self) -> None:
-        """Return when the leg has ended.
-
-        Raises:
-            RuntimeError: when it failed, or one before it: as from an all-reduce, training cannot go on.
-        """
-        self._done.wait()
-        if self._error is not None:
-            raise RuntimeError(f"the exchange between the ranks failed: {self._error}") from self._error
-
-
-_Task = tuple[Leg, UnderWay]
-
-
-class _LaneGroups(NamedTuple):
-    """The process groups of a lane."""
-
-    own: dist.ProcessGroup
-    """The ranks' own."""
-    served: ServedGroup | None
-    """With the servers behind them."""
-
-    def carry_out(self, collective: Collective) -> None:
-        """Carry out a collective in the group that it is for, and wait for it."""
-        if not isinstance(collective, Trade) or collective.served is None:
-            perform(collective, self.own)
-            return
-        assert self.served is not None, "there are no servers"
-        perform(collective, self.served.trade(collective, collective.served))
-
-    def leave(self) -> None:
-        """Let the servers know that nothing follows."""
-        if self.served is not None:
-            self.served.leave()
-
-    def break_off(self) -> None:
-        """Let everything that waits in the groups fail, here and in other processes."""
-        break_group(self.own)
-        if self.served is not None:
-            self.served.break_off()
-
-
-class _FirstFailure:
-    """What went wrong first in a pipeline, for both of its lanes: what goes wrong then is a consequence."""
-
-    def __init__(self, lanes: list[_LaneGroups]) -> None:
-        self._lanes = lanes
-        self._lock = threading.Lock()
-        self.error: BaseException | None = None
-
-    def report(self, error: BaseException) -> BaseException:
-        """Break the groups, at the first failure; returns that one."""
-        with self._lock:
-            lanes, self._lanes = self._lanes, []
-            self.error = first = self.error or error
-        for groups in lanes:
-            groups.break_off()
-        return first
-
-
-class Pipeline:
-    """Two lanes with a process group each; all ranks make it at the same point and send the same legs to it."""
-
-    def __init__(self, timeout: timedelta | None = None, servers: GradientServers | None = None) -> None:
-        """A collective call; `timeout` is that of the groups, torch's own when not given.
-
-        Raises:
-            RuntimeError: when a server cannot be reached, or does not join.
-        """
-        groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
-        served: list[ServedGroup] | list[None] = [None, None]
-        if servers is not None and servers.addresses:
-            served = servers.meet(lambda number: _of_rank_0(number, groups[0]), timeout)
-        lanes = [_LaneGroups(own, each) for own, each in zip(groups, served, strict=True)]
-        failure = _FirstFailure(lanes)
-        self._second = _Lane("second", lanes[1], _finish, failure)
-        self._first = _Lane("first", lanes[0], _begin_and_pass_on(self._second), failure)
-
-    def send(self, leg: Leg) -> UnderWay:
-        """Carry out a leg behind all that were sent before it."""
-        task = (leg, UnderWay())
-        self._first.put(task)
-        return task[1]
-
-    def close(self) -> None:
-        """End the threads and leave the groups, where nothing is under way in them. No collective."""
-        self._first.close()
-        self._second.close()
-
-
-class _Lane:
-    """A thread that works on tasks in their order, with a process group of its own."""
-
-    def __init__(self, name: str, groups: _LaneGroups, work: "_Work", failure: _FirstFailure) -> None:
-        self._groups: _LaneGroups | None = groups
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        arguments = (self._tasks, groups, work, failure)
-        self._thread = threading.Thread(
-            target=_run_lane, args=arguments, name=f"dynamix exchange {name}", daemon=True
-        )  # a daemon: a process that fails must not wait for a rank that is gone
-        self._thread.start()
-
-    def put(self, task: _Task) -> None:
-        """Add a task behind the others."""
-        self._tasks.put(task)
-
-    def close(self) -> None:
-        """End the thread behind its last task, and leave the groups."""
-        groups, self._groups = self._groups, None
-        if groups is None:
-            return
-        self._tasks.put(None)
-        self._thread.join(CLOSE_S)
-        if self._thread.is_alive():
-            keep_for_ever(groups)
-            return
-        with contextlib.suppress(ValueError):  # the script has destroyed it, with all others
-            dist.destroy_process_group(groups.own)
-
-
-_Work = Callable[[_Task, _LaneGroups], None]
-
-
-def _run_lane(tasks: SimpleQueue[_Task | None], groups: _LaneGroups, work: _Work, failure: _FirstFailure) -> None:
-    """What a lane's thread does; after the first failure in either lane every task fails: ranks are not in step."""
-    while (task := tasks.get()) is not None:
-        leg, under_way = task
-        failed = failure.error
-        if failed is None:
-            try:
-                work(task, groups)  # which may pass the task on: then it is the other lane's
-            except BaseException as error:  # noqa: BLE001 - the training thread raises it
-                failed = failure.report(error)
-        if failed is not None:
-            leg.close()
-            under_way.finish(failed)
-        del task, leg, under_way  # else they live until the next task comes
-    if failure.error is None:
-        try:
-            groups.leave()
-        except RuntimeError as error:
-            _log.warning("a gradient server was gone before it was told of the end of the job: %s", error)
-
-
-def _begin_and_pass_on(second: _Lane) -> _Work:
-    def begin(task: _Task, groups: _LaneGroups) -> None:
-        """Carry out a leg's first collective, and leave the rest to the second lane."""
-        first = next(task[0], None)
-        if first is None:
-            task[1].finish()
-            return
-        groups.carry_out(first)
-        second.put(task)
-
-    return begin
-
-
-def _finish(task: _Task, groups: _LaneGroups) -> None:
-    """Carry out all further collectives of a leg."""
-    leg, under_way = task
-    for collective in leg:
-        groups.carry_out(collective)
-    under_way.finish()
 
 
 def perform(collective: Collective, group: dist.ProcessGroup) -> None:
@@ -514,10 +133,3 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
             timeout: timedelta = group._get_backend(device).options._timeout  # noqa: SLF001 - no public name
             return timeout
     return None
-
-
-def _of_rank_0(number: int, group: dist.ProcessGroup) -> int:
-    """Rank 0's number."""
-    lent = LentTensor(torch.tensor([number]))
-    group.broadcast(lent.alias, 0).wait()
-    return int(lent.tensor.item())

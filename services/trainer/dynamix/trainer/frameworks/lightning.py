@@ -6,7 +6,7 @@ no length: an epoch ends, and validation runs, when the samples are used up; sch
 by samples.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from dynamix.trainer.attach import attach
 from dynamix.trainer.session import Session
 
-from .loaders import LoaderTraits, require_ddp, traits_of
+from .loaders import LoaderTraits, SessionBatches, require_ddp, traits_of
 
 try:
     from lightning.pytorch import Callback
@@ -104,7 +104,7 @@ class DynamixCallback(Callback):
         """Go on from there once attached."""
         self._saved = state_dict.get("session")
 
-    def _replace(self, trainer: Any, loader: Any) -> "LightningBatches":
+    def _replace(self, trainer: Any, loader: Any) -> SessionBatches:
         if self._traits is not None or not isinstance(loader, DataLoader):
             raise ValueError(
                 f"DynamixCallback takes one DataLoader of torch for training, and found {type(loader).__name__}"
@@ -113,7 +113,9 @@ class DynamixCallback(Callback):
         steps = trainer.accumulate_grad_batches
         self._traits, self._gradient_accumulation_steps = traits_of(loader, trainer.world_size), steps
         num_batches = self._traits.steps_per_epoch(trainer.world_size, steps) * steps
-        return LightningBatches(lambda: self._attached(trainer), None if self._is_adaptive else num_batches)
+        return SessionBatches(
+            lambda: self._attached(trainer), loader.dataset, None if self._is_adaptive else num_batches
+        )
 
     def _attached(self, trainer: Any) -> Session:
         if self.session is None:
@@ -144,20 +146,3 @@ class DynamixCallback(Callback):
             session.load_state_dict(self._saved)
             self._saved = None
         return session
-
-
-class LightningBatches:
-    """The batches of a session that is attached with the first of them, when model and optimizer are set up."""
-
-    def __init__(self, attached: Callable[[], Session], num_batches: int | None) -> None:
-        """`num_batches` of an epoch; `None` where steps vary in length."""
-        self._attached = attached
-        self._num_batches = num_batches
-
-    def __len__(self) -> int:
-        if self._num_batches is None:
-            raise TypeError("with an adaptive global batch an epoch has no fixed number of batches")
-        return self._num_batches
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self._attached().loader

@@ -1,6 +1,6 @@
 """Traits of a framework's `DataLoader` that `attach` needs, read from the loader."""
 
-from collections.abc import Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from dynamix.trainer.data.loader import LoaderOptions
 from dynamix.trainer.data.plan import ReferenceSteps
 from dynamix.trainer.gradient.models import unwrapped
+from dynamix.trainer.session import Session
 
 LOADER_OPTIONS = tuple(name for name in LoaderOptions.__annotations__ if name != "generator")
 """Taken as they are; a generator would be that of another order."""
@@ -74,3 +75,21 @@ def traits_of(loader: DataLoader[Any], world_size: int) -> LoaderTraits:
             "dynamix does that itself; with Lightning, Trainer(use_distributed_sampler=False) leaves your sampler alone"
         )
     return LoaderTraits(dataset, len(sampler), size, options | {"sampler": sampler})
+
+
+class SessionBatches:
+    """The batches of a session that is attached with the first of them, when model and optimizer are set up."""
+
+    def __init__(self, attached: Callable[[], Session], dataset: Any, num_batches: int | None) -> None:
+        """`num_batches` of an epoch; `None` where steps vary in length. Trainers log the length of `dataset`."""
+        self.attached = attached
+        self.dataset = dataset
+        self._num_batches = num_batches
+
+    def __len__(self) -> int:
+        if self._num_batches is None:
+            raise TypeError("with an adaptive global batch an epoch has no fixed number of batches")
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.attached().loader

@@ -7,7 +7,7 @@ the Trainer counts the labels of a step over all ranks, to average over them, ea
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from dynamix.trainer.attach import attach
 from dynamix.trainer.session import Session
 
-from .loaders import require_ddp, traits_of
+from .loaders import SessionBatches, require_ddp, traits_of
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -55,7 +55,7 @@ class DynamixTrainerMixin:
         finally:
             self.session = None
 
-    def get_train_dataloader(self: Any) -> "TrainerBatches":
+    def get_train_dataloader(self: Any) -> SessionBatches:
         """The batches of a session, in place of the Trainer's own loader."""
         if self.dynamix_options.get("global_batch") == "adaptive":
             raise ValueError(
@@ -84,7 +84,7 @@ class DynamixTrainerMixin:
         if not self._ends_steps:
             self._ends_steps = True
             self.add_callback(_StepEnds(self))
-        return TrainerBatches(attached, traits.dataset, traits.steps_per_epoch(world_size, steps) * steps)
+        return SessionBatches(attached, traits.dataset, traits.steps_per_epoch(world_size, steps) * steps)
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one batch."""
@@ -148,22 +148,6 @@ class _StepEnds(TrainerCallback):
         if state.global_step >= state.max_steps:
             next(self._epochs, None)
         self._trainer.session.close()
-
-
-class TrainerBatches:
-    """The batches of a session that is attached when training begins."""
-
-    def __init__(self, attached: Callable[[], Session], dataset: Any, num_batches: int) -> None:
-        self.attached = attached
-        self.dataset = dataset
-        """The Trainer logs its length."""
-        self._num_batches = num_batches
-
-    def __len__(self) -> int:
-        return self._num_batches
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.attached().loader
 
 
 def _restore(session: Session, checkpoint: str | None) -> None:

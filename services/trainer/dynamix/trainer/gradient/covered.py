@@ -1,15 +1,21 @@
 """Covered models: the models of one session, each with its communication hook where it has one.
 
 A step may exchange gradients of several models (a generator and a discriminator), and of one several times. All weigh
-by the same plan; compute times travel with every exchange, and those of the step's last one count.
+by the same plan; compute times come with every exchange, and those of the step's last one count.
+
+Torch adds up the gradients g_j of micro-batches in `Parameter.grad`. With a mean loss they must count by their samples
+or tokens, sum_j m_j g_j, so what was added up is scaled by m_j / m_(j+1) where the next one has another weight: with
+samples at most once per step, since sizes differ by one. The whole is then in the scale of the last micro-batch.
 """
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -25,46 +31,53 @@ from dynamix.trainer.gradient.hook import (
     StepWeights,
     loss_weight,
 )
-from dynamix.trainer.gradient.micro_batches import Accumulation, ComputeLoss, HalvedBackward
 
 from .losses import LossWarnings
-from .models import SessionHook, UncoveredModels
+from .models import set_gradient_sync
 from .noise import NormSketch
 
 MakeHook = Callable[[DistributedDataParallel, StepWeights], GradientHook]
+
+DROPPED = (
+    "the gradients of this step's earlier micro-batches are gone: call optimizer.zero_grad() only where "
+    "session.sync_gradients is true, after optimizer.step()"
+)
 
 
 class _HookPlace:
     """The one communication hook that DDP allows a model, for one session after the other."""
 
     def __init__(self, hook: GradientHook | None) -> None:
-        self._hook = hook
-
-    def __deepcopy__(self, _memo: object) -> "_HookPlace":
-        """A copied model belongs to no session: DDP does not take its hook along."""
-        return _HookPlace(None)
+        self.hook = hook
 
     def __reduce__(self) -> tuple[type["_HookPlace"], tuple[None]]:
-        return _HookPlace, (None,)
-
-    def use(self, hook: GradientHook) -> None:
-        """Let the hook of another session weigh.
-
-        Raises:
-            RuntimeError: when the session before it is still open.
-        """
-        if self._hook is not None and not self._hook.is_retired:
-            raise RuntimeError("another session covers the model: end that one first, session.close()")
-        self._hook = hook
+        return _HookPlace, (None,)  # a copied model belongs to no session: DDP does not take its hook along
 
     def reduce(self, _state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook that DDP calls for each bucket."""
-        assert self._hook is not None, "DDP registers no hook of a model that it copied"
-        return self._hook.reduce(bucket)
+        assert self.hook is not None, "DDP registers no hook of a model that it copied"
+        return self.hook.reduce(bucket)
 
 
 _places: "weakref.WeakKeyDictionary[torch.nn.Module, _HookPlace]" = weakref.WeakKeyDictionary()
 """The hook of each model that was ever covered."""
+
+
+class _SessionHook:
+    """A hook on a user's model: keeps no session alive, and a copied or pickled one does nothing."""
+
+    def __init__(self, owner: object | None, function: Callable[..., None]) -> None:
+        """`function` is called with the owner first, as long as that lives."""
+        self._owner = (lambda: None) if owner is None else weakref.ref(owner)
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        """Call the function, if the owner lives."""
+        if (alive := self._owner()) is not None:
+            self._function(alive, *arguments)
+
+    def __reduce__(self) -> tuple[type["_SessionHook"], tuple[None, Callable[..., None]]]:
+        return _SessionHook, (None, self._function)
 
 
 class CoveredModels:
@@ -92,21 +105,18 @@ class CoveredModels:
         self.models: list[torch.nn.Module] = []
         self._hooks: list[GradientHook] = []
         self._make_hook = make_hook
-        self._halved: HalvedBackward | None = None
-        self.accumulation = Accumulation(self.models, weights, reduction, scales_gradients=make_hook is not None)
         self._num_reduced = 0
         self._saw_no_sync = False
+        self._only_adds = False
+        """Whether the current micro-batch's gradient is only added up."""
+        self._probe: tuple[torch.nn.Parameter, torch.Tensor] | None = None
+        """A parameter, and the gradient that it had before the last micro-batch."""
         self._batch: MicroBatch | None = None
         self._handles: list[RemovableHandle] = []
-        self._uncovered: UncoveredModels | None = None
+        self._ignored: list[torch.nn.Module] = []
         self._unshared: list[DistributedDataParallel] = []
         self._sketches: list[NormSketch] = []
         """Norms of the newest step, if it was local and measured, by model; their cells are not summed yet."""
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether communication hooks weigh."""
-        return self._make_hook is not None
 
     def cover(self, model: torch.nn.Module) -> None:
         """Weigh one more model.
@@ -128,35 +138,64 @@ class CoveredModels:
                     "the parameters are updated inside of the backward pass (_apply_optimizer_in_backward), for which "
                     "DistributedDataParallel takes its one communication hook: call optimizer.step() after it instead"
                 )
-            self._hooks.append(self._register_hook(model))
-            self._handles.append(model.register_forward_pre_hook(SessionHook(self, CoveredModels.note_forward)))
+            self._hooks.append(self._register(model, self._make_hook(model, self._weights)))
+            self._handles.append(model.register_forward_pre_hook(_SessionHook(self, CoveredModels.note_forward)))
         elif self._weighs_alone:
-            self._handles += [each.register_hook(self._weigh_alone) for each in model.parameters()]  # type: ignore[no-untyped-call]
+            self._handles += [each.register_hook(self.weigh_alone) for each in model.parameters()]  # type: ignore[no-untyped-call]
         self.models.append(model)
 
-    def backward(self, batch: MicroBatch, compute_loss: ComputeLoss, inputs: tuple[Any, ...]) -> torch.Tensor | None:
-        """Compute loss and gradient, in parts where they do not fit; `None`, and nothing done, for several models.
+    def _register(self, model: DistributedDataParallel, hook: GradientHook) -> GradientHook:
+        place = _places.get(model)
+        if place is not None:
+            if place.hook is not None and not place.hook.is_retired:
+                raise RuntimeError("another session covers the model: end that one first, session.close()")
+            place.hook = hook
+            return hook
+        place = _HookPlace(hook)
+        try:
+            model.register_comm_hook(None, place.reduce)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "the model has a communication hook already: do not register it, pass it to attach as base_hook"
+            ) from error
+        _places[model] = place
+        return hook
 
-        Also for losses that are a mean over tokens: a part's share of them is not known.
-        """
-        if not self._weights.by_samples:
-            return None
-        if self._halved is None and len(self._hooks) == 1:
-            model = self.models[0]
-            assert isinstance(model, DistributedDataParallel)
-            self._halved = HalvedBackward(model, self._hooks[0], self._reduction)
-        if self._halved is None or len(self._hooks) != 1:
-            return None
-        return self._halved(batch, compute_loss, inputs)
-
-    def watch_others(self) -> None:
-        """Refuse to train DDP models that are not covered."""
-        self._uncovered = UncoveredModels(self.models)
+    def refuse_others(self) -> None:
+        """Refuse to train DDP models that are not covered, where hooks weigh: their gradients would be wrong."""
+        if self._make_hook is None:
+            return
+        self._handles.append(
+            register_module_module_registration_hook(_SessionHook(self, CoveredModels.watch_registered))
+        )
+        for found in gc.get_objects():
+            if issubclass(type(found), DistributedDataParallel):
+                self._watch(found)
 
     def ignore(self, model: torch.nn.Module) -> None:
         """Do not refuse a model that is not covered."""
-        if self._uncovered is not None:
-            self._uncovered.ignored.append(model)
+        self._ignored.append(model)
+
+    def watch_registered(self, parent: torch.nn.Module, name: str, _child: Any) -> None:
+        """Watch a DDP model that is just being made."""
+        if name == "module" and isinstance(parent, DistributedDataParallel):
+            self._watch(parent)
+
+    def _watch(self, model: torch.nn.Module) -> None:
+        if not self._covers(model):
+            self._handles.append(model.register_forward_pre_hook(_SessionHook(self, CoveredModels.refuse)))
+
+    def refuse(self, model: torch.nn.Module, _inputs: Any = None) -> None:
+        """Raise RuntimeError when the model is trained and still not covered."""
+        if model.training and torch.is_grad_enabled() and not self._covers(model):
+            raise RuntimeError(
+                "a second DistributedDataParallel model is trained, which the session does not weigh: pass all models "
+                "and optimizers to attach as lists, or call session.cover(model, optimizer); one that has batches of "
+                "its own, equally long on all ranks, is left alone after session.ignore(model)"
+            )
+
+    def _covers(self, model: torch.nn.Module) -> bool:
+        return any(model is each for each in (*self.models, *self._ignored))
 
     def keep_buffers(self, model: DistributedDataParallel) -> None:
         """Let DDP broadcast no buffers of a model, until `broadcast_buffers`."""
@@ -175,8 +214,6 @@ class CoveredModels:
             hook.retire()
         for handle in self._handles:
             handle.remove()
-        if self._uncovered is not None:
-            self._uncovered.remove()
         self._handles.clear()
         self.broadcast_buffers()
         self._exchange.close()
@@ -194,15 +231,51 @@ class CoveredModels:
         return found
 
     def begin(self, batch: MicroBatch, *, shares_times: bool, sketches: bool = False) -> None:
-        """Prepare all models for a batch. Raises RuntimeError as `Accumulation.begin`."""
+        """Prepare all models for a batch: what was added up before it, and whether gradients are exchanged after it.
+
+        Raises:
+            RuntimeError: when the gradients of the micro-batches before it are gone.
+        """
         self._batch = batch
-        self.accumulation.begin(batch)
+        self._probe = None
+        if self._only_adds == batch.is_last:  # else left alone: a script may have its own reasons for `no_sync`
+            self._only_adds = not batch.is_last
+            for model in self.models:
+                set_gradient_sync(model, exchanged=batch.is_last)
+        before = self._weights.begin(batch)
+        if before is not None:
+            self._rescale(before, self._weights.newest)
         if batch.is_last:
             exchange = self._exchange.of_step(batch.plan.step)
             if self._losses is not None:
                 self._losses.begin_step()
             for hook in self._hooks:
                 hook.begin(batch, shares_times=shares_times, exchange=exchange, sketches=sketches)
+
+    def _rescale(self, before: int, count: int) -> None:
+        """Bring what was added up with the weight `before` into the scale of the weight `count`."""
+        parameters = [each for model in self.models for each in model.parameters() if each.grad is not None]
+        if not parameters:
+            raise RuntimeError(DROPPED)
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        if not any(getattr(model, "gradient_as_bucket_view", False) for model in self.models):
+            self._probe = parameters[0], gradients[0]
+        if self._make_hook is None:
+            return  # `scale_loss` weighs
+        if before == 0:  # not times zero: a dummy batch may have made it NaN
+            torch._foreach_zero_(gradients)
+        elif self._reduction == "mean" and before != count:
+            torch._foreach_mul_(gradients, before / count)
+
+    def check_gradients(self) -> None:
+        """Make sure, before the update, that no gradient of an earlier micro-batch was dropped.
+
+        Raises:
+            RuntimeError: when one was.
+        """
+        probe, self._probe = self._probe, None
+        if probe is not None and probe[0].grad is not probe[1]:
+            raise RuntimeError(DROPPED)
 
     def take_sketches(self, plan: StepPlan) -> StepSketches | None:
         """The sketches of the step that ended, with this plan; `None` where nothing was sketched."""
@@ -215,6 +288,20 @@ class CoveredModels:
             return 0.0
         factor = self._weights.factor() * self._weights.correction()
         return loss_weight(batch, self._reduction) * self._exchange.world_size * factor
+
+    def weigh_alone(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Weigh the gradient of a batch before it is added to those before it."""
+        factor = 1.0 if self._batch is None else self.loss_factor(self._batch)
+        return gradient if factor == 1.0 else gradient * factor
+
+    def note_forward(self, model: torch.nn.Module, _inputs: Any) -> None:
+        """Note a forward pass under the script's own `no_sync`, and the collectives before it."""
+        batch = self._batch
+        # a compiled model's hooks are compiled too: what they read would be compiled for each of its values
+        if self._losses is not None and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self._losses.forward_begins(model)
+        if batch is not None and batch.is_last and not model.require_backward_grad_sync and torch.is_grad_enabled():
+            self._saw_no_sync = True
 
     def end_step(self, *, updated: bool) -> SquaredNorms:
         """End a step; returns its squared norms over all models.
@@ -237,46 +324,11 @@ class CoveredModels:
         self._sketches = [hook.sketch for hook in self._hooks if hook.sketch is not None]
         for hook in self._hooks:
             hook.average_plainly()
-        if len(norms) == 1:
-            return norms[0]
         return SquaredNorms([v for each in norms for v in each.local], [v for each in norms for v in each.reduced])
 
     def take_times(self) -> list[float] | None:
         """Seconds per sample by rank, as the step's last exchange brought them."""
-        if len(self._hooks) == 1:
-            return self._hooks[0].take_times()
         newest = None
         for hook in sorted(self._hooks, key=lambda hook: hook.reduced_at):
             newest = hook.take_times() or newest
         return newest
-
-    def _register_hook(self, model: DistributedDataParallel) -> GradientHook:
-        assert self._make_hook is not None
-        hook = self._make_hook(model, self._weights)
-        place = _places.get(model)
-        if place is not None:
-            place.use(hook)
-            return hook
-        place = _HookPlace(hook)
-        try:
-            model.register_comm_hook(None, place.reduce)
-        except RuntimeError as error:
-            raise RuntimeError(
-                "the model has a communication hook already: do not register it, pass it to attach as base_hook"
-            ) from error
-        _places[model] = place
-        return hook
-
-    def _weigh_alone(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Weigh the gradient of a batch before it is added to those before it."""
-        factor = 1.0 if self._batch is None else self.loss_factor(self._batch)
-        return gradient if factor == 1.0 else gradient * factor
-
-    def note_forward(self, model: torch.nn.Module, _inputs: Any) -> None:
-        """Note a forward pass under the script's own `no_sync`, and the collectives before it."""
-        batch = self._batch
-        # a compiled model's hooks are compiled too: what they read would be compiled for each of its values
-        if self._losses is not None and not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self._losses.forward_begins(model)
-        if batch is not None and batch.is_last and not model.require_backward_grad_sync and torch.is_grad_enabled():
-            self._saw_no_sync = True

@@ -116,35 +116,6 @@ class Schedulers:
         return any(scheduler.optimizer is optimizer for scheduler in self._schedulers)
 
 
-class StepScheduleWarning:
-    """Warns once when a learning rate follows the number of steps although steps are no longer equally long."""
-
-    def __init__(self, schedulers: Schedulers) -> None:
-        self._schedulers = schedulers
-        self._seen: dict[int, tuple[int, list[Any]]] = {}
-        """By optimizer: the epoch and the learning rates of its newest update."""
-        self._num_changes = 0
-
-    def observe_update(self, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-        """Look at the learning rates that an update begins with."""
-        if self._num_changes > MAX_UNSCHEDULED_CHANGES or self._schedulers.drives(optimizer):
-            return
-        rates = [group["lr"] for group in optimizer.param_groups]
-        if any(isinstance(rate, torch.Tensor) for rate in rates):  # reading it could wait for a GPU
-            return
-        before = self._seen.get(id(optimizer))
-        self._seen[id(optimizer)] = epoch, rates
-        if before is None or before[0] != epoch or before[1] == rates:
-            return
-        self._num_changes += 1
-        if self._num_changes > MAX_UNSCHEDULED_CHANGES:
-            _log.warning(
-                "the learning rate changes with the number of steps, but with global_batch='adaptive' steps differ in "
-                "length: call session.schedule(scheduler) once and scheduler.step() no more, or compute the rate from "
-                "session.progress instead of a step counter"
-            )
-
-
 MAX_IDLE_STEPS = 20
 """Steps without any update, from the first one on, until the session's optimizers count as not the script's."""
 
@@ -159,14 +130,19 @@ class Updates:
         self,
         *,
         loader: Loader,
-        before_update: Callable[[torch.optim.Optimizer], None],
+        before_update: Callable[[], None],
         factor: Callable[[int], float],
         warns: bool = False,
+        schedulers: Schedulers | None = None,
     ) -> None:
         """`loader` has the batch to train on; `factor` is that of the learning rate by the global batch size.
 
-        One rank `warns`.
+        One rank `warns`; with `schedulers`, where steps differ in length, also of rates that others schedule by steps.
         """
+        self._schedulers = schedulers
+        self._seen: dict[int, tuple[int, list[Any]]] = {}
+        """By optimizer: the epoch and the learning rates of its newest update."""
+        self._num_changes = 0
         self._loader = loader
         self._before_update = before_update
         self._factor_of = factor
@@ -222,7 +198,11 @@ class Updates:
     @property
     def begin_from_snapshot(self) -> bool:
         """Whether an optimizer has steps behind it before the session's first one; SGD without momentum cannot tell."""
-        return any(_has_stepped(optimizer) for optimizer in self._new)
+        return any(
+            bool(state["step"] > 0) if "step" in state else state.get("momentum_buffer") is not None
+            for optimizer in self._new
+            for state in optimizer.state.values()  # some make theirs before the first step, with 0
+        )
 
     @property
     def any_since_step(self) -> bool:
@@ -259,18 +239,29 @@ class Updates:
                 "optimizer.step() after a micro-batch that is not the step's last: call optimizer.step() and "
                 "optimizer.zero_grad() only if session.sync_gradients"
             )
-        self._before_update(optimizer)
+        self._before_update()
+        if self._schedulers is not None and not self._schedulers.drives(optimizer):
+            self._watch_rates(optimizer)
         self._scalers[id(optimizer)].scale(optimizer, self._factor)
+
+    def _watch_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn once of a learning rate that follows the number of steps although these differ in length."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if self._num_changes > MAX_UNSCHEDULED_CHANGES or any(isinstance(rate, torch.Tensor) for rate in rates):
+            return  # reading a tensor could wait for a GPU
+        epoch = self._loader.position.epoch
+        before = self._seen.get(id(optimizer))
+        self._seen[id(optimizer)] = epoch, rates
+        if before is not None and before[0] == epoch and before[1] != rates:
+            self._num_changes += 1
+            if self._num_changes > MAX_UNSCHEDULED_CHANGES:
+                _log.warning(
+                    "the learning rate changes with the number of steps, but with global_batch='adaptive' steps differ "
+                    "in length: call session.schedule(scheduler) once and scheduler.step() no more, or compute the "
+                    "rate from session.progress instead of a step counter"
+                )
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Hook after `optimizer.step`."""
         self._scalers[id(optimizer)].restore(optimizer)
         self._updated.add(id(optimizer))
-
-
-def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state is that of steps; some make theirs before the first, with a count of 0."""
-    return any(
-        bool(state["step"] > 0) if "step" in state else state.get("momentum_buffer") is not None
-        for state in optimizer.state.values()
-    )

@@ -1,20 +1,16 @@
-"""The user's models: unwrapped, told apart by who averages their gradients, and found where no session covers them.
+"""The user's models: unwrapped, and told apart by who averages their gradients.
 
 A model under `DistributedDataParallel` is weighed by its communication hook. Sharded models (FSDP) average gradients
 themselves: the loss is scaled. Any other model in a world of several ranks is refused, unless the script says that a
 framework averages its gradients: unweighted or unaveraged gradients train wrong without a word.
 """
 
-import gc
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 Weighting = Literal["auto", "hook", "loss"]
 """What weighs, as the script says it; `auto` goes by the models' types."""
@@ -128,73 +124,24 @@ def set_gradient_sync(model: torch.nn.Module, *, exchanged: bool) -> None:
         switch(exchanged)
 
 
-class UncoveredModels:
-    """Refuses to train a DDP model that no session covers: with unequal batches its gradients would be wrong."""
-
-    def __init__(self, covered: Sequence[torch.nn.Module]) -> None:
-        """`covered` may grow; watched are the models there are, and those that are made until `remove`."""
-        self._covered = covered
-        self.ignored: list[torch.nn.Module] = []
-        self._handles: list[RemovableHandle] = [
-            register_module_module_registration_hook(SessionHook(self, _watch_registered))
-        ]
-        for found in gc.get_objects():
-            if issubclass(type(found), DistributedDataParallel):
-                self.watch(found)
-
-    def remove(self) -> None:
-        """Watch no longer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def watch(self, model: torch.nn.Module) -> None:
-        """Look at a model whenever it is called, unless it is covered."""
-        if not self._covers(model):
-            self._handles.append(model.register_forward_pre_hook(SessionHook(self, UncoveredModels.refuse)))
-
-    def refuse(self, model: torch.nn.Module, _inputs: Any = None) -> None:
-        """Raise RuntimeError when the model is trained and still not covered."""
-        if model.training and torch.is_grad_enabled() and not self._covers(model):
-            raise RuntimeError(
-                "a second DistributedDataParallel model is trained, which the session does not weigh: pass all models "
-                "and optimizers to attach as lists, or call session.cover(model, optimizer); one that has batches of "
-                "its own, equally long on all ranks, is left alone after session.ignore(model)"
-            )
-
-    def _covers(self, model: torch.nn.Module) -> bool:
-        return any(model is each for each in (*self._covered, *self.ignored))
+def needs_equal_steps(models: Sequence[torch.nn.Module]) -> bool:
+    """Whether every forward pass is a collective, so that all ranks need equally many: sharding, SyncBatchNorm."""
+    return any(
+        isinstance(module, torch.nn.SyncBatchNorm) or not isinstance(model, DistributedDataParallel)
+        for model in models
+        for module in model.modules()
+    )
 
 
-class SessionHook:
-    """A hook on a user's model: keeps no session alive, and copies and pickles as one that does nothing."""
-
-    def __init__(self, owner: object, function: Callable[..., None]) -> None:
-        """`function` is called with the owner first, as long as that lives."""
-        self._owner = weakref.ref(owner)
-        self._function = function
-
-    def __call__(self, *arguments: Any) -> None:
-        """Call the function, if the owner lives."""
-        if (alive := self._owner()) is not None:
-            self._function(alive, *arguments)
-
-    def __deepcopy__(self, _memo: object) -> Callable[..., None]:
-        """A copied model belongs to no session."""
-        return _no_hook
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _make_no_hook, ()
-
-
-def _no_hook(*_: object) -> None:
-    """What a copied model calls."""
-
-
-def _make_no_hook() -> Callable[..., None]:
-    return _no_hook
-
-
-def _watch_registered(watcher: UncoveredModels, parent: torch.nn.Module, name: str, _child: Any) -> None:
-    if name == "module" and isinstance(parent, DistributedDataParallel):
-        watcher.watch(parent)
+def check_accumulation(averaging: Averaging, models: Sequence[torch.nn.Module], *, counts_in_batches: bool) -> None:
+    """Raise ValueError where gradients of micro-batches cannot be added up, saying how to fix it."""
+    if any(getattr(model, "static_graph", False) for model in models):
+        raise ValueError(
+            "gradient accumulation and DistributedDataParallel(static_graph=True) exclude each other, as under plain "
+            "DDP: leave static_graph out"
+        )
+    if counts_in_batches and averaging != "hook":
+        raise ValueError(
+            "count_tokens with gradient accumulation needs a DistributedDataParallel model: elsewhere the tokens of "
+            "all micro-batches must be known before the first one, pass token_counts"
+        )

@@ -7,17 +7,13 @@ With g_i the mean gradient of rank i's b_i samples, G = sum_i (b_i / B) g_i and 
 
 Both are linear in |g_i|^2 and |G|^2, so each rank sums its own part over a window's steps and one gather per window is
 enough. They are averaged over the window's measured steps, then smoothed over windows separately: their ratio is not.
-The norms are those of gradients, or of gradients as Adam divides them (`SecondMoments`).
 """
 
 import math
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
-from torch._C._distributed_c10d import GradBucket
 
 from dynamix.schemas.messages import GradientNoise
 from dynamix.trainer.data.plan import Counts
@@ -181,70 +177,3 @@ class NormSketch:
     def reduced(self) -> float:
         """|G|^2, once the cells are summed."""
         return float(torch.dot(self.cells, self.cells))
-
-
-class SecondMoments:
-    """Adam's second moments as the metric of the noise: |g|^2 = sum (g / (sqrt(v_hat) + eps))^2.
-
-    An adaptive optimizer divides each coordinate by the root of its second moment, so the noise of its steps is that of
-    the divided gradient, as Pollux has it (Qiao et al., OSDI 2021; AdaptDL). The optimizers' state, the same on all
-    ranks of a DDP job, is read only, and on measured steps only: a bucket then costs about seven more passes over it,
-    and the memory of a copy.
-    """
-
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Name the optimizers; they are not kept alive, since their hooks lead back to the session.
-
-        Raises:
-            ValueError: when one is not of Adam's kind, or each rank holds a part of its state.
-        """
-        for optimizer in optimizers:
-            name, *bases = (cls.__name__ for cls in type(optimizer).__mro__)
-            if "ZeroRedundancyOptimizer" in (name, *bases) or any("betas" not in g for g in optimizer.param_groups):
-                raise ValueError(
-                    f'noise_metric="adam" needs optimizers that keep Adam\'s second moments on every rank, not {name}: '
-                    'leave it at "gradient"'
-                )
-        self._optimizers = weakref.WeakSet(optimizers)
-        self._known: dict[torch.Tensor, _Found] = {}
-        self._scales: dict[int, torch.Tensor] = {}
-
-    def begin(self) -> bool:
-        """Look for the moments before a measured step; returns whether there are any, as from the second step on."""
-        self._scales.clear()
-        self._known = {
-            parameter: _Found(state, group)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if "exp_avg_sq" in (state := optimizer.state.get(parameter, {}))
-        }
-        return bool(self._known)
-
-    def read(self, bucket: GradBucket) -> None:
-        """Read those of a bucket's parameters; one without any counts nothing, since no step moves it yet."""
-        buffer = bucket.buffer()
-        scale = torch.zeros_like(buffer, dtype=torch.float32 if buffer.dtype in HALF else buffer.dtype)
-        for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if (found := self._known.get(parameter)) is not None:
-                place = part.storage_offset() - buffer.storage_offset()
-                scale.as_strided(part.size(), part.stride(), place).copy_(found.scale())
-        self._scales[bucket.index()] = scale
-
-    def divide(self, gradient: torch.Tensor, number: int) -> torch.Tensor:
-        """The gradient of a bucket, each coordinate divided as the optimizer will; the argument stays as it is."""
-        return gradient * self._scales[number]
-
-
-class _Found(NamedTuple):
-    state: dict[str, Any]
-    group: dict[str, Any]
-
-    def scale(self) -> torch.Tensor:
-        """1 / (sqrt(v_hat) + eps); nothing is copied from a device to the host."""
-        state, group = self
-        moments: torch.Tensor = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-        steps = state.get("step", group.get("step"))
-        steps = steps.double() if isinstance(steps, torch.Tensor) else steps
-        correction = 1.0 if steps is None else 1 - group["betas"][1] ** steps
-        return (moments / correction).sqrt_().add_(group["eps"]).reciprocal_()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
 from msgspec import Meta
@@ -52,12 +52,10 @@ from dynamix.trainer.arguments import (
 )
 from dynamix.trainer.exchange.codecs import CODECS, GROUP, exchange_codec
 from dynamix.trainer.exchange.rows import table_share
-from dynamix.trainer.exchange.transport import split_address
+from dynamix.trainer.exchange.servers import split_address
 from dynamix.trainer.gradient.hook import BaseHook, Reduction
 from dynamix.trainer.gradient.learning_rate import Rule
 from dynamix.trainer.gradient.models import Averaging
-
-NoiseMetric = Literal["gradient", "adam"]
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -98,8 +96,6 @@ class JobOptions:
     noise_every: AtLeast1
     """Steps between two measurements of the gradient noise."""
     noise_decay: Annotated[float, Meta(ge=0, lt=1)]
-    noise_metric: NoiseMetric = "gradient"
-    """What its squared norms are of: the gradient, or the gradient as Adam divides it."""
     global_batch: GlobalBatch = "adaptive"
     """Whether decisions may change the sum of the sizes."""
     micro_batch_size: AtLeast1 | None = None
@@ -311,7 +307,7 @@ def options_of(
     """
     exchange, servers = served_exchange(given["exchange"], gradient_servers)
     base_hook, in_batches = given["base_hook"], given["count_tokens"] is not None
-    check_hook_options(averaging, len(models), base_hook, given["noise_metric"])
+    check_hook_options(averaging, len(models), base_hook)
     check_exchange_options(averaging, exchange, base_hook)
     check_local_options(exchange, optimizers, counts_in_batches=in_batches)
     sizes, global_batch = sizes_of(given["local_batch_size"], world_size), given["global_batch"]
@@ -423,12 +419,9 @@ def check_hook_options(
     averaging: Averaging,
     num_models: int,
     base_hook: BaseHook | None,
-    noise_metric: NoiseMetric,
 ) -> None:
     """Raise ValueError for options of the communication hook that cannot work, saying how to fix it."""
     if averaging != "hook":
-        if noise_metric != "gradient" and averaging == "loss":
-            raise ValueError(f'noise_metric={noise_metric!r} needs weighting="hook": no noise is measured without')
         if base_hook is not None:
             raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
     elif base_hook is not None and num_models > 1:

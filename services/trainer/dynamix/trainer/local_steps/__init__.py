@@ -1,1 +1,409 @@
-"""Local steps: rounds in which each rank steps alone (`rounds`)."""
+"""Local steps: rounds in which each rank steps alone, and what all ranks have at their end.
+
+In a round of h steps a rank's gradient is the mean of its own samples and is not sent. At its end all ranks have
+
+    theta = theta_start + sum_i (n_i / sum n) (theta_i - theta_start)        n_i: samples of rank i in the round
+
+by the codec and the route of the exchange, the same bits on each: only what moved is sent, so that an error of a codec
+is one of a step. A round also ends before another exchange is in effect, and with an epoch. Buffers are averaged too;
+momentum and the like when local steps end, and with an epoch, so that a checkpoint there holds what all ranks have. The
+learning rate stays that of the global batch.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamix.schemas.messages.allocation import Exchange
+from dynamix.trainer.data.plan import StepPlan
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, Residuals
+from dynamix.trainer.exchange.collectives import Collective, Largest, Leg, Sum
+from dynamix.trainer.exchange.pipeline import Pipeline
+from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange, keeps_residuals
+from dynamix.trainer.gradient.covered import CoveredModels
+from dynamix.trainer.gradient.hook import NOT_MEASURED, SquaredNorms, StepSketches, TimeSlots
+from dynamix.trainer.gradient.learning_rate import Updates
+from dynamix.trainer.gradient.noise import RoundMeasurement
+
+_log = logging.getLogger("dynamix.trainer")
+
+
+def mean_counts(num_samples: Iterable[int], num_steps: int) -> tuple[int, ...]:
+    """Samples per step of each rank, to the nearest whole one."""
+    return tuple((2 * number + num_steps) // (2 * num_steps) for number in num_samples)
+
+
+class RoundDrift(NamedTuple):
+    """One rank's part of a round: its buckets' squared norms; of a GPU they stay there until the window ends."""
+
+    own: list[float | Tensor]
+    """w_i |d_i|^2"""
+    mean: list[float | Tensor]
+    """|d|^2, the same on all ranks."""
+
+
+def outer_step(exchange: Exchange, moved: Tensor, velocity: Tensor | None) -> Tensor:
+    """How far all ranks go, after how far they moved on the mean; `velocity` changes, and is only needed by momentum.
+
+    Products and sums are apart, since a processor that joins them rounds once instead of twice.
+    """
+    if not exchange.has_outer_step:
+        return moved
+    step = moved
+    if exchange.outer_momentum:
+        assert velocity is not None, "momentum needs it"
+        velocity.mul_(exchange.outer_momentum).add_(moved)
+        step = velocity.mul(exchange.outer_momentum).add_(moved)
+    return step.mul(exchange.outer_rate)
+
+
+class OuterOptimizer:
+    """The outer steps of all models of a session; in memory as much as the models, where there is momentum."""
+
+    def __init__(self) -> None:
+        self._velocities: dict[ModelExchange, Residuals] = {}
+        """Laid out as buckets are, and kept by parameter, as residuals are."""
+
+    def step(self, exchange: Exchange, model: ModelExchange, bucket: BucketView) -> Tensor:
+        """How far a bucket's parameters go; `bucket` has how far they moved on the mean."""
+        velocity = self._velocities.setdefault(model, Residuals()).of(bucket) if exchange.outer_momentum else None
+        return outer_step(exchange, bucket.flat, velocity)
+
+    def end_round(self, following: Exchange) -> None:
+        """Forget the momentum where no other round with momentum follows."""
+        if not following.outer_momentum:
+            self._velocities.clear()
+
+    def state(self, models: Sequence[ModelExchange]) -> list[dict[str, Tensor]]:
+        """The momentum of these models, by parameter; the same on all ranks, copied to the CPU."""
+        kept = [self._velocities[each].by_key() if each in self._velocities else {} for each in models]
+        return [{key: part.cpu().clone() for key, part in parts.items()} for parts in kept]
+
+    def load_state(self, models: Sequence[ModelExchange], saved: Sequence[Mapping[str, Tensor]]) -> None:
+        """Go on from what `state` returned."""
+        for model, parts in zip(models, saved, strict=False):
+            if parts:
+                self._velocities.setdefault(model, Residuals()).load(parts)
+
+
+BUCKET_BYTES = 25 * 2**20
+"""DDP's own, where a model does not say."""
+
+
+class FlatBucket:
+    """Some parameters of one model, one behind the other: where they began, and how far they came."""
+
+    def __init__(self, number: int, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Note where all of them are now, in float32 or float64."""
+        self._tensors = [each.detach() for _, each in named]
+        is_double = any(each.dtype == torch.float64 for each in self._tensors)
+        self._start = self._tensors[0].new_empty(
+            sum(each.numel() for each in self._tensors), dtype=torch.float64 if is_double else torch.float32
+        )
+        parts, begin = [], 0
+        for key, tensor in named:
+            parts.append(BucketPart(key, begin, begin + tensor.numel(), tensor.shape))
+            begin += tensor.numel()
+        self._parts = tuple(parts)
+        self._number = number
+        for place, tensor in self._places(self._start):
+            place.copy_(tensor)
+
+    def moved(self, weight: float) -> BucketView:
+        """How far they moved, times this rank's weight."""
+        flat = torch.empty_like(self._start)
+        for place, tensor in self._places(flat):
+            place.copy_(tensor)
+        flat.sub_(self._start)
+        if weight:
+            flat.mul_(weight)
+        else:
+            flat.zero_()  # not times zero: what does not count may be anything
+        return BucketView(self._number, flat, self._parts)
+
+    def move(self, by: Tensor) -> None:
+        """Put them where they began, moved by so much."""
+        self._start.add_(by)
+        for place, tensor in self._places(self._start):
+            tensor.copy_(place)
+
+    def _places(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for part, tensor in zip(self._parts, self._tensors, strict=True):
+            yield flat[part.start : part.stop].view(tensor.shape), tensor
+
+
+def buckets_of(model: torch.nn.Module, exchange: ModelExchange) -> Iterator[FlatBucket]:
+    """The parameters of a model that are trained, in buckets as large as DDP's."""
+    most = getattr(model, "bucket_bytes_cap", BUCKET_BYTES)
+    number, size = 0, 0
+    held: list[tuple[str, Tensor]] = []
+    last: Tensor | None = None
+    for parameter, key in exchange.keys.items():
+        if not parameter.requires_grad:
+            continue
+        is_alike = last is None or (parameter.dtype, parameter.device) == (last.dtype, last.device)
+        if held and (size >= most or not is_alike):
+            yield FlatBucket(number, held)
+            number, held, size = number + 1, [], 0
+        held.append((key, parameter))
+        size += parameter.numel() * parameter.element_size()
+        last = parameter
+    if held:
+        yield FlatBucket(number, held)
+
+
+def share_buffers(tensors: Iterable[Tensor], exchange: ModelExchange, weight: float, *, is_first: bool) -> None:
+    """Replace buffers by their weighted mean over ranks, and whole numbers by those of rank 0; a collective.
+
+    In float64, so that what is the same on all ranks stays so.
+    """
+    under_way = []
+    for tensor in tensors:
+        place = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if place.is_floating_point():
+            value = place.to(torch.float64, copy=True)
+            value = value.mul_(weight) if weight else value.zero_()
+        else:
+            value = place.to(torch.int64, copy=True) if is_first else torch.zeros_like(place, dtype=torch.int64)
+        under_way.append((place, value, exchange.send_plainly(value)))
+    for place, value, sent in under_way:
+        sent.wait()
+        place.copy_(value)
+
+
+class StatePlace(NamedTuple):
+    """Where a tensor of an optimizer's state is, the same on all ranks."""
+
+    optimizer: int
+    parameter: int
+    """Among those of all groups."""
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def state_places(optimizers: Sequence[torch.optim.Optimizer]) -> list[StatePlace]:
+    """The places of this rank's optimizer state; optimizers with integers, such as quantized ones, are left out."""
+    found = []
+    for number, optimizer in enumerate(optimizers):
+        places = [
+            StatePlace(number, index, name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            for index, parameter in enumerate(_parameters(optimizer))
+            for name, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        ]
+        if all(getattr(torch, place.dtype).is_floating_point or place.shape == () for place in places):
+            found += places
+        else:
+            _log.warning("the state of %s cannot be averaged, each rank keeps its own", type(optimizer).__name__)
+    return found
+
+
+def average_states(
+    optimizers: Sequence[torch.optim.Optimizer], places: Iterable[StatePlace], weight: float, pipeline: Pipeline
+) -> None:
+    """Average what `places` name, which any rank has, in the same order on all; counts become the largest one."""
+    under_way = []
+    parameters = [list(_parameters(optimizer)) for optimizer in optimizers]
+    for place in places:
+        tensor = _state(optimizers[place.optimizer], parameters[place.optimizer], place)
+        # a copy on the CPU, in float32 or float64
+        value = tensor.detach().to("cpu", torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=True)
+        if place.shape:
+            value = value.mul_(weight) if weight else value.zero_()
+        under_way.append((tensor, value, pipeline.send(_ask(Sum(value) if place.shape else Largest(value)))))
+    for tensor, value, sent in under_way:
+        sent.wait()
+        tensor.copy_(value)
+
+
+def _ask(collective: Collective) -> Leg:
+    yield collective
+
+
+def _state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], place: StatePlace) -> Tensor:
+    """The tensor in that place, zero where there was none."""
+    parameter = parameters[place.parameter]
+    state = optimizer.state[parameter]
+    if not isinstance(state.get(place.name), Tensor):
+        on_device = bool(place.shape) or any(
+            group.get(flag) for group in optimizer.param_groups for flag in ("capturable", "fused")
+        )
+        device = parameter.device if on_device else torch.device("cpu")
+        state[place.name] = torch.zeros(place.shape, dtype=getattr(torch, place.dtype), device=device)
+    tensor: Tensor = state[place.name]
+    return tensor
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+@dataclass
+class _Round:
+    """A round under way."""
+
+    buckets: list[tuple[ModelExchange, FlatBucket]]
+    """Where the parameters were when it began."""
+    counts: list[int]
+    """Samples so far, by rank."""
+    computed_s: float = 0.0
+    """Compute time of this rank in steps whose time is known."""
+    num_timed: int = 0
+    """Its samples in these."""
+
+
+class EndedStep(NamedTuple):
+    """The result of a local step besides the mean."""
+
+    times: list[float] | None = None
+    """Seconds per sample by rank over the round, where they are to be shared and it ended."""
+    counts: tuple[int, ...] = ()
+    """Samples per step by rank in the round that ended."""
+    norms: SquaredNorms = NOT_MEASURED
+    drift: RoundDrift | None = None
+    """That of the round that ended."""
+
+
+class LocalSteps:
+    """Rounds of local steps of the models of one session; nothing where no exchange asks for them."""
+
+    def __init__(
+        self,
+        exchange: ExchangePlan,
+        models: CoveredModels,
+        updates: Updates,
+        gather: Callable[[list[StatePlace]], list[list[StatePlace]]],
+        *,
+        noise_every: int,
+    ) -> None:
+        """`gather` returns what every rank has, from what this one has; `noise_every` is that of `attach`."""
+        self._measurement = RoundMeasurement(noise_every)
+        self._exchange = exchange
+        self._models = models
+        self._updates = updates
+        self._gather = gather
+        self._slots = TimeSlots(exchange.rank, exchange.world_size)
+        self._buffers: list[tuple[Sequence[Tensor], ModelExchange]] = []
+        """What DDP would broadcast in each forward pass, for which ranks would wait, by model."""
+        self._round: _Round | None = None
+        self._num_steps = 0
+        self._sketches: StepSketches | None = None
+        """Those of the first step of the round, where its noise is measured."""
+        self.outer = OuterOptimizer()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the current step is local."""
+        return self._round is not None
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether all ranks have the same parameters."""
+        return self._num_steps == 0
+
+    def begin(self, step: int) -> None:
+        """Begin a step; the first one of a round notes where it begins, the first of all shares rank 0's buffers."""
+        if self._round is not None or self._exchange.at(step).every == 1:
+            return
+        self._exchange.connect()
+        pairs = list(zip(self._models.models, self._models.exchanges, strict=True))
+        for model, exchange in pairs:
+            assert isinstance(model, DistributedDataParallel), "others have no exchange"
+            if model.broadcast_buffers and model.modules_buffers:
+                is_first = self._exchange.rank == 0
+                share_buffers(model.modules_buffers, exchange, float(is_first), is_first=is_first)
+                self._buffers.append((model.modules_buffers, exchange))
+                self._models.keep_buffers(model)
+        buckets = [(exchange, bucket) for model, exchange in pairs for bucket in buckets_of(model, exchange)]
+        self._round = _Round(buckets, [0] * self._exchange.world_size)
+
+    def measures(self, step: int) -> bool:
+        """Whether the noise is measured on a step: the first one of a round, where one is due."""
+        return self._round is not None and self._measurement.measures(step, begins_round=self._num_steps == 0)
+
+    def end_step(self, plan: StepPlan, *, ends_epoch: bool, seconds_per_sample: float | None) -> EndedStep:
+        """End a step; with a round's last one, a collective, the ranks have their mean."""
+        assert self._round is not None, "the step was not local"
+        self._num_steps += 1
+        self._sketches = self._models.take_sketches(plan) or self._sketches
+        for rank, count in enumerate(plan.counts.values):
+            self._round.counts[rank] += count
+        if seconds_per_sample is not None and seconds_per_sample > 0.0:
+            num_samples = plan.counts.values[self._exchange.rank]
+            self._round.computed_s += seconds_per_sample * num_samples
+            self._round.num_timed += num_samples
+        exchange, following = self._exchange.at(plan.step), self._exchange.at(plan.step + 1)
+        if self._num_steps < exchange.every and exchange == following and not ends_epoch:
+            return EndedStep()
+        counts = mean_counts(self._round.counts, self._num_steps)
+        weight, drift = self._average(exchange, following, shares_times=seconds_per_sample is not None)
+        if following.every == 1 or ends_epoch:
+            self._average_optimizers(weight)
+        if following.every == 1:
+            self.leave()
+        sketches, self._sketches = self._sketches, None
+        norms = sketches.norms() if sketches else NOT_MEASURED
+        return EndedStep(self._slots.take_seconds(), counts, norms, drift)
+
+    def average(self, step: int) -> None:
+        """End a round before its time; a collective. Nothing between two rounds."""
+        if not self.is_averaged:
+            exchange = self._exchange.at(step - 1)
+            self._average_optimizers(self._average(exchange, exchange, shares_times=False)[0])
+            self._sketches = None
+
+    def leave(self) -> None:
+        """Let DDP broadcast buffers again."""
+        if not self.is_averaged and self._exchange.rank == 0:
+            _log.warning(
+                "the session ends in the middle of a round of local steps: each rank has parameters of its own; call "
+                "session.average() on all ranks before"
+            )
+        self._models.broadcast_buffers()
+        self._buffers, self._round, self._num_steps = [], None, 0
+
+    def _average(self, exchange: Exchange, following: Exchange, *, shares_times: bool) -> tuple[float, RoundDrift]:
+        """Let all ranks have the mean; returns this rank's weight in it, and how far they were apart."""
+        assert self._round is not None, "no round"
+        counts = self._round.counts
+        weight = counts[self._exchange.rank] / sum(counts)
+        drift = RoundDrift([], [])
+        step = StepExchange(exchange, flushes=not keeps_residuals(exchange, following))
+        sent: list[tuple[ModelExchange, FlatBucket, BucketView, Sent]] = []
+        for model, bucket in self._round.buckets:
+            model.begin(step)
+            view = bucket.moved(weight)
+            drift.own.append(torch.dot(view.flat, view.flat) / weight if weight else 0.0)
+            sent.append((model, bucket, view, model.send(view)))
+        some_model = self._round.buckets[0][0]
+        cells = [each.cells for each in self._sketches.sketches] if self._sketches else []
+        sketches = [some_model.send_plainly(each) for each in cells]
+        numbers: Sent | None = None
+        if shares_times:
+            seconds_per_sample = self._round.computed_s / max(self._round.num_timed, 1)
+            numbers = some_model.send_plainly(self._slots.write(seconds_per_sample).tensor)
+        for buffers, model in self._buffers:
+            share_buffers(buffers, model, weight, is_first=self._exchange.rank == 0)
+        for model, bucket, view, under_way in sent:
+            under_way.wait()
+            bucket.move(self.outer.step(exchange, model, view))
+            drift.mean.append(torch.dot(view.flat, view.flat))
+        self.outer.end_round(following)
+        for each in sketches:
+            each.wait()
+        if numbers is not None:
+            numbers.wait()
+            self._slots.receive()
+        self._round, self._num_steps = None, 0
+        return weight, drift
+
+    def _average_optimizers(self, weight: float) -> None:
+        optimizers = self._updates.optimizers
+        places = sorted({place for each in self._gather(state_places(optimizers)) for place in each})
+        average_states(optimizers, places, weight, self._exchange.pipeline())

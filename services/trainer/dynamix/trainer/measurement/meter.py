@@ -21,7 +21,7 @@ from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.gradient.hook import Reduction, SquaredNorms
 from dynamix.trainer.gradient.noise import NoiseSums
-from dynamix.trainer.local_steps.rounds import RoundDrift
+from dynamix.trainer.local_steps import RoundDrift
 
 from .clock import AnyClock, StepTimes
 from .energy import unmeasured

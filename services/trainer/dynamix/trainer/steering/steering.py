@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 
 from dynamix.schemas.messages import Action, JobTotals
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.bus_client import Transport
 from dynamix.trainer.data.orders import ONE_PART
 from dynamix.trainer.data.plan import Counts, PlanSampler, Position
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.noise import window_moments
-from dynamix.trainer.loggers.delivery import MetricHistory, window_metrics
+from dynamix.trainer.loggers import MetricHistory, window_metrics
 from dynamix.trainer.measurement.clock import AnyClock, StepTimes
 from dynamix.trainer.measurement.meter import RankMeter, Row, job_totals, wall_s
-from dynamix.trainer.wire.client import Transport
 
 from .collectives import AnyCollectives
 from .offers import REFUSALS, Offers

@@ -102,7 +102,10 @@ class Outbox:
         """Add a message at the end."""
         with self._lock:
             if len(self._messages) >= self._capacity:
-                self._drop_oldest_report()
+                reports = (n for n, each in enumerate(self._messages) if n > 0 and isinstance(each, Report))
+                if (oldest := next(reports, None)) is not None:  # the first message may be on its way
+                    del self._messages[oldest]
+                    self.num_dropped += 1
             self._messages.append(message)
 
     def oldest(self) -> Message | None:
@@ -118,13 +121,6 @@ class Outbox:
 
     def __len__(self) -> int:
         return len(self._messages)
-
-    def _drop_oldest_report(self) -> None:
-        for index, message in enumerate(self._messages):
-            if index > 0 and isinstance(message, Report):  # the first may be on its way
-                del self._messages[index]
-                self.num_dropped += 1
-                return
 
 
 SERVICE = "trainer"
@@ -234,7 +230,7 @@ class BusClient(Transport):
         await _cancel(work)
 
     async def _work(self) -> None:
-        """Connect, serve, and connect again when the connection is closed for good; whatever goes wrong is said."""
+        """Connect, serve, and connect again when the connection is closed for good; whatever goes wrong is logged."""
         while True:
             try:
                 await self._connect_and_serve()
@@ -247,26 +243,24 @@ class BusClient(Transport):
 
     async def _connect_and_serve(self) -> None:
         closed = asyncio.Event()
-
         bus = await Bus.connect(
             self._settings,
             name=f"{SERVICE}-{self._node}",
             on_closed=lambda _reason: closed.set(),
             while_waiting=WITHOUT_BROKER,
         )
-        try:
-            await self._serve(bus, closed)
-        finally:
-            await bus.close()
-
-    async def _serve(self, bus: Bus, closed: asyncio.Event) -> None:
         duties: list[Coroutine[Any, Any, object]] = [closed.wait(), self._publish_all(bus), self._send_heartbeats(bus)]
-        if self._actions_of is not None:
-            duties.append(self._listen(bus, subjects.of("action", self._actions_of)))
-            duties.append(self._hear_rewards(bus, subjects.of("reward", self._actions_of, subjects.ANY)))
-            duties.append(self._keep_specification(bus))
+        if (job := self._actions_of) is not None:
+            rewards = subjects.of("reward", job, subjects.ANY)
+            duties += [
+                self._listen(bus, subjects.of("action", job)),
+                self._hear(bus, rewards, Reward, self.add_reward, "rewards, metrics go without them"),
+                self._keep_specification(bus),
+            ]
         if self._traces_of is not None:
-            duties.append(self._hear_traces(bus, subjects.of("trace", self._traces_of, self._node)))
+            traces = subjects.of("trace", self._traces_of, self._node)
+            without = "traces, the ranks of this node keep their share"
+            duties.append(self._hear(bus, traces, Trace, self.leave_trace, without))
         tasks = [asyncio.create_task(duty) for duty in duties]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -276,6 +270,7 @@ class BusClient(Transport):
                     await asyncio.sleep(RETRY_S)
         finally:
             await _cancel(*tasks)
+            await bus.close()
 
     async def _publish_all(self, bus: Bus) -> None:
         while True:
@@ -283,10 +278,18 @@ class BusClient(Transport):
             if message is None:
                 await self._wake.wait()
                 self._wake.clear()
-            elif await self._publish_one(bus, message):
-                self.outbox.remove(message)
-                if not len(self.outbox):
-                    self._emptied.set()
+                continue
+            try:
+                await bus.publish(message)
+            except MalformedMessageError as error:
+                self._complain("dropped a message of our own", error)
+            except BusError as error:
+                self._complain("the bus does not take it; trying again", error)
+                await asyncio.sleep(RETRY_S)  # a stream that is full refuses at once: without a pause we would spin
+                continue
+            self.outbox.remove(message)
+            if not len(self.outbox):
+                self._emptied.set()
 
     async def _keep_specification(self, bus: Bus) -> None:
         """Publish the job's specification again when the broker has lost it or holds a made-up one in its place.
@@ -308,18 +311,6 @@ class BusClient(Transport):
             except BusError as error:
                 self._complain("cannot see whether the specification is stored", error)
 
-    async def _publish_one(self, bus: Bus, message: Message) -> bool:
-        """Whether the message is done with: acknowledged, or one that no broker could take."""
-        try:
-            await bus.publish(message)
-        except MalformedMessageError as error:
-            self._complain("dropped a message of our own", error)
-        except BusError as error:
-            self._complain("the bus does not take it; trying again", error)
-            await asyncio.sleep(RETRY_S)  # a stream that is full refuses at once: without a pause we would spin
-            return False
-        return True
-
     async def _send_heartbeats(self, bus: Bus) -> None:
         async with Watchdog(0.0, tick_s=HEARTBEAT_S) as lag:
             await send_heartbeats(
@@ -333,23 +324,20 @@ class BusClient(Transport):
             )
 
     async def _listen(self, bus: Bus, subject: str) -> None:
+        """Take actions, also those of while the bus was away."""
         dead_letters = DeadLetters(bus, SERVICE, self._counters)
         while True:
             try:
                 async with bus.follow(ACTIONS.name, subject) as messages:
                     async for message in messages:
-                        await self._receive(message, dead_letters)
+                        try:
+                            self.offer(_decode(message))
+                        except MalformedMessageError as error:
+                            self.num_malformed += 1
+                            await dead_letters.set_aside(message, str(error))
             except BusError as error:
                 self._complain("cannot listen to actions; trying again", error)
                 await asyncio.sleep(RETRY_S)
-
-    async def _hear_rewards(self, bus: Bus, subject: str) -> None:
-        """Take rewards, for metrics only."""
-        await self._hear(bus, subject, Reward, self.add_reward, "rewards, metrics go without them")
-
-    async def _hear_traces(self, bus: Bus, subject: str) -> None:
-        """Take what this node's agent leaves; the next trace stands for one that was missed."""
-        await self._hear(bus, subject, Trace, self.leave_trace, "traces, the ranks of this node keep their share")
 
     async def _hear(self, bus: Bus, subject: str, kind: type[M], take: Callable[[M], None], without: str) -> None:
         """Take messages as they are published: what is missed is not asked for again."""
@@ -364,13 +352,6 @@ class BusClient(Transport):
         except BusError as error:
             self._complain(f"cannot hear {without}", error)
         await asyncio.Event().wait()  # a duty that ends would end the others
-
-    async def _receive(self, message: BusMessage, dead_letters: DeadLetters) -> None:
-        try:
-            self.offer(_decode(message))
-        except MalformedMessageError as error:
-            self.num_malformed += 1
-            await dead_letters.set_aside(message, str(error))
 
     def _complain(self, what: str, error: BaseException) -> None:
         """Log a problem once, until it is another one."""

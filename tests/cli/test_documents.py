@@ -1,4 +1,4 @@
-"""What the page is given: documents and alarms of known views; a capture at any moment."""
+"""Jobs and windows as JSON documents, alarms, and a capture at any moment."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import pytest
 from tests.support import examples
 from tests.support.examples import applied, event
 
-from dynamix.cli.dashboard.documents import CapturedJob, alarms_of, alarms_of_job, curves, decisions, job_now, overview
-from dynamix.cli.heartbeats import Heartbeats
+from dynamix.cli.documents import CapturedJob, alarms_of, alarms_of_job, job_document, overview, window_document
+from dynamix.cli.services import Heartbeats
 from dynamix.recording.job_view import JobView
 from dynamix.schemas.messages import Live, Message
 
@@ -33,7 +33,7 @@ def timed(rank: int, compute_s: float | None, sync_s: float | None) -> Message:
 
 
 def test_what_every_rank_waits_is_communication_and_the_rest_the_barrier() -> None:
-    found = job_now(view_of(timed(0, 0.05, 0.04), timed(1, 0.08, 0.01)), NOW)["ranks"]
+    found = job_document(view_of(timed(0, 0.05, 0.04), timed(1, 0.08, 0.01)), NOW)["ranks"]
     assert [(rank["communication_time_s"], rank["wait_time_s"]) for rank in found] == [
         (0.01, pytest.approx(0.03)),
         (0.01, 0.0),
@@ -49,51 +49,30 @@ def test_a_large_job_has_its_slowest_ranks_and_a_spread_of_sizes() -> None:
         )
         for rank in window.ranks
     )
-    view = view_of(msgspec.structs.replace(window, ranks=slow))
-    document = job_now(view, NOW)
+    view = view_of(msgspec.structs.replace(window, ranks=slow), examples.action(0, deltas=(1,) * 60 + (-1,) * 40))
+    document = job_document(view, NOW, most_ranks=64)
     assert (document["num_ranks_known"], [rank["rank"] for rank in document["ranks"]]) == (100, list(range(36, 100)))
-    assert curves(view)[0]["local_batch_sizes"] == {"min": 0, "median": 49.5, "max": 99}
+    short = window_document(view.history[0], most_ranks=64)
+    assert short["local_batch_sizes"] == {"min": 0, "median": 49.5, "max": 99}
+    assert "deltas" not in short["action"]
+    assert (short["action"]["num_ranks_more"], short["action"]["num_ranks_less"]) == (60, 40)
+    assert len(window_document(view.history[0])["action"]["deltas"]) == 100
 
 
-def test_levers_are_those_of_the_specification_until_a_decision_says_otherwise() -> None:
-    view = view_of(examples.job(policy="rule", supports_tracking=True, initial_split="tracking"))
-    assert job_now(view, NOW)["levers"]["split"] == "tracking"
-    view.fold(examples.action(0, split="fixed"), NOW)
-    levers = job_now(view, NOW)["levers"]
-    assert (levers["split"], levers["exchange"], levers["initial_global_batch_size"]) == ("fixed", "exact", 512)
-
-
-def test_a_decision_says_what_it_changed_and_when_it_rules() -> None:
-    sizes, deltas = (150, 150, 150, 60), (22, 22, 22, -68)
-    view = view_of(examples.job(), examples.action(3, local_batch_sizes=sizes, deltas=deltas, reason="by speed"))
-    (found,) = decisions(view)
-    assert (found["global_batch_size"], found["change"]["global_batch_size"], found["effective_window"]) == (
-        510,
-        -2,
-        None,
-    )
-    assert (found["change"]["num_ranks_more"], found["change"]["num_ranks_less"]) == (3, 1)
-    assert found["reason"] == "by speed"
-    view.fold(applied(3, 5), NOW)
-    assert decisions(view)[0]["effective_window"] == 5
-
-
-def test_the_list_of_jobs_begins_with_those_that_run_newest_first() -> None:
+def test_running_jobs_are_listed_first_and_the_newest_before_the_others() -> None:
     views = []
     for name, phase in (("old", "running"), ("done", "ended"), ("new", "running"), ("dead", "running")):
         view = JobView(f"{name}-00000000")
         view.fold(msgspec.structs.replace(examples.job(), job=view.name, phase=phase), 0 if name == "dead" else NOW)
         views.append(view)
     views[3].heard_ns = 1
-    document = overview(views, Heartbeats(), [], num_older=0, now_ns=NOW + 500 * S, now_s=0.0)
+    document = overview(views, Heartbeats(), now_ns=NOW + 595 * S, now_s=0.0)
     assert [(row["name"][:3], row["phase"]) for row in document["jobs"]] == [
-        ("dea", "running"),
         ("new", "running"),
         ("old", "running"),
+        ("dea", "silent"),
         ("don", "ended"),
     ]
-    document = overview(views, Heartbeats(), [], num_older=0, now_ns=NOW + 595 * S, now_s=0.0)
-    assert [row["phase"] for row in document["jobs"]] == ["running", "running", "silent", "ended"]
 
 
 def test_signatures_refusals_and_lost_readings_are_alarms() -> None:
@@ -141,12 +120,12 @@ def test_a_node_of_a_running_job_without_a_collector_is_an_alarm() -> None:
 
 def test_a_capture_shows_the_job_at_any_of_its_moments() -> None:
     captured = CapturedJob(DEMO)
-    begin, middle, end = (captured.document(part * captured.duration_s, with_curves=True) for part in (0, 0.5, 1))
+    begin, middle, end = (captured.document(part * captured.duration_s, with_windows=True) for part in (0, 0.5, 1))
     assert [document["job"]["window"] for document in (begin, middle, end)][::2] == [None, 29]
     assert 5 < middle["job"]["window"] < 25
-    assert len(begin["decisions"]) < len(middle["decisions"]) < len(end["decisions"])
-    assert len(begin["curves"]) == len(end["curves"]) == 30
-    assert sum(end["curves"][-1]["local_batch_sizes"].values()) == 512
+    assert len(begin["windows"]) == len(end["windows"]) == 30
+    assert sum(end["windows"][-1]["local_batch_sizes"].values()) == 512
+    assert end["windows"][0]["applied"]["effective_window"] == 2
 
 
 def test_a_capture_that_is_cut_off_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -1,0 +1,158 @@
+"""Learn a policy by PPO on virtual clusters, and write it to a file.
+
+`ppo` learns a bounded correction of `rule`, `ppo-paper` the published method, `stigmergy` a bounded correction of each
+agent's wish. Only scenarios with learn = true are used. Killed or interrupted, the same command continues to the same
+bits. The version that is written is the best by validation (time to the target against `rule`), scored on other seeds;
+judge it with `dynamix evaluate`. `dynamix policy import` stores it on the bus.
+
+  dynamix learn --policy ppo-paper --set delta=0 --set episode_end=fixed    change the preset
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dynamix.cli.arguments import (
+    add_data_argument,
+    add_json_argument,
+    add_list,
+    add_option,
+    add_output_argument,
+    number,
+    seed,
+)
+from dynamix.cli.errors import INTERRUPTED, MISUSED, MisuseError, explained
+from dynamix.cli.output import POLICY, Document, write_file, write_result
+from dynamix.runtime import output_files
+from dynamix.schemas.spelling import suggestion
+
+if TYPE_CHECKING:
+    from dynamix.arbitrator.deciding.signatures import Finding
+    from dynamix.lab.learning import LearningPlan, LearningResult, LearningUpdate
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_option(parser, "--scenarios", "train", "the train suite, or a directory", metavar="train|DIR")
+    parser.add_argument(
+        "--policy", default="ppo", help="ppo, ppo-paper, stigmergy (its agents), or another name: ppo's preset"
+    )
+    add_option(parser, "--seed", 0, "of the learning", type=seed)
+    add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors")
+    parser.add_argument("--minutes", type=number(0), help="stop sooner, after this time; the same command continues")
+    add_option(parser, "--workers", 2, "processes")
+    add_data_argument(parser)
+    what = "change the preset: a field of LearningPlan, Weights or PPOSettings, e.g. num_episodes=200 or clip_coef=0.1"
+    add_list(parser, "--set", "NAME=VALUE", what)
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Learn; 0 when the plan is done, 130 when it was interrupted."""
+    from dynamix.lab.learning import learn
+    from dynamix.lab.learning.run import KIND, LearningCheckpointError
+    from dynamix.lab.simulator.episode import EpisodeError
+
+    with explained(ValueError, OSError, LearningCheckpointError, EpisodeError):
+        plan = _plan(arguments)
+        output = Path(arguments.output or f"{arguments.policy}-{arguments.seed}.safetensors")
+        checkpoint = output.with_name(output.name + ".checkpoint")
+        output_files.check(output, POLICY, force=arguments.force)
+        output_files.check(checkpoint, KIND)
+
+        def report(update: "LearningUpdate", begun: "Sequence[Finding]") -> None:
+            _report(plan, update, begun)
+
+        try:
+            learned = learn(
+                plan,
+                num_workers=arguments.workers,
+                checkpoint=checkpoint,
+                minutes=arguments.minutes,
+                data=arguments.data,
+                observer=report,
+            )
+        except KeyboardInterrupt:
+            print(f"\ninterrupted: the same command continues from {checkpoint}", file=sys.stderr)
+            return INTERRUPTED
+        write_file(output, learned.file.to_bytes())
+        if learned.finished:
+            checkpoint.unlink(missing_ok=True)
+        write_result(_document(learned), _summary(learned, output, checkpoint), arguments.json)
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> "LearningPlan":
+    """The preset of the policy with the changes of `--set`. Weights that are not given are those of the formula."""
+    from dynamix.lab.learning import LearningPlan, plan_named
+    from dynamix.lab.simulator.scenario import TRAIN, read_suite, suite_named
+    from dynamix.reward.formula import TIME_ONLY, Weights
+
+    suite = suite_named(TRAIN) if arguments.scenarios == TRAIN else read_suite(Path(arguments.scenarios))
+    default = plan_named(arguments.policy, suite.scenarios, seed=arguments.seed)
+    given: dict[type[msgspec.Struct], dict[str, Any]] = {LearningPlan: {}, Weights: {}, type(default.settings): {}}
+    for text in arguments.set:
+        name, separator, value = text.partition("=")
+        owner = next((struct for struct in given if name in struct.__struct_fields__), None)
+        if not separator:
+            raise MisuseError(f"--set {text!r}: write NAME=VALUE, for example clip_coef=0.1")
+        if owner is None:
+            known = [field for struct in given for field in struct.__struct_fields__]
+            raise MisuseError(f"--set {name}: there is no such setting{suggestion(name, known)}")
+        try:
+            given[owner][name] = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError):
+            given[owner][name] = value
+    changes = {"seed": arguments.seed, **given[LearningPlan]}
+    formula = {"formula": default.formula, **changes}["formula"]
+    weights = TIME_ONLY if formula == "time-aware" else Weights()
+    settings = type(default.settings)
+    with explained(ValueError, exit_code=MISUSED):
+        changes["weights"] = msgspec.convert({**msgspec.structs.asdict(weights), **given[Weights]}, Weights)
+        changes["settings"] = msgspec.convert({**msgspec.structs.asdict(default.settings), **given[settings]}, settings)
+        return plan_named(arguments.policy, suite.scenarios, **changes)
+
+
+def _report(plan: "LearningPlan", update: "LearningUpdate", begun: "Sequence[Finding]") -> None:
+    """Print one update, and the failure signatures that began with it."""
+    validated = "" if update.validation_vs_rule is None else f", validated {update.validation_vs_rule:.3f}"
+    explained_ = "" if update.explained_variance is None else f"  explained {update.explained_variance:+.2f}"
+    left_s = update.elapsed_s / update.update * (plan.num_updates - update.update)
+    print(
+        f"update {update.update}/{plan.num_updates}  episodes {update.num_episodes}  return {update.mean_return:+.3f}  "
+        f"time vs rule {update.vs_rule:.3f}{validated}  missed {update.num_missed}  entropy {update.entropy:.2f}  "
+        f"kl {update.approx_kl:.4f}{explained_}  {left_s / 60:.0f} min left",
+        file=sys.stderr,
+        flush=True,
+    )
+    for finding in begun:
+        print(f"  {finding.signature}: {finding.explanation}", file=sys.stderr)
+
+
+def _summary(learned: "LearningResult", output: Path, checkpoint: Path) -> str:
+    scores, prefix = learned.file.metadata.scores, "vs_rule/"
+    each = sorted((name.removeprefix(prefix), score) for name, score in scores.items() if name.startswith(prefix))
+    lines = [
+        f"{'scenario':<28}time to target / time of rule",
+        *(f"{scenario:<28}{ratio:.3f}" for scenario, ratio in each),
+        f"{'all (geometric mean)':<28}{scores['vs_rule']:.3f}  ({scores['num_runs']:.0f} runs each)",
+        f"wrote {output}",
+    ]
+    if not learned.finished:
+        lines.append(f"the time limit ended the plan early: the same command continues from {checkpoint}")
+    return "\n".join(lines)
+
+
+def _document(learned: "LearningResult") -> Document:
+    metadata = msgspec.to_builtins(learned.file.metadata)
+    shown = ("policy", "action_set", "scores", "settings", "scenarios", "seeds")
+    return {
+        "finished": learned.finished,
+        "digest": learned.file.digest,
+        "metadata": {name: metadata[name] for name in shown},
+        "updates": [{**msgspec.to_builtins(row), "mean_return": row.mean_return} for row in learned.history],
+    }

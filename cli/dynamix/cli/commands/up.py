@@ -1,0 +1,373 @@
+"""Run the broker and the three services on this machine until interrupted.
+
+A process that ends is started again, unless its settings are invalid: then all end. Other `dynamix` commands of the
+same user find the broker by themselves. The streams are kept for the next start.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from dynamix.cli.connection import connected, path, published, running
+from dynamix.cli.errors import MISUSED, CommandError, MisuseError, explained, first_of_group
+from dynamix.cli.services import (
+    SERVICES,
+    UNANSWERED,
+    Heartbeats,
+    ServiceProcess,
+    bus_environment,
+    hear,
+    wait_until_ready,
+)
+from dynamix.cli.terminal import stop_event
+from dynamix.runtime import output_files
+from dynamix.runtime.bus import Bus, BusError
+from dynamix.runtime.bus.provision import provision
+from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
+from dynamix.runtime.log import configure as configure_log
+from dynamix.runtime.service import EXIT_USAGE
+from dynamix.runtime.settings import MAX_PORT, SettingsError, SharedSettings, read
+from dynamix.schemas.messages import Live
+
+LOCK = "lock"
+MIN_WAIT_S, MAX_WAIT_S = 0.5, 10.0
+"""Before a process is started again; twice as long each time."""
+STEADY_AFTER_S = 30.0
+"""A process that ran this long has recovered: its next restart waits the least again."""
+PATIENCE_S = 10.0
+"""Nothing was stored for so long: longer than a restart of the broker takes."""
+AGAIN_AFTER_S = 60.0
+"""Between two restarts, or two complaints: the services need some time to recover."""
+MIN_ROOM_BYTES = 16 << 20
+"""Twice the largest block that a stream begins with."""
+
+
+class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of `dynamix up`: `DYNAMIX_UP_<FIELD>` or `--field`."""
+
+    store_dir: str = ""
+    """Where the streams are kept; default: dynamix/jetstream below XDG_STATE_HOME (~/.local/state)."""
+    port: int = 0
+    """Port of the broker on 127.0.0.1; 0 takes a free one."""
+    metrics_port: int = 0
+    """First of three ports on 127.0.0.1 with metrics and health of collector, reward and arbitrator; 0: none."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an invalid port."""
+        if not 0 <= self.port <= MAX_PORT:
+            raise ValueError(f"port must be 0 (a free one) to {MAX_PORT}, not {self.port}")
+        last = MAX_PORT - len(SERVICES) + 1
+        if not 0 <= self.metrics_port <= last:
+            raise ValueError(f"metrics_port must be 0 (none) to {last}, not {self.metrics_port}")
+
+    @property
+    def metrics_ports(self) -> list[int]:
+        """Ports with metrics, in the order of `SERVICES`; 0 where there are to be none."""
+        return [self.metrics_port + index if self.metrics_port else 0 for index in range(len(SERVICES))]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--store-dir", metavar="DIR", help="keep the streams here (default: ~/.local/state/dynamix/jetstream)"
+    )
+    parser.add_argument("--port", metavar="N", help="the broker's port on 127.0.0.1 (default: a free one)")
+    parser.add_argument(
+        "--metrics-port",
+        metavar="N",
+        help="answer /metrics, /livez and /readyz: the collector on port N of 127.0.0.1, reward and arbitrator on the "
+        "next two (default: none)",
+    )
+    parser.add_argument(
+        "--print-env",
+        action="store_true",
+        help='start nothing: print how to reach the one that runs, for eval "$(dynamix up --print-env)"',
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run until a signal; 0 after one."""
+    other = running(os.environ)
+    if arguments.print_env:
+        if other is None:
+            raise CommandError("no broker of `dynamix up` runs: start one with `dynamix up`")
+        for key, value in bus_environment(other.settings).items():
+            print(f"export {key}={shlex.quote(value)}")
+        return 0
+    given = {name: getattr(arguments, name) for name in ("store_dir", "port", "metrics_port")}
+    with explained(SettingsError, exit_code=MISUSED):
+        read(SharedSettings, "", os.environ)  # the services would refuse it, each by itself
+        settings = read(UpSettings, "up", os.environ, {name: value for name, value in given.items() if value})
+    if other is not None:
+        raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
+    if os.environ.get("DYNAMIX_METRICS_PORT"):
+        raise CommandError("DYNAMIX_METRICS_PORT is for one service, and three start here: use --metrics-port N")
+    _check_port("--port", settings.port)
+    for port in filter(None, settings.metrics_ports):
+        if port == settings.port:
+            raise CommandError(f"--metrics-port: {port} is the broker's own port: keep it out of the three")
+        _check_port("--metrics-port", port)
+    configure_log("warning")
+    with _locked_store(settings, os.environ) as store:
+        asyncio.run(_run_until_signal(EmbeddedServer(store_dir=store, port=settings.port), settings, store, os.environ))
+    return 0
+
+
+def _check_port(flag: str, port: int) -> None:
+    """Refuse a port that is taken or not ours to take, before anything starts; a server may still take it meanwhile."""
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("127.0.0.1", port))
+        except OSError as error:
+            what = f"{flag} {port}: 127.0.0.1:{port} cannot be listened on ({error.strerror})"
+            raise CommandError(f"{what}; stop what uses it, or name another port (0: a free one)") from error
+
+
+@contextlib.contextmanager
+def _locked_store(settings: UpSettings, environ: Mapping[str, str]) -> Iterator[Path]:
+    """The directory of the streams, made and kept from a second broker, which would destroy them."""
+    state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or Path.home()) / ".local" / "state"
+    store = Path(settings.store_dir or Path(state) / "dynamix" / "jetstream")
+    fix = "pass --store-dir DIR, or set XDG_RUNTIME_DIR or HOME to a directory of yours"
+    try:
+        output_files.check_directory(store)
+        output_files.check(store / LOCK, make_parents=True)
+        output_files.check(path(environ), make_parents=True)
+    except output_files.RefusedOutputError as error:
+        raise MisuseError(f"{error}: {fix}") from error
+    for directory in (store, path(environ).parent):
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise CommandError(f"cannot make the directory {directory} ({error.strerror}): {fix}") from error
+    with (store / LOCK).open("a") as lock:  # nothing is written, so that a file of that name keeps its content
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CommandError(f"{store} is in use by another `dynamix up`: stop it or pass --store-dir") from None
+        yield store
+
+
+async def _run_until_signal(
+    server: EmbeddedServer, settings: UpSettings, store: Path, environ: Mapping[str, str]
+) -> None:
+    """The broker outside, then our own connection, then the services: each needs what is around it to end well."""
+    restarted = asyncio.Event()
+
+    async def restart() -> None:  # with the same port, password and streams, so that clients come back alone
+        await server.restart()
+        restarted.set()
+
+    broker = Child("broker", lambda: server.pid, restart, server.stop)
+    with stop_event(signal.SIGHUP) as stop, explained(EmbeddedServerError, ChildSettingsError):
+        async with server, kept([broker], _say), connected(server.settings, "up") as bus:
+            await provision(bus)
+            _say("broker", f"{server.settings.url} as process {server.pid}, streams in {store}")
+            if settings.metrics_port:
+                first, *_, last = settings.metrics_ports
+                _say("metrics", f"http://127.0.0.1:{first} to {last}, /metrics, /livez and /readyz")
+            shared = bus_environment(server.settings)
+            shared["DYNAMIX_LOG_LEVEL"] = environ.get("DYNAMIX_LOG_LEVEL") or "warning"
+            services = []
+            for name, port in zip(SERVICES, settings.metrics_ports, strict=True):
+                services.append(service(ServiceProcess(name, shared | {"DYNAMIX_METRICS_PORT": str(port)})))
+                await services[-1].start()
+            with published(server.settings, environ) as file:
+                announcing = _announce(bus, services, file)
+                beside = [announcing, _provision_again(bus, restarted), watch_store(bus, server, store, _say)]
+                async with kept(services, _say, *beside):
+                    await stop.wait()
+    _say("stopped", "")
+
+
+async def _announce(bus: Bus, services: Iterable["Child"], file: Path) -> None:
+    """Print what is ready as it becomes ready, then how to use it."""
+
+    async def one(child: Child) -> None:
+        try:
+            await wait_until_ready(bus, [child.name])
+        except TimeoutError as error:
+            _say(child.name, f"{error}; DYNAMIX_LOG_LEVEL=info shows more")
+        else:
+            _say(child.name, f"ready as process {child.pid()}")
+
+    await asyncio.gather(*map(one, services))
+    _say("train", "dynamix train -- --standalone --nproc-per-node 4 train.py")
+    _say("watch", "dynamix top; as a web page: dynamix dashboard")
+    _say("connect", f'dynamix commands read {file}; others: eval "$(dynamix up --print-env)"')
+    _say("stop", "Ctrl-C")
+
+
+async def _provision_again(bus: Bus, restarted: asyncio.Event) -> None:
+    """After each restart of the broker: its store may have been emptied meanwhile."""
+    while True:
+        await restarted.wait()
+        restarted.clear()
+        try:
+            made = [line for line in await provision(bus) if not line.endswith(": unchanged")]
+        except BusError as error:
+            _say("streams", f"not made: {error}")
+        else:
+            _say("streams", "; ".join(made) or "as they were")
+
+
+def _say(what: str, text: str) -> None:
+    print(f"{what:<11}{text}".rstrip(), file=sys.stderr, flush=True)
+
+
+# --- processes that are kept running
+
+
+class Child(NamedTuple):
+    """A process that can be started again after its end."""
+
+    name: str
+    pid: Callable[[], int]
+    """The running process's id."""
+    start: Callable[[], Awaitable[None]]
+    """Start it, or start it again."""
+    stop: Callable[[], Awaitable[None]]
+    """Ask it to end, and wait until it has."""
+    exit_code: Callable[[], int | None] = lambda: None
+    """How it ended; `None` where any end is followed by a restart."""
+
+
+class ChildSettingsError(Exception):
+    """A child refused its settings: it would do so after every restart."""
+
+
+def service(process: ServiceProcess) -> Child:
+    """One of our services; the event loop goes on while it drains."""
+
+    async def start() -> None:
+        await asyncio.to_thread(process.stop)  # reaps the one that ended
+        process.start()
+
+    return Child(process.name, lambda: process.pid, start, lambda: asyncio.to_thread(process.stop), process.exit_code)
+
+
+@contextlib.asynccontextmanager
+async def kept(
+    children: Iterable[Child],
+    report: Callable[[str, str], None],
+    *beside: Awaitable[None],
+    min_wait_s: float = MIN_WAIT_S,
+) -> AsyncIterator[None]:
+    """Keep started children running, and other work `beside`, until the context ends, then stop them.
+
+    `report` is told by name of every end and start. Raises ChildSettingsError, also in the midst of the context, when a
+    child refused its settings.
+    """
+    with first_of_group():
+        async with asyncio.TaskGroup() as group:
+            tasks = [asyncio.ensure_future(work) for work in beside]
+            tasks += [group.create_task(_keep(child, report, min_wait_s)) for child in children]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _keep(child: Child, report: Callable[[str, str], None], min_wait_s: float) -> None:
+    """Start a child again whenever it ends, until cancelled."""
+    wait_s, time_s = min_wait_s, asyncio.get_running_loop().time
+    try:
+        while True:
+            begin_s = time_s()
+            await exited(child.pid())
+            lived_s = time_s() - begin_s
+            if child.exit_code() == EXIT_USAGE:
+                raise ChildSettingsError(f"{child.name} cannot use its settings, and said why: correct them")
+            wait_s = min_wait_s if lived_s >= STEADY_AFTER_S else wait_s
+            await asyncio.sleep(wait_s)
+            report(child.name, f"ended after {lived_s:.1f} s; starting it again")
+            try:
+                await child.start()
+            except (OSError, RuntimeError) as error:
+                report(child.name, f"does not start: {error}")
+            wait_s = min(2 * wait_s, MAX_WAIT_S)
+    finally:
+        await child.stop()
+
+
+async def exited(pid: int) -> None:
+    """Return when a process has ended. The kernel reports it: nothing is polled."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+# --- a broker that stores nothing: after a full disk nats-server answers nothing until it is started again, also when
+# there is room by then; connections stay open, services beat, and no decision is stored
+
+
+class StoreJudge:
+    """Decides what to do about a broker that stores nothing. Pure: the caller passes numbers and the time."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._acted_s: float | None = None
+        self._was_full = False
+
+    def judge(self, num_unanswered: int, free_bytes: int, now_s: float) -> Literal["restart", "full", ""]:
+        """Decide what to do, at most every `AGAIN_AFTER_S`: nothing while all is stored, or for less than `PATIENCE_S`.
+
+        Once a full disk has room, the restart is due at once.
+        """
+        if not num_unanswered:
+            self._since_s = None
+            return ""
+        self._since_s = now_s if self._since_s is None else self._since_s
+        has_room = free_bytes >= MIN_ROOM_BYTES
+        acts_again = self._acted_s is None or now_s - self._acted_s >= AGAIN_AFTER_S or (self._was_full and has_room)
+        if now_s - self._since_s < PATIENCE_S or not acts_again:
+            return ""
+        self._acted_s, self._was_full = now_s, not has_room
+        return "restart" if has_room else "full"
+
+
+async def watch_store(bus: Bus, server: EmbeddedServer, store: Path, say: Callable[[str, str], None]) -> None:
+    """Listen to heartbeats until cancelled, and end a broker that stores nothing; then it is started again."""
+    judge, heartbeats, time_s = StoreJudge(), Heartbeats(), asyncio.get_running_loop().time
+
+    def observe(beat: Live) -> None:
+        heartbeats.record(beat, time_s())
+        num_unanswered = heartbeats.count(*UNANSWERED, now_s=time_s())
+        try:
+            free_bytes = shutil.disk_usage(store).free
+        except OSError:  # there is no store any more
+            free_bytes = 0
+        verdict = judge.judge(num_unanswered, free_bytes, time_s())
+        what = f"it has not answered {num_unanswered} messages or requests for {PATIENCE_S:g} s"
+        if verdict == "restart":
+            say("broker", f"{what}, and there is room: starting it again")
+            with contextlib.suppress(ProcessLookupError, EmbeddedServerError):  # it ends already
+                os.kill(server.pid, signal.SIGTERM)
+        elif verdict == "full":
+            say("broker", f"{what}: {store} has {free_bytes >> 20} MiB left, make room; it is then started again")
+
+    await hear(bus, observe)
