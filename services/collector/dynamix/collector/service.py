@@ -84,7 +84,7 @@ def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
             raise StartError(f"DYNAMIX_COLLECTOR_PROBE=ebpf: {error}; `dynamix doctor` says how to get it") from error
         context.log.info("no eBPF probe; TCP_INFO and /proc serve", reason=str(error))
         return "not available: see `dynamix doctor`"
-    context.log.info("eBPF probe attached", stale_programs_removed=probe.num_stale_removed)
+    context.log.info("eBPF probe attached")
     return probe
 
 

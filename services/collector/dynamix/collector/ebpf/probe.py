@@ -67,8 +67,6 @@ class SocketProbe:
         ProbeError: when it cannot be loaded or attached; the text says why.
     """
 
-    num_stale_removed = 0
-
     def __init__(self, directory: Path) -> None:
         with ExitStack() as stack:
             descriptors = _load()
