@@ -4,7 +4,6 @@ Real gloo ranks, one on each of four hosts (bench.hosts) with a share of the pro
 Fashion-MNIST until the mean of three looks at the held-out accuracy is at the target. Training times are compared; the
 clock stops while the accuracy is looked up. Broker, reward and arbitrator are at the switch, a collector on each host.
 
-An arm is data: a function that trains, its options, its environment; see `Arm`, and `--arms FILE` for arms of others.
 Settings that an arm lists in `tried` are compared under the first seed, each until the best one so far was at the
 target, or until it is clearly behind; the best takes part under all seeds, the first one included, which flatters it.
 Arms run in turn with paired seeds. Each run is kept in --work: killed, the same command goes on where it was; another
@@ -26,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from importlib import import_module
@@ -79,22 +77,14 @@ T = TypeVar("T")
 
 # --- what is compared ------------------------------------------------------------------------------------------------
 
-PLAIN, STEERED = "bench.cluster:train_plainly", "bench.cluster:train_steered"
 
+class Arm(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to train."""
 
-class Arm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One way to train: a function, its options, its environment."""
-
-    train: str = STEERED
-    """MODULE:FUNCTION, called in every rank with its `Rank`, in a process of its own."""
-    options: dict[str, Any] = {}
-    """For that function; those of `train_steered` are arguments of `attach`."""
+    options: dict[str, Any] | None = None
+    """Arguments of `attach`; `None`: a script without a session."""
     local_batch_size: int = SCRIPT_SIZE
     """To begin with."""
-    env: dict[str, str] = {}
-    """Of its ranks; what PYTHONPATH names can be imported first."""
-    services: bool = True
-    """Whether its ranks know the broker, and a run without decisions is an error."""
     tried: tuple[dict[str, Any], ...] = ()
     """Changes of these fields; the best is searched for under the first seed."""
     size_from: str = ""
@@ -109,8 +99,8 @@ _SIZES = tuple({"local_batch_size": size} for size in (32, 64, 128, 256, 16, 8))
 _FIXED = {"global_batch": "fixed"}
 _LOCAL = {"track": 1.0, "every": 4.0, "codec": "int8"}
 ARMS: dict[str, Arm] = {
-    "plain": Arm(train=PLAIN, services=False),
-    "static": Arm(train=PLAIN, services=False, tried=_SIZES),
+    "plain": Arm(),
+    "static": Arm(tried=_SIZES),
     "proportional": Arm(options=_steered("proportional", **_FIXED), size_from="static"),
     "goodput": Arm(
         options=_steered("goodput"),
@@ -314,7 +304,7 @@ class Rank:
     def __init__(self, place: Place, dataset: TensorDataset, link: Connection) -> None:
         self.place, self.dataset = place, dataset
         self.accuracy: float | None = None
-        self.options = place.arm.options
+        self.options = place.arm.options or {}
         self.local_batch_size = place.arm.local_batch_size
         self._link = link
         self._workload = workload_named(WORKLOAD)
@@ -438,11 +428,10 @@ def _fork(place: Place, dataset: TensorDataset) -> int:
         for procs in place.cgroup_procs:
             Path(procs).write_text("0")
         os.environ.update(place.environ)
-        sys.path[:0] = filter(None, place.arm.env.get("PYTHONPATH", "").split(os.pathsep))
-        module, _, function = place.arm.train.partition(":")
+        train = train_plainly if place.arm.options is None else train_steered
         with Namespace(place.namespace).entered(), Client(place.socket, "AF_UNIX") as link:
             dist.init_process_group("gloo")
-            getattr(import_module(module), function)(Rank(place, dataset, link))
+            train(Rank(place, dataset, link))
             dist.destroy_process_group()
         code = 0
     except BaseException:  # noqa: BLE001 - whatever it is, it is in the log, and this process must end here
@@ -621,7 +610,7 @@ class Runner:
                     os.kill(pid, signal.SIGKILL)
             if pids:
                 self._said()
-        if wanted.arm.services:
+        if wanted.arm.options is not None:
             self._check_steered(wanted, job)
         trained_s = points[-1].trained_s
         reached = is_at(points, wanted.target) and trained_s <= limit_s
@@ -657,7 +646,7 @@ class Runner:
             "MASTER_PORT": str(29500 + self._num_runs % 1000),  # free: the network belongs to these hosts alone
             "GLOO_SOCKET_IFNAME": "eth0",
         }
-        if wanted.arm.services:
+        if wanted.arm.options is not None:
             environ |= {**self._environ, "DYNAMIX_JOB": job, "DYNAMIX_NODE": f"host-{host.index}"}
         return Place(
             rank=host.index,
@@ -667,7 +656,7 @@ class Runner:
             grid_s=wanted.grid_s,
             namespace=host.namespace.name,
             cgroup_procs=list(map(str, host.cgroup_procs)),
-            environ=environ | wanted.arm.env,
+            environ=environ,
             socket=self._socket,
             log=str(self._log(job, host.index)),
         )
@@ -818,15 +807,13 @@ class Keeper:
         return outcome
 
 
-def compare(
-    case: Case, arms: Mapping[str, Arm], chosen: Sequence[str], seeds: Sequence[int], keeper: Keeper
-) -> CaseOutcomes:
+def compare(case: Case, chosen: Sequence[str], seeds: Sequence[int], keeper: Keeper) -> CaseOutcomes:
     """Search for the best settings under the first seed, then run all chosen arms under all seeds."""
-    needed = {*chosen, *(arms[name].size_from for name in chosen if arms[name].size_from)}
+    needed = {*chosen, *(ARMS[name].size_from for name in chosen if ARMS[name].size_from)}
     best: dict[str, Arm] = {}
     tried: dict[str, list[tuple[Arm, Outcome]]] = {}
-    for name in (name for name in arms if name in needed):
-        arm = arms[name]
+    for name in (name for name in ARMS if name in needed):
+        arm = ARMS[name]
         if arm.size_from:
             arm = msgspec.structs.replace(arm, local_batch_size=best[arm.size_from].local_batch_size)
         best[name] = arm
@@ -888,21 +875,21 @@ def report_of(found: Sequence[CaseOutcomes], name: str, target: float, note: str
 
 
 def _setting(arm: Arm) -> str:
-    options = {name: value for name, value in arm.options.items() if name != "global_batch"}
+    options = {name: value for name, value in (arm.options or {}).items() if name != "global_batch"}
     return f"@{arm.local_batch_size} {msgspec.json.encode(options).decode() if options else ''}".strip()
 
 
-def measure(options: argparse.Namespace, arms: Mapping[str, Arm]) -> Report:
+def measure(options: argparse.Namespace) -> Report:
     """Run what is not known yet, and put all together."""
     chosen = [CASES[name] for name in options.case or CASES]
     cases = [msgspec.structs.replace(case, time_limit_s=options.limit or case.time_limit_s) for case in chosen]
-    names, seeds = options.arm or list(arms), range(1, 1 + options.seeds)
+    names, seeds = options.arm or list(ARMS), range(1, 1 + options.seeds)
     logs = options.work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
 
     def work(runner: Runner) -> list[CaseOutcomes]:
         keeper = Keeper(runner, options.work / "runs", options.target, options.grid)
-        return [compare(case, arms, names, seeds, keeper) for case in cases]
+        return [compare(case, names, seeds, keeper) for case in cases]
 
     found = with_runner(work, logs, options.data)
     titles = "; ".join(f"{case.name}: {case.title}" for case in cases)
@@ -928,23 +915,14 @@ def main() -> int:
         ("--data", "", "directory with Fashion-MNIST's four idx files; else the usual places"),
     )
     made.add_argument("--case", action="append", choices=CASES, help="only this; may be repeated")
-    made.add_argument("--arm", action="append", help="only this, and what it starts from; may be repeated")
     made.add_argument(
-        "--arms", type=Path, metavar="FILE", help="more arms: TOML with a table for each, fields of `Arm`"
+        "--arm", action="append", choices=ARMS, help="only this, and what it starts from; may be repeated"
     )
     made.add_argument("--work", type=Path, default=ROOT / "out" / "cluster", help="keeps runs (default: out/cluster)")
     options = made.parse_args()
-    arms = dict(ARMS)
-    if options.arms:
-        try:
-            arms |= msgspec.convert(tomllib.loads(options.arms.read_text()), dict[str, Arm])
-        except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-            made.error(f"--arms {options.arms}: {error}")
-    if unknown := [name for name in options.arm or () if name not in arms]:
-        made.error(f"--arm {unknown[0]}: choose from {', '.join(arms)}")
     if not 0 < options.target <= 1 or options.grid <= 0 or options.seeds < 1:
         made.error("--target is between 0 and 1, --grid above 0, --seeds at least 1")
-    return run("cluster", options, lambda: measure(options, arms), HostsError, MissingDataError)
+    return run("cluster", options, lambda: measure(options), HostsError, MissingDataError)
 
 
 if __name__ == "__main__":

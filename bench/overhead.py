@@ -284,7 +284,7 @@ def measure_short_steps(num_seeds: int, seconds: float) -> Report:
     from bench import cluster  # noqa: PLC0415 - it needs root
 
     arms = {
-        "plain DDP": cluster.Arm(train=cluster.PLAIN, services=False),
+        "plain DDP": cluster.Arm(),
         "a session, sizes stay, windows of 10 steps": cluster.Arm(options={"policy": "static", "window_steps": 10}),
         "the same, windows of 3 steps": cluster.Arm(options={"policy": "static", "window_steps": 3}),
         "the same, windows by default": cluster.Arm(options={"policy": "static"}),

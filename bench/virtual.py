@@ -374,7 +374,7 @@ class Laboratory:
             line.show(f"  {progress.num_done}/{progress.num_total} runs{left}; newest: {progress.newest}")
 
         with Ledger(self._directory / "runs.jsonl") as ledger:
-            print(f"  {estimate(cells, ledger, typical_run_s=typical_run_s).text(self._jobs)}", flush=True)
+            print(f"  {estimate(cells, ledger, jobs=self._jobs, typical_run_s=typical_run_s)}", flush=True)
             fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=show)
             return OutcomeTable(suite.scenarios, cells, ledger, rows)
 
@@ -455,7 +455,7 @@ def _with_target(scenario: Scenario, experiment: Experiment, laboratory: Laborat
     seeds = [100]  # no row is run under it
     table = laboratory.compare([reference], [BASE], seeds=seeds, typical_run_s=experiment.typical_run_s)
     (run,) = table.outcomes(BASE, [scenario.family])
-    return msgspec.structs.replace(scenario, target_accuracy=math.floor(100 * run.evaluations[-1][1]) / 100)
+    return msgspec.structs.replace(scenario, target_accuracy=math.floor(100 * run.evaluations[-1].accuracy) / 100)
 
 
 def _cells(table: OutcomeTable, label: str, scenario: Scenario) -> list[Cell]:
@@ -479,7 +479,7 @@ def _interval(found: Any) -> Interval | None:
 def _ratio(table: OutcomeTable, label: str, base: str, families: Sequence[str]) -> Interval | None:
     """Time to target of a contender over that of another, in pairs."""
     found = table.ratio(label, base, families)
-    return None if found is None else Interval(found.ratio, found.low, found.high)
+    return None if found is None else Interval(found.value, found.low, found.high)
 
 
 def _accuracy_panel(table: OutcomeTable, labels: Sequence[str], scenario: Scenario) -> Panel:
@@ -572,7 +572,7 @@ def evaluated(name: str, options: argparse.Namespace) -> Result:
         for row in policies:
             known = {"best-static": row.vs_best_static, "goodput": row.vs_goodput, **row.against}
             ratios = [
-                None if (one := known.get(base)) is None else Interval(one.ratio, one.low, one.high) for base in bases
+                None if (one := known.get(base)) is None else Interval(one.value, one.low, one.high) for base in bases
             ]
             rows.append(
                 [place, row.policy, row.median_time_to_target_s, row.misses, row.num_runs, row.test_accuracy, *ratios]

@@ -8,10 +8,9 @@ import pytest
 from tests.support import capture_files
 from tests.support.calibration_job import known_job, known_scenario
 
-from dynamix.cli.errors import CommandError
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
-from dynamix.extras.calibration import from_bus, from_capture
+from dynamix.extras.calibration import from_bus
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.recording import capture
 from dynamix.runtime.bus import Bus
@@ -61,20 +60,6 @@ async def test_a_job_on_the_bus_is_read_as_it_is_kept(
     assert "6 of 7 windows can be used, 8 are the least" in capsys.readouterr().err
     assert await asyncio.to_thread(main, ["calibrate", "missing", *arguments]) == 1
     assert f"no job is called 'missing'; jobs on this broker: {job.job.job}" in capsys.readouterr().err
-
-
-async def test_a_job_without_windows_needs_a_collector(bus: Bus) -> None:
-    job = known_job(known_scenario()).job
-    await bus.publish(job)
-    with pytest.raises(CommandError, match=f"no metric window of {job.job} is kept: a collector must run"):
-        await from_bus(bus, job.job)
-
-
-def test_a_capture_that_is_cut_off_is_used_as_far_as_it_goes(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = from_capture(file)
-    file.write_bytes(file.read_bytes()[:-1])
-    assert from_capture(file) == whole
-    assert "records before it are good" in capsys.readouterr().err
 
 
 def test_what_cannot_be_used_is_said(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

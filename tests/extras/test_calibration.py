@@ -2,7 +2,6 @@
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,20 +18,16 @@ from dynamix.extras.calibration.fit import (
     Array64,
     NotEnoughWindowsError,
     Observations,
-    exposed,
-    find_shifts,
     fit_dwell_times,
-    fit_exposure,
     fit_line,
     fit_observations,
     observe,
 )
-from dynamix.lab.simulator.scenario import Congestion, Scenario, SpeedChange, Stragglers, scenarios_in
+from dynamix.lab.simulator.scenario import Congestion, Scenario, Stragglers, suite_named
 from dynamix.schemas.messages import MetricWindow
 from dynamix.schemas.messages.allocation import Exchange
 
 SETTINGS = CalibrationSettings("fashion-14-mlp")
-SCENARIOS = Path(__file__).parents[2] / "scenarios"
 
 
 @lru_cache
@@ -51,15 +46,14 @@ def without_sync(window: MetricWindow) -> MetricWindow:
     return msgspec.structs.replace(window, ranks=ranks)
 
 
-def observations(samples: Array64, compute_s: Array64, *, exchange_s: float = 0.01) -> Observations:
+def observations(samples: Array64, compute_s: Array64) -> Observations:
     """Windows of the times of every step, windows x steps x ranks; samples are windows x ranks."""
-    steps_s = compute_s.max(axis=2, keepdims=True) + exchange_s
+    steps_s = compute_s.max(axis=2, keepdims=True) + 0.01
     count, num_steps, _ = compute_s.shape
     duration_s = steps_s.sum(axis=(1, 2))
     unknown = np.full(samples.shape, np.nan)
     return Observations(
         window=np.arange(count, dtype=np.float64),
-        begin_s=np.cumsum(duration_s) - duration_s,
         num_steps=np.full(count, float(num_steps)),
         samples=samples,
         busy_s=compute_s.mean(axis=1),
@@ -70,16 +64,6 @@ def observations(samples: Array64, compute_s: Array64, *, exchange_s: float = 0.
         srtt_us=unknown,
         held_out_accuracy=unknown[:, 0],
     )
-
-
-SAMPLES = np.random.default_rng(7).integers(8, 128, (30, 2)).astype(np.float64)
-
-
-def steps(samples: Array64, slow: Array64) -> Array64:
-    """Two ranks: 4 ms and 1 ms per sample each, rank 1 slowed by a factor for each of ten steps of a window."""
-    times_s = np.repeat(0.004 + 0.001 * samples[:, None, :], 10, axis=1)
-    times_s[:, :, 1] *= slow.reshape(-1, 10)
-    return times_s
 
 
 def test_speeds_overheads_and_link_of_a_known_cluster_are_found() -> None:
@@ -102,6 +86,10 @@ def test_speeds_overheads_and_link_of_a_known_cluster_are_found() -> None:
     assert stragglers.jitter == pytest.approx(0.05, abs=0.012)
     assert stragglers.factor == 1.0
     assert found.scenario.congestion is None
+    for key in ("window_steps", "initial_local_batch_size", "min_local_batch_size", "max_local_batch_size"):
+        assert getattr(found.scenario, key) == getattr(known_scenario(), key)
+    assert found.scenario.ranks_per_node == 2
+    assert found.scenario.decision.cost_s == 0.0  # it is in the overheads
 
 
 def test_virtual_step_times_are_those_of_windows_that_the_fit_has_not_seen() -> None:
@@ -114,18 +102,6 @@ def test_virtual_step_times_are_those_of_windows_that_the_fit_has_not_seen() -> 
     assert found.median_error == pytest.approx(float(np.median(errors)))
     real = [comparison.step_time_s for comparison in found.comparisons]
     assert max(real) > 1.5 * min(real)  # there was something to predict
-
-
-def test_the_job_goes_on_in_the_scenario() -> None:
-    scenario = known_scenario()
-    found = calibrated(scenario).scenario
-    for key in ("window_steps", "initial_local_batch_size", "min_local_batch_size", "max_local_batch_size"):
-        assert getattr(found, key) == getattr(scenario, key)
-    assert found.base_global_batch_size == known_job(scenario).job.base_global_batch_size
-    assert found.ranks_per_node == 2
-    assert found.optimizer == "sgd"
-    assert 0 < found.target_accuracy <= 1
-    assert found.decision.cost_s == 0.0  # it is in the overheads
 
 
 def test_stragglers_are_told_from_slow_workers() -> None:
@@ -167,33 +143,6 @@ def test_what_sizes_that_do_not_vary_cannot_tell_is_said() -> None:
     assert found.scenario.workers[3].samples_per_s == pytest.approx(64 / (0.004 + 0.064), rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, "a saturation of rank 2 below the observed batches, of 6 samples or more"),
-        (
-            {"network": msgspec.structs.replace(NETWORK, latency_s=0.004, gradient_bytes=100_000)},
-            "latency, as messages",
-        ),
-        ({"network": msgspec.structs.replace(NETWORK, bandwidth_mbit_s=100)}, "the number of buckets"),
-    ],
-)
-def test_the_first_remark_names_what_could_not_be_identified(changes: dict[str, Any], words: str) -> None:
-    first, *others = calibrated(known_scenario(**changes)).remarks
-    assert first.startswith("Not identifiable from these windows: ")
-    assert words in first
-    assert not any(remark.startswith("Not identifiable") for remark in others)
-
-
-def test_latencies_of_every_bucket_are_told_from_bandwidth_by_round_trip_times() -> None:
-    found = calibrated(known_scenario(network=msgspec.structs.replace(NETWORK, latency_s=0.002)))
-    # 2 * 3 / 4 * 8 MB at 125 MB/s, and 6 latencies of 2 ms for each of 4 buckets
-    assert found.communication_s == pytest.approx(0.096 + 0.048, rel=0.1)
-    network = found.scenario.network
-    assert (network.num_buckets, network.latency_s) == (NETWORK.num_buckets, pytest.approx(0.002, rel=1e-6))
-    assert network.bandwidth_mbit_s == pytest.approx(NETWORK.bandwidth_mbit_s, rel=0.1)
-
-
 def test_other_bytes_than_the_models_are_remarked_on_and_the_models_own_are_not() -> None:
     found = calibrated(known_scenario())
     assert any("gradients of 8000000 bytes" in remark for remark in found.remarks)
@@ -232,30 +181,6 @@ def test_windows_that_are_not_whole_are_left_out() -> None:
         observe(windows[:16])
 
 
-def test_a_line_is_found_through_windows_of_which_many_are_slow() -> None:
-    generator = np.random.default_rng(7)
-    samples = generator.uniform(8, 512, 200)
-    busy_s = 0.003 + samples / 1500 * generator.lognormal(0, 0.02, 200)
-    slow = (np.arange(200) % 10 < 4) & (samples < 400)
-    line = fit_line(samples, np.where(slow, 0.003 + 5 * (busy_s - 0.003), busy_s))
-    assert line.is_distinct
-    assert 1 / line.s_per_sample == pytest.approx(1500, rel=0.01)
-    assert line.overhead_s == pytest.approx(0.003, abs=0.0005)
-    assert line.scatter == pytest.approx(0.02, rel=0.3)
-
-
-def test_a_time_that_does_not_grow_is_overhead_and_one_through_the_origin_has_none() -> None:
-    samples = np.linspace(10, 500, 50)
-    flat = fit_line(samples, np.full(50, 0.02))
-    assert flat.overhead_s == pytest.approx(0.02, rel=0.02)
-    assert flat.s_per_sample > 0
-    steep = fit_line(samples, samples / 800)
-    assert steep.overhead_s == pytest.approx(0, abs=1e-6)
-    assert 1 / steep.s_per_sample == pytest.approx(800)
-    with pytest.raises(ValueError, match="had no sample in any window"):
-        fit_line(np.zeros(9), np.ones(9))
-
-
 def test_a_saturation_is_found_with_the_rest_where_it_shows_and_not_made_up() -> None:
     generator = np.random.default_rng(7)
     samples = generator.uniform(8, 256, 120)
@@ -273,36 +198,6 @@ def test_a_saturation_is_found_with_the_rest_where_it_shows_and_not_made_up() ->
     assert fit_line(samples, slow * jitter * (0.002 + np.maximum(samples, 300) / 1500)).saturation == 0.0
 
 
-@pytest.mark.parametrize(("overlap", "buckets"), [(0.0, 1), (0.5, 4), (0.9, 8)])
-def test_overlap_and_buckets_are_found_where_both_show(overlap: float, buckets: int) -> None:
-    slowest = np.linspace(0.01, 0.2, 80)
-    exposures = np.maximum(0.08 / buckets, 0.08 - overlap * slowest)
-    exposures[::9] *= 6  # congested
-    fitted = fit_exposure(exposures, slowest)
-    assert fitted.communication_s == pytest.approx(0.08, rel=0.02)
-    assert (fitted.overlap, fitted.num_buckets) == (pytest.approx(overlap, abs=0.03), buckets)
-    assert fitted.is_distinct == (buckets > 1)
-    assert fitted.congested(exposures, slowest).tolist() == [index % 9 == 0 for index in range(80)]
-
-
-def test_an_overlap_that_the_scatter_hides_is_not_made_up() -> None:
-    generator = np.random.default_rng(7)
-    slowest = generator.uniform(0.05, 0.06, 60)
-    fitted = fit_exposure(0.08 - 0.3 * slowest + generator.normal(0, 0.02, 60), slowest)
-    assert not fitted.is_distinct
-    assert (fitted.overlap, fitted.num_buckets) == (0.0, 1)
-    assert fitted.communication_s == pytest.approx(0.08 - 0.3 * 0.055, rel=0.1)
-
-
-def test_waiting_for_the_slowest_of_uneven_workers_is_no_communication() -> None:
-    """Four equal workers with 20 % jitter: the slowest of a step is 0.2 * 1.03 above the mean, over many steps."""
-    steps = 0.1 * np.random.default_rng(7).lognormal(-0.02, 0.2, (30, 400, 4))
-    step_s = steps.max(axis=2, keepdims=True) + 0.01
-    busy_s, sync_s = steps.mean(axis=1), (step_s - steps).mean(axis=1)
-    assert sync_s.min(axis=1).mean() > 0.025
-    assert exposed(busy_s, sync_s, 0.2).mean() == pytest.approx(0.01, abs=0.002)
-
-
 def test_stays_are_time_over_departures() -> None:
     on = np.array([0, 0, 1, 1, 1, 0, 0, 0, 1, 1], dtype=bool)[:, None]
     found = fit_dwell_times(on, np.where(on, 3.0, 1.0), np.full(10, 2.0))
@@ -313,21 +208,9 @@ def test_stays_are_time_over_departures() -> None:
     assert fit_dwell_times(on[:4], np.ones((4, 1)), np.ones(4)) is None
 
 
-def test_scatter_in_windows_without_a_disturbance_prolongs_no_stay() -> None:
-    on = np.zeros((400, 1), dtype=bool)
-    on[[50, 150, 250, 350]] = True
-    factors = np.where(on, 2.0, np.random.default_rng(5).lognormal(0.0, 0.15, on.shape))
-    factors[51] = 1.5  # half of a window more
-    found = fit_dwell_times(on, factors, np.full(400, 0.4))
-    assert found is not None
-    assert found.factor == 2.0
-    assert found.mean_on_s == pytest.approx((4 + 0.5) * 0.4 / 4, rel=0.15)
-    assert found.mean_off_s == pytest.approx(100 * 0.4, rel=0.02)
-
-
 @pytest.mark.parametrize("part", ["train", "heldout"])
 def test_a_written_scenario_is_read_as_the_same(part: str, tmp_path: Path) -> None:
-    for scenario in scenarios_in(SCENARIOS / part):
+    for scenario in suite_named(part).scenarios:
         path = tmp_path / f"{scenario.name}.toml"
         path.write_text(scenario_text(scenario, ("a comment",)))
         assert Scenario.read(path) == scenario
@@ -343,98 +226,8 @@ def test_a_job_whose_gradients_were_coded_is_refused_and_one_where_they_may_have
     assert not any("exact" in remark for remark in calibrate(known.windows, SETTINGS, known.job).remarks)
 
 
-FALL = SpeedChange(rank=2, at_s=30.0, factor=3.0)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        FALL,
-        SpeedChange(rank=3, at_s=40.0, factor=0.5),
-        SpeedChange(rank=1, at_s=60.3, factor=4.0, exchange_s=0.05),
-        SpeedChange(rank=1, at_s=3.0, factor=4.0),
-    ],
-)
-def test_a_known_change_is_found_with_its_time_and_factor(change: SpeedChange) -> None:
-    found = calibrated(known_scenario(speed_changes=(change,)))
-    (seen,) = found.scenario.speed_changes
-    assert seen.rank == change.rank
-    assert seen.at_s == pytest.approx(change.at_s, abs=0.3)  # steps take 0.1 to 0.6 s
-    assert seen.factor == pytest.approx(change.factor, rel=0.03)
-    assert seen.exchange_s == pytest.approx(change.exchange_s, rel=0.05)
-    for worker, true in zip(found.scenario.workers, (WORKERS[0], *WORKERS), strict=True):
-        assert worker.samples_per_s == pytest.approx(true.samples_per_s, rel=0.05)  # those before it
-    assert found.scenario.stragglers is not None
-    assert found.scenario.stragglers.factor == 1.0
-    assert found.median_error < 0.03
-    if change.exchange_s:
-        assert found.communication_s == pytest.approx(COMMUNICATION_S, rel=0.1)  # that before it
-    remark = next(remark for remark in found.remarks if f"rank {change.rank} took" in remark)
-    assert remark.startswith(f"From {seen.at_s:g} s of training on, until the end, ")
-    assert ("exchanges of gradients" in remark) == (change.exchange_s > 0)
-
-
-def test_two_workers_change_at_times_of_their_own() -> None:
-    later = SpeedChange(rank=2, at_s=50.0, factor=2.0, exchange_s=0.06)
-    found = calibrated(known_scenario(speed_changes=(SpeedChange(rank=1, at_s=20.0, factor=4.0), later)))
-    first, second = found.scenario.speed_changes
-    assert (first.rank, second.rank) == (1, 2)
-    assert [first.at_s, second.at_s] == pytest.approx([20.0, 50.0], abs=0.3)
-    assert [first.factor, second.factor] == pytest.approx([4.0, 2.0], rel=0.03)
-    assert first.exchange_s == 0.0
-    assert second.exchange_s == pytest.approx(0.06, rel=0.1)
-
-
-def test_the_time_of_a_change_counts_windows_that_are_left_out_or_missing() -> None:
-    scenario = known_scenario(speed_changes=(FALL,))
-    windows = [window for window in known_job(scenario).windows if not 4 <= window.window < 20]
-    silent = [without_sync(window) if 24 <= window.window < 30 else window for window in windows if window.window > 1]
-    (seen,) = calibrate(silent, SETTINGS, known_job(scenario).job).scenario.speed_changes
-    assert seen.at_s == pytest.approx(FALL.at_s, rel=0.03)
-    assert seen.factor == pytest.approx(FALL.factor, rel=0.03)
-
-
-@pytest.mark.parametrize(("normal_s", "slow_s", "seed"), [(15, 5, 1), (40, 10, 1), (10, 10, 6), (60, 3, 4)])
-def test_stragglers_that_come_back_are_no_change(normal_s: float, slow_s: float, seed: int) -> None:
-    stragglers = Stragglers(factor=4, mean_normal_s=normal_s, mean_slow_s=slow_s, jitter=0.05)
-    seen, _ = observe(known_job(known_scenario(stragglers=stragglers), seed).windows)
-    fit = fit_observations(seen)
-    assert fit.shifts == (None,) * 4
-    assert fit.stragglers is not None
-    assert fit.stragglers.factor == pytest.approx(4, rel=0.05)
-
-
-@pytest.mark.parametrize("step", [40, 103, 146, 255])
-def test_a_change_within_a_window_is_found_at_its_step(step: int) -> None:
-    times_s = steps(SAMPLES, np.where(np.arange(300) >= step, 3.0, 1.0))
-    ends_s = np.cumsum(times_s.max(axis=2).ravel() + 0.01)
-    first, second = find_shifts(observations(SAMPLES, times_s))
-    assert first is None
-    assert second is not None
-    assert second.at_s == pytest.approx(ends_s[step - 1], abs=1e-3)
-    assert second.factor == pytest.approx(3.0, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("begin", "end"),
-    [(270, 300), (100, 270), (0, 30), (60, 90)],
-    ids=["too late", "comes back", "too early", "a spell"],
-)
-def test_what_does_not_last_is_no_change(begin: int, end: int) -> None:
-    number = np.arange(300)
-    times_s = steps(SAMPLES, np.where((begin <= number) & (number < end), 3.0, 1.0))
-    assert find_shifts(observations(SAMPLES, times_s)) == (None, None)
-
-
-def test_times_that_one_line_explains_are_no_change() -> None:
-    sizes = np.where(np.arange(30)[:, None] < 15, 120.0, 10.0) + SAMPLES / 100
-    times_s = np.repeat(0.05 + 0.0002 * sizes[:, None, :], 10, axis=1)  # nearly all of it overhead
-    times_s *= np.random.default_rng(7).lognormal(0.0, 0.02, times_s.shape)
-    assert find_shifts(observations(sizes, times_s)) == (None, None)
-
-
 def test_a_window_with_next_to_nothing_to_do_tells_nothing_of_stragglers() -> None:
-    samples = SAMPLES.copy()
+    samples = np.random.default_rng(7).integers(8, 128, (30, 2)).astype(np.float64)
     samples[::5, 0] = 1.0
     times_s = np.repeat(0.001 * samples[:, None, :], 10, axis=1)
     times_s[::5, :, 0] = 0.005  # instead of 1 ms: what a step costs beside its samples

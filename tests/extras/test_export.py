@@ -45,28 +45,12 @@ def test_csv_gives_back_every_number_exactly(tmp_path: Path) -> None:
     assert [int(row["ruling_window"]) if row["ruling_window"] else None for row in rows] == list(table["ruling_window"])
 
 
-def test_without_a_file_the_table_is_csv_on_standard_output(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
-    assert main(["export", str(DEMO)]) == 0
-    out = capsysbinary.readouterr().out
-    assert out.startswith(b"job,generation,window,rank,")
-    assert out.count(b"\n") == 121
-
-
 def test_parquet_without_pyarrow_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert main(["export", str(DEMO), "-o", str(tmp_path / "job.parquet")]) == 1
     assert "pip install 'dynamix-batch[tables]'" in capsys.readouterr().err
-
-
-def test_a_capture_that_is_cut_off_is_exported_with_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cut = tmp_path / "cut.dxc"
-    cut.write_bytes(DEMO.read_bytes()[:-100])
-    assert main(["export", str(cut), "-o", str(tmp_path / "cut.jsonl")]) == 0
-    assert "cut off" in capsys.readouterr().err
 
 
 async def test_a_job_on_the_broker_is_exported_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,14 +90,6 @@ def test_a_window_is_sent_once_later_ones_can_no_longer_change_it() -> None:
     assert len({span.trace_id for span in traces.finish()}) == KEPT_WINDOWS
 
 
-def test_messages_of_other_jobs_and_unreadable_ones_change_nothing() -> None:
-    traces = WindowTraces("another-0a1b2c3d")
-    for one in one_window():
-        assert traces.add_record(one) == []
-    assert traces.add_record(Record("FEED", 1, 1, "dynamix.v1.state.a.b", "", b"no message")) == []
-    assert (traces.finish(), traces.num_malformed) == ([], 1)
-
-
 def test_every_window_of_a_captured_job_is_one_trace_with_a_decision() -> None:
     traces = WindowTraces(read_header(CAPTURE).job)
     spans = [span for one in records(CAPTURE) for span in traces.add_record(one)] + traces.finish()

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.support.learned import policy_file
-from tests.support.small_suites import made_up, outcome, tuned_for, write_suite
+from tests.support.small_suites import made_up, tuned_for, write_suite
 
 from dynamix.lab.comparison import verdict
 from dynamix.lab.comparison.figure import draw
@@ -22,7 +22,7 @@ from dynamix.lab.comparison.runs import (
     fill,
     plan,
 )
-from dynamix.lab.comparison.verdict import OutcomeTable, Verdict, VerdictBuilder, VerdictRow, note_on
+from dynamix.lab.comparison.verdict import OutcomeTable, Verdict, VerdictRow, judge, note_on
 from dynamix.lab.simulator.scenario import Suite, suite_named
 
 TIMES_S = {"static": 1.0, "random": 2.0, "goodput": 0.8, "rule": 0.4}
@@ -52,7 +52,7 @@ def compared(
     cells = plan(suite, rows, range(seeds), tuned)
     with Ledger() as ledger:
         fill(cells, ledger)
-        return VerdictBuilder(suite, rows, cells, ledger, tuned).verdict("dynamix evaluate"), cells
+        return judge(suite, rows, cells, ledger, tuned)[0], cells
 
 
 def row(rows: list[VerdictRow], policy: str) -> VerdictRow:
@@ -65,16 +65,18 @@ def test_ratios_are_those_of_the_heterogeneous_families_and_the_control_stands_a
     verdict, _ = compared(suite, "rule", 3, monkeypatch)
     rule = row(verdict.policies, "rule")
     assert rule.vs_best_static is not None
-    assert rule.vs_best_static.ratio == pytest.approx(0.4)
+    assert rule.vs_best_static.value == pytest.approx(0.4)
     assert rule.vs_best_static.high == pytest.approx(0.4)
     assert rule.vs_goodput is not None
-    assert rule.vs_goodput.ratio == pytest.approx(0.5)
+    assert rule.vs_goodput.value == pytest.approx(0.5)
     assert rule.num_runs == 3
     control = row(verdict.families["alike"].policies, "rule").vs_best_static
     assert control is not None
-    assert control.ratio == pytest.approx(1.0)
+    assert control.value == pytest.approx(1.0)
     assert (verdict.families["alike"].control, verdict.families["mixed"].control) == (True, False)
     assert verdict.heterogeneous_families == ["mixed"]
+    random = row(verdict.families["mixed"].policies, "random")
+    assert (random.misses, random.median_time_to_target_s) == (1, 2.0)  # a miss counts as the time limit
 
 
 def test_the_headline_counts_the_control_among_all_families_and_shows_it_apart(
@@ -86,19 +88,12 @@ def test_the_headline_counts_the_control_among_all_families_and_shows_it_apart(
     for found, ratios in ((static, (0.4**0.5, 0.4, 1.0)), (goodput, ((0.5 * 1.25) ** 0.5, 0.5, 1.25))):
         for interval, ratio in zip((found.all_families, found.heterogeneous, found.control), ratios, strict=True):
             assert interval is not None
-            assert interval.ratio == pytest.approx(ratio)
+            assert interval.value == pytest.approx(ratio)
     assert static.all_families is not None
     assert static.all_families.low == pytest.approx(0.4**0.5)  # for these two families nothing is left to chance
-    assert (static.all_families.family_low, static.all_families.family_high) == pytest.approx((0.4, 1.0))
+    assert static.all_families.family_low is not None
+    assert static.all_families.family_low < 0.4  # two families say little of others
     assert verdict.core_minutes == pytest.approx(0.5 * 30 / 60)
-
-
-def test_a_miss_counts_as_the_time_limit_and_is_told(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict, _ = compared(suite, "rule", 2, monkeypatch)
-    random = row(verdict.families["mixed"].policies, "random")
-    assert random.misses == 1
-    assert random.median_time_to_target_s == 2.0  # 2.0 reached, and the limit of 2.0
-    assert row(verdict.families["alike"].policies, "random").misses == 0
 
 
 def test_runs_of_one_row_that_differ_too_much_are_a_failure_signature(
@@ -109,7 +104,7 @@ def test_runs_of_one_row_that_differ_too_much_are_a_failure_signature(
     cells = plan(suite, rows, range(6), TUNED)
     with Ledger() as ledger:
         fill(cells, ledger)
-        verdict = VerdictBuilder(suite, rows, cells, ledger, TUNED).verdict("")
+        verdict, _ = judge(suite, rows, cells, ledger, TUNED)
     (found,) = row(verdict.families["mixed"].policies, "rule").signatures
     assert found.startswith("spread-between-runs in mixed-2")
 
@@ -147,21 +142,6 @@ def test_what_is_known_is_not_run_again_and_equal_runs_run_once(suite: Suite, mo
     assert [(each.num_done, each.num_total, each.left_s) for each in told] == [
         *((1, 2, 0.5), (2, 2, 0.0), (3, 3, 0.0))  # half a second each, one job
     ]
-
-
-def test_a_verdict_on_what_an_interrupt_left_says_how_much_is_missing(
-    suite: Suite, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(known_time_s))
-    rows = parse_rows("best-static,goodput,rule")
-    cells = plan(suite, rows, range(2), TUNED)
-    with Ledger() as ledger:
-        fill(cells[:7], ledger)  # the first seed, and best-static of the second in the first scenario
-        verdict = VerdictBuilder(suite, rows, cells, ledger, TUNED).verdict("")
-    assert verdict.num_runs_missing == 5
-    rule = row(verdict.policies, "rule").vs_best_static
-    assert rule is not None
-    assert (rule.ratio, rule.low) == (pytest.approx(0.4), None)
 
 
 def test_each_scenario_seed_meets_one_policy_seed_in_turn_unless_they_are_crossed(suite: Suite, tmp_path: Path) -> None:
@@ -203,26 +183,7 @@ def test_the_best_of_some_rows_is_chosen_by_scenario_over_all_seeds(
     assert table.num_misses("rule/rate=best", ["mixed", "alike"]) == 1
     found = table.ratio("rule/rate=best", "static", ["alike"])
     assert found is not None
-    assert found.ratio == pytest.approx(0.5)
-
-
-def test_accuracies_are_compared_after_the_samples_that_every_run_saw(suite: Suite) -> None:
-    cells = plan(suite, parse_rows("static,rule"), range(1), TUNED)
-    with Ledger() as ledger:
-        for cell in cells:
-            is_rule, is_mixed = cell.label == "rule", cell.family == "mixed"
-            made = msgspec.structs.replace(
-                outcome(1.0),
-                evaluations=[(0.1, 0.2), (0.2, 0.6)] if is_rule else [(0.1, 0.4), (0.2, 0.5), (0.3, 0.7)],
-                evaluated_samples=[100, 300] if is_rule else [200, 400, 600],
-            )
-            ledger.record_outcome(cell.task, made if is_mixed else outcome(1.0), "")
-        table = OutcomeTable(suite.scenarios, cells, ledger)
-    assert table.equal_samples("mixed") == {"mixed-2": 300}
-    assert table.equal_samples("alike") == {}
-    assert table.accuracy_at_equal_samples("rule", ["mixed", "alike"]) == pytest.approx(0.6)
-    assert table.accuracy_at_equal_samples("static", ["mixed"]) == pytest.approx(0.45)
-    assert table.accuracy_at_equal_samples("static", ["alike"]) is None
+    assert found.value == pytest.approx(0.5)
 
 
 def test_every_family_and_row_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,20 +196,18 @@ def test_every_family_and_row_is_drawn(tmp_path: Path, monkeypatch: pytest.Monke
     cells = plan(suite, rows, range(2), tuned)
     with Ledger() as ledger:
         fill(cells, ledger)
-        judge = VerdictBuilder(suite, rows, cells, ledger, tuned)
-    draw(judge.verdict(""), judge.table, "mixed-2", tmp_path / "figure.png")
+        verdict, table = judge(suite, rows, cells, ledger, tuned)
+    draw(verdict, table, "mixed-2", tmp_path / "figure.png")
     pixels = matplotlib.image.imread(tmp_path / "figure.png")
     assert pixels.shape[1] > pixels.shape[0] > 400
     assert pixels.std() > 0.05  # something is on it
 
 
 def test_families_count_alike_whatever_their_number_of_scenarios() -> None:
-    weights = verdict.family_weights(["a", "a", "b"])
-    assert weights.tolist() == [0.25, 0.25, 0.5]
     times = np.array([[[4.0, 4.0], [4.0, 4.0], [1.0, 1.0]]])
-    found = verdict.paired_ratio(times, np.ones((3, 2)), families=["a", "a", "b"])
+    found = verdict.paired_ratio(times, np.ones((3, 2)), ["a", "a", "b"])
     assert found is not None
-    assert found.ratio == pytest.approx(2.0, rel=1e-12)
+    assert found.value == pytest.approx(2.0, rel=1e-12)
 
 
 def test_only_complete_pairs_count() -> None:
@@ -256,16 +215,14 @@ def test_only_complete_pairs_count() -> None:
     base = np.array([[1.0, 1.0, np.nan], [1.0, 1.0, 1.0]])
     found = verdict.paired_ratio(times, base)
     assert found is not None
-    assert found.ratio == pytest.approx(2.0, rel=1e-12)
-    assert found.low is None
+    assert (found.value, found.low) == (pytest.approx(2.0, rel=1e-12), None)
     assert verdict.paired_ratio(times, np.full((2, 3), np.nan)) is None
 
 
 @pytest.mark.parametrize(("num_policy_seeds", "policy_sd", "seed_sd"), [(1, 0.0, 0.3), (5, 0.3, 0.1)])
 def test_the_interval_holds_the_truth_about_as_often_as_it_says(
-    num_policy_seeds: int, policy_sd: float, seed_sd: float, monkeypatch: pytest.MonkeyPatch
+    num_policy_seeds: int, policy_sd: float, seed_sd: float
 ) -> None:
-    monkeypatch.setattr(verdict, "NUM_RESAMPLES", 600)
     generator = np.random.default_rng(7)
     num_trials, num_held = 300, 0
     for _ in range(num_trials):
@@ -284,10 +241,10 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(
 
 
 def test_the_mean_of_one_policy_has_students_interval() -> None:
-    found = verdict.crossed_mean(np.array([[[1.0, 2.0, 3.0, np.nan]]]))  # standard error 1 / sqrt(3), t(2) = 4.303
+    found = verdict.mean_interval(np.array([[[1.0, 2.0, 3.0, np.nan]]]))  # standard error 1 / sqrt(3), t(2) = 4.303
     assert found is not None
     assert found.value == pytest.approx(2.0)
     assert found.low == pytest.approx(2.0 - 4.303 / 3**0.5, abs=1e-3)
-    assert verdict.crossed_mean(np.array([[[4.0]], [[2.0]]])) == verdict.MeanInterval(3.0, None, None)
-    assert verdict.crossed_mean(np.full((2, 1, 3), 5.0)) == verdict.MeanInterval(5.0, 5.0, 5.0)
-    assert verdict.crossed_mean(np.full((2, 1, 3), np.nan)) is None
+    assert verdict.mean_interval(np.array([[[4.0]], [[2.0]]])) == verdict.Interval(3.0)
+    assert verdict.mean_interval(np.full((2, 1, 3), 5.0)) == verdict.Interval(5.0, 5.0, 5.0)
+    assert verdict.mean_interval(np.full((2, 1, 3), np.nan)) is None

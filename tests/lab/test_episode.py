@@ -5,10 +5,9 @@ from tests.support import virtual
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Stragglers
-from dynamix.reward.formula import Weights, reward_of
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import encode
-from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX, state_of, unpack_global, unpack_ranks
+from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX, unpack_global, unpack_ranks
 
 
 def episode(policy: str = "static", seed: int = 3, **arguments: object) -> Episode:
@@ -37,18 +36,6 @@ def test_the_policy_decides_every_window_and_rules_with_the_lag() -> None:
     ]
     # 2 ms + 32/4000 = 10 ms and 32 ms for 32 samples: 3200 and 1000 samples/s
     assert result.actions[0].local_batch_sizes == (49, 49, 15, 15)
-
-
-def test_messages_are_kept_on_request_and_are_those_of_the_services() -> None:
-    weights = Weights(beta=0.5)
-    kept = episode(reward=("time-aware", weights), keep_messages=True, scenario=virtual.scenario(ranks_per_node=2))
-    assert len(kept.windows) == len(kept.states) == len(kept.rewards) == 2 * kept.num_windows
-    assert [state_of(window) for window in kept.windows] == kept.states
-    assert [reward_of(window, weights, "time-aware") for window in kept.windows] == kept.rewards
-    assert [window.node for window in kept.windows[:2]] == ["virtual-0", "virtual-1"]
-    without = episode(scenario=virtual.scenario(ranks_per_node=2))
-    assert without.windows == without.states == without.rewards == []
-    assert without.evaluations == kept.evaluations
 
 
 def test_what_a_policy_sees_is_measured() -> None:

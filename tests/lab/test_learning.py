@@ -9,8 +9,10 @@ from tests.support import learned, learning, virtual
 
 from dynamix.arbitrator.deciding.signatures import Finding
 from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.lab.comparison import tuning
 from dynamix.lab.learning import LearningPlan, LearningUpdate, learn, plan_named
 from dynamix.lab.learning.episodes import EpisodeTask, play
+from dynamix.lab.learning.plan import SCORE_SEEDS, SEEDS_PER_LEARNING, TRAINING_SEEDS, VALIDATION_SEEDS
 from dynamix.lab.learning.run import LearningCheckpoint, LearningCheckpointError
 from dynamix.lab.simulator.episode import EpisodeError, run_episode
 from dynamix.reward.formula import TIME_ONLY
@@ -111,3 +113,13 @@ def test_episodes_too_short_to_teach_anything_are_named() -> None:
     plan: LearningPlan = plan_named("ppo", (too_easy,), num_episodes=1, num_validation_seeds=1)
     with pytest.raises(EpisodeError, match=r"scenario too-easy, seed \d+, and all other .* raise target_accuracy"):
         learn(plan, num_workers=1)
+
+
+def test_episodes_are_learned_from_validated_and_scored_on_seeds_of_their_own() -> None:
+    plan = learning.plan(num_episodes=SEEDS_PER_LEARNING, seed=3)
+    learned_from = {plan.training_seed(episode) for episode in (0, SEEDS_PER_LEARNING - 1)}
+    assert plan.training_seed(SEEDS_PER_LEARNING - 1) < learning.plan(seed=4).training_seed(0)
+    assert 0 < VALIDATION_SEEDS < SCORE_SEEDS < TRAINING_SEEDS <= min(learned_from)
+    assert tuning.FIRST_SEED + 1000 < VALIDATION_SEEDS
+    with pytest.raises(ValueError, match=f"at most {SEEDS_PER_LEARNING}"):
+        learning.plan(num_episodes=SEEDS_PER_LEARNING + 1)

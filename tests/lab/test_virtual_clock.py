@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tests.support import virtual
 
-from dynamix.lab.simulator.clock import SLOW, Conditions, Disturbances, Jitter, Switching, VirtualClock
-from dynamix.lab.simulator.scenario import Congestion, DecisionCost, Network, Scenario, SpeedChange, Stragglers, Workers
+from dynamix.lab.simulator.clock import SLOW, Conditions, Disturbances, Switching, VirtualClock
+from dynamix.lab.simulator.scenario import Congestion, DecisionCost, Network, Scenario, Workers
 
 CALM = Conditions(np.ones(4), np.ones(4), np.zeros(4, dtype=bool))
 SIZES = np.array([64.0, 64.0, 64.0, 32.0])
@@ -72,18 +72,6 @@ def test_congestion_slows_messages_as_a_whole_and_a_server_suffers_only_where_al
     everywhere = CALM._replace(congestion=np.full(4, 4.0))
     assert servers.communication_s(everywhere) == pytest.approx(4 * servers.communication_s(CALM), rel=1e-12)
     assert clock(num_buckets=5).communication_s(everywhere) == pytest.approx(4 * 0.04875, rel=1e-12)
-
-
-def test_a_changed_worker_may_make_exchanges_longer_and_none_of_that_is_hidden() -> None:
-    hiding, longer = clock(overlap=1.0, num_buckets=8), CALM._replace(exchange_s=0.02)
-    calm, changed = hiding.step(SIZES, CALM), hiding.step(SIZES, longer)
-    assert changed.step_s == pytest.approx(calm.step_s + 0.02, rel=1e-12)
-    assert changed.sync_s == pytest.approx(calm.sync_s + 0.02, rel=1e-12)
-    assert changed.communication_s == pytest.approx(calm.communication_s + 0.02, rel=1e-12)
-    assert hiding.local_step(SIZES, longer, np.zeros(4)).sync_s == pytest.approx(np.zeros(4))  # nothing is sent
-    alone = clock((Workers(samples_per_s=1000.0),))
-    one = Conditions(np.ones(1), np.ones(1), np.zeros(1, dtype=bool), 0.02)
-    assert alone.step(np.array([10.0]), one).step_s == pytest.approx(0.01, rel=1e-12)
 
 
 def ring_step_s(
@@ -175,21 +163,3 @@ def test_congestion_is_of_the_whole_network_or_of_single_links(shared: bool) -> 
     assert {float(factor) for conditions in seen for factor in conditions.congestion} == {1.0, 8.0}
     assert all(((c.congestion == 8.0) == c.congested).all() for c in seen)
     assert all(len(set(c.congestion.tolist())) == 1 for c in seen) == shared
-
-
-def test_a_change_of_speed_rules_from_its_time_to_the_next_one_of_its_rank() -> None:
-    changes = (
-        SpeedChange(rank=1, at_s=4.0, factor=0.5),
-        SpeedChange(rank=1, at_s=1.0, factor=3.0, exchange_s=0.02),
-        SpeedChange(rank=6, at_s=2.0, factor=2.0, exchange_s=0.01),
-    )
-    jitter, stragglers = Jitter(7, 8, 0.1), Stragglers(jitter=0.1)
-    changing = Disturbances(virtual.scenario(workers=EIGHT, stragglers=stragglers, speed_changes=changes), 7)
-    seen = []
-    for step, time_s in enumerate((0.0, 0.999, 1.0, 1.5, 2.0, 3.9, 4.0, 99.0)):
-        conditions = changing.at(step, time_s)
-        factors = (conditions.slowdown / jitter.of_step(step)).round(9).tolist()
-        assert [factors[rank] for rank in (0, 2, 3, 4, 5, 7)] == [1.0] * 6
-        seen.append((factors[1], factors[6], conditions.exchange_s))
-    calm, first, both, last = (1.0, 1.0, 0.0), (3.0, 1.0, 0.02), (3.0, 2.0, 0.02), (0.5, 2.0, 0.01)
-    assert seen == [calm, calm, first, first, both, both, last, last]

@@ -14,12 +14,12 @@ from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.exchange import (
     ActiveExchange,
     BucketTraffic,
-    CodedAs,
     CollectiveTraffic,
     StackedInt8,
     StepTraffic,
     VirtualExchange,
     run_counted,
+    total_bytes,
 )
 from dynamix.lab.simulator.scenario import Coding, Network, Scenario, Workers
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Allocation, Exchange
@@ -45,50 +45,43 @@ def parameters(run: VirtualCluster) -> torch.Tensor:
     return run.gradients.parameters.detach().clone()
 
 
-# --- buckets ---------------------------------------------------------------------------------------------------------
-
-
-# --- bytes -----------------------------------------------------------------------------------------------------------
-
-
 def traffic_of(exchange: Exchange, num_ranks: int, num_buckets: int = 1, pretended: int = 0) -> StepTraffic:
     """What a gradient of 4096 numbers sends."""
     made = nn.Linear(64, 64, bias=False)
     sums = VirtualExchange(made, num_ranks, num_buckets=num_buckets, gradient_bytes=pretended or 4 * 4096)
     gradients = torch.randn(num_ranks, 4096, generator=torch.Generator().manual_seed(1))
     total = torch.empty(4096)
-    traffic = sums.sum_gradients(gradients, ActiveExchange(exchange, exchange), total)
+    traffic = sums.sum(gradients, ActiveExchange(exchange, exchange), total)
     assert torch.allclose(total, gradients.sum(0), atol=0.1 if exchange.codec in LOSSY_CODECS else 1e-5)
     return traffic
 
 
 def test_bytes_are_those_that_each_codec_sends() -> None:
     ring = traffic_of(EXACT, 4)
-    assert ring.sent_bytes() == pytest.approx([2 * 3 / 4 * (4 * 4096)] * 4)
+    assert total_bytes(ring)[0] == pytest.approx([2 * 3 / 4 * (4 * 4096)] * 4)
     # each owns 1024 numbers, in messages of 1024 bytes and two scales: three to the owners, three back
     int8 = traffic_of(INT8, 4)
-    assert int8.sent_bytes().tolist() == int8.received_bytes().tolist() == [6 * 1032] * 4
-    assert [each.num_messages for each in int8.buckets[0].collectives] == [6, 6]
+    assert [each.tolist() for each in total_bytes(int8)] == [[6 * 1032] * 4] * 2
+    assert [each.num_messages for each in int8[0].collectives] == [6, 6]
     shares = traffic_of(Exchange(route="shares", shares=(1.0, 3.0)), 2)
-    assert shares.sent_bytes().tolist() == [4 * (3072 + 1024)] * 2
-    one, other = shares.buckets[0].collectives
+    assert total_bytes(shares)[0].tolist() == [4 * (3072 + 1024)] * 2
+    one, other = shares[0].collectives
     assert (one.sent.tolist(), other.sent.tolist()) == ([12288, 4096], [4096, 12288])
 
 
 def test_a_pretended_gradient_sends_as_much_more_and_its_owners_own_what_they_should() -> None:
     # 8 blocks of 512 numbers for 3 owners: 3, 2 and 3
     real, pretended = (traffic_of(INT8, 3, pretended=size) for size in (0, 40 * 4096))
-    assert len(set(real.sent_bytes().tolist())) > 1
-    assert pretended.sent_bytes() == pytest.approx([10 * real.sent_bytes().mean()] * 3)
+    real_bytes, pretended_bytes = total_bytes(real)[0], total_bytes(pretended)[0]
+    assert len(set(real_bytes.tolist())) > 1
+    assert pretended_bytes == pytest.approx([10 * real_bytes.mean()] * 3)
     halves = traffic_of(Exchange(route="shares", shares=(1.0, 1.0, 2.0)), 3, pretended=40 * 4096)
-    assert [bucket.is_continued for bucket in halves.buckets] == [False, True]
-    push, pull = halves.buckets[0].collectives
+    assert [bucket.is_continued for bucket in halves] == [False, True]
+    push, pull = halves[0].collectives
     gradient = 40 * 4096 / 2  # in two chunks
     assert push.sent == pytest.approx([gradient * away for away in (0.75, 0.75, 0.5)], rel=1e-3)
     assert pull.sent == pytest.approx([2 * gradient * home for home in (0.25, 0.25, 0.5)], rel=1e-3)
 
-
-# --- time ------------------------------------------------------------------------------------------------------------
 
 FREE = Coding(none=0.0, bf16=0.0, fp16=0.0, int8=0.0, rows=0.0, message_s=0.0)
 
@@ -104,23 +97,15 @@ def calm(num_ranks: int, slowdown: float = 1.0, congestion: float = 1.0) -> Cond
     return Conditions(slowdown * ones, congestion * ones, congestion * ones > 1)
 
 
-@pytest.mark.parametrize("num_buckets", [2, 5])
-@pytest.mark.parametrize("links", [(8.0,) * 4, (8.0, 8.0, 2.0, 5.0)])
-@pytest.mark.parametrize("overlap", [0.3])
-def test_plain_all_reduces_take_what_exact_training_takes(
-    links: tuple[float, ...], overlap: float, num_buckets: int
-) -> None:
-    made = clock(links, latency_s=0.0004, overlap=overlap, num_buckets=num_buckets)
+@pytest.mark.parametrize(("links", "num_buckets"), [((8.0,) * 4, 2), ((8.0, 8.0, 2.0, 5.0), 5)])
+def test_plain_all_reduces_take_what_exact_training_takes(links: tuple[float, ...], num_buckets: int) -> None:
+    made = clock(links, latency_s=0.0004, overlap=0.3, num_buckets=num_buckets)
     # equal buckets, as the formula has them: 4096 numbers in rows of 64 divide by 1 and 2; by 5 nearly
     sizes, conditions = np.array([9.0, 3.0, 5.0, 7.0]), calm(4, congestion=2.0)
     traffic = traffic_of(Exchange(codec="none"), 4, num_buckets)
     found, expected = made.step(sizes, conditions, traffic=traffic), made.step(sizes, conditions)
     assert found.step_s == pytest.approx(expected.step_s, rel=1e-12 if num_buckets < 5 else 0.01)
     assert found.communication_s == pytest.approx(expected.communication_s, rel=1e-12)
-    assert found.compute_s + found.sync_s == pytest.approx(found.step_s)
-
-
-# --- links -----------------------------------------------------------------------------------------------------------
 
 
 def behind_one_slow_link(**changes: Any) -> Scenario:
@@ -152,9 +137,6 @@ def test_coding_costs_bytes_and_messages_and_is_slowed_like_computing() -> None:
     assert plain.communication_s == pytest.approx(0.0, abs=1e-9)
 
 
-# --- training --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["fashion-14-mlp", "fashion-14-cnn"])
 def test_codecs_without_loss_train_as_exact_training_does(name: str) -> None:
     data = virtual.data(500, dtype=torch.float64)
@@ -178,7 +160,7 @@ def kept(run: VirtualCluster) -> float:
     return max(each.largest_residual for each in run.exchange._stacked.values())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 9])
+@pytest.mark.parametrize("num_ranks", [2, 9])
 @pytest.mark.parametrize("shares", [(), (1.0, 0.0, 2.0, 1.0, 1.0, 1.0, 5.0, 1.0, 0.0)])
 def test_stacked_codecs_have_the_same_bits_and_bytes_as_one_per_rank(num_ranks: int, shares: tuple[float, ...]) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -220,19 +202,8 @@ def test_what_is_kept_goes_out_in_the_last_step_before_another_codec_rules() -> 
     assert kept(run) > 0.0
 
 
-def test_a_job_refuses_what_it_does_not_permit() -> None:
-    run = virtual.cluster(virtual.scenario(**LONG))
-    run.run_window()
-    run.offer(virtual.action(run.job, 0, (32,) * 4, exchange=INT8))
-    run.run_window()
-    run.run_window()
-    assert run.num_refused == {"lever": 1}
+def test_jobs_with_parameter_servers_or_without_a_lag_permit_no_codec() -> None:
     servers = Network(topology="parameter-server")
-    run = virtual.cluster(virtual.scenario(network=servers, **LONG))
-    run.run_window()
-    run.offer(virtual.action(run.job, 0, (32,) * 4, exchange=Exchange(codec="rows")))
-    run.run_window()
-    assert run.num_refused == {"lever": 1}
     with pytest.raises(ValueError, match="parameter servers do not support"):
         virtual.cluster(virtual.scenario(network=servers), policy_options={"codec": "rows"})
     with pytest.raises(ValueError, match=r"use network\.topology = .ring."):
@@ -266,14 +237,14 @@ def test_a_round_takes_as_long_as_the_rank_that_computed_longest_in_all_of_it() 
     clock = VirtualClock(virtual.scenario(workers=workers, network=Network(latency_s=0.0, overlap=1.0)), 1000)
     calm = Conditions(np.ones(2), np.ones(2), np.zeros(2, dtype=bool))
     ring = CollectiveTraffic(np.full(2, 1.25e6), np.full(2, 1.25e6), is_ring=True, num_messages=0)
-    sent = StepTraffic((BucketTraffic((ring,), CodedAs("none", 1.25e6)),))
+    sent = (BucketTraffic((ring,), "none", 1.25e6),)
     # 10 and 30 ms, then 30 and 10 ms; 1.25 MB over 1.25 GB/s, none of it hidden, whatever the overlap is
-    first = clock.local_step(np.array([10.0, 30.0]), calm, np.zeros(2))
-    last = clock.local_step(np.array([30.0, 10.0]), calm, first.compute_s, decided=True, traffic=sent)
+    first = clock.step(np.array([10.0, 30.0]), calm, computed_s=np.zeros(2))
+    last = clock.step(np.array([30.0, 10.0]), calm, decided=True, traffic=sent, computed_s=first.compute_s)
     assert (first.step_s, first.sync_s.tolist(), first.communication_s) == (0.030, [0.0, 0.0], 0.0)
     assert last.step_s == pytest.approx(0.010 + 0.001 + clock.decision_s)
     assert last.sync_s == pytest.approx([0.001, 0.001])
-    late = clock.local_step(np.array([10.0, 10.0]), calm, np.array([0.010, 0.030]), traffic=sent)
+    late = clock.step(np.array([10.0, 10.0]), calm, traffic=sent, computed_s=np.array([0.010, 0.030]))
     assert late.step_s == pytest.approx(0.010 + 0.001)
     assert late.sync_s == pytest.approx([0.020 + 0.001, 0.001])
 
@@ -300,8 +271,8 @@ def test_the_noise_is_that_of_ranks_which_have_the_same_parameters() -> None:
 def test_drift_is_how_far_ranks_came_apart_over_how_far_their_mean_moved() -> None:
     run = started(4, local_steps(window_steps=4))
     moves = []
-    sum_moves = run.exchange.sum_moves
-    run.exchange.sum_moves = lambda rows, *others: (moves.append(4 * rows), sum_moves(rows, *others))[1]  # type: ignore[method-assign,func-returns-value]
+    sum_moves = run.exchange.sum
+    run.exchange.sum = lambda rows, *others, **of: (moves.append(4 * rows), sum_moves(rows, *others, **of))[1]  # type: ignore[method-assign,func-returns-value]
     drift = run.run_window()[0].totals.drift
     assert drift is not None
     mean = moves[0].mean(0)

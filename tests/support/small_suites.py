@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from dynamix.lab.comparison.rows import Choice, Tuned
-from dynamix.lab.comparison.runs import RunOutcome, RunTask
+from dynamix.lab.comparison.runs import RunTask
+from dynamix.lab.simulator.cluster import Evaluation
+from dynamix.lab.simulator.episode import RunOutcome
 from dynamix.lab.simulator.scenario import Suite, read_suite
 
 MIXED = """
@@ -75,6 +77,6 @@ def outcome(time_to_target_s: float | None) -> RunOutcome:
         num_windows=1,
         samples_seen=640,
         virtual_time_s=2.0,
-        evaluations=[(0.0, 0.1), (1.0, 0.5)],
+        evaluations=[Evaluation(0.0, 0.1, 0), Evaluation(1.0, 0.5, 640)],
         wall_s=0.5,
     )

@@ -15,7 +15,6 @@ from dynamix.lab.simulator.scenario import (
     DecisionCost,
     Network,
     Scenario,
-    SpeedChange,
     Stragglers,
     Workers,
 )
@@ -117,7 +116,7 @@ def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, jo
     even, odd = (seen.select(np.arange(first, len(seen.step_s), 2)) for first in (0, 1))
     comparisons: list[StepTimeComparison] = []
     for others, mine in ((odd, even), (even, odd)):
-        found = fit_observations(others, fit.shifts)
+        found = fit_observations(others)
         comparisons += compare(found, scenario_of(found, others, origin, settings, job), mine, gradient_bytes)
     comparisons[::2], comparisons[1::2] = comparisons[: len(even.step_s)], comparisons[len(even.step_s) :]
     errors = [comparison.error for comparison in comparisons]
@@ -154,10 +153,9 @@ def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, jo
 def compare(
     fit: CalibrationFit, scenario: Scenario, seen: Observations, gradient_bytes: int
 ) -> list[StepTimeComparison]:
-    """Compare virtual with real step times: same sizes, disturbances and changes, jitter averaged over draws."""
+    """Compare virtual with real step times: same sizes and disturbances, jitter averaged over draws."""
     slow = fit.slow(seen) if scenario.stragglers is not None else np.zeros_like(seen.samples, dtype=bool)
     congested = fit.congested(seen) & (scenario.congestion is not None)
-    factors, added_s = fit.factors(seen), fit.added_exchange_s(seen)
     clock, stragglers = VirtualClock(scenario, gradient_bytes), scenario.stragglers or Stragglers()
     draws = np.ones((1, scenario.world_size))
     if stragglers.jitter:
@@ -165,10 +163,10 @@ def compare(
     divisor = 1.0 if scenario.congestion is None else scenario.congestion.factor
     compared = []
     for index in range(len(seen.step_s)):
-        slowdown = np.where(slow[index], stragglers.factor, 1.0) * factors[index]
+        slowdown = np.where(slow[index], stragglers.factor, 1.0)
         links = np.full(seen.world_size, divisor if congested[index] else 1.0)
         flags = np.full(seen.world_size, congested[index])
-        met = [Conditions(slowdown * draw, links, flags, float(added_s[index])) for draw in draws]
+        met = [Conditions(slowdown * draw, links, flags) for draw in draws]
         compared.append(
             StepTimeComparison(
                 window=int(seen.window[index]),
@@ -223,11 +221,6 @@ def scenario_of(
             mean_clear_s=_rounded(congestion.mean_off_s),
             mean_congested_s=_rounded(congestion.mean_on_s),
             retransmits_per_s=_rounded(fit.retransmits_per_s),
-        ),
-        speed_changes=tuple(
-            SpeedChange(rank=rank, **{name: _rounded(value) for name, value in shift._asdict().items()})
-            for rank, shift in enumerate(fit.shifts)
-            if shift is not None
         ),
         decision=DecisionCost(cost_s=0.0, cost_per_doubling_s=0.0),  # the overheads contain the cost
     )
@@ -320,14 +313,6 @@ def _remarks(fit: CalibrationFit, scenario: Scenario, seen: Observations, job: J
         yield f"Not identifiable from these windows: {'; '.join(unknown)}."
     if fit.jitter >= MAX_JITTER:
         yield f"The windows scatter more than a jitter of {MAX_JITTER:g} explains; {MAX_JITTER:g} is written."
-    for rank, shift in enumerate(fit.shifts):
-        if shift is not None:
-            how = f"{shift.factor:.3g} times as long" if shift.factor > 1 else f"{shift.factor:.3g} of the time"
-            more = f", and exchanges of gradients {shift.exchange_s * 1e3:.3g} ms longer" if shift.exchange_s else ""
-            yield (
-                f"From {shift.at_s:.4g} s of training on, until the end, rank {rank} took {how}{more}: the scenario "
-                "has it as a change of speed, with the rank's rate and overhead before the change."
-            )
     if fit.stragglers is None:
         yield "No stragglers were visible: no rank was slower than usual for some windows."
     if fit.exposure is not None and fit.congestion is None:

@@ -1,13 +1,13 @@
 """Fit the formulas of the virtual clock to the metric windows of a real job, robust to disturbed windows. Pure.
 
-`observe` makes arrays of the windows, `fit_line` fits a rank's compute time, `find_shifts` finds lasting changes of
-speed, `fit_exposure` fits the communication, and `fit_observations` applies all of them in order and adds jitter,
-stragglers and congestion. The formulas are those of `simulator.clock`: a change there needs a change here.
+`observe` makes arrays of the windows, `fit_line` fits a rank's compute time, `fit_exposure` the communication, and
+`fit_observations` both, with jitter, stragglers and congestion. The formulas are those of `simulator.clock`: a change
+there needs a change here.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +39,6 @@ class Observations(NamedTuple):
 
     window: Array64
     """Number of each window."""
-    begin_s: Array64
-    """Training time at the beginning of each window, including windows that were left out."""
     num_steps: Array64
     """Steps in each window."""
     samples: Array64
@@ -108,12 +106,11 @@ def observe(windows: Iterable[MetricWindow]) -> tuple[Observations, Origin]:
             f"{len(keys)} of {len(joined)} windows can be used, {MIN_WINDOWS} are the least: a window needs the "
             "compute and sync times of every rank, which DDP's communication hook measures; let the job run longer"
         )
-    begins_s, first = _begins_s(joined), [joined[key][0] for key in keys]
+    first = [joined[key][0] for key in keys]
     rows = [[_row(rank, node.num_steps) for rank in ranks[key]] for key, node in zip(keys, first, strict=True)]
     columns = np.array(rows, dtype=np.float64)
     seen = Observations(
         window=_per_window(node.window for node in first),
-        begin_s=_per_window(begins_s[key] for key in keys),
         num_steps=_per_window(node.num_steps for node in first),
         samples=columns[:, :, 0],
         busy_s=columns[:, :, 1],
@@ -125,20 +122,6 @@ def observe(windows: Iterable[MetricWindow]) -> tuple[Observations, Origin]:
         held_out_accuracy=_per_window(node.job_metrics.held_out_accuracy for node in first),
     )
     return seen, Origin(first[0].optimizer_family, len(joined) - len(keys))
-
-
-def _begins_s(joined: Mapping[tuple[int, int], Sequence[MetricWindow]]) -> dict[tuple[int, int], float]:
-    """Training times by generation and window; a missing window counts as long as those around it."""
-    begins_s: dict[tuple[int, int], float] = {}
-    durations_s: dict[int, dict[int, float]] = defaultdict(dict)
-    for (generation, number), nodes in sorted(joined.items()):
-        durations_s[generation][number] = nodes[0].num_steps * nodes[0].job_metrics.step_time_s
-    before_s = 0.0
-    for generation, known in durations_s.items():
-        ends_s = before_s + np.cumsum(np.interp(np.arange(max(known) + 1), list(known), list(known.values())))
-        begins_s |= {(generation, number): float(ends_s[number]) - known[number] for number in known}
-        before_s = float(ends_s[-1])
-    return begins_s
 
 
 def _per_window(values: Iterable[float | None]) -> Array64:
@@ -171,7 +154,7 @@ SLOW, SLOW_SIGMAS = 1.3, 6.0  # a rank straggles above this slowdown, or so many
 HEAVY = 0.25  # windows with a smaller fitted time, over that of the median window, tell nothing about stragglers
 LEAST_SIZED_SHARE = 0.01  # of the longest time grows with the samples at least, so that the rate stays finite
 NUM_SATURATIONS = 24  # tried between least and largest samples, then between the best one's neighbours
-MIN_SIDE = 4  # windows near the fit on either side of a saturation; also before and after a change of speed
+MIN_SIDE = 4  # windows near the fit on either side of a saturation
 VISIBLE = 0.8  # a saturation, or an overlap, is visible when it leaves less than this share of the loss without it
 MAX_SATURATION_ERROR = 0.25  # standard error over the saturation itself; above, it is not known
 
@@ -200,11 +183,6 @@ class ComputeTimeLine(NamedTuple):
     def slowdown(self, samples: Array64, busy_s: Array64) -> Array64:
         """The time over its fitted value; 1 for windows without samples."""
         return np.where(samples > 0, busy_s / self.time_s(np.where(samples > 0, samples, 1.0)), 1.0)
-
-    def logs(self, samples: Array64, busy_s: Array64) -> Array64:
-        """Logarithm of the slowdown."""
-        logs: Array64 = np.log(self.slowdown(samples, busy_s))
-        return logs
 
     def slow(self, samples: Array64, busy_s: Array64) -> Flags:
         """Whether the rank straggled, by window."""
@@ -382,10 +360,6 @@ class Exposure(NamedTuple):
     scatter: float
     """Relative scatter of C over the windows."""
 
-    def expected_s(self, slowest_s: Array64) -> Array64:
-        """The exposed time that the formula gives for windows with these slowest compute times."""
-        return np.maximum(self.communication_s / self.num_buckets, self.communication_s - self.overlap * slowest_s)
-
     def factor(self, exposed_s: Array64, slowest_s: Array64) -> Array64:
         """C of each window over the fitted C."""
         return _implied(exposed_s, slowest_s, self.num_buckets, self.overlap) / self.communication_s
@@ -469,249 +443,12 @@ def _trial(
     return float(errors[order].mean()), overlap, communication_s
 
 
-# Lasting changes of a rank's speed. The windows of each rank are split in two where levels before and after leave the
-# least absolute deviations from its line; line, factor and split are fitted in turn, from three starts. A split counts
-# when it is clearly better than a single line, when almost no window is on the wrong side of the middle between both
-# levels, and when the slow stretch is no straggler's: much longer than any time for which a rank was slow and came
-# back, and by another factor.
-
-MIN_SHARE = 0.15  # of the training time that a rank is slow at least, before or after
-SPELLS = 3.0  # times the longest time that a rank was slow and came back
-OTHER_FACTOR = 1.15  # stragglers and a change have other factors when one over the other is above this
-MAX_FITTED = 150  # windows to which a line is fitted while changes are looked for: time grows by their square
-WORTH_A_LOOK = 1.15  # a factor below this, at first, is not looked at again
-CLEARLY_BETTER = 0.5  # deviations from two levels, over those from one line, must be below this
-MAX_ASTRAY, MAX_ASTRAY_RUN = 0.15, 2  # share of a side's windows nearer to the other level, and how many in a row
-MAX_SPLITS = 200  # that are tried at first; then those around the best one
-MAX_REFITS, SAME_FACTOR = 6, 0.005  # of line and factor, until the factor changes by less
-MIN_SLOW = 3  # windows from which the stragglers' factor is known
-MIXED = 0.15  # a window has steps of both kinds when the share of either, by its compute time, is above this
-EDGE = 1e-9
-
-
-class SpeedShift(NamedTuple):
-    """A lasting change of one rank's speed."""
-
-    at_s: float
-    """Training time."""
-    factor: float
-    """Compute time after it, over that before."""
-    exchange_s: float = 0.0
-    """Added to the exchange of gradients after it."""
-
-    def share(self, seen: Observations) -> Array64:
-        """Share of each window's time that is after the change."""
-        share: Array64 = np.clip((seen.begin_s + seen.duration_s - self.at_s) / seen.duration_s, 0.0, 1.0)
-        return share
-
-    def factors(self, seen: Observations) -> Array64:
-        """Mean factor on the compute time of each window."""
-        return 1 + (self.factor - 1) * self.share(seen)
-
-    def is_mixed(self, seen: Observations) -> Flags:
-        """Which windows have steps before and after it."""
-        share = self.share(seen)
-        return (share > EDGE) & (share < 1 - EDGE)
-
-    def slow_s(self, seen: Observations) -> float:
-        """For how long the rank was slow."""
-        after = self.share(seen)
-        return float((seen.duration_s * (after if self.factor > 1 else 1 - after)).sum())
-
-
-Shifts = tuple[SpeedShift | None, ...]
-"""By rank; `None` where nothing changed."""
-
-
-def find_shifts(seen: Observations) -> Shifts:
-    """The change of each rank; one at most."""
-    found = tuple(_find_shift(seen, rank) for rank in range(seen.world_size))
-    if not any(found):
-        return found
-    lines, busy_s = _fit_lines(seen, found), _usual_busy_s(seen, found)
-    longest_s, factors = 0.0, []
-    for rank, line in enumerate(lines):
-        slow = line.slow(seen.samples[:, rank], busy_s[:, rank]) & line.is_heavy(seen.samples[:, rank])
-        back = slow & (np.cumsum(~slow[::-1])[::-1] > 0)
-        longest_s = max(longest_s, *_runs(np.where(back, seen.duration_s, 0.0)))
-        factors += line.slowdown(seen.samples[:, rank], busy_s[:, rank])[back].tolist()
-    least_s = max(MIN_SHARE * float(seen.duration_s.sum()), SPELLS * longest_s)
-    usual = float(np.median(factors)) if len(factors) >= MIN_SLOW else math.inf
-
-    def is_straggler(shift: SpeedShift) -> bool:
-        return abs(abs(math.log(shift.factor)) - math.log(usual)) < math.log(OTHER_FACTOR)
-
-    return tuple(
-        shift if shift is not None and shift.slow_s(seen) >= least_s and not is_straggler(shift) else None
-        for shift in found
-    )
-
-
-def _fit_lines(seen: Observations, shifts: Shifts) -> tuple[ComputeTimeLine, ...]:
-    """The line of each rank, as it was before its change."""
-    columns = zip(seen.samples.T, _usual_busy_s(seen, shifts).T, strict=True)
-    return tuple(fit_line(samples, busy_s) for samples, busy_s in columns)
-
-
-def _usual_busy_s(seen: Observations, shifts: Shifts) -> Array64:
-    """Busy times as they would be without changes, windows x ranks; NaN in the window of a change."""
-    columns = seen.busy_s.T.copy()
-    for rank, shift in enumerate(shifts):
-        if shift is not None:
-            columns[rank] /= shift.factors(seen)
-            columns[rank, shift.is_mixed(seen)] = np.nan
-    return columns.T
-
-
-class _Levels(NamedTuple):
-    """A line, and from a window on a multiple of it."""
-
-    split: int
-    factor: float
-    line: ComputeTimeLine
-    logs: Array64
-    """Logarithms of times over the line; those after the split are about that of the factor."""
-    weights: Array64
-    """Below 1 for windows with less to do than half of them: a millisecond more is much there, and tells little."""
-
-    @property
-    def loss(self) -> float:
-        level = np.where(np.arange(len(self.logs)) < self.split, 0.0, math.log(self.factor))
-        return float((self.weights * np.abs(self.logs - level)).sum())
-
-    def share(self, index: int) -> float:
-        """Share of a window's steps that are after the change, by its compute time."""
-        return (math.exp(self.logs[index]) - 1) / (self.factor - 1)
-
-    @property
-    def is_lasting(self) -> bool:
-        """Whether almost all windows before and after it are at their level, and none for long at the other one."""
-        is_slow, slow_after = self.logs > math.log(self.factor) / 2, self.factor > 1
-        for side, astray in (
-            (slice(0, self.split - 1), is_slow == slow_after),
-            (slice(self.split + 1, None), is_slow != slow_after),
-        ):
-            weights = np.where(astray, self.weights, 0.0)[side]
-            if weights.sum() > MAX_ASTRAY * self.weights[side].sum() or max(_runs(weights)) > MAX_ASTRAY_RUN:
-                return False
-        is_too_early = self.split == MIN_SIDE and self.share(self.split - 1) > 1 - MIXED
-        is_too_late = self.split == len(self.logs) - MIN_SIDE and self.share(self.split) < MIXED
-        return not is_too_early and not is_too_late
-
-
-def _find_shift(seen: Observations, rank: int) -> SpeedShift | None:
-    samples, busy_s = seen.samples[:, rank], seen.busy_s[:, rank]
-    used = np.flatnonzero((samples > 0) & (busy_s > 0))
-    if len(used) < 2 * MIN_SIDE:
-        return None
-    x, y = samples[used], busy_s[used]
-    single = _thin_line(x, y)
-    levels = min(_trials(x, y, single), key=lambda one: one.loss, default=None)
-    if levels is None or levels.loss >= CLEARLY_BETTER * float((levels.weights * np.abs(single.logs(x, y))).sum()):
-        return None
-    if max(levels.factor, 1 / levels.factor) < SLOW or not levels.is_lasting:
-        return None
-    return SpeedShift(_time_of(seen, rank, used, levels), levels.factor)
-
-
-def _trials(x: Array64, y: Array64, single: ComputeTimeLine) -> Collection[_Levels]:
-    """Fit line, factor and split in turn, beginning with the line of all windows, and of each half of them."""
-    half = len(x) // 2
-    found: dict[int, _Levels] = {}
-    for line in (single, _thin_line(x[:half], y[:half]), _thin_line(x[half:], y[half:])):
-        logs = line.logs(x, y)
-        split = _split(logs)
-        if abs(np.median(logs[split:]) - np.median(logs[:split])) < math.log(WORTH_A_LOOK):
-            continue
-        while split not in found:
-            found[split] = _fit_levels(x, y, split)
-            split = _split(found[split].logs)
-    return found.values()
-
-
-def _thin_line(x: Array64, y: Array64) -> ComputeTimeLine:
-    stride = 1 + (len(x) - 1) // MAX_FITTED
-    return fit_line(x[::stride], y[::stride])
-
-
-def _fit_levels(x: Array64, y: Array64, split: int) -> _Levels:
-    """Fit line and factor, given the split; the first line is that of the longer side."""
-
-    def level(logs: Array64) -> float:
-        """The mean without outliers."""
-        away = np.abs(logs - np.median(logs))
-        return float(logs[away <= max(MIN_OUTLIER, OUTLIER_SIGMAS * MAD_SIGMA * float(np.median(away)))].mean())
-
-    after = np.arange(len(x)) >= split
-    longer = after if 2 * split < len(x) else ~after
-    line, factor = _thin_line(x[longer], y[longer]), 1.0
-    for _ in range(MAX_REFITS):
-        logs, before = line.logs(x, y), factor
-        factor = math.exp(level(logs[after]) - level(logs[~after]))
-        line = _thin_line(x, y / np.where(after, factor, 1.0))
-        if abs(factor / before - 1) < SAME_FACTOR:
-            break
-    times_s = line.time_s(x)
-    return _Levels(split, factor, line, line.logs(x, y), np.minimum(1.0, times_s / np.median(times_s)))
-
-
-def _refit(seen: Observations, rank: int, shift: SpeedShift) -> SpeedShift:
-    """Fit the factor to other windows, given the time; it stays as it is where a side has no window."""
-    samples, busy_s = seen.samples[:, rank], seen.busy_s[:, rank]
-    used = (samples > 0) & (busy_s > 0) & ~shift.is_mixed(seen)
-    split = int((shift.share(seen)[used] < EDGE).sum())
-    if split in (0, int(used.sum())):
-        return shift._replace(exchange_s=0.0)
-    return SpeedShift(shift.at_s, _fit_levels(samples[used], busy_s[used], split).factor)
-
-
-def _split(logs: Array64) -> int:
-    """Where two medians leave the least absolute deviations."""
-
-    def loss(split: int) -> float:
-        sides = logs[:split], logs[split:]
-        return float(sum(np.abs(side - np.median(side)).sum() for side in sides))
-
-    last = len(logs) - MIN_SIDE
-    stride = max(1, (last - MIN_SIDE) // MAX_SPLITS)
-    best = min(range(MIN_SIDE, last + 1, stride), key=loss)
-    return min(range(max(MIN_SIDE, best - stride), min(last, best + stride) + 1), key=loss)
-
-
-def _time_of(seen: Observations, rank: int, used: np.ndarray, levels: _Levels) -> float:
-    """Training time of the change; within the window that has steps before and after it, if there is one.
-
-    The steps after the change are longer by as much as the slowest rank's compute time is.
-    """
-    before, after = int(used[levels.split - 1]), int(used[levels.split])
-    for index, share in ((before, levels.share(levels.split - 1)), (after, levels.share(levels.split))):
-        if MIXED < share < 1 - MIXED:
-            others_s = np.delete(seen.busy_s[index], rank).max(initial=0.0)
-            own_s = float(levels.line.time_s(seen.samples[index, rank : rank + 1])[0])
-            longer_s = max(others_s, levels.factor * own_s) - max(others_s, own_s)
-            step_s = max(0.0, float(seen.step_s[index]) - share * longer_s)
-            return float(seen.begin_s[index] + (1 - share) * seen.num_steps[index] * step_s)
-    return float(seen.begin_s[before] + seen.duration_s[before] + seen.begin_s[after]) / 2
-
-
-def _runs(weights: Array64) -> Iterator[float]:
-    """The sum of each run of weights, up to a 0."""
-    total = 0.0
-    for weight in [*weights.tolist(), 0.0]:
-        total += weight
-        if not weight:
-            yield total
-            total = 0.0
-
-
 # All of them, with jitter, stragglers and congestion.
 
 MIN_DISTURBED = 3  # windows from which a disturbance is fitted
 LEAST_SHARE = 0.1  # a smaller share of a window's steps cannot be told from scatter
 MAX_JITTER = 1.0
 RETRANSMIT_RATIO = 2.0  # congested windows must retransmit more than so many times what others do, where it is counted
-MIN_CALM_WINDOWS = 6  # communication is fitted to the windows before any change of speed when there are so many
-CLEARLY_LONGER = 0.25  # exchanges take longer after a change when the time that they add, over C, is above this
 
 
 class DwellTimes(NamedTuple):
@@ -729,8 +466,6 @@ class CalibrationFit(NamedTuple):
     """By rank."""
     jitter: float
     """Sigma of a step's lognormal factor on the compute time, by the scatter of windows of k independent steps."""
-    shifts: Shifts
-    """By rank, the lasting change of its speed; the lines are those before it."""
     exposure: Exposure | None = None
     """`None` for a single worker, who reduces nothing."""
     stragglers: DwellTimes | None = None
@@ -739,32 +474,18 @@ class CalibrationFit(NamedTuple):
     """Retransmissions per second and rank while the network is congested."""
 
     def slow(self, seen: Observations) -> Flags:
-        """Which rank straggled, windows x ranks; never with next to nothing to do, or while its speed changed."""
-        busy_s = _usual_busy_s(seen, self.shifts)
-        columns = [line.slow(seen.samples[:, rank], busy_s[:, rank]) for rank, line in enumerate(self.lines)]
-        return np.stack(columns, axis=1) & self._is_heavy(seen)
+        """Which rank straggled, windows x ranks; never with next to nothing to do."""
+        columns = zip(self.lines, seen.samples.T, seen.busy_s.T, strict=True)
+        return np.stack([line.slow(*column) for line, *column in columns], axis=1) & self._is_heavy(seen)
 
     def slowdown(self, seen: Observations) -> Array64:
-        """Times over the lines without changes, windows x ranks; 1 where a rank cannot straggle."""
-        busy_s = _usual_busy_s(seen, self.shifts)
-        columns = [line.slowdown(seen.samples[:, rank], busy_s[:, rank]) for rank, line in enumerate(self.lines)]
-        return np.where(self._is_heavy(seen), np.nan_to_num(np.stack(columns, axis=1), nan=1.0), 1.0)
+        """Times over the lines, windows x ranks; 1 where a rank cannot straggle."""
+        columns = zip(self.lines, seen.samples.T, seen.busy_s.T, strict=True)
+        slowdowns = np.stack([line.slowdown(*column) for line, *column in columns], axis=1)
+        return np.where(self._is_heavy(seen), slowdowns, 1.0)
 
     def _is_heavy(self, seen: Observations) -> Flags:
         return np.stack([line.is_heavy(seen.samples[:, rank]) for rank, line in enumerate(self.lines)], axis=1)
-
-    def factors(self, seen: Observations) -> Array64:
-        """Factors of lasting changes on compute times, windows x ranks."""
-        ones = np.ones(len(seen.step_s))
-        return np.stack([ones if shift is None else shift.factors(seen) for shift in self.shifts], axis=1)
-
-    def added_exchange_s(self, seen: Observations) -> Array64:
-        """Time that lasting changes added to the exchanges of each window."""
-        added_s = np.zeros(len(seen.step_s))
-        for shift in self.shifts:
-            if shift is not None:
-                added_s = np.maximum(added_s, shift.exchange_s * shift.share(seen))
-        return added_s
 
     def congested(self, seen: Observations) -> Flags:
         """Whether the network was congested, by window."""
@@ -773,55 +494,22 @@ class CalibrationFit(NamedTuple):
         return self.exposure.congested(self.exposed(seen), seen.busy_s.max(axis=1))
 
     def exposed(self, seen: Observations) -> Array64:
-        """Communication time that each window's steps waited for, in seconds per step, without changes."""
-        exposed_s = exposed(seen.busy_s, seen.sync_s, self.jitter)
-        return np.maximum(0.0, exposed_s - self.added_exchange_s(seen)) if any(self.shifts) else exposed_s
+        """Communication time that each window's steps waited for, in seconds per step."""
+        return exposed(seen.busy_s, seen.sync_s, self.jitter)
 
 
-def fit_observations(seen: Observations, shifts: Shifts | None = None) -> CalibrationFit:
-    """Fit lines, jitter, communication and disturbances, in this order; each uses the results before it.
-
-    `shifts` are changes of speed found in other windows of the same job: their times are used as given.
-    """
-    if shifts is None:
-        shifts = find_shifts(seen)
-    else:
-        shifts = tuple(None if shift is None else _refit(seen, rank, shift) for rank, shift in enumerate(shifts))
-    lines = _fit_lines(seen, shifts)
+def fit_observations(seen: Observations) -> CalibrationFit:
+    """Fit lines, jitter, communication and disturbances, in this order; each uses the results before it."""
+    lines = tuple(fit_line(*column) for column in zip(seen.samples.T, seen.busy_s.T, strict=True))
     scatter = float(np.median([line.scatter for line in lines]))  # of windows: sqrt(steps) times less than of steps
-    fit = CalibrationFit(lines, min(MAX_JITTER, scatter * math.sqrt(float(np.median(seen.num_steps)))), shifts)
+    fit = CalibrationFit(lines, min(MAX_JITTER, scatter * math.sqrt(float(np.median(seen.num_steps)))))
     slow = fit.slow(seen)
     if seen.world_size > 1:  # by windows without stragglers, or by all when too few are left
         quiet = slow.sum(axis=1) == 0
         chosen = seen.select(np.flatnonzero(quiet)) if quiet.sum() >= len(quiet) // 3 else seen
-        fit = _with_exposure(fit, chosen)
+        fit = fit._replace(exposure=fit_exposure(fit.exposed(chosen), chosen.busy_s.max(axis=1)))
     fit = fit._replace(stragglers=fit_dwell_times(slow, fit.slowdown(seen), seen.duration_s))
     return _with_congestion(fit, seen)
-
-
-def _with_exposure(fit: CalibrationFit, chosen: Observations) -> CalibrationFit:
-    """Add communication, by the windows before any change where these are enough, and what each change added to it."""
-    slowest_s, exposed_s = chosen.busy_s.max(axis=1), fit.exposed(chosen)
-    exposure = fit_exposure(exposed_s, slowest_s)
-    before = (fit.factors(chosen) == 1).all(axis=1)
-    times_s = sorted(shift.at_s for shift in fit.shifts if shift is not None)
-    for _ in range(2):  # with all windows; and, if changes have made exchanges longer, with those before
-        more_s = exposed_s - exposure.expected_s(slowest_s)
-        if before.any():
-            more_s = more_s - np.median(more_s[before])
-        shifts = list(fit.shifts)
-        for rank, shift in enumerate(fit.shifts):
-            if shift is not None:  # by the windows up to the next change
-                until_s = next((time_s for time_s in times_s if time_s > shift.at_s), np.inf)
-                during = (chosen.begin_s >= shift.at_s) & (chosen.begin_s + chosen.duration_s <= until_s)
-                added_s = float(np.median(more_s[during])) if during.sum() >= MIN_DISTURBED else 0.0
-                is_clear = added_s > CLEARLY_LONGER * exposure.communication_s
-                shifts[rank] = shift._replace(exchange_s=added_s if is_clear else 0.0)
-        if before.sum() < MIN_CALM_WINDOWS or not any(shift.exchange_s for shift in shifts if shift is not None):
-            break
-        exposure = fit_exposure(exposed_s[before], slowest_s[before])
-        fit = fit._replace(shifts=tuple(shifts))
-    return fit._replace(exposure=exposure)
 
 
 def _with_congestion(fit: CalibrationFit, seen: Observations) -> CalibrationFit:

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 
+from dynamix.lab.simulator.cluster import Evaluation
 from dynamix.runtime.output_files import whole
 
 from .verdict import Array64, OutcomeTable, Verdict, VerdictRow
@@ -45,7 +46,7 @@ def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> No
         figure.savefig(file, dpi=110, format="png")
 
 
-def mean_curve(curves: Sequence[Sequence[tuple[float, float]]], times_s: Array64) -> Array64:
+def mean_curve(curves: Sequence[Sequence[Evaluation]], times_s: Array64) -> Array64:
     """Return the mean accuracy of several runs at given times; a finished run keeps its last accuracy."""
     points = [np.array(curve, dtype=np.float64) for curve in curves if curve]
     mean: Array64 = np.mean([np.interp(times_s, curve[:, 0], curve[:, 1]) for curve in points], axis=0)
@@ -75,10 +76,10 @@ def _intervals(axes: Axes, rows: Sequence[VerdictRow], colours: dict[str, str], 
             continue
         if found.low is not None and found.high is not None:
             axes.plot([found.low, found.high], [place, place], color=colours[row.policy], linewidth=1.6)
-        axes.plot([found.ratio], [place], "o", markersize=4.5, color=colours[row.policy])
+        axes.plot([found.value], [place], "o", markersize=4.5, color=colours[row.policy])
         missed = f"\n{row.misses} missed" if row.misses else ""
         axes.annotate(
-            f"{found.ratio:.2f}{missed}",
+            f"{found.value:.2f}{missed}",
             (1.005, place),
             xycoords=("axes fraction", "data"),
             va="center",
@@ -96,7 +97,7 @@ def _curves(axes: Axes, table: OutcomeTable, scenario: str, colours: dict[str, s
     """Mean accuracy of each contender over virtual time, until the slowest of its runs ended."""
     for label, colour in colours.items():
         if curves := [curve for curve in table.curves(label, scenario) if curve]:
-            times_s = np.linspace(0, max(curve[-1][0] for curve in curves), CURVE_POINTS)
+            times_s = np.linspace(0, max(curve[-1].time_s for curve in curves), CURVE_POINTS)
             axes.plot(times_s, mean_curve(curves, times_s), color=colour, label=label, linewidth=1.4)
     axes.axhline(table.target_accuracy(scenario), color="black", linewidth=0.8, linestyle=":")
     axes.set(

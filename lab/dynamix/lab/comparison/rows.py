@@ -31,7 +31,6 @@ from dynamix.runtime.extensions import extension_names
 from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages.allocation import EXACT, EXCHANGE_CODECS, ExchangePermission
 from dynamix.schemas.policies import DEFAULT_POLICY, check_options, exchange_of, option_value
-from dynamix.trainer.gradient.learning_rate import Rule
 
 from .omnilearn import OmniLearn
 
@@ -161,8 +160,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     options: dict[str, float | str] = {}
     local_batch_size: Annotated[int, Meta(ge=1)] | None = None
     """Initial local batch size, within the scenario's bounds; `None`: the tuned one, else the scenario's."""
-    learning_rate_rule: Rule | None = None
-    """`None`: the scenario's."""
     learning_rate_factor: Annotated[float, Meta(gt=0)] | Literal["best"] = 1.0
     """On the scenario's learning rate."""
     exchange: ExchangePermission | None = None
@@ -263,7 +260,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "policy_digest": file_digest(self.files[0]) if self.files else "",
             "options": self.options,
             "initial_local_batch_size": self.local_batch_size,
-            "learning_rate_rule": self.learning_rate_rule,
             "learning_rate_factor": self.learning_rate_factor,
         }
         return about if self.exchange is None else {**about, "exchange": self.exchange}
@@ -326,7 +322,7 @@ def _parsed(text: str, files: Mapping[str, Sequence[str]]) -> Row:
             table[key] = int(value) if value.isdecimal() else value
         elif key == "learning_rate_factor" and value != "best":
             table[key] = option_value(value)
-        elif key in {"learning_rate_rule", "learning_rate_factor", "exchange"}:
+        elif key in {"learning_rate_factor", "exchange"}:
             table[key] = value
         else:
             options[key] = value
@@ -379,7 +375,6 @@ def _label(row: Row, named: Mapping[str, object]) -> str:
         ("", "+track", is_tracked),
         (options, ":{}", options),
         (row.local_batch_size, "@{}", row.local_batch_size),
-        (row.learning_rate_rule, "/lr={}", row.learning_rate_rule),
         (row.exchange, "/exchange={}", row.exchange),
         (factor if isinstance(factor, str) else f"{factor:g}", "/rate={}", factor != 1),
     )

@@ -23,7 +23,14 @@ from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import POLICIES, extension_policy
 from dynamix.arbitrator.policies.static import Static
 from dynamix.lab.simulator.cluster import ClairvoyantCluster, VirtualCluster
-from dynamix.lab.simulator.episode import code_digest, run_episode, run_episodes, versions, workload_data
+from dynamix.lab.simulator.episode import (
+    RunOutcome,
+    code_digest,
+    run_episode,
+    run_episodes,
+    versions,
+    workload_data,
+)
 from dynamix.lab.simulator.scenario import Scenario, Suite
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import RefusedOutputError
@@ -84,7 +91,6 @@ class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return msgspec.structs.replace(
             self.scenario,
             learning_rate=self.scenario.learning_rate * factor,
-            learning_rate_rule=self.setting.learning_rate_rule or self.scenario.learning_rate_rule,
             exchange=permission or self.scenario.exchange,
             min_local_batch_size=as_published(self.setting.policy, self.scenario).min_local_batch_size,
         )
@@ -94,25 +100,6 @@ def as_published(policy: str, scenario: Scenario) -> Scenario:
     """The scenario with no size below those with which the policy was published, where it starts with such sizes."""
     least = min(PUBLISHED_LEAST.get(policy, 1), scenario.initial_local_batch_size, *scenario.max_local_batch_sizes)
     return msgspec.structs.replace(scenario, min_local_batch_size=max(scenario.min_local_batch_size, least))
-
-
-class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of a run; times in virtual seconds."""
-
-    time_to_target_s: float | None
-    """`None`: the target was missed."""
-    accuracy_at_fixed_time: float | None
-    test_accuracy: float
-    num_steps: int
-    num_windows: int
-    samples_seen: int
-    virtual_time_s: float
-    evaluations: list[tuple[float, float]] = []
-    """(time, accuracy on the validation part)."""
-    evaluated_samples: list[int] = []
-    """Samples seen by each evaluation."""
-    wall_s: float = 0.0
-    """Wall-clock duration, for the forecast; never part of a result."""
 
 
 class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,13 +124,20 @@ class Ledger:
             RefusedOutputError: when `path`, or what *.old would replace, is anything but a ledger.
         """
         self._outcomes: dict[str, RunOutcome] = {}
+        self._end = 0
+        """Of the last whole line in the file."""
         self._file: IO[bytes] | None = None
-        self._path = path
-        self._resume = resume
+        self._path, self._resume = path, resume
         if path is not None:
-            self._check(path)
+            output_files.check(path, LEDGER, make_parents=True)
             if resume:
-                self._outcomes, _ = _read(path)
+                self._outcomes, self._end = _read(path)
+            elif path.exists():
+                output_files.check(self._old(path), LEDGER)
+
+    @staticmethod
+    def _old(path: Path) -> Path:
+        return path.with_name(path.name + ".old")
 
     def __enter__(self) -> Self:
         return self
@@ -163,32 +157,21 @@ class Ledger:
         """Add an outcome; it is written to the operating system before the return.
 
         Raises:
-            RefusedOutputError: when something else has come to be at the path meanwhile.
             OSError: when the file cannot be written.
         """
         self._outcomes[task.key] = outcome
-        if self._path is not None:
-            self._file = self._file or self._open(self._path)
-            self._file.write(msgspec.json.encode(LedgerLine(key=task.key, about=about, outcome=outcome)) + b"\n")
-            self._file.flush()
-
-    def _check(self, path: Path) -> None:
-        output_files.check(path, LEDGER, make_parents=True)
-        if not self._resume and path.exists():
-            output_files.check(path.with_name(path.name + ".old"), LEDGER)
-
-    def _open(self, path: Path) -> IO[bytes]:
-        """Open for appending, behind the last whole line."""
-        self._check(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._resume and path.exists():
-            path.replace(path.with_name(path.name + ".old"))
-        _, whole = _read(path)
-        file = path.open("ab")
-        file.truncate(whole)
-        if whole == 0:
-            file.write(HEADER)
-        return file
+        if self._path is None:
+            return
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._resume and self._path.exists():
+                self._path.replace(self._old(self._path))
+            self._file = self._path.open("ab")
+            self._file.truncate(self._end)  # behind the last whole line
+            if self._end == 0:
+                self._file.write(HEADER)
+        self._file.write(msgspec.json.encode(LedgerLine(key=task.key, about=about, outcome=outcome)) + b"\n")
+        self._file.flush()
 
 
 def _read(path: Path) -> tuple[dict[str, RunOutcome], int]:
@@ -206,9 +189,8 @@ def _read(path: Path) -> tuple[dict[str, RunOutcome], int]:
             try:
                 line = msgspec.json.decode(text, type=LedgerLine)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                reason = "its values are nested too deeply" if isinstance(error, RecursionError) else error
                 raise RefusedOutputError(
-                    f"{path}, line {number}, is not a result ({reason}): name another file, or remove this one"
+                    f"{path}, line {number}, is not a result ({error}): name another file, or remove this one"
                 ) from error
             outcomes[line.key] = line.outcome
         end += len(text)
@@ -326,30 +308,19 @@ def forecast_s(left: Counter[str], walls_s: dict[str, list[float]], typical_s: f
     return sum(number * means.get(family, unseen) for family, number in left.items())
 
 
-class Estimate(NamedTuple):
-    """The cost of a comparison before it begins."""
-
-    num_runs: int
-    """Runs that are not in the ledger; a run that several cells need is one."""
-    core_minutes: float
-
-    def text(self, jobs: int) -> str:
-        """One sentence, before the runs begin."""
-        minutes = self.core_minutes / jobs
-        return f"{self.num_runs} runs to do: some {max(1, round(minutes))} minutes with --jobs {jobs}."
-
-
-def estimate(cells: Iterable[ComparisonCell], ledger: Ledger, *, typical_run_s: float = TYPICAL_RUN_S) -> Estimate:
-    """The runs left, at the mean duration of the family's runs in the ledger, else a typical one."""
-    tasks = {cell.task.key: cell.task for cell in cells}
+def estimate(
+    cells: Iterable[ComparisonCell], ledger: Ledger, *, jobs: int, typical_run_s: float = TYPICAL_RUN_S
+) -> str:
+    """What is left to run, in a sentence, by the mean duration of the family's runs so far, else a typical one."""
     walls_s: dict[str, list[float]] = {}
     left: Counter[str] = Counter()
-    for task in tasks.values():
+    for task in {cell.task.key: cell.task for cell in cells}.values():
         if (outcome := ledger.get(task)) is not None:
             walls_s.setdefault(task.scenario.family, []).append(outcome.wall_s)
         else:
             left[task.scenario.family] += 1
-    return Estimate(left.total(), forecast_s(left, walls_s, typical_run_s) / 60)
+    minutes = forecast_s(left, walls_s, typical_run_s) / 60 / jobs
+    return f"{left.total()} runs to do: some {max(1, round(minutes))} minutes with --jobs {jobs}."
 
 
 def outcomes(tasks: Sequence[RunTask], *, jobs: int, data: Path | None = None) -> Iterator[tuple[RunTask, RunOutcome]]:
@@ -372,18 +343,8 @@ def run_task(task: RunTask, *, data: Path | None = None) -> RunOutcome:
         initial_local_batch_size=task.initial_local_batch_size,
         make_cluster=ClairvoyantCluster if setting.policy == ORACLE else VirtualCluster,
     )
-    return RunOutcome(
-        time_to_target_s=episode.time_to_target_s,
-        accuracy_at_fixed_time=episode.accuracy_at_fixed_time,
-        test_accuracy=episode.test_accuracy,
-        num_steps=episode.num_steps,
-        num_windows=episode.num_windows,
-        samples_seen=episode.samples_seen,
-        virtual_time_s=episode.virtual_time_s,
-        evaluations=[(evaluation.time_s, evaluation.accuracy) for evaluation in episode.evaluations],
-        evaluated_samples=[evaluation.samples_seen for evaluation in episode.evaluations],
-        wall_s=time.perf_counter() - began_s,
-    )
+    outcome = msgspec.convert(episode, RunOutcome, from_attributes=True)
+    return msgspec.structs.replace(outcome, wall_s=time.perf_counter() - began_s)
 
 
 def policy_of(setting: Row) -> Policy:

@@ -17,7 +17,7 @@ from dynamix.schemas.messages.allocation import ExchangePermission
 from dynamix.schemas.policies import DEFAULT_POLICY
 
 from .rows import GOODPUT, LOCAL_STATIC, TRACKED_STATIC, Choice, Row, Tuned, make_row
-from .runs import ComparisonProgress, Estimate, Ledger, estimate, fill, plan
+from .runs import ComparisonProgress, Ledger, estimate, fill, plan
 from .verdict import OutcomeTable
 
 SIZES = (8, 16, 32, 64, 128, 256)
@@ -123,7 +123,7 @@ def tune(
     command: str = "",
     jobs: int = 1,
     data: Path | None = None,
-    on_estimate: Callable[[Estimate], None] | None = None,
+    on_estimate: Callable[[str], None] | None = None,
     on_progress: Callable[[ComparisonProgress], None] | None = None,
 ) -> Tuned:
     """Run the grid on the scenarios of a suite and choose the best settings.
@@ -140,7 +140,7 @@ def tune(
         rows = [row.permitted(exchange) for row in rows]
     cells = plan(suite, rows, seeds, Tuned())
     if on_estimate is not None:
-        on_estimate(estimate(cells, ledger))
+        on_estimate(estimate(cells, ledger, jobs=jobs))
     fill(cells, ledger, jobs=jobs, data=data, on_progress=on_progress)
     table = OutcomeTable(suite.scenarios, cells, ledger)
     return Tuned(

@@ -1,15 +1,11 @@
 """Statistics of an evaluation: times to a target, paired ratios, their geometric mean and its interval.
 
-Arrays have `P` policy seeds x `C` scenarios x `S` scenario seeds, NaN where a run is missing (`outcomes`).
+Arrays have `P` policy seeds x `C` scenarios x `S` scenario seeds, NaN where a run is missing.
 
-The interval is a percentile bootstrap over policy seeds AND scenario seeds: each is drawn with
-replacement, independently (the pigeonhole bootstrap: Owen, Annals of Applied Statistics 1, 2007); scenarios are fixed.
-A second one, where there are several families, also draws families, and scenarios within each: it is about clusters
-like these, the first about these clusters.
-One draw of seeds serves all scenarios, since a seed is the same model and order of data in all of them. With a dozen
-seeds plain percentiles are too narrow, so they are expanded as Hesterberg proposes (American Statistician 69, 2015),
-with the number of draws that Satterthwaite's formula gives for the sources together. `scipy.stats.bootstrap` has
-neither the crossed axes nor the expansion.
+Runs that share a policy seed or a scenario seed are not independent. So the variance of a mean is that of the means per
+policy seed plus that of the means per scenario seed, and Student's interval has Satterthwaite's degrees of freedom for
+that sum. A seed is the same model and order of data in all scenarios; scenarios are fixed. A second interval, where
+there are several families, adds the variance between families: it is about clusters like these, the first about these.
 """
 
 import math
@@ -20,177 +16,91 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtr, stdtrit  # scipy.stats.norm.cdf and scipy.stats.t.ppf, without a second of import
+from scipy.special import stdtrit  # scipy.stats.t.ppf, without a second of import
 
 from dynamix.arbitrator.deciding.signatures import spread_signature
 from dynamix.arbitrator.learned.policy_file import PolicyFile
-from dynamix.lab.simulator.episode import code_digest, versions
+from dynamix.lab.simulator.cluster import Evaluation
+from dynamix.lab.simulator.episode import RunOutcome, code_digest, versions
 from dynamix.lab.simulator.scenario import TRAIN, Scenario, Suite, digest_of, is_control, suite_named
 from dynamix.schemas.policies import DEFAULT_POLICY
 
 from .rows import BASES, BEST_STATIC, GOODPUT, Row, Tuned, file_digest
-from .runs import ComparisonCell, Ledger, RunOutcome
+from .runs import ComparisonCell, Ledger
 
 Array64 = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.95
-NUM_RESAMPLES = 4000
-_RESAMPLE_SEED = 20_240_601
-"""Fixed: the same results give the same interval, always."""
 
 
-class RatioInterval(msgspec.Struct, frozen=True):
-    """Geometric mean of paired ratios of time to target, with its 95 % interval; below 1 is faster."""
+class Interval(msgspec.Struct, frozen=True):
+    """A mean with its 95 % interval; of ratios the geometric mean, where below 1 is faster."""
 
-    ratio: float
-    low: float | None
+    value: float
+    low: float | None = None
     """`None` where there is only one seed: the spread is unknown."""
-    high: float | None
+    high: float | None = None
     family_low: float | None = None
     """95 % interval with families as a sample of those there could be; `None` with less than two families or seeds."""
     family_high: float | None = None
 
-
-class MeanInterval(msgspec.Struct, frozen=True):
-    """A mean with its 95 % interval."""
-
-    value: float
-    low: float | None
-    """`None` where there is only one seed: the spread is unknown."""
-    high: float | None
+    def exp(self) -> "Interval":
+        """That of the numbers whose logarithms have this one."""
+        bounds = (self.low, self.high, self.family_low, self.family_high)
+        return Interval(math.exp(self.value), *(None if bound is None else math.exp(bound) for bound in bounds))
 
 
-def relative_spread(times_PCS: Array64) -> float | None:
-    """Standard deviation over mean of the times in a scenario, averaged; `None` below two runs each."""
-    known_C = (scenario[~np.isnan(scenario)] for scenario in np.moveaxis(times_PCS, 1, 0))
-    spreads = [np.std(times, ddof=1) / times.mean() for times in known_C if times.size > 1]
-    return float(np.mean(spreads)) if spreads else None
+def mean_interval(values_PCS: Array64, families: Sequence[str] = ()) -> Interval | None:
+    """The mean with its intervals; `None` without a value.
 
-
-def paired_ratio(
-    times_PCS: Array64, base_CS: Array64, *, families: Sequence[str] | None = None
-) -> RatioInterval | None:
-    """The geometric mean ratio of a row's times to a baseline's, paired by scenario and seed.
-
-    Args:
-        times_PCS: the row's counted times, NaN where a run is missing.
-        base_CS: the baseline's counted times.
-        families: the family of each scenario: each family counts alike, and so does each scenario within it. When not
-            given, all scenarios are one family.
-
-    Returns:
-        `None` when no pair is complete.
+    `families` has the family of each scenario: all families count alike, and so do the scenarios within each. By
+    default all scenarios are one family.
     """
-    logs_PCS = np.log(times_PCS) - np.log(base_CS)[None]
-    known_P, known_C, known_S = (~np.isnan(logs_PCS).all(axis=axes) for axes in ((1, 2), (0, 2), (0, 1)))
-    if not known_S.any():
+    is_known = ~np.isnan(values_PCS)
+    if not is_known.any():
         return None
-    logs_PCS = logs_PCS[np.ix_(known_P, known_C, known_S)]
-    all_families = [""] * len(known_C) if families is None else families
-    weights = family_weights(list(all_families))[known_C]
-    own_families = [family for family, is_known in zip(all_families, known_C.tolist(), strict=True) if is_known]
-    num_P, _, num_S = logs_PCS.shape
-    (center,) = _means(logs_PCS, weights[None], np.ones((1, num_P)), np.ones((1, num_S)))
-    return RatioInterval(float(np.exp(center)), *_intervals(logs_PCS, weights, own_families))
-
-
-def crossed_mean(values_PCS: Array64) -> MeanInterval | None:
-    """The mean with Student's interval for policy seeds crossed with scenario seeds; `None` without a value.
-
-    Runs that share a policy or a seed are not independent: the variance is that of the means per policy seed plus that
-    of the means per scenario seed, its degrees of freedom are Satterthwaite's. Scenarios are fixed.
-    """
-    known = ~np.isnan(values_PCS)
-    if not known.any():
-        return None
-    known_P, known_C, known_S = (known.any(axis=axes) for axes in ((1, 2), (0, 2), (0, 1)))
+    known_P, known_C, known_S = (np.flatnonzero(is_known.any(axis=axes)) for axes in ((1, 2), (0, 2), (0, 1)))
     values_PCS = values_PCS[np.ix_(known_P, known_C, known_S)]
-    mean = float(np.nanmean(np.nanmean(values_PCS, axis=(0, 2))))
+    own = [families[place] if families else "" for place in known_C.tolist()]
+    names = sorted(set(own))
+    weights_C = np.array([1 / (len(names) * own.count(name)) for name in own])
+    means_C = np.nanmean(values_PCS, axis=(0, 2))
+    mean = float(weights_C @ means_C)
     if values_PCS.shape[2] == 1:
-        return MeanInterval(mean, None, None)
-    variance = sum(variance for variance, _ in _variances(values_PCS))
-    half = float(stdtrit(_effective_draws(_variances(values_PCS)) - 1, (1 + CONFIDENCE) / 2)) * math.sqrt(variance)
-    return MeanInterval(mean, mean - half, mean + half)
+        return Interval(mean)
 
+    def spread_of(means: Array64) -> tuple[float, int]:
+        """Variance of the mean of these, and its degrees of freedom."""
+        return float(np.var(means, ddof=1)) / means.size, means.size - 1
 
-def family_weights(families: list[str]) -> Array64:
-    """Weights of scenarios, given their families, by which all families count equally; they sum to 1."""
-    counts = {family: families.count(family) for family in families}
-    return np.array([1 / (len(counts) * counts[family]) for family in families])
+    def half(sources: Sequence[tuple[float, int]]) -> float:
+        """Half of Student's interval for the sum of the sources' variances, by Satterthwaite's formula."""
+        total = sum(variance for variance, _ in sources)
+        if total == 0:
+            return 0.0
+        degrees = total**2 / sum(variance**2 / degrees for variance, degrees in sources)
+        return float(stdtrit(degrees, (1 + CONFIDENCE) / 2)) * math.sqrt(total)
 
-
-def expanded_tail(num_draws: float, confidence: float = CONFIDENCE) -> float:
-    """The share of resamples to leave out at each end: below (1 - confidence) / 2 for few draws.
-
-    Phi(-sqrt(n / (n - 1)) t(n - 1)), Hesterberg's equation for the expanded percentile interval.
-    """
-    return float(ndtr(-math.sqrt(num_draws / (num_draws - 1)) * stdtrit(num_draws - 1, (1 + confidence) / 2)))
-
-
-def _intervals(
-    logs_PCS: Array64, weights_C: Array64, families: Sequence[str]
-) -> tuple[float | None, float | None, float | None, float | None]:
-    """The interval over seeds, and the one with families drawn, too, and scenarios within each family."""
-    num_P, _, num_S = logs_PCS.shape
-    if num_S == 1:
-        return None, None, None, None
-    generator = np.random.default_rng(_RESAMPLE_SEED)
-
-    def multiplicities(number: int) -> Array64:
-        """How often each of `number` was drawn, per resample."""
-        return generator.multinomial(number, np.full(number, 1 / number), size=NUM_RESAMPLES).astype(np.float64)
-
-    def interval(weights_BC: Array64, variances: Sequence[tuple[float, int]]) -> tuple[float, float]:
-        tail = expanded_tail(_effective_draws(variances))
-        low, high = np.nanquantile(_means(logs_PCS, weights_BC, counts_BP, counts_BS), (tail, 1 - tail))
-        return float(np.exp(low)), float(np.exp(high))
-
-    counts_BP, counts_BS = multiplicities(num_P), multiplicities(num_S)
-    over_seeds, names = interval(weights_C[None], _variances(logs_PCS)), sorted(set(families))
+    centred_PCS, is_known = values_PCS - means_C[None, :, None], ~np.isnan(values_PCS)
+    sources = []
+    for axis, scenarios_first in ((2, False), (0, True)):  # by policy seed, and by scenario seed
+        counts = np.maximum(is_known.sum(axis=axis), 1)
+        means = np.nansum(centred_PCS, axis=axis) / counts
+        by_seed = weights_C @ means if scenarios_first else means @ weights_C
+        if by_seed.size > 1:
+            sources.append(spread_of(by_seed))
+    own_half = half(sources)
     if len(names) == 1:
-        return *over_seeds, None, None
-    weights_BC = np.zeros((NUM_RESAMPLES, len(families)))
-    for name, counts_B in zip(names, multiplicities(len(names)).T, strict=True):
-        own_C = [place for place, family in enumerate(families) if family == name]
-        weights_BC[:, own_C] = counts_B[:, None] * multiplicities(len(own_C)) / len(own_C)
-    means_C = np.nanmean(logs_PCS, axis=(0, 2))
-    means = [
-        np.mean([mean for mean, own in zip(means_C, families, strict=True) if own == name]) for name in set(families)
-    ]
-    of_families = float(np.var(means, ddof=1)) / len(means), len(means)
-    return *over_seeds, *interval(weights_BC, [*_variances(logs_PCS), of_families])
+        return Interval(mean, mean - own_half, mean + own_half)
+    by_family = np.array([np.mean(means_C[[family == name for family in own]]) for name in names])
+    family_half = half([*sources, spread_of(by_family)])
+    return Interval(mean, mean - own_half, mean + own_half, mean - family_half, mean + family_half)
 
 
-def _effective_draws(pairs: Sequence[tuple[float, int]]) -> float:
-    """The number of draws behind a mean's variance, by Satterthwaite's formula over its sources."""
-    total = sum(variance for variance, _ in pairs)
-    if total == 0:  # no spread at all: any tail gives the same interval
-        return float(max(size for _, size in pairs))
-    degrees = total**2 / sum(variance**2 / (size - 1) for variance, size in pairs)
-    return 1 + degrees
-
-
-def _variances(values_PCS: Array64) -> list[tuple[float, int]]:
-    """The variances of the mean by policy seeds and by scenario seeds, each with the number of seeds."""
-    centred = values_PCS - np.nanmean(values_PCS, axis=(0, 2), keepdims=True)
-    marginal = (np.nanmean(centred, axis=(1, 2)), np.nanmean(centred, axis=(0, 1)))
-    return [(float(np.var(means, ddof=1)) / means.size, means.size) for means in marginal if means.size > 1]
-
-
-def _means(logs_PCS: Array64, weights_BC: Array64, counts_BP: Array64, counts_BS: Array64) -> Array64:
-    """Per resample the weighted mean over scenarios of their mean log ratios; NaN without a run.
-
-    One row of weights serves all resamples.
-    """
-    known = ~np.isnan(logs_PCS)
-    sums_BC = np.einsum("bp,pcs,bs->bc", counts_BP, np.where(known, logs_PCS, 0.0), counts_BS, optimize=True)
-    runs_BC = np.einsum("bp,pcs,bs->bc", counts_BP, known.astype(np.float64), counts_BS, optimize=True)
-    weights_BC = np.where(runs_BC > 0, weights_BC, 0.0)
-    means_BC = np.divide(sums_BC, runs_BC, out=np.zeros_like(sums_BC), where=runs_BC > 0)
-    total_B = weights_BC.sum(axis=1)
-    weighted_B = (weights_BC * means_BC).sum(axis=1)
-    means_B: Array64 = np.divide(weighted_B, total_B, out=np.full_like(total_B, np.nan), where=total_B > 0)
-    return means_B
+def paired_ratio(times_PCS: Array64, base_CS: Array64, families: Sequence[str] = ()) -> Interval | None:
+    """The geometric mean ratio of a row's times to a baseline's, paired by scenario and seed; `None` without a pair."""
+    found = mean_interval(np.log(times_PCS) - np.log(base_CS)[None], families)
+    return None if found is None else found.exp()
 
 
 class OutcomeTable:
@@ -243,44 +153,21 @@ class OutcomeTable:
 
     def mean(
         self, label: str, families: Sequence[str], number: Callable[[RunOutcome], float | None]
-    ) -> MeanInterval | None:
+    ) -> Interval | None:
         """The mean of a number of each outcome, `None` left out, with its interval over all seeds."""
 
         def known(_: ComparisonCell, outcome: RunOutcome) -> float:
             found = number(outcome)
             return np.nan if found is None else found
 
-        return crossed_mean(self._array(label, families, known))
+        return mean_interval(self._array(label, families, known))
 
-    def ratio(self, label: str, base: str, families: Sequence[str]) -> RatioInterval | None:
+    def ratio(self, label: str, base: str, families: Sequence[str]) -> Interval | None:
         """The paired ratio of times to another row, families weighted equally; `None` without a pair."""
         names = [scenario.family for scenario in self._of(families)]
-        return paired_ratio(self.times(label, families), self.times(base, families)[0], families=names)
+        return paired_ratio(self.times(label, families), self.times(base, families)[0], names)
 
-    def equal_samples(self, family: str) -> dict[str, int]:
-        """Return, by scenario, the most samples that every run has been evaluated at: where accuracies are compared."""
-        most: dict[str, int] = {}
-        for runs in self._known.values():
-            for cell, outcome in runs:
-                if cell.family == family and outcome.evaluated_samples:
-                    name, seen = cell.task.scenario.name, outcome.evaluated_samples[-1]
-                    most[name] = min(most.get(name, seen), seen)
-        return most
-
-    def accuracy_at_equal_samples(self, label: str, families: Sequence[str]) -> float | None:
-        """The mean validation accuracy after as many samples for all rows, interpolated; `None` if unknown."""
-        found = []
-        for family in families:
-            samples = self.equal_samples(family)
-            for cell, outcome in self._known.get(label, []):
-                if cell.family == family and outcome.evaluated_samples:
-                    accuracies = [accuracy for _, accuracy in outcome.evaluations]
-                    found.append(
-                        float(np.interp(samples[cell.task.scenario.name], outcome.evaluated_samples, accuracies))
-                    )
-        return float(np.mean(found)) if found else None
-
-    def curves(self, label: str, scenario: str) -> list[list[tuple[float, float]]]:
+    def curves(self, label: str, scenario: str) -> list[list[Evaluation]]:
         """Accuracy over virtual time, for each run of a row in one scenario."""
         return [
             outcome.evaluations for cell, outcome in self._known.get(label, []) if cell.task.scenario.name == scenario
@@ -307,12 +194,9 @@ class OutcomeTable:
 
 
 def _time_s(cell: ComparisonCell, outcome: RunOutcome) -> float:
-    return counted_time_s(outcome.time_to_target_s, cell.task.scenario.time_limit_s)
-
-
-def counted_time_s(time_to_target_s: float | None, time_limit_s: float) -> float:
     """The time to the target; the limit for a run that missed it."""
-    return time_limit_s if time_to_target_s is None else min(time_to_target_s, time_limit_s)
+    limit_s = cell.task.scenario.time_limit_s
+    return limit_s if outcome.time_to_target_s is None else min(outcome.time_to_target_s, limit_s)
 
 
 class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -322,9 +206,9 @@ class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
     median_time_to_target_s: float | None
     """`None`, as the ratios, where nothing was run."""
     misses: int
-    vs_best_static: RatioInterval | None
-    vs_goodput: RatioInterval | None
-    against: dict[str, RatioInterval | None] = {}
+    vs_best_static: Interval | None
+    vs_goodput: Interval | None
+    against: dict[str, Interval | None] = {}
     """Ratios to the rows that were asked for, by label."""
     num_runs: int
     num_policy_seeds: int
@@ -332,10 +216,6 @@ class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
     """Mean, of the validation part."""
     test_accuracy: float | None
     """Mean; the test part is scored once, at the end of each run."""
-    accuracy_at_equal_samples: float | None = None
-    """Mean, of the validation part, after as many samples as every run of a scenario was evaluated at."""
-    relative_spread: float | None
-    """Standard deviation over mean of the times to target within a scenario, averaged over scenarios."""
     signatures: list[str] = []
     """Failure signatures: scenarios in which the runs of this row differ too much from each other."""
     settings: list[dict[str, object]] = []
@@ -357,18 +237,16 @@ class VerdictFamily(msgspec.Struct, frozen=True, kw_only=True):
     chosen_on: str
     """Train scenarios of the family, or all of them when it has none."""
     policies: list[VerdictRow]
-    equal_samples: dict[str, int] = {}
-    """By scenario, the samples after which accuracies are compared."""
 
 
 class HeadlineRow(msgspec.Struct, frozen=True, kw_only=True):
     """The default policy against one row: ratios of the times to target."""
 
     against: str
-    all_families: RatioInterval | None
+    all_families: Interval | None
     """The control among them, each family counted alike."""
-    heterogeneous: RatioInterval | None
-    control: RatioInterval | None
+    heterogeneous: Interval | None
+    control: Interval | None
     """`None`, as the others, where nothing was run."""
 
 
@@ -399,109 +277,94 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Rows that all rows were asked to be compared with, beside best static and goodput."""
 
 
-class VerdictBuilder:
-    """Computes a verdict from the outcomes in a ledger."""
+def judge(
+    suite: Suite,
+    rows: Sequence[Row],
+    cells: Sequence[ComparisonCell],
+    ledger: Ledger,
+    tuned: Tuned,
+    *,
+    command: str = "",
+    against: Sequence[str] = (),
+) -> tuple[Verdict, OutcomeTable]:
+    """The verdict on all outcomes in a ledger, and these; `against` are labels of rows that all are compared with."""
+    table = OutcomeTable(suite.scenarios, cells, ledger, rows)
+    families, heterogeneous = list(suite.families), suite.heterogeneous_families
+    control = [name for name in families if name not in heterogeneous]
+    notes = {row.label: note_on(row, suite) for row in rows}
+    known = {cell.task.key: outcome for cell in cells if (outcome := ledger.get(cell.task)) is not None}
 
-    def __init__(
-        self,
-        suite: Suite,
-        rows: Sequence[Row],
-        cells: Sequence[ComparisonCell],
-        ledger: Ledger,
-        tuned: Tuned,
-        *,
-        against: Sequence[str] = (),
-    ) -> None:
-        """`against` are labels of rows that all are compared with, too."""
-        self.suite = suite
-        self._compared_with = list(against)
-        self.table = OutcomeTable(suite.scenarios, cells, ledger, rows)
-        self._rows = rows
-        self._cells = cells
-        self._num_missing = sum(cell.task not in ledger for cell in cells)
-        known = {cell.task.key: ledger.get(cell.task) for cell in cells}
-        self._core_s = sum(outcome.wall_s for outcome in known.values() if outcome is not None)
-        self._tuned = tuned
-        self._notes = {row.label: note_on(row, suite) for row in rows}
-
-    def verdict(self, command: str) -> Verdict:
-        """The verdict on all outcomes in the ledger."""
-        heterogeneous = self.suite.heterogeneous_families
-        some_family = next(iter(self.suite.families))
-        return Verdict(
-            suite=self.suite.name,
-            default_policy=DEFAULT_POLICY,
-            families={name: self._family(name) for name in self.suite.families},
-            policies=[self._row(row, heterogeneous or list(self.suite.families)) for row in self._rows],
-            heterogeneous_families=heterogeneous,
-            seeds=sorted({cell.task.seed for cell in self._cells}),
-            num_runs_missing=self._num_missing,
-            command=command,
-            policy_files={
-                row.label: [file_digest(setting.files[0]) for setting in row.settings(some_family, self._tuned)]
-                for row in self._rows
-                if row.is_learned
-            },
-            tuned_on=self._tuned.scenarios,
-            code=code_digest(),
-            versions=versions(),
-            headline=[self._against(base) for base in BASES if base in self._notes],
-            core_minutes=self._core_s / 60,
-            against=self._compared_with,
-        )
-
-    def _against(self, base: str) -> HeadlineRow:
-        """The default policy against a row, where both were run."""
-        families, heterogeneous = list(self.suite.families), self.suite.heterogeneous_families
-        parts = families, heterogeneous, [name for name in families if name not in heterogeneous]
-        ratios = (self.table.ratio(DEFAULT_POLICY, base, part) if part else None for part in parts)
-        return HeadlineRow(against=base, **dict(zip(("all_families", "heterogeneous", "control"), ratios, strict=True)))
-
-    def _family(self, name: str) -> VerdictFamily:
-        scenarios = self.suite.families[name]
-        choice = self._tuned.choice("static", name)
-        return VerdictFamily(
-            control=is_control(scenarios),
-            scenarios={scenario.name: digest_of(scenario) for scenario in scenarios},
-            best_static_local_batch_size=None if choice is None else choice.initial_local_batch_size,
-            chosen_on="all train scenarios" if self._tuned.is_fallback(name) else "train scenarios of the family",
-            policies=[self._row(row, [name], row.settings(name, self._tuned)) for row in self._rows],
-            equal_samples=self.table.equal_samples(name),
-        )
-
-    def _row(self, row: Row, families: Sequence[str], settings: Sequence[Row] = ()) -> VerdictRow:
+    def verdict_row(row: Row, places: Sequence[str], settings: Sequence[Row] = ()) -> VerdictRow:
         label = row.label
-        outcomes = self.table.outcomes(label, families)
-        times = self.table.times(label, families)
+        outcomes, times = table.outcomes(label, places), table.times(label, places)
+        signatures = []
+        for name in places:
+            times_PCS = table.times(label, [name])
+            for place, scenario in enumerate(suite.families[name]):
+                own = times_PCS[:, place].ravel()
+                if (finding := spread_signature(own[~np.isnan(own)].tolist())) is not None:
+                    signatures.append(f"{finding.signature} in {scenario.name}: {finding.explanation}")
         return VerdictRow(
             policy=label,
             median_time_to_target_s=float(np.nanmedian(times)) if outcomes else None,
-            misses=self.table.num_misses(label, families),
-            vs_best_static=self.table.ratio(label, BEST_STATIC, families),
-            vs_goodput=self.table.ratio(label, GOODPUT, families),
-            against={base: self.table.ratio(label, base, families) for base in self._compared_with},
+            misses=table.num_misses(label, places),
+            vs_best_static=table.ratio(label, BEST_STATIC, places),
+            vs_goodput=table.ratio(label, GOODPUT, places),
+            against={base: table.ratio(label, base, places) for base in against},
             num_runs=len(outcomes),
             num_policy_seeds=times.shape[0] if outcomes else 0,
             accuracy_at_fixed_time=_mean(outcome.accuracy_at_fixed_time for outcome in outcomes),
             test_accuracy=_mean(outcome.test_accuracy for outcome in outcomes),
-            accuracy_at_equal_samples=self.table.accuracy_at_equal_samples(label, families),
-            relative_spread=relative_spread(times),
-            signatures=self._spreads(label, families),
+            signatures=signatures,
             settings=[setting.identity() for setting in settings],
-            chosen=self.table.chosen.get(label, {}) if settings else {},
-            note=self._notes[label],
+            chosen=table.chosen.get(label, {}) if settings else {},
+            note=notes[label],
         )
 
-    def _spreads(self, label: str, families: Sequence[str]) -> list[str]:
-        """Name the scenarios in which the times of a row spread more than a policy's should."""
-        found = []
-        for name in families:
-            times_PCS = self.table.times(label, [name])
-            for place, scenario in enumerate(self.suite.families[name]):
-                times = times_PCS[:, place].ravel()
-                if (finding := spread_signature(times[~np.isnan(times)].tolist())) is not None:
-                    found.append(f"{finding.signature} in {scenario.name}: {finding.explanation}")
-        return found
+    def verdict_family(name: str) -> VerdictFamily:
+        choice = tuned.choice("static", name)
+        return VerdictFamily(
+            control=is_control(suite.families[name]),
+            scenarios={scenario.name: digest_of(scenario) for scenario in suite.families[name]},
+            best_static_local_batch_size=None if choice is None else choice.initial_local_batch_size,
+            chosen_on="all train scenarios" if tuned.is_fallback(name) else "train scenarios of the family",
+            policies=[verdict_row(row, [name], row.settings(name, tuned)) for row in rows],
+        )
+
+    def ratio(base: str, places: list[str]) -> Interval | None:
+        return table.ratio(DEFAULT_POLICY, base, places) if places else None
+
+    verdict = Verdict(
+        suite=suite.name,
+        default_policy=DEFAULT_POLICY,
+        families={name: verdict_family(name) for name in families},
+        policies=[verdict_row(row, heterogeneous or families) for row in rows],
+        heterogeneous_families=heterogeneous,
+        seeds=sorted({cell.task.seed for cell in cells}),
+        num_runs_missing=sum(cell.task not in ledger for cell in cells),
+        command=command,
+        policy_files={
+            row.label: [file_digest(setting.files[0]) for setting in row.settings(families[0], tuned)]
+            for row in rows
+            if row.is_learned
+        },
+        tuned_on=tuned.scenarios,
+        code=code_digest(),
+        versions=versions(),
+        headline=[
+            HeadlineRow(
+                against=base,
+                all_families=ratio(base, families),
+                heterogeneous=ratio(base, heterogeneous),
+                control=ratio(base, control),
+            )
+            for base in BASES
+            if base in notes
+        ],
+        core_minutes=sum(outcome.wall_s for outcome in known.values()) / 60,
+        against=list(against),
+    )
+    return verdict, table
 
 
 def note_on(row: Row, suite: Suite) -> str:

@@ -1,16 +1,15 @@
-"""Learned agents of `stigmergy` while they learn: what each of them saw and chose, as a trajectory.
+"""Episodes to learn from, and the trajectories that come of them; also those of the learned agents of `stigmergy`.
 
-All agents have one network and choose each for itself, by what it sees. While they learn they draw, and all agents of a
-job draw by the same number in a window: those that see the same choose the same. The job's batch is the mean of their
-appetites, in which the draws of many agents alone would cancel out and teach nothing.
+All agents of a job have one network and choose each for itself, by what it sees. While they learn they draw, and all by
+the same number in a window: those that see the same choose the same. The job's batch is the mean of their appetites, in
+which the draws of many agents alone would cancel out and teach nothing.
 
 Every agent earns the reward of the job: what each does is worth what it does to all of them.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -26,12 +25,9 @@ from dynamix.collector.agent_network import AgentNetwork
 from dynamix.lab.simulator.episode import Episode, run_episode, workload_data
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Formula, Weights
-from dynamix.schemas.messages import Reward
 from dynamix.schemas.networks import log_softmax, sample
 from dynamix.schemas.policies import DIVIDED_BY_RANKS, STIGMERGY
 from dynamix.schemas.sight import Array32, Sight
-
-POLICY_OPTIONS = {"learned": 1.0}
 
 
 class AgentChoice(NamedTuple):
@@ -72,7 +68,10 @@ def trajectory_of_agents(agents: ExploringAgents, episode: Episode, end: End) ->
     The trace of window t applies from window t + 1 + lag on, until that of the next window in which agents chose. A
     transition collects the rewards of the windows in between.
     """
-    rewards = _mean_rewards(episode.rewards)
+    earned_by: dict[int, list[float]] = {}
+    for reward in episode.rewards:
+        earned_by.setdefault(reward.window, []).extend(rank.reward for rank in reward.ranks)
+    rewards = {window: float(np.mean(each)) for window, each in earned_by.items()}
     last = max(rewards, default=-1) if end.last_window is None else end.last_window
     if end.last_share < 1 and last in rewards:
         rewards[last] *= end.last_share
@@ -93,14 +92,6 @@ def trajectory_of_agents(agents: ExploringAgents, episode: Episode, end: End) ->
         next_values_D=np.zeros(num_agents) if end.terminated else np.array([choice.value for choice in newest]),
         terminated=end.terminated,
     )
-
-
-def _mean_rewards(rewards: Sequence[Reward]) -> dict[int, float]:
-    """The mean over all ranks, by window."""
-    by_window: dict[int, list[float]] = {}
-    for reward in rewards:
-        by_window.setdefault(reward.window, []).extend(rank.reward for rank in reward.ranks)
-    return {window: float(np.mean(each)) for window, each in by_window.items()}
 
 
 RULE = "rule"
@@ -144,8 +135,22 @@ def play(task: EpisodeTask) -> EpisodeResult:
     Raises:
         ValueError: when the scenario's data is missing, or the policy cannot be used.
     """
-    explores, deciding = task.mode == "explore", _deciding(task)
-    scenario = task.scenario
+    explores, scenario = task.mode == "explore", task.scenario
+    file = PolicyFile.from_bytes(task.policy) if task.policy else None
+    policy: Policy = policy_named(RULE)
+    options: dict[str, float] = {}
+    choose: Chooser | None = None
+    agents: ExploringAgents | None = None
+    if file is not None and file.metadata.action_set == "appetite":
+        policy, options = policy_named(STIGMERGY), {"learned": 1.0}
+        if explores:
+            agents = ExploringAgents(file, task.seed)
+        choose = AgentNetwork(task.policy, "policy").factor if agents is None else agents.factor
+    elif file is not None:
+        policy = LearnedPolicy(file, explore=explores)
+        tracks = "track" in policy.options and policy.options["track"].default == 1
+        if tracks and policy.name not in DIVIDED_BY_RANKS:  # its name does not tell its ranks that they divide
+            options = {"track": 1.0}
     if task.fixed_s is not None:
         fixed_s = min(task.fixed_s, scenario.time_limit_s)
         scenario = msgspec.structs.replace(scenario, fixed_time_s=fixed_s, time_limit_s=fixed_s)
@@ -153,66 +158,30 @@ def play(task: EpisodeTask) -> EpisodeResult:
         scenario = msgspec.structs.replace(scenario, fixed_time_s=0.0)
     episode = run_episode(
         scenario,
-        deciding.policy,
+        policy,
         data=workload_data(scenario.workload, task.data),
         seed=task.seed,
-        policy_options=deciding.options,
+        policy_options=options,
         reward=(task.formula, task.weights) if explores else None,
         keep_messages=explores,
-        choose=deciding.choose,
+        choose=choose,
     )
-    reached = episode.time_to_target_s
-    return EpisodeResult(
-        time_s=scenario.time_limit_s if reached is None else reached,
-        missed=reached is None,
-        trajectory=_trajectory(task, episode, deciding.agents) if explores else None,
-    )
-
-
-TRACK = MappingProxyType({"track": 1.0})
-"""For a job whose policy's name does not tell its ranks that they divide the batch from the first step on."""
-
-
-class _Deciding(NamedTuple):
-    """Policy of an episode, and its agents."""
-
-    policy: Policy
-    options: Mapping[str, float] = MappingProxyType({})
-    choose: Chooser | None = None
-    agents: ExploringAgents | None = None
-
-
-def _deciding(task: EpisodeTask) -> _Deciding:
-    if not task.policy:
-        return _Deciding(policy_named(RULE))
-    file, explores = PolicyFile.from_bytes(task.policy), task.mode == "explore"
-    if file.metadata.action_set != "appetite":
-        policy = LearnedPolicy(file, explore=explores)
-        tracks = "track" in policy.options and policy.options["track"].default == 1
-        return _Deciding(policy, TRACK if tracks and policy.name not in DIVIDED_BY_RANKS else {})
-    of_agents = _Deciding(policy_named(STIGMERGY), POLICY_OPTIONS)
-    if explores:
-        agents = ExploringAgents(file, task.seed)
-        return of_agents._replace(choose=agents.factor, agents=agents)
-    return of_agents._replace(choose=AgentNetwork(task.policy, "policy").factor)
-
-
-def _trajectory(task: EpisodeTask, episode: Episode, agents: ExploringAgents | None) -> Trajectory | None:
+    trajectory: Trajectory | None = None
     end = end_of(episode) if task.fixed_s is None else End()
     if agents is not None:
-        return trajectory_of_agents(agents, episode, end)
-    action_set = PolicyFile.from_bytes(task.policy).metadata.make_action_set()
-    recording = Recording(
-        job=episode.job,
-        states=list(enumerate(episode.states, start=1)),
-        actions=episode.actions,
-        applied=episode.applied,
-        rewards=episode.rewards,
-    )
-    try:
-        return trajectory_of(recording, action_set, end)
-    except NothingDecidedError:
-        return None
+        trajectory = trajectory_of_agents(agents, episode, end)
+    elif explores and file is not None:
+        recording = Recording(
+            job=episode.job,
+            states=list(enumerate(episode.states, start=1)),
+            actions=episode.actions,
+            applied=episode.applied,
+            rewards=episode.rewards,
+        )
+        with contextlib.suppress(NothingDecidedError):
+            trajectory = trajectory_of(recording, file.metadata.make_action_set(), end)
+    reached = episode.time_to_target_s
+    return EpisodeResult(scenario.time_limit_s if reached is None else reached, reached is None, trajectory)
 
 
 def end_of(episode: Episode) -> End:

@@ -3,7 +3,7 @@
     compute_i = slowdown_i * (overhead_i + max(b_i, saturation_i) / samples_per_s_i)
     ring:              C = 2 (N - 1) K * max(mean_i (l_i + s_i), max_i s_i),  s_i = congestion_i * M / (K N bandwidth_i)
     parameter server:  C = 2 K * max(l_0 + congestion_0 * N M / (K servers bandwidth), max_i (l_i + N s_i))
-    exposed = max(C / K, C - overlap * max_i compute_i) + exchange_s
+    exposed = max(C / K, C - overlap * max_i compute_i)
     step    = max_i compute_i + exposed + decision
 
 l_i = congestion_i * latency is a message's latency on a worker's link, and s_i the time that the link takes to send its
@@ -20,22 +20,20 @@ where the whole network is. A congested link has its bandwidth divided and its l
 Where a codec, local steps or another route is active, `exchange` has the formulas of C and of the exposed part; those
 of a ring are the same.
 
-A straggler, the jitter of a step and a lasting change of speed slow all of a worker's computing, its overhead too, and
-such a change may add `exchange_s` to each exchange of gradients. The parts are those of the real clock
-(`dynamix.trainer.measurement.clock`): data 0, compute, sync = waiting for the slowest and the exposed communication,
-update = the cost of a decision. The optimizer's own time belongs to `overhead_s`.
+A straggler and the jitter of a step slow all of a worker's computing, its overhead too. The parts are those of the real
+clock (`dynamix.trainer.measurement.clock`): data 0, compute, sync = waiting for the slowest and the exposed
+communication, update = the cost of a decision. The optimizer's own time belongs to `overhead_s`.
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .exchange import LinkSpeeds, StepTraffic, bucket_times, finish_s, ready_times_s
-from .scenario import BYTES_PER_MBIT, Scenario, SpeedChange
+from .exchange import StepTraffic, exchange_times_s
+from .scenario import BYTES_PER_MBIT, Scenario
 
 Array64 = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -51,12 +49,10 @@ class Conditions(NamedTuple):
     """Conditions of each worker in one step; float64, one per worker."""
 
     slowdown: Array64
-    """Factor on its compute time: straggling, jitter and a lasting change of its speed."""
+    """Factor on its compute time: straggling and jitter."""
     congestion: Array64
     """Factor that its link's bandwidth is divided by, and its latency multiplied."""
     congested: Flags
-    exchange_s: float = 0.0
-    """By how much longer an exchange of gradients takes, as a worker's processor has become slower."""
 
 
 class Disturbances:
@@ -79,20 +75,16 @@ class Disturbances:
             links = 1 if congestion.shared else count
             off_s, on_s = congestion.mean_clear_s, congestion.mean_congested_s
             self._congested = Switching(seed, CONGESTED, links, off_s=off_s, on_s=on_s)
-        self._speeds = SpeedChanges(count, scenario.speed_changes)
 
     def at(self, step: int, time_s: float) -> Conditions:
         """The conditions of a step that begins at `time_s`, until its end."""
         slowdown = self._ones if self._jitter is None else self._jitter.of_step(step)
         if self._slow is not None:
             slowdown = np.where(self._slow.at(time_s), self._slow_factor * slowdown, slowdown)
-        if (factors := self._speeds.at(time_s)) is not None:
-            slowdown = factors * slowdown
-        exchange_s = self._speeds.exchange_s
         if self._congested is None:
-            return Conditions(slowdown, self._ones, self._clear, exchange_s)
+            return Conditions(slowdown, self._ones, self._clear)
         congested = np.logical_or(self._clear, self._congested.at(time_s))
-        return Conditions(slowdown, np.where(congested, self._congestion_factor, 1.0), congested, exchange_s)
+        return Conditions(slowdown, np.where(congested, self._congestion_factor, 1.0), congested)
 
 
 class Switching:
@@ -121,31 +113,6 @@ class Switching:
 
     def _stay_s(self, index: int) -> float:
         return float(self._generators[index].exponential(self._mean_s[int(self._on[index])]))
-
-
-class SpeedChanges:
-    """Lasting changes of workers' speeds, as far as they have happened.
-
-    Attributes:
-        exchange_s: by how much longer an exchange takes.
-    """
-
-    def __init__(self, count: int, changes: Sequence[SpeedChange]) -> None:
-        self.exchange_s = 0.0
-        self._later = deque(sorted(changes, key=lambda change: change.at_s))
-        self._factors: Array64 | None = None
-        self._exchange_s = np.zeros(count)
-
-    def at(self, time_s: float) -> Array64 | None:
-        """Factors on compute times at a time, not earlier than the last call's; `None` before the first change."""
-        while self._later and self._later[0].at_s <= time_s:
-            change = self._later.popleft()
-            factors = np.ones(len(self._exchange_s)) if self._factors is None else self._factors.copy()
-            factors[change.rank] = change.factor
-            self._factors = factors  # another array: those of earlier steps stay as they were
-            self._exchange_s[change.rank] = change.exchange_s
-            self.exchange_s = float(self._exchange_s.max())
-        return self._factors
 
 
 class Jitter:
@@ -211,55 +178,50 @@ class VirtualClock:
         return self._gradient_bytes
 
     def step(
-        self, sizes: Array64, conditions: Conditions, *, decided: bool = False, traffic: StepTraffic | None = None
-    ) -> StepTiming:
-        """One step with these local batch sizes; `decided` when another allocation begins to rule with it.
-
-        `traffic` is what the ranks sent, unless that was uncoded gradients by all-reduces.
-        """
-        compute_s = self._compute_s(sizes, conditions)
-        slowest_s = float(compute_s.max())
-        if traffic is None:
-            communication_s = self.communication_s(conditions)
-            exposed_s = exposed_time_s(communication_s, slowest_s, self._network.overlap, self._network.num_buckets)
-        else:
-            communication_s, exposed_s = self._exchange_s(traffic, conditions, slowest_s, self._network.overlap)
-        if len(compute_s) > 1:
-            communication_s, exposed_s = communication_s + conditions.exchange_s, exposed_s + conditions.exchange_s
-        sync_s = slowest_s - compute_s + exposed_s
-        update_s = self.decision_s if decided else 0.0
-        return StepTiming(compute_s, sync_s, update_s, slowest_s + exposed_s + update_s, communication_s)
-
-    def local_step(
         self,
         sizes: Array64,
         conditions: Conditions,
-        computed_s: Array64,
         *,
         decided: bool = False,
         traffic: StepTraffic | None = None,
+        computed_s: Array64 | None = None,
     ) -> StepTiming:
-        """A step after which ranks go on at once, `computed_s` after their round began, or with `traffic` end it.
+        """One step with these local batch sizes; `decided` when it is the first one with another allocation.
 
-        The round lasts as long as the worker that has computed longest: a step, by how much that grew. The others wait
-        for it at the end of the round, where what is sent is not ready before, so that none of it is hidden.
+        `traffic` is what the ranks sent, unless that was uncoded gradients by all-reduces.
+
+        In a round of local steps `computed_s` is what each has computed in it before: without `traffic` they go on at
+        once, with it the round ends. It lasts as long as the worker that has computed longest: a step, by how much that
+        grew. The others wait for it at the end, where what is sent is not ready before, so that none of it is hidden.
         """
-        compute_s = self._compute_s(sizes, conditions)
-        ends_s = computed_s + compute_s
+        compute_s: Array64 = conditions.slowdown * (
+            self._overhead_s + np.maximum(sizes, self._saturation) * self._s_per_sample
+        )
+        is_local, begun_s = computed_s is not None, 0.0
+        ends_s = compute_s
+        if computed_s is not None:
+            ends_s, begun_s = computed_s + compute_s, float(computed_s.max())
         slowest_s = float(ends_s.max())
-        communication_s, exposed_s, sync_s = 0.0, 0.0, np.zeros(len(compute_s))
-        if traffic is not None:
-            communication_s, exposed_s = self._exchange_s(traffic, conditions, 0.0, 0.0)
-            communication_s, exposed_s = communication_s + conditions.exchange_s, exposed_s + conditions.exchange_s
-            sync_s = slowest_s - ends_s + exposed_s
+        communication_s = exposed_s = 0.0
+        if traffic is not None and len(compute_s) > 1:
+            communication_s, exposed_s = exchange_times_s(
+                traffic,
+                self._bandwidth / conditions.congestion,
+                conditions.congestion * self._network.latency_s,
+                self._coding,
+                slowdown=float(conditions.slowdown.max()),
+                computed_s=0.0 if is_local else slowest_s,
+                overlap=0.0 if is_local else self._network.overlap,
+            )
+        elif traffic is None and not is_local:
+            communication_s = self.communication_s(conditions)
+            hidden_s = self._network.overlap * slowest_s
+            exposed_s = max(communication_s / self._network.num_buckets, communication_s - hidden_s)
+        goes_on = is_local and traffic is None
+        sync_s = np.zeros(len(compute_s)) if goes_on else slowest_s - ends_s + exposed_s
         update_s = self.decision_s if decided else 0.0
-        step_s = slowest_s - float(computed_s.max()) + exposed_s + update_s
+        step_s = slowest_s - begun_s + exposed_s + update_s
         return StepTiming(compute_s, sync_s, update_s, step_s, communication_s)
-
-    def _compute_s(self, sizes: Array64, conditions: Conditions) -> Array64:
-        sized_s = np.maximum(sizes, self._saturation) * self._s_per_sample
-        compute_s: Array64 = conditions.slowdown * (self._overhead_s + sized_s)
-        return compute_s
 
     def link_rates(self, conditions: Conditions) -> Array64:
         """Bytes per second at which each worker sends to the next one around the ring: over both of their links."""
@@ -281,23 +243,6 @@ class VirtualClock:
         bytes_in = num_workers * self._gradient_bytes / network.num_buckets
         incast_s = float(congestion.min()) * (network.latency_s + bytes_in / servers_bandwidth)
         return 2 * network.num_buckets * max(incast_s, float((latencies_s + buckets_s).max()))
-
-    def _exchange_s(
-        self, traffic: StepTraffic, conditions: Conditions, slowest_s: float, overlap: float
-    ) -> tuple[float, float]:
-        """C of what was sent, and the exposed part of it."""
-        if len(self._bandwidth) < 2:
-            return 0.0, 0.0
-        congestion = conditions.congestion
-        links = LinkSpeeds(self._bandwidth / congestion, congestion * self._network.latency_s)
-        times = bucket_times(traffic, links, self._coding, float(conditions.slowdown.max()))
-        ready_s = ready_times_s(traffic, slowest_s, overlap)
-        return finish_s(times, [0.0] * len(times)), finish_s(times, ready_s) - slowest_s
-
-
-def exposed_time_s(communication_s: float, slowest_compute_s: float, overlap: float, num_buckets: int) -> float:
-    """The part of the communication that the step waits for."""
-    return max(communication_s / num_buckets, communication_s - overlap * slowest_compute_s)
 
 
 def sent_bytes(topology: str, num_workers: int, gradient_bytes: int) -> float:

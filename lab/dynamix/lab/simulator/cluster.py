@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
-from dynamix.schemas.messages import Action, Applied, Job, Report, SocketCounters, SystemMetrics, Trace
+from dynamix.schemas.messages import Action, Applied, Report, SocketCounters, SystemMetrics, Trace
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Explored, Objective
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
@@ -34,7 +34,7 @@ from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.run import Reporter, field_of
 
 from .clock import LABELS, Conditions, Disturbances, StepTiming, VirtualClock, generator
-from .exchange import NOTHING, ActiveExchange, StepTraffic, VirtualExchange
+from .exchange import ActiveExchange, StepTraffic, VirtualExchange, total_bytes
 from .gradients import StepSums, gradients_of
 from .rounds import VirtualRounds
 from .scenario import Scenario
@@ -167,8 +167,12 @@ class WindowRecorder:
         if traffic is None:
             self._sending_s += self._tx_bytes_per_step / self._link_rates(conditions)
             self._num_rings += 1
-        self._tx_bytes += self._tx_bytes_per_step if traffic is None else traffic.sent_bytes()
-        self._rx_bytes += self._tx_bytes_per_step if traffic is None else traffic.received_bytes()
+            self._tx_bytes += self._tx_bytes_per_step
+            self._rx_bytes += self._tx_bytes_per_step
+        else:
+            sent, received = total_bytes(traffic)
+            self._tx_bytes += sent
+            self._rx_bytes += received
         self._retransmits += conditions.congested * (self._retransmits_per_s * timing.step_s)
         self._weighted_round_trip += conditions.congestion * timing.step_s
         if sums.norms is not None:
@@ -352,11 +356,6 @@ class VirtualCluster:
         limit = self.scenario.time_limit_s if self.time_to_target_s is None else self.scenario.fixed_time_s
         return self.time_s >= limit
 
-    @property
-    def num_refused(self) -> Mapping[str, int]:
-        """Actions refused so far, by reason."""
-        return self._offers.num_refused
-
     def offer(self, action: Action) -> None:
         """Hand over an action; it is adopted, or refused, at the boundary where the scenario's lag is over."""
         if action.window < self.window:
@@ -388,10 +387,6 @@ class VirtualCluster:
             raise RuntimeError(f"the test part is scored when the run is over, not at {self.time_s:g} s")
         return self.gradients.accuracy(self._test)
 
-    def ended(self, reason: str = "completed") -> Job:
-        """The specification as it is published at the end."""
-        return msgspec.structs.replace(self.job, phase="ended", end_reason=reason)
-
     def _step(self) -> None:
         if self._sampler.is_over(self.position):
             self.position = self.position.at_epoch(self.position.epoch + 1)
@@ -405,13 +400,9 @@ class VirtualCluster:
         sums, traffic = self._train(plan, step, ends_epoch=self._sampler.is_over(following))
         sizes = np.asarray(plan.counts.values, dtype=np.float64)
         begun_s = self.rounds.computed_s
-        if step.is_local:
-            timing = self._clock.local_step(sizes, conditions, begun_s, decided=decided, traffic=traffic)
-        else:
-            timing = self._clock.step(sizes, conditions, decided=decided, traffic=traffic)
-        self._recorder.record_step(
-            plan, sums, timing, conditions, NOTHING if step.is_local and not traffic else traffic
-        )
+        computed_s = begun_s if step.is_local else None
+        timing = self._clock.step(sizes, conditions, decided=decided, traffic=traffic, computed_s=computed_s)
+        self._recorder.record_step(plan, sums, timing, conditions, () if step.is_local and not traffic else traffic)
         self._evaluate(self.time_s + timing.step_s)  # what was due before the step's end saw the parameters before it
         if step.is_local:
             self.rounds.end_step(timing.compute_s, step)
@@ -444,7 +435,7 @@ class VirtualCluster:
         if step.is_local:
             sums = self.rounds.compute(inputs, labels, plan)
             ended = self.rounds.update(plan, step, ends_epoch=ends_epoch)
-            return (sums, None) if ended is None else (sums._replace(drift=ended.drift), ended.traffic)
+            return (sums, None) if ended is None else (sums._replace(drift=ended[1]), ended[0])
         measured = is_measured(plan.step, self.scenario.noise_every)
         if step.exchange == EXACT:
             return self.gradients.step(inputs, labels, plan, measured=measured), None
@@ -452,7 +443,7 @@ class VirtualCluster:
         assert gradient is not None, "made with the model"
         of_each = gradient.new_empty(self.scenario.world_size, len(gradient))
         sums = self.gradients.step_of_each(inputs, labels, plan, of_each)
-        traffic = self.exchange.sum_gradients(of_each / plan.counts.total, step, gradient)
+        traffic = self.exchange.sum(of_each / plan.counts.total, step, gradient)
         return sums._replace(norms=self.gradients.norms_of(of_each) if measured else None), traffic
 
     def _evaluate(self, before_s: float) -> None:
@@ -464,13 +455,8 @@ class VirtualCluster:
             if accuracy is None:
                 accuracy = self.gradients.accuracy(self._evaluated)
             self.evaluations.append(Evaluation(due_s, accuracy, self.position.samples_seen))
-            if self.time_to_target_s is None and self._is_at_target():
+            if self.time_to_target_s is None and accuracy >= scenario.target_accuracy:
                 self.time_to_target_s = due_s
-
-    def _is_at_target(self) -> bool:
-        looks = self.scenario.target_looks
-        newest = [evaluation.accuracy for evaluation in self.evaluations[-looks:]]
-        return len(newest) == looks and sum(newest) / looks >= self.scenario.target_accuracy
 
     def _adopt(self, first_step: int) -> None:
         """Apply the newest action that is old enough from the window that begins with this step."""
@@ -489,18 +475,13 @@ class VirtualCluster:
                     num_refused=self._offers.num_refused,
                 )
             )
-        self._follow_traces(first_step, window, due)
+        if self._field is not None:  # a policy of traces: apply the sizes that follow from those of windows up to `due`
+            self._newest_traces.update((trace.node, trace) for trace in self._traces if trace.window <= due)
+            self._traces = [trace for trace in self._traces if trace.window > due]
+            self._field.take(self._field.numbers_of(self._newest_traces), window)
+            fewest, upper = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
+            self._field.revise(self._schedule, first_step, fewest, upper)
         self._decided = self._schedule.newest != before  # a policy that changes nothing pays nothing
-
-    def _follow_traces(self, first_step: int, window: int, due: int) -> None:
-        """Apply the sizes that follow from the traces of windows up to `due`, for a policy of traces."""
-        if self._field is None:
-            return
-        self._newest_traces.update((trace.node, trace) for trace in self._traces if trace.window <= due)
-        self._traces = [trace for trace in self._traces if trace.window > due]
-        self._field.take(self._field.numbers_of(self._newest_traces), window)
-        fewest, upper = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
-        self._field.revise(self._schedule, first_step, fewest, upper)
 
     def _report(self) -> list[Report]:
         """The reports on the window that ended; they name the sizes of its last step."""

@@ -9,9 +9,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import joblib
+import msgspec
 import numpy as np
 import torch
 
@@ -111,26 +112,33 @@ GRID_TOLERANCE_S = 1e-9
 """Points of the grid are multiples of a float: the last one may lie a rounding error behind a time."""
 
 
-class Episode(NamedTuple):
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of a run; times in virtual seconds."""
+
+    time_to_target_s: float | None
+    """First time on the grid at which the validation accuracy was at the target; `None` is a miss."""
+    accuracy_at_fixed_time: float | None
+    """`None` when the grid has no point before the fixed time."""
+    test_accuracy: float
+    num_steps: int
+    num_windows: int
+    samples_seen: int
+    virtual_time_s: float
+    evaluations: list[Evaluation] = []
+    wall_s: float = 0.0
+    """Wall-clock duration, for the forecast; never part of a result."""
+
+
+class Episode(RunOutcome, frozen=True, kw_only=True):
     """How one job went."""
 
     scenario: Scenario
     job: Job
-    time_to_target_s: float | None
-    """First time on the grid at which the validation part was met as the target asks; `None` is a miss."""
-    accuracy_at_fixed_time: float | None
-    """`None` when the grid has no point before the fixed time."""
-    test_accuracy: float
-    evaluations: list[Evaluation]
-    num_windows: int
-    num_steps: int
-    samples_seen: int
-    virtual_time_s: float
     actions: list[Action]
     applied: list[Applied]
-    states: list[State]
-    rewards: list[Reward]
-    windows: list[MetricWindow]
+    states: list[State] = []
+    rewards: list[Reward] = []
+    windows: list[MetricWindow] = []
     profile: JobProfile | None = None
     """The family's profile after the run; `None` in a job without a family, or where nothing was learned."""
 
@@ -204,27 +212,25 @@ def run_episode(
     after = None
     if family and actions and isinstance(policy, RecurringPolicy):
         after = profile_after(cluster.job, actions[-1], policy, profile)
-    return episode_of(cluster, actions)._replace(windows=windows, states=states, rewards=rewards, profile=after)
+    return episode_of(cluster, actions, windows=windows, states=states, rewards=rewards, profile=after)
 
 
-def episode_of(cluster: VirtualCluster, actions: list[Action]) -> Episode:
-    """The outcome of a run that is over."""
+def episode_of(cluster: VirtualCluster, actions: list[Action], **kept: Any) -> Episode:
+    """The outcome of a run that is over, with the messages and the profile that were `kept`."""
     fixed_time_s = cluster.scenario.fixed_time_s + GRID_TOLERANCE_S
     until = [evaluation.accuracy for evaluation in cluster.evaluations if evaluation.time_s <= fixed_time_s]
     return Episode(
-        scenario=cluster.scenario,
-        job=cluster.job,
         time_to_target_s=cluster.time_to_target_s,
         accuracy_at_fixed_time=until[-1] if until else None,
         test_accuracy=cluster.test_accuracy(),
-        evaluations=cluster.evaluations,
-        num_windows=cluster.window,
         num_steps=cluster.position.step,
+        num_windows=cluster.window,
         samples_seen=cluster.position.samples_seen,
         virtual_time_s=cluster.time_s,
+        evaluations=cluster.evaluations,
+        scenario=cluster.scenario,
+        job=cluster.job,
         actions=actions,
         applied=cluster.applied,
-        states=[],
-        rewards=[],
-        windows=[],
+        **kept,
     )

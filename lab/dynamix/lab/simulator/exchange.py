@@ -22,7 +22,7 @@ costs an idle core; that it takes time from the model's computing where cores ar
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -61,67 +61,32 @@ class CollectiveTraffic(NamedTuple):
     num_messages: int
     """Most that a rank codes or decodes for others; none in a ring."""
 
-    def scaled(self, factor: float) -> Self:
-        """The same collective with `factor` times the bytes."""
-        return self._replace(sent=factor * self.sent, received=factor * self.received)
-
-    def dealt(self, shares: Array64, *, is_push: bool) -> Self:
-        """The same bytes in all, as owners of exactly these shares of the gradient would send and receive them."""
-        total = float(self.sent.sum())
-        away, home = total * (1 - shares) / (len(shares) - 1), total * shares
-        return self._replace(sent=away, received=home) if is_push else self._replace(sent=home, received=away)
-
-
-class CodedAs(NamedTuple):
-    """Coding work of a rank for a bucket."""
-
-    codec: str
-    gradient_bytes: float
-    """Bytes of the gradient itself."""
-
 
 class BucketTraffic(NamedTuple):
-    """The collectives of one bucket, in order."""
+    """One bucket: its collectives, in order, and what a rank codes for them."""
 
     collectives: tuple[CollectiveTraffic, ...]
-    coded: CodedAs
+    codec: str
+    gradient_bytes: float
     is_continued: bool = False
     """Whether it is a further chunk of the bucket before it, and ready with that."""
 
-    def in_chunks(self, count: int) -> tuple["BucketTraffic", ...]:
-        """The same bucket in equal chunks, each with as many messages."""
-        collectives = tuple(each.scaled(1 / count) for each in self.collectives)
-        coded = self.coded._replace(gradient_bytes=self.coded.gradient_bytes / count)
-        return tuple(BucketTraffic(collectives, coded, number > 0) for number in range(count))
+
+StepTraffic = tuple[BucketTraffic, ...]
+"""All buckets of a step; empty where nothing is sent."""
 
 
-class StepTraffic(NamedTuple):
-    """All buckets of a step."""
-
-    buckets: tuple[BucketTraffic, ...]
-
-    def and_then(self, later: "StepTraffic") -> "StepTraffic":
-        """Both, one behind the other."""
-        return StepTraffic(self.buckets + later.buckets)
-
-    def sent_bytes(self) -> Array64:
-        """By rank."""
-        return _total([each.sent for bucket in self.buckets for each in bucket.collectives])
-
-    def received_bytes(self) -> Array64:
-        """By rank."""
-        return _total([each.received for bucket in self.buckets for each in bucket.collectives])
-
-
-NOTHING = StepTraffic(())
-"""Traffic of a step that does not end a round."""
+def total_bytes(traffic: StepTraffic) -> tuple[Array64, Array64]:
+    """Bytes that each rank sends, and receives, in a step."""
+    zero = np.zeros(1)
+    collectives = [each for bucket in traffic for each in bucket.collectives]
+    return sum((each.sent for each in collectives), zero), sum((each.received for each in collectives), zero)
 
 
 def all_reduced(num_bytes: float, world_size: int) -> StepTraffic:
     """Traffic of an all-reduce of so many bytes that are not part of the gradient."""
     each_way = np.full(world_size, 2 * (world_size - 1) / world_size * num_bytes)
-    ring = CollectiveTraffic(each_way, each_way, is_ring=True, num_messages=0)
-    return StepTraffic((BucketTraffic((ring,), CodedAs("none", 0.0)),))
+    return (BucketTraffic((CollectiveTraffic(each_way, each_way, is_ring=True, num_messages=0),), EXACT.codec, 0.0),)
 
 
 def run_counted(legs: Sequence[Leg]) -> tuple[CollectiveTraffic, ...]:
@@ -149,73 +114,66 @@ def run_counted(legs: Sequence[Leg]) -> tuple[CollectiveTraffic, ...]:
     return tuple(found)
 
 
-def _total(arrays: Sequence[Array64]) -> Array64:
-    return np.sum(arrays, axis=0) if arrays else np.zeros(1)
-
-
-class LinkSpeeds(NamedTuple):
-    """Current speeds of all links; float64, one per rank."""
-
-    bandwidth: Array64
-    """Bytes per second, each way."""
-    latency_s: Array64
-
-
-class BucketTimes(NamedTuple):
-    """Times of one bucket, in seconds."""
+class Lanes(NamedTuple):
+    """Times of one bucket, in seconds: in the first lane, in the second, and on the busiest link."""
 
     first_s: float
     second_s: float
     link_s: float
 
 
-def bucket_times(traffic: StepTraffic, links: LinkSpeeds, coding: Coding, slowdown: float) -> list[BucketTimes]:
-    """The times of each bucket of a step."""
-    found = []
-    for bucket in traffic.buckets:
+def exchange_times_s(
+    traffic: StepTraffic,
+    bandwidth: Array64,
+    latency_s: Array64,
+    coding: Coding,
+    *,
+    slowdown: float,
+    computed_s: float,
+    overlap: float,
+) -> tuple[float, float]:
+    """C of what is sent in a step, and the part of it after the slowest rank has `computed_s`.
+
+    `bandwidth` (bytes per second, each way) and `latency_s` are those of each rank's link now. The first bucket is
+    ready when the share `overlap` of computing is left, the last when it ends.
+    """
+
+    def collective_s(collective: CollectiveTraffic) -> float:
+        if collective.is_ring:
+            num_rounds = 2 * (len(bandwidth) - 1)
+            sending_s = collective.sent / num_rounds / bandwidth
+            return num_rounds * max(float((latency_s + sending_s).mean()), float(sending_s.max()))
+        busiest = np.maximum(collective.sent, collective.received)
+        return float((latency_s + busiest / bandwidth).max())
+
+    def lanes_of(bucket: BucketTraffic) -> Lanes:
         collectives, coding_s = bucket.collectives, 0.0
         if not collectives:
-            found.append(BucketTimes(0.0, 0.0, 0.0))
-            continue
+            return Lanes(0.0, 0.0, 0.0)
         if len(collectives) > 1 or not collectives[0].is_ring:
             num_messages = sum(each.num_messages for each in collectives)
-            per_byte_s = coding.s_per_byte(bucket.coded.codec)
-            coding_s = slowdown * (per_byte_s * bucket.coded.gradient_bytes + coding.message_s * num_messages)
-        first_s, *further_s = (_collective_s(each, links) for each in collectives)
+            per_byte_s = coding.s_per_byte(bucket.codec)
+            coding_s = slowdown * (per_byte_s * bucket.gradient_bytes + coding.message_s * num_messages)
+        first_s, *further_s = map(collective_s, collectives)
         sent = np.sum([each.sent for each in collectives], axis=0)
         received = np.sum([each.received for each in collectives], axis=0)
-        link_s = float((np.maximum(sent, received) / links.bandwidth).max())
-        found.append(BucketTimes(coding_s / 2 + first_s, coding_s / 2 + sum(further_s), link_s))
-    return found
+        link_s = float((np.maximum(sent, received) / bandwidth).max())
+        return Lanes(coding_s / 2 + first_s, coding_s / 2 + sum(further_s), link_s)
 
+    def finish_s(ready_s: Sequence[float]) -> float:
+        first = second = link = 0.0
+        for times, ready in zip(lanes, ready_s, strict=True):
+            first = max(first, ready) + times.first_s
+            second = max(second, first) + times.second_s
+            link = max(link, ready) + times.link_s
+        return max(second, link)
 
-def finish_s(buckets: Sequence[BucketTimes], ready_s: Sequence[float]) -> float:
-    """When the last bucket is back, if they are ready at these times; 0 without any."""
-    first = second = link = 0.0
-    for times, ready in zip(buckets, ready_s, strict=True):
-        first = max(first, ready) + times.first_s
-        second = max(second, first) + times.second_s
-        link = max(link, ready) + times.link_s
-    return max(second, link)
-
-
-def ready_times_s(traffic: StepTraffic, computed_s: float, overlap: float) -> list[float]:
-    """When each bucket is ready: the first when the share `overlap` of computing is left, the last when it ends."""
-    num_buckets = sum(not bucket.is_continued for bucket in traffic.buckets)
+    lanes = [lanes_of(bucket) for bucket in traffic]
+    numbers = np.cumsum([not bucket.is_continued for bucket in traffic]) - 1
+    num_buckets = int(numbers[-1]) + 1
     last = max(1, num_buckets - 1)
     whole = [computed_s * (1 - overlap * (last - number) / last) for number in range(num_buckets - 1)] + [computed_s]
-    numbers = np.cumsum([not bucket.is_continued for bucket in traffic.buckets]) - 1
-    return [whole[number] for number in numbers]
-
-
-def _collective_s(collective: CollectiveTraffic, links: LinkSpeeds) -> float:
-    num_ranks = len(links.bandwidth)
-    if collective.is_ring:
-        num_rounds = 2 * (num_ranks - 1)
-        sending_s = collective.sent / num_rounds / links.bandwidth
-        return num_rounds * max(float((links.latency_s + sending_s).mean()), float(sending_s.max()))
-    busiest = np.maximum(collective.sent, collective.received)
-    return float((links.latency_s + busiest / links.bandwidth).max())
+    return finish_s([0.0] * len(lanes)), finish_s([whole[number] for number in numbers]) - computed_s
 
 
 T = TypeVar("T")
@@ -382,7 +340,7 @@ class VirtualExchange:
         self._gradient_bytes = gradient_bytes
         self._codecs: dict[str, list[ExchangeCodec]] = {}
         self._stacked: dict[tuple[bool, int], StackedInt8] = {}
-        """By whether parameters moved, and the bucket's number."""
+        """By whether they code moves, and the bucket's number."""
 
     def coded(self) -> CodedSquares:
         """How much of what was to be sent codecs with loss have sent, of all ranks together."""
@@ -394,43 +352,36 @@ class VirtualExchange:
                 found = found.and_more(codec.coded)
         return found
 
-    def sum_gradients(self, gradients: Tensor, step: ActiveExchange, total: Tensor) -> StepTraffic:
-        """Write into `total` what the ranks make of their weighted gradients, the rows of `gradients`.
+    def sum(self, rows: Tensor, step: ActiveExchange, total: Tensor, *, of_moves: bool = False) -> StepTraffic:
+        """Write into `total` what the ranks make of `rows`: their weighted gradients, or how far they have moved.
 
         Costs what N ranks code: N (N - 1) messages per bucket by codecs that send to owners, but not by `int8`.
         """
-        return self._sum(gradients, step, total, self._gradients)
-
-    def sum_moves(self, moves: Tensor, step: ActiveExchange, total: Tensor) -> StepTraffic:
-        """The same of how far each rank's parameters moved in a round of local steps, weighted."""
-        return self._sum(moves, step, total, self._moves)
-
-    def sum_plainly(self, numbers: Tensor, total: Tensor) -> StepTraffic:
-        """The same of anything as large as the model, as it is."""
-        return self._sum(numbers, ActiveExchange(EXACT, EXACT), total, self._moves)
-
-    def _sum(self, rows: Tensor, step: ActiveExchange, total: Tensor, layout: GradientLayout) -> StepTraffic:
+        layout = self._moves if of_moves else self._gradients
         exchange, sent = step.exchange, layout.as_sent(rows)
         flushes = exchange.codec in LOSSY_CODECS and not keeps_residuals(exchange, step.following)
         members = [member_of(exchange, rank, self.world_size) for rank in range(self.world_size)]
         factor = self._gradient_bytes / (layout.num_elements * sent.element_size())
         coded_as = EXACT.codec if flushes else exchange.codec
+        is_chunked = exchange.route == "shares" and exchange.codec == EXACT.codec  # same bits in one piece
         buckets: list[BucketTraffic] = []
         with torch.inference_mode():
             for number, bucket in enumerate(layout.buckets):
                 rows = sent[:, bucket.start : bucket.stop]
                 views = [BucketView(number, row, bucket.parts) for row in rows.unbind()]
                 if exchange.codec == STACKED:
-                    stacked = self._stacked.setdefault((layout is self._moves, number), StackedInt8())
+                    stacked = self._stacked.setdefault((of_moves, number), StackedInt8())
                     seen = self._sum_stacked(stacked, rows, views, members, flushes=flushes)
                 else:
                     seen = self._sum_bucket(exchange.codec, views, members, flushes=flushes)
-                coded = CodedAs(coded_as, factor * views[0].flat.nbytes)
-                is_chunked = exchange.route == "shares" and exchange.codec == EXACT.codec  # same bits in one piece
-                chunks = num_chunks(coded.gradient_bytes) if is_chunked else 1
-                buckets += BucketTraffic(_pretended(seen, members[0], factor), coded).in_chunks(chunks)
+                gradient_bytes = factor * views[0].flat.nbytes
+                chunks = num_chunks(gradient_bytes) if is_chunked else 1
+                collectives = tuple(_scaled(each, 1 / chunks) for each in _pretended(seen, members[0], factor))
+                buckets += [
+                    BucketTraffic(collectives, coded_as, gradient_bytes / chunks, chunk > 0) for chunk in range(chunks)
+                ]
             layout.as_model(sent[0], total)
-        return StepTraffic(tuple(buckets))
+        return tuple(buckets)
 
     def _sum_bucket(
         self, codec: str, views: Sequence[BucketView], members: Sequence[Member], *, flushes: bool = False
@@ -464,6 +415,10 @@ class VirtualExchange:
         return seen if is_finite else seen + self._sum_bucket(EXACT.codec, views, members)
 
 
+def _scaled(collective: CollectiveTraffic, factor: float) -> CollectiveTraffic:
+    return collective._replace(sent=factor * collective.sent, received=factor * collective.received)
+
+
 def _pretended(seen: tuple[CollectiveTraffic, ...], member: Member, factor: float) -> tuple[CollectiveTraffic, ...]:
     """The counted traffic, for a gradient that is larger by a factor than the model's.
 
@@ -473,9 +428,14 @@ def _pretended(seen: tuple[CollectiveTraffic, ...], member: Member, factor: floa
     if factor == 1.0 or member.world_size < 2:
         return seen
     shares = np.array(member.shares or (1.0,) * member.world_size)
+    shares = shares / shares.sum()
     is_push, found = True, []
     for each in seen:
-        scaled = each.scaled(factor)
-        found.append(scaled if each.is_ring else scaled.dealt(shares / shares.sum(), is_push=is_push))
-        is_push = is_push if each.is_ring else not is_push
+        scaled = _scaled(each, factor)
+        if not each.is_ring:  # to the owners, then back from them
+            total = float(scaled.sent.sum())
+            away, home = total * (1 - shares) / (len(shares) - 1), total * shares
+            sent, received = (away, home) if is_push else (home, away)
+            scaled, is_push = scaled._replace(sent=sent, received=received), not is_push
+        found.append(scaled)
     return tuple(found)

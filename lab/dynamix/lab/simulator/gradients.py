@@ -209,6 +209,7 @@ def flatten(model: nn.Module) -> nn.Parameter:
     return flat
 
 
+PERCEPTRON = {nn.Flatten, nn.Linear, nn.ReLU}
 MAX_BLOCK = 1 << 20
 """Numbers in the workers' gradients that are held at once: more would leave the cache."""
 
@@ -328,19 +329,10 @@ def gradients_of(workload: Workload, *, seed: int, like: Tensor) -> Gradients:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # on the CPU, so that a seed gives the same weights wherever they end up
         model = workload.model().to(like.device, like.dtype if like.is_floating_point() else None)
-    if isinstance(model, nn.Sequential) and is_perceptron(model) and like.device.type == "cpu":
+    if (
+        like.device.type == "cpu"
+        and isinstance(model, nn.Sequential)
+        and {type(layer) for layer in model} <= PERCEPTRON
+    ):
         return PerceptronGradients(model, workload)
     return AutogradGradients(model, workload)
-
-
-def is_perceptron(model: nn.Sequential) -> bool:
-    """Whether a model is linear layers with biases, a ReLU between each two, behind at most a `Flatten`."""
-    layers = list(model)
-    if layers and isinstance(layers[0], nn.Flatten) and (layers[0].start_dim, layers[0].end_dim) == (1, -1):
-        layers = layers[1:]
-    linear, between = layers[::2], layers[1::2]
-    return (
-        len(linear) == len(between) + 1
-        and all(isinstance(layer, nn.Linear) and layer.bias is not None for layer in linear)
-        and all(type(layer) is nn.ReLU for layer in between)
-    )

@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+import msgspec
+
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
@@ -86,5 +88,5 @@ async def run_lockstep(
             if on_window is not None:
                 on_window(reports)
         await wait_for(cluster.window - 1)
-    await bus.publish(cluster.ended())
+    await bus.publish(msgspec.structs.replace(cluster.job, phase="ended", end_reason="completed"))
     return actions

@@ -6,6 +6,7 @@ model and its optimizer's state N times, and the CPU a forward and backward pass
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from dynamix.schemas.messages.allocation import EXACT
 from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps import mean_counts, outer_step
@@ -29,13 +31,6 @@ class _Ranks(NamedTuple):
 
     parameters: nn.Parameter
     optimizer: torch.optim.Optimizer
-
-
-class RoundEnd(NamedTuple):
-    """Result of the last step of a round."""
-
-    traffic: StepTraffic
-    drift: WorkerDrift
 
 
 class VirtualRounds:
@@ -71,11 +66,6 @@ class VirtualRounds:
         self._ended: tuple[Array64, int] = self._num_samples, 1
         """Samples by rank and steps of the newest round that ended."""
 
-    @property
-    def parameters(self) -> Tensor | None:
-        """The parameters of all ranks, a row each; `None` while they have them in common."""
-        return None if self._ranks is None else self._ranks.parameters.detach()
-
     def compute(self, inputs: Tensor, labels: Tensor, plan: StepPlan) -> StepSums:
         """Compute the mean gradient of each rank's samples at its own parameters, and show the mean of these."""
         ranks = self._begun()
@@ -84,19 +74,19 @@ class VirtualRounds:
         counts = ranks.parameters.grad.new_tensor(plan.counts.values).clamp_(min=1)
         ranks.parameters.grad.div_(counts[:, None])
         self._show_mean()
-        if self._measurement.measures(plan.step, begins_round=self.num_steps == 0):
-            return sums._replace(norms=self._norms(ranks.parameters.grad, plan))
-        return sums
-
-    def _norms(self, means: Tensor, plan: StepPlan) -> WorkerNorms:
-        """Norms as real ranks measure them, of a gradient that none of them has (sketches add up)."""
-        sketch = NormSketch(plan.step, 1.0)
+        if not self._measurement.measures(plan.step, begins_round=self.num_steps == 0):
+            return sums
+        # norms as real ranks measure them, of a gradient that none of them has: sketches add up
+        means, sketch = ranks.parameters.grad, NormSketch(plan.step, 1.0)
         sketch.add(torch.mv(means.t(), means.new_tensor(plan.counts.values) / plan.counts.total), 0)
         self._sketch_bytes = sketch.cells.nbytes
-        return WorkerNorms(torch.linalg.vector_norm(means, dim=1).double().numpy() ** 2, sketch.reduced())
+        local = torch.linalg.vector_norm(means, dim=1).double().numpy() ** 2
+        return sums._replace(norms=WorkerNorms(local, sketch.reduced()))
 
-    def update(self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool) -> RoundEnd | None:
-        """Update each rank; returns the round's result after its last step. Evaluated parameters stay as they were."""
+    def update(
+        self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool
+    ) -> tuple[StepTraffic, WorkerDrift] | None:
+        """Update each rank; returns what was sent after a round's last step. Evaluated parameters stay as they were."""
         ranks = self._begun()
         ranks.optimizer.step()
         self.num_steps += 1
@@ -108,27 +98,22 @@ class VirtualRounds:
         moved = (ranks.parameters.detach() - self._start) * weights[:, None]
         total = torch.empty_like(self._start)
         own = torch.linalg.vector_norm(moved, dim=1).double() ** 2 / weights.clamp(min=1e-12)
-        traffic = self._exchange.sum_moves(moved, step, total)
-        self._start.add_(self._outer_step(total, step))
+        traffic = self._exchange.sum(moved, step, total, of_moves=True)
+        if exchange.outer_momentum and self._velocity is None:
+            self._velocity = torch.zeros_like(total)
+        self._start.add_(outer_step(exchange, total, self._velocity))
+        if not following.outer_momentum:
+            self._velocity = None
         ranks.parameters.data.copy_(self._start.expand_as(ranks.parameters))
         self._ended = self._num_samples, self.num_steps
         self.num_steps = 0
         self._num_samples = np.zeros_like(self._num_samples)
         if self._sketch_bytes:
-            traffic = traffic.and_then(all_reduced(self._sketch_bytes, len(weights)))
+            traffic += all_reduced(self._sketch_bytes, len(weights))
             self._sketch_bytes = 0
         if following.every == 1 or ends_epoch:
-            traffic = self._average_optimizers(ranks, weights, traffic)
-        return RoundEnd(traffic, WorkerDrift(own.numpy(), float(torch.dot(total, total))))
-
-    def _outer_step(self, moved: Tensor, step: ActiveExchange) -> Tensor:
-        """How far all go, after how far they moved on the mean."""
-        if step.exchange.outer_momentum and self._velocity is None:
-            self._velocity = torch.zeros_like(moved)
-        found = outer_step(step.exchange, moved, self._velocity)
-        if not step.following.outer_momentum:
-            self._velocity = None
-        return found
+            traffic += self._average_optimizers(ranks, weights)
+        return traffic, WorkerDrift(own.numpy(), float(torch.dot(total, total)))
 
     def end_step(self, compute_s: Array64, step: ActiveExchange) -> None:
         """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""
@@ -168,23 +153,19 @@ class VirtualRounds:
             optimizer = self._make(rows)
             for name, value in self._common.state.get(common, {}).items():
                 is_like = isinstance(value, Tensor) and value.shape == common.shape
-                optimizer.state[rows][name] = value.expand_as(rows).clone() if is_like else _copied(value)
+                optimizer.state[rows][name] = value.expand_as(rows).clone() if is_like else deepcopy(value)
             self._ranks = _Ranks(rows, optimizer)
         return self._ranks
 
-    def _average_optimizers(self, ranks: _Ranks, weights: Tensor, traffic: StepTraffic) -> StepTraffic:
+    def _average_optimizers(self, ranks: _Ranks, weights: Tensor) -> StepTraffic:
         """Replace all optimizers' states by their weighted mean, that of the common one as well."""
-        common = self._gradients.parameters
+        common, traffic, exact = self._gradients.parameters, StepTraffic(), ActiveExchange(EXACT, EXACT)
         for name, value in ranks.optimizer.state[ranks.parameters].items():
             if isinstance(value, Tensor) and value.shape == ranks.parameters.shape:
                 mean = torch.empty_like(self._start)
-                traffic = traffic.and_then(self._exchange.sum_plainly(value * weights[:, None], mean))
+                traffic += self._exchange.sum(value * weights[:, None], exact, mean, of_moves=True)
                 value.copy_(mean.expand_as(value))
                 self._common.state[common][name] = mean
             else:
-                self._common.state[common][name] = _copied(value)
+                self._common.state[common][name] = deepcopy(value)
         return traffic
-
-
-def _copied(value: object) -> object:
-    return value.clone() if isinstance(value, Tensor) else value

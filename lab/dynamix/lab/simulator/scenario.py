@@ -5,14 +5,12 @@ Times are seconds of the virtual clock, rates and bandwidths are per second of i
 
 import hashlib
 import math
-import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -21,7 +19,6 @@ from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, ExchangePermission
 from dynamix.schemas.messages.fields import MAX_RANKS
-from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import Rule
 
@@ -41,45 +38,13 @@ def check_between(key: str, value: float, low: float, high: float = math.inf) ->
         raise ValueError(f"{key} = {value:g}: it must be {limit}")
 
 
-def explain_decode_error(message: str, content: Mapping[str, Any], tables: Mapping[str, type[msgspec.Struct]]) -> str:
-    """A decoder's message with the value that it complains of, or with the nearest known key.
-
-    Args:
-        message: of a `msgspec.ValidationError`.
-        content: what was decoded.
-        tables: the structs by name of table; the outermost one's is empty.
-    """
-    text, _, place = message.partition(" - at ")
-    path = place.strip("`").removeprefix("$").removeprefix(".")
-    prefix = f"{path}." if path else ""
-    if unknown := re.search(r"unknown field `(.*)`", text):
-        table = tables[re.sub(r"\[.*", "", path)]
-        return f"unknown key {prefix + unknown[1]!r}{suggestion(unknown[1], table.__struct_fields__)}"
-    if missing := re.search(r"missing required field `(.*)`", text):
-        return f"the key {prefix + missing[1]!r} is missing"
-    if text.startswith("Invalid enum value"):
-        name, _, key = re.sub(r"\[\d+\]", "", path).rpartition(".")
-        choices = next(get_args(field.type) for field in msgspec.structs.fields(tables[name]) if field.name == key)
-        text = f"it must be one of {', '.join(map(repr, choices))}"
-    if not path or not text.startswith(("Expected", "it must")):
-        return text
-    value: Any = content
-    for key, index in re.findall(r"(\w+)|\[(\d+)\]", path):
-        value = value[key] if key else value[int(index)]
-    return f"{path} = {value!r}: {text[0].lower()}{text[1:]}"
-
-
 BYTES_PER_MBIT = 1e6 / 8
 MAX_EVALUATIONS = 1_000_000
 """How often a run may evaluate its accuracy: it keeps each of them."""
 NODE_NAME = "virtual-{}"
 
 
-class ScenarioTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of a scenario file: an unknown key is an error, and so is a number outside the limits of its field."""
-
-
-class Network(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How gradients are reduced, and over what; `dynamix.lab.simulator.clock` has the formulas."""
 
     topology: Literal["ring", "parameter-server"] = "ring"
@@ -97,7 +62,7 @@ class Network(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Bytes of one gradient; 0: those of the model. More pretends a larger model."""
 
 
-class Workers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Workers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Some workers that are alike."""
 
     samples_per_s: Positive
@@ -113,14 +78,14 @@ class Workers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Bandwidth of its own link; `None`: the network's."""
 
 
-class Power(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Power(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Power of each worker of a kind: while it computes, and in all other time of its steps."""
 
     busy_w: NotNegative
     idle_w: NotNegative = 0.0
 
 
-class Stragglers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Stragglers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers that slow down and recover, each by its own two-state Markov process in virtual time."""
 
     factor: Factor = 1.0
@@ -131,7 +96,7 @@ class Stragglers(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields
     """Sigma of a lognormal factor of median 1 on the compute time of every step."""
 
 
-class Congestion(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Congestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A network that congests and clears by a two-state Markov process in virtual time."""
 
     factor: Factor = 1.0
@@ -144,22 +109,7 @@ class Congestion(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields
     """One state for the whole network, or one for each worker's link."""
 
 
-class SpeedChange(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker that becomes slower or faster, and stays so until its next change."""
-
-    rank: WholeNumber
-    at_s: NotNegative
-    """Virtual time: it applies to all steps that begin then, or later."""
-    factor: Positive
-    """Compute time from then on, the overhead included, over that by the worker's table."""
-    exchange_s: NotNegative = 0.0
-    """By how much longer each exchange of gradients takes from then on: sending takes some of a processor, too.
-
-    None of it is hidden behind computing. Where several workers have changed, the longest counts.
-    """
-
-
-class Coding(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Coding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Cost of coding and decoding a gradient on an undisturbed rank, in seconds per million bytes of it.
 
     The defaults were measured with our codecs, as CPU time of one core (2026), on buckets of 1 and 4 MB over 4 and 8
@@ -186,7 +136,7 @@ class Coding(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return float(getattr(self, codec)) / 1e6
 
 
-class DecisionCost(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DecisionCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Cost of another allocation in its first step: cost_s + cost_per_doubling_s * log2 N.
 
     A decision that leaves the allocation as it is costs nothing, nor does a new split by the fast loop.
@@ -196,22 +146,7 @@ class DecisionCost(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fiel
     cost_per_doubling_s: NotNegative = 0.0001
 
 
-TABLES: Mapping[str, type[ScenarioTable]] = MappingProxyType(
-    {
-        "network": Network,
-        "workers": Workers,
-        "power": Power,
-        "stragglers": Stragglers,
-        "congestion": Congestion,
-        "speed_changes": SpeedChange,
-        "decision": DecisionCost,
-        "coding": Coding,
-    }
-)
-"""The tables of a scenario by their names."""
-
-
-class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One virtual cluster with its training job, and when that is over."""
 
     family: str
@@ -225,8 +160,6 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The accuracy is compared at this time; no run ends before, but at `time_limit_s`."""
     time_limit_s: Positive
     """A run that has not reached the target by then has missed it."""
-    target_looks: AtLeastOne = 1
-    """The target is reached when the mean of so many newest evaluations is at it: a single one may be lucky."""
     name: str = ""
     """Within its directory; the file's name when not given."""
     learn: bool = True
@@ -258,8 +191,6 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
     network: Network = Network()
     stragglers: Stragglers | None = None
     congestion: Congestion | None = None
-    speed_changes: tuple[SpeedChange, ...] = ()
-    """In any order; one for each rank and time."""
     decision: DecisionCost = DecisionCost()
     exchange: ExchangePermission = "exact"
     """Permission of decisions for codecs and local steps, as in `attach`."""
@@ -280,21 +211,6 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
         least = max(1, self.min_local_batch_size)
         check_between("min_local_batch_size", self.min_local_batch_size, 0, self.max_local_batch_size)
         check_between("initial_local_batch_size", self.initial_local_batch_size, least, self.max_local_batch_size)
-        self._check_exchange()
-        for change in self.speed_changes:
-            check_between("speed_changes.rank", change.rank, 0, self.world_size - 1)
-        for first, second in pairwise(sorted((change.rank, change.at_s) for change in self.speed_changes)):
-            if first == second:
-                raise ValueError(f"speed_changes: rank {first[0]} changes twice at {first[1]:g} s: remove one of them")
-        if len(self.power) not in (0, len(self.workers)):
-            raise ValueError(
-                f"{len(self.power)} tables [[power]] for {len(self.workers)} tables [[workers]]: one for each, or none"
-            )
-        for group in self.workers:
-            if group.max_local_batch_size is not None:
-                check_between("workers.max_local_batch_size", group.max_local_batch_size, least)
-
-    def _check_exchange(self) -> None:
         if self.exchange != "exact" and self.network.topology != "ring":
             raise ValueError(
                 f'exchange = "{self.exchange}": parameter servers support neither codecs nor local steps; use '
@@ -305,6 +221,13 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
                 f'lag_windows = {self.lag_windows}: with exchange = "{self.exchange}" the last step before a change of '
                 "codec sends the residuals, so the change must be known by then: use at least 1"
             )
+        if len(self.power) not in (0, len(self.workers)):
+            raise ValueError(
+                f"{len(self.power)} tables [[power]] for {len(self.workers)} tables [[workers]]: one for each, or none"
+            )
+        for group in self.workers:
+            if group.max_local_batch_size is not None:
+                check_between("workers.max_local_batch_size", group.max_local_batch_size, least)
 
     @property
     def supports_exchange(self) -> bool:
@@ -326,15 +249,11 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
         """
         file = Path(path)
         try:
-            content = tomllib.loads(read_regular(file).decode())
+            return msgspec.convert({"name": file.stem, **tomllib.loads(read_regular(file).decode())}, cls)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{file}: not TOML: {error}") from error
-        except RecursionError as error:
-            raise ValueError(f"{file}: not a scenario: its values are nested too deeply") from error
-        try:
-            return msgspec.convert({"name": file.stem, **content}, cls)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{file}: {explain_decode_error(str(error), content, {'': cls, **TABLES})}") from error
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise ValueError(f"{file}: not a scenario: {error}") from error
 
     @property
     def world_size(self) -> int:
@@ -378,23 +297,6 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
 
-def scenarios_in(directory: str | Path) -> list[Scenario]:
-    """The scenarios of a directory's .toml files, sorted by name.
-
-    Raises:
-        ValueError: when there is none, two have one name, or a file is not a scenario.
-        OSError: when a file cannot be read.
-    """
-    files = sorted(Path(directory).glob("*.toml"))
-    if not files:
-        raise ValueError(f"{directory} holds no scenario: a directory with .toml files is needed (scenarios/README.md)")
-    found = sorted((Scenario.read(file) for file in files), key=lambda scenario: scenario.name)
-    for first, second in pairwise(found):
-        if first.name == second.name:
-            raise ValueError(f"{directory} holds two scenarios of the name {first.name!r}: names tell runs apart")
-    return found
-
-
 TRAIN = "train"
 HELD_OUT = "heldout"
 SUITES = (HELD_OUT, TRAIN)
@@ -430,16 +332,14 @@ def digest_of(scenario: Scenario) -> str:
     return hashlib.sha256(msgspec.json.encode(scenario, order="sorted")).hexdigest()
 
 
-def is_homogeneous(scenario: Scenario) -> bool:
-    """Whether all workers are alike and stay alike: no stragglers, congestion or changes. Jitter is allowed."""
-    kinds = {msgspec.structs.replace(workers, count=1) for workers in scenario.workers}
-    disturbances = (scenario.stragglers, scenario.congestion)
-    alike = len(kinds) == 1 and not scenario.speed_changes
-    return alike and all(disturbance is None or disturbance.factor == 1.0 for disturbance in disturbances)
-
-
 def is_control(scenarios: Sequence[Scenario]) -> bool:
-    """Whether a family is the control: nothing in any of its scenarios can be improved by a controller."""
+    """Whether a family is the control: its workers are alike and stay alike, so no controller can gain."""
+
+    def is_homogeneous(scenario: Scenario) -> bool:
+        kinds = {msgspec.structs.replace(workers, count=1) for workers in scenario.workers}
+        disturbances = (scenario.stragglers, scenario.congestion)
+        return len(kinds) == 1 and all(each is None or each.factor == 1.0 for each in disturbances)
+
     return all(map(is_homogeneous, scenarios))
 
 
@@ -472,6 +372,13 @@ def read_suite(directory: Path, name: str | None = None) -> Suite:
     """The scenarios of a directory's *.toml files, sorted by name.
 
     Raises:
-        ValueError: when there is none, or a file is not a scenario; the text names the file.
+        ValueError: when there is none, two have one name, or a file is not a scenario; the text names the file.
+        OSError: when a file cannot be read.
     """
-    return Suite(name=name or directory.resolve().name, scenarios=tuple(scenarios_in(directory)))
+    found = sorted(map(Scenario.read, sorted(directory.glob("*.toml"))), key=lambda scenario: scenario.name)
+    if not found:
+        raise ValueError(f"{directory} holds no scenario: a directory with .toml files is needed (scenarios/README.md)")
+    for first, second in pairwise(found):
+        if first.name == second.name:
+            raise ValueError(f"{directory} holds two scenarios of the name {first.name!r}: names tell runs apart")
+    return Suite(name=name or directory.resolve().name, scenarios=tuple(found))

@@ -22,14 +22,11 @@ from .datasets import (
 )
 from .generated import ChoiceShape, TextShape, choices, sequences
 from .models import (
-    FilteringShape,
     NeuralCollaborativeFiltering,
     RecurrentLanguageModel,
-    RecurrentShape,
     Transformer,
-    TransformerShape,
     mlp,
-    resnet,
+    resnet20,
     small_cnn,
     vgg11,
 )
@@ -40,12 +37,11 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyTyp
     {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 )
 """SGD with momentum 0.9; Adam and AdamW with PyTorch's decay rates, 0.9 and 0.999."""
-TEXT_SHAPE = TransformerShape(num_tokens=64, width=64, num_heads=4, num_layers=2)
-"""137,216 parameters: a step of a few hundred sequences takes a CPU core well under a second."""
+TEXT_TOKENS = 64
+"""Bytes in a sequence of text."""
 CHOICES = ChoiceShape(num_users=20_000, num_items=20_000, num_samples=400_000)
 CHOICES_SMALL = ChoiceShape(num_users=2_000, num_items=2_000, num_samples=60_000)
 ZIPF_TEXT = TextShape(num_words=32_000, num_classes=16, num_sequences=40_000)
-ZIPF_TEXT_SMALL = TextShape(num_words=4_000, num_classes=16, num_sequences=20_000)
 FASHION_14_STD = 0.3301
 """Standard deviation of all training pixels after pooling 2 x 2; the mean is that of the whole images."""
 FASHION_VALIDATION = 10_000
@@ -97,7 +93,6 @@ class Workload:
     """
 
     name: str
-    dataset: str
     make_model: Callable[[], nn.Module]
     read: Callable[[Path | None, torch.dtype], Data]
     criterion: Callable[[Tensor, Tensor, Reduction], Tensor] = cross_entropy
@@ -185,7 +180,7 @@ def text(directory: Path | None, _: torch.dtype) -> Data:
     Raises:
         MissingDataError: when the text is too short for a sequence in every part.
     """
-    content, num_tokens = read_text(directory), TEXT_SHAPE.num_tokens
+    content, num_tokens = read_text(directory), TEXT_TOKENS
     num_sequences = (len(content) - 1) // num_tokens
     num_held_out = num_sequences // HELD_OUT_SHARE
     if num_held_out == 0:
@@ -202,16 +197,6 @@ def generated(make: Callable[[], tuple[Tensor, Tensor]], _: Path | None, __: tor
     """Data that is made, not read."""
     part = Part(*make())
     return _held_out(part, len(part.labels) // HELD_OUT_SHARE)
-
-
-def filtering(shape: ChoiceShape, *, width: int, gain: float) -> Callable[[], nn.Module]:
-    """Makes the model for such choices."""
-    return partial(NeuralCollaborativeFiltering, FilteringShape(shape.num_users, shape.num_items, width, gain))
-
-
-def recurrent(shape: TextShape, *, width: int, num_hidden: int, gain: float) -> Callable[[], nn.Module]:
-    """Makes the model for such a text."""
-    return partial(RecurrentLanguageModel, RecurrentShape(shape.num_words, shape.num_tokens, width, num_hidden, gain))
 
 
 def _held_out(part: Part, num_held_out: int) -> Data:
@@ -231,39 +216,37 @@ _FASHION_14 = partial(_FASHION, stds=[FASHION_14_STD], pool=2)
 _FASHION_28 = partial(_FASHION, stds=[FASHION_MNIST_STD])
 _CIFAR10 = partial(images, cifar10, means=CIFAR10_MEAN, stds=CIFAR10_STD, num_validation=CIFAR10_VALIDATION)
 _ALL = (
-    Workload(name="fashion-14-mlp", dataset="fashion-mnist", make_model=partial(mlp, 14 * 14, 64), read=_FASHION_14),
-    Workload(name="fashion-28-mlp", dataset="fashion-mnist", make_model=partial(mlp, 28 * 28, 128), read=_FASHION_28),
-    Workload(name="fashion-14-cnn", dataset="fashion-mnist", make_model=partial(small_cnn, 14, 8), read=_FASHION_14),
-    Workload(name="fashion-28-cnn", dataset="fashion-mnist", make_model=partial(small_cnn, 28, 16), read=_FASHION_28),
-    Workload(name="cifar10-vgg11", dataset="cifar-10", make_model=vgg11, read=_CIFAR10),
-    Workload(name="cifar10-resnet20", dataset="cifar-10", make_model=partial(resnet, 20), read=_CIFAR10),
-    Workload(name="cifar10-resnet32", dataset="cifar-10", make_model=partial(resnet, 32), read=_CIFAR10),
-    Workload(name="text-transformer", dataset="text", make_model=partial(Transformer, TEXT_SHAPE), read=text),
+    Workload(name="fashion-14-mlp", make_model=partial(mlp, 14 * 14, 64), read=_FASHION_14),
+    Workload(name="fashion-28-mlp", make_model=partial(mlp, 28 * 28, 128), read=_FASHION_28),
+    Workload(name="fashion-14-cnn", make_model=partial(small_cnn, 14, 8), read=_FASHION_14),
+    Workload(name="fashion-28-cnn", make_model=partial(small_cnn, 28, 16), read=_FASHION_28),
+    Workload(name="cifar10-vgg11", make_model=vgg11, read=_CIFAR10),
+    Workload(name="cifar10-resnet20", make_model=resnet20, read=_CIFAR10),
+    Workload(  # 137,216 parameters: a step of a few hundred sequences takes a CPU core well under a second
+        name="text-transformer",
+        make_model=partial(Transformer, TEXT_TOKENS, width=64, num_heads=4, num_layers=2),
+        read=text,
+    ),
     Workload(
         name="ncf",
-        dataset="generated",
-        make_model=filtering(CHOICES, width=32, gain=24.0),
+        make_model=partial(NeuralCollaborativeFiltering, CHOICES.num_users, CHOICES.num_items, width=32, gain=24.0),
         read=partial(generated, partial(choices, CHOICES)),
         criterion=binary_cross_entropy,
     ),
     Workload(
         name="ncf-small",
-        dataset="generated",
-        make_model=filtering(CHOICES_SMALL, width=8, gain=32.0),
+        make_model=partial(
+            NeuralCollaborativeFiltering, CHOICES_SMALL.num_users, CHOICES_SMALL.num_items, width=8, gain=32.0
+        ),
         read=partial(generated, partial(choices, CHOICES_SMALL)),
         criterion=binary_cross_entropy,
     ),
     Workload(
         name="lstm-zipf",
-        dataset="generated",
-        make_model=recurrent(ZIPF_TEXT, width=32, num_hidden=96, gain=40.0),
+        make_model=partial(
+            RecurrentLanguageModel, ZIPF_TEXT.num_words, ZIPF_TEXT.num_tokens, width=32, num_hidden=96, gain=40.0
+        ),
         read=partial(generated, partial(sequences, ZIPF_TEXT)),
-    ),
-    Workload(
-        name="lstm-zipf-small",
-        dataset="generated",
-        make_model=recurrent(ZIPF_TEXT_SMALL, width=16, num_hidden=32, gain=30.0),
-        read=partial(generated, partial(sequences, ZIPF_TEXT_SMALL)),
     ),
 )
 WORKLOADS: Mapping[str, Workload] = MappingProxyType({workload.name: workload for workload in _ALL})

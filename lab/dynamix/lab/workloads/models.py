@@ -7,8 +7,6 @@ table 3). Both begin with the weights of He et al., 2015. With PyTorch's own, VG
 for 160 steps of SGD at least (2.05 after 60 with these), and the ResNet is at 2.26 instead of 2.08 after 80.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch import Tensor, nn
@@ -74,28 +72,20 @@ class ResidualBlock(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Images N x channels x side x side; the side shrinks by the stride, the channels grow to `width`."""
         hidden = torch.relu(self.norm1(self.convolution1(inputs)))
-        return torch.relu(self.norm2(self.convolution2(hidden)) + self._shortcut(inputs))
+        shortcut = inputs
+        if self._stride > 1 or self._new_channels:
+            half = self._new_channels // 2
+            strided = inputs[:, :, :: self._stride, :: self._stride]
+            shortcut = F.pad(strided, (0, 0, 0, 0, half, self._new_channels - half))
+        return torch.relu(self.norm2(self.convolution2(hidden)) + shortcut)
 
-    def _shortcut(self, inputs: Tensor) -> Tensor:
-        if self._stride == 1 and self._new_channels == 0:
-            return inputs
-        half = self._new_channels // 2
-        return F.pad(inputs[:, :, :: self._stride, :: self._stride], (0, 0, 0, 0, half, self._new_channels - half))
 
-
-def resnet(depth: int) -> nn.Sequential:
-    """ResNet for 32 x 32 of He et al., 2016, section 4.2; depth 20 has 0.27 million parameters.
-
-    Raises:
-        ValueError: when the depth is not 6 n + 2.
-    """
-    num_blocks, rest = divmod(depth - 2, 6)
-    if rest or num_blocks < 1:
-        raise ValueError(f"depth={depth}: a ResNet for CIFAR has 6 n + 2 layers, 8, 14, 20, 26, 32 ...")
+def resnet20() -> nn.Sequential:
+    """ResNet-20 for 32 x 32 of He et al., 2016, section 4.2; 0.27 million parameters."""
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), _norm(16), nn.ReLU()]
     channels = 16
     for width in (16, 32, 64):
-        for block in range(num_blocks):
+        for block in range(3):
             layers.append(ResidualBlock(channels, width, stride=2 if block == 0 and width > channels else 1))
             channels = width
     return _initialised(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, NUM_CLASSES)))
@@ -118,62 +108,46 @@ def _initialised(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-class TransformerShape(NamedTuple):
-    """Size of a Transformer."""
-
-    num_tokens: int
-    """Length of a sequence, in bytes."""
-    width: int
-    num_heads: int
-    num_layers: int
-
-
 class TransformerLayer(nn.Module):
     """Attention to earlier tokens, then two linear layers, each behind a LayerNorm and beside a shortcut."""
 
-    def __init__(self, shape: TransformerShape) -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        self._num_heads = shape.num_heads
-        self.attention_norm = nn.LayerNorm(shape.width)
-        self.query_key_value = nn.Linear(shape.width, 3 * shape.width)
-        self.attention_out = nn.Linear(shape.width, shape.width)
+        self._num_heads = num_heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
         self.mlp = nn.Sequential(
-            nn.LayerNorm(shape.width),
-            nn.Linear(shape.width, 4 * shape.width),
-            nn.GELU(),
-            nn.Linear(4 * shape.width, shape.width),
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states N x tokens x width to the next ones."""
-        hidden = hidden + self._attention(self.attention_norm(hidden))
-        out: Tensor = hidden + self.mlp(hidden)
-        return out
-
-    def _attention(self, hidden: Tensor) -> Tensor:
         num_samples, num_tokens, width = hidden.shape
         shape = (num_samples, num_tokens, 3, self._num_heads, width // self._num_heads)  # no -1: there may be no sample
-        heads = self.query_key_value(hidden).view(shape)
+        heads = self.query_key_value(self.attention_norm(hidden)).view(shape)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = self.attention_out(mixed.transpose(1, 2).reshape(num_samples, num_tokens, width))
+        hidden = hidden + self.attention_out(mixed.transpose(1, 2).reshape(hidden.shape))
+        out: Tensor = hidden + self.mlp(hidden)
         return out
 
 
 class Transformer(nn.Module):
     """Bytes N x tokens (int64) to logits of the next byte, N x tokens x 256. No dropout: equal on all divisions."""
 
-    def __init__(self, shape: TransformerShape) -> None:
+    def __init__(self, num_tokens: int, *, width: int, num_heads: int, num_layers: int) -> None:
+        """For sequences of at most `num_tokens` bytes."""
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, shape.width)
-        self.positions = nn.Parameter(torch.zeros(shape.num_tokens, shape.width))
-        self.layers = nn.Sequential(*(TransformerLayer(shape) for _ in range(shape.num_layers)))
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, VOCABULARY)
-        nn.init.normal_(self.tokens.weight, std=shape.width**-0.5)
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Parameter(torch.zeros(num_tokens, width))
+        self.layers = nn.Sequential(*(TransformerLayer(width, num_heads) for _ in range(num_layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY)
+        nn.init.normal_(self.tokens.weight, std=width**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits; sequences may be shorter than the shape says."""
+        """Logits of each next byte."""
         hidden = self.tokens(tokens) + self.positions[: tokens.shape[1]]
         logits: Tensor = self.head(self.norm(self.layers(hidden)))
         return logits
@@ -183,29 +157,18 @@ ROW_STD = 0.3
 """Standard deviation of a new row's numbers, after the gain."""
 
 
-class FilteringShape(NamedTuple):
-    """Size of a neural collaborative filter."""
-
-    num_users: int
-    num_items: int
-    width: int
-    """Numbers in a row of each of the four tables."""
-    gain: float
-
-
 class NeuralCollaborativeFiltering(nn.Module):
     """User and items, N x (1 + candidates) (int64), to logits N x candidates: NeuMF of He et al., 2017, section 3.4.
 
     A generalised matrix factorisation and a perceptron, each with tables of its own, joined by a last layer.
     """
 
-    def __init__(self, shape: FilteringShape) -> None:
+    def __init__(self, num_users: int, num_items: int, *, width: int, gain: float) -> None:
+        """`width` numbers in a row of each of the four tables."""
         super().__init__()
-        width, self._gain = shape.width, shape.gain
-        self.user_factors = _table(shape.num_users, width, shape.gain)
-        self.item_factors = _table(shape.num_items, width, shape.gain)
-        self.user_features = _table(shape.num_users, width, shape.gain)
-        self.item_features = _table(shape.num_items, width, shape.gain)
+        self._gain = gain
+        self.user_factors, self.item_factors = _table(num_users, width, gain), _table(num_items, width, gain)
+        self.user_features, self.item_features = _table(num_users, width, gain), _table(num_items, width, gain)
         self.mlp = nn.Sequential(nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, width // 2), nn.ReLU())
         self.head = nn.Linear(width + width // 2, 1)
         with torch.no_grad():
@@ -221,18 +184,6 @@ class NeuralCollaborativeFiltering(nn.Module):
         return logits.squeeze(2)
 
 
-class RecurrentShape(NamedTuple):
-    """Size of an LSTM language model."""
-
-    num_words: int
-    num_tokens: int
-    """Words of an input; its candidates follow."""
-    width: int
-    """Numbers in a row of both tables."""
-    num_hidden: int
-    gain: float
-
-
 class RecurrentLanguageModel(nn.Module):
     """Words and candidates, N x (tokens + candidates) (int64), to logits of the next word, N x tokens x candidates.
 
@@ -240,13 +191,13 @@ class RecurrentLanguageModel(nn.Module):
     gradient of the first is zero in all rows but those of the words read, of the second in all but the candidates'.
     """
 
-    def __init__(self, shape: RecurrentShape) -> None:
+    def __init__(self, num_words: int, num_tokens: int, *, width: int, num_hidden: int, gain: float) -> None:
+        """Inputs are `num_tokens` words, behind which their candidates follow; `width` numbers in a row of a table."""
         super().__init__()
-        self._num_tokens, self._gain = shape.num_tokens, shape.gain
-        self.input_table = _table(shape.num_words, shape.width, shape.gain)
-        self.output_table = _table(shape.num_words, shape.width, shape.gain)
-        self.lstm = nn.LSTM(shape.width, shape.num_hidden, batch_first=True)
-        self.projection = nn.Linear(shape.num_hidden, shape.width)
+        self._num_tokens, self._gain = num_tokens, gain
+        self.input_table, self.output_table = _table(num_words, width, gain), _table(num_words, width, gain)
+        self.lstm = nn.LSTM(width, num_hidden, batch_first=True)
+        self.projection = nn.Linear(num_hidden, width)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits among each sequence's own candidates."""

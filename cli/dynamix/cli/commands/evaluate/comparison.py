@@ -23,7 +23,7 @@ from dynamix.lab.comparison.rows import (
 )
 from dynamix.lab.comparison.runs import ComparisonCell, Ledger, estimate, fill, plan
 from dynamix.lab.comparison.tuning import EXCHANGE_GRID, FIRST_SEED, GRID, tune
-from dynamix.lab.comparison.verdict import RatioInterval, Verdict, VerdictBuilder, VerdictFamily, VerdictRow, note_on
+from dynamix.lab.comparison.verdict import Interval, Verdict, VerdictFamily, VerdictRow, judge, note_on
 from dynamix.lab.simulator.episode import EpisodeError, code_digest
 from dynamix.lab.simulator.scenario import (
     TRAIN,
@@ -38,17 +38,7 @@ from dynamix.runtime import output_files
 
 from . import RunsProgress, command_line
 
-HEADINGS = (
-    "median",
-    "missed",
-    "runs",
-    "vs best static",
-    "vs goodput",
-    "at fixed time",
-    "at equal samples",
-    "test",
-    "spread",
-)
+HEADINGS = ("median", "missed", "runs", "vs best static", "vs goodput", "at fixed time", "test")
 HOW_TO_FIX = "run `dynamix evaluate tune`"
 
 
@@ -70,12 +60,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
         suite, rows, tuned, cells, against = comparison
         with Ledger(Path(arguments.results), resume=arguments.resume) as ledger:
             exit_code = _fill_ledger(comparison, ledger, arguments)
-            builder = VerdictBuilder(suite, rows, cells, ledger, tuned, against=against)
-        verdict = builder.verdict(_command_line(arguments))
+            command = _command_line(arguments)
+            verdict, table = judge(suite, rows, cells, ledger, tuned, command=command, against=against)
         show(verdict, stderr=arguments.json == STANDARD_OUTPUT)
         write_json(verdict, arguments.json)
         if arguments.png is not None:
-            draw(verdict, builder.table, curves_of(arguments, suite), Path(arguments.png))
+            draw(verdict, table, curves_of(arguments, suite), Path(arguments.png))
     return exit_code
 
 
@@ -115,7 +105,7 @@ def _fill_ledger(comparison: PlannedComparison, ledger: Ledger, arguments: argpa
     with RunsProgress() as progress:
         for warning in _warnings(comparison):
             progress.write_line(warning)
-        progress.write_line(estimate(comparison.cells, ledger).text(arguments.jobs))
+        progress.write_line(estimate(comparison.cells, ledger, jobs=arguments.jobs))
         try:
             fill(comparison.cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=progress.show_run)
         except KeyboardInterrupt:
@@ -229,19 +219,17 @@ def _cells(row: VerdictRow) -> tuple[str, ...]:
         _interval(row.vs_best_static),
         _interval(row.vs_goodput),
         formatted(row.accuracy_at_fixed_time, "{:.1%}"),
-        formatted(row.accuracy_at_equal_samples, "{:.1%}"),
         formatted(row.test_accuracy, "{:.1%}"),
-        formatted(row.relative_spread, "{:.0%}"),
     )
 
 
-def _interval(found: RatioInterval | None) -> str:
+def _interval(found: Interval | None) -> str:
     if found is None:
         return UNKNOWN
     if found.low is None or found.high is None:
-        return f"{found.ratio:.2f}"
+        return f"{found.value:.2f}"
     families = "" if found.family_low is None else f" {{{found.family_low:.2f}, {found.family_high:.2f}}}"
-    return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]{families}"
+    return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]{families}"
 
 
 def _family_title(name: str, family: VerdictFamily) -> str:
@@ -272,7 +260,7 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
                 command=command_line("tune", *scenarios, *baselines, *exchange, "--seeds", arguments.seeds),
                 jobs=arguments.jobs,
                 data=arguments.data,
-                on_estimate=lambda found: progress.write_line(found.text(arguments.jobs)),
+                on_estimate=progress.write_line,
                 on_progress=progress.show_run,
             )
         write_file(output, to_toml(tuned).encode())

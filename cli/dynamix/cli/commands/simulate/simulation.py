@@ -107,8 +107,6 @@ def plan(scenario: str, policy: str, policy_file: str | None, *, seed: int) -> S
     settings = row.settings(found.family, Tuned())  # as it was typed: nothing tuned
     if not settings:
         raise ValueError(f"no file of the policy {row.policy!r} is shipped: name one with --policy-file")
-    if row.learning_rate_rule is not None:
-        found = msgspec.structs.replace(found, learning_rate_rule=row.learning_rate_rule)
     return SimulationPlan(found, settings[0], policy, seed)
 
 
