@@ -14,7 +14,6 @@ from dynamix.collector import observation, service
 from dynamix.collector.observation import CollectorSettings, KernelObserver
 from dynamix.collector.procfs import Proc
 from dynamix.runtime.bus import Bus, BusMessage
-from dynamix.runtime.bus.read import StatisticsByKind
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode, encode
@@ -135,7 +134,6 @@ class EndlessReports:
     """A bus with an honest report, which is handled, then those of a flood without end, and among them its next one."""
 
     def __init__(self) -> None:
-        self.statistics = StatisticsByKind()
         self.num_handled_before_it = asyncio.get_running_loop().create_future()
         self._honest = control_plane.one_node_job()
         self._num_read = 0
@@ -188,7 +186,6 @@ class CrowdOnSlowBroker:
     NUM_CROWD = 40
 
     def __init__(self) -> None:
-        self.statistics = StatisticsByKind()
         self.handled: list[str] = []
         self.is_over = asyncio.Event()
         self._honest = control_plane.one_node_job()

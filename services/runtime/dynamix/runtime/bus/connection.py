@@ -268,8 +268,6 @@ class BrokerConnection:
         login: our user.
     """
 
-    api = API
-
     def __init__(
         self, settings: BusSettings, name: str, on_closed: Callable[[str], None] | None, *, while_waiting: str = ""
     ) -> None:

@@ -235,7 +235,6 @@ class DeadLetters:
     async def set_aside(self, message: BusMessage, reason: str) -> None:
         """Set a message aside; never raises."""
         self._count("dead_letters")
-        self._bus.statistics.of_subjects(message.subject).num_errors += 1
         kind, job = tokens_of(message.subject)
         if not self._limit.allow(kind):
             self._count("dead_letters_not_kept")

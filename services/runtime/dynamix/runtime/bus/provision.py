@@ -9,7 +9,6 @@ from dynamix.schemas.subjects import ROOT, announced, kept_by
 
 from . import Bus
 from .errors import ApiError, BusError, StreamMissingError
-from .requests import stream_config, write_stream
 
 
 class ProvisionError(BusError):
@@ -35,16 +34,16 @@ async def _provision_one(bus: Bus, stream: Stream, num_replicas: int | None) -> 
     if num_replicas is not None:
         wanted["num_replicas"] = num_replicas
     try:
-        present = await stream_config(bus.requests, stream.name)
+        present = await bus.requests.stream_config(stream.name)
     except StreamMissingError:
-        await write_stream(bus.requests, "CREATE", {"num_replicas": 1, **wanted})
+        await bus.requests.write_stream("CREATE", {"num_replicas": 1, **wanted})
         return f"{stream.name}: created"
     # JetStream leaves out what is false or zero
     changes = {key: value for key, value in wanted.items() if (present.get(key) or None) != (value or None)}
     if not changes:
         return f"{stream.name}: unchanged"
     try:
-        await write_stream(bus.requests, "UPDATE", {**present, **wanted})
+        await bus.requests.write_stream("UPDATE", {**present, **wanted})
     except ApiError as error:
         raise ProvisionError(
             f"stream {stream.name} cannot be made as wanted: {error}. "
