@@ -496,7 +496,14 @@ class BrokerConnection:
                 logger.warning("waiting for the broker at %s: %s%s", url, describe(error), meaning)
             return
         if match := _DENIED.search(str(error)):
-            self._note_denial(match[1], match[2])
+            self.counters["permission_denials"] += 1
+            operation, subject = match[1].lower(), match[2]
+            denial = PermissionDeniedError(
+                f"the broker does not let user {self.login.user!r} {'publish' if operation == 'publish' else 'listen'} "
+                f"to {subject}: its key is for another role, job, node or instance (`dynamix keys list`, SECURITY.md)"
+            )
+            for callback in list(self._on_denied):
+                callback(subject.lower(), denial)
         if is_refused_login(error):
             self._refused_logins += 1
             if self._refused_logins >= MAX_REFUSED_LOGINS:  # it came back with other users: end, to read ours again
@@ -511,16 +518,6 @@ class BrokerConnection:
         known = describe(error) in self._logged_reasons
         self._logged_reasons.add(describe(error))
         return not known
-
-    def _note_denial(self, operation: str, subject: str) -> None:
-        self.counters["permission_denials"] += 1
-        verb = "publish to" if operation.lower() == "publish" else "listen to"
-        denial = PermissionDeniedError(
-            f"the broker does not let user {self.login.user!r} {verb} {subject}: its key is for another role, job, "
-            "node or instance (`dynamix keys list`, SECURITY.md)"
-        )
-        for callback in list(self._on_denied):
-            callback(subject.lower(), denial)
 
     async def _on_disconnected(self) -> None:
         if (server := self._client._current_server) is not None:  # noqa: SLF001 - nats-py shows it while connected only
