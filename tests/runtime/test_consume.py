@@ -175,7 +175,7 @@ async def anext_after(bus: Bus, reader: Reader) -> None:
 
 async def test_what_a_sender_writes_in_headers_of_the_brokers_is_not_believed(bus: Bus) -> None:
     forged = {"Nats-Sequence": "77", "Nats-Subject": "dynamix.v1.state.victim.a", "Nats-Stream": "FEED"}
-    await (await bus._publisher.publish(STATE, b"0", "m", None, forged))
+    await bus._connection.send(STATE, b"0", headers=forged)
     async with bus.consume("FEED", STATES, start="all") as reader:
         (message,) = await read(reader, 1)
     assert (message.subject, message.sequence) == (STATE, 1)
