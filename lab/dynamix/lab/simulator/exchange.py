@@ -340,10 +340,10 @@ class VirtualExchange:
         self._gradient_bytes = gradient_bytes
         self._codecs: dict[str, list[ExchangeCodec]] = {}
         self._stacked: dict[tuple[bool, int], StackedInt8] = {}
-        """By whether they code moves, and the bucket's number."""
+        """Codecs by kind (gradients or movements) and the bucket's number."""
 
     def coded(self) -> CodedSquares:
-        """How much of what was to be sent codecs with loss have sent, of all ranks together."""
+        """Squared norms of what lossy codecs have sent and should have sent, of all ranks."""
         found = CodedSquares()
         for stacked in self._stacked.values():
             found = found.and_more(stacked.coded)

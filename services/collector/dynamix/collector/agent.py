@@ -39,14 +39,14 @@ Chooser = Callable[[Sight], float]
 """Chooses the factor on the wish of one agent, in jobs with the option `learned`."""
 
 FADING = 1.1
-"""Factor on a waiting time from cell to cell: what was measured far away says less."""
+"""Factor on a waiting time from cell to cell: distant measurements count less."""
 
 NUM_CANDIDATES = 16
-"""Global batches that are compared, on either side of the one in force."""
+"""Global batches that are compared, on either side of the current one."""
 
 
 class _Settings(NamedTuple):
-    """The options, within bounds: a report may be made up."""
+    """The options, within bounds: a report may be forged."""
 
     evaporation: float
     diffusion: float

@@ -37,7 +37,7 @@ JOB_METRICS = {
 
 
 class ShownWindows:
-    """Keeps the newest window of each job of this node until it is asked for."""
+    """Keeps the newest window of each job of this node for the metrics."""
 
     def __init__(self, metrics: ServiceMetrics, probe: SocketProbe | None = None) -> None:
         self._windows: LabelTable[str, MetricWindow] = LabelTable()
@@ -60,7 +60,7 @@ class ShownWindows:
 
 
 def _show_cost(scrape: Scrape, probe: SocketProbe) -> None:
-    """What the probe's programs cost; the kernel counts it while the sysctl kernel.bpf_stats_enabled is 1."""
+    """Cost of the probe's programs; the kernel counts it while the sysctl kernel.bpf_stats_enabled is 1."""
     with suppress(OSError):  # the probe was closed meanwhile: the service stops
         programs = probe.cost().values()
         seconds = sum(program.run_time_ns for program in programs) / 1e9

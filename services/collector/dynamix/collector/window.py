@@ -1,4 +1,4 @@
-"""From a report and the kernel's readings to the metric window. Pure: sums become means here, once.
+"""Makes the metric window from a report and the kernel's readings. Pure: sums become means here, once.
 
 Network metrics come from the first probe that knows the window: eBPF counts every socket that a rank names, TCP_INFO is
 what the ranks read of their own sockets, /proc counts a whole network namespace.
@@ -45,14 +45,14 @@ class Traffic(NamedTuple):
     interval_s: float | None = None
     """As in `KernelWindow`."""
     note: str = ""
-    """Why no better probe was used."""
+    """Reason why no better probe was used."""
 
 
 class Observation(NamedTuple):
-    """All that a metric window has and its report has not."""
+    """Values of a metric window that are not in its report."""
 
     systems: Mapping[int, SystemMetrics] = {}
-    """By rank; one that is not there was not seen."""
+    """Process metrics by rank; a missing rank was not observed."""
     node: NodeMetrics = NodeMetrics()
     network: Traffic = Traffic()
     num_readings_lost: int = 0

@@ -70,7 +70,7 @@ class Credential(NamedTuple):
     name: str
     public: str
     tags: tuple[str, ...] = ()
-    """What the key is limited to, such as `job:mnist`."""
+    """Limits of the key, such as `job:mnist`."""
     expires_s: int | None = None
     """Unix time after which the broker refuses it; `None`: never."""
 

@@ -76,7 +76,7 @@ class LabelTable(Generic[K, V]):
             self._entries.pop(key, None)
 
     def entries(self) -> list[TableEntry[K, V]]:
-        """All that there was news of within `FORGET_AFTER_S`, oldest first."""
+        """Entries that were recorded within `FORGET_AFTER_S`, oldest first."""
         now_s = self._clock()
         with self._lock:
             found = [TableEntry(key, value, now_s - at_s) for key, (value, at_s) in self._entries.items()]
@@ -113,7 +113,7 @@ class Scrape:
         self._add(CounterMetricFamily, name, meaning, value, labels)
 
     def families(self) -> Iterable[Metric]:
-        """All that was shown, and how much was left out."""
+        """All samples, and the number of those left out."""
         self._num_samples = 0  # there is always room for the one sample that says that there was none
         self.gauge("samples_left_out", "samples beyond the bound of one service, not shown", self._num_left_out)
         return self._families.values()
@@ -199,7 +199,7 @@ TEXT = "text/plain; charset=utf-8"
 
 
 class PortError(OSError):
-    """The port cannot be listened on; the text says which, why, and how to choose another one."""
+    """The port cannot be listened on; the message has the reason and the fix."""
 
 
 class HttpAnswer(NamedTuple):

@@ -60,7 +60,7 @@ from .session import ExitRules, Gradients, Session
 from .settings import Environment, read_environment
 
 Connect = BusSettings | Transport | Literal[False] | None
-"""What `attach(connect=...)` takes."""
+"""Values of `attach(connect=...)`."""
 
 
 def bus_settings(connect: object, environment: Environment) -> BusSettings | None:
@@ -347,7 +347,7 @@ def _gradients(
     averaging: Averaging,
     weighs_alone: bool,
 ) -> Gradients:
-    """What weighs, exchanges and applies gradients; `given` are the arguments of `attach` that are no options."""
+    """Make the parts that weight, exchange and apply gradients; `given` are further arguments of `attach`."""
     options, is_first = run.options, run.place.rank == 0
     by_samples = given["count_tokens"] is None and given["token_counts"] is None
     servers = GradientServers(options.gradient_servers, run.identity.job, run.place.rank, collectives.world_size)

@@ -100,7 +100,7 @@ class SocketProbe:
         return Counters(*counters) if owner in (uid, _UID_UNKNOWN) else None
 
     def num_left_out(self) -> int:
-        """Sockets that found the table full: nothing is known of them."""
+        """Sockets that were not counted because the table was full."""
         found = self._left_out.look_up(0)
         assert found is not None, "the kernel makes every entry of an array"
         return found[0]

@@ -13,12 +13,12 @@ INGRESS, SOCK_OPS = 0, 3
 
 _MAP_LOOKUP, _OBJ_GET_INFO_BY_FD, _PROG_QUERY, _LINK_CREATE = 1, 15, 16, 28
 _MAX_PROGRAMS = 64
-"""That the kernel allows at one place (BPF_CGROUP_MAX_PROGS)."""
+"""Most programs that the kernel permits at one place (BPF_CGROUP_MAX_PROGS)."""
 _INFO_BYTES = 256
 
 
 class ProbeError(RuntimeError):
-    """The probe cannot work here; the text says why and how to fix it."""
+    """The probe cannot work here; the message has the reason and the fix."""
 
 
 class ProgramInfo(NamedTuple):

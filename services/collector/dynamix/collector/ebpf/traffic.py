@@ -1,4 +1,4 @@
-"""From counters of sockets to the traffic of ranks in one window."""
+"""Computes the traffic of ranks in one window from counters of sockets."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -33,7 +33,7 @@ ROLES = (*SERVICES, WATCHER, PROVISION)
 ACCOUNTS = ("streams", "trainers", "services", "system")
 STREAMS_ACCOUNT, TRAINERS_ACCOUNT, SERVICES_ACCOUNT, SYSTEM_ACCOUNT = ACCOUNTS
 LIMITED_BY = {"trainer": "job", "collector": "node", "reward": "instance"}
-"""What a key of these roles is for; other roles' keys are for all."""
+"""Kind of limit of the keys of these roles; keys of other roles have none."""
 DURABLES = {"collector": "report", "reward": "window"}
 """Roles that read by a durable consumer, which is made with the key, and the kind that it delivers."""
 
@@ -41,7 +41,7 @@ API = "$JS.API."
 HEADER_BYTES = 4096
 """Room for a message's headers, which the broker counts, too."""
 TEMPORARY_S = 300
-"""For how long the keys work that `dynamix keys` signs for itself."""
+"""Lifetime of the keys that `dynamix keys` signs for itself."""
 MAX_TRAINER_CONNECTIONS = 10_000
 """A flood of connections by trainers leaves the rest of the broker's 65,536 to services."""
 MAX_SUBSCRIPTIONS = dict.fromkeys(ROLES, 1000) | dict.fromkeys(("trainer", "reward"), 32)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 LAG_LOGGED_S = 1.0
 LOOKS = 20
-"""How often the watching thread looks within the limit."""
+"""Checks of the watching thread within the limit."""
 MAX_LOOK_S = 0.5
 SAYING_TIMEOUT_S = 2.0
 """A log whose reader has stopped must not keep a stuck process alive."""

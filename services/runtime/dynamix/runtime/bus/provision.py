@@ -1,4 +1,4 @@
-"""Makes the streams what the table in `dynamix.schemas.streams` says. Only an operator's user may; no service does."""
+"""Creates the streams of the table in `dynamix.schemas.streams`. Only an operator's user may; no service does."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from .errors import ApiError, BusError, StreamMissingError
 
 
 class ProvisionError(BusError):
-    """A stream that JetStream cannot turn into what is wanted; the text says which, and what to do."""
+    """JetStream cannot change a stream as wanted; the message names it and the fix."""
 
 
 async def provision(bus: Bus, streams: Sequence[Stream] = STREAMS, *, num_replicas: int | None = None) -> list[str]:

@@ -258,7 +258,7 @@ class Publisher:
             self._fail(token, entry, PublishError(text))
 
     def _on_reconnected(self) -> None:
-        """What was in flight may be lost, or only its acknowledgement: retransmit all of it."""
+        """Messages in flight, or their acknowledgements, may be lost: retransmit all of them."""
         for entry in self._table.values():
             entry.due = 0.0
 

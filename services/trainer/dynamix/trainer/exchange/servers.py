@@ -209,7 +209,7 @@ class ServedJob:
         self._left = len(groups)
         self._is_broken = False
         self.problem = ""
-        """What ended the job before its time."""
+        """The error that ended the job early."""
         for number, group in enumerate(groups):
             threading.Thread(
                 target=self._run, args=(group,), name=f"dynamix server lane {number}", daemon=True
@@ -268,7 +268,7 @@ class GradientServer:
     """Serves one job after the other."""
 
     def __init__(self, port: int, say: Callable[[str], None]) -> None:
-        """Listen on a port of all addresses, 0 for a free one; `say` gets a line for each job that begins or ends.
+        """Listen on a port of all addresses, 0 for a free one; `say` gets a line when a job begins or ends.
 
         Raises:
             RuntimeError: when the port is taken.

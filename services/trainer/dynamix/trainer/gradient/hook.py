@@ -207,7 +207,7 @@ def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
 
 
 class ModelBucket:
-    """One of the model's buckets, and all that is the same for it in every step: half of what it costs is paid once."""
+    """One bucket of the model, with everything that is the same in every step."""
 
     __slots__ = ("buffer", "factor", "lent", "reduced", "scale", "view")
 
@@ -215,7 +215,7 @@ class ModelBucket:
         """`is_in_place`: the reduced gradient will be in the buffer itself, as a base hook does not promise."""
         self.buffer = buffer
         self.scale = 0.0
-        """What `factor` holds. As a tensor it saves torch a third of what scaling a small bucket takes."""
+        """The value of `factor`. As a tensor it saves torch a third of the time of scaling a small bucket."""
         self.factor = torch.zeros((), dtype=torch.float64 if buffer.dtype == torch.float64 else torch.float32)
         self.lent: LentTensor | None = None
         """What the process group reduces, once it did."""
@@ -226,7 +226,7 @@ class ModelBucket:
             self.reduced = torch.futures.Future()
             self.reduced.set_result(buffer)
         self.view: BucketView | None = None
-        """What a codec gets of it, once one did."""
+        """The codec's view of it, after the first use."""
 
     def weigh(self, scale: float) -> None:
         """Scale the bucket in place."""

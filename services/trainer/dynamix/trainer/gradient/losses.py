@@ -37,7 +37,7 @@ class LossWarnings:
         self._has_equal_data = has_equal_data
         self._may_be_weighted = weighs_samples and not is_sum
         self._slopes = [0.0] * MAX_WINDOWS if is_in_parts else []
-        """How log loss grows with log size, by window: 0 for a mean, 1 for a sum."""
+        """Slope of log loss over log size, by window: 0 for a mean, 1 for a sum."""
 
     def look_at_modules(self, models: Iterable[torch.nn.Module]) -> None:
         """Warn of a class weight in a criterion that is a part of a model, as it may be under Lightning."""

@@ -63,7 +63,7 @@ MIN_EXPLAINED = 0.5
 """Share of the variance of the times that sizes must explain."""
 
 MAX_FIXED = 16
-"""Most fixed costs, in mean sizes of all ranks: beyond it they cannot be told from noise."""
+"""Largest fixed cost, in mean sizes of all ranks; larger ones cannot be told from noise."""
 
 MOST_NOISE = 0.3
 """Above it times tell nothing of fixed costs: a line through them would be one through noise."""
@@ -77,7 +77,7 @@ PRECISION_2, LEAST_NOISE_2, MOST_NOISE_2 = PRECISION * PRECISION, LEAST_NOISE * 
 
 
 class FilterState(NamedTuple):
-    """All that a filter remembers, in rank order: plain numbers for a checkpoint."""
+    """The state of a filter, in rank order: plain numbers for a checkpoint."""
 
     rates: tuple[float, ...]
     fixed: tuple[int, ...]
@@ -374,7 +374,7 @@ FAR = 0.1
 """Share of a size by which it must be off for that."""
 
 SETTLE_STEPS = 8
-"""Steps between two looks at it."""
+"""Steps between two checks."""
 
 SHORT_S = 0.02
 """Compute time of the slowest rank below which not every step is measured."""
@@ -474,7 +474,7 @@ class LoopPace(NamedTuple):
     num_measured: int = 0
     """Measurements under tracking, up to `FIRST_MEASURED`."""
     is_short: bool = False
-    """Whether the slowest rank computed for less than `SHORT_S`, by the newest measurement."""
+    """Whether the slowest rank computed for less than `SHORT_S` in the newest measurement."""
 
 
 class FastLoop:

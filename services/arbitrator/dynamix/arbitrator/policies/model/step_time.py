@@ -191,7 +191,7 @@ def window_of(job: Job, obs_WF: Array32, global_F: Array32) -> Window:
 
 
 JUMP = math.exp(0.2)
-"""Ratio of change that is believed at once (change point)."""
+"""Ratio of change that is adopted at once (change point)."""
 SMOOTHING = 0.3
 """Weight of the newest value while nothing jumps."""
 CERTAIN = 3.0
@@ -477,7 +477,7 @@ def fixed_costs(
 
 
 def fixed_share(sizes: Array64) -> Array64:
-    """Greatest share of each rank's time that is believed to be fixed, at these sizes; NaN where a size is."""
+    """Greatest assumed share of each rank's time that is fixed, at these sizes; NaN where a size is."""
     share: Array64 = 1.0 - LEAST_SHARE * np.minimum(sizes / np.nanmean(sizes), 1.0)
     return share
 
@@ -503,7 +503,7 @@ def filtered(old: Array64 | float, new: Array64 | float, jump: float, smoothing:
 
 
 def _saturations(job: Job) -> Array64:
-    """Those that are compared: none, the largest size of any rank, and down from it."""
+    """Candidates: none, the largest size of any rank, and down from it."""
     saturations, size = np.zeros(NUM_SATURATIONS + 1), float(max(job.max_local_batch_sizes))
     for index in range(NUM_SATURATIONS):
         saturations[index + 1] = size
