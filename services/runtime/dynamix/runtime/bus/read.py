@@ -187,7 +187,7 @@ class Reader(ABC):
         self._arrived.set()
 
     async def close(self) -> None:
-        """End, and stop listening."""
+        """Close the reader and its subscription."""
         self.end()
         if self._keeper is not None:
             self._keeper.cancel()
