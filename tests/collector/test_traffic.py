@@ -7,7 +7,7 @@ from tests.support import examples
 from tests.support.captured_proc import Clock
 
 from dynamix.collector.ebpf.probe import Counters, SocketProbe
-from dynamix.collector.ebpf.traffic import SocketTraffic
+from dynamix.collector.traffic import SocketTraffic
 from dynamix.collector.window import KernelWindow
 from dynamix.schemas.messages import NetworkMetrics, Report
 

@@ -8,8 +8,8 @@ from dynamix.runtime.service import Context
 from dynamix.schemas.messages import NodeMetrics, RankRow, Report
 
 from .ebpf.probe import SocketProbe
-from .ebpf.traffic import SocketTraffic
 from .procfs import Proc, Readings, WindowId
+from .traffic import SocketTraffic
 from .window import KernelWindow, Observation, WantedProbe, read_network
 
 MOST_SAID = 256

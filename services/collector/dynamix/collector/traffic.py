@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable, Mapping
 
-from dynamix.collector.procfs import Intervals, WindowId
-from dynamix.collector.window import KernelWindow
 from dynamix.schemas.messages import NetworkMetrics, RankRow, Report
 
-from .probe import Counters, SocketProbe
+from .ebpf.probe import Counters, SocketProbe
+from .procfs import Intervals, WindowId
+from .window import KernelWindow
 
 MAX_JOBS = 1024
 """Jobs of one node whose readings are remembered: reports could name any number."""
