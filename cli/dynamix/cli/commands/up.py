@@ -194,7 +194,7 @@ async def _run_until_signal(
 
 
 async def _announce(bus: Bus, services: Iterable["Child"], file: Path) -> None:
-    """Print what is ready as it becomes ready, then how to use it."""
+    """Print each part as it becomes ready, then how to use it."""
 
     async def one(child: Child) -> None:
         try:

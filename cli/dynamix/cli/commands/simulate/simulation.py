@@ -67,7 +67,7 @@ class Simulation(NamedTuple):
     windows: list[SimulatedWindow]
 
     def document(self) -> Document:
-        """All of it, for JSON."""
+        """The result as a JSON document."""
         scenario, episode = self.episode.scenario, self.episode
         return {
             "scenario": scenario.name,

@@ -62,7 +62,7 @@ class ActionStoreError(RuntimeError):
 
 
 class ActionsEndEarlyError(ActionStoreError):
-    """The stored actions end before what is known: they were lost, or a server answered that does not know them yet."""
+    """The stored actions end early: some were lost, or a server answered that does not have them yet."""
 
 
 HALTING_ERRORS = (ActionStoreError, *MISTAKES)

@@ -215,7 +215,7 @@ class PolicySource:
         return self._held[key]
 
     async def _find(self, name: str, version: int | None, digest: bytes | None) -> StoredPolicy:
-        """The bus before the shipped file, with which its learners began; the cache has what the bus may have lost."""
+        """Look for a version in the cache, among the shipped files, and on the bus."""
         shipped = shipped_policy(name)
         if version is not None and digest and (cached := self._store.cached(digest)) is not None:
             return StoredPolicy(name, version, digest, cached)
