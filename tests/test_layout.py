@@ -32,9 +32,8 @@ PURE_CORES = {
     "reward": {"formula"},
     "schemas": {"apportion", "features", "networks", "progress", "sight"},
     "arbitrator": {
-        *("deciding.fold", "deciding.signatures", "families.profile", "policies"),
-        *(f"learned.{name}" for name in ("actions", "inputs", "policy", "policy_file")),
-        *(f"learning.{name}" for name in ("agent", "ppo", "rollout")),
+        *("deciding.fold", "deciding.signatures", "deciding.profiles", "policies"),
+        *("learned.policy", "learned.policy_file", "learning.ppo", "learning.rollout"),
     },
     "trainer": {
         *("data.plan", "gradient.noise", "measurement.meter", "steering.fast_loop", "steering.offers"),

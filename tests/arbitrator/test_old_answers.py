@@ -2,15 +2,15 @@
 
 import pytest
 from structlog.testing import capture_logs
-from tests.arbitrator.test_action_store import JOB, OTHER, actions, decide, opened, receipt, state
+from tests.arbitrator.test_job_log import JOB, OTHER, actions, decide, opened, receipt, state
 from tests.support.brokers import until
 from tests.support.old_server import OldServer
 from tests.support.services_here import arbitrator_here
 
 from dynamix.arbitrator import service
 from dynamix.arbitrator.deciding import job_log
-from dynamix.arbitrator.deciding.action_store import ActionsEndEarlyError
-from dynamix.arbitrator.learned.policy_source import PolicyAbsentError, PolicySource
+from dynamix.arbitrator.deciding.job_log import ActionsEndEarlyError
+from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicySource
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.runtime.bus import Bus, requests
 from dynamix.schemas import subjects

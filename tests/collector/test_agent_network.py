@@ -132,7 +132,10 @@ def _foreign(metadata: dict[str, Any]) -> dict[str, Any]:
         (lambda metadata: metadata | {"inputs": ["ping_ms"]}, "its list of inputs names ping_ms, which this program"),
         (lambda metadata: metadata | {"actions": [3.0]}, "its list of actions names 3.0, which this program"),
         (lambda metadata: metadata | {"actions": [2.0, 1.0]}, "its first action is 2, not the neutral one, 1"),
-        (lambda metadata: metadata | {"hidden_sizes": [8, 8]}, r"tensor 'actor.0.weight' must be of shape \(8, "),
+        (
+            lambda metadata: metadata | {"settings": {"hidden_sizes": [8, 8]}},
+            r"tensor 'actor.0.weight' must be of shape \(8, ",
+        ),
     ],
 )
 def test_a_foreign_file_is_refused_in_a_sentence(

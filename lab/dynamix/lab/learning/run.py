@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 
 from dynamix.arbitrator.deciding.signatures import Finding, reward_signatures, value_signature
+from dynamix.arbitrator.learned.policy import metadata_of
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
-from dynamix.arbitrator.learning.agent import Agent
+from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.lab.simulator.episode import EpisodeError, run_in_order
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Weights
@@ -173,7 +174,7 @@ class _LearningRun:
         self._data = data
         self._begin_s = time.monotonic()
         if found is None:
-            self._agent = Agent.new(_metadata(plan), plan.settings)
+            self._agent = Agent.new(_metadata(plan))
             everywhere = [scenario for stage in plan.stages for scenario in stage]
             rules = self._times(b"", VALIDATION_SEEDS, plan.num_validation_seeds, everywhere)
             means = {name: float(np.mean([run.time_s for run in runs])) for name, runs in rules.items()}
@@ -313,11 +314,10 @@ class _LearningRun:
 
 
 def _metadata(plan: LearningPlan) -> PolicyMetadata:
-    return PolicyMetadata.of(
-        action_set=plan.action_set,
+    return metadata_of(
+        plan.action_set,
         policy=plan.policy,
-        algorithm=plan.settings.objective,
-        hidden_sizes=plan.settings.hidden_sizes,
+        settings=plan.settings,
         reward_formula=plan.formula or "auto",
         reward_weights={name: float(getattr(plan.weights, name)) for name in Weights.__struct_fields__},
         scenarios=tuple(scenario.name for stage in plan.stages for scenario in stage),

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dynamix.arbitrator.deciding.action_store import ActionStoreError, check_receipt, newest_action, newest_receipt
+from dynamix.arbitrator.deciding.job_log import ActionStoreError, check_receipt, newest_action, newest_receipt
 from dynamix.cli.connection import connected
 from dynamix.cli.errors import CommandError
 from dynamix.cli.services import NOT_STORED, Heartbeats, hear
