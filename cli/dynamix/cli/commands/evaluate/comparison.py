@@ -173,6 +173,9 @@ def _print_policies(title: str, rows: Sequence[VerdictRow], default: str, *, std
     cells = []
     for row in rows:
         name = f"{row.policy} (default)" if row.policy == default else row.policy
+        if row.num_runs == 0:
+            cells.append((name, row.note or "no runs", *[""] * (len(HEADINGS) - 1)))
+            continue
         seeds = f" ({row.num_policy_seeds} policies)" if row.num_policy_seeds > 1 else ""
         values = (
             f"{row.median_time_to_target_s:.1f} s",
@@ -183,8 +186,7 @@ def _print_policies(title: str, rows: Sequence[VerdictRow], default: str, *, std
             formatted(row.accuracy_at_fixed_time, "{:.1%}"),
             formatted(row.test_accuracy, "{:.1%}"),
         )
-        empty = (row.note or "no runs", *[""] * (len(values) - 1))
-        cells.append((name, *(values if row.num_runs else empty)))
+        cells.append((name, *values))
     print_table(("policy", *HEADINGS), cells, left=("policy",), title=title, stderr=stderr)
 
 
