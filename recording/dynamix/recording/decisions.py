@@ -381,7 +381,7 @@ def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
 
 
 def _until_cut(path: Path) -> Iterator[Record]:
-    """The records of a capture; where it is cut off, those before."""
+    """The records of a capture, up to where it is cut off."""
     with contextlib.suppress(CutOffError):  # the player reports it
         yield from records(path)
 

@@ -258,7 +258,7 @@ class StackedInt8:
         """All ranks together; unlike real ones, it counts what owners keep for themselves as sent."""
 
     def take_residuals(self, rows: Tensor) -> None:
-        """Add to the gradients of all ranks, a row each, what was not sent of earlier ones."""
+        """Add the residuals of all ranks to their gradients, one row each."""
         if self._residuals is not None:
             rows.add_(self._residuals[:, : rows.shape[1]])
             self._residuals = None

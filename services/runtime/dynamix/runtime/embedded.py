@@ -138,7 +138,7 @@ class EmbeddedServer:
             await asyncio.to_thread(process.wait)
 
     def _command(self, config: Path) -> list[str]:
-        """How it is started: the kernel ends it with this process."""
+        """Command that starts it; the kernel ends it with this process."""
         guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
         return [*guard, str(server_binary()), "-c", str(config)]
 

@@ -35,7 +35,7 @@ class TableEntry(NamedTuple, Generic[K, V]):
 
 
 class LabelTable(Generic[K, V]):
-    """Keeps what is shown with the label of a job, bounded: names of jobs are made up by users, without an end.
+    """Bounded table of values with the label of a job: users make up any number of names.
 
     The entry recorded longest ago goes first; none is shown without news for `FORGET_AFTER_S`. Recording takes 0.3 us.
     The loop records while the thread that writes a scrape reads.
@@ -140,7 +140,7 @@ Source = Callable[[Scrape], None]
 
 
 class ServiceMetrics:
-    """The numbers of one service, asked for at each scrape.
+    """The metrics of one service, computed at each scrape.
 
     A service declares the counters that it may count, so that they are shown as 0 before: what appears with 1 is no
     increase to Prometheus.

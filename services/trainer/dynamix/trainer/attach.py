@@ -64,7 +64,7 @@ Connect = BusSettings | Transport | Literal[False] | None
 
 
 def bus_settings(connect: object, environment: Environment) -> BusSettings | None:
-    """How the ranks reach the bus; `None` where they train without one, or over a transport of the caller's."""
+    """Settings of the connection to the bus; `None` without a bus, or over the caller's transport."""
     if not (connect is None or connect is False or isinstance(connect, BusSettings | Transport)):
         raise TypeError(
             f"connect={connect!r} is of type {type(connect).__name__}: leave connect out and set DYNAMIX_NATS_URL, "

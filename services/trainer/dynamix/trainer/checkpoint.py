@@ -119,7 +119,7 @@ def residuals_of(run: Run, state: dict[str, Any], step: int) -> list[Residuals]:
 
 
 def outer_momentum_of(run: Run, state: dict[str, Any], step: int) -> list[dict[str, torch.Tensor]]:
-    """The saved momentum of outer steps, by model; any rank's, since all have the same. None where none rules."""
+    """The saved momentum of outer steps, by model; equal on all ranks, and `None` without outer steps."""
     has_momentum = run.schedule.allocation_at(step).exchange.outer_momentum > 0
     saved: list[dict[str, torch.Tensor]] = state["outer_momentum"] if has_momentum else []
     return saved
@@ -131,7 +131,7 @@ def _policy_of(run: Run) -> list[Any]:
 
 
 def _restore_schedule(run: Run, saved: list[ScheduleEntry], *, is_same_policy: bool) -> None:
-    """Put the saved sizes in force, none above its rank's bound.
+    """Restore the saved sizes, none above its rank's bound.
 
     Who divides the global batch is what the job says now: it may go on under another policy, or with a hook that cannot
     carry times. So is how gradients travel, unless the same policy had decided otherwise and the job still permits it.

@@ -131,7 +131,7 @@ class Session:
             on_exhausted=call_while_alive(self.average),
         )
         self._allocation: Allocation | None = None
-        """What rules the batch to train on."""
+        """Allocation of the batch to train on."""
         self._loss_scaled = False
         self._said_needless = False
         self._state_loaded = False

@@ -134,7 +134,7 @@ class _RecordedPolicy:
         self.seen: dict[int, tuple[Array32, Action]] = {}
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
-        """The recorded decision; the last sizes where there is none."""
+        """The recorded decision, or the last sizes without one."""
         situation = self._action_set.situation(job, window, obs_WF, global_F, carry)
         action = self._actions.get(window)
         if action is None:

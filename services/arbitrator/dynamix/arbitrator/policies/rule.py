@@ -38,7 +38,7 @@ from .policy import Decision, Knowledge
 from .sizing import Pace, by_speed, clamp_total
 
 MAX_MEMORY_BYTES = MAX_PROFILE_BYTES - 16 * 1024
-"""No times of very many ranks are kept for the next run: the other half of a profile must have room as well."""
+"""Most bytes of times in a profile, which must have room for its other half."""
 _PACE = Pace()
 
 

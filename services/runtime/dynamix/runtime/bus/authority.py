@@ -109,7 +109,7 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, path: Path) -> "Authority":
-        """Read the file. Raises ValueError when it is none, OSError when it cannot be read."""
+        """Read the file. Raises ValueError if it is no authority, OSError if it cannot be read."""
         try:
             return msgspec.json.decode(read_secret(path, max_bytes=MAX_BYTES), type=cls)
         except msgspec.DecodeError as error:
@@ -148,7 +148,7 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self._sign("keys", role, (), int(time.time()) + TEMPORARY_S)
 
     def revoke(self, name: str, *, only_old: bool = False) -> list[IssuedKey]:
-        """Revoke a name's keys, or all but the newest; which. Raises ValueError where there is none."""
+        """Revoke a user's keys, or all but the newest; returns them. Raises ValueError if there are none."""
         keys = [key for key in self.keys if key.name == name and key.is_valid]
         revoked = keys[:-1] if only_old else keys
         if not revoked:

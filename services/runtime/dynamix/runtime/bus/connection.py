@@ -148,7 +148,7 @@ NO_RESPONDERS = 503
 
 _PREFIX = b"NATS/1.0 "
 _PENDING = (b"nats-pending-messages", b"nats-num-pending")
-"""Headers that say how many messages are left, of a request to a consumer and of one to a stream."""
+"""Headers with the number of remaining messages, of a request to a consumer and of one to a stream."""
 
 _PARAMETERS = ["self", "sid", "subject", "reply", "data", "headers"]
 
@@ -399,7 +399,7 @@ class BrokerConnection:
         return lambda: self._on_denied.remove(callback)
 
     def when_closed(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` when the connection is closed for good by the broker; returns how to take that back."""
+        """Call `callback` when the broker closes the connection for good; returns a function that cancels it."""
         self._on_closing.append(callback)
         return lambda: self._on_closing.remove(callback)
 

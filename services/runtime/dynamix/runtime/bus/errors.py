@@ -14,7 +14,7 @@ class PermissionDeniedError(BusError):
 
 
 class StreamMissingError(BusError):
-    """No stream keeps this subject, or there is no stream of this name: run `dynamix provision`."""
+    """There is no stream for this subject or of this name: run `dynamix provision`."""
 
 
 class NoAnswerError(BusError):

@@ -90,7 +90,7 @@ class Watchdog:
             self._thread.join()
 
     def take_max_lag_s(self) -> float:
-        """How much later than scheduled the loop ran, at most, since the last call.
+        """Largest delay of the loop since the last call.
 
         A block shorter than a tick is seen only when a tick was due during it.
         """
@@ -121,7 +121,7 @@ class Watchdog:
 
 
 class Blocked:
-    """For how long a loop has not ticked, in the time of a thread that looks every `look_s`. Pure: told the time."""
+    """Time since a loop's last tick, measured by a thread that checks every `look_s`. Pure."""
 
     def __init__(self, look_s: float, now_s: float) -> None:
         self._look_s = look_s

@@ -77,7 +77,7 @@ async def push_accounts(bus: Bus, jwts: Iterable[str]) -> None:
 
 
 def _republished(stream: Stream) -> dict[str, Any] | None:
-    """What the stream sends again when it is stored: whole messages, or headers only, which say what there is."""
+    """What the stream publishes again once it is stored: whole messages, or headers only."""
     if not (stream.announces or stream.hints):
         return None
     everything = f"{ROOT}.>"

@@ -232,7 +232,7 @@ class Reader(ABC):
         self._arrived.set()
 
     async def close(self) -> None:
-        """End, and stop listening."""
+        """Close the reader and its subscription."""
         self.end()
         self._note_handled()
         if self._keeper is not None:
@@ -379,7 +379,7 @@ class Reader(ABC):
         """Subjects, in small letters, without which nothing can be read."""
 
     def _note_handled(self) -> None:
-        """The next batch is asked for, or none any more."""
+        """Count a batch as handled: the next one is requested."""
         if self._handed_out_ns:
             self._statistics.processing_ns += time.monotonic_ns() - self._handed_out_ns
             self._handed_out_ns = 0

@@ -187,7 +187,7 @@ class Requests:
             raise self._inbox_denial
 
     def close(self) -> None:
-        """Fail what is still waited for."""
+        """Fail all pending requests."""
         self._fail_all(ConnectionClosedError("the connection to the bus is closed"))
 
     async def ask(self, operation: str, body: Any, answer: type[A], *, budget_s: float = BUDGET_S) -> A:

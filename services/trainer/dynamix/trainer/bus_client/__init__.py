@@ -1,4 +1,4 @@
-"""How a rank's messages leave and actions, traces and rewards come in: in the process, or over the bus.
+"""Sends a rank's messages and receives actions, traces and rewards: in the process, or over the bus.
 
 The bus client is a daemon thread with an event loop of its own. The training thread only appends to a bounded outbox
 and reads a bounded inbox. Whatever happens to the bus - away, slow, closed, refused - happens in this thread; training
@@ -157,7 +157,7 @@ class BusClient(Transport):
         actions_of: str | None,
         traces_of: str | None = None,
     ) -> None:
-        """Not yet connected; `traces_of` names the job whose traces of this node's agent are heard."""
+        """Make the client without connecting; `traces_of` names the job whose traces are received."""
         super().__init__()
         self.outbox = Outbox(outbox_messages)
         self._settings = settings

@@ -131,7 +131,7 @@ WATCH_S = 0.5
 
 
 class StreamEnds:
-    """How ranks that read streams of different lengths learn of it, instead of waiting for each other.
+    """Tells ranks that read streams of different lengths of it, so that they do not wait for each other.
 
     A rank at the end waits for the others to be there, one that reads on for the others' gradients. So each rank has a
     thread that looks into the store of torch.distributed for an end that this rank has passed, and says so there.

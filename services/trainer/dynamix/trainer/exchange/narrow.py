@@ -185,7 +185,7 @@ class Int8:
     """Narrows numbers to int8, with a scale in float32 for each block of `BLOCK`."""
 
     def message_bytes(self, length: int) -> int:
-        """One per number and four per block."""
+        """Bytes of a message: one per number and four per block."""
         return length + SCALE_BYTES * (length // BLOCK)
 
     def scales(self, message: Tensor, length: int) -> Tensor:

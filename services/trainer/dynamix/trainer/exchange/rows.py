@@ -22,7 +22,7 @@ from dynamix.trainer.exchange.codec import BucketPart, BucketView, Member, sum_o
 from dynamix.trainer.exchange.collectives import Leg, Union
 
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-"""By bytes."""
+"""Integer types by their size in bytes."""
 
 
 def minus_zeros(gradient: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class _Touched(NamedTuple):
     """Rows of a table that this rank touched."""
 
     rows: Tensor
-    """One bool per row."""
+    """Mask of the rows, one bool each."""
     skips_zeros: bool = False
     """Whether another row may have a -0.0."""
 

@@ -141,7 +141,7 @@ class Updates:
         """
         self._schedulers = schedulers
         self._seen: dict[int, tuple[int, list[Any]]] = {}
-        """By optimizer: the epoch and the learning rates of its newest update."""
+        """The epoch and the learning rates of each optimizer's newest update."""
         self._num_changes = 0
         self._loader = loader
         self._before_update = before_update
@@ -153,9 +153,9 @@ class Updates:
         self._covered: list[weakref.ref[torch.optim.Optimizer]] = []
         """In the order they were given; a session ends with its last name, so it keeps none alive."""
         self._scalers: dict[int, LearningRateScaler] = {}
-        """By the optimizer's id, as below."""
+        """Gradient scalers by the optimizer's id."""
         self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Those of no earlier session of this process."""
+        """Optimizers that no earlier session of this process had."""
         self._updated: set[int] = set()
         """Optimizers that stepped since the step began."""
         self._left_out: set[int] = set()

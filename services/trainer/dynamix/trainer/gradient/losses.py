@@ -28,7 +28,7 @@ class LossWarnings:
     """Looks at the losses of a job whose ranks may have unequal batches."""
 
     def __init__(self, *, is_sum: bool, weighs_samples: bool, has_equal_data: bool, is_in_parts: bool) -> None:
-        """`is_sum` and `weighs_samples` are what the script said.
+        """`is_sum` and `weighs_samples` are the script's settings.
 
         Where the ranks have `equal_data`, only the sizes of their batches tell their losses apart. A step that
         `is_in_parts` has batches of about one size.

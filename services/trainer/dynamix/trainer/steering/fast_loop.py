@@ -39,7 +39,7 @@ OUTLIER = 2.5
 """Noises by which a measurement must be off to be an outlier, or a change that two in a row show."""
 
 ALLOWANCE, EVIDENCE = 0.5, 8.0
-"""In noises: what is taken off each deviation of a run, and the sum beyond which the run is a change."""
+"""In standard deviations of the noise: deduction from each deviation, and the sum that counts as a change."""
 
 FIRST_NOISE = 0.02
 """Taken for granted before any was measured."""
@@ -490,7 +490,7 @@ class FastLoop:
         self.pace = LoopPace()
 
     def measures(self, step: int) -> bool:
-        """Whether the ranks shall exchange their times in a step that an allocation with `tracking` rules.
+        """Whether the ranks exchange their times in a step with `tracking`.
 
         All ranks ask before the step, and have the same answer: it changes with measurements only.
         """
@@ -500,7 +500,7 @@ class FastLoop:
         return place == (number * SCATTER >> 30) % SHORT_EVERY
 
     def adopt(self, effective_step: int, decided: Allocation) -> None:
-        """Let a decision of the slow loop rule from a step on.
+        """Activate a decision of the slow loop from a step on.
 
         Under tracking its sum is divided by the speeds known so far; its sizes stand while there are none, and the
         sizes in use stay when the global batch does. Where traces rule, no decision moves the sizes.
@@ -518,7 +518,7 @@ class FastLoop:
     def observe_times(
         self, seconds_per_sample: Sequence[float], effective_step: int, counts: tuple[int, ...] = ()
     ) -> None:
-        """Take in the compute times of a step; under tracking a better split rules from `effective_step` on.
+        """Process the compute times of a step; under tracking a better split is active from `effective_step` on.
 
         That is the first step that no rank has drawn a batch for. `counts` are the samples of the step that was
         measured, by rank. While the slow loop has fixed the sizes, times are only remembered.

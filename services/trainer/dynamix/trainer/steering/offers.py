@@ -75,7 +75,7 @@ class Offers:
         return self._misfit(action)
 
     def _misfit(self, action: Action) -> Refusal | None:
-        """Why the content does not fit this job, or `None`."""
+        """Reason why the content does not fit this job, or `None`."""
         if len(action.local_batch_sizes) != len(self._identity.max_local_batch_sizes):
             return "length"
         if not self._can_travel(action.exchange):

@@ -85,7 +85,7 @@ class Windows:
 
 
 def stretch_to(min_window_s: float, window_s: float) -> int:
-    """How many windows that last `window_s` make one of `min_window_s`; 1 where nothing tells."""
+    """Number of windows of `window_s` in one of `min_window_s`; 1 if unknown."""
     if not 0.0 < window_s < min_window_s:
         return 1
     return min(math.ceil(min_window_s / window_s), MOST_STRETCH)
@@ -260,7 +260,7 @@ class Run:
 
     @property
     def reference_steps(self) -> ReferenceSteps:
-        """How samples are counted in steps of the global batch that the script was written for."""
+        """Converts samples to steps of the script's global batch."""
         options = self.options
         return ReferenceSteps(self.data.size, options.base_global_batch_size, options.drop_last)
 

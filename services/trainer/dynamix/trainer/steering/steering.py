@@ -85,7 +85,7 @@ class Adoption:
             run.traces.revise(run.schedule, effective_step, fewest, upper)
 
     def track(self, position: Position, seconds_per_sample: list[float], counts: tuple[int, ...]) -> None:
-        """Let the fast loop split again; one step less ahead than `post`, since nothing has to be sent first.
+        """Make the fast loop split again; one step less ahead than `post`, since nothing is sent first.
 
         `counts` are the samples of the step that ended, by rank.
         """

@@ -138,7 +138,7 @@ class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of_profile(cls, profile: JobProfile, *, has_times: bool, first_start: bool) -> "EarlierRuns":
-        """At the beginning of a run. A restart goes on amid a training: the curve's place in it is not known."""
+        """State at the beginning of a run. After a restart the position on the curve is unknown."""
         curve = NoiseCurve.of_points(profile.noise) if first_start else NoiseCurve()
         return cls(
             times=Trial(Standing.ON_TRIAL if has_times else Standing.ABSENT),
@@ -164,7 +164,7 @@ class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
         return SeenTimes(replace(self, times=times, cold=None), deciding, deciding, off or "", is_first)
 
     def with_unknown_sync(self) -> "EarlierRuns":
-        """Where the next window is no pair with this one."""
+        """State if the next window does not pair with this one."""
         return self if self.cold is None else replace(self, cold=replace(self.cold, sync_s=math.nan))
 
     def observe_noise(self, obs_WF: Array32, noise_scale: float) -> "EarlierRuns":

@@ -158,7 +158,7 @@ class ExchangeMemory:
     num_link_windows: int = 0
     """Windows that showed them, up to `LINK_WINDOWS`."""
     shares: tuple[float, ...] = ()
-    """Those of the newest decision for shares; in `ruling` exchanges are without."""
+    """Shares of the newest decision for them; exchanges in `ruling` have none."""
 
     @property
     def newest(self) -> Exchange:
@@ -251,7 +251,7 @@ class ExchangeMemory:
         return replace(self, drift=newest if math.isnan(self.drift) else _between(self.drift, newest, DRIFT_SMOOTHING))
 
     def with_links(self, rates: Array64 | None) -> "ExchangeMemory":
-        """The memory after a window in which links showed these rates, if that was the time to look at them."""
+        """The memory after a window with these link rates, if the links were being measured."""
         if rates is None or way_of(self.ruling[0]) not in RINGS:
             return self
         number = min(self.num_link_windows + 1, LINK_WINDOWS)
@@ -364,7 +364,7 @@ def packed_bytes(num_links: int = 0) -> int:
 
 
 def way_of(exchange: Exchange) -> str:
-    """The codec, or `shares` where gradients travel over owners with shares."""
+    """The codec, or `shares` for uncompressed gradients over owners with shares."""
     return OVER_OWNERS if exchange.route == OVER_OWNERS and exchange.codec == EXACT.codec else exchange.codec
 
 
@@ -417,7 +417,7 @@ def model_under(exchange: Exchange, model: StepTime, memory: ExchangeMemory) -> 
 
 
 def model_after(ruled: Exchange, chosen: Exchange, model: StepTime, memory: ExchangeMemory) -> StepTime:
-    """The step-time model for the next decision, of one that was fitted to windows up to one that `ruled`.
+    """The step-time model for the next decision, from the model of windows up to `ruled`.
 
     Steps in which all gradients travel as they are show all that B needs themselves, also what computing hides.
     """

@@ -61,7 +61,7 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of_records(cls, records: Sequence[ArmRecord], job: Job) -> "Exploration":
-        """At the beginning of a run. One that starts again tries nothing out: what it took would count for no arm."""
+        """State at the beginning of a run. A restarted run tries nothing: its time would count for no arm."""
         best = _best(_permitted(records, job))
         known = next((record for record in records if record.arm == best), None)
         reference = np.zeros(NUM_LEVELS) if known is None else _levels(known)

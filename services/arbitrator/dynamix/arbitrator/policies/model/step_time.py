@@ -121,7 +121,7 @@ class StepTime:
 
     @cached_property
     def _free(self) -> Array64:
-        """What each rank has at least, within its bounds: fewer samples would save nothing."""
+        """Smallest useful size of each rank, within its bounds: fewer samples would save nothing."""
         return np.minimum(np.maximum(self.lower_W, self.saturation_W), self.upper_W)
 
     @cached_property
@@ -212,7 +212,7 @@ MIN_EXPLAINED = 0.01
 MAX_UNEXPLAINED = 0.4
 """Share of the squared errors without a saturation that one with it may leave."""
 LEAST_SHARE = 0.02
-"""Least share of a time that samples are believed to take, of as many as ranks have on the mean."""
+"""Least assumed share of the samples in a time, with as many samples as ranks have on average."""
 PAIR_TOLERANCE = 0.1
 """With more samples a time may fall by this share, or rise by so much more than they do; else the speed has changed."""
 SAME_CHANGE = 0.25
@@ -267,7 +267,7 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
     pair_sums: Array64
     """Sums over the pairs of the ranks that speak for all; see `_with_pair`."""
     overhead_s: Array64
-    """What a step costs whatever its samples: of the ranks that speak for all and, last, of any other."""
+    """Fixed cost of a step: of the ranks that represent all and, last, of any other."""
     saturation: Array64
     """Samples; as `overhead_s`."""
     sync_intercept_s: float = math.nan
@@ -364,7 +364,7 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def _fixed_s(self) -> Array64:
-        """What is fixed, not more than is believed beside what a rank's samples take."""
+        """The fixed time, at most what the samples' time leaves."""
         overhead_W, saturation_W = (_spread(part, len(self.samples_W)) for part in (self.overhead_s, self.saturation))
         known = np.isfinite(self.samples_W) & np.isfinite(self.seconds_per_sample_W)
         if not known.any():
