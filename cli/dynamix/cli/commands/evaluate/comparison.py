@@ -170,7 +170,7 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
 
 
 def _print_policies(title: str, rows: Sequence[VerdictRow], default: str, *, stderr: bool) -> None:
-    cells = []
+    cells: list[tuple[str, ...]] = []
     for row in rows:
         name = f"{row.policy} (default)" if row.policy == default else row.policy
         if row.num_runs == 0:
