@@ -46,7 +46,7 @@ REFUSED = [
     ("evaluate --policies goodputt", "no policy is called 'goodputt'"),
     ("evaluate --seeds 0", "evaluate: argument --seeds: 0: it must be at least 1"),
     ("evaluate --policy-file ppo", "write NAME=PATH"),
-    ("evaluate --tuned /none.toml", "/none.toml is missing: tune the baselines with `dynamix evaluate tune"),
+    ("evaluate --tuned /none.toml", "/none.toml: No such file or directory; tune the baselines"),
     ("policy show ppo:0", "a version is an integer from 1, as in ppo:3"),
     (f"policy import {LONG}", "File name too long"),
     ("dashboard a b c", "3 files: the page shows 2 captures at most"),

@@ -94,7 +94,11 @@ def test_the_papers_variant_learns_after_each_episode_and_hands_out_its_last_ver
     assert result.history[0].num_decisions % 4 == 0
     assert result.history[0].explained_variance is None
     metadata = result.file.metadata
-    assert (metadata.action_set, metadata.algorithm, metadata.reward_formula) == ("deltas", "simplified", "auto")
+    assert (metadata.action_set, metadata.settings.objective, metadata.reward_formula) == (
+        "deltas",
+        "simplified",
+        "auto",
+    )
     assert metadata.num_updates == 2
 
 

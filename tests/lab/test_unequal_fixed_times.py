@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.support import virtual
 
-from dynamix.arbitrator.policies.model.step_time import StepTime
 from dynamix.arbitrator.policies.rule import Rule
+from dynamix.arbitrator.policies.step_time import StepTime
 from dynamix.lab.simulator.episode import run_episode
 from dynamix.lab.simulator.scenario import Network, Workers
 from dynamix.schemas.messages import Job

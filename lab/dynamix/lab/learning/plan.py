@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from dynamix.arbitrator.learned.actions import LearnedSetName
-from dynamix.arbitrator.learned.ppo_settings import PAPER, PPOSettings
+from dynamix.arbitrator.learned.policy_file import PAPER, LearnedSetName, PPOSettings
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import TIME_ONLY, Formula, Weights

@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 
 from dynamix.arbitrator.deciding.signatures import Finding, reward_signatures, value_signature
+from dynamix.arbitrator.learned.policy import metadata_of
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
-from dynamix.arbitrator.learning.agent import Agent
+from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.lab.simulator.episode import EpisodeError, run_in_order
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Weights
@@ -173,7 +174,7 @@ class _LearningRun:
         self._data = data
         self._begin_s = time.monotonic()
         if found is None:
-            self._agent = Agent.new(_metadata(plan), plan.settings)
+            self._agent = Agent.new(_metadata(plan))
             everywhere = [scenario for stage in plan.stages for scenario in stage]
             rules = self._times(b"", VALIDATION_SEEDS, plan.num_validation_seeds, everywhere)
             means = {name: float(np.mean([run.time_s for run in runs])) for name, runs in rules.items()}
@@ -241,8 +242,24 @@ class _LearningRun:
         return PolicyFile(metadata, file.tensors)
 
     def _learned(self, number: int) -> LearningUpdate:
-        plan, file = self._plan, self._agent.file().to_bytes()
-        tasks = [self._training_task(episode, file) for episode in plan.episodes_of(number)]
+        plan, file, references_s = self._plan, self._agent.file().to_bytes(), self._before.references_s
+        tasks = []
+        for episode in plan.episodes_of(number):
+            scenario, weights = plan.scenario_of(episode), plan.weights
+            reference_s = references_s[scenario.name]
+            if plan.formula == "time-aware":
+                weights = msgspec.structs.replace(weights, beta=weights.beta / reference_s)
+            task = EpisodeTask(
+                scenario=scenario,
+                seed=plan.training_seed(episode),
+                policy=file,
+                mode="explore",
+                formula=plan.formula,
+                weights=weights,
+                fixed_s=reference_s if plan.episode_end == "fixed" else None,
+                data=self._data,
+            )
+            tasks.append(task)
         played = run_in_order(play, tasks, jobs=self._num_workers)
         trajectories = [found.trajectory for found in played if found.trajectory is not None]
         if not trajectories:
@@ -251,8 +268,7 @@ class _LearningRun:
                 "window; raise target_accuracy, or lower window_steps"
             )
         learned = self._agent.learn(trajectories, progress=number / plan.num_updates)
-        stats, references_s = learned.stats, self._before.references_s
-        explained = learned.explained_variance
+        stats, explained = learned.stats, learned.explained_variance
         return LearningUpdate(
             update=number + 1,
             num_episodes=plan.episodes_of(number).stop,
@@ -267,24 +283,6 @@ class _LearningRun:
             num_decisions=learned.num_decisions,
             validation_vs_rule=self._validated(number),
             elapsed_s=self.elapsed_s,
-        )
-
-    def _training_task(self, episode: int, file: bytes) -> EpisodeTask:
-        plan = self._plan
-        scenario = plan.scenario_of(episode)
-        reference_s = self._before.references_s[scenario.name]
-        weights = plan.weights
-        if plan.formula == "time-aware":
-            weights = msgspec.structs.replace(weights, beta=weights.beta / reference_s)
-        return EpisodeTask(
-            scenario=scenario,
-            seed=plan.training_seed(episode),
-            policy=file,
-            mode="explore",
-            formula=plan.formula,
-            weights=weights,
-            fixed_s=reference_s if plan.episode_end == "fixed" else None,
-            data=self._data,
         )
 
     def _validated(self, number: int) -> float | None:
@@ -316,11 +314,10 @@ class _LearningRun:
 
 
 def _metadata(plan: LearningPlan) -> PolicyMetadata:
-    return PolicyMetadata.of(
-        action_set=plan.action_set,
+    return metadata_of(
+        plan.action_set,
         policy=plan.policy,
-        algorithm=plan.settings.objective,
-        hidden_sizes=plan.settings.hidden_sizes,
+        settings=plan.settings,
         reward_formula=plan.formula or "auto",
         reward_weights={name: float(getattr(plan.weights, name)) for name in Weights.__struct_fields__},
         scenarios=tuple(scenario.name for stage in plan.stages for scenario in stage),
