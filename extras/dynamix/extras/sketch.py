@@ -71,7 +71,7 @@ def unpack_cells(packed: Tensor, width: int) -> Tensor:
 
 
 def _planes(width: int) -> Iterator[tuple[int, int]]:
-    """The lowest bit of each plane, and its bits."""
+    """Lowest bit and number of bits of each plane."""
     low = 0
     for bits in (*PLANES, *[1] * 7):
         if width - low >= bits:

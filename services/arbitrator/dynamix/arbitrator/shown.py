@@ -38,7 +38,7 @@ COUNTERS = {
     "jobs_put_off": "states of jobs that could not wait to be opened, since too many did",
     "states_put_off": "states of jobs that sent more than could be decided: they are read again",
     "profiles_stored": "runs whose knowledge was stored for their job family",
-    "begun_with_profile": "generations that began with what earlier runs of their family taught",
+    "begun_with_profile": "generations that started from what earlier runs of their family learned",
     "profiles_ignored": "generations that could not use their family's profile, each reason once in the log",
     "size_stuck": "times that sizes began to be stuck at a bound",
 }

@@ -62,7 +62,7 @@ class ActionStoreError(RuntimeError):
 
 
 class ActionsEndEarlyError(ActionStoreError):
-    """The stored actions end before what is known: they were lost, or a server answered that does not know them yet."""
+    """The stored actions end early: some were lost, or a server answered that does not have them yet."""
 
 
 HALTING_ERRORS = (ActionStoreError, *MISTAKES)
@@ -385,7 +385,7 @@ class JobLog:
         wait = FailoverWait(bus.stream_state, FEED.name)
         while True:
             try:
-                return await bus.publish_action(action, expected_last=expected_last)
+                return await bus.publish_next(action, expected_last=expected_last)
             except StaleWriterError as refusal:
                 try:
                     newest = await self._decided_by_another(expected_last, refusal)
