@@ -101,7 +101,7 @@ def _train_until_steered(_rank: int) -> dict[str, Any]:
                 if any(gather(any("reward/mean" in row and row.get("decision") == "adopted" for row in rows[:-1]))):
                     session.close()
                     found = {"sizes": sizes, "job": session.job, "samples": session.position}
-                    return found | {"rows": rows, "logged": logger.windows}
+                    return found | {"rows": session.metrics(), "logged": logger.windows}
     raise AssertionError("never steered")
 
 
