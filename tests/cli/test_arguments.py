@@ -186,40 +186,6 @@ def test_a_taken_port_is_said_before_anything_starts(
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["inspect", f"replay {DEMO} --policy-file", "calibrate --workload fashion-14-mlp", "evaluate --tuned", "simulate"],
-)
-def test_only_regular_files_are_read(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    for place in (str(fifo), "/proc/self/mem"):
-        if words == "simulate" and place == str(fifo):
-            continue  # a name that is no file is one of a shipped scenario
-        assert main([*words.split(), place]) in (1, 2)
-        assert f"{place}: not a regular file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("key", "what"),
-    [
-        ("CA_FILE", "it holds no certificates; name a file of certificates (PEM)"),
-        ("PASSWORD_FILE", "it has 70000 bytes, more than 65536; name a file that holds the password"),
-    ],
-)
-def test_a_garbage_file_of_the_connection_is_named(
-    key: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "garbage").write_bytes(b"\xff\x00garbage" + bytes(70_000 - 9))
-    (tmp_path / "garbage").chmod(0o600)
-    monkeypatch.setenv(f"DYNAMIX_NATS_{key}", str(tmp_path / "garbage"))
-    assert main(["provision"]) == 1
-    assert capsys.readouterr().err.endswith(
-        f"DYNAMIX_NATS_{key}='{tmp_path / 'garbage'}' "
-        + (f"cannot be used: {what}\n" if key == "CA_FILE" else f"cannot be read: {what}\n")
-    )
-
-
 def test_a_locale_without_a_character_shows_another_one() -> None:
     script = "import sys; from dynamix.cli import main; main.dispatch = lambda _: print('\\u2588 ok') or 0; main.main()"
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}

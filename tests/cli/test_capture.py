@@ -144,25 +144,6 @@ async def test_an_action_waits_for_the_feed_that_came_before_it(bus: Bus, monkey
     assert identities(await read(bus, past=True)) == expected(told)
 
 
-async def test_a_restarted_broker_is_bridged(
-    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(source_module, "QUIET_S", 0.5)
-    told = story(3)
-    await publish(bus, told[:12])
-    found: list[Record] = []
-    async with asyncio.timeout(30), Source(bus, examples.JOB, past=False, stop=asyncio.Event()) as source:
-        while len(found) < 9:
-            found += await source.read()
-        await server.kill()
-        await server.restart()
-        await publish(bus, told[12:])
-        await bus.publish(job("ended"))
-        while batch := await source.read():
-            found += batch
-    assert identities(found) == expected([*told, job("ended")])
-
-
 @pytest.mark.usefixtures("address")
 async def test_a_signal_finishes_the_file(bus: Bus, tmp_path: Path) -> None:
     await publish(bus, told := story(3))

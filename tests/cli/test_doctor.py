@@ -29,14 +29,6 @@ def by_name(checks: list[DoctorCheck]) -> dict[str, DoctorCheck]:
     return {check.name: check for check in checks}
 
 
-def test_what_these_tests_run_with_is_found() -> None:
-    found = by_name(checks.software())
-    assert found["Python"].present
-    assert found["packages"].present
-    assert found["nats-server"].present
-    assert found["nats-server"].found.startswith("2.15.")
-
-
 @pytest.mark.parametrize(
     ("shown", "present"),
     [

@@ -6,14 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.support import capture_files, examples
-from tests.support.examples import applied, event, reward
+from tests.support.examples import reward
 
 from dynamix.cli.commands.inspect import Inspection, inspect
 from dynamix.cli.main import main
 from dynamix.recording import capture
 from dynamix.schemas.chain import seal
 from dynamix.schemas.messages import Action, Message
-from dynamix.schemas.messages.allocation import Exchange
 
 DEMO = Path(__file__).parents[1] / "data" / "demo.dxc"
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
@@ -86,20 +85,6 @@ def test_one_window_is_shown_with_every_rank(capsys: pytest.CaptureFixture[str],
     assert [window["window"] for window in json.loads(report.read_text())["windows"]] == [2]
 
 
-def test_means_and_times_are_those_of_the_messages(tmp_path: Path) -> None:
-    action, *_ = chained(1)
-    found = inspected(tmp_path, [examples.job(), *window_of(0), action, applied(0, 2), event(0)])
-    window = found.view.windows[0, 0]
-    assert window.mean_reward() == pytest.approx(0.6)
-    assert window.decision_s == pytest.approx(0.002)  # node-b's state, its reward, the action: a millisecond each
-    assert window.sizes == (128,) * 4
-    assert window.started_ns == capture_files.STARTED_NS + 2_000_000
-    assert [one.window for one in found.view.history] == [0]  # window 2 was never run
-    assert window.applied == applied(0, 2)
-    assert found.events == [event(0)]
-    assert found.gaps() == []
-
-
 def test_what_is_missing_is_named_by_kind_node_and_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     actions = chained(6)
     messages: list[Message] = [examples.job(), *window_of(0), actions[0], *window_of(1)[:-1], actions[1]]
@@ -113,31 +98,6 @@ def test_what_is_missing_is_named_by_kind_node_and_window(tmp_path: Path, capsys
     assert "missing in generation 0: report of windows 2-3\n" in output
     assert "missing in generation 0: action of windows 2-3, 5\n" in output
     assert "the action for window 4 of generation 0 does not follow the one before it" in output
-
-
-def test_the_exchange_is_shown_where_it_is_decided_and_adopted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    exchange = Exchange(every=4, codec="int8")
-    decided = msgspec.structs.replace(chained(1)[0], exchange=exchange)
-    messages = [examples.job(), *window_of(0), seal(decided, b""), *window_of(2), applied(0, 2, exchange=exchange)]
-    path = capture_files.write(tmp_path / "job.dxc", capture_files.records_of(messages))
-    assert shown(path, "--window", "0") == 0
-    assert "(fixed, gradients int8 over all-reduce every 4 steps)" in capsys.readouterr().out
-    assert shown(path, "--window", "2") == 0
-    assert "128/128/128/128, gradients int8 over all-reduce every 4 steps" in capsys.readouterr().out
-
-
-def test_a_changed_action_breaks_the_chain(tmp_path: Path) -> None:
-    actions: list[Message] = [*chained(3)]
-    assert inspected(tmp_path, actions).chain_fault == ""
-    (tmp_path / "job.dxc").unlink()
-    actions[1] = msgspec.structs.replace(chained(3)[1], local_batch_sizes=(1, 2, 3, 4))
-    fault = inspected(tmp_path, actions).chain_fault
-    assert (
-        fault == "the action for window 1 of generation 0 is not as it was written: its hash does not match its content"
-    )
-    assert main(["inspect", str(tmp_path / "job.dxc")]) == 1
 
 
 def test_restarts_stand_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,9 +89,10 @@ def test_an_interrupt_ends_without_a_traceback(command: types.ModuleType, capsys
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_our_own_mistakes_are_not_hidden(command: types.ModuleType) -> None:
-    command.run = raising(AssertionError("ours"))  # type: ignore[attr-defined]
-    with pytest.raises(AssertionError):
+@pytest.mark.parametrize("mistake", [AssertionError("ours"), ModuleNotFoundError("dynamix.no", name="dynamix.no")])
+def test_our_own_mistakes_are_not_hidden(command: types.ModuleType, mistake: Exception) -> None:
+    command.run = raising(mistake)  # type: ignore[attr-defined]
+    with pytest.raises(type(mistake)):
         cli.main(["test"])
 
 
@@ -126,14 +127,6 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
 
     assert cli.guarded(command, without_it) == 1
     assert f"pip install 'dynamix-batch[{extra}]'" in capsys.readouterr().err
-
-
-def test_a_missing_module_of_our_own_is_not_hidden() -> None:
-    def broken() -> int:
-        raise ModuleNotFoundError("No module named 'dynamix.nothing'", name="dynamix.nothing")
-
-    with pytest.raises(ModuleNotFoundError):
-        cli.guarded("demo", broken)
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])

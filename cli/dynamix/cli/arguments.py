@@ -13,7 +13,7 @@ from .errors import MisuseError
 
 STANDARD_OUTPUT = "-"
 MAX_SEED = 2**31 - 1
-"""What every generator of random numbers takes."""
+"""Largest seed that every random number generator accepts."""
 MAX_PORT = 65535
 
 

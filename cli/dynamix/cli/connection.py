@@ -1,4 +1,4 @@
-"""How commands find the broker and connect to it: DYNAMIX_NATS_... if set, else `dynamix up`'s, else the default.
+"""Connection of commands to the broker: DYNAMIX_NATS_... if set, else `dynamix up`'s, else the default.
 
 `dynamix up` leaves a file with the broker's address and generated password, readable by its user only, in
 XDG_RUNTIME_DIR (or ~/.cache/dynamix), and removes it when it ends. It holds a lock on the file: a file that nobody has
@@ -47,7 +47,7 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find(environ: Mapping[str, str]) -> BusSettings:
-    """How to reach the broker.
+    """Settings of the connection to the broker.
 
     Raises CommandError when a variable is misspelt or has a wrong value, or the file is not safe to use.
     """
@@ -59,7 +59,7 @@ def find(environ: Mapping[str, str]) -> BusSettings:
 
 
 def is_configured(environ: Mapping[str, str]) -> bool:
-    """Whether the environment says how to reach the broker."""
+    """Whether the environment names a broker."""
     return any(key.startswith(PREFIX) and value for key, value in environ.items())
 
 
@@ -136,7 +136,7 @@ def published(settings: BusSettings, environ: Mapping[str, str]) -> Iterator[Pat
 
 
 def path(environ: Mapping[str, str]) -> Path:
-    """Where the file of this user is."""
+    """Path of this user's file."""
     if runtime := environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "dynamix" / "connection.json"
     return Path(environ.get("HOME") or Path.home()) / ".cache" / "dynamix" / "connection.json"

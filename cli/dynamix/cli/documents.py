@@ -176,7 +176,7 @@ SILENT_ALARM_S = 3600.0
 
 
 class Alarm(msgspec.Struct, frozen=True):
-    """One thing that is not as it should be."""
+    """A problem that the page or `top` shows."""
 
     level: Literal["error", "warning"]
     subject: str

@@ -38,7 +38,7 @@ def first_of_group() -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(*kinds: type[Exception], exit_code: int = FAILED) -> Iterator[None]:
-    """End the command with the text of an exception of these kinds; a refused output is always an error of usage."""
+    """End the command with the message of an exception of these kinds; a refused output is always an error of usage."""
     try:
         yield
     except RefusedOutputError as error:

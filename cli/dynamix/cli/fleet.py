@@ -68,7 +68,7 @@ class Fleet:
         self._wanted = wanted
         self._opened: dict[str, asyncio.Task[None]] = {}
         self._meanwhile: dict[str, list[tuple[Message, int]]] = {}
-        """By job whose past is being read: what came since, with the time of each message."""
+        """Messages that came while a job's past is being read, with their times."""
         self._forgotten: set[str] = set()
         self._jobs_known = asyncio.Event()
         self.known = asyncio.Event()
@@ -127,7 +127,7 @@ class Fleet:
         return self.jobs.get(name)
 
     def opened(self, name: str) -> JobView | None:
-        """The view that `open` gives, as soon as there is one: until then reading goes on, or begins again."""
+        """The view from `open`, as soon as there is one: until then reading continues, or starts again."""
         reading = self._reading(name)
         return self.jobs.get(name) if reading is not None and reading.done() else None
 

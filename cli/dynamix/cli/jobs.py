@@ -16,7 +16,7 @@ NO_JOB = "no job has run on this broker yet"
 
 
 def check_job(wanted: str, *, or_file: bool = False) -> str:
-    """Return what may name a job, an id or a part of one; `or_file`: where a file is taken too, and there is none.
+    """Check an argument that names a job, by id or part of it; `or_file`: a file is accepted too.
 
     Raises:
         MisuseError: for what no id can hold.
@@ -52,7 +52,7 @@ async def find_job(bus: Bus, wanted: str) -> Job:
 
 
 def chosen(jobs: Mapping[str, Job], wanted: str) -> Job:
-    """The only job that is meant, or of several the only one that runs.
+    """The only matching job, or of several the only running one.
 
     Raises CommandError when there is none, or there are several, with the ids that fit.
     """

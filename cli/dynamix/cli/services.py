@@ -37,7 +37,7 @@ def bus_environment(settings: BusSettings) -> dict[str, str]:
 
 
 class ServiceProcess:
-    """One service in a process of its own."""
+    """A service in a separate process."""
 
     def __init__(self, name: str, environ: Mapping[str, str], output: IO[bytes] | int | None = None) -> None:
         """Prepare `python -m dynamix.<name>` with `environ` added to ours; `output` takes its log (None: ours)."""
@@ -163,7 +163,7 @@ class Heartbeats:
         return [service for service in SERVICES if service not in heard]
 
     def nodes_without_collector(self, nodes: Iterable[str], now_s: float) -> list[str]:
-        """Those of `nodes` on which no collector is heard, while one is heard elsewhere."""
+        """Nodes without the heartbeat of a collector, if other nodes have one."""
         collectors = (beat.live for beat in self.recent(now_s) if beat.live.service == "collector")
         heard = {live.node for live in collectors if live.node}
         return [node for node in nodes if node not in heard] if heard else []

@@ -90,7 +90,7 @@ class Source:
         self._stop = stop
         self._merge = RecordMerge()
         self._ends: dict[str, int] = {}
-        """By stream, where to stop; empty while the job runs."""
+        """End of each stream; empty while the job runs."""
         self._job_ended = False
         self._is_over = False
         self._stack = contextlib.AsyncExitStack()
@@ -118,7 +118,7 @@ class Source:
         return []
 
     async def _go_on(self) -> list[Record]:
-        """What became known up to FEED's next batch."""
+        """Messages up to FEED's next batch."""
         before = self._feed.sequence
         if not await self._hear(self._feed, self._jobs) or self._feed.sequence == before:
             return []
@@ -126,7 +126,7 @@ class Source:
         return list(self._merge.pop_until(up_to)) if await self._read_up_to(up_to) else []
 
     async def _finish(self) -> list[Record]:
-        """All that is left, once FEED was read to its end."""
+        """Remaining messages, once FEED was read to its end."""
         if not await self._read_up_to(None):
             return []
         self._is_over = True

@@ -64,7 +64,7 @@ class _ZoneReading(NamedTuple):
 
 
 class _Zone:
-    """One counter of RAPL, in microjoules, that begins again at 0."""
+    """A counter of RAPL, in microjoules, that wraps around to 0."""
 
     def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
         self._file = folder / "energy_uj"

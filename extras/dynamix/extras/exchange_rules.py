@@ -192,11 +192,11 @@ _UNKNOWN = (math.nan,) * len(CODECS)
 
 
 class _Trials(msgspec.Struct, array_like=True):
-    """What is known of the codecs, which are numbers here."""
+    """Measurements of the codecs, which are numbers here."""
 
     num_windows: int = 0
     in_effect: tuple[int, ...] = (0,) * LAG
-    """In the window that closed, and so on to the newest decision."""
+    """Codecs from the window that closed to the newest decision."""
     best: int = 0
     """The choice of the last search."""
     throughput: tuple[float, ...] = _UNKNOWN

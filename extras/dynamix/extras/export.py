@@ -36,7 +36,9 @@ TABLE = FileKind("a table of this program", lambda head: head.startswith((b"PAR1
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("job", metavar="JOB|FILE", help="a job on the broker, or a capture")
-    parser.add_argument("--format", choices=tuple(FORMATS), help="default: by the ending of the file, else csv")
+    parser.add_argument(
+        "--format", choices=tuple(FORMATS), help="file format (default: by the ending of the file, else csv)"
+    )
     add_output_argument(parser, TABLE, "where to write the table (default: standard output)")
 
 

@@ -37,11 +37,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
     add = adding_actions(parser)
     listing = add("list", _list, "all families", "List all families, with their newest runs.")
-    showing = add("show", _show, "what is known of one", "Show what the runs of one family taught.")
-    description = "Forget a family: its next run begins as the first one did. Runs that began with it go on."
+    showing = add("show", _show, "what one family learned", "Show what the runs of one family learned.")
+    description = "Forget a family: its next run starts cold. Running jobs are not affected."
     forgetting = add("forget", _forget, "remove one", description)
     for one in (showing, forgetting):
-        one.add_argument("family", metavar="FAMILY", type=family_name, help="its name, as `list` shows it")
+        one.add_argument("family", metavar="FAMILY", type=family_name, help="the family's name, as `list` shows it")
     for one in (listing, showing, forgetting):
         add_json_argument(one)
 
@@ -96,7 +96,7 @@ class StoredFamily(msgspec.Struct, frozen=True, kw_only=True):
     """When the broker stored it, since the Unix epoch."""
     profile: JobProfile | None = None
     fault: str = ""
-    """Why this program cannot use it; empty when it can."""
+    """Reason why this program cannot use it; empty when it can."""
 
 
 async def families(bus: Bus) -> list[StoredFamily]:
@@ -115,7 +115,7 @@ async def families(bus: Bus) -> list[StoredFamily]:
 
 
 async def family_named(bus: Bus, name: str) -> StoredFamily:
-    """One family. Raises CommandError when nothing is stored for it; the text says what there is."""
+    """A family's profile. Raises CommandError, with the existing families, if there is none."""
     found = await families(bus)
     for one in found:
         if one.family == name:
@@ -208,7 +208,7 @@ def _row(one: StoredFamily) -> tuple[str, ...]:
 
 
 def _records(records: Sequence[ArmRecord], unit: str) -> Iterator[str]:
-    """What each arm took, and over what the first run's took, by which they are compared."""
+    """Times of each arm, and their ratio to the first run's."""
     first = next((record for record in records if record.arm == FIRST), None)
     for record in records:
         ratio = math.nan if first is None or record is first else score(record, first)

@@ -15,7 +15,7 @@ from dynamix.trainer.loggers import Metrics
 
 JOB_TAG = "dynamix.job"
 PREFIX = "dynamix/"
-"""In front of our metrics in W&B: the script may log a `loss` of its own in the same run."""
+"""Prefix of our metrics in W&B: the script may log its own `loss` in the same run."""
 
 
 class _FileLogger:
@@ -42,7 +42,7 @@ class _FileLogger:
         return self._path
 
     def close(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
 
 class JsonlLogger(_FileLogger):

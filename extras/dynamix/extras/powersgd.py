@@ -25,7 +25,7 @@ from dynamix.trainer.exchange.collectives import Leg
 
 RANK = 4
 WORTH = 0.5
-"""Most numbers of both factors over those of the matrix: above, the matrix travels as it is."""
+"""Largest size of both factors over the matrix; above it, the matrix is sent unchanged."""
 NOTHING = 1e-15
 """Squared length that a column has left over that it had, below which it is nothing but rounding."""
 
@@ -41,7 +41,7 @@ class _Matrix(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """How many columns the matrix has."""
+        """Number of columns of the matrix."""
         return (self.stop - self.start) // self.num_rows
 
     def of(self, flat: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ HIGHEST = 1100
 """Exponents lie between plus and minus this, also those of float64."""
 SPAN_BITS = 4 * HIGHEST
 EXCEPTIONS = 128
-"""One number of so many may be an exception."""
+"""One exception is permitted per this many numbers."""
 
 FRACTION_BITS = 52
 FRACTION = (1 << FRACTION_BITS) - 1
@@ -145,11 +145,11 @@ class FixedPoint(NamedTuple):
     """Numbers of a span as integers, and as exceptions the rest of those that are not whole."""
 
     integers: Tensor
-    """In int64."""
+    """The integers, as int64."""
     places: Tensor
-    """Where the exceptions are."""
+    """Positions of the exceptions."""
     rests: Tensor
-    """What they have more than their integers; as exact as the numbers are."""
+    """Parts of the exceptions below the unit; as exact as the numbers."""
 
 
 def find_span(numbers: Tensor) -> Span:
@@ -255,7 +255,7 @@ class TouchedElements(NamedTuple):
 
     @classmethod
     def of(cls, flat: Tensor, union: Tensor | None, elements: Tensor | None) -> "TouchedElements":
-        """Find touched elements by their bits, or by value where there is a -0.0; expected ones also as a bitmap."""
+        """Find the touched elements; expected ones also as a bitmap."""
         found = cls._among(flat, flat.view(INTEGERS[flat.element_size()]) != 0, union, elements)
         if found.is_dense or (found.has_minus_zero and not found.fits):
             return cls._among(flat, flat != 0, union, elements)._replace(has_minus_zero=True)
@@ -297,7 +297,7 @@ Integers = npt.NDArray[np.int64]
 
 
 class HashedElements(NamedTuple):
-    """Where elements go in a table."""
+    """Cells of the elements in a table."""
 
     elements: Tensor
     """Different numbers, of int64."""
@@ -323,16 +323,16 @@ class HashedElements(NamedTuple):
 
 
 class Peeling(NamedTuple):
-    """In which order elements come out of a table."""
+    """Order in which elements are taken out of a table."""
 
     order: Tensor
     """Their places, as they come out."""
     cells: Tensor
     """The cells of each, as they come out, as (tables, elements)."""
     single: Tensor
-    """In which cell each is alone when its turn comes, as they come out."""
+    """Cell in which each element is alone when it is taken out, in that order."""
     rounds: list[int]
-    """How many elements come out at a time."""
+    """Numbers of elements that are taken out together."""
 
     @classmethod
     def of(cls, hashed: HashedElements) -> "Peeling | None":
@@ -418,23 +418,23 @@ def _peel(cells: Integers, num_cells: int) -> tuple[Integers, Integers, list[int
 
 
 WORTH = 0.7
-"""Most bytes of a sketch over those of the bucket: above, the bucket travels as it is."""
+"""Largest size of a sketch over the bucket; above it, the bucket is sent unchanged."""
 LOOK_AGAIN = 50
 """Steps that a bucket is left alone, and steps without a bitmap before the next one."""
 
 
 class _Mask(NamedTuple):
-    """What the ranks touched in a bucket the last time, the same on all of them."""
+    """Elements that the ranks touched in a bucket the last time, the same on all ranks."""
 
     union: Tensor
     hashed: HashedElements
     peeling: Peeling
     steps_left: int
-    """For which it is expected again, after it was the same twice; a mask may also shrink."""
+    """Steps for which the mask is expected again, after it was the same twice; a mask may also shrink."""
 
 
 class _Memory(NamedTuple):
-    """What the codec knows of a bucket."""
+    """State of the codec for one bucket."""
 
     parts: tuple[BucketPart, ...]
     mask: _Mask | None = None
@@ -443,12 +443,12 @@ class _Memory(NamedTuple):
 
 
 class _Agreed(NamedTuple):
-    """What the first collectives told all ranks."""
+    """Result of the first collectives, equal on all ranks."""
 
     head: Head
     union: Tensor
     steps_left: int
-    """For which the union is expected again, if it is the one of the step before."""
+    """Steps for which the union is expected again, if it is the one of the step before."""
 
 
 class SketchExchange:
@@ -497,7 +497,7 @@ class SketchExchange:
 
 
 def _agree(own: TouchedElements, expected: _Mask | None) -> Generator[Collective, None, _Agreed]:
-    """Let all ranks know what each has, with the bitmap only where the union is not known."""
+    """Exchange the masks of all ranks, with the bitmap only if the union is unknown."""
     said = own.head().packed(own.bitmap)
     if expected is None:
         message = torch.cat([said, own.bitmap])
@@ -525,7 +525,7 @@ def _elements_of(union: Tensor, own: TouchedElements, length: int) -> Tensor:
 
 
 class _Addend(NamedTuple):
-    """What a rank adds to the sketch of a bucket."""
+    """A rank's part of the sketch of a bucket."""
 
     flat: Tensor
     own: TouchedElements
@@ -535,7 +535,7 @@ class _Addend(NamedTuple):
 
 
 class _Summed(NamedTuple):
-    """What came out of a sketch."""
+    """Sums taken out of a sketch."""
 
     numbers: Tensor
     """The sums of the elements, in float64."""

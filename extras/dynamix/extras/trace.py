@@ -47,9 +47,11 @@ AttributeValue = str | int | float | bool | list[int]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("job", metavar="JOB|FILE", help="the job's id, or how it begins; or a capture")
-    parser.add_argument("--past", action="store_true", help="only what is stored now, also of a job that runs")
-    parser.add_argument("--endpoint", metavar="URL", help="where traces go, such as http://localhost:4318/v1/traces")
+    parser.add_argument("job", metavar="JOB|FILE", help="a job's id, or its first characters; or a capture")
+    parser.add_argument("--past", action="store_true", help="send only what is stored now, also if the job is running")
+    parser.add_argument(
+        "--endpoint", metavar="URL", help="address of the trace receiver, such as http://localhost:4318/v1/traces"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -55,7 +55,8 @@ STREAMS = (JOBS.name, REPORTS.name, FEED.name, ACTIONS.name)
 FOREVER_NS = 1 << 63
 
 EndReason = Literal["ended", "stored", "windows", "interrupted"]
-"""Why a capture ends: the job has ended, everything stored was read, enough windows were read, or a signal came."""
+"""Reason for the end of a capture: the job has ended, everything stored was read, enough windows were read, or a signal
+came."""
 
 
 class WindowKey(NamedTuple):
@@ -148,7 +149,7 @@ _decoder: msgspec.msgpack.Decoder[Content] = msgspec.msgpack.Decoder(Content)
 
 
 class CaptureError(ValueError):
-    """A file that is no capture, or a damaged one; the text names the damage and how many records are good.
+    """The file is no capture, or damaged; the message names the damage and the number of good records.
 
     Attributes:
         offset: byte at which the frame begins that cannot be used.

@@ -20,7 +20,7 @@ Reason = Literal["other bytes", "only recorded", "only replayed"]
 MAX_LISTED = 100
 """Differing windows that are listed; further ones are only counted."""
 EDGE_WINDOWS = 2
-"""At the end of a capture the outputs of this many windows may not have been recorded yet."""
+"""Windows at the end of a capture whose outputs may not have been recorded yet."""
 REL_TOLERANCE = 1e-6
 """Numbers that differ by less are the same number from another processor: float32 has 1.2e-7 between neighbours."""
 MAX_SHOWN_BYTES = 16
@@ -39,7 +39,7 @@ class FieldPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """One output that is not as it was recorded."""
+    """One output that differs from the recorded one."""
 
     kind: str
     subject: str

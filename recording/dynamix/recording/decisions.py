@@ -36,7 +36,7 @@ from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 
 class ReplayError(RuntimeError):
-    """A capture that cannot be replayed as requested; the text names what is missing and how to get it."""
+    """The capture cannot be replayed as requested; the message names what is missing and how to get it."""
 
 
 class OtherPolicy(NamedTuple):
@@ -120,7 +120,7 @@ class ArbitratorReplay:
             PolicyFile.from_bytes(self._files[-1], str(file))
         self._jobs, self._checkpoint = _find_start(path)
         self._actions = (_recorded(record) for record in _until_cut(path) if record.stream == ACTIONS.name)
-        """Those of the capture, read ahead of the states; memory holds one."""
+        """Actions of the capture, read ahead of the states; memory holds one."""
         self._following = next(self._actions, None)
         """The recorded action after the newest one that was compared; `None` at the end."""
         self._asked: list[tuple[Action, Action]] = []
@@ -138,7 +138,7 @@ class ArbitratorReplay:
         self._restarted_at = 0
         """Sequence of the recorded action before which the fold was started again."""
         self.is_over = False
-        """Whether the last window asked for is decided."""
+        """Whether the last requested window is decided."""
         if other is None and self._checkpoint is not None:
             sequence = self._checkpoint.record.sequence
             counts.add_note(f"begins after the action at {sequence}: what was before is not in the capture")
@@ -162,7 +162,7 @@ class ArbitratorReplay:
             self._counts.add_note(f"generation {self._generation} is not decided any more: {reason_of(error)[0]}")
 
     def finish(self) -> None:
-        """Count the recorded actions that the fold did not reach, up to the last window asked for."""
+        """Count the recorded actions that the fold did not reach, up to the last requested window."""
         while self._other is None and (found := self._following) is not None:
             if self._until is not None and found.action is not None and _window_of(found.action) > self._until:
                 break
@@ -381,7 +381,7 @@ def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
 
 
 def _until_cut(path: Path) -> Iterator[Record]:
-    """The records of a capture; where it is cut off, those before."""
+    """The records of a capture, up to where it is cut off."""
     with contextlib.suppress(CutOffError):  # the player reports it
         yield from records(path)
 

@@ -71,7 +71,7 @@ class NodeWindow(msgspec.Struct, kw_only=True):
     """One node in one window."""
 
     stored_ns: dict[str, int] = {}
-    """By kind of message seen, when the broker stored it."""
+    """Time at which the broker stored each kind of message."""
     metrics: NodeMetrics | None = None
     probe: str = ""
     tx_bytes_per_s: float | None = None
@@ -98,7 +98,7 @@ class Window(msgspec.Struct):
     """Optimizer steps, 0 when unknown."""
     nodes: dict[str, NodeWindow] = {}
     local_batch_sizes: dict[int, int] = {}
-    """By rank, from metric windows or else from reports."""
+    """Local batch sizes by rank, from metric windows or else from reports."""
     formula: str = ""
     """The formula of the rewards."""
     action: Action | None = None
@@ -171,7 +171,7 @@ class Window(msgspec.Struct):
 
 
 class JobView(msgspec.Struct):
-    """Everything known of one job."""
+    """Folds the messages of one job into windows, ranks and nodes."""
 
     name: str
     most_windows: int = HISTORY_WINDOWS
@@ -181,17 +181,17 @@ class JobView(msgspec.Struct):
     """The newest specification of each generation."""
     windows: dict[WindowKey, Window] = {}
     adopted_in: dict[WindowKey, set[WindowKey]] = {}
-    """By the window in which decisions came into effect, the windows that they were made on."""
+    """The window of each decision, by the window in which it took effect."""
     generation: int = 0
     """The newest generation seen."""
     window: int = -1
     """The newest window with metrics, -1 before the first."""
     nodes: dict[str, MetricWindow] = {}
-    """By name, the newest metric window."""
+    """The newest metric window of each node."""
     events: deque[tuple[int, Event]] = msgspec.field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
     """This generation's failure signatures, each with the time when the broker stored it, as they came."""
     rewards: dict[int, tuple[int, RankReward]] = {}
-    """By rank, the newest reward and its window."""
+    """The newest reward of each rank, and its window."""
     updated_ns: int = 0
     """When the broker stored the newest window."""
     heard_ns: int = 0
@@ -357,7 +357,7 @@ class JobView(msgspec.Struct):
         return self.windows[newest].metrics if (newest := max(known, default=None)) is not None else None
 
     def curve(self, field: str) -> list[float]:
-        """One field of the whole job over the windows, unknown values left out."""
+        """The values of one field of the job over the windows, without unknown values."""
         values = (getattr(window.metrics, field, None) for window in self.history)
         return [float(value) for value in values if value is not None]
 

@@ -39,7 +39,7 @@ ReplayTarget = Literal["collector", "reward", "arbitrator"]
 Speed = Literal["original", "max"]
 OnProgress = Callable[["Player"], None]
 BATCH = 512
-"""At full speed, signals are handled and progress is shown after so many records."""
+"""Records after which signals are handled and progress is shown, at full speed."""
 READ_ON_WINDOWS = 3
 """Windows read after the last requested one: no rank is further ahead, since each window ends at a barrier."""
 
@@ -69,11 +69,11 @@ class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Differences between the program that captured and this one; empty where equal bytes are to be expected."""
     counts: OutputCounts
     recorded_s: float
-    """From the first record to the last that was replayed, by the broker's clock."""
+    """Time between the first and the last replayed record, by the broker's clock."""
     wall_s: float
     num_records: int
     cut_off: str = ""
-    """Why the file ends early."""
+    """Reason why the file ends early."""
     interrupted: bool = False
     what_if: PolicyComparison | None = None
 
@@ -292,7 +292,7 @@ class _Collector(_Service):
         self._probe = settings.probe
         self._choose: Chooser | None = AgentNetwork.read(Path(settings.agents)).factor if settings.agents else None
         self._waiting: dict[str, list[Record]] = {}
-        """By node and window: the report, and its state and trace if they came before the window."""
+        """Reports by node and window, with states and traces that came before the metric window."""
 
     def _add(self, record: Record) -> None:
         kind, node_window = record.kind, record.identity.partition(":")[2]

@@ -24,7 +24,7 @@ WEIGHT_BITS = 30
 the fractions themselves are ordered, for sizes below 2^21: two that differ do so by more than 1 part in 2^52."""
 
 WIDE = 64
-"""From so many ranks on arrays are faster than lists."""
+"""Number of ranks from which arrays are faster than lists."""
 
 MAX_WIDE_TOTAL = 1 << 31
 """With larger totals the products of the wide path could leave 64 bits."""
@@ -120,7 +120,7 @@ def _divided(
     unit: int,
     heads: list[int],
 ) -> tuple[int, ...]:
-    """Apportion where every rank begins with `heads`; a sample is `unit` of these."""
+    """Apportion if every rank starts with `heads`; a sample is `unit` of these."""
     if len(weights) < WIDE or unit * max(total, sum(lower)) + sum(heads) >= MAX_WIDE_TOTAL:
         return _narrow(total, _listed(weights), _listed(lower), _listed(upper), unit=unit, heads=heads)
     arrays = np.asarray(lower, np.int64), np.asarray(upper, np.int64)

@@ -22,7 +22,7 @@ def seal(action: Action, previous_hash: bytes) -> Action:
 
 
 def is_intact(payload: bytes) -> bool:
-    """Whether the hash in an encoded action is the one of its bytes.
+    """Whether the hash in an encoded action is that of its bytes.
 
     It holds for the bytes as they are, also those of another version with fewer or more fields at the end. Decoding and
     encoding them again would give other bytes.

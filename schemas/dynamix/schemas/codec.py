@@ -113,7 +113,7 @@ _SUSPICIOUS = bytes(1 if byte in _TYPES else 2 if byte in _EXPONENTS else 0 for 
 
 
 def _non_finite_fields(message: Message, packed: bytes) -> list[str]:
-    """Paths of the fields whose value is NaN or infinite, for example `rows[2].loss_sum`; empty when all is well.
+    """Paths of the fields whose value is NaN or infinite, for example `rows[2].loss_sum`; empty if there are none.
 
     Such a float begins in msgpack with its type, then its sign and an exponent of ones. Most messages have no such
     bytes: 3 us for the window of a node of 8 ranks, where looking at every field takes thirty times as long.

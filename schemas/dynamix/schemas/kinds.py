@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 
     @property
     def has_one_sender(self) -> bool:
-        """Whether no two users send the same message: not so where services stand in for each other."""
+        """Whether no two users send the same message; false for services that replace each other."""
         return self.senders in {("trainer",), ("collector",)}
 
     @property

@@ -147,7 +147,7 @@ def log_softmax(logits_DA: Array64) -> Array64:
 
 
 def sample(logprobs_DA: Array64, draws_D: Array64) -> Choices:
-    """One action per row: where the cumulated probability passes the draw."""
+    """One action per row: the first one whose cumulated probability exceeds the draw."""
     cumulated = np.exp(logprobs_DA).cumsum(axis=1)
     passed = cumulated <= (draws_D * cumulated[:, -1])[:, None]
     choices: Choices = passed.sum(axis=1).astype(np.int64)
@@ -204,7 +204,7 @@ class Normalisation(NamedTuple):
 
     @classmethod
     def empty(cls, num_inputs: int) -> Self:
-        """Nothing seen: inputs pass as they are."""
+        """Statistics without any observation: inputs are passed unchanged."""
         return cls(np.zeros(num_inputs), np.zeros(num_inputs), np.zeros(num_inputs))
 
     def updated(self, inputs_NI: Array32) -> "Normalisation":

@@ -37,7 +37,7 @@ KEEPS_GLOBAL_BATCH = frozenset({"static", "split", "proportional", "diloco", "qs
 """Our policies that never change the global batch."""
 
 RECURRING = frozenset({"rule"})
-"""Our policies that leave what they learned to the next run of a job family, and begin with it."""
+"""Our policies that start from profiles of a job family and store them."""
 
 DIVIDED_BY_RANKS = frozenset({"split", "rule", "ppo"})
 """Policies that leave the division of the global batch to the training processes unless option `track` is 0."""
@@ -50,12 +50,12 @@ MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
 (`stigmergy`). About symmetric in doublings, at most one doubling, the neutral one first."""
 
 RATE_EXPONENTS: Mapping[str, float] = MappingProxyType({"none": 0.0, "sqrt": 0.5, "linear": 1.0})
-"""Power of B that each learning-rate rule sets the learning rate in proportion to."""
+"""Exponent of B in each learning-rate rule."""
 
 # --- options
 
 MOST_STEPS = 1024
-"""Steps between two averagings that an option can ask for, at most."""
+"""Largest option for steps between two averagings."""
 MOST_WINDOWS = 10_000
 
 
@@ -72,7 +72,7 @@ class Option(NamedTuple):
     """Names of an option that takes no numbers. Where they are the core's codecs, an extension's name fits too."""
 
     def fault(self, value: float | str) -> str | None:
-        """Why the option cannot have this value, or `None`."""
+        """Reason why the option cannot have this value, or `None`."""
         if self.names:
             is_codec = self.names == EXCHANGE_CODECS and isinstance(value, str) and re.search(TOKEN_PATTERN, value)
             return None if is_codec or value in self.names else f"must be one of {', '.join(self.names)}"
@@ -139,7 +139,7 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
             "patience_windows": Option(20, 1, 1e6, "windows without improvement that make a stall", True),
             "min_improvement": Option(0.01, 0, 1, "relative fall of the averaged loss that counts as one"),
             "max_doublings": Option(6, 0, 30, "doublings at most", True),
-            "proportional": switch(0, "1: divide B by measured speed; 0: as the initial sizes are"),
+            "proportional": switch(0, "1: divide B by measured speed; 0: in proportion to the initial sizes"),
             "track": track(0),
         },
         "rule": {
@@ -202,7 +202,7 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
 
 VERSION_OPTION = "version"
 VERSION = Option(1, 1, 2**53 - 1, "of the policy; without it the newest when a generation begins", whole=True)
-"""The option of every job that asks for one version of its policy instead of the newest."""
+"""The option of every job that requests one version of its policy instead of the newest."""
 
 STIGMERGY_OPTIONS = {name: float(one.default) for name, one in POLICY_OPTIONS[STIGMERGY].items()}
 """Its defaults: the ranks and the agents need them, and no arbitrator tells them."""

@@ -19,14 +19,14 @@ Array32 = npt.NDArray[np.float32]
 
 
 class Sight(NamedTuple):
-    """One window as the agent of a node sees it."""
+    """One window as seen by the agent of a node."""
 
     report: Report
     view: FieldView
     waiting_s: float
     """Waiting time that it leaves in its trace."""
     wish: float
-    """The global batch that its rule would take the job to."""
+    """The global batch of its rule's wish."""
 
     @property
     def totals(self) -> JobTotals:

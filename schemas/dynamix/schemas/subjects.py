@@ -25,7 +25,7 @@ MAX_NAME = 63 - 1 - 2 * RUN_ID_BYTES
 """Characters of a job's name: its id is the name, a dash and a run id, in one token."""
 
 NO_RUN = "_"
-"""In place of the run of a job id without a dash; no token of ours has this character."""
+"""Replaces the run of a job id without a dash; no token of ours has this character."""
 
 _TOKEN = re.compile(TOKEN_PATTERN)
 _RUN = re.compile(r"[a-z0-9]+\Z")
@@ -40,7 +40,7 @@ class Address(NamedTuple):
 
 
 def is_token(value: str) -> bool:
-    """Whether it can be a token of a subject: 1 to 63 of the characters a-z, 0-9 and -."""
+    """Whether a text can be a token of a subject: 1 to 63 of the characters a-z, 0-9 and -."""
     return _TOKEN.match(value) is not None
 
 
@@ -84,13 +84,13 @@ def name_and_run(job: str) -> tuple[str, str]:
 
 
 def announced(subject: str) -> str:
-    """Where a stream that announces sends a message of this subject, or filter, again once it is stored."""
+    """Subject on which a stream that announces publishes a message again once it is stored."""
     assert subject.startswith(ROOT), f"{subject} is no subject of ours"
     return ANNOUNCED + subject.removeprefix(ROOT)
 
 
 def covers(wide: str, narrow: str) -> bool:
-    """Whether a filter takes all that another one, or a subject, stands for."""
+    """Whether a filter matches all that another filter, or a subject, matches."""
     one, other = wide.split("."), narrow.split(".")
     if one[-1] == ">" and len(other) >= len(one):
         one, other = one[:-1], other[: len(one) - 1]

@@ -31,14 +31,16 @@ from dynamix.schemas.messages import Report
 
 PLAIN_EVERY_S = 5.0
 FLUSH_EVERY_S = 5.0
-"""At most these last seconds of a live capture are lost when the process is killed."""
+"""Interval of flushes: a killed live capture lacks at most these seconds."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("job", metavar="JOB", help="the job's id, or how it begins if that is one job")
+    parser.add_argument("job", metavar="JOB", help="a job's id, or its first characters if they are unique")
     add_output_argument(parser, CAPTURE, "where to write the capture", required=True)
-    parser.add_argument("--past", action="store_true", help="only what is stored now, also of a job that runs")
+    parser.add_argument(
+        "--past", action="store_true", help="record only what is stored now, also if the job is running"
+    )
     parser.add_argument("--windows", type=count(), metavar="N", help="end after the job's first N stored windows")
     add_json_argument(parser)
 

@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", metavar="FILE", nargs="*", help="a capture to show instead of the broker's jobs")
     parser.add_argument("--host", metavar="ADDRESS", help="listen on this address (default: 127.0.0.1)")
     parser.add_argument("--port", metavar="N", help="listen on this port; 0 takes a free one (default: 8650)")
-    parser.add_argument("--token-file", metavar="FILE", help="every request needs the token in this file")
+    parser.add_argument("--token-file", metavar="FILE", help="require the token in this file for every request")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ from dynamix.schemas.messages import Action, Event, Job, RankMetrics
 from dynamix.schemas.messages.allocation import EXACT
 
 MOST_MISSING = 1000
-"""At most so many absent windows in a row are listed, since a malformed message may name any number."""
+"""Most absent windows in a row that are listed, since a malformed message may name any number."""
 MOST_LINES = 60
 """The first and the last windows up to this number are shown, unless all are asked for."""
 ENDS = {
@@ -70,10 +70,10 @@ DETAIL_COLUMNS: dict[str, Callable[[RankMetrics], str]] = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
-    what = "this window only, with every rank; of several restarts the last, unless GENERATION:N"
+    parser.add_argument("file", metavar="FILE", help="a capture, written by `dynamix capture JOB -o FILE`")
+    what = "show only this window, with every rank; of several restarts the last, unless GENERATION:N"
     parser.add_argument("--window", type=window_key, metavar="N", help=what)
-    parser.add_argument("--all", action="store_true", help="every window, also of a long job")
+    parser.add_argument("--all", action="store_true", help="show every window, also of a long job")
     add_json_argument(parser)
 
 
@@ -111,7 +111,7 @@ class Inspection(msgspec.Struct):
     end: CaptureEnd | None = None
     """`None` where the capture is cut off."""
     faults: list[str] = []
-    """What is wrong with the file: damaged blocks, and where it is cut off."""
+    """Faults of the file: damaged blocks, and where it is cut off."""
     num_records: int = 0
     num_payload_bytes: int = 0
     kinds: Counter[str] = msgspec.field(default_factory=Counter)
@@ -121,7 +121,7 @@ class Inspection(msgspec.Struct):
     events: list[Event] = []
     chain: ChainCheck = msgspec.field(default_factory=ChainCheck)
     chain_fault: str = ""
-    """What is wrong with the first action that breaks the chain, empty without one."""
+    """Fault of the first action that breaks the chain, empty without one."""
     first_ns: int = 0
     """When the broker stored the first message, 0 without one."""
     last_ns: int = 0
@@ -176,7 +176,7 @@ class Inspection(msgspec.Struct):
 
 
 def inspect(path: Path, *, keep_ranks: bool = False) -> Inspection:
-    """Read what is good of a capture. Raises CaptureError when it is none, and OSError."""
+    """Read the undamaged part of a capture. Raises CaptureError if there is none, and OSError."""
     with CaptureReader(path) as reader:
         view = JobView(reader.header.job, most_windows=1 << 62, keep_ranks=keep_ranks)
         inspection = Inspection(reader.header, view)

@@ -57,22 +57,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     starting = add("init", _init, "Make the authority, accounts.conf, and the credentials of this machine's services.")
     add_option(starting, "--credentials", CREDENTIALS, "the folder for the files NAME.creds", metavar="DIR", type=Path)
-    add_list(starting, "--node", "NODE", "a node that gets a collector's credential; may be repeated (default: this)")
-    add_option(starting, "--instance", "1", "of the reward service")
+    add_list(
+        starting, "--node", "NODE", "a node that gets a collector's credential; may be repeated (default: this one)"
+    )
+    add_option(starting, "--instance", "1", "the instance of the reward service")
     creating = add("create", _create, "Issue a key, and write it.")
-    creating.add_argument("name", metavar="NAME", help="whose key it is")
-    creating.add_argument("--role", choices=ROLES, required=True, help="what it does on the bus")
-    add_list(creating, "--job", "NAME", "the name of a trainer's jobs, of which it may run all; may be repeated")
+    creating.add_argument("name", metavar="NAME", help="the user of the key")
+    creating.add_argument("--role", choices=ROLES, required=True, help="the user's role")
+    add_list(creating, "--job", "NAME", "name of jobs that a trainer may run; may be repeated")
     add_list(creating, "--node", "NODE", "the node of a collector")
-    add_list(creating, "--instance", "NAME", "a reward service's DYNAMIX_INSTANCE, else its node")
+    add_list(creating, "--instance", "NAME", "DYNAMIX_INSTANCE of a reward service (if unset, its node)")
     add_output_argument(creating, CREDENTIAL, "where to write the key, with mode 0600 (default: NAME.creds here)")
     for one in (starting, creating):
-        add_option(one, "--days", 365, "for how long it works", metavar="N")
-    revoking = add("revoke", _revoke, "Revoke a name's keys, and end their connections.")
-    revoking.add_argument("name", metavar="NAME", help="whose keys they are")
-    revoking.add_argument("--old", action="store_true", help="all but the newest key of that name")
-    add_json_argument(add("list", _list, "List the keys, what each is for, and until when it works."))
-    add("refresh", _refresh, "Give the broker the permissions of this version, all revocations, and missing consumers.")
+        add_option(one, "--days", 365, "days for which the key is valid", metavar="N")
+    revoking = add("revoke", _revoke, "Revoke a user's keys, and end their connections.")
+    revoking.add_argument("name", metavar="NAME", help="the user of the keys")
+    revoking.add_argument("--old", action="store_true", help="revoke all but the user's newest key")
+    add_json_argument(add("list", _list, "List the keys with their purpose and expiry."))
+    add("refresh", _refresh, "Send the broker the permissions of this version, all revocations, and missing consumers.")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -41,10 +41,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy", default="ppo", help="ppo, ppo-paper, stigmergy (its agents), or another name: ppo's preset"
     )
-    add_option(parser, "--seed", 0, "of the learning", type=seed)
+    add_option(parser, "--seed", 0, "random seed of the learning", type=seed)
     add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors")
-    parser.add_argument("--minutes", type=number(0), help="stop sooner, after this time; the same command continues")
-    add_option(parser, "--workers", 2, "processes")
+    parser.add_argument("--minutes", type=number(0), help="stop after this time; the same command continues")
+    add_option(parser, "--workers", 2, "worker processes")
     add_data_argument(parser)
     what = "change the preset: a field of LearningPlan, Weights or PPOSettings, e.g. num_episodes=200 or clip_coef=0.1"
     add_list(parser, "--set", "NAME=VALUE", what)

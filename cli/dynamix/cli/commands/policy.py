@@ -45,18 +45,20 @@ LONG_LISTS = ("rank_features", "global_features", "inputs")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
     add = adding_actions(parser)
-    listing = add("list", _list, "all available versions", "List all versions.")
-    what = "what one is, where it comes from, its scores"
-    showing = add("show", _show, what, "Show what is known of one version.")
+    listing = add("list", _list, "all available versions", "List all versions of all policies.")
+    what = "show origin, scores and format of one version"
+    showing = add("show", _show, what, "Show origin, scores and format of one version.")
     exporting = add("export", _export, "write one to a file", "Write one version to a file, as it is stored.")
     what = "store a file as the next version"
     importing = add("import", _import, what, "Store a file on the bus as the next version.")
     for one in (showing, exporting):
-        one.add_argument("policy", metavar="NAME[:VERSION]", type=reference, help="default: its newest version")
+        one.add_argument(
+            "policy", metavar="NAME[:VERSION]", type=reference, help="a policy (default: its newest version)"
+        )
     add_output_argument(exporting, POLICY, "where to write it", required=True)
     what = f"a policy as `export` or `learn` wrote it ({SUFFIX})"
     importing.add_argument("file", metavar="FILE", type=Path, help=what)
-    importing.add_argument("--name", metavar="NAME", help="what jobs choose it by (default: what the file says)")
+    importing.add_argument("--name", metavar="NAME", help="its name in jobs (default: the name in the file)")
     for one in (listing, showing, exporting, importing):
         add_json_argument(one)
 
@@ -96,7 +98,7 @@ class PolicyCatalogue(NamedTuple):
     store: PolicyStore | None
     """The policies on the bus."""
     absence: str = ""
-    """Why there is no bus, in a sentence; empty when there is one."""
+    """Reason why there is no bus, in a sentence; empty when there is one."""
 
     def on_bus(self) -> PolicyStore:
         """The policies on the bus; raises CommandError when there is no bus."""

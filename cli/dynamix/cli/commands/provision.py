@@ -25,11 +25,11 @@ MAX_WAIT_S = 86_400.0
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "--replicas", type=int, choices=(1, 3, 5), help="copies of each stream in a cluster (default: as it is, or 1)"
+        "--replicas", type=int, choices=(1, 3, 5), help="copies of each stream in a cluster (default: unchanged, or 1)"
     )
-    what = "remove the messages on these subjects from their stream, in place of making streams"
+    what = "only remove the messages on these subjects from their stream"
     parser.add_argument("--purge", metavar="SUBJECT", help=what)
-    what = "wait so long for the broker (default: %(default)g)"
+    what = "seconds to wait for the broker (default: %(default)g)"
     parser.add_argument("--wait", type=number(0, MAX_WAIT_S), default=60.0, metavar="SECONDS", help=what)
     add_json_argument(parser)
 

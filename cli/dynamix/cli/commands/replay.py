@@ -49,22 +49,22 @@ CONCERNED = {"collector": "windows, states and traces", "reward": "rewards", "ar
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("file", metavar="FILE", help="a capture: `dynamix capture JOB -o FILE` makes one")
+    parser.add_argument("file", metavar="FILE", help="a capture, written by `dynamix capture JOB -o FILE`")
     services = ("collector", "reward", "arbitrator")
-    add_option(parser, "--into", "arbitrator", "the service whose outputs are made again", choices=services)
-    add_option(parser, "--speed", "max", "the recording's pace or none", choices=("original", "max"))
+    add_option(parser, "--into", "arbitrator", "the service whose outputs are computed again", choices=services)
+    add_option(parser, "--speed", "max", "the recording's pace, or as fast as possible", choices=("original", "max"))
     what = "the last window, as N or GENERATION:N (default: all)"
     parser.add_argument("--until", metavar="WINDOW", type=window_key, help=what)
-    parser.add_argument("--policy", metavar="NAME", help="ask another policy what it would have decided")
+    parser.add_argument("--policy", metavar="NAME", help="show what another policy would have decided")
     what = "of that policy, or of the recorded one asked again; may be given again"
     add_list(parser, "--policy-option", "NAME=VALUE", what)
-    add_list(parser, "--policy-file", "PATH", "a learned policy that is not in the package; may be given again")
-    parser.add_argument("--strict", action="store_true", help="other bytes are a difference on any build and processor")
+    add_list(parser, "--policy-file", "PATH", "a learned policy that is not in the package; may be repeated")
+    parser.add_argument("--strict", action="store_true", help="require equal bytes on any build and processor")
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay and show; the exit code says equal or not."""
+    """Replay and show the result; the exit code is 0 when it is equal."""
     to_stderr, strict = arguments.json == STANDARD_OUTPUT, arguments.strict
     unusable = explained(CaptureError, ReplayError, ValueError, exit_code=UNUSABLE)
     with unusable, reading(arguments.file, exit_code=UNUSABLE):
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
-    """All of it; `equal` is what the exit code says, `null` where another policy was asked or it was interrupted."""
+    """The result as a document; `equal` is `null` if another policy was asked or the replay was interrupted."""
     asked = outcome.what_if is not None or outcome.interrupted
     return {
         "equal": None if asked else outcome.is_equal(strict=strict),

@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--port",
         type=count(0, MAX_PORT),
         default=DEFAULT_PORT,
-        help="where jobs find this server, 0 for a free one (default: %(default)s)",
+        help="TCP port to listen on; 0 takes a free one (default: %(default)s)",
     )
 
 

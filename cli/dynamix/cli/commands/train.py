@@ -31,11 +31,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
         "--name",
-        help="the job's name; its id is the name and 8 digits (default: the one in the script, or its file name)",
+        help="the job's name; its id is the name and 8 digits (default: the name in the script, or its file name)",
     )
-    parser.add_argument("--job", metavar="ID", help="the whole id, where several nodes must name the same job")
-    parser.add_argument("--policy", help="instead of the policy that the script asks for")
-    parser.add_argument("torchrun", nargs="*", metavar="-- ARGUMENT", help="torchrun's options, script, its arguments")
+    parser.add_argument("--job", metavar="ID", help="the whole id of the job, for jobs on several nodes")
+    parser.add_argument("--policy", help="a policy that replaces the script's")
+    parser.add_argument(
+        "torchrun", nargs="*", metavar="-- ARGUMENT", help="torchrun's options, the script, and its arguments"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -116,7 +118,7 @@ def environment(
 
 
 def spans_nodes(arguments: Sequence[str]) -> bool:
-    """Whether torchrun is asked for more than one node: by its own arguments, before the script."""
+    """Whether torchrun's arguments request more than one node."""
     own = itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments)
     found = re.search(r"(?:^|\s)--nnodes[=\s](\S+)", " ".join(own))
     return found is not None and found[1] not in ("1", "1:1")

@@ -47,7 +47,7 @@ MIN_WAIT_S, MAX_WAIT_S = 0.5, 10.0
 STEADY_AFTER_S = 30.0
 """A process that ran this long has recovered: its next restart waits the least again."""
 PATIENCE_S = 10.0
-"""Nothing was stored for so long: longer than a restart of the broker takes."""
+"""Seconds without a stored message after which the broker is restarted: longer than its restart takes."""
 AGAIN_AFTER_S = 60.0
 """Between two restarts, or two complaints: the services need some time to recover."""
 MIN_ROOM_BYTES = 16 << 20
@@ -58,7 +58,7 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of `dynamix up`: `DYNAMIX_UP_<FIELD>` or `--field`."""
 
     store_dir: str = ""
-    """Where the streams are kept; default: dynamix/jetstream below XDG_STATE_HOME (~/.local/state)."""
+    """Directory of the streams; default: dynamix/jetstream below XDG_STATE_HOME (~/.local/state)."""
     port: int = 0
     """Port of the broker on 127.0.0.1; 0 takes a free one."""
     metrics_port: int = 0
@@ -87,13 +87,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metrics-port",
         metavar="N",
-        help="answer /metrics, /livez and /readyz: the collector on port N of 127.0.0.1, reward and arbitrator on the "
+        help="serve /metrics, /livez and /readyz: the collector on port N of 127.0.0.1, reward and arbitrator on the "
         "next two (default: none)",
     )
     parser.add_argument(
         "--print-env",
         action="store_true",
-        help='start nothing: print how to reach the one that runs, for eval "$(dynamix up --print-env)"',
+        help='print the environment variables that reach the running broker, for eval "$(dynamix up --print-env)"',
     )
 
 
@@ -242,7 +242,7 @@ class Child(NamedTuple):
     stop: Callable[[], Awaitable[None]]
     """Ask it to end, and wait until it has."""
     exit_code: Callable[[], int | None] = lambda: None
-    """How it ended; `None` where any end is followed by a restart."""
+    """Exit code of its end; `None` if it is always restarted."""
 
 
 class ChildSettingsError(Exception):
@@ -250,7 +250,7 @@ class ChildSettingsError(Exception):
 
 
 def service(process: ServiceProcess) -> Child:
-    """One of our services; the event loop goes on while it drains."""
+    """A service; the event loop continues while it drains."""
 
     async def start() -> None:
         await asyncio.to_thread(process.stop)  # reaps the one that ended

@@ -25,7 +25,7 @@ class DashboardSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: int = DEFAULT_PORT
     """TCP port; 0 takes a free one."""
     token: str = ""
-    """What a reader has to know, at least 16 characters; better given as a file."""
+    """Token for readers, at least 16 characters; better given as a file."""
     token_file: str = ""
     """A file that holds the token."""
 

@@ -1,4 +1,4 @@
-"""Who may read the page: without a token this machine only, with one who knows it; everything else gets 401 or 403.
+"""Access to the page: without a token from this machine only, otherwise with the token; else 401 or 403.
 
 A token comes as `Authorization: Bearer TOKEN`, or once as `?token=TOKEN`, which is exchanged for a cookie so that it
 does not stay in the browser's history. The cookie is random; this process knows for how long it is good. Tokens and
@@ -24,7 +24,7 @@ from . import is_loopback
 
 COOKIE = "dynamix-dashboard"
 SESSION_S = 12 * 3600
-"""So long a cookie is good, unless the server ends before."""
+"""Lifetime of a cookie, unless the server ends before."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -45,11 +45,11 @@ class Gate:
     """ASGI middleware in front of everything that the server has."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        """Let pass who knows `token`; an empty one lets pass what asks for this machine by its own name."""
+        """Admit readers with `token`; if it is empty, requests that name this machine as host."""
         self._app = app
         self._token = token
         self._sessions: dict[bytes, float] = {}
-        """By the digest of a cookie: until when it is good, on the monotonic clock."""
+        """Expiry of each cookie by its digest, on the monotonic clock."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or hand it on."""

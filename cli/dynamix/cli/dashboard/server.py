@@ -74,7 +74,7 @@ class DashboardServer:
         """Set when a new round of events is due, and replaced; in a round all readers get what is encoded once."""
         self._overview, self._overview_due_s = b"", 0.0
         self._revisions: dict[str, int] = {}
-        """By job: revision of its view in this round."""
+        """Revision of each job's view in this round."""
         self._changes: dict[tuple[str, int], bytes] = {}
         """The events of this round, by job and by the revision that its reader has."""
         self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -170,7 +170,7 @@ class DashboardServer:
                     await news.wait()
 
     async def _event_stream(self, fleet: Fleet, name: str) -> AsyncIterator[bytes]:
-        """What changed since the reader's last event, a round after the other."""
+        """Changes since the reader's last event, one round after the other."""
         yield b"retry: 1000\n\n"
         overview, since = b"", 0
         while not self._stopping.is_set():

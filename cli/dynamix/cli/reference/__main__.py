@@ -93,7 +93,7 @@ def _actions(parser: Parser) -> dict[str, Parser]:
 
 
 def _command_section(name: str, parser: Parser, shared: set[str]) -> str:
-    """What a command does, its arguments, and those of its actions; examples and details are in its help."""
+    """A command's summary, its arguments, and those of its actions; examples and details are in its help."""
     summary = inspect.cleandoc(parser.description or "").partition("\n\n")[0]
     parts = [f"### dynamix {name}\n\n{summary}\n", _table(parser, shared)]
     for inner in _actions(parser).values():
@@ -118,7 +118,7 @@ def _rows(parser: Parser) -> Iterator[str]:
 
 
 def _spelled(action: argparse.Action) -> str:
-    """How an argument is typed: `-o, --output FILE`."""
+    """Spelling of an argument: `-o, --output FILE`."""
     value = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
     if action.choices is not None:
         value = "|".join(map(str, action.choices))

@@ -52,25 +52,28 @@ class CalibrationInput(NamedTuple):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("source", metavar="SOURCE", help="a job's id or how it begins, or a capture")
+    parser.add_argument("source", metavar="SOURCE", help="a job's id or its first characters, or a capture")
     parser.add_argument(
-        "--workload", metavar="NAME", required=True, help="what the virtual cluster trains: see scenarios/README.md"
+        "--workload",
+        metavar="NAME",
+        required=True,
+        help="the workload that the virtual cluster trains (scenarios/README.md)",
     )
     add_output_argument(parser, SCENARIO, "write the scenario (TOML)")
-    what = "of the virtual cluster (default: of the job's family)"
+    what = "optimizer of the virtual cluster (default: of the job's family)"
     parser.add_argument("--optimizer", choices=("sgd", "adam", "adamw"), help=what)
-    add_option(parser, "--learning-rate", 0.05, "of the virtual cluster")
+    add_option(parser, "--learning-rate", 0.05, "learning rate of the virtual cluster")
     parser.add_argument(
         "--target", type=number(0, 1, above=True), help="validation accuracy (default: the best that the job reported)"
     )
-    add_option(parser, "--topology", "ring", "how its gradients are reduced", choices=("ring", "parameter-server"))
-    add_option(parser, "--servers", 1, "parameter servers")
+    add_option(parser, "--topology", "ring", "topology of the virtual cluster", choices=("ring", "parameter-server"))
+    add_option(parser, "--servers", 1, "number of parameter servers")
     add_json_argument(parser)
-    add_png_argument(parser, "draw virtual against real step times")
+    add_png_argument(parser, "draw virtual and real step times")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, fit and write what is asked for."""
+    """Read the job, fit the cluster, and write the results."""
     from .calibrate import CalibrationSettings, calibrate
 
     path, name = Path(arguments.source), Path(arguments.output or "calibrated").stem

@@ -49,7 +49,7 @@ class CalibrationSettings(NamedTuple):
 
 
 class RankSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's line, with standard errors; `None` where a number could not be told from the others."""
+    """A rank's fitted line, with standard errors; `None` for numbers that cannot be determined."""
 
     rank: int
     samples_per_s: float
@@ -248,7 +248,7 @@ def _bounds(seen: Observations, job: Job | None) -> dict[str, Any]:
 
 
 def _workers(fit: CalibrationFit, job: Job | None) -> tuple[Workers, ...]:
-    """One table per rank; jitter has median 1 and a larger mean, the times are those of an undisturbed step."""
+    """One table of workers per rank; jitter has median 1, the times are those of an undisturbed step."""
     mean = math.exp(fit.jitter**2 / 2)
     bounds: Sequence[int | None] = [None] * len(fit.lines)
     if job is not None:

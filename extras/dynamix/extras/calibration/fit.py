@@ -28,7 +28,7 @@ MIN_WINDOWS = 8
 
 
 class NotEnoughWindowsError(ValueError):
-    """Too few complete windows for a fit; the text states what is missing and how to get it."""
+    """There are too few complete windows for a fit; the message has what is missing and how to get it."""
 
 
 class Observations(NamedTuple):
@@ -463,7 +463,7 @@ class CalibrationFit(NamedTuple):
     """The fitted numbers of one job."""
 
     lines: tuple[ComputeTimeLine, ...]
-    """By rank."""
+    """Fitted lines by rank."""
     jitter: float
     """Sigma of a step's lognormal factor on the compute time, by the scatter of windows of k independent steps."""
     exposure: Exposure | None = None

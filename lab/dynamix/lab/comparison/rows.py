@@ -52,7 +52,7 @@ RATE_FACTORS = (0.5, 1.0, 2.0)
 EXACT_POLICIES = frozenset(
     {"split", "random", "proportional", "noise-scale", "goodput", "doubling", "stigmergy", "omnilearn", ORACLE}
 )
-"""They never change the communication, whatever a job permits; nor does `static` without options for it."""
+"""Policies that never change the gradient exchange; nor does `static` without options for it."""
 LABORATORY: Mapping[str, NamedPolicy] = {OmniLearn.name: OmniLearn()}
 
 

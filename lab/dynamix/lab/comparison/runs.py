@@ -125,7 +125,7 @@ class Ledger:
         """
         self._outcomes: dict[str, RunOutcome] = {}
         self._end = 0
-        """Of the last whole line in the file."""
+        """End of the last whole line in the file."""
         self._file: IO[bytes] | None = None
         self._path, self._resume = path, resume
         if path is not None:
@@ -311,7 +311,7 @@ def forecast_s(left: Counter[str], walls_s: dict[str, list[float]], typical_s: f
 def estimate(
     cells: Iterable[ComparisonCell], ledger: Ledger, *, jobs: int, typical_run_s: float = TYPICAL_RUN_S
 ) -> str:
-    """What is left to run, in a sentence, by the mean duration of the family's runs so far, else a typical one."""
+    """Estimate of the remaining time, by the mean duration of the family's runs so far, else a typical one."""
     walls_s: dict[str, list[float]] = {}
     left: Counter[str] = Counter()
     for task in {cell.task.key: cell.task for cell in cells}.values():

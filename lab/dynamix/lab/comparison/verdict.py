@@ -118,7 +118,7 @@ class OutcomeTable:
         self._seeds = sorted({cell.task.seed for cell in cells})
         self._known: dict[str, list[tuple[ComparisonCell, RunOutcome]]] = {}
         self.chosen: dict[str, dict[str, str]] = {}
-        """By the label of a row that is the best of others: which one, by scenario."""
+        """The chosen rows by scenario, for each row that is the best of others."""
         for cell in cells:
             if (outcome := ledger.get(cell.task)) is not None:
                 self._known.setdefault(cell.label, []).append((cell, outcome))
@@ -209,7 +209,7 @@ class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
     vs_best_static: Interval | None
     vs_goodput: Interval | None
     against: dict[str, Interval | None] = {}
-    """Ratios to the rows that were asked for, by label."""
+    """Ratios to the requested rows, by label."""
     num_runs: int
     num_policy_seeds: int
     accuracy_at_fixed_time: float | None
@@ -219,9 +219,9 @@ class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
     signatures: list[str] = []
     """Failure signatures: scenarios in which the runs of this row differ too much from each other."""
     settings: list[dict[str, object]] = []
-    """One per policy seed; only in the rows of a family."""
+    """Settings, one per policy seed; only in the rows of a family."""
     chosen: dict[str, str] = {}
-    """By scenario, which row counts in one that is the best of others; only in the rows of a family."""
+    """The chosen row by scenario, in one that is the best of others; only in the rows of a family."""
     note: str = ""
 
 

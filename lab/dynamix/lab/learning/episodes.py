@@ -46,7 +46,7 @@ class ExploringAgents:
         self._network = AgentNetwork(file.to_bytes(), "policy")
         self._seed = seed
         self.choices: dict[int, list[AgentChoice]] = {}
-        """By window, in the order of nodes."""
+        """Choices by window, in the order of nodes."""
 
     def factor(self, seen: Sight) -> float:
         """Draw one agent's factor."""

@@ -18,7 +18,7 @@ from dynamix.schemas.policies import STIGMERGY
 
 
 def resized(scenario: Scenario, num_workers: int, ranks_per_node: int | None = None) -> Scenario:
-    """The scenario with so many workers, drawn evenly from its own in their order; its name says how many.
+    """The scenario with this number of workers, drawn evenly from its own in their order; its name has the number.
 
     With fewer workers than it has some kinds may be missing, with more each comes again in proportion.
 

@@ -30,7 +30,7 @@ class LearningUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """One update: its batch of episodes, and PPO's numbers (named as cleanrl names them)."""
 
     update: int
-    """From 1."""
+    """Number of the update, from 1."""
     num_episodes: int
     """Played until now."""
     elapsed_s: float
@@ -70,7 +70,7 @@ def findings(history: Sequence[LearningUpdate]) -> list[Finding]:
 
 
 class LearningCheckpointError(ValueError):
-    """A checkpoint that cannot be resumed from; the text says why and what to do."""
+    """The checkpoint cannot be resumed from; the message has the reason and the fix."""
 
 
 class LearningCheckpoint(msgspec.Struct, frozen=True, kw_only=True):

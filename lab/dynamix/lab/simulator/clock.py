@@ -140,7 +140,7 @@ def generator(seed: int, kind: int, index: int) -> np.random.Generator:
 
 
 class StepTiming(NamedTuple):
-    """Where the time of one step goes, in seconds; arrays hold one number per worker."""
+    """Parts of the time of one step, in seconds; arrays hold one number per worker."""
 
     compute_s: Array64
     sync_s: Array64

@@ -242,7 +242,7 @@ class Evaluation(NamedTuple):
 
     time_s: float
     accuracy: float
-    """On the validation part, by the parameters in force at that time."""
+    """Accuracy on the validation part, with the parameters at that time."""
     samples_seen: int
 
 

@@ -57,7 +57,7 @@ Result = TypeVar("Result")
 
 
 class EpisodeError(RuntimeError):
-    """An episode raised, or its worker died; the text names the episode and the reason."""
+    """An episode raised, or its worker died; the message names the episode and the reason."""
 
 
 def run_episodes(work: Callable[[Any], Result], tasks: Sequence[Any], *, jobs: int) -> Generator[tuple[int, Result]]:
@@ -130,7 +130,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Episode(RunOutcome, frozen=True, kw_only=True):
-    """How one job went."""
+    """Result of one virtual job."""
 
     scenario: Scenario
     job: Job

@@ -258,7 +258,7 @@ class StackedInt8:
         """All ranks together; unlike real ones, it counts what owners keep for themselves as sent."""
 
     def take_residuals(self, rows: Tensor) -> None:
-        """Add to the gradients of all ranks, a row each, what was not sent of earlier ones."""
+        """Add the residuals of all ranks to their gradients, one row each."""
         if self._residuals is not None:
             rows.add_(self._residuals[:, : rows.shape[1]])
             self._residuals = None
@@ -340,10 +340,10 @@ class VirtualExchange:
         self._gradient_bytes = gradient_bytes
         self._codecs: dict[str, list[ExchangeCodec]] = {}
         self._stacked: dict[tuple[bool, int], StackedInt8] = {}
-        """By whether they code moves, and the bucket's number."""
+        """Codecs by kind (gradients or movements) and the bucket's number."""
 
     def coded(self) -> CodedSquares:
-        """How much of what was to be sent codecs with loss have sent, of all ranks together."""
+        """Squared norms of what lossy codecs have sent and should have sent, of all ranks."""
         found = CodedSquares()
         for stacked in self._stacked.values():
             found = found.and_more(stacked.coded)

@@ -38,7 +38,7 @@ class WorkerNorms(NamedTuple):
 
 
 class WorkerDrift(NamedTuple):
-    """How far the workers came in a round of local steps (`dynamix.trainer.local_steps.RoundDrift`)."""
+    """Movement of the workers in a round of local steps (`dynamix.trainer.local_steps.RoundDrift`)."""
 
     own: Array64
     """w_i |d_i|^2 of each worker."""
@@ -55,11 +55,11 @@ class StepSums(NamedTuple):
     norms: WorkerNorms | None
     """`None` on a step that was not measured."""
     drift: WorkerDrift | None = None
-    """That of the round of local steps that ended with the step."""
+    """Drift of the round of local steps that ended with the step."""
 
 
 class WorkerSegments:
-    """Where each worker's samples lie in the union of a step, for sums per worker."""
+    """Positions of each worker's samples in the union of a step, for sums per worker."""
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
@@ -222,7 +222,7 @@ class _Layer(NamedTuple):
     weight_gradient: Tensor
     bias_gradient: Tensor
     start: int
-    """Where its weight lies in a flat vector; its bias follows."""
+    """Position of its weight in a flat vector; its bias follows."""
 
 
 class _Pass(NamedTuple):

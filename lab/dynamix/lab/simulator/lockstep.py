@@ -25,7 +25,7 @@ ACTION_TIMEOUT_S = 60.0
 
 
 class NoActionError(RuntimeError):
-    """No action arrived in time; the text says which services may be missing."""
+    """No action arrived in time; the message names services that may be missing."""
 
 
 async def run_lockstep(

@@ -60,7 +60,7 @@ class VirtualRounds:
         """Momentum of outer steps, where they have any."""
         self._num_samples: Array64 = np.zeros(exchange.world_size)
         self.num_steps = 0
-        """In the round so far."""
+        """Steps of the round so far."""
         self.computed_s: Array64 = np.zeros(exchange.world_size)
         """Compute time of each rank in the round so far, in seconds."""
         self._ended: tuple[Array64, int] = self._num_samples, 1

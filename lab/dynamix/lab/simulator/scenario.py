@@ -40,12 +40,12 @@ def check_between(key: str, value: float, low: float, high: float = math.inf) ->
 
 BYTES_PER_MBIT = 1e6 / 8
 MAX_EVALUATIONS = 1_000_000
-"""How often a run may evaluate its accuracy: it keeps each of them."""
+"""Most evaluations of a run, which are all stored."""
 NODE_NAME = "virtual-{}"
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How gradients are reduced, and over what; `dynamix.lab.simulator.clock` has the formulas."""
+    """The network and its topology; `dynamix.lab.simulator.clock` has the formulas."""
 
     topology: Literal["ring", "parameter-server"] = "ring"
     bandwidth_mbit_s: Positive = 10_000.0

@@ -123,7 +123,7 @@ class Workload:
         return self.criterion(outputs, labels, reduction)
 
     def num_correct(self, outputs: Tensor, labels: Tensor) -> float:
-        """How many samples are classified rightly; a text counts as its share of right tokens."""
+        """Number of correct samples; a text counts as its share of correct tokens."""
         right = (outputs.argmax(-1) == labels).sum()
         return float(right) / tokens_per_sample(labels)
 
@@ -194,7 +194,7 @@ def text(directory: Path | None, _: torch.dtype) -> Data:
 
 
 def generated(make: Callable[[], tuple[Tensor, Tensor]], _: Path | None, __: torch.dtype) -> Data:
-    """Data that is made, not read."""
+    """Generated data."""
     part = Part(*make())
     return _held_out(part, len(part.labels) // HELD_OUT_SHARE)
 

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 
 class MissingDataError(FileNotFoundError):
-    """A data set is not there; the text says which file, where it was looked for and how to get it."""
+    """A data set is missing; the message has the file, the searched directories and how to get it."""
 
 
 class CorruptDataError(ValueError):
@@ -179,7 +179,7 @@ def read_text(directory: str | Path | None = None) -> Tensor:
 
 
 def _places(directory: str | Path | None, usual: Sequence[Path]) -> tuple[Path, ...]:
-    """Where to look: the usual places, or the directory given and those in it that are named as the usual ones."""
+    """Directories to search: the usual ones, or the given one and those in it with the usual names."""
     if directory is None:
         return tuple(usual)
     return (Path(directory), *dict.fromkeys(Path(directory) / place.name for place in usual))

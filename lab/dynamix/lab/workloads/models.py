@@ -137,7 +137,7 @@ class Transformer(nn.Module):
     """Bytes N x tokens (int64) to logits of the next byte, N x tokens x 256. No dropout: equal on all divisions."""
 
     def __init__(self, num_tokens: int, *, width: int, num_heads: int, num_layers: int) -> None:
-        """For sequences of at most `num_tokens` bytes."""
+        """Make a model for sequences of at most `num_tokens` bytes."""
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Parameter(torch.zeros(num_tokens, width))

@@ -1,4 +1,4 @@
-"""The allocation: how a job goes on, as one value.
+"""The allocation: sizes, split and exchange of a job, as one value.
 
 A policy makes it, an action carries it, the schedule adopts it from one step on, the checkpoint saves it. A new lever
 is one field here (or in `Exchange`), with a default that changes nothing, and one owner in the trainer that carries it
@@ -22,7 +22,7 @@ Shares = Annotated[tuple[float, ...], Meta(max_length=MAX_RANKS)]
 """Share of each gradient bucket that a rank sums up for all, by rank, up to a common factor."""
 
 GlobalBatch = Literal["fixed", "adaptive"]
-"""`fixed`: the sum of the local batch sizes stays what the script said; `adaptive`: a policy may change it."""
+"""`fixed`: the sum of the local batch sizes stays as in the script; `adaptive`: a policy may change it."""
 
 ExchangePermission = Literal["exact", "lossy", "local"]
 """Permitted changes of a job's gradients; each includes those before it. `exact`: every gradient arrives bit for bit;
@@ -55,7 +55,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     outer_rate: float = 1.0
     """Step towards the mean after local steps, over the distance to it; 1 is the mean itself."""
     outer_momentum: float = 0.0
-    """Nesterov momentum of these ways, from round to round; 0 is none."""
+    """Nesterov momentum of the outer steps, from round to round; 0 is none."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for what messages cannot hold, shares that divide nothing, outer steps that lead nowhere."""
@@ -80,7 +80,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
 
     @property
     def has_outer_step(self) -> bool:
-        """Whether a round of local steps ends anywhere else than with the mean."""
+        """Whether a round of local steps ends with an outer step instead of the mean."""
         return self.outer_rate != 1.0 or self.outer_momentum != 0.0
 
     @property
@@ -133,7 +133,7 @@ class Allocation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     split: Split = "fixed"
     exchange: Exchange = EXACT
     rate_factor: RateFactor = 1.0
-    """Factor on the learning rate of the script and its rule, in jobs that let recurring runs explore it."""
+    """Factor on the learning rate of the script, in jobs that let recurring runs explore it."""
 
     @property
     def global_batch_size(self) -> int:

@@ -12,7 +12,7 @@ PROFILE_FORMAT = 1
 """The version of what a profile means; one with a greater number is not used by this program."""
 
 MAX_PROFILE_BYTES = 96 * 1024
-"""A profile is in the first action of a job that begins with it, beside the carry."""
+"""The first action of a job that starts from a profile holds it, beside the carry."""
 
 MAX_CURVE_POINTS = 64
 MAX_MILESTONES = 128
@@ -68,7 +68,7 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
     exchange: Exchange = EXACT
     """The gradient exchange."""
     reason: Text = ""
-    """Why, in the policy's words and numbers: for people."""
+    """Reason of the decision, in the policy's words and numbers: for people."""
     profile: Annotated[bytes, Meta(max_length=MAX_PROFILE_BYTES)] = b""
     """The stored profile that the generation began with, in its first action: a replay needs no other source."""
     rate_factor: RateFactor = 1.0
@@ -84,7 +84,7 @@ REFUSAL_REASONS = (
     *("job", "generation", "length", "bounds", "sum", "lever", "stale", "not_newer", "future"),
     *("tracking", "malformed"),
 )
-"""Why a trainer refuses an action, by name; of `tracking` only the split was refused."""
+"""Reason for which a trainer refuses an action; with `tracking` only the split was refused."""
 
 
 class Applied(Message, frozen=True, kw_only=True, array_like=True):
@@ -116,7 +116,7 @@ class NoisePoint(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ExploredArm(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One choice of what cannot be known within a run; the default is a run without exploration."""
+    """A setting that is tried out between runs; the default is a run without exploration."""
 
     rate_factor: RateFactor = 1.0
     noise_multiplier: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
@@ -125,7 +125,7 @@ class ExploredArm(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def label(self) -> str:
-        """In words, for people."""
+        """Description for people."""
         parts = [
             f"learning rate x {self.rate_factor:.3g}" if self.rate_factor != 1.0 else "",
             f"noise scale x {self.noise_multiplier:.3g}" if self.noise_multiplier != 1.0 else "",
@@ -200,7 +200,7 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether nothing is known of the family."""
+        """Whether the family was forgotten."""
         return self.num_windows == 0
 
     def arms_of(self, objective: Objective) -> tuple[ArmRecord, ...]:

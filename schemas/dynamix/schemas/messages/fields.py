@@ -6,10 +6,10 @@ import msgspec
 from msgspec import Meta
 
 MAX_RANKS = 1 << 17
-"""Ranks in one job: bounds the memory that a foreign message can ask for."""
+"""Most ranks of one job: bounds the memory for a foreign message."""
 
 MAX_GENERATION = 1_000_000
-"""Starts of one job; a number above it was made up, and would leave no room for the next start."""
+"""Most starts of one job; a higher number is forged, and would leave no room for the next start."""
 
 MAX_SOCKETS = 4096
 """Sockets that one rank names; a full mesh of as many ranks is far beyond what such back ends are used for."""

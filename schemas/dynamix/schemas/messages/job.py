@@ -37,7 +37,7 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     window_steps: Annotated[int, Meta(ge=1)]
     """k: optimizer steps between two decisions."""
     initial_local_batch_sizes: Sizes
-    """Sizes of the generation's first step: the user's, or those in force when the job was restarted."""
+    """Sizes of the generation's first step: the user's, or the current ones at a restart."""
     base_global_batch_size: Annotated[int, Meta(ge=1)]
     """The global batch size that the user's learning rate was chosen for."""
     min_local_batch_size: Count
@@ -69,7 +69,7 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     table_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the gradient's numbers that lie in embedding tables, where most rows are zero."""
     family: OptionalToken = ""
-    """Name of the family of recurring runs, each of which begins with the profile of those before; empty: none."""
+    """Name of the family of recurring runs, which start from the profile of earlier ones; empty: none."""
     explores: tuple[Explored, ...] = ()
     """Choices that runs of the family may explore."""
     objective: Objective = "time"

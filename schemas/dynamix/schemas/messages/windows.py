@@ -49,11 +49,11 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     data_time_s: Seconds
     """Waiting for the loader."""
     compute_time_s: Seconds
-    """From the batch handed out to this rank's last gradient bucket ready."""
+    """Time from receiving the batch until this rank's last gradient bucket is ready."""
     sync_time_s: Seconds
-    """From there to the reduced gradient: waiting for slower ranks, and the all-reduce itself."""
+    """Time from then until the reduced gradient is there: waiting for slower ranks, and the all-reduce itself."""
     update_time_s: Seconds
-    """From there to the end of the step: the optimizer and the user's own code."""
+    """Time from then until the end of the step: the optimizer and the user's own code."""
     sockets: SocketCounters | None = None
     sockets_before: SocketCounters | None = None
     """The counters one window earlier, so that readers need no memory."""
@@ -111,7 +111,7 @@ class JobTotals(Message, frozen=True, kw_only=True, array_like=True):
     drift: ParameterDrift | None = None
     """`None` where no round of local steps ended."""
     learning_rate: float | None = None
-    """That of rank 0's first optimizer, in its first group of parameters, as the window's last step used it."""
+    """Learning rate of rank 0's first optimizer, in its first group of parameters, in the window's last step."""
     gradient_norm: float | None = None
     """sqrt(|G_true|^2 + S / B): of the mean gradient over B samples, noise included."""
     coding_gain: float | None = None
@@ -119,7 +119,7 @@ class JobTotals(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class SystemMetrics(Message, frozen=True, kw_only=True, array_like=True):
-    """One rank's process and its children, as the collector saw them; `None` where it could not."""
+    """One rank's process and its children, as measured by the collector; `None` if it could not."""
 
     cpu_time_ratio: float | None = None
     """CPU seconds per second of the collector's own interval: 2.0 is two busy cores."""
@@ -150,10 +150,10 @@ class SeenTrace(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class FieldView(Message, frozen=True, kw_only=True, array_like=True):
-    """Input of a node's agent besides its own ranks' rows: the traces around, and its rule's settings."""
+    """Input of a node's agent besides its own ranks' rows: the neighbours' traces, and the policy's options."""
 
     activity: Activity
-    """Activity of its own ranks in its own trace."""
+    """Activity of its own ranks in its previous trace."""
     own: SeenTrace | None
     """`None` where it has none, or none is left."""
     around: Annotated[tuple[SeenTrace, ...], Meta(max_length=2)] = ()
@@ -169,7 +169,7 @@ class FieldView(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class Report(Message, frozen=True, kw_only=True, array_like=True):
-    """One window as the ranks of one node measured it."""
+    """One window as measured by the ranks of one node."""
 
     job: Token
     generation: Count
@@ -189,7 +189,7 @@ class Report(Message, frozen=True, kw_only=True, array_like=True):
     num_reports_dropped: Count = 0
     """Reports of this node that were dropped because the bus was unavailable for too long."""
     simulated: tuple[SystemMetrics, ...] = ()
-    """From a virtual cluster only: what a kernel would have shown of each row's process, which does not exist."""
+    """From a virtual cluster only: what a kernel would have measured of each row's process, which does not exist."""
     field: FieldView | None = None
     """Under the policy `stigmergy` what this node's agent sees of the traces around."""
     energy_j: Energy | None = None
@@ -284,14 +284,14 @@ class GlobalMetrics(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class MetricWindow(Message, frozen=True, kw_only=True, array_like=True):
-    """One node's window: what the ranks reported and what the kernel saw of them."""
+    """One node's window: the ranks' report, and what the kernel measured of them."""
 
     job: Token
     generation: Count
     window: Count
     node: Token
     probe: Probe
-    """Where the network metrics come from; `none` when there are none."""
+    """Source of the network metrics; `none` without any."""
     optimizer_family: OptimizerFamily
     num_steps: Count
     ranks: Annotated[tuple[RankMetrics, ...], Meta(min_length=1, max_length=4096)]
@@ -299,9 +299,9 @@ class MetricWindow(Message, frozen=True, kw_only=True, array_like=True):
     node_metrics: NodeMetrics
     num_reports_dropped: Count = 0
     refused_pids: tuple[Count, ...] = ()
-    """Reported processes that were not what their rank said, and so were not read: see the collector's log."""
+    """Reported processes that did not match their rank's description and were not read: see the collector's log."""
     probe_note: Text = ""
-    """Why no better probe than `probe` was used for this window."""
+    """Reason why no better probe than `probe` was used for this window."""
     num_readings_lost: Count = 0
     """Windows without kernel counters since the collector started, because their report or the one before came late.
     Their counters are masked; a generation's first window is not counted."""
@@ -323,7 +323,7 @@ class State(Message, frozen=True, kw_only=True, array_like=True):
     features: bytes
     """float32, little-endian, ranks x features, row by row; 0 where unknown."""
     known: bytes
-    """One bit per value of `features`, most significant first: 0 marks a value that is not known."""
+    """One bit per value of `features`, most significant first: 0 marks an unknown value."""
     global_features: bytes
     """float32, little-endian; equal in all nodes' messages of one window."""
     global_known: bytes
@@ -339,7 +339,7 @@ class Trace(Message, frozen=True, kw_only=True, array_like=True):
     node: Token
     ranks: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
     activity: Activity
-    """In the order of `ranks`: all ranks of the job divide the global batch in proportion to it."""
+    """Activity in the order of `ranks`: all ranks of the job divide the global batch in proportion to it."""
     appetite: Annotated[float, Meta(ge=0)]
     """Samples per step that the job should have, as seen from here; it diffuses. The job has the mean of all cells."""
     waiting_s: Seconds

@@ -30,7 +30,7 @@ from .shown import ShownDecisions
 
 
 class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the process, `DYNAMIX_ARBITRATOR_<FIELD>` or `--field`; a job's specification says by which policy."""
+    """Limits of the process: `DYNAMIX_ARBITRATOR_<FIELD>` or `--field`. The policy is in a job's specification."""
 
     max_jobs: Annotated[int, Meta(ge=1)] = 10_000
     """Jobs held in memory at once; the least recently used are dropped first, and read again when needed."""
@@ -79,7 +79,7 @@ async def _follow(context: Context[ArbitratorSettings], what: str, follow: Calla
 
 
 async def _keep_profiles(context: Context[ArbitratorSettings]) -> None:
-    """Store what runs taught: an error here ends no decisions."""
+    """Store profiles; an error here does not end decisions."""
     try:
         await FamilyEnds(context.bus, context.log, context.count).follow()
     except BusError as error:
@@ -93,23 +93,23 @@ MAX_BEHIND = 4096
 MAX_BEHIND_BYTES = 32 << 20
 """The same in bytes."""
 MAX_QUEUED_BYTES = 256 << 20
-"""No more is read while so much waits of all jobs: a decision of each hangs, as while the broker is away."""
+"""Bytes of all jobs in memory above which no more is read: decisions wait, as without a broker."""
 
 M = TypeVar("M", Job, State)
 
 
 class _Job:
-    """One job in memory: how far it is folded, and what waits for its task."""
+    """One job in memory: its fold, and the states that wait for its task."""
 
     def __init__(self, name: str, wanted: Wanted) -> None:
         self.name = name
         self.wanted = wanted
         self.log: JobLog | None = None
         self.generation = -1
-        """Of the specification that is opened, or open."""
+        """Generation of the specification that is open, or being opened."""
         self.states: collections.deque[tuple[BusMessage, State]] = collections.deque()
         self.num_bytes = 0
-        """In `states`."""
+        """Bytes in `states`."""
         self.folded = 0
         """FEED sequence up to which its states are folded."""
         self.put_off_until = 0
@@ -132,13 +132,13 @@ class _Arbitrator:
         self._surroundings = Surroundings(context.bus, policies, profiles, context.log, context.count)
         self._waiting = WaitingJobs(settings.max_jobs)
         self._jobs: dict[str, _Job] = {}
-        """All that have a task."""
+        """Jobs with a task."""
         self._held: dict[str, _Job] = {}
-        """Those that are open, the least recently used first."""
+        """Open jobs, the least recently used first."""
         self._num_ranks = 0
-        """Of all that are held."""
+        """Ranks of all jobs in memory."""
         self._opening: set[_Job] = set()
-        """Those that are opened, without those that only wait for a server to answer as it should."""
+        """Jobs that are being opened, without those that only wait for a server's correct answer."""
         self._halted: dict[str, int] = {}
         """The newest generation without decisions, by job; those of long ago are forgotten when there are too many."""
         self._num_bytes = 0
@@ -173,7 +173,7 @@ class _Arbitrator:
                     job.task.cancel()
 
     async def _running_jobs(self) -> list[str]:
-        """The jobs whose newest specification says that they run, oldest first."""
+        """The running jobs by their newest specifications, oldest first."""
         wanted, found = subjects.of("job", subjects.ANY), dict[str, None]()
         if await self._bus.last(JOBS.name, wanted) is None:
             return []
@@ -198,7 +198,7 @@ class _Arbitrator:
             self._add(message, state)
 
     async def _begin_again(self) -> None:
-        """Forget all jobs: what is known of them is of streams that were there before. Their states come again."""
+        """Forget all jobs, because their streams were made again. Their states come again."""
         self._context.log.warning("FEED was made again: all jobs are opened again")
         tasks = [job.task for job in self._jobs.values() if job.task is not None]
         for task in tasks:
@@ -237,7 +237,7 @@ class _Arbitrator:
         self._room.set()
 
     def _hold(self, job: _Job) -> None:
-        """Let a job be the most recently used; others end where that is too much. One job alone is always held."""
+        """Make a job the most recently used one; end others if there are too many. One job alone is always held."""
         assert job.log is not None, "only open jobs are held"
         job.is_over = False
         if self._held.pop(job.name, None) is None:
@@ -249,7 +249,7 @@ class _Arbitrator:
         self._count_jobs()
 
     def _end(self, job: _Job) -> None:
-        """Let a job's task end once nothing waits."""
+        """End a job's task once nothing waits."""
         self._drop(job)
         job.is_over = True
         job.came.set()
@@ -345,7 +345,7 @@ class _Arbitrator:
         log.check_inputs(feed)
 
     async def _pause(self, job: _Job, wait: FailoverWait) -> bool:
-        """Wait before a job goes on; others are opened in its place."""
+        """Wait before a job continues; others are opened meanwhile."""
         is_opening = job in self._opening
         self._opening.discard(job)
         self._start_opening()

@@ -48,7 +48,7 @@ MAX_OVER = 1000
 STREAMS_EVERY_S = 10.0
 VIOLATIONS_EVERY_S = 1.0
 VIOLATION = b"Violation"
-"""In a line of nats-server's log for each refused operation, with the key and the subject; it is nowhere else."""
+"""Word in a line of nats-server's log for each refused operation, with the key and the subject."""
 MAX_READ_BYTES = 16 << 20
 
 
@@ -63,7 +63,7 @@ class NewLines:
             self._inode, self._at = status.st_ino, status.st_size
 
     def count(self, word: bytes) -> int:
-        """How many of the lines since the last call have a word. Raises OSError when the file cannot be read."""
+        """Number of lines since the last call with a word. Raises OSError when the file cannot be read."""
         with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._at:
@@ -76,7 +76,7 @@ class NewLines:
 
 @dataclass
 class JobStanding:
-    """Where one job stands."""
+    """State of one job, for its metrics."""
 
     generation: int
     window: int
@@ -84,7 +84,7 @@ class JobStanding:
     began_s: float
     """When the first state of that window came."""
     window_s: float | None = None
-    """From one window to the next, the last time."""
+    """Time between the last two windows."""
     decided_window: int = -1
     global_batch_size: int | None = None
     stuck_share: float = 0.0
@@ -94,7 +94,7 @@ class JobStanding:
 
 
 class ShownDecisions:
-    """Keeps where each job stands until it is asked for; without a port of metrics nothing is kept."""
+    """Keeps the state of each job for the metrics; without a port of metrics nothing is kept."""
 
     def __init__(self, metrics: ServiceMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics

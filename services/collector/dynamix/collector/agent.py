@@ -39,14 +39,14 @@ Chooser = Callable[[Sight], float]
 """Chooses the factor on the wish of one agent, in jobs with the option `learned`."""
 
 FADING = 1.1
-"""Factor on a waiting time from cell to cell: what was measured far away says less."""
+"""Factor on a waiting time from cell to cell: distant measurements count less."""
 
 NUM_CANDIDATES = 16
-"""Global batches that are compared, on either side of the one in force."""
+"""Global batches that are compared, on either side of the current one."""
 
 
 class _Settings(NamedTuple):
-    """The options, within bounds: a report may be made up."""
+    """The options, within bounds: a report may be forged."""
 
     evaporation: float
     diffusion: float
@@ -160,11 +160,11 @@ def _wish(report: Report, view: FieldView, settings: _Settings, waiting_s: float
 
 
 def _mean_appetite(around: Sequence[SeenTrace]) -> float | None:
-    """Fresh traces count for more; `None` where there is none."""
+    """Mean of the traces, weighted by freshness; `None` if there is none."""
     strength = sum(seen.strength for seen in around)
     return sum(seen.strength * seen.appetite for seen in around) / strength if strength > 0 else None
 
 
 def _mixed(before: float, now: float, share: float) -> float:
-    """So much of what was before, and the rest of what is now."""
+    """Exponential moving average."""
     return share * before + (1.0 - share) * now

@@ -23,7 +23,7 @@ class CollectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the collector, `DYNAMIX_COLLECTOR_<FIELD>` or `--field`; which node it watches is DYNAMIX_NODE."""
 
     probe: WantedProbe = "auto"
-    """Where network metrics come from; `auto` takes the best that knows the window."""
+    """Source of network metrics; `auto` takes the best one that knows the window."""
     cgroup: str = ""
     """Directory of the control group (version 2) whose sockets eBPF counts; empty: the whole hierarchy."""
     uids: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ class CollectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelObserver:
-    """Reads /proc and the sockets of the processes that a report names, if they are what it says."""
+    """Reads /proc and the sockets of reported processes, after checking their identity."""
 
     def __init__(self, context: Context[CollectorSettings], probe: SocketProbe | str) -> None:
         """Look through a probe, or without one for the reason given instead."""
@@ -92,7 +92,7 @@ class KernelObserver:
 
 
 def reason_to_refuse(row: RankRow, proc: Proc, uids: Collection[int]) -> str | None:
-    """Why the process that a row names is not read, or `None` when it is what the row says.
+    """Reason why a reported process is not read, or `None` when it matches its row.
 
     The pid must exist here, with the start time, pid namespace and user that the rank reported of itself; where `uids`
     is not empty, only those users' processes are read at all.

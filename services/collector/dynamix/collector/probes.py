@@ -15,12 +15,13 @@ WantedProbe = Literal["auto", "ebpf", "tcp_info", "proc"]
 
 
 class Evidence(NamedTuple):
-    """All that is known of one window's network."""
+    """Network metrics of one window."""
 
     report: Report
     node: NodeMetrics
     kernel: KernelWindow | str = "this collector has no eBPF probe"
-    """What the eBPF probe counted of each socket that a rank names, also of closed ones, or why it did not."""
+    """Counts of the eBPF probe for each socket that a rank names, also closed ones, or the reason why there are
+    none."""
 
 
 class Traffic(NamedTuple):
@@ -31,7 +32,7 @@ class Traffic(NamedTuple):
     interval_s: float | None
     """The collector's own interval, over which it was counted; `None` for what the ranks counted themselves."""
     note: str
-    """Why no better probe was used."""
+    """Reason why no better probe was used."""
 
 
 def tcp_info(evidence: Evidence) -> KernelWindow | str:
@@ -62,7 +63,7 @@ PROBES: Mapping[Probe, Callable[[Evidence], KernelWindow | str]] = {
 
 
 def read_network(evidence: Evidence, wanted: WantedProbe) -> Traffic:
-    """The first wanted probe that knows this window, and what it says; `none` and nothing when none does."""
+    """The first wanted probe that knows this window, and its metrics; `none` if none does."""
     reasons: list[str] = []
     for name, probe in PROBES.items():
         if wanted in ("auto", name):

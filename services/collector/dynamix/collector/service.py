@@ -34,7 +34,7 @@ MAX_UNSTORED = 64
 """Reports whose outputs may be in flight: the broker stores the outputs of the next one behind theirs."""
 ACK_EVERY_S = 0.1
 BEHIND = 64
-"""With so many reports left in the broker, those of jobs that train here are asked for by their subjects."""
+"""Reports left in the broker from which those of jobs that train here are requested by their subjects."""
 ASK_EVERY_S = 0.02
 NUM_ASKED_AT_ONCE = 16
 MAX_RUNS, MAX_NAMES = 4, 200
@@ -73,7 +73,7 @@ async def serve_observed(
 
 
 def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
-    """The eBPF probe, or why there is none."""
+    """The eBPF probe, or the reason why there is none."""
     settings = context.settings
     if settings.probe not in ("auto", "ebpf"):
         return "not wanted: see DYNAMIX_COLLECTOR_PROBE"
@@ -89,7 +89,7 @@ def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
 
 
 def _chooser(settings: CollectorSettings) -> Chooser | None:
-    """What agents of jobs with the option `learned` decide by, where it is not the shipped network."""
+    """The network of learned agents, if it is not the shipped one."""
     if not settings.agents:
         return None
     try:
@@ -116,7 +116,7 @@ class _Collector:
         self._unstored = asyncio.Semaphore(MAX_UNSTORED)
         self._has_changed, self._has_room = asyncio.Event(), asyncio.Event()
         self._num_pending = 0
-        """What the broker still held for us when it sent what was read last."""
+        """Reports that the broker still held for us when it sent the last one."""
         self._is_behind = asyncio.Event()
         self._is_over = False
 

@@ -46,7 +46,7 @@ class ProbeCost(Protocol):
 
 
 class ShownWindows:
-    """Keeps the newest window of each job of this node until it is asked for."""
+    """Keeps the newest window of each job of this node for the metrics."""
 
     def __init__(self, metrics: ServiceMetrics, probe: ProbeCost | None = None) -> None:
         self._windows: LabelTable[str, MetricWindow] = LabelTable()
@@ -69,7 +69,7 @@ class ShownWindows:
 
 
 def _show_cost(scrape: Scrape, probe: ProbeCost, stats_enabled: Path) -> None:
-    """What the probe's programs cost; the kernel counts it while the sysctl kernel.bpf_stats_enabled is 1."""
+    """Cost of the probe's programs; the kernel counts it while the sysctl kernel.bpf_stats_enabled is 1."""
     with suppress(OSError):  # the probe was closed meanwhile: the service stops
         programs = probe.cost().values()
         measured = int(_is_counted(stats_enabled))

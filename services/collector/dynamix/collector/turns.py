@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dynamix.runtime.bus import BusMessage
 
 MAX_READ = 16_384
-"""No more is read while so many are not acknowledged, a quarter of what the broker lets a reader leave so."""
+"""Unacknowledged messages at which reading pauses, a quarter of what the broker permits."""
 MAX_WAITING_BYTES = 128 << 20
 NAME_TOKEN = 3
 """Place of a job's name in a subject."""
@@ -30,16 +30,16 @@ class WaitingReport(NamedTuple):
 
 
 class WaitingReports:
-    """Takes messages in the order of the stream, hands them out in turns, and says what can be acknowledged."""
+    """Takes messages in the order of the stream, hands them out in turns, and tracks what can be acknowledged."""
 
     def __init__(self, trains_here: Callable[[str], bool]) -> None:
-        """`trains_here` says whether a name is that of a job that trains here."""
+        """`trains_here`: whether a name is that of a job that trains here."""
         self._trains_here = trains_here
         self._queues: tuple[dict[str, Queue], dict[str, Queue]] = ({}, {})
-        """What waits, by name: those that train here, and the others; whose turn it is comes first."""
+        """Waiting messages by name: those that train here, and the others; the next turn comes first."""
         self._last_turn = 1
         self._unfinished: Queue = collections.deque()
-        """In the order of the stream, without payloads."""
+        """Unfinished messages in the order of the stream, without payloads."""
         self._finished: set[int] = set()
         self._newest: dict[str, int] = {}
         """The newest sequence that waits, by subject."""
@@ -61,13 +61,13 @@ class WaitingReports:
         return sum(len(queues.get(name, ())) for queues in self._queues)
 
     def add_early(self, message: BusMessage) -> None:
-        """Let a message wait that the stream's order has not brought yet."""
+        """Add a message ahead of the stream's order."""
         if message.sequence > self._last_read and message.sequence not in self._early:
             self._early.add(message.sequence)
             self._add(message)
 
     def add(self, batch: Iterable[BusMessage]) -> None:
-        """Let messages wait for their turn, the next ones of the stream."""
+        """Add the next messages of the stream."""
         for message in batch:
             self._last_read = message.sequence
             self._unfinished.append(message._replace(payload=b"", headers=b""))

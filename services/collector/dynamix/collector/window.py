@@ -1,4 +1,4 @@
-"""From a report and the kernel's readings to the metric window. Pure: sums become means here, once."""
+"""Makes the metric window from a report and the kernel's readings. Pure: sums become means here, once."""
 
 import math
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ from .probes import Evidence, Traffic, WantedProbe, read_network
 
 
 class Observation(NamedTuple):
-    """All that a metric window has and its report has not."""
+    """Values of a metric window that are not in its report."""
 
     systems: Mapping[int, SystemMetrics]
-    """By rank; one that is not there was not seen."""
+    """Process metrics by rank; a missing rank was not observed."""
     node: NodeMetrics
     network: Traffic
     num_readings_lost: int = 0

@@ -29,7 +29,7 @@ class Key:
     """A key pair: `seed` is the secret half, which begins with S, `public` the other, which begins with O, A or U."""
 
     def __init__(self, seed: str) -> None:
-        """Take the pair of a seed. Raises ValueError when it is none; the text never shows it."""
+        """Make the pair of a seed. Raises ValueError, which never shows the seed."""
         from nacl.signing import SigningKey  # noqa: PLC0415 - libsodium, only where there is a key
 
         try:
@@ -70,7 +70,7 @@ class Credential(NamedTuple):
     name: str
     public: str
     tags: tuple[str, ...] = ()
-    """What the key is limited to, such as `job:mnist`."""
+    """Limits of the key, such as `job:mnist`."""
     expires_s: int | None = None
     """Unix time after which the broker refuses it; `None`: never."""
 
@@ -88,7 +88,7 @@ class Credential(NamedTuple):
 
 
 def read_credential(path: Path) -> Credential:
-    """Read a credential; its signature is for the broker to check. Raises ValueError when it is none, or OSError."""
+    """Read a credential without checking its signature. Raises ValueError for other content, or OSError."""
     text = read_secret(path).decode(errors="replace")
     jwt, seed = (re.search(_BLOCK % (what, what), text) for what in (_JWT, _USER_SEED))
     if jwt is None or seed is None:

@@ -43,7 +43,7 @@ authorization {{ user: "{user}", password: "{password}" }}
 
 
 class EmbeddedServerError(RuntimeError):
-    """The broker could not be found or did not start; the text says why."""
+    """The broker could not be found or did not start; the message has the reason."""
 
 
 class EmbeddedServer:
@@ -71,7 +71,7 @@ class EmbeddedServer:
 
     @property
     def settings(self) -> BusSettings:
-        """How to connect, once started."""
+        """Settings that connect to it, once started."""
         return BusSettings(url=f"nats://{self._host}:{self.port}", user=USER, password=self._password)
 
     @property
@@ -138,7 +138,7 @@ class EmbeddedServer:
             await asyncio.to_thread(process.wait)
 
     def _command(self, config: Path) -> list[str]:
-        """How it is started: the kernel ends it with this process."""
+        """Command that starts it; the kernel ends it with this process."""
         guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
         return [*guard, str(server_binary()), "-c", str(config)]
 

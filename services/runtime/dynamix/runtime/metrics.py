@@ -35,7 +35,7 @@ class TableEntry(NamedTuple, Generic[K, V]):
 
 
 class LabelTable(Generic[K, V]):
-    """Keeps what is shown with the label of a job, bounded: names of jobs are made up by users, without an end.
+    """Bounded table of values with the label of a job: users make up any number of names.
 
     The entry recorded longest ago goes first; none is shown without news for `FORGET_AFTER_S`. Recording takes 0.3 us.
     The loop records while the thread that writes a scrape reads.
@@ -75,7 +75,7 @@ class LabelTable(Generic[K, V]):
             self._entries.pop(key, None)
 
     def entries(self) -> list[TableEntry[K, V]]:
-        """All that there was news of within `FORGET_AFTER_S`, oldest first."""
+        """Entries that were recorded within `FORGET_AFTER_S`, oldest first."""
         now_s = self._clock()
         with self._lock:
             found = [TableEntry(key, value, now_s - at_s) for key, (value, at_s) in self._entries.items()]
@@ -112,7 +112,7 @@ class Scrape:
         self._add(CounterMetricFamily, name, meaning, value, labels)
 
     def families(self) -> Iterable[Metric]:
-        """All that was shown, and how much was left out."""
+        """All samples, and the number of those left out."""
         self._num_samples = 0  # there is always room for the one sample that says that there was none
         self.gauge("samples_left_out", "samples beyond the bound of one service, not shown", self._num_left_out)
         return self._families.values()
@@ -140,7 +140,7 @@ Source = Callable[[Scrape], None]
 
 
 class ServiceMetrics:
-    """The numbers of one service, asked for at each scrape.
+    """The metrics of one service, computed at each scrape.
 
     A service declares the counters that it may count, so that they are shown as 0 before: what appears with 1 is no
     increase to Prometheus.
@@ -210,7 +210,7 @@ _PHRASES = {
 
 
 class PortError(OSError):
-    """The port cannot be listened on; the text says which, why, and how to choose another one."""
+    """The port cannot be listened on; the message has the reason and the fix."""
 
 
 class HttpAnswer(NamedTuple):

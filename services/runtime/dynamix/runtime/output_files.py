@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HEAD_BYTES = 1 << 16
-"""What is read of a file to recognise its kind."""
+"""Bytes of a file that are read to recognise its kind."""
 
 
 class RefusedOutputError(ValueError):
@@ -107,7 +107,7 @@ def whole(path: Path, *, make_parents: bool = False) -> Iterator[io.BytesIO]:
 
 
 def _exists(path: Path, is_wanted: Callable[[int], bool], wanted: str) -> bool:
-    """Whether something is there. Raises RefusedOutputError when it is not what is wanted."""
+    """Whether the file exists. Raises RefusedOutputError if it is of another kind."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

@@ -15,7 +15,7 @@ class RateLimit:
         self._suppressed: dict[str, int] = {}
 
     def allow(self, key: str) -> bool:
-        """Whether this event may pass."""
+        """Whether this event is within the rate."""
         now = time.monotonic()
         if len(self._tokens) >= _MAX_KEYS and key not in self._tokens:
             self._tokens.clear()
@@ -29,5 +29,5 @@ class RateLimit:
         return allowed
 
     def suppressed(self, key: str) -> int:
-        """How many events of the key were held back since the last call."""
+        """Number of suppressed events of the key since the last call."""
         return self._suppressed.pop(key, 0)

@@ -37,10 +37,10 @@ class SettingsError(ValueError):
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach the broker: `DYNAMIX_NATS_...`."""
+    """Settings of the connection to the broker: `DYNAMIX_NATS_...`."""
 
     url: str = "nats://127.0.0.1:4222"
-    """Where the broker is; several, separated by commas, for a cluster. `tls://` demands TLS."""
+    """Address of the broker; several, separated by commas, for a cluster. `tls://` demands TLS."""
     user: str = ""
     """The broker's user. Beyond loopback a user is required."""
     password: str = ""
@@ -52,13 +52,13 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     ca_file: str = ""
     """Certificates (PEM) that the broker's certificate is checked against; demands TLS."""
     certificate_file: str = ""
-    """Our own certificate (PEM), for a broker that asks its clients for one; demands TLS."""
+    """Client certificate (PEM), for a broker that requires one; demands TLS."""
     certificate_key_file: str = ""
     """Its private key (PEM), where the certificate's file does not hold it."""
 
     @property
     def demands_tls(self) -> bool:
-        """Whether nothing may be sent in clear."""
+        """Whether unencrypted connections are refused."""
         return bool(self.ca_file or self.certificate_file) or self.url.startswith("tls://")
 
     def __repr__(self) -> str:
@@ -100,12 +100,12 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class Supervisor(NamedTuple):
-    """Where and how often to notify: sd_notify(3) and sd_watchdog_enabled(3)."""
+    """Socket and interval of notifications: sd_notify(3) and sd_watchdog_enabled(3)."""
 
     notify_socket: str = ""
-    """The datagram socket that takes notifications: a path, or `@name` of an abstract one; empty: none asks."""
+    """The datagram socket that receives notifications: a path, or `@name` of an abstract one; empty: none."""
     watchdog_s: float = 0.0
-    """The process has to notify at least so often that it is alive; 0: not asked for."""
+    """Interval at which the process must notify that it is alive; 0: not required."""
 
 
 def read_supervisor(environ: Mapping[str, str]) -> Supervisor:
@@ -248,14 +248,14 @@ def describe(struct: type[msgspec.Struct], component: str) -> Iterator[Described
 
 
 def password_of(settings: BusSettings) -> str:
-    """The password in force: the file's when one is named, read now. Raises OSError when the file cannot be read."""
+    """The current password: the file's if one is named, read now. Raises OSError when the file cannot be read."""
     if not settings.password_file:
         return settings.password
     return read_secret(Path(settings.password_file), max_bytes=MAX_PASSWORD_BYTES).decode(errors="replace").strip()
 
 
 def credential_in(settings: BusSettings) -> Credential | None:
-    """The credential in force, read now; `None` where there is none.
+    """The current credential, read now; `None` without one.
 
     Raises:
         ValueError: when the file cannot be read, or is none; the text names it.
@@ -308,7 +308,7 @@ def _load_certificate(context: ssl.SSLContext, settings: BusSettings) -> None:
 
 
 def _no_pass_phrase() -> str:
-    """Called for an encrypted key, which OpenSSL would otherwise ask the terminal for."""
+    """Callback for an encrypted key; without it OpenSSL would ask on the terminal."""
     return ""
 
 

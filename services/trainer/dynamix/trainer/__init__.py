@@ -1,4 +1,4 @@
-"""In the training process: report, adopt, weight, load data. `from dynamix.trainer import attach`."""
+"""The library in the training process: `from dynamix.trainer import attach`."""
 
 from dynamix.schemas.messages.allocation import Exchange
 

@@ -60,11 +60,11 @@ from .session import ExitRules, Gradients, Session
 from .settings import Environment, read_environment
 
 Connect = BusSettings | Transport | Literal[False] | None
-"""What `attach(connect=...)` takes."""
+"""Values of `attach(connect=...)`."""
 
 
 def bus_settings(connect: object, environment: Environment) -> BusSettings | None:
-    """How the ranks reach the bus; `None` where they train without one, or over a transport of the caller's."""
+    """Settings of the connection to the bus; `None` without a bus, or over the caller's transport."""
     if not (connect is None or connect is False or isinstance(connect, BusSettings | Transport)):
         raise TypeError(
             f"connect={connect!r} is of type {type(connect).__name__}: leave connect out and set DYNAMIX_NATS_URL, "
@@ -347,7 +347,7 @@ def _gradients(
     averaging: Averaging,
     weighs_alone: bool,
 ) -> Gradients:
-    """What weighs, exchanges and applies gradients; `given` are the arguments of `attach` that are no options."""
+    """Make the parts that weight, exchange and apply gradients; `given` are further arguments of `attach`."""
     options, is_first = run.options, run.place.rank == 0
     by_samples = given["count_tokens"] is None and given["token_counts"] is None
     servers = GradientServers(options.gradient_servers, run.identity.job, run.place.rank, collectives.world_size)

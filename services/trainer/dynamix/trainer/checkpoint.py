@@ -25,7 +25,7 @@ _log = logging.getLogger("dynamix.trainer")
 VERSION = 7
 
 Residuals = dict[str, dict[str, torch.Tensor]]
-"""What the sums of one model lack on one rank, by codec and parameter."""
+"""Rounding errors of one model on one rank that were not sent yet, by codec and parameter."""
 
 
 def save(
@@ -108,7 +108,7 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
 
 
 def residuals_of(run: Run, state: dict[str, Any], step: int) -> list[Residuals]:
-    """The saved residuals, by model; none where another rank saved them, or another codec rules the step.
+    """The saved residuals, by model; none if another rank saved them or another codec is active.
 
     Every rank has its own: one that loads what another saved begins without, which loses a fraction of one gradient.
     """
@@ -119,19 +119,19 @@ def residuals_of(run: Run, state: dict[str, Any], step: int) -> list[Residuals]:
 
 
 def outer_momentum_of(run: Run, state: dict[str, Any], step: int) -> list[dict[str, torch.Tensor]]:
-    """The saved momentum of outer steps, by model; any rank's, since all have the same. None where none rules."""
+    """The saved momentum of outer steps, by model; equal on all ranks, and `None` without outer steps."""
     has_momentum = run.schedule.allocation_at(step).exchange.outer_momentum > 0
     saved: list[dict[str, torch.Tensor]] = state["outer_momentum"] if has_momentum else []
     return saved
 
 
 def _policy_of(run: Run) -> list[Any]:
-    """Who decides, and what it was told."""
+    """The policy of the job, and its options."""
     return [run.options.policy, dict(run.options.policy_options)]
 
 
 def _restore_schedule(run: Run, saved: list[ScheduleEntry], *, is_same_policy: bool) -> None:
-    """Put the saved sizes in force, none above its rank's bound.
+    """Restore the saved sizes, none above its rank's bound.
 
     Who divides the global batch is what the job says now: it may go on under another policy, or with a hook that cannot
     carry times. So is how gradients travel, unless the same policy had decided otherwise and the job still permits it.
@@ -159,7 +159,7 @@ def _rescaled(run: Run, global_batch_size: int) -> Allocation:
 
 
 def warn_of_missing_state(run: Run, *, from_snapshot: bool) -> None:
-    """Warn of a script that goes on with its model and optimizer (`from_snapshot`), but not with its session."""
+    """Warn if a script resumes its model and optimizer (`from_snapshot`), but not its session."""
     if run.place.rank != 0:
         return
     generation, job = run.identity.generation, run.identity.job
@@ -178,7 +178,7 @@ def warn_of_missing_state(run: Run, *, from_snapshot: bool) -> None:
 
 
 def warn_of_fewer_epochs(run: Run, num_epochs: int, done: int) -> None:
-    """Warn of a resumed run that is asked for fewer epochs than it had: the script may count those that are left."""
+    """Warn if a resumed run requests fewer epochs than it had: the script may count the remaining ones."""
     planned = max(run.num_epochs or 0, done)
     if num_epochs < planned and run.place.rank == 0:
         _log.warning(

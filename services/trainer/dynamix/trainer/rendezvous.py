@@ -129,7 +129,7 @@ def _last_generation(job: str, environment: Environment, bus: BusSettings | None
 
 
 def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None:
-    """The generation of the job's last start; `None` when there was none, or the bus does not answer in time.
+    """The generation of the job's last start; `None` if there was none, or the bus does not answer in time.
 
     In a thread of its own: the caller may run an event loop.
     """

@@ -44,12 +44,12 @@ _log = logging.getLogger("dynamix.trainer")
 
 
 class ExitRules(NamedTuple):
-    """How a session ends."""
+    """Options for the end of a session."""
 
     close_timeout_s: float
     """Longest wait for the last messages to leave."""
     may_restart: bool
-    """Whether a launcher would start the job again after a failure."""
+    """Whether a launcher restarts the job after a failure."""
 
 
 def call_while_alive(method: Callable[P, None]) -> Callable[P, None]:
@@ -87,7 +87,7 @@ class Gradients(NamedTuple):
     exchanges: ExchangePlan
     losses: LossWarnings | None
     needs_scaling: bool
-    """Whether the script weighs each loss by `session.scale_loss`."""
+    """Whether the script weights each loss by `session.scale_loss`."""
 
 
 class Session:
@@ -131,7 +131,7 @@ class Session:
             on_exhausted=call_while_alive(self.average),
         )
         self._allocation: Allocation | None = None
-        """What rules the batch to train on."""
+        """Allocation of the batch to train on."""
         self._loss_scaled = False
         self._said_needless = False
         self._state_loaded = False
@@ -167,7 +167,7 @@ class Session:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current batch is its step's last: call `optimizer.step()` and `zero_grad()` only then.
+        """Whether the current batch is the last of its step: only then call `optimizer.step()` and `zero_grad()`.
 
         Always true without `micro_batch_size` and `gradient_accumulation_steps`.
         """
@@ -239,7 +239,7 @@ class Session:
             self._updates.cover(unwrapped_optimizer(optimizer))
 
     def ignore(self, model: torch.nn.Module) -> None:
-        """Let a DDP model be trained without the session: on batches of its own, equally long on all ranks."""
+        """Exclude a DDP model from the session; it trains on batches of its own, equally long on all ranks."""
         self._models.ignore(unwrapped(model))
 
     def _end_step(self, batch: MicroBatch, loss: Scalar | None, num_correct: Scalar | None) -> None:
@@ -283,7 +283,7 @@ class Session:
             )
 
     def evaluated(self, accuracy: float) -> None:
-        """Report the newest accuracy on held-out data, 0 ... 1; it travels with the next window's report.
+        """Report the newest accuracy on held-out data, 0 ... 1; the next window's report includes it.
 
         Raises:
             TypeError: when it is not a number.
@@ -339,12 +339,12 @@ class Session:
 
     @property
     def local_batch_sizes(self) -> tuple[int, ...]:
-        """The sizes that rule the current or next step, by rank."""
+        """The sizes of the current or next step, by rank."""
         return self.allocation.local_batch_sizes
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of the current step over all ranks: at the end of an epoch less than the sizes say."""
+        """Samples of the current step over all ranks: at the end of an epoch fewer than the sum of the sizes."""
         batch = self._loader.current
         return sum(self.local_batch_sizes) if batch is None else batch.plan.counts.total
 
@@ -374,7 +374,7 @@ class Session:
     # --- stopping and going on ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs of us: save it with model, optimizer and scheduler, load it in all ranks.
+        """State for a resumed run: save it with model, optimizer and scheduler, load it in all ranks.
 
         No collective: rank 0 may call it alone, between two steps. Under a codec with loss every rank has residuals of
         its own, as large as the model: a resume is exact where every rank saves and loads its own state.
@@ -395,7 +395,7 @@ class Session:
         return save(self._run, self._loader.position, residuals, outer) | {"order": self._loader.order_digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was saved: the next sample, the sizes in force and those already adopted.
+        """Continue where `state` was saved: at the next sample, with its sizes.
 
         Raises:
             RuntimeError: when the training has begun.

@@ -29,7 +29,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     powercap: str = "/sys/class/powercap"
     """Folder of the processors' energy counters (RAPL), where a container has the host's at another place."""
     close_timeout_s: float = 2.0
-    """How long the end of the training may wait for the last messages to leave."""
+    """How long the end of training may wait until the last messages are sent."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot work."""
@@ -64,7 +64,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
 
 
 def _launch(environ: Mapping[str, str]) -> Launch:
-    """What `torchrun` exports to its workers."""
+    """Variables that `torchrun` exports to its workers."""
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
     return Launch(
         run_id="" if run_id == "none" else run_id,

@@ -113,7 +113,7 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Stated compute time of one sample on an ordinary rank: the ranks sleep to it."""
     slow_rank: int = 3
     slowdown: float = 3.0
-    """How many times slower the slow rank is."""
+    """Factor by which the slow rank is slower."""
     evaluate_every_samples: int = 5_120
     learning_rate: float = 0.05
     momentum: float = 0.9
@@ -208,7 +208,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--captures", metavar="DIR", type=output_directory, help=what)
     add_json_argument(parser)
     add_png_argument(parser, "write the picture (default: %(default)s)", default="dynamix-demo.png")
-    what = "what moves the adaptive global batch of the last run"
+    what = "policy that changes the global batch in the last run"
     add_option(parser, "--policy", DEFAULT_POLICY, what, type=_policy)
     add_option(parser, "--target", plan.target_accuracy, "held-out accuracy to reach", type=number(0, 1, above=True))
     what = "least number of windows per run"
@@ -291,7 +291,7 @@ def _page(announce: Callable[[str], None]) -> Page:
 
 
 class TrainingFailedError(RuntimeError):
-    """The training job ended with an error; the text has the output of its first failing rank."""
+    """The training job ended with an error; the message has the output of its first failing rank."""
 
 
 async def run_demo(
@@ -326,13 +326,13 @@ async def run_demo(
 
 
 class RunningServices(NamedTuple):
-    """What the runs share."""
+    """Broker and services that the runs share."""
 
     bus: Bus
     environ: dict[str, str]
     """Variables by which a job finds the broker."""
     directory: Path
-    """For files that nobody needs afterwards."""
+    """Directory of temporary files."""
 
 
 @contextlib.asynccontextmanager

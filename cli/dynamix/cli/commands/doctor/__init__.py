@@ -42,9 +42,9 @@ class DoctorCheck(msgspec.Struct, frozen=True):
     needed_for: Need
     """`always` makes the doctor's exit code 1 when the requirement is not met."""
     found: str
-    """What is there, or what is wrong."""
+    """Description of what was found."""
     fix: str = ""
-    """How to meet the requirement; empty when it is met."""
+    """Fix; empty when the requirement is met."""
     permitted: bool = True
     """Whether this user may check it."""
 
@@ -72,17 +72,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--alive",
         metavar="SERVICE",
         choices=(*SERVICES, "learner"),
-        help="check nothing but the heartbeat of this machine's SERVICE, for health checks: exit 0 or 1",
+        help="check only the heartbeat of this machine's SERVICE, for health checks: exit 0 or 1",
     )
     only.add_argument(
         "--ebpf",
         action="store_true",
-        help="check nothing but eBPF, and try it: load the probe, attach it, count a connection, detach: exit 0 or 1",
+        help="check only eBPF, and try it: load the probe, attach it, count a connection, detach: exit 0 or 1",
     )
     only.add_argument(
         "--actions",
         metavar="JOB",
-        help="check nothing but the stored actions of JOB: hashes, chain, and what its trainer applied: exit 0 or 1",
+        help="check only the stored actions of JOB: hashes, chain, and what its trainer applied: exit 0 or 1",
     )
 
 
@@ -137,14 +137,14 @@ def report(sections: Mapping[str, Sequence[DoctorCheck]], *, width: int) -> str:
     Lines are folded to the width, but a path or an option is never cut, so that it can be copied.
     """
     lines: list[str] = []
-    indent = " " * 24
+    indent = " " * 26
     for title, checks in sections.items():
         lines.append(title)
         for check in checks:
             mark = "ok" if check.present else "failed" if check.permitted else "-"
             purpose = PURPOSES.get(check.needed_for, "") if check.is_missing else ""
             text = f"{check.found} (for {purpose})" if purpose else check.found
-            folded = [(text, f"  {mark:<8}{check.name:<12}  ")]
+            folded = [(text, f"  {mark:<8}{check.name:<14}  ")]
             folded += [(f"fix: {check.fix}", indent)] if check.fix else []
             wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
             wrapper.subsequent_indent = indent

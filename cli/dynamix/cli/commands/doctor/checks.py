@@ -215,7 +215,7 @@ async def _copies(connection: Bus) -> list[DoctorCheck]:
 
 
 async def _services(connection: Bus) -> list[DoctorCheck]:
-    """Whether each service is heard; and, apart from that, what those that are heard complain of."""
+    """Check the heartbeat of each service, and the problems that the heartbeats report."""
     heartbeats = Heartbeats()
     try:
         with contextlib.suppress(TimeoutError):

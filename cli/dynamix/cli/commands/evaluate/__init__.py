@@ -45,20 +45,22 @@ BAR_WIDTH = 20
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the comparison, and of `tune`."""
     which = parser.add_mutually_exclusive_group()
-    add_option(which, "--suite", "heldout", "shipped scenarios", choices=("heldout", "train"))
-    which.add_argument("--scenarios", metavar="DIR", help="a directory of scenario files of your own instead")
+    add_option(which, "--suite", "heldout", "the scenarios of the package", choices=("heldout", "train"))
+    which.add_argument("--scenarios", metavar="DIR", help="a directory with scenario files of your own")
     rows = parser.add_mutually_exclusive_group()
-    add_option(rows, "--policies", POLICIES, "NAME[:KEY=VALUE,...], with commas between", metavar="LIST")
-    rows.add_argument("--rows", metavar="FILE", help="a TOML file with a table [[row]] for each instead")
+    add_option(
+        rows, "--policies", POLICIES, "policies to compare, NAME[:KEY=VALUE,...], separated by commas", metavar="LIST"
+    )
+    rows.add_argument("--rows", metavar="FILE", help="a TOML file with a table [[row]] for each policy")
     what = "files of a learned policy, one per policy seed; may be repeated"
     add_list(parser, "--policy-file", "NAME=PATH[,PATH...]", what)
     add_option(parser, "--seeds", 12, "scenario seeds, from 0")
     parser.add_argument(
         "--exchange",
         choices=("exact", "lossy", "local"),
-        help="permission of every job for codecs and local steps (default: the scenario's)",
+        help="what every job permits of codecs and local steps (default: the scenario's)",
     )
-    what = "rows with which all are compared, as for --policies; or `against = true` in FILE"
+    what = "policies with which all others are compared, as for --policies; or `against = true` in FILE"
     parser.add_argument("--against", metavar="LIST", help=what)
     what = "run every policy seed under every scenario seed; by default each scenario seed runs with one, in turn"
     parser.add_argument("--crossed", action="store_true", help=what)
@@ -67,7 +69,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
     add_png_argument(parser, "draw ratios with intervals, and accuracies of one scenario")
     parser.add_argument(
-        "--curves", metavar="SCENARIO", help="whose accuracies --png draws (default: the first heterogeneous one)"
+        "--curves",
+        metavar="SCENARIO",
+        help="the scenario whose accuracies --png draws (default: the first heterogeneous one)",
     )
     description = (
         "Choose the baselines' settings on the train scenarios: six settings each, the same scenarios and seeds for "
@@ -80,8 +84,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _configure_tune(parser: argparse.ArgumentParser) -> None:
     what = "a directory of scenario files (default: the train scenarios)"
     parser.add_argument("--scenarios", metavar="DIR", help=what)
-    parser.add_argument("--baselines", metavar="LIST", help="separated by commas (default: all that have settings)")
-    what = "tune the baselines that decide how gradients are exchanged, in jobs that permit this"
+    parser.add_argument("--baselines", metavar="LIST", help="baselines to tune, separated by commas (default: all)")
+    what = "tune the baselines that decide the gradient exchange, in jobs that permit this"
     parser.add_argument("--exchange", choices=("lossy", "local"), help=what)
     add_option(parser, "--seeds", 3, "seeds per scenario")
     what = (
@@ -99,7 +103,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, results: str) -> None:
     what = "the results of all runs, one per line"
     add_option(parser, "--results", results, what, metavar="FILE", type=output_path(LEDGER, make_parents=True))
     parser.add_argument(
-        "--resume", action="store_true", help="keep the runs that FILE has; without it, an old file becomes FILE.old"
+        "--resume", action="store_true", help="keep the runs in FILE; otherwise an existing file is renamed to FILE.old"
     )
 
 
@@ -116,14 +120,14 @@ def command_line(*words: str | int) -> str:
 
 
 class RunsProgress(ProgressLine):
-    """How many runs are done, what is left, and which one was the last."""
+    """Progress: runs that are done, that are left, and the last one."""
 
     def __init__(self) -> None:
         super().__init__(keep=True)
         self._begun_s = time.monotonic()
 
     def show_run(self, progress: "ComparisonProgress") -> None:
-        """One run is over."""
+        """Show a run that has ended."""
         done, total = progress.num_done, progress.num_total
         passed = duration(time.monotonic() - self._begun_s)
         left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"

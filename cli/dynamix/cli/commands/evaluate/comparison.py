@@ -115,7 +115,7 @@ def _fill_ledger(comparison: PlannedComparison, ledger: Ledger, arguments: argpa
 
 
 def _warnings(comparison: PlannedComparison) -> Iterator[str]:
-    """Why baselines may be worse than they could be, and learned policies better than they are."""
+    """Reasons why baselines may be worse than possible, and learned policies seem better than they are."""
     suite, rows, tuned, cells, _ = comparison
     if tuned.scenarios != suite_named(TRAIN).digest:
         yield f"The train scenarios have changed since the baselines were tuned: {HOW_TO_FIX}."

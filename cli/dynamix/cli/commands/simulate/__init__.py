@@ -34,8 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("scenario", metavar="SCENARIO", help="a scenario file, or a name such as train/mixed-8")
     add_option(parser, "--policy", "rule", "NAME[:KEY=VALUE,...]")
-    parser.add_argument("--policy-file", metavar="FILE", help="of a learned policy, instead of a shipped one")
-    add_option(parser, "--seed", 0, "of weights, order of the data and disturbances", type=seed)
+    parser.add_argument("--policy-file", metavar="FILE", help="file of a learned policy that is not in the package")
+    add_option(parser, "--seed", 0, "random seed of weights, order of the data and disturbances", type=seed)
     add_data_argument(parser)
     parser.add_argument("--windows", action="store_true", help="show a line for each window")
     parser.add_argument("--bus", action="store_true", help="let the services on the bus decide")

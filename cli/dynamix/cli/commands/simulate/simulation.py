@@ -1,4 +1,4 @@
-"""One virtual job and its results: steered in this process, or by the services on the bus."""
+"""One virtual job and its results: decided in this process, or by the services on the bus."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ class SimulatedWindow(msgspec.Struct, frozen=True, kw_only=True):
     """Virtual time at its end."""
     step_time_s: float
     local_batch_sizes: list[int]
-    """At its last step."""
+    """Local batch sizes of its last step."""
     global_batch_size: int
     loss: float | None
     accuracy: float | None
@@ -58,7 +58,7 @@ class SimulatedWindow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Simulation(NamedTuple):
-    """How the job went; times are virtual."""
+    """Result of a virtual job; times are virtual."""
 
     policy: str
     """The name that was given, with its options."""

@@ -78,7 +78,7 @@ async def stored(fleet: Fleet) -> JobView | None:
 
 
 def snapshot(view: JobView | None, heartbeats: Heartbeats) -> Document:
-    """Everything that is shown, with the units in the names; `job` is `None` while there is none."""
+    """Shown values, with the units in the names; `job` is `None` while there is none."""
     now_ns, now_s = time.time_ns(), time.monotonic()
     return {
         "job": None if view is None else job_document(view, now_ns),

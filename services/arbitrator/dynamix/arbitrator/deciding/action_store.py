@@ -209,7 +209,7 @@ async def _messages(bus: Bus, job: Job, start: int, last: int) -> AsyncIterator[
 
 
 async def _has_dropped(bus: Bus, sequence: int) -> bool:
-    """Whether ACTIONS was full and dropped what was at a sequence; a stream that was made again begins at 1."""
+    """Whether ACTIONS was full and discarded the message at a sequence; a stream that was made again begins at 1."""
     oldest = await bus.first(ACTIONS.name, subjects.of("action", subjects.ANY))
     return oldest is not None and oldest.sequence > sequence
 

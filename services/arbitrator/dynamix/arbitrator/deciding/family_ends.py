@@ -1,4 +1,4 @@
-"""Stores what a run taught when it is over: once per end, whichever arbitrator comes first, and also after a restart.
+"""Stores the profile of a run at its end: once per end, whichever arbitrator is first, also after a restart.
 
 A profile names the sequence in JOBS of the end that it was made for; an end behind it is not in it yet. So the newest
 specifications are all that a restarted arbitrator looks at, and two arbitrators write by compare-and-set.
@@ -40,7 +40,7 @@ class FamilyEnds:
         self._log = log
         self._count = count
         self._stored: dict[str, int] = {}
-        """By family the newest end in JOBS that its profile has: no request for those of long ago."""
+        """The newest end in JOBS of each family's profile, which saves requests for older ones."""
 
     async def follow(self) -> None:
         """Store a profile after every end, those of the past first, until the intake ends."""
@@ -127,7 +127,7 @@ class FamilyEnds:
             raise
 
     async def _is_of_these_jobs(self, profile: JobProfile, wait: FailoverWait) -> bool:
-        """Whether its sequence is one of this JOBS, which may have been made again."""
+        """Whether its sequence is of this JOBS, which may have been made again."""
         last = (await self._bus.stream_state(JOBS.name)).last_sequence
         while profile.ended_sequence > last and await wait.pause():
             last = (await self._bus.stream_state(JOBS.name)).last_sequence
@@ -135,7 +135,7 @@ class FamilyEnds:
 
 
 def _ended(message: BusMessage) -> Job | None:
-    """The specification, if it says that a job with a family is over."""
+    """The specification of a job with a family, if the job has ended."""
     try:
         job = decode(Job, message.subject, message.payload)
     except MalformedMessageError:

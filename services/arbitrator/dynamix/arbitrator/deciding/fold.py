@@ -27,10 +27,10 @@ from dynamix.schemas.features import (
 from dynamix.schemas.messages import Action, Job, State
 
 MAX_AGE_WINDOWS = 16
-"""A row older than this is dropped: it says little, and a restart would have to read back to it."""
+"""Age beyond which a row is dropped; a restart would have to read back to it."""
 
 MAX_SKIP_WINDOWS = 64
-"""A jump further ahead than this is believed only when the node's next state confirms it."""
+"""A longer jump ahead is accepted only when the node's next state confirms it."""
 
 
 class _Row(NamedTuple):
@@ -65,7 +65,7 @@ class Fold:
         if profile and isinstance(policy, RecurringPolicy):
             self._profile, self._carry = profile, policy.begin(job, read_profile(job.family, profile))
         self.note = ""
-        """What the log should say of the decision that `close` made last."""
+        """Log message for the decision that `close` made last."""
         self._decided = job.initial_local_batch_sizes
         self.previous_hash = b""
         if last is not None:
@@ -184,7 +184,7 @@ class Fold:
         return min(full or some, default=self.next_window)
 
     def _observe(self, window: int) -> tuple[Array32, Array32]:
-        """What is known when a window closes: each node's newest row up to it, unless it is too old."""
+        """Input of a decision: each node's newest row up to the window, unless it is too old."""
         obs_WF = np.full((self.job.world_size, len(RANK_FEATURES)), np.nan, dtype=np.float32)
         global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
         obs_WF[:, RANK_INDEX["age_windows"]] = MAX_AGE_WINDOWS

@@ -98,7 +98,7 @@ class JobLog:
 
     @property
     def has_inputs(self) -> bool:
-        """Whether it goes on after states that were decided before."""
+        """Whether it continues after states that were decided before."""
         return self._fold.next_window > 0
 
     def check_inputs(self, feed: StreamState) -> None:

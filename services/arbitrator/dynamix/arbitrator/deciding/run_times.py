@@ -1,4 +1,4 @@
-"""How much runs of one name differ: the time that each took to the held-out accuracy that all of them reached. Pure."""
+"""Variation of the runs of one name: the time that each took to the held-out accuracy that all of them reached."""
 
 from collections import deque
 from collections.abc import Mapping

@@ -7,7 +7,7 @@ from typing import Self
 from dynamix.runtime.bus import BusMessage
 
 KEPT_BYTES = 4096
-"""What is kept of a message that may become a dead letter, which holds no more."""
+"""Bytes that are kept of a message that may become a dead letter."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class WaitingJobs:
         return job in self._waiting
 
     def add_job(self, job: str, newest: int) -> bool:
-        """Let a job wait whose states up to a sequence are in FEED. False when too many wait."""
+        """Add a job whose states up to a sequence are in FEED. False when too many wait."""
         if len(self._waiting) >= self._max_jobs:
             return False
         if job not in self._waiting:
@@ -68,7 +68,7 @@ class WaitingJobs:
         return True
 
     def add_state(self, job: str, message: BusMessage, generation: int) -> bool:
-        """Let a job wait for which a state came. False when too many wait; its next state tries again."""
+        """Add a job for which a state came. False when too many wait; its next state tries again."""
         if job not in self._waiting and not self.add_job(job, message.sequence):
             return False
         wanted = self._remove(job)
@@ -77,7 +77,7 @@ class WaitingJobs:
         return True
 
     def clear(self) -> None:
-        """Let none wait."""
+        """Remove all waiting jobs."""
         self._waiting.clear()
         self._by_num_states.clear()
 

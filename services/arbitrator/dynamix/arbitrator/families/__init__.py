@@ -1,4 +1,4 @@
-"""Families: what a run of a job taught, kept for the next one of its family.
+"""Families: results of a run, stored for the next run of its family.
 
 In: a run's last action, whose carry is all that its policy knows. Out: a version of the family's profile in PROFILES,
 which the next job of the family begins with. `profile` makes and reads profiles (pure), `source` finds the one that a

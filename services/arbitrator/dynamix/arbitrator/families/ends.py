@@ -1,4 +1,4 @@
-"""How runs end: what a job says of its end, as one of a few classes. Pure."""
+"""Classes of the reasons for which runs end. Pure."""
 
 import re
 
@@ -11,7 +11,7 @@ _TIMED_OUT = re.compile(r"\btim(ed|e)[ -]?out\b", re.IGNORECASE)
 
 
 def class_of_end(reason: str) -> str:
-    """One of `ENDS` for `Job.end_reason`."""
+    """The class in `ENDS` of a `Job.end_reason`."""
     if reason in {COMPLETED, LEFT}:
         return reason
     if reason.startswith(_STOPPED):

@@ -16,7 +16,7 @@ FEWEST_WINDOWS = 5
 
 
 class UnusableProfileError(ValueError):
-    """A profile that this program cannot use; the text says why."""
+    """This program cannot use the profile; the message has the reason."""
 
 
 def read_profile(family: str, payload: bytes) -> JobProfile:
@@ -56,7 +56,7 @@ def check_usable(job: Job, policy: RecurringPolicy, payload: bytes) -> JobProfil
 def profile_after(
     job: Job, last: Action, policy: RecurringPolicy, earlier: JobProfile | None, *, ended_sequence: int = 0
 ) -> JobProfile | None:
-    """The family's profile after a run with this last action; `None` where the run taught nothing.
+    """The family's profile after a run with this last action; `None` if the run has nothing to store.
 
     What the run could not measure is kept of the earlier profile.
     """

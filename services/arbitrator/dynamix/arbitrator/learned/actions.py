@@ -48,7 +48,7 @@ ACTIONS: Mapping[LearnedSetName, tuple[float, ...]] = {
 
 
 class Situation(NamedTuple):
-    """One window as an action set shows it to a network."""
+    """Input of a network for one window."""
 
     inputs_DI: Array32
     """Decisions x the inputs that are wanted, NaN where unknown. D is the number of ranks, or 1 for the whole job."""
@@ -68,7 +68,7 @@ class Deltas:
         self.options: Options = {}
 
     def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:  # noqa: ARG002 - what it needs to know of the past is in the observation
-        """One row per rank: its own inputs, then the job's."""
+        """Inputs with one row per rank: its own, then the job's."""
         shared = inputs.global_inputs(job, window, obs_WF, global_F)
         own = inputs.rank_inputs(job, obs_WF)
         rows = np.concatenate([own, np.broadcast_to(shared, (len(own), len(shared)))], axis=1)
@@ -81,7 +81,7 @@ class Deltas:
         return Decision(Allocation(tuple(sizes.tolist())), carry=choices_D.astype(np.uint8).tobytes())
 
     def choices(self, job: Job, carry: bytes) -> Choices:
-        """One per rank; neutral where the carry holds none."""
+        """The last choice of each rank; neutral if the carry holds none."""
         if len(carry) != job.world_size:
             return np.zeros(job.world_size, dtype=np.int64)
         return np.frombuffer(carry, dtype=np.uint8).astype(np.int64)
@@ -114,7 +114,7 @@ class GlobalLever:
         self.options = self._rule.options
 
     def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:
-        """One row: pooled inputs of the ranks, the job's, and what the rule would do."""
+        """Inputs with one row: the ranks' pooled, the job's, and the rule's decision."""
         kept = self._kept(carry)
         as_left = _as_the_rule_left_it(job, obs_WF, kept.rule_total)
         base = self._rule.decide(job, window, as_left, global_F, kept.rule)

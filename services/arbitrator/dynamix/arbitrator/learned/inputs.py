@@ -61,7 +61,7 @@ GLOBAL_INPUTS: Mapping[str, Input] = {
 """Inputs of the whole job; each column has one row."""
 
 POOLS = ("mean", "min", "max")
-"""How the inputs of all ranks become one row, whatever their number."""
+"""Functions that pool the inputs of any number of ranks into one row."""
 
 LEVER_INPUTS = ("rule_to_decided_log2", "last_multiplier_log2")
 """Inputs of the global lever only: what the rule would do, and the multiplier that was last applied to it."""
@@ -93,7 +93,7 @@ def rank_inputs(job: Job, obs_WF: Array32) -> Array32:
 
 
 def global_inputs(job: Job, window: int, obs_WF: Array32, global_F: Array32) -> Array32:
-    """One number per `GLOBAL_INPUTS`, NaN where unknown."""
+    """The values of `GLOBAL_INPUTS`, NaN where unknown."""
     numbers = {
         "decided": obs_WF[:, RANK_INDEX["decided_local_batch_size"]].astype(np.float64).sum(),
         "base_global_batch_size": job.base_global_batch_size,

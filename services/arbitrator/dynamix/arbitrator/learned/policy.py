@@ -58,5 +58,5 @@ class LearnedPolicy:
 
 
 def _reason(what: str, base: str) -> str:
-    """How the action was chosen, and of one that scales a rule the rule's own reason."""
+    """Reason of a choice; for an action that scales a rule also the rule's reason."""
     return f"{what}; without it: {base}" if base else what

@@ -52,7 +52,7 @@ SHIPPED_VERSION = 1
 
 
 class PolicyFileError(ValueError):
-    """A policy file that cannot be used; the text says what is wrong with it and how to fix it."""
+    """The policy file cannot be used; the message has the fault and the fix."""
 
 
 class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,7 +89,7 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     inputs: tuple[str, ...] = ()
     """Names, in the order of the network's inputs."""
     actions: tuple[float, ...] = ()
-    """What the network's outputs mean, in their order; the neutral action first."""
+    """Meaning of the network's outputs, in order; the neutral action first."""
 
     @classmethod
     def of(cls, *, action_set: LearnedSetName, **fields: Any) -> Self:

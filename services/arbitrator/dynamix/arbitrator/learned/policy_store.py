@@ -76,7 +76,7 @@ class PolicyReader:
         return self._kept(stored) if stored is not None and stored.version == version else None
 
     async def get(self, name: str, version: int | None = None) -> StoredPolicy:
-        """The version, as `find` has it; raises PolicyMissingError where there is none."""
+        """The version; raises PolicyMissingError where `find` returns `None`."""
         stored = await self.find(name, version)
         if stored is None:
             raise PolicyMissingError(f"the bus has no {name if version is None else f'version {version} of {name}'}")

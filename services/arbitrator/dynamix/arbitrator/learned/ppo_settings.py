@@ -13,14 +13,14 @@ AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
 class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that an update depends on. None of it is published (method section 3): these are the field's defaults."""
+    """Settings of an update. None of them is published (method section 3): these are the field's defaults."""
 
     objective: Objective = "clipped"
     """Which of the two variants."""
     learning_rate: Positive = 1e-3
     """Adam's."""
     anneal_lr: bool = True
-    """Let the learning rate fall linearly to 0 over the planned episodes."""
+    """Reduce the learning rate linearly to 0 over the planned episodes."""
     adam_eps: Positive = 1e-5
     """Adam's epsilon: cleanrl's, not torch's."""
     gamma: Share = 0.995
@@ -34,7 +34,7 @@ class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     norm_adv: bool = True
     """Normalise advantages in each minibatch."""
     clip_coef: Positive = 0.2
-    """How far a probability ratio may move before its gradient is cut off."""
+    """Change of a probability ratio at which its gradient is clipped."""
     clip_vloss: bool = True
     """Cut off the critic's change in the same way."""
     ent_coef: NotNegative = 0.01

@@ -71,7 +71,7 @@ class Agent:
         return PolicyFile(metadata, self._network.tensors() | self.normalisation.tensors() | self._moments())
 
     def learn(self, trajectories: Sequence[Trajectory], *, progress: float = 0.0) -> LearningStep:
-        """One update from a batch of trajectories, which the present policy decided."""
+        """Update the policy from a batch of trajectories, which it decided."""
         assert trajectories, "nothing to learn from"
         raw = np.concatenate([t.inputs_TDI.reshape(-1, t.inputs_TDI.shape[-1]) for t in trajectories])
         if self.metadata.num_updates == 0:

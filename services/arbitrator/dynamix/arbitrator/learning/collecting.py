@@ -15,7 +15,7 @@ from dynamix.schemas.streams import ACTIONS, FEED
 from .rollout import Recording
 
 Refuse = Callable[[BusMessage, str], Awaitable[None]]
-"""What to do with a message that cannot be used."""
+"""Called with a message that cannot be used."""
 
 STALL_TIMEOUT_S = 60.0
 """A broker that restarts is waited for as long as a request waits."""

@@ -116,14 +116,14 @@ class Batch(NamedTuple):
     logprobs_N: Tensor
     """Log-probabilities under the policy that acted."""
     advantages_N: Tensor
-    """For `simplified` unused."""
+    """Advantages; unused by `simplified`."""
     returns_N: Tensor
     values_N: Tensor
     """The critic's values when it acted."""
 
 
 class Losses(NamedTuple):
-    """One minibatch's losses and what tells whether learning is sane."""
+    """Losses of one minibatch, and diagnostics of the learning."""
 
     loss: Tensor
     policy_loss: Tensor

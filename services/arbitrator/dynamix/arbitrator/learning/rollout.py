@@ -21,11 +21,11 @@ from dynamix.schemas.networks import Choices
 
 
 class RolloutError(ValueError):
-    """Recorded messages that do not make a trajectory; the text says why."""
+    """The recorded messages do not make a trajectory; the message has the reason."""
 
 
 class NothingDecidedError(RolloutError):
-    """The generation was over before a decision ruled a rewarded window, or nothing in it was sampled."""
+    """The generation ended before a decision was active in a rewarded window, or nothing in it was sampled."""
 
 
 class Recording(NamedTuple):
@@ -40,12 +40,12 @@ class Recording(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a trajectory ends."""
+    """End of a trajectory."""
 
     last_window: int | None = None
     """Later windows do not count; `None`: all do."""
     terminated: bool = False
-    """Nothing comes after: the target is reached. Otherwise it was cut off, and the critic's last value follows."""
+    """Whether the target was reached. Otherwise it was cut off, and the critic's last value follows."""
     last_share: float = 1.0
     """Share of the last window's reward that counts: the target is reached inside of it."""
 
@@ -134,7 +134,7 @@ class _RecordedPolicy:
         self.seen: dict[int, tuple[Array32, Action]] = {}
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
-        """The recorded decision; the last sizes where there is none."""
+        """The recorded decision, or the last sizes without one."""
         situation = self._action_set.situation(job, window, obs_WF, global_F, carry)
         action = self._actions.get(window)
         if action is None:
@@ -159,7 +159,7 @@ def _spans(recording: Recording, last_window: int) -> list[tuple[int, range]]:
 
 
 def _rewards_by_window(recording: Recording, *, per_rank: bool) -> dict[int, Array64]:
-    """One reward per decision and window; a rank whose reward is missing gets the mean of the others."""
+    """Rewards by decision and window; a rank without a reward gets the mean of the others."""
     world_size = recording.job.world_size
     table: dict[int, Array64] = {}
     for message in recording.rewards:

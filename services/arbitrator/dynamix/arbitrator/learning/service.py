@@ -48,7 +48,7 @@ COUNTERS = {
 }
 GAUGES = {"version": "newest version of the policy"}
 SIGNATURES: tuple[Signature, ...] = ("reward-plateau", "reward-collapse", "value-unexplained")
-"""What a learning curve may show."""
+"""Failure signatures of a learning curve."""
 
 A = TypeVarTuple("A")
 R = TypeVar("R")
@@ -69,7 +69,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: Annotated[int, Meta(ge=0)] = 2
     """Generations decided by a version further behind the newest than this are left out."""
     grace_s: Annotated[float, Meta(gt=0)] = 10.0
-    """How long to wait for the last rewards of a generation that is over."""
+    """Seconds to wait for the last rewards of a generation that has ended."""
     rewards: Literal["own", "any"] = "own"
     """`own`: generations whose rewards are of another formula than the policy's are left out; `any`: they are not."""
     reward_formula: Literal["auto", "paper-sgd", "paper-adam", "time-aware"] = "auto"
@@ -191,7 +191,7 @@ class _Learner:
         return False
 
     def _lesson(self, finished: Finished, collected: Collected) -> Lesson:
-        """What to learn from; a generation without its last rewards counts as cut off, since its outcome is unknown."""
+        """The trajectory of a generation; without its last rewards it counts as cut off."""
         if collected.num_unrewarded:
             self._context.count("generations_without_last_rewards")
             self._context.log.warning(
@@ -270,5 +270,5 @@ class _Learner:
 
 
 def _named(finished: Finished) -> dict[str, str | int]:
-    """What a line of the log says of a generation."""
+    """Fields of a log line about a generation."""
     return {"job": finished.job.job, "generation": finished.job.generation}

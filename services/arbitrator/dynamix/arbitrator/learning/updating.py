@@ -1,4 +1,4 @@
-"""One update in a process of its own: recordings and a policy file in, the next version out."""
+"""One update in a separate process: recordings and a policy file in, the next version out."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

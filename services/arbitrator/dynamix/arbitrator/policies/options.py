@@ -18,7 +18,7 @@ def name_of(known: Options, job: Job, name: str) -> str:
 def allocation_of(
     known: Options, job: Job, local_batch_sizes: tuple[int, ...], exchange: Exchange = EXACT
 ) -> Allocation:
-    """These sizes, divided further by the training processes where the job's options say so.
+    """The allocation of these sizes, divided further by the training processes if the job's options set it.
 
     Gradients travel by `exchange` where the job permits it, else as they are.
     """

@@ -10,7 +10,7 @@ from dynamix.schemas.policies import Options
 MAX_REASON = 240
 """Characters of a reason that an action carries."""
 MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What faults of a policy's own code raise: they cost one job, or one profile, and no other."""
+"""Exceptions of a policy's own code: they halt one job, or cost one profile, and no other."""
 
 
 class Decision(NamedTuple):
@@ -23,9 +23,9 @@ class Decision(NamedTuple):
     logprobs: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
     reason: str = ""
-    """Why, in a short sentence with its numbers, for people: it decides nothing. The fold keeps `MAX_REASON` of it."""
+    """Reason of the decision, a short sentence with its numbers, for people. The fold keeps `MAX_REASON` of it."""
     note: str = ""
-    """What the arbitrator's log should say of it, once: a sentence for people."""
+    """Message for the arbitrator's log, once: a sentence for people."""
 
 
 class Policy(Protocol):
@@ -52,7 +52,7 @@ class Policy(Protocol):
 
 
 class NamedPolicy(Policy, Protocol):
-    """One that a job's specification can choose."""
+    """A policy that a job's specification can name."""
 
     @property
     def options(self) -> Options:
@@ -67,14 +67,14 @@ class Knowledge(NamedTuple):
     noise: tuple[NoisePoint, ...] = ()
     """The noise scale by samples seen: of this run and, where it began with a profile, of those before."""
     tried: ArmRecord | None = None
-    """How this run went, with what it tried out; `None` where runs explore nothing, or nothing tells how it went."""
+    """Result of this run and its trial; `None` without exploration or without a result."""
     is_changed: bool = False
     """Whether the cluster is another than that of the profile that it began with, as its first windows showed."""
 
 
 @runtime_checkable
 class RecurringPolicy(Policy, Protocol):
-    """One that can begin with what earlier runs of a job's family taught."""
+    """A policy that can start from what earlier runs of a job's family learned."""
 
     def begin(self, job: Job, profile: JobProfile) -> bytes:
         """The carry of a generation that begins with a profile.

@@ -38,12 +38,12 @@ from .policy import Decision, Knowledge
 from .sizing import Pace, by_speed, clamp_total
 
 MAX_MEMORY_BYTES = MAX_PROFILE_BYTES - 16 * 1024
-"""No times of very many ranks are kept for the next run: the other half of a profile must have room as well."""
+"""Most bytes of times in a profile, which must have room for its other half."""
 _PACE = Pace()
 
 
 class _State(msgspec.Struct, array_like=True):
-    """All that `rule` remembers; each advisor has its own part, which only some jobs need."""
+    """The memory of `rule`; each advisor has its own part, which only some jobs need."""
 
     global_batch_size: float = 0.0
     """Its own, not rounded: a policy that scales its decisions does not feed back; 0 before the first decision."""
@@ -55,7 +55,7 @@ class _State(msgspec.Struct, array_like=True):
 
 
 class _Memory(msgspec.Struct, array_like=True):
-    """What a profile holds of a run's times and links."""
+    """A run's times and links in a profile."""
 
     largest: int = 0
     """Local batch size that the job's bounds allowed."""
@@ -215,7 +215,7 @@ def _kept(job: Job, state: _State, memory: ExchangeMemory) -> _State:
 
 
 def _note(before: EarlierRuns, runs: EarlierRuns, seen: SeenTimes, tried: Exploration, now: Exploration) -> str:
-    """For the log: what of the profile is dropped or was accepted, what was given up; empty in other windows."""
+    """Log message on dropped or accepted parts of the profile and stopped trials; empty in other windows."""
     found = []
     if runs.times.standing is not before.times.standing:
         dropped = f"dropped its profile: {seen.disagreement}"

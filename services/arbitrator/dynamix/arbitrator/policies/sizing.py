@@ -16,7 +16,7 @@ SPLIT_DEAD_BAND = 0.03
 
 
 class Pace(NamedTuple):
-    """How fast a global batch may follow its target.
+    """Speed at which a global batch may follow its target.
 
     Nothing here changes where it settles. Decisions rule two windows later and the target is noisy, so that going the
     whole way at once swings about it.

@@ -18,7 +18,7 @@ from . import syscall
 from .program import INDEX, OWNER, PROGRAMS, Owner
 
 KINDS = (syscall.INGRESS, syscall.SOCK_OPS)
-"""Where `program.PROGRAMS` are attached, in their order."""
+"""Attachment points of `program.PROGRAMS`, in their order."""
 
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 _ENDED = ("Z", "X")
@@ -91,7 +91,7 @@ def _detach(program: int, group: int, kind: int) -> None:
 
 
 def remove_stale_programs(directory: Path, proc: Proc) -> int:
-    """Detach what dead collectors left; how many programs. Raises PermissionError where it may not look at them."""
+    """Detach the programs of dead collectors and return their number. Raises PermissionError if it may not see them."""
     removed = 0
     with opened(directory) as group:
         for kind in KINDS:
@@ -118,7 +118,7 @@ def _is_left_over(program: int, proc: Proc) -> bool:
 
 
 def _may_live(owner: Owner, proc: Proc) -> bool:
-    """Whether a process runs, or cannot be judged from here: another pid namespace counts in its own numbers."""
+    """Whether a process runs, or is in another pid namespace, where it cannot be checked."""
     if owner.pid_namespace != this_owner(proc).pid_namespace:
         return True
     try:
@@ -129,7 +129,7 @@ def _may_live(owner: Owner, proc: Proc) -> bool:
 
 
 def _owner(map_ids: tuple[int, ...]) -> Owner | None:
-    """What a program's map `owner` says; `None` before its collector has written it."""
+    """Content of a program's map `owner`; `None` before its collector has written it."""
     for identity in map_ids:
         with closing(syscall.open_map(identity)) as table:
             if syscall.map_name(table) == "owner":

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from .program import MAPS, MAX_CLOSED, MAX_OPEN, NUM_WAYS, PROGRAMS, SOURCE
 
 ARCHITECTURES = {"x86_64": "x86", "aarch64": "arm64", "ppc64le": "powerpc", "s390x": "s390", "riscv64": "riscv"}
-"""The kernel's own names, by what uname says."""
+"""Names of architectures in the kernel's sources, by uname's."""
 _GENERATED = Path("include/generated/autoconf.h")
 DISTRIBUTION_DIRECTORIES = (
     Path("/usr/lib/python3/dist-packages/bcc"),
@@ -35,7 +35,7 @@ class Headers(NamedTuple):
     """Whether they are the running kernel's."""
 
     def include_directories(self, machine: str) -> list[Path]:
-        """Where generated headers are; BCC finds those of the sources itself."""
+        """Directory of generated headers; BCC finds those of the sources itself."""
         architecture = self.build / "arch" / ARCHITECTURES.get(machine, machine) / "include"
         return [
             self.build / "include",
@@ -46,7 +46,7 @@ class Headers(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
-    """Load, and send the descriptors of `PROGRAMS` and `MAPS`, in that order; or say on standard error why not."""
+    """Load, and send the descriptors of `PROGRAMS` and `MAPS`, in that order; or print the reason on standard error."""
     directory, headers = find_bcc(), find_headers()
     if directory is None or headers is None:
         missing = "bcc" if directory is None else "kernel headers"

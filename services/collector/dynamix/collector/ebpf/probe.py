@@ -74,7 +74,7 @@ class SocketProbe:
         return None
 
     def num_left_out(self) -> int:
-        """Sockets that found the table full: nothing is known of them."""
+        """Sockets that were not counted because the table was full."""
         found = self._left_out.look_up(0)
         assert found is not None, "the kernel makes every entry of an array"
         return found[0]
@@ -146,7 +146,7 @@ def _load() -> list[int]:
 
 
 def _reason(complaints: str, exit_code: int) -> str:
-    """What the loader said, in one sentence; the compiler's own words where they are new to us."""
+    """The loader's error in one sentence; the compiler's own words if it is unknown."""
     if "not permitted" in complaints:
         return "this process may not load programs: it lacks one of CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN"
     said = " ".join(complaints.split())[-_ERROR_CHARACTERS:]

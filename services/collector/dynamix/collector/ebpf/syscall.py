@@ -17,13 +17,13 @@ _PROG_ATTACH, _PROG_DETACH = 8, 9
 _PROG_GET_FD_BY_ID, _MAP_GET_FD_BY_ID, _OBJ_GET_INFO_BY_FD, _PROG_QUERY, _LINK_CREATE = 13, 14, 15, 16, 28
 _ALLOW_MULTI = 2
 _MAX_PROGRAMS = 64
-"""That the kernel allows at one place (BPF_CGROUP_MAX_PROGS)."""
+"""Most programs that the kernel permits at one place (BPF_CGROUP_MAX_PROGS)."""
 _MAX_MAPS = 64
 _INFO_BYTES = 256
 
 
 class ProbeError(RuntimeError):
-    """The probe cannot work here; the text says why and how to fix it."""
+    """The probe cannot work here; the message has the reason and the fix."""
 
 
 class ProgramInfo(NamedTuple):

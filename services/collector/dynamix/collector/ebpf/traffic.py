@@ -1,4 +1,4 @@
-"""From counters of sockets to the traffic of ranks in one window. Pure: the socket reader is injected."""
+"""Computes the traffic of ranks in one window from counters of sockets. Pure: the socket reader is injected."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -37,10 +37,10 @@ class Intervals(Generic[V]):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last: dict[Hashable, _Reading[V]] = {}
-        """In order of age: each new reading goes to the end."""
+        """Readings in order of age."""
 
     def exchange(self, key: Hashable, value: V, window: WindowId) -> tuple[V, float] | None:
-        """Remember a reading; the one of the window before and the seconds since, or `None` where there is none.
+        """Store a reading; returns that of the window before and the seconds since, or `None` if there is none.
 
         A window that was read already, or an older one, is a message delivered again: it changes nothing, since the
         first reading is the one made nearest to the window's end.

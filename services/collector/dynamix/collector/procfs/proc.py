@@ -34,7 +34,7 @@ class ThreadCounters(NamedTuple):
 
 
 class ProcessOwner(NamedTuple):
-    """Whose a process is."""
+    """User and namespace of a process."""
 
     uid: int
     """Real user id."""

@@ -33,7 +33,7 @@ class Readings:
         self._nodes = Intervals[_NodeReading](clock)
 
     def process(self, row: RankRow, window: WindowId) -> SystemMetrics:
-        """CPU, waiting and memory of a believed process; unknown where it ended or is closed to us.
+        """CPU, waiting and memory of a verified process; unknown if it ended or is not readable.
 
         0.4 ms for a process of 20 threads, 3.2 ms for 8 such ranks; 0.1 ms for a single thread.
         """
@@ -137,7 +137,7 @@ def _with_traffic(metrics: NodeMetrics, now: _NodeReading, before: _NodeReading)
 
 
 def _or_none(read: Callable[[], T]) -> T | None:
-    """What a file says, or `None` where it is not there or closed to us."""
+    """Content of a file, or `None` if it is missing or not readable."""
     try:
         return read()
     except OSError:

@@ -33,7 +33,7 @@ ROLES = (*SERVICES, WATCHER, PROVISION)
 ACCOUNTS = ("streams", "trainers", "services", "system")
 STREAMS_ACCOUNT, TRAINERS_ACCOUNT, SERVICES_ACCOUNT, SYSTEM_ACCOUNT = ACCOUNTS
 LIMITED_BY = {"trainer": "job", "collector": "node", "reward": "instance"}
-"""What a key of these roles is for; other roles' keys are for all."""
+"""Kind of limit of the keys of these roles; keys of other roles have none."""
 DURABLES = {"collector": "report", "reward": "window"}
 """Roles that read by a durable consumer, which is made with the key, and the kind that it delivers."""
 
@@ -41,7 +41,7 @@ API = "$JS.API."
 HEADER_BYTES = 4096
 """Room for a message's headers, which the broker counts, too."""
 TEMPORARY_S = 300
-"""For how long the keys work that `dynamix keys` signs for itself."""
+"""Lifetime of the keys that `dynamix keys` signs for itself."""
 MAX_TRAINER_CONNECTIONS = 10_000
 """A flood of connections by trainers leaves the rest of the broker's 65,536 to services."""
 MAX_SUBSCRIPTIONS = dict.fromkeys(ROLES, 1000) | dict.fromkeys(("trainer", "reward"), 32)
@@ -109,7 +109,7 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, path: Path) -> "Authority":
-        """Read the file. Raises ValueError when it is none, OSError when it cannot be read."""
+        """Read the file. Raises ValueError if it is no authority, OSError if it cannot be read."""
         try:
             return msgspec.json.decode(read_secret(path, max_bytes=MAX_BYTES), type=cls)
         except msgspec.DecodeError as error:
@@ -148,7 +148,7 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self._sign("keys", role, (), int(time.time()) + TEMPORARY_S)
 
     def revoke(self, name: str, *, only_old: bool = False) -> list[IssuedKey]:
-        """Revoke a name's keys, or all but the newest; which. Raises ValueError where there is none."""
+        """Revoke a user's keys, or all but the newest; returns them. Raises ValueError if there are none."""
         keys = [key for key in self.keys if key.name == name and key.is_valid]
         revoked = keys[:-1] if only_old else keys
         if not revoked:

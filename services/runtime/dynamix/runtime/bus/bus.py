@@ -238,7 +238,7 @@ class Bus:
         return self._admit(Subscription(self._connection, self._counters, subject))
 
     def stop_intake(self) -> None:
-        """Let every loop over a consumer or a subscription end, also one that begins later; publishing still works."""
+        """End every loop over a consumer or a subscription, also ones that begin later; publishing still works."""
         self._intake_stopped = True
         for reader in self._intake:
             reader.end()

@@ -58,7 +58,7 @@ def _fix(code: int) -> str:
 Sign = Callable[[str], bytes]
 
 SIGNATURE_BYTES = 8
-"""In a message's identity."""
+"""Bytes of the signature in a message's identity."""
 
 API = "$JS.API."
 """Prefix of requests to JetStream."""
@@ -148,7 +148,7 @@ NO_RESPONDERS = 503
 
 _PREFIX = b"NATS/1.0 "
 _PENDING = (b"nats-pending-messages", b"nats-num-pending")
-"""Headers that say how many messages are left, of a request to a consumer and of one to a stream."""
+"""Headers with the number of remaining messages, of a request to a consumer and of one to a stream."""
 
 _PARAMETERS = ["self", "sid", "subject", "reply", "data", "headers"]
 
@@ -346,7 +346,7 @@ class BrokerConnection:
         """The address that the connection was lost to."""
         self._limit = RateLimit(per_s=1.0)
         self._logged_reasons: set[str] = set()
-        """Why there is no connection, as logged since the last one: a retry that fails alike is not logged again."""
+        """Logged reasons of failed connections since the last one: an equal failure is not logged again."""
         self._watcher: asyncio.Task[None] | None = None
         self._on_reconnected: list[Callable[[], None]] = []
         self._on_denied: list[DeniedCallback] = []
@@ -399,7 +399,7 @@ class BrokerConnection:
         return lambda: self._on_denied.remove(callback)
 
     def when_closed(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` when the connection is closed for good by the broker; returns how to take that back."""
+        """Call `callback` when the broker closes the connection for good; returns a function that cancels it."""
         self._on_closing.append(callback)
         return lambda: self._on_closing.remove(callback)
 
@@ -532,7 +532,7 @@ class BrokerConnection:
     def _next_server(
         self, servers: list[nats.aio.client.Server], _info: dict[str, Any]
     ) -> tuple[nats.aio.client.Server | None, float]:
-        """Where to reconnect and after how many seconds: spread, so that a restarted broker is not stormed.
+        """The next server and the delay in seconds: spread, so that a restarted broker is not stormed.
 
         Of several servers the one that was lost comes last: frozen, it would take the connection and say nothing.
         """
@@ -545,7 +545,7 @@ class BrokerConnection:
         return server, wait + random.uniform(0, RECONNECT_WAIT_S)  # noqa: S311 - no secret
 
     async def _on_error(self, error: Exception) -> None:
-        """What nats-py reports. Once connected it must never raise: that would end nats-py's read loop in silence."""
+        """Error callback of nats-py. Once connected it must never raise: that would end nats-py's read loop."""
         if not self._opened:
             self._judge_first_error(error)  # raising here is the one way to make nats-py give up
             return
@@ -646,7 +646,7 @@ class BrokerConnection:
                 self._report_closed(f"no attempt to reconnect for {STALLED_AFTER_S:g} s")
 
     async def _leave(self) -> None:
-        """Let nats-py treat the connection as lost: it goes to another server."""
+        """Make nats-py treat the connection as lost: it connects to another server."""
         self._stalled_at = None
         if len(self._client._server_pool) > 1:  # noqa: SLF001 - nats-py shows it nowhere else
             logger.warning("the server answers and stores nothing; going to another one")
@@ -661,5 +661,5 @@ def describe(error: Exception) -> str:
 
 
 async def _never(_message: object) -> None:
-    """What nats-py would call, did `Client` not take every message before."""
+    """Callback that nats-py never calls, because `Client` takes every message before."""
     raise AssertionError("a message went round our client")

@@ -14,7 +14,7 @@ class PermissionDeniedError(BusError):
 
 
 class StreamMissingError(BusError):
-    """No stream keeps this subject, or there is no stream of this name: run `dynamix provision`."""
+    """There is no stream for this subject or of this name: run `dynamix provision`."""
 
 
 class NoAnswerError(BusError):
@@ -60,7 +60,7 @@ class ApiError(BusError):
 
     @property
     def may_pass(self) -> bool:
-        """Whether trying again can help: JetStream says 503 for that, and 500 for what it will never do."""
+        """Whether trying again can help: JetStream answers 503 then, and 500 otherwise."""
         return self.code == UNAVAILABLE
 
 

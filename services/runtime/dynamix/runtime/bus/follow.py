@@ -27,11 +27,11 @@ _SUBJECT = re.compile(rb"\r\nNats-Subject: ?([^\r]*)", re.IGNORECASE)
 MAX_UNREAD = 1024
 MAX_UNREAD_FOLLOWED = 64
 LOOK_EVERY_S = 10.0
-"""What is only heard can be lost: one small request finds it."""
+"""Interval of requests for the newest message: published messages can be lost on the way."""
 
 
 class _Listener:
-    """What is heard on one subject, in a bounded queue: a slow reader loses the oldest."""
+    """Messages of one subject, in a bounded queue: a slow reader loses the oldest."""
 
     def __init__(self, connection: BrokerConnection, heard_on: str, max_unread: int) -> None:
         self._connection = connection
@@ -69,7 +69,7 @@ class _Listener:
         return self._messages.popleft()
 
     def end(self) -> None:
-        """Let the reader's loop end once it has read what is queued."""
+        """End the reader's loop once it has read what is queued."""
         self._ended = True
         self._arrived.set()
 
@@ -150,7 +150,7 @@ class Following(_Listener):
         await super().__aexit__()
 
     def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        """Take what the stream says that it stored: a client can have an answer of the broker sent here."""
+        """Accept only messages of the stream: a client can have an answer of the broker sent here."""
         stream, stored = _STREAM.findall(headers or b""), _SUBJECT.findall(headers or b"")
         if (subject, stream, stored) != (self._heard_on.encode(), [self._stream.encode()], [self._subject.encode()]):
             self._warn_of_stranger(b", ".join(stored) or subject)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 LAG_LOGGED_S = 1.0
 LOOKS = 20
-"""How often the watching thread looks within the limit."""
+"""Checks of the watching thread within the limit."""
 MAX_LOOK_S = 0.5
 SAYING_TIMEOUT_S = 2.0
 """A log whose reader has stopped must not keep a stuck process alive."""
@@ -90,7 +90,7 @@ class Watchdog:
             self._thread.join()
 
     def take_max_lag_s(self) -> float:
-        """How much later than scheduled the loop ran, at most, since the last call.
+        """Largest delay of the loop since the last call.
 
         A block shorter than a tick is seen only when a tick was due during it.
         """
@@ -121,7 +121,7 @@ class Watchdog:
 
 
 class Blocked:
-    """For how long a loop has not ticked, in the time of a thread that looks every `look_s`. Pure: told the time."""
+    """Time since a loop's last tick, measured by a thread that checks every `look_s`. Pure."""
 
     def __init__(self, look_s: float, now_s: float) -> None:
         self._look_s = look_s

@@ -1,4 +1,4 @@
-"""Makes the streams what the table in `dynamix.schemas.streams` says. Only an operator's user may; no service does."""
+"""Creates the streams of the table in `dynamix.schemas.streams`. Only an operator's user may; no service does."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from .requests import stream_config, write_stream
 
 
 class ProvisionError(BusError):
-    """A stream that JetStream cannot turn into what is wanted; the text says which, and what to do."""
+    """JetStream cannot change a stream as wanted; the message names it and the fix."""
 
 
 async def provision(bus: Bus, streams: Sequence[Stream] = STREAMS, *, num_replicas: int | None = None) -> list[str]:
@@ -77,7 +77,7 @@ async def push_accounts(bus: Bus, jwts: Iterable[str]) -> None:
 
 
 def _republished(stream: Stream) -> dict[str, Any] | None:
-    """What the stream sends again when it is stored: whole messages, or headers only, which say what there is."""
+    """What the stream publishes again once it is stored: whole messages, or headers only."""
     if not (stream.announces or stream.hints):
         return None
     everything = f"{ROOT}.>"

@@ -61,7 +61,7 @@ BUSY_TICK_S = 0.02
 """While that lasts, a try is lucky only where a place has just become free: doubled waits would take seconds."""
 INSIST_S = 1.0
 MAX_INSISTENT = 32
-"""What is refused for longer, or beside more in flight, waits its time: the disk stalls, or we are the crowd."""
+"""Most messages in flight that are retried at once; others wait: the disk stalls, or we send too much."""
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
@@ -262,7 +262,7 @@ class Publisher:
             self._fail(token, entry, PublishError(text))
 
     def _on_reconnected(self) -> None:
-        """What was in flight may be lost, or only its acknowledgement: retransmit all of it."""
+        """Messages in flight, or their acknowledgements, may be lost: retransmit all of them."""
         for entry in self._table.values():
             entry.due = 0.0
 

@@ -96,26 +96,26 @@ REOPEN_WAIT_S = 0.25
 MAX_REOPEN_WAIT_S = 2.0
 LOOK_EVERY_S = 1.0
 CHECK_EVERY_S = 5.0
-"""How often a reader that hears nothing sees that its stream is still the same one."""
+"""Interval at which a reader without messages checks that its stream is still the same."""
 BETWEEN_S = 0.005
-"""From one direct get to the next while there is nothing left to read: together, messages cost less."""
+"""Pause between two direct gets while there is nothing left to read: together, messages cost less."""
 LAG_WAIT_S = 0.01
-"""First wait for a message that was heard of and that the asked copy lacks."""
+"""First wait for a message that was announced and that the copy lacks."""
 LAG_S = 2.0
 """With a copy that lacks it for longer, the stream's leader is asked: after a partition a copy may lag for minutes."""
 ENDED, TOO_MANY = 204, 413
 
 Start = Literal["new", "all", "last_per_subject"] | int
-"""Where to begin: from now on, at the beginning, with each subject's last message, or at a sequence."""
+"""Start of reading: from now on, from the beginning, with each subject's last message, or from a sequence."""
 
 _PLACE = re.compile(
     rb"\r\nNats-Stream: ?[^\r]*\r\nNats-Subject: ?([^\r]*)\r\nNats-Sequence: ?(\d+)\r\nNats-Time-Stamp: ?([^\r]*)"
     rb"\r\nNats-Num-Pending: ?(\d+)\r\nNats-Last-Sequence: ?(\d+)\r\n"
 )
-"""What the broker writes behind the headers of a message; its sender may have written the same before."""
+"""Text that the broker writes behind the headers of a message; its sender may have forged it."""
 _UP_TO = re.compile(rb"\r\nNats-UpTo-Sequence: ?(\d+)")
 _STORED = re.compile(rb"\r\nNats-Sequence: ?(\d+)\r\nNats-Time-Stamp: ?([^\r]*)")
-"""What it writes so when it sends a message again."""
+"""The same for a message that the broker sends again."""
 
 _inboxes = itertools.count(1)
 
@@ -223,16 +223,16 @@ class Reader(ABC):
         return batch
 
     async def ack(self, message: BusMessage) -> None:  # noqa: ARG002 - see DurableReader
-        """Acknowledge this and every earlier message; a restart goes on behind it. Only with `durable`."""
+        """Acknowledge this and every earlier message; a restart continues after it. Only with `durable`."""
         raise ValueError("ack() needs a durable consumer: pass durable=NAME to consume()")
 
     def end(self) -> None:
-        """Let the reader's loop end at once; what is queued is read again after a restart."""
+        """End the reader's loop at once; queued messages are read again after a restart."""
         self._ended = True
         self._arrived.set()
 
     async def close(self) -> None:
-        """End, and stop listening."""
+        """Close the reader and its subscription."""
         self.end()
         self._note_handled()
         if self._keeper is not None:
@@ -250,7 +250,7 @@ class Reader(ABC):
 
     @abstractmethod
     def _on_message(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        """Take what was asked for."""
+        """Receive the requested messages."""
 
     async def _listen(self, subject: str, handler: Callable[[bytes, bytes, bytes, bytes | None], None]) -> None:
         subscription: NatsSubscription = await self._connection.subscribe(subject, handler)
@@ -285,7 +285,7 @@ class Reader(ABC):
                 wait_s = min(2 * wait_s or REOPEN_WAIT_S, MAX_REOPEN_WAIT_S)
 
     async def _check_stream(self) -> StreamState:
-        """See that the stream still reaches to where we are; one that was made again is read from its beginning.
+        """Check that the stream reaches to the last read sequence; one that was made again is read from its start.
 
         Raises:
             StreamMissingError: when there is no such stream.
@@ -365,7 +365,7 @@ class Reader(ABC):
         self._taken.set()
 
     def _on_keeper_done(self, keeper: asyncio.Task[None]) -> None:
-        """Let no reader wait for ever for a keeper that a fault of ours has ended."""
+        """Make readers raise instead of waiting forever for a task that a bug has ended."""
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
             logger.error("reading %s has ended", self._stream, exc_info=error)
             self._fail(BusError(f"reading {self._stream} has ended: {error!r}"))
@@ -379,7 +379,7 @@ class Reader(ABC):
         """Subjects, in small letters, without which nothing can be read."""
 
     def _note_handled(self) -> None:
-        """The next batch is asked for, or none any more."""
+        """Count a batch as handled: the next one is requested."""
         if self._handed_out_ns:
             self._statistics.processing_ns += time.monotonic_ns() - self._handed_out_ns
             self._handed_out_ns = 0
@@ -402,15 +402,15 @@ class DirectReader(Reader):
         self._held: BusMessage | None = None
         """With several subjects: the newest message for us, until it is known whether another one follows."""
         self._promised = 0
-        """The newest sequence that was heard of."""
+        """The newest announced sequence."""
         self._heard = asyncio.Event()
         self._lag_wait_s = LAG_WAIT_S
         self._behind_since: float | None = None
-        """Since when a message is missing that was heard of."""
+        """Time since which an announced message is missing."""
         self._read_ns = 0
         """When the last message was stored that came."""
         self._is_other = False
-        """Whether a later message was heard of with an earlier sequence: it is of another stream."""
+        """Whether a later message was announced with an earlier sequence: it is of another stream."""
         self._alive_at = time.monotonic()
         """When a message came, or the stream was seen to be the same."""
 
@@ -660,7 +660,7 @@ class DurableReader(Reader):
         """The consumer's count of its next delivery, which begins at 1 after each reset. A delivery 1 is always taken:
         before the reset's answer it may come by a request that was made earlier."""
         self._lost = ""
-        """What did not come, since the last reset."""
+        """Deliveries that are missing since the last reset."""
         self._num_asked = 0
         """Messages of the present request that are still to come."""
         self._handled = 0
@@ -670,7 +670,7 @@ class DurableReader(Reader):
         self._unacknowledged: collections.deque[tuple[int, bytes]] = collections.deque()
 
     async def ack(self, message: BusMessage) -> None:
-        """Acknowledge this and every earlier message; a restart goes on behind it.
+        """Acknowledge this and every earlier message; a restart continues after it.
 
         An acknowledgement lost with the connection is made good when its message comes again.
         """

@@ -45,13 +45,13 @@ class StreamCopy(msgspec.Struct, frozen=True):
     current: bool = False
     offline: bool = False
     active: int = 0
-    """Nanoseconds since it was heard."""
+    """Nanoseconds since its last message."""
     lag: int = 0
     """Entries of the log that it does not have."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether it is no use at the moment, should another server be lost. One under load may be for a moment."""
+        """Whether the server is useless at the moment; a server under load may be for a moment."""
         return self.offline or not self.current
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class StreamCopy(msgspec.Struct, frozen=True):
 
 
 class StreamCopies(msgspec.Struct, frozen=True):
-    """Who holds a stream: the leader, and what that says of the others."""
+    """Servers of a stream: the leader, and its view of the others."""
 
     leader: str = ""
     replicas: tuple[StreamCopy, ...] = ()
@@ -71,7 +71,7 @@ class StreamCopies(msgspec.Struct, frozen=True):
         return [one for one in self.replicas if one.is_behind]
 
     def are_whole(self, num_replicas: int) -> bool:
-        """Whether there are so many, the leader's included, and none lags."""
+        """Whether there are this many copies, the leader's included, and none lags."""
         return bool(self.leader) and len(self.replicas) == num_replicas - 1 and not self.behind
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class BusMessage(NamedTuple):
     sequence: int
     """Its place in the stream."""
     timestamp_ns: int
-    """When the broker stored it, since the Unix epoch."""
+    """Time at which the broker stored it, since the Unix epoch."""
     num_pending: int
     """Messages for this reader that the stream still held when this one was sent: how far behind the reader is."""
     headers: bytes = b""
@@ -111,13 +111,13 @@ class StreamState(NamedTuple):
     num_messages: int
     num_bytes: int = 0
     span_s: float = 0.0
-    """From the oldest to the newest message."""
+    """Time between the oldest and the newest message."""
     num_consumers: int = 0
     num_replicas: int = 1
     copies: StreamCopies = StreamCopies()
     """Empty where there is no cluster."""
     created: str = ""
-    """When the stream was made: one that was deleted and made again has another time, and other messages."""
+    """Creation time of the stream: one that was deleted and made again has another time, and other messages."""
 
 
 REQUEST_TIMEOUT_S = 2.0
@@ -145,7 +145,7 @@ class Answer(msgspec.Struct):
 
 
 class _Reply(NamedTuple):
-    """What came back: payload and raw headers."""
+    """An answer: payload and raw headers."""
 
     payload: bytes
     headers: bytes
@@ -165,7 +165,7 @@ class Requests:
         self._waiting: dict[bytes, tuple[str, asyncio.Future[_Reply | None]]] = {}
         self._inbox_denial: PermissionDeniedError | None = None
         self._asked_at: dict[int, float] = {}
-        """When each request began that has no final answer yet, its repetitions included."""
+        """Start of each request without a final answer, its repetitions included."""
 
     @property
     def num_late(self) -> int:
@@ -187,7 +187,7 @@ class Requests:
             raise self._inbox_denial
 
     def close(self) -> None:
-        """Fail what is still waited for."""
+        """Fail all pending requests."""
         self._fail_all(ConnectionClosedError("the connection to the bus is closed"))
 
     async def ask(self, operation: str, body: Any, answer: type[A], *, budget_s: float = BUDGET_S) -> A:
@@ -293,7 +293,7 @@ class Requests:
                 future.set_exception(denial)
 
     def _on_reconnected(self) -> None:
-        """What was asked before is lost, or its answer is: ask again without waiting for the time-out."""
+        """Requests or their answers are lost: repeat them without waiting for the time-out."""
         self._fail_all(TimeoutError("the connection was lost"))
 
     def _fail_all(self, error: BusError | TimeoutError) -> None:
@@ -368,7 +368,7 @@ async def stream_state(requests: Requests, stream: str) -> StreamState:
 
 
 async def count_requests(requests: Requests) -> int:
-    """How many requests of all users of our account JetStream's API has had since the broker started.
+    """Number of requests of all users of our account to JetStream's API since the broker started.
 
     Requests for messages (MSG.NEXT, DIRECT.GET) are none of the API.
     """
@@ -446,7 +446,7 @@ class FailoverWait:
     """
 
     def __init__(self, stream_state: Callable[[str], Awaitable[StreamState]], stream: str) -> None:
-        """`stream` is one whose state we may ask for; all streams have as many copies (`provision`)."""
+        """`stream`: a stream whose state this user may ask for; all streams have as many copies (`provision`)."""
         self._stream_state = stream_state
         self._stream = stream
         self._until_s: float | None = None

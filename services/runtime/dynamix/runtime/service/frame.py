@@ -48,7 +48,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class StartError(RuntimeError):
-    """The service cannot work as it was set up; the text says why and how to fix it."""
+    """The service cannot work with these settings; the message has the reason and the fix."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Context(Generic[S]):
     counters: dict[str, int] = field(default_factory=dict)
     """The service's own, shown in its heartbeat beside the bus's."""
     metrics: ServiceMetrics = field(default_factory=ServiceMetrics)
-    """Where a service registers what it shows to Prometheus."""
+    """Registry of what a service shows to Prometheus."""
 
     def __post_init__(self) -> None:
         self._dead_letters = DeadLetters(self.bus, self.service, self.counters)
@@ -107,7 +107,7 @@ COUNTERS = {
     "dead_letters_not_kept": "of those, not stored on the bus either",
     "waits_for_room": "seconds of waiting for room in a full stream",
 }
-"""What any service may count (`Context.count`)."""
+"""Counters of any service (`Context.count`)."""
 GAUGES = {"ready": "1 once the service reads its streams"}
 BUS_COUNTERS = {
     "published": "messages acknowledged by the broker",
@@ -151,7 +151,7 @@ class ServiceState:
         self._version = importlib.metadata.version("dynamix-batch")
 
     def not_ready(self) -> str:
-        """Why the service cannot work now, as one line; empty when it can."""
+        """Reason why the service cannot work now, as one line; empty if it can."""
         if self._stop.is_set():
             return "stopping"
         if self.bus is None:
@@ -205,7 +205,7 @@ def _show_bus(scrape: Scrape, bus: Bus) -> None:
 
 
 LOOK_S = 0.5
-"""How often the state is looked at; a look that has nothing to tell costs 5 us."""
+"""Interval of checks of the state; one without a change costs 5 us."""
 PER_WATCHDOG = 4
 """Signs of life within the time after which systemd takes the service for stuck."""
 
@@ -274,7 +274,7 @@ class SystemdNotifier:
         self._timer = asyncio.get_running_loop().call_later(self._look_s, self._look)
 
     def _send(self, text: str) -> bool:
-        """Whether systemd took it: a full socket is tried again at the next look, never waited for."""
+        """Whether systemd took it: if the socket is full, the next check tries again."""
         if self._socket is None:
             return False
         try:
@@ -289,7 +289,7 @@ class SystemdNotifier:
 
 
 STOP_TIMEOUT_S = 10.0
-"""After a signal: so long for `main` to return, and as long again for what is in flight."""
+"""After a signal: time for `main` to return, and again for messages in flight."""
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
@@ -328,7 +328,7 @@ async def _live(service: str, loaded: Loaded[S], main: Main[S]) -> int:
 
 
 class _Life(Generic[S]):
-    """One process's way from connection to exit code, in the loop that made it."""
+    """One process from connection to exit code, in the loop that made it."""
 
     def __init__(self, service: str, loaded: Loaded[S], main: Main[S]) -> None:
         self._service = service

@@ -1,4 +1,4 @@
-"""How a rank's messages leave and actions, traces and rewards come in: in the process, or over the bus.
+"""Sends a rank's messages and receives actions, traces and rewards: in the process, or over the bus.
 
 The bus client is a daemon thread with an event loop of its own. The training thread only appends to a bounded outbox
 and reads a bounded inbox. Whatever happens to the bus - away, slow, closed, refused - happens in this thread; training
@@ -28,7 +28,7 @@ from dynamix.schemas.streams import ACTIONS, JOBS
 INBOX_ACTIONS = 64
 """Only the newest action counts; the rest is slack for one window."""
 INBOX_REWARDS = 4096
-"""One per node and window; they inform only, of more the oldest are dropped."""
+"""Reports: one per node and window; of more the oldest are dropped."""
 
 
 class Transport:
@@ -41,7 +41,7 @@ class Transport:
     """Messages on the job's action subject that were not valid actions."""
 
     newest_trace: Trace | None = None
-    """What the agent of this node left last; from the bus in the first rank of each node, where agents rule."""
+    """The newest trace of this node's agent, in the first rank of each node under `stigmergy`."""
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque(maxlen=INBOX_ACTIONS)
@@ -78,7 +78,7 @@ class Transport:
             yield self._rewards.popleft()
 
     def begin_close(self, timeout_s: float) -> None:
-        """Let the transport end once all messages have left, at the latest after `timeout_s`; returns at once."""
+        """End the transport once all messages are sent, at the latest after `timeout_s`; returns at once."""
 
     def close(self, timeout_s: float) -> None:
         """End it: wait at most `timeout_s` for the last messages, and a little for the connection."""
@@ -125,7 +125,7 @@ class Outbox:
 
 SERVICE = "trainer"
 LOOK_EVERY_S = 10.0
-"""How often rank 0 looks whether the broker still has the job's specification: one small request."""
+"""Seconds between two checks that the broker still has the job's specification: one small request."""
 RETRY_S = 1.0
 """Pause after the bus refused something that an operator may fix."""
 
@@ -135,7 +135,7 @@ WITHOUT_BROKER = (
     "until it answers, training goes on without steering; start the services with `dynamix up`, and the script with "
     '`dynamix train` or after `eval "$(dynamix up --print-env)"`'
 )
-"""What a missing broker means to a training job, and how to fix it."""
+"""Effect of a missing broker on a training job, and the fix."""
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -157,7 +157,7 @@ class BusClient(Transport):
         actions_of: str | None,
         traces_of: str | None = None,
     ) -> None:
-        """Not yet connected; `traces_of` names the job whose traces of this node's agent are heard."""
+        """Make the client without connecting; `traces_of` names the job whose traces are received."""
         super().__init__()
         self.outbox = Outbox(outbox_messages)
         self._settings = settings
@@ -174,11 +174,11 @@ class BusClient(Transport):
         """The job's while it runs, once published."""
         self._last_error = ""
         self._close_timeout_s: float | None = None
-        """Set once the end is asked for."""
+        """Set when the end is requested."""
         self._thread = threading.Thread(target=self._run, name="dynamix bus client", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; the connection is made, and made again, in the background."""
+        """Start the thread, which connects and reconnects in the background."""
         self._thread.start()
 
     @property
@@ -194,7 +194,7 @@ class BusClient(Transport):
         self._call(self._wake.set)
 
     def begin_close(self, timeout_s: float) -> None:
-        """Let the thread end once the outbox is empty, at the latest after `timeout_s`."""
+        """End the thread once the outbox is empty, at the latest after `timeout_s`."""
         self._close_timeout_s = timeout_s
         self._call(self._closing.set)
 
@@ -340,7 +340,7 @@ class BusClient(Transport):
                 await asyncio.sleep(RETRY_S)
 
     async def _hear(self, bus: Bus, subject: str, kind: type[M], take: Callable[[M], None], without: str) -> None:
-        """Take messages as they are published: what is missed is not asked for again."""
+        """Receive messages as they are published; missed ones are not requested."""
         dead_letters = DeadLetters(bus, SERVICE, self._counters)
         try:
             async with bus.subscribe(subject) as messages:
@@ -379,7 +379,7 @@ def _decode(message: BusMessage) -> Action:
 
 
 def _is_lost(ours: Job, stored: BusMessage | None) -> bool:
-    """Whether what the broker holds in place of our specification is nothing, or cannot be of this job."""
+    """Whether the broker has no specification, or one that cannot be of this job."""
     if stored is None:
         return True
     try:

@@ -37,7 +37,7 @@ class LoaderOptions(TypedDict, total=False):
 
 
 CountTokens = Callable[[Any], int | torch.Tensor]
-"""How many tokens of a batch count in its loss."""
+"""The number of tokens of a batch that count in its loss."""
 
 MOST_LEFT = 4
 """Loops without a step after which a rank warns that it has forgotten the step."""
@@ -47,7 +47,7 @@ PREFETCH_FACTOR = 2
 
 
 def drawn_ahead(options: LoaderOptions) -> int:
-    """Batches that a loader draws before they are asked for: workers times prefetch factor."""
+    """Batches that a loader draws ahead: workers times prefetch factor."""
     prefetch_factor = options.get("prefetch_factor")
     return options.get("num_workers", 0) * (PREFETCH_FACTOR if prefetch_factor is None else prefetch_factor)
 
@@ -83,7 +83,7 @@ class Loader:
         count_tokens: CountTokens | None = None,
     ) -> None:
         self.position = Position()
-        """Where the run stands: moves with `finish_batch` after the last micro-batch of a step."""
+        """The position of the run; `finish_batch` advances it after the last micro-batch of a step."""
         self.last_finished: MicroBatch | None = None
         self._num_trained = 0
         """Batches of the steps that ended since the loop over this loader began."""
@@ -91,9 +91,9 @@ class Loader:
         self._num_left = 0
         """Loops that began since a batch was ended."""
         self._held: deque[MicroBatch] = deque()
-        """In the user's hands, the one to train on next first: more than one where the script looks ahead."""
+        """Batches that were handed out and not trained yet, oldest first; more than one if the script looks ahead."""
         self._is_exhausted = False
-        """Whether the newest loop over this loader came to the end of its epoch."""
+        """Whether the newest loop over this loader reached the end of its epoch."""
         self._digest: int | None = None
         """The digest of a stream's samples in the position's epoch, up to the position."""
         self._dataset = dataset
@@ -211,13 +211,13 @@ class Loader:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a saved state would repeat samples: a step is begun. A batch fetched ahead begins none."""
+        """Whether a saved state would repeat samples, because a step has begun. A prefetched batch begins none."""
         current = self.current
         return current is not None and (self._look_ahead == 0 or not current.is_first)
 
     @property
     def epoch_is_over(self) -> bool:
-        """Whether the position's epoch has no step left."""
+        """Whether the epoch of the position has no further step."""
         return self._sampler.is_over(self.position)
 
     @property
@@ -288,11 +288,11 @@ class Loader:
 
 
 def _nothing(*_: object) -> None:
-    """What an unbound loader calls."""
+    """Default of a loader that is not bound to a session."""
 
 
 def orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, shuffle: bool) -> Orders:
-    """Which samples an epoch has. With a sampler of its own a data set needs no length.
+    """The order of an epoch's samples. With a sampler of its own a data set needs no length.
 
     Raises:
         TypeError: when the data set is a loader.

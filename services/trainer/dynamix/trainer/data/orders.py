@@ -60,11 +60,11 @@ ONE_PART = (
 """The fix, for an error."""
 
 PROBE_S = 5.0
-"""No further sample of a map-style data set is read to compare it after so long."""
+"""Seconds after which no further sample of a map-style data set is read for the comparison."""
 MOST_ELEMENTS = 256
-"""How much of a tensor or a text is digested, evenly spread."""
+"""Number of elements of a tensor or a text that are digested, evenly spread."""
 MOST_NUMBERS = 64
-"""How many of these numbers of a tensor with a fraction are compared to rounding: nodes differ in their processors."""
+"""Number of elements of a floating-point tensor that are compared to rounding, because processors differ."""
 
 Marks = list["int | list[float] | None"]
 """The digest of each part of a sample, or some of its numbers with a fraction; `None` where it is random."""
@@ -73,13 +73,13 @@ _log = logging.getLogger("dynamix.trainer")
 
 
 class ObjectExchange(Protocol):
-    """How ranks tell each other something."""
+    """How ranks exchange objects."""
 
     rank: int
     world_size: int
 
     def gather_objects(self, mine: T) -> list[T]:
-        """One object of each rank."""
+        """Gather one object from each rank."""
 
 
 def compare_samples(dataset: Any, seed: int, exchange: ObjectExchange, options: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ class _Begin:
 
 
 def _are_alike(ours: Marks | None, theirs: Marks | None) -> bool:
-    """Whether a sample can be the same on two ranks: where it is random, it can."""
+    """Whether a sample can be the same on two ranks; a random one can differ."""
     if ours is None or theirs is None:
         return True
     return len(ours) == len(theirs) and all(
@@ -205,7 +205,7 @@ def makes_batches(stream: Any) -> bool:
 
 
 def seeds_of(stream: Any) -> list[Any]:
-    """The seeds by which a webdataset pipeline shuffles: orders of a few shards can differ and begin alike."""
+    """The seeds of a webdataset pipeline's shuffles: orders of a few shards can differ and start alike."""
     stages = stages_of(stream)
     curried = [stage.kw for stage in stages if any(getattr(stage, "args", ()))]  # shuffle(0) shuffles nothing
     return curried + [stage.seed for stage in stages if getattr(stage, "bufsize", 0)]
@@ -263,7 +263,7 @@ OwnSampler = Callable[[int], Sequence[int]] | Sampler[int]
 """A script's own: a function of the epoch's number, or a sampler of torch."""
 
 NOT_DRAWN = np.iinfo(np.int64).min
-"""What rank 0 hands out instead of an index where its sampler failed."""
+"""Sent by rank 0 instead of an index if its sampler failed."""
 
 
 class DataIdentity(NamedTuple):
@@ -284,13 +284,13 @@ class DataIdentity(NamedTuple):
 
 
 class OrderExchange(ObjectExchange, Protocol):
-    """How rank 0's numbers come to all ranks, and how they agree on the end of a stream."""
+    """How ranks receive rank 0's numbers and agree on the end of a stream."""
 
     def gather_numbers(self, mine: Sequence[int], meanwhile: Callable[[], None]) -> list[tuple[int, ...]]:
         """Numbers of each rank; `meanwhile` is called again and again until all have come."""
 
     def share_order(self, order: Order, *, waits: bool = True) -> Order:
-        """Rank 0's order; what the others pass says how long it is."""
+        """Receive rank 0's order; the other ranks pass its length."""
 
 
 class Orders(ABC):
@@ -317,7 +317,7 @@ class Orders(ABC):
         compare_samples(dataset, self.identity.seed, exchange, loader_options)
 
     def count_by_tokens(self, token_counts: Sequence[int], dataset: object, *, most: int) -> None:
-        """Let each sample of a data set count by its tokens instead of as one.
+        """Count each sample of a data set by its tokens instead of as one.
 
         Raises:
             ValueError: when the counts are not one whole number per sample, are all 0, or one is above `most`.
@@ -338,7 +338,7 @@ class Orders(ABC):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether samples count by their tokens."""
+        """Whether samples are counted by their tokens."""
         return self._token_counts is not None
 
     def ends_of(self, epoch: int) -> Order:

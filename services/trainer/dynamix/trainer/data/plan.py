@@ -32,7 +32,7 @@ class Counts:
     def __init__(self, values: Sequence[int]) -> None:
         self.values = tuple(values)
         self.starts = (0, *accumulate(self.values))
-        """Where each rank's slice begins in the step's samples; one more than there are ranks."""
+        """Bounds of the ranks' slices in the step's samples; one more than ranks."""
         self.total = self.starts[-1]
         """B: samples of the step over all ranks."""
         self.num_active = sum(value > 0 for value in self.values)
@@ -64,17 +64,17 @@ class Schedule:
         """Samples per rank, by entry."""
         self._world_size = len(allocation.local_batch_sizes)
         self.num_changes = 0
-        """Grows with every change of what rules a step, so that who has computed with it can tell."""
+        """Increases with every change of a step's allocation, so that a user of an older one can notice."""
         self.reset(first_step, allocation)
 
     def reset(self, first_step: int, allocation: Allocation) -> None:
-        """Start over with an allocation that rules from `first_step` on, for example from a saved state."""
+        """Start over with an allocation that is active from `first_step` on, for example from a saved state."""
         self._entries.clear()
         self._counts.clear()
         self._append(first_step, allocation)
 
     def schedule(self, effective_step: int, allocation: Allocation) -> None:
-        """Let an allocation rule from `effective_step` on.
+        """Activate an allocation from `effective_step` on.
 
         Raises:
             ValueError: when the step is not after the last entry's, the number of sizes is not the world's, or no rank
@@ -96,7 +96,7 @@ class Schedule:
             self.schedule(effective_step, allocation)
 
     def counts_at(self, step: int) -> Counts:
-        """Samples per rank of a step, as its allocation says.
+        """Samples per rank of a step, by its allocation.
 
         Raises:
             ValueError: when the step lies before the schedule's first.
@@ -104,21 +104,21 @@ class Schedule:
         return self._counts[self._index(step)]
 
     def allocation_at(self, step: int) -> Allocation:
-        """The allocation that rules a step. Raises as `counts_at`."""
+        """The active allocation of a step. Raises as `counts_at`."""
         return self._entries[self._index(step)].allocation
 
     @property
     def newest(self) -> Allocation:
-        """The last entry's allocation, in force or pending."""
+        """The last entry's allocation, active or pending."""
         return self._entries[-1].allocation
 
     def next_change(self, step: int) -> int | None:
-        """The first step after `step` at which another allocation begins to rule; `None` when none is scheduled."""
+        """The first step after `step` at which another allocation becomes active; `None` if none is scheduled."""
         later = self._entries[self._num_begun(step) :]
         return later[0].effective_step if later else None
 
     def entries_since(self, step: int) -> list[ScheduleEntry]:
-        """The entry that rules `step` and all later ones: what a resumed run needs."""
+        """The entries that are active at `step` or later: what a resumed run needs."""
         return self._entries[max(self._num_begun(step) - 1, 0) :]
 
     def drop_before(self, step: int) -> None:
@@ -133,7 +133,7 @@ class Schedule:
         return index
 
     def _num_begun(self, step: int) -> int:
-        """Entries that rule from `step` or an earlier one on."""
+        """Entries that are active from `step` or an earlier step on."""
         if step >= self._entries[-1].effective_step:  # nearly always
             return len(self._entries)
         return bisect_right(self._entries, step, key=itemgetter(0))
@@ -187,7 +187,7 @@ def divide_tail(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 Part = tuple[int, int, int]
-"""Where a micro-batch begins and ends in the epoch's order, and its size in samples or tokens."""
+"""Start and end of a micro-batch in the epoch's order, and its size in samples or tokens."""
 
 
 class StepPlan(NamedTuple):
@@ -196,31 +196,31 @@ class StepPlan(NamedTuple):
     step: int
     epoch: int
     offset: int
-    """What the epoch used before this step: samples, or tokens."""
+    """Samples or tokens of the epoch that were used before this step."""
     counts: Counts
     """Samples or tokens per rank; their sum is the true B of the step."""
     starts: tuple[int, ...] | None = None
-    """Where the ranks' samples begin in the epoch's order, one more than there are ranks; `None` without tokens."""
+    """Bounds of the ranks' samples in the epoch's order, one more than ranks; `None` without tokens."""
     digest: int | None = None
     """The digest of a stream's samples from the beginning of the epoch to the end of the step."""
 
     def samples_of(self, rank: int) -> tuple[int, int]:
-        """Where a rank's samples begin and end in the epoch's order."""
+        """Start and end of a rank's samples in the epoch's order."""
         if self.starts is not None:
             return self.starts[rank], self.starts[rank + 1]
         return self.offset + self.counts.starts[rank], self.offset + self.counts.starts[rank + 1]
 
 
 class Division(NamedTuple):
-    """How one rank divides its part of a step into micro-batches."""
+    """Division of one rank's part of a step into micro-batches."""
 
     rank: int
     micro_batch_size: int | None = None
     """Most samples or tokens in one; `None` without a bound."""
     equal_micro_steps: bool = False
-    """Whether all ranks have equally many."""
+    """Whether all ranks have the same number of micro-batches."""
     gradient_accumulation_steps: int = 1
-    """How many each rank has where there is no such bound; the script divides each loss by it."""
+    """Micro-batches per rank if there is no bound; the script divides each loss by it."""
 
     def num_parts(self, counts: Counts) -> int:
         """Micro-batches of a step in samples."""
@@ -311,29 +311,29 @@ class MicroBatch(NamedTuple):
 
     plan: StepPlan
     start: int
-    """Where its samples begin in the epoch's order."""
+    """First index of its samples in the epoch's order."""
     num_samples: int
     """Its samples; 0 when the batch is a dummy that counts for nothing."""
     size: int
-    """What it counts in batch sizes: its samples, or their tokens."""
+    """Its size as batch sizes count: samples, or their tokens."""
     weight: int
-    """What its mean loss counts in the step: its size, or the tokens that the script counted in it."""
+    """Weight of its mean loss in the step: its size, or the tokens that the script counted in it."""
     is_first: bool
-    """Whether the step begins with it."""
+    """Whether it is the first micro-batch of the step."""
     is_last: bool
-    """Whether the step ends with it: then gradients are exchanged."""
+    """Whether it is the last micro-batch of the step, after which gradients are exchanged."""
     loss_divisor: int = 1
-    """What the script divides its loss by."""
+    """The divisor of the script's loss."""
 
 
 class Position(NamedTuple):
-    """Where the run stands: all that a resumed run has to know of the data."""
+    """The position of the run in its data: all that a resumed run needs."""
 
     step: int = 0
     """Optimizer steps so far; the next step's number."""
     epoch: int = 0
     offset: int = 0
-    """What of the epoch is used already: samples, or tokens."""
+    """Samples or tokens of the epoch that are used."""
     samples_seen: int = 0
     """The same over all epochs."""
 
@@ -445,7 +445,7 @@ class PlanSampler(Sampler[list[int]]):
         self._num_planned = min(2 * self._num_planned, MOST_PLANNED)
 
     def is_over(self, position: Position) -> bool:
-        """Whether the position's epoch has no step left."""
+        """Whether the epoch of the position has no further step."""
         if position.offset == 0:
             return False
         left = self.orders.size_of(position.epoch) - position.offset
@@ -454,7 +454,7 @@ class PlanSampler(Sampler[list[int]]):
         return left <= 0
 
     def plan_at(self, position: Position) -> StepPlan:
-        """The plan of the step that begins at a position."""
+        """The plan of the step at a position."""
         sizes = self._schedule.counts_at(position.step)
         left = self.orders.size_of(position.epoch) - position.offset
         total = self._num_taken(sizes.total, left)
@@ -530,9 +530,9 @@ class ReferenceSteps(NamedTuple):
     """Reference steps of one job."""
 
     num_samples: int
-    """Samples or tokens of an epoch, as in batch sizes; 0 where a stream does not say."""
+    """Samples or tokens of an epoch, as batch sizes count; 0 if the length of a stream is unknown."""
     global_batch_size: int
-    """What the script was written for."""
+    """The global batch size of the script."""
     drop_last: bool
 
     @property

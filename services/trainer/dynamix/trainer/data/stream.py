@@ -94,7 +94,7 @@ class StreamOrders(Orders):
             self._agreement = StreamEnds(exchange)
 
     def disconnect(self) -> None:
-        """Let go of the store."""
+        """Release the store."""
         self._agreement = None
 
     def count_by_tokens(self, _token_counts: Sequence[int], _dataset: object, *, most: int) -> None:  # noqa: ARG002
@@ -131,7 +131,7 @@ WATCH_S = 0.5
 
 
 class StreamEnds:
-    """How ranks that read streams of different lengths learn of it, instead of waiting for each other.
+    """Tells ranks that read streams of different lengths of it, so that they do not wait for each other.
 
     A rank at the end waits for the others to be there, one that reads on for the others' gradients. So each rank has a
     thread that looks into the store of torch.distributed for an end that this rank has passed, and says so there.
@@ -176,7 +176,7 @@ class StreamEnds:
                 )
 
     def watch(self) -> None:
-        """Look whether another rank is at an end that this one has passed, and say so: to it, and in the log."""
+        """If another rank is at an end that this one has passed, report it to that rank and in the log."""
         epoch, num_samples = self.passed
         if self._store.check([f"end/{epoch}"]):
             end, _ = _numbers(self._store.get(f"end/{epoch}"))
@@ -185,14 +185,14 @@ class StreamEnds:
                 self._stop()
 
     def _tell(self, epoch: int, end: int, more: tuple[int, int]) -> None:
-        """Tell a rank that waits at the end of an epoch how many samples another one has read, and say so here."""
+        """Report to a rank that waits at the end of an epoch how many samples another one has read, and log it."""
         text = _differing_ends(epoch, end, f"rank {more[1]} has read {more[0]}")
         self._store.set(f"passed/{epoch}", text)
         _log.error("%s", text)
 
 
 def _numbers(stored: bytes | str) -> tuple[int, int]:
-    """How many samples a rank has read, and which rank."""
+    """The number of samples that a rank has read, and the rank."""
     num_samples, rank = stored.split()
     return int(num_samples), int(rank)
 
@@ -222,7 +222,7 @@ class StreamSampler(PlanSampler):
         super().__init__(orders, schedule, **options)
         self.stream = orders
         self.start = Position()
-        """Where drawing began."""
+        """The position at which drawing started."""
         self._plans: deque[StepPlan] = deque()
 
     def rewind(self, position: Position) -> None:

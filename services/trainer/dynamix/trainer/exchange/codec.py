@@ -21,7 +21,7 @@ from .collectives import Leg, ServedSum, Sum, Trade
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 MOST_CHUNKS = 8
-"""In a bucket: the first one's way there and the last one's way back overlap with nothing."""
+"""Most chunks of a bucket; sending the first one to its owner and the last one back overlaps with nothing."""
 LEAST_CHUNK_BYTES = 64 * 1024
 """Each chunk costs 4 (N - 1) messages."""
 
@@ -32,14 +32,14 @@ class Member(NamedTuple):
     rank: int
     world_size: int
     shares: tuple[float, ...] = ()
-    """By rank and then by server, at least one above 0; empty for the all-reduce, where nothing is owned. A codec that
-    needs owners in any case takes equal ones then."""
+    """Shares of ranks, then of servers, at least one above 0; empty for the all-reduce. A codec that always needs
+    owners takes equal shares then."""
     num_servers: int = 0
     """Gradient servers, which own parts of a bucket too, and have no gradient."""
 
 
 class BucketPart(NamedTuple):
-    """Where one parameter's gradient lies in a bucket."""
+    """Position of one parameter's gradient in a bucket."""
 
     key: str
     """The parameter's name, the same in every bucket and on every rank: DDP makes its buckets again after a step."""
@@ -56,7 +56,7 @@ class BucketView(NamedTuple):
     flat: Tensor
     """One dimension, contiguous, float64, float32, bfloat16 or float16; the codec writes the sum into it."""
     parts: tuple[BucketPart, ...]
-    """In order; together they cover all of `flat`. The same tuple from step to step, until buckets are made again."""
+    """In order; together they cover all of `flat`. The tuple stays the same until buckets are made again."""
 
 
 class CodedSquares(NamedTuple):
@@ -80,7 +80,7 @@ class ExchangeCodec(Protocol):
 
     name: str
     is_lossless: bool
-    """Whether the sum is that of the all-reduce, to the rounding of another order of additions."""
+    """Whether the sum equals that of the all-reduce, up to rounding by another order of additions."""
 
     def reduce(self, bucket: BucketView, member: Member) -> Leg:
         """Make `bucket.flat` the sum over ranks, with the same bits on every rank; nothing else of it is changed.
@@ -119,7 +119,7 @@ def owned_ranges(num_elements: int, member: Member, block: int = 1) -> list[Owne
 
 
 def sum_over_ranks(tensor: Tensor, member: Member) -> Leg:
-    """Make a flat tensor the sum over ranks, as the member's route says: at owners in rank order."""
+    """Sum a flat tensor over ranks by the member's route, at owners in rank order."""
     if member.world_size == 1:
         return
     if not member.shares:
@@ -161,7 +161,7 @@ def num_chunks(num_bytes: float) -> int:
 
 
 def legs_of(codec: ExchangeCodec, bucket: BucketView, member: Member) -> list[Leg]:
-    """The sum of a bucket; of gradients as they are to ranks in chunks, which say nothing of parameters.
+    """Sum a bucket; plain gradients are sent to ranks in chunks.
 
     Chunks to gradient servers were slower than whole buckets (docs/communication.md).
     """
@@ -172,7 +172,7 @@ def legs_of(codec: ExchangeCodec, bucket: BucketView, member: Member) -> list[Le
 
 
 class Residuals:
-    """One flat tensor per parameter, zero where nothing is known: what a rank has not sent yet of its gradients.
+    """Residuals: one flat tensor per parameter with what a rank has not sent yet of its gradients.
 
     DDP makes its buckets again after the first step, and a checkpoint knows no buckets, so a residual belongs to its
     parameter. Within a bucket residuals lie behind each other, as the gradients do: adding them is one operation.
@@ -215,7 +215,7 @@ class Residuals:
         self._by_key.update((part.key, flat[part.start : part.stop]) for part in bucket.parts)
 
     def flush(self, bucket: BucketView, member: Member) -> Leg:
-        """Sum a bucket without loss, and its residuals with it; then there are none."""
+        """Sum a bucket and its residuals without loss; then there are no residuals."""
         residual = self.of(bucket)
         bucket.flat.add_(residual)
         yield from sum_over_ranks(bucket.flat, member)
@@ -226,7 +226,7 @@ class Residuals:
         return dict(self._by_key)
 
     def load(self, residuals: Mapping[str, Tensor]) -> None:
-        """Forget what is kept, and begin with copies of these."""
+        """Replace all residuals by copies of these."""
         self._laid_out.clear()
         self._by_key = {key: each.detach().flatten().clone() for key, each in residuals.items()}
 
@@ -238,6 +238,6 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self.residuals = Residuals()
-        """What the sums lack so far of this rank."""
+        """The residuals of this rank."""
         self.coded = CodedSquares()
-        """How much of what was to be sent was sent, where the codec measures it."""
+        """Squared norms of what was sent and should have been sent, if the codec measures them."""

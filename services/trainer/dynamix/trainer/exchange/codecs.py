@@ -24,7 +24,7 @@ CODECS: dict[str, Callable[[], ExchangeCodec]] = {
     "fp16": lambda: NarrowExchange("fp16", Cast(torch.float16)),
     "int8": lambda: NarrowExchange("int8", Int8()),
 }
-"""Those of the core, each made once per model."""
+"""Codecs of the core; an instance is made once per model."""
 
 
 def exchange_codec(name: str) -> ExchangeCodec:

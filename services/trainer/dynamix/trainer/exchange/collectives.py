@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 
 class ServedSum(NamedTuple):
-    """The sum of gradient servers, of the pieces that they get in one trade and give back in another."""
+    """The sum by gradient servers of pieces that they receive in one exchange and return in another."""
 
     number: int
     """The same in both trades of a rank, and in no others of it."""
@@ -59,14 +59,14 @@ class Trade(NamedTuple):
     received_sizes: list[int]
     sent_sizes: list[int]
     served: ServedSum | None = None
-    """What servers do with it, where they take part."""
+    """What gradient servers do with it, if they take part."""
     is_answer: bool = False
-    """Whether they send the sums of an earlier trade."""
+    """Whether servers send the sums of an earlier exchange."""
 
 
 Collective = Sum | Union | Largest | Trade
 Leg = Generator[Collective, None, None]
-"""Yields one collective after the other; each is complete when the generator goes on."""
+"""A generator of collectives; each is complete when the generator continues."""
 
 
 def run_alike(legs: Sequence[Leg]) -> None:
@@ -86,7 +86,7 @@ def run_alike(legs: Sequence[Leg]) -> None:
 
 
 def perform_alike(asked: Sequence[Collective]) -> None:
-    """Carry out one collective, as each rank asked for it.
+    """Carry out one collective, given the request of each rank.
 
     Raises:
         RuntimeError: when they do not fit together.

@@ -42,10 +42,10 @@ class NarrowExchange(ErrorFeedback):
         self.name = name
         self._narrowing = narrowing
         self._num_reduced: Counter[int] = Counter()
-        """By bucket."""
+        """Number of sums, by bucket."""
 
     def reduce(self, bucket: BucketView, member: Member) -> Leg:
-        """Sum as `ExchangeCodec.reduce`: one trade to the owners, one back."""
+        """Sum as `ExchangeCodec.reduce`: once to the owners, once back."""
         if member.world_size == 1:
             return
         residual = self.residuals.of(bucket)
@@ -139,7 +139,7 @@ SCALE_BYTES = 4
 TOP_EXPONENT = {torch.float16: 15, torch.bfloat16: 0}
 """Numbers stay below 2 to this: float16 ends at 65504; bfloat16 has the range of float32."""
 LOWEST_EXPONENT = -100
-"""At least, for the largest number: below it a scale would not be a normal float32, and the residual keeps them."""
+"""Least exponent of a block's largest number: below it a scale would not be a normal float32."""
 
 
 class Cast:
@@ -185,11 +185,11 @@ class Int8:
     """Narrows numbers to int8, with a scale in float32 for each block of `BLOCK`."""
 
     def message_bytes(self, length: int) -> int:
-        """One per number and four per block."""
+        """Bytes of a message: one per number and four per block."""
         return length + SCALE_BYTES * (length // BLOCK)
 
     def scales(self, message: Tensor, length: int) -> Tensor:
-        """One per block, not finite where a number of it was not."""
+        """Scales, one per block; not finite if a number of the block was not."""
         return message[: SCALE_BYTES * (length // BLOCK)].view(torch.float32)
 
     def write(self, values: Tensor, message: Tensor) -> None:

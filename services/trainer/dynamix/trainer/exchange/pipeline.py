@@ -25,7 +25,7 @@ from dynamix.trainer.exchange.transport import LentTensor, break_group, keep_for
 _log = logging.getLogger("dynamix.trainer")
 
 CLOSE_S = 2.0
-"""Longest wait for a lane to end: one that waits for a rank that is gone does so until its group's time-out."""
+"""Longest wait for a thread to end; it may wait for a dead rank until the time-out of its group."""
 
 
 class UnderWay:
@@ -38,7 +38,7 @@ class UnderWay:
         self._error: BaseException | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Let `wait` return, or raise."""
+        """Make `wait` return or raise."""
         self._error = error
         self._done.set()
 
@@ -91,7 +91,7 @@ class Pipeline:
             served = servers.meet(int(announced.tensor.item()), timeout)
         self._lanes = [_Lane(*both) for both in zip(groups, served, strict=True)]
         self._error: BaseException | None = None
-        """What went wrong first, in either lane: what goes wrong then is a consequence."""
+        """The first error, in either thread; later ones are consequences."""
         self._lock = threading.Lock()
         for number, (lane, work) in enumerate(zip(self._lanes, (self._begin, self._complete), strict=True)):
             lane.thread = threading.Thread(
@@ -119,7 +119,7 @@ class Pipeline:
                     dist.destroy_process_group(lane.group)
 
     def _run(self, lane: _Lane, work: Callable[[_Lane, _Task], None]) -> None:
-        """A lane's thread; after the first failure in either lane every task fails: ranks are not in step."""
+        """Carry out tasks; after the first failure in either thread every task fails, because ranks are out of step."""
         while (task := lane.tasks.get()) is not None:
             leg, under_way = task
             failed = self._error
@@ -151,7 +151,7 @@ class Pipeline:
         return error
 
     def _begin(self, lane: _Lane, task: _Task) -> None:
-        """Carry out a leg's first collective, and leave the rest to the second lane."""
+        """Carry out the first collective of a bucket, and hand the rest to the second thread."""
         first = next(task[0], None)
         if first is None:
             task[1].finish()

@@ -25,7 +25,7 @@ class StepExchange(NamedTuple):
 
     exchange: Exchange
     flushes: bool = False
-    """Whether another codec, or none, is in effect on the next step: then residuals are sent with this gradient."""
+    """Whether another codec, or none, is active on the next step: then residuals are sent with this gradient."""
 
 
 class ExchangePlan:
@@ -62,7 +62,7 @@ class ExchangePlan:
         return StepExchange(exchange, flushes=not keeps_residuals(exchange, self.at(step + 1)))
 
     def connect(self) -> None:
-        """Make the pipeline where there is none yet; a collective."""
+        """Make the pipeline if there is none yet; a collective."""
         if self._pipeline is None:
             self._pipeline = Pipeline(self._timeout, self._servers)
             self.on_connect()
@@ -117,7 +117,7 @@ class Sent:
 
 
 class ModelExchange:
-    """Sends the buckets of one model as the step's exchange says.
+    """Sends the buckets of one model by the active exchange.
 
     Codecs are made when they are first in effect, and kept with what they learned.
     """
@@ -130,7 +130,7 @@ class ModelExchange:
         pipeline: Callable[[], Pipeline],
         num_servers: int = 0,
     ) -> None:
-        """`keys` names the parameters; `pipeline` is asked for whenever something is sent."""
+        """`keys` names the parameters; `pipeline` is called whenever something is sent."""
         self.keys = keys
         self._rank = rank
         self._world_size = world_size
@@ -164,7 +164,7 @@ class ModelExchange:
         return Sent([self._pipeline().send(_sum(numbers if host is None else host))], numbers, host)
 
     def coded(self) -> CodedSquares:
-        """How much of what was to be sent codecs that round have sent."""
+        """Squared norms of what lossy codecs have sent and should have sent."""
         found = CodedSquares()
         for codec in list(self._lossy().values()):
             found = found.and_more(codec.coded)

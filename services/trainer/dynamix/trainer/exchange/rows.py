@@ -22,11 +22,11 @@ from dynamix.trainer.exchange.codec import BucketPart, BucketView, Member, sum_o
 from dynamix.trainer.exchange.collectives import Leg, Union
 
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-"""By bytes."""
+"""Integer types by their size in bytes."""
 
 
 def minus_zeros(gradient: Tensor) -> Tensor:
-    """Where a flat gradient is -0.0, as bool."""
+    """Positions at which a flat gradient is -0.0, as bool."""
     bits = INTEGERS[gradient.element_size()]
     return gradient.view(bits) == torch.iinfo(bits).min
 
@@ -48,7 +48,7 @@ def unpack_bits(packed: Tensor, length: int) -> Tensor:
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Where a bool tensor is true, in order, as int64; numpy is 18 times as fast as torch."""
+    """Indices at which a bool tensor is true, as int64; numpy is 18 times as fast as torch."""
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
@@ -79,7 +79,7 @@ LOOK_AGAIN = 50
 
 
 class _Piece(NamedTuple):
-    """A range of the bucket that travels, whole or by rows."""
+    """A range of the bucket that is sent, whole or by rows."""
 
     start: int
     stop: int
@@ -89,7 +89,7 @@ class _Piece(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Numbers that travel."""
+        """Numbers that are sent."""
         length = self.stop - self.start
         return length if self.rows is None else length // self.num_rows * len(self.rows)
 
@@ -135,7 +135,7 @@ class RowsExchange:
         return part.stop > part.start and part.key not in self._dense
 
     def _leave_alone(self, bucket: BucketView, dense: list[BucketPart]) -> None:
-        """Count a step for the parameters that are left alone, and begin with more of them."""
+        """Count a step for the parameters that are excluded, and exclude further ones."""
         for part in bucket.parts:
             left = self._dense.pop(part.key, 0) - 1
             if left > 0:
@@ -144,7 +144,7 @@ class RowsExchange:
 
 
 def _pieces(bucket: BucketView, rows: dict[str, Tensor]) -> list[_Piece]:
-    """What travels of a bucket, in order: tables by their rows, and all between them as one piece."""
+    """The ranges of a bucket that are sent, in order: tables by their rows, everything between them as one piece."""
     pieces, start = [], 0
     for part in bucket.parts:
         if part.key in rows:
@@ -155,7 +155,7 @@ def _pieces(bucket: BucketView, rows: dict[str, Tensor]) -> list[_Piece]:
 
 
 def _sum_pieces(flat: Tensor, pieces: list[_Piece], member: Member, zeros: Tensor | None, *, one_has_none: bool) -> Leg:
-    """Sum what travels, packed, and settle the rest; nothing travels where no rank touched anything."""
+    """Sum the packed ranges and fill in the rest; nothing is sent if no rank touched anything."""
     packed = flat.new_empty(sum(piece.length for piece in pieces))
     places = list(zip(pieces, torch.split(packed, [piece.length for piece in pieces]), strict=True))
     for piece, place in places:
@@ -179,7 +179,7 @@ class _Touched(NamedTuple):
     """Rows of a table that this rank touched."""
 
     rows: Tensor
-    """One bool per row."""
+    """Mask of the rows, one bool each."""
     skips_zeros: bool = False
     """Whether another row may have a -0.0."""
 

@@ -23,7 +23,7 @@ from dynamix.trainer.exchange.collectives import ServedSum, Trade
 from dynamix.trainer.exchange.transport import LentTensor, break_group, perform
 
 NUM_GROUPS = 2
-"""One for each lane of the ranks' pipeline."""
+"""Process groups: one for each thread of the ranks' pipeline."""
 TELL_TAG = 1
 REACH_S = 10.0
 """Longest wait for a server's address to answer."""
@@ -35,9 +35,9 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 """Torch's own, for gloo."""
 FOR_EVER = timedelta(days=365)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
-"""What is traded, by number."""
+"""Element types of exchanged tensors; a message names one by its index."""
 JOBS_KEY = "jobs"
-"""How many jobs were announced to a server."""
+"""Key in the store of the number of announced jobs."""
 
 
 class JobAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class JobAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToldTrade(NamedTuple):
-    """The message to a server before a trade."""
+    """Message to a server before an exchange: its size and type."""
 
     number: int
     """Which sum it belongs to; -1: no more trades in this group."""
@@ -72,7 +72,7 @@ END = ToldTrade(-1, 0, 0, 0)
 
 
 class ServedGroup:
-    """The process group of one lane, as a rank has it."""
+    """The process group of one thread, in a rank."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, num_ranks: int, num_servers: int) -> None:
         self.group: dist.ProcessGroup | None = group
@@ -81,7 +81,7 @@ class ServedGroup:
         self._num_servers = num_servers
 
     def trade(self, trade: Trade, served: ServedSum) -> dist.ProcessGroup:
-        """Tell the servers of a trade, in rank 0; returns the group in which it is carried out."""
+        """Announce an exchange to the servers, in rank 0; returns the group in which it is carried out."""
         assert self.group is not None, "left"
         dtype = DTYPES.index(trade.sent.dtype)
         for index, size in enumerate(served.sizes):
@@ -112,7 +112,7 @@ class GradientServers:
         self._problem = ""
 
     def announce(self, timeout: timedelta | None) -> int:
-        """In rank 0, tell every server of the job; returns its number at the first one, from 1, else 0."""
+        """Announce the job to every server, in rank 0; returns its number at the first one, from 1, else 0."""
         if self.rank:
             return 0
         try:
@@ -158,7 +158,7 @@ class GradientServers:
 
 
 def job_key(number: int) -> str:
-    """Where a server finds its job of that number."""
+    """Key in the store under which a server finds a job."""
     return f"job/{number}"
 
 
@@ -209,7 +209,7 @@ class ServedJob:
         self._left = len(groups)
         self._is_broken = False
         self.problem = ""
-        """What ended the job before its time."""
+        """The error that ended the job early."""
         for number, group in enumerate(groups):
             threading.Thread(
                 target=self._run, args=(group,), name=f"dynamix server lane {number}", daemon=True
@@ -268,7 +268,7 @@ class GradientServer:
     """Serves one job after the other."""
 
     def __init__(self, port: int, say: Callable[[str], None]) -> None:
-        """Listen on a port of all addresses, 0 for a free one; `say` gets a line for each job that begins or ends.
+        """Listen on a port of all addresses, 0 for a free one; `say` gets a line when a job begins or ends.
 
         Raises:
             RuntimeError: when the port is taken.

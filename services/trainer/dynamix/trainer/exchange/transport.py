@@ -28,7 +28,7 @@ NOT_LENT = 2
 """References to an alias that no thread holds: its Python object's and its keeper's."""
 
 CONTEXT = "context"
-"""What `torch.autograd.graph._engine_run_backward` calls the contextvars that it leaves with the thread."""
+"""Name in `torch.autograd.graph._engine_run_backward` of the contextvars that it leaves in the thread."""
 HAS_CONTEXT = hasattr(torch._C, "_remove_obj_from_tls")  # noqa: SLF001 - older ones keep it until the next pass
 if HAS_CONTEXT:  # bound once: in the middle of a step each look-up of a name finds empty caches
     from torch._C import _get_obj_in_tls, _is_key_in_tls, _remove_obj_from_tls, _stash_obj_in_tls
@@ -98,7 +98,7 @@ def _take_back(keeper: _Keeper) -> None:
 
 
 UNUSED_TAG = 2
-"""Nothing is ever sent with it."""
+"""A tag with which nothing is ever sent."""
 MOMENT = timedelta(milliseconds=1)
 
 
@@ -126,7 +126,7 @@ def perform(collective: Collective, group: dist.ProcessGroup) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The time-out of a process group; `None` where its back end does not say."""
+    """The time-out of a process group; `None` if its back end does not provide one."""
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
     for device in devices:
         with contextlib.suppress(RuntimeError, AttributeError):

@@ -97,7 +97,7 @@ class DynamixCallback(Callback):
                 self.session.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the session stands, in Lightning's checkpoints."""
+        """The session's state, for Lightning's checkpoints."""
         return {} if self.session is None else {"session": self.session.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

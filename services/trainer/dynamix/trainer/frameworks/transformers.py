@@ -24,14 +24,14 @@ from .loaders import SessionBatches, require_ddp, traits_of
 _log = logging.getLogger("dynamix.trainer")
 
 STATE_FILE = "dynamix.pt"
-"""In each of the Trainer's checkpoints."""
+"""File of the session's state in each of the Trainer's checkpoints."""
 
 
 class DynamixTrainerMixin:
     """Trains with a session: `class SteeredTrainer(DynamixTrainerMixin, Trainer)`, to be used like `Trainer`."""
 
     dynamix_options: ClassVar[Mapping[str, Any]] = {}
-    """For `dynamix.trainer.attach`; set them in your class."""
+    """Options of `dynamix.trainer.attach`; set them in your class."""
     session: Session | None = None
     """While training."""
     newest_loss: torch.Tensor | None = None
@@ -41,7 +41,7 @@ class DynamixTrainerMixin:
     _ends_steps = False
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, perhaps from a checkpoint: the session goes on at its own place in the data."""
+        """Train, perhaps from a checkpoint: the session continues at its position in the data."""
         found = resume_from_checkpoint
         self._resume_path = get_last_checkpoint(self.args.output_dir) if found is True else found or None
         if self._resume_path is not None:
@@ -104,7 +104,7 @@ class DynamixTrainerMixin:
         return (found[0] * self._loss_factor, found[1]) if return_outputs else found * self._loss_factor
 
     def _factor_of_items(self: Any, num_items_in_batch: Any) -> float:
-        """What cancels the weight of this rank's samples, where each rank's loss is in proportion to all labels."""
+        """Factor that cancels the weight of this rank's samples if each rank's loss is in proportion to all labels."""
         is_counted = num_items_in_batch is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func)
         if not is_counted or self.args.world_size == 1 or self.session.num_samples == 0:
             return 1.0

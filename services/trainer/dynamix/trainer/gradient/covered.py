@@ -195,18 +195,18 @@ class CoveredModels:
         return any(model is each for each in (*self.models, *self._ignored))
 
     def keep_buffers(self, model: DistributedDataParallel) -> None:
-        """Let DDP broadcast no buffers of a model, until `broadcast_buffers`."""
+        """Stop DDP's broadcasts of a model's buffers until `broadcast_buffers`."""
         model.broadcast_buffers = False
         self._unshared.append(model)
 
     def broadcast_buffers(self) -> None:
-        """Let DDP broadcast them again."""
+        """Restore DDP's broadcasts of buffers."""
         for model in self._unshared:
             model.broadcast_buffers = True
         self._unshared.clear()
 
     def remove(self) -> None:
-        """Let the models train without the session, as plain DDP does: communication hooks cannot be taken off."""
+        """Train the models without the session, as plain DDP does: communication hooks cannot be removed."""
         for hook in self._hooks:
             hook.retire()
         for handle in self._handles:
@@ -221,7 +221,7 @@ class CoveredModels:
         return [hook.model_exchange for hook in self._hooks]
 
     def coded(self) -> CodedSquares:
-        """How much of what was to be sent codecs with loss have sent, of all models."""
+        """Squared norms of what lossy codecs have sent and should have sent, of all models."""
         found = CodedSquares()
         for exchange in self.exchanges:
             found = found.and_more(exchange.coded())

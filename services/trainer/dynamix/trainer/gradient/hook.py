@@ -25,7 +25,7 @@ from dynamix.trainer.exchange.transport import LentTensor, launched
 from dynamix.trainer.gradient.noise import HALF, NormSketch, is_measured
 
 Reduction = Literal["mean", "sum"]
-"""What the user's loss does over the samples of its batch."""
+"""How the user's loss combines the samples of its batch."""
 
 BaseHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 """A DDP communication hook that averages over ranks, as torch's own do."""
@@ -207,7 +207,7 @@ def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
 
 
 class ModelBucket:
-    """One of the model's buckets, and all that is the same for it in every step: half of what it costs is paid once."""
+    """One bucket of the model, with everything that is the same in every step."""
 
     __slots__ = ("buffer", "factor", "lent", "reduced", "scale", "view")
 
@@ -215,10 +215,10 @@ class ModelBucket:
         """`is_in_place`: the reduced gradient will be in the buffer itself, as a base hook does not promise."""
         self.buffer = buffer
         self.scale = 0.0
-        """What `factor` holds. As a tensor it saves torch a third of what scaling a small bucket takes."""
+        """The value of `factor`. As a tensor it saves torch a third of the time of scaling a small bucket."""
         self.factor = torch.zeros((), dtype=torch.float64 if buffer.dtype == torch.float64 else torch.float32)
         self.lent: LentTensor | None = None
-        """What the process group reduces, once it did."""
+        """The tensor that the process group reduces, after the first use."""
         self.reduced: torch.futures.Future[torch.Tensor] | None = None
         """What DDP waits for, done from the beginning: it looks at it after the last bucket's hook, which waits for
         all. `None` on a GPU, where a future tells whose streams wait for which, and over base hooks."""
@@ -226,7 +226,7 @@ class ModelBucket:
             self.reduced = torch.futures.Future()
             self.reduced.set_result(buffer)
         self.view: BucketView | None = None
-        """What a codec gets of it, once one did."""
+        """The codec's view of it, after the first use."""
 
     def weigh(self, scale: float) -> None:
         """Scale the bucket in place."""
@@ -263,7 +263,7 @@ class _SentBucket(NamedTuple):
 
 @dataclass(slots=True)
 class _Step:
-    """What the hook does with each bucket of a step, and the squared norms that it measured."""
+    """Parameters of a step for the hook, and the squared norms that it measured."""
 
     scale: float
     """Factor on the bucket; 0 zeroes it."""
@@ -340,7 +340,7 @@ class GradientHook:
         """Time slots on their way beside the buckets."""
         self._sent: list[_SentBucket] = []
         self._buckets: dict[int, ModelBucket] = {}
-        """By number: DDP makes its buckets once, and once more after the first step."""
+        """Buckets by number: DDP makes them once, and again after the first step."""
         self._step: _Step
         self.average_plainly()
 

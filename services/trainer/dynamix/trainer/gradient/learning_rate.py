@@ -81,7 +81,7 @@ class Schedulers:
         self._num_done = 0
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether there are any schedulers."""
         return bool(self._schedulers)
 
     def add(self, scheduler: LRScheduler, reference_steps: float) -> None:
@@ -112,7 +112,7 @@ class Schedulers:
         self._num_done = max(due, self._num_done)
 
     def drives(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether one of them sets the learning rate of an optimizer."""
+        """Whether a scheduler sets the learning rate of an optimizer."""
         return any(scheduler.optimizer is optimizer for scheduler in self._schedulers)
 
 
@@ -120,7 +120,7 @@ MAX_IDLE_STEPS = 20
 """Steps without any update, from the first one on, until the session's optimizers count as not the script's."""
 
 _covered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Those of all sessions of this process: their steps are no snapshot's."""
+"""Snapshots of all sessions of this process, whose steps belong to no checkpoint."""
 
 
 class Updates:
@@ -141,25 +141,25 @@ class Updates:
         """
         self._schedulers = schedulers
         self._seen: dict[int, tuple[int, list[Any]]] = {}
-        """By optimizer: the epoch and the learning rates of its newest update."""
+        """The epoch and the learning rates of each optimizer's newest update."""
         self._num_changes = 0
         self._loader = loader
         self._before_update = before_update
         self._factor_of = factor
         self._factor = 1.0
         self._num_idle: int | None = 0 if warns else None
-        """Steps so far while no optimizer has stepped; `None` once one has, or it was said."""
+        """Steps without any step of an optimizer; `None` once one has stepped, or after the warning."""
         self._handles: list[RemovableHandle] = []
         self._covered: list[weakref.ref[torch.optim.Optimizer]] = []
         """In the order they were given; a session ends with its last name, so it keeps none alive."""
         self._scalers: dict[int, LearningRateScaler] = {}
-        """By the optimizer's id, as below."""
+        """Gradient scalers by the optimizer's id."""
         self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Those of no earlier session of this process."""
+        """Optimizers that no earlier session of this process had."""
         self._updated: set[int] = set()
-        """Those that stepped since the step began."""
+        """Optimizers that stepped since the step began."""
         self._left_out: set[int] = set()
-        """Those that did not step in the newest step that ended."""
+        """Optimizers that did not step in the newest step."""
 
     def cover(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the learning rates of one more optimizer."""
@@ -175,7 +175,7 @@ class Updates:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those of the session, in the order they were given."""
+        """Optimizers of the session, in the order given."""
         return [found for each in self._covered if (found := each()) is not None]
 
     def newest_rate(self) -> float | None:

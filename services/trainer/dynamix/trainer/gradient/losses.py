@@ -28,7 +28,7 @@ class LossWarnings:
     """Looks at the losses of a job whose ranks may have unequal batches."""
 
     def __init__(self, *, is_sum: bool, weighs_samples: bool, has_equal_data: bool, is_in_parts: bool) -> None:
-        """`is_sum` and `weighs_samples` are what the script said.
+        """`is_sum` and `weighs_samples` are the script's settings.
 
         Where the ranks have `equal_data`, only the sizes of their batches tell their losses apart. A step that
         `is_in_parts` has batches of about one size.
@@ -37,7 +37,7 @@ class LossWarnings:
         self._has_equal_data = has_equal_data
         self._may_be_weighted = weighs_samples and not is_sum
         self._slopes = [0.0] * MAX_WINDOWS if is_in_parts else []
-        """How log loss grows with log size, by window: 0 for a mean, 1 for a sum."""
+        """Slope of log loss over log size, by window: 0 for a mean, 1 for a sum."""
 
     def look_at_modules(self, models: Iterable[torch.nn.Module]) -> None:
         """Warn of a class weight in a criterion that is a part of a model, as it may be under Lightning."""

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 Weighting = Literal["auto", "hook", "loss"]
-"""What weighs, as the script says it; `auto` goes by the models' types."""
+"""How gradients are weighted, as the script sets it; `auto` depends on the models' types."""
 
 Averaging = Literal["hook", "loss", "none"]
-"""What weighs: communication hooks, the script's own loss (`scale_loss`), or nothing in a world of one."""
+"""How gradients are weighted: by communication hooks, by the script's loss (`scale_loss`), or not at all with one
+rank."""
 
 WRAPPERS = ("_orig_mod", "_orig_module", "_forward_module")
 """Attributes by which compiled models, and those of Lightning Fabric, name what they wrap."""
@@ -33,7 +34,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside of what Accelerate and Lightning put around it.
+    """The optimizer inside the wrappers of Accelerate and Lightning.
 
     Raises:
         TypeError: when there is none.
@@ -117,7 +118,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def set_gradient_sync(model: torch.nn.Module, *, exchanged: bool) -> None:
-    """Let the next backward pass exchange gradients, or only add them up."""
+    """Make the next backward pass exchange gradients, or only accumulate them."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = exchanged
     elif callable(switch := getattr(model, "set_requires_gradient_sync", None)):  # FSDP2

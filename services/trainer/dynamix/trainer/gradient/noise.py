@@ -19,7 +19,7 @@ from dynamix.schemas.messages import GradientNoise
 from dynamix.trainer.data.plan import Counts
 
 HALF = (torch.float16, torch.bfloat16)
-"""What squared norms overflow in."""
+"""Types in which squared norms overflow."""
 NUM_FIRST_MEASURED = 20
 """Steps of a job that are all measured: the first decisions go furthest, and a single step tells them little."""
 
@@ -41,7 +41,7 @@ class RoundMeasurement:
         self._is_due = False
 
     def measures(self, step: int, *, begins_round: bool) -> bool:
-        """Whether it is measured on a step; to be asked of each local one."""
+        """Whether the noise is measured on a step; call it for each local step."""
         self._is_due = self._is_due or is_measured(step, self._noise_every)
         if not (begins_round and self._is_due):
             return False
@@ -94,7 +94,7 @@ def window_moments(sums: Iterable[NoiseSums]) -> GradientNoise | None:
 
 
 START = 3
-"""How fast the averages forget their start: after t windows the weight of window s grows as s^START."""
+"""Exponent of the weights of the averages: after t windows the weight of window s grows as s^START."""
 
 
 @dataclass(slots=True)
@@ -159,7 +159,7 @@ class NormSketch:
         self._num_elements = 0
 
     def add(self, gradient: torch.Tensor, number: int) -> None:
-        """Take in a bucket; the first one begins again, as another backward pass does."""
+        """Add a bucket; the first one starts again, as another backward pass does."""
         if number == 0:
             self.cells.zero_()
             self.local, self._num_elements = 0.0, 0

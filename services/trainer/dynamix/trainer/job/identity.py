@@ -1,4 +1,4 @@
-"""Who we are: the job's name on the bus, its generation, which ranks share a node, and bounds kept over restarts.
+"""Identity of a job on the bus: its name, its generation, which ranks share a node, and bounds kept over restarts.
 
 The job id is made once per run and survives the restarts of `torchrun`. It ends in the run id that `dynamix train`
 made; else it comes from torchrun's, which `--standalone` makes for each run and `--rdzv-id` sets for all nodes alike;
@@ -35,14 +35,14 @@ class Launch(NamedTuple):
     """Whether an elastic agent started this process."""
 
     connects_late: bool = False
-    """Whether gloo connects two ranks only when they first exchange something (TORCH_GLOO_LAZY_INIT)."""
+    """Whether gloo connects two ranks only at their first exchange (TORCH_GLOO_LAZY_INIT)."""
 
     log_directory: str = ""
     """Created by the agent for its launch; known to its workers also when a wrapper script stands between."""
 
     @property
     def id(self) -> str:
-        """Names this launch. A start that cannot be recognised as a restart is a launch of its own."""
+        """Name of this launch; a start that cannot be recognised as a restart is a new launch."""
         return _digest(f"{boot_id()}/{self.log_directory}" if self.log_directory else fingerprint(os.getpid()))
 
 
@@ -72,13 +72,13 @@ class Peer(NamedTuple):
     memory_caps: dict[int, int]
     """Upper bounds of local batch sizes by rank, as far as this rank can read them."""
     options: dict[str, object]
-    """What all ranks must have been given alike."""
+    """Options that must be equal on all ranks."""
     energy: EnergyOffer | None = None
-    """What it could count, in a job that measures energy."""
+    """Energy counters that the rank could read, in a job that measures energy."""
 
 
 class Place(NamedTuple):
-    """Where a rank runs."""
+    """The rank's place: its node and its number there."""
 
     rank: int
     local_rank: int
@@ -118,12 +118,12 @@ def propose_job(name: str, configured: str, launch: Launch, run_id: str = "") ->
 
 
 def is_fresh(configured: str, launch: Launch) -> bool:
-    """Whether `propose_job` makes an id that cannot have been used before."""
+    """Whether `propose_job` makes an id that was never used."""
     return not configured and not launch.elastic
 
 
 def attempt_of(peers: Sequence[Peer]) -> Attempt:
-    """The start that all ranks make together.
+    """The start that all ranks have in common.
 
     An agent counts only the failures of its own workers: those of all nodes are added. With one node the sum is its
     restart count.
@@ -143,7 +143,7 @@ def generation_of(peers: Sequence[Peer]) -> int:
 
 
 def generation_after(saved_generation: int, saved: Attempt, now: Attempt) -> int:
-    """The generation of a start that goes on from a checkpoint, above every one used before, without asking the bus.
+    """The generation of a start from a checkpoint, above every earlier one, without asking the bus.
 
     A launch has as many generations in a row as it may make starts; the first is that of any of its checkpoints less
     the restarts until then. So a restart counts on by one, whether or not the start before it came to save, and another
@@ -156,7 +156,7 @@ def generation_after(saved_generation: int, saved: Attempt, now: Attempt) -> int
 
 
 def place_of(peers: Sequence[Peer], rank: int) -> Place:
-    """Where a rank runs, from the nodes that all ranks named; the lowest rank of a node is its local rank 0."""
+    """The place of a rank, from the nodes of all ranks; the lowest rank of a node is its local rank 0."""
     ranks = tuple(other for other, peer in enumerate(peers) if peer.node == peers[rank].node)
     return Place(rank, ranks.index(rank), peers[rank].node, ranks)
 

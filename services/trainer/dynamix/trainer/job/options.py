@@ -62,7 +62,7 @@ _log = logging.getLogger("dynamix.trainer")
 WINDOW_STEPS = 10
 MIN_WINDOW_S = 1.0
 """Windows of a script that does not say how long they shall be, with divisors for periods of local steps. Their end
-costs some 6 ms of a processor on each host, 1 to 2 % of a second on half of one (docs/overhead.md)."""
+costs some 6 ms of a processor on each host, 1 to 2 % of a second on half of one (docs/measurements.md)."""
 
 AtLeast0 = Annotated[int, Meta(ge=0)]
 AtLeast1 = Annotated[int, Meta(ge=1)]
@@ -83,7 +83,7 @@ class JobOptions:
     max_local_batch_size: AtLeast1
     max_lag_windows: AtLeast1
     margin_steps: int
-    """Steps between an action's broadcast and the boundary at which it starts to rule."""
+    """Steps between an action's broadcast and the boundary at which it takes effect."""
     policy: str
     policy_options: PolicyOptions
     optimizer_family: OptimizerFamily
@@ -105,9 +105,9 @@ class JobOptions:
     supports_tracking: bool = False
     """Whether the ranks can divide a global batch among themselves."""
     exchange: ExchangePermission = "exact"
-    """What decisions may do to how gradients travel."""
+    """What decisions may do to the gradient exchange."""
     fixed_exchange: Exchange | None = None
-    """How they travel in the whole run, where the script says so."""
+    """The exchange of the whole run, if the script sets it."""
     gradient_servers: tuple[str, ...] = ()
     """Addresses of the servers that it was started with."""
     supports_exchange: bool = False
@@ -115,17 +115,17 @@ class JobOptions:
     table_share: float = 0.0
     """Share of the trained numbers that lie in embedding tables."""
     family: str = ""
-    """What its runs have in common; empty: they have nothing."""
+    """The family of the job's runs; empty if none."""
     explores: tuple[Explored, ...] = ()
-    """What they may try out."""
+    """Quantities that runs of the family may try out."""
     objective: Objective = "time"
-    """What they are compared by."""
+    """Quantity by which runs are compared."""
     min_window_s: float = 0.0
     """A window that would last less is several times as long, after the first ones."""
 
     @property
     def initial_allocation(self) -> Allocation:
-        """The allocation of the first step; where ranks divide the batch themselves, they begin with it at once."""
+        """The allocation of the first step; if ranks divide the batch themselves, they do so at once."""
         split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
         first = self.fixed_exchange or initial_exchange(self.policy, self.policy_options)
         return Allocation(self.local_batch_sizes, split, first)

@@ -48,7 +48,7 @@ class RoundDrift(NamedTuple):
 
 
 def outer_step(exchange: Exchange, moved: Tensor, velocity: Tensor | None) -> Tensor:
-    """How far all ranks go, after how far they moved on the mean; `velocity` changes, and is only needed by momentum.
+    """The outer step, given the mean movement; `velocity` is updated, and only needed with momentum.
 
     Products and sums are apart, since a processor that joins them rounds once instead of twice.
     """
@@ -70,7 +70,7 @@ class OuterOptimizer:
         """Laid out as buckets are, and kept by parameter, as residuals are."""
 
     def step(self, exchange: Exchange, model: ModelExchange, bucket: BucketView) -> Tensor:
-        """How far a bucket's parameters go; `bucket` has how far they moved on the mean."""
+        """The movement of a bucket's parameters; `bucket` has their mean movement."""
         velocity = self._velocities.setdefault(model, Residuals()).of(bucket) if exchange.outer_momentum else None
         return outer_step(exchange, bucket.flat, velocity)
 
@@ -92,7 +92,7 @@ class OuterOptimizer:
 
 
 BUCKET_BYTES = 25 * 2**20
-"""DDP's own, where a model does not say."""
+"""DDP's default, for models that set none."""
 
 
 class FlatBucket:
@@ -115,7 +115,7 @@ class FlatBucket:
             place.copy_(tensor)
 
     def moved(self, weight: float) -> BucketView:
-        """How far they moved, times this rank's weight."""
+        """The movement of the parameters, times this rank's weight."""
         flat = torch.empty_like(self._start)
         for place, tensor in self._places(flat):
             place.copy_(tensor)
@@ -177,7 +177,7 @@ def share_buffers(tensors: Iterable[Tensor], exchange: ModelExchange, weight: fl
 
 
 class StatePlace(NamedTuple):
-    """Where a tensor of an optimizer's state is, the same on all ranks."""
+    """Position of a tensor in an optimizer's state, the same on all ranks."""
 
     optimizer: int
     parameter: int
@@ -249,7 +249,7 @@ class _Round:
     """A round under way."""
 
     buckets: list[tuple[ModelExchange, FlatBucket]]
-    """Where the parameters were when it began."""
+    """The parameters at the start of the round."""
     counts: list[int]
     """Samples so far, by rank."""
     computed_s: float = 0.0
@@ -267,7 +267,7 @@ class EndedStep(NamedTuple):
     """Samples per step by rank in the round that ended."""
     norms: SquaredNorms = NOT_MEASURED
     drift: RoundDrift | None = None
-    """That of the round that ended."""
+    """The drift of the last round."""
 
 
 class LocalSteps:
@@ -290,7 +290,7 @@ class LocalSteps:
         self._gather = gather
         self._slots = TimeSlots(exchange.rank, exchange.world_size)
         self._buffers: list[tuple[Sequence[Tensor], ModelExchange]] = []
-        """What DDP would broadcast in each forward pass, for which ranks would wait, by model."""
+        """Buffers that DDP would broadcast in each forward pass, by model."""
         self._round: _Round | None = None
         self._num_steps = 0
         self._sketches: StepSketches | None = None
@@ -359,7 +359,7 @@ class LocalSteps:
             self._sketches = None
 
     def leave(self) -> None:
-        """Let DDP broadcast buffers again."""
+        """Restore DDP's broadcasts of buffers."""
         if not self.is_averaged and self._exchange.rank == 0:
             _log.warning(
                 "the session ends in the middle of a round of local steps: each rank has parameters of its own; call "
@@ -369,7 +369,7 @@ class LocalSteps:
         self._buffers, self._round, self._num_steps = [], None, 0
 
     def _average(self, exchange: Exchange, following: Exchange, *, shares_times: bool) -> tuple[float, RoundDrift]:
-        """Let all ranks have the mean; returns this rank's weight in it, and how far they were apart."""
+        """Give all ranks the mean; returns this rank's weight in it, and the distance of the ranks."""
         assert self._round is not None, "no round"
         counts = self._round.counts
         weight = counts[self._exchange.rank] / sum(counts)

@@ -146,7 +146,7 @@ class MetricHistory:
         self._windows: deque[tuple[int, dict[str, float | str]]] = deque(maxlen=KEPT_WINDOWS)
         """Optimizer steps by its end, and metrics."""
         self._rewards: dict[tuple[int, int], dict[str, Reward]] = {}
-        """By generation and window, then by node, which may be ahead of this one."""
+        """Rewards by generation and window, then by node, which may be ahead of this one."""
         self._is_newest_logged = True
 
     def add_window(self, step: int, metrics: Mapping[str, float | str]) -> None:
@@ -196,7 +196,7 @@ def _place_of(metrics: Mapping[str, float | str]) -> tuple[int, int]:
 
 
 MAX_RANKS_APART = 16
-"""In larger jobs only minimum, mean and maximum of what each rank has: a chart of more lines cannot be read."""
+"""Most ranks that are logged singly; larger jobs log minimum, mean and maximum."""
 
 _TIMES = {"data_time_s": "data_s", "compute_time_s": "compute_s", "sync_time_s": "sync_s", "update_time_s": "update_s"}
 _NOT_SPLIT = ("compute_time_s", "sync_time_s")

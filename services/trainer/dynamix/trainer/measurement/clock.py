@@ -1,4 +1,4 @@
-"""Clocks: where the time of a step goes.
+"""Clocks: the parts of a step's time.
 
 A step runs from the loader being asked for a batch to `session.step` returning. Five moments divide it into four times
 whose sum is the step's: asked, (data) handed out, (compute) last gradient bucket ready, (sync) gradient reduced,
@@ -44,7 +44,7 @@ class Ended(NamedTuple, Generic[Moment]):
     waits: tuple[tuple[Moment, Moment], ...] = ()
     """While computing, from the last bucket of a gradient to having it reduced."""
     averaging: tuple[Moment, Moment] | None = None
-    """After the update, from the end of a round of local steps to having the mean."""
+    """Time after the update, from the end of a round of local steps until the mean is there."""
 
     @property
     def all_moments(self) -> Iterator[Moment]:
@@ -74,7 +74,7 @@ class Clock(ABC, Generic[Moment]):
         self._in_step = False
 
     def asked(self) -> None:
-        """The loader is asked for a batch: the step's first, or a further micro-batch."""
+        """The script requests a batch: the step's first, or a further micro-batch."""
         if self._in_step:
             self._asked_again = self._now(None)
         else:
@@ -114,7 +114,7 @@ class Clock(ABC, Generic[Moment]):
         self._averaging = began, self._now(None)
 
     def before_update(self) -> None:
-        """The optimizer begins: where no bucket was seen, computing ends here."""
+        """The optimizer begins; if no bucket was seen, computing ends here."""
         if self._ready is None:
             self._ready = self._now(None)
 
@@ -216,7 +216,7 @@ class DeviceClock(Clock[torch.cuda.Event]):
         super().__init__()
         self._free: list[torch.cuda.Event] = []
         self._num_returned = 0
-        """How many of the ended steps were returned, or skipped because a newer one was returned."""
+        """Number of ended steps that were returned, or skipped because a newer one was returned."""
         self._unreturned = 0.0
 
     def seconds_per_sample(self) -> float:

@@ -19,14 +19,14 @@ _log = logging.getLogger("dynamix.trainer")
 
 
 class EnergyError(Exception):
-    """Energy cannot be read; the text says why and how to fix it."""
+    """Energy cannot be read; the message has the reason and the fix."""
 
 
 class EnergyCounter(Protocol):
     """Some counters of joules, read together."""
 
     source: str
-    """What they count: equal in all ranks that would count the same."""
+    """Identity of the counters: equal in ranks that share them."""
 
     def take_j(self) -> float:
         """Joules since the last call, or since it was made.
@@ -40,16 +40,16 @@ class EnergyOffer(NamedTuple):
     """A rank's offer to the others when they attach."""
 
     source: str
-    """What it could count; empty where it cannot."""
+    """Name of its counters; empty if it has none."""
     fault: str = ""
-    """Why it cannot."""
+    """Reason why it has none."""
 
 
 class EnergyMeter:
     """The joules of one rank by window, once the ranks agreed on who reads which counter."""
 
     def __init__(self, counter: EnergyCounter | EnergyError) -> None:
-        """Read a counter, or tell the others why there is none."""
+        """Read a counter, or tell the other ranks why there is none."""
         self._counter: EnergyCounter | None = None if isinstance(counter, EnergyError) else counter
         self.offer = EnergyOffer("", str(counter)) if isinstance(counter, EnergyError) else EnergyOffer(counter.source)
         self._has_warned = False
@@ -89,12 +89,12 @@ class EnergyMeter:
 
 
 def unmeasured() -> float:
-    """The joules of a rank in a job that does not ask for them: unknown."""
+    """The joules of a rank in a job without energy measurement: unknown."""
     return math.nan
 
 
 def energy_meter(device: torch.device, powercap: Path) -> EnergyMeter:
-    """The meter of a rank that computes on a device; that there is nothing to read is told when ranks agree."""
+    """The meter of a rank that computes on a device; missing counters are reported when ranks agree."""
     make = load_extension("dynamix.energy", device.type, _counter)
     if make is None:
         return EnergyMeter(EnergyError(f"there is no energy counter for {device.type!r}: only NVIDIA GPUs and CPUs"))

@@ -141,7 +141,7 @@ def energy_j(rows: Sequence[Row]) -> float | None:
 
 
 def wall_s(rows: Sequence[Row]) -> float:
-    """How long the window lasted, on the rank on which it lasted longest; infinite where one does not know."""
+    """Duration of the window on the slowest rank; infinite if a rank does not know it."""
     return max(math.inf if row.wall_s is None else row.wall_s for row in rows)
 
 
@@ -167,7 +167,7 @@ def _gradient_norm(noise: GradientNoise | None, global_batch_size: int) -> float
 
 
 def _coding_gain(rows: Sequence[Row]) -> float | None:
-    """Over all ranks; unknown where no codec with loss ruled, or something was not finite."""
+    """Squared norm of what was sent, over what should have been; unknown without a lossy codec."""
     wanted, sent = sum(row.coded.wanted for row in rows), sum(row.coded.sent for row in rows)
     return sent / wanted if 0 < wanted < math.inf and sent < math.inf else None
 
@@ -214,16 +214,16 @@ class RankMeter:
     device: torch.device
     reduction: Reduction
     times_split: bool
-    """Whether a hook sees the gradient's buckets, and so where waiting for others begins."""
+    """Whether a hook sees the gradient's buckets, and thus the start of waiting for others."""
     process: ProcessIdentity = field(default_factory=this_process)
     learning_rate: Callable[[], float | None] = lambda: None
-    """That of the newest step."""
+    """Learning rate of the newest step."""
     coded: Callable[[], CodedSquares] = CodedSquares
-    """What codecs with loss were to send and sent, from the beginning on."""
+    """Squared norms of what lossy codecs sent and should have sent, since the start."""
     energy_j: Callable[[], float] = unmeasured
     """Joules since the last call."""
     _taken_s: float = field(default_factory=time.perf_counter, init=False)
-    """When the last row was taken."""
+    """Time of the last row."""
     _coded_before: CodedSquares = field(default=CodedSquares(), init=False)
     _data_digest: int = field(default=0, init=False)
     _batches: list[_Batch] = field(default_factory=list, init=False)
@@ -279,7 +279,7 @@ class RankMeter:
         )
 
     def _take_coded(self) -> CodedSquares:
-        """What was coded since the last call."""
+        """Squared norms of lossy codecs since the last call."""
         before, self._coded_before = self._coded_before, self.coded()
         return self._coded_before.since(before)
 

@@ -23,7 +23,7 @@ PROC = Path("/proc")
 
 
 class ProcessIdentity(NamedTuple):
-    """Enough for a collector to find the process and to believe that it is the one."""
+    """Identity of a process, with which a collector finds and verifies it."""
 
     pid: int
     start_ticks: int
@@ -149,7 +149,7 @@ def _cookie(fd: int) -> int | None:
 
 
 def _endpoint(call: Callable[..., int], fd: int) -> Endpoint | None:
-    """One end of a socket; an IPv4 address inside IPv6 is written as IPv4, since the other end sees it so."""
+    """One end of a socket; an IPv4 address inside IPv6 is written as IPv4, as the other end sees it."""
     raw = ctypes.create_string_buffer(128)
     length = ctypes.c_uint32(len(raw))
     if call(fd, raw, ctypes.byref(length)):
@@ -168,12 +168,12 @@ MAX_NODE_SOCKETS = 40_960
 """Sockets that the ranks of one node name together: at most 360 KB of a report, which may have 512."""
 
 LEAST_SENT_BYTES = 256 * 1024
-"""In a window over a connection, for a rate: less is messages, whose time is that of a round trip."""
+"""Least bytes over a connection in a window for a rate: smaller amounts measure the round trip."""
 LEAST_SENDING_US = 10_000
 """Kernels count in ticks of up to 10 ms: who sent for less was as fast as makes no difference."""
 
 SEVERAL = -1
-"""In place of a rank: one of those that share an address."""
+"""Placeholder of a rank: one of several that share an address."""
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -187,7 +187,7 @@ class _Counted(NamedTuple):
     first: TcpInfo
     newest: TcpInfo
     rated: TcpInfo
-    """When the last rate was taken."""
+    """Time of the last rate."""
 
     @property
     def difference(self) -> TcpInfo:
@@ -207,7 +207,7 @@ class _Counted(NamedTuple):
 
 
 class LinkRate(NamedTuple):
-    """How fast this rank sent to another one while it did: what both of their links carry at least."""
+    """Rate at which this rank sent to another one while it did: a lower bound for both links."""
 
     bytes_per_s: float
     peer: int

@@ -135,7 +135,7 @@ class Collectives:
         return numbers
 
     def share_order(self, order: Order, *, waits: bool = True) -> Order:
-        """Rank 0's order; the others' says how long it is. A rank that does not wait does so at the next one."""
+        """Receive rank 0's order. A rank that does not wait does so at the next call."""
         if self._sharing is not None:
             self._sharing[0].wait()
         lent = LentTensor(torch.from_numpy(order))
@@ -156,7 +156,7 @@ class Collectives:
         return total
 
     def gather_objects(self, mine: T) -> list[T]:
-        """One object of each rank, in rank order: for attaching, not for steps."""
+        """Gather one object from each rank, in rank order: for attaching, not for steps."""
         payload = pickle.dumps(mine)
         sizes = self._gather_now(torch.tensor([len(payload)]))
         padded = bytearray(payload).ljust(max(int(size) for size in sizes), b"\0")
@@ -207,14 +207,14 @@ class SoloCollectives:
         self._numbers: list[float] = []
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no group."""
 
     def post_row(self, row: Row) -> None:
         """Keep the row."""
         self._row = row
 
     def take_rows(self) -> list[Row]:
-        """The only row, as it was posted last."""
+        """Return the row that was posted last."""
         assert self._row is not None, "no row was posted"
         return [self._row]
 
@@ -235,19 +235,19 @@ class SoloCollectives:
         return self._numbers
 
     def share_order(self, order: Order, *, waits: bool = True) -> Order:  # noqa: ARG002 - as with several
-        """The only rank's order."""
+        """Return the order unchanged."""
         return order
 
     def post_total(self, mine: int) -> Callable[[], int]:
-        """The only number."""
+        """Return the number unchanged."""
         return lambda: mine
 
     def gather_objects(self, mine: T) -> list[T]:
-        """The only object."""
+        """Return the object in a list."""
         return [mine]
 
     def gather_numbers(self, mine: Sequence[int], _meanwhile: Callable[[], None]) -> list[tuple[int, ...]]:
-        """The only rank's."""
+        """Return the numbers in a list."""
         return [tuple(mine)]
 
     def agree(self, what: str, mine: Sequence[object]) -> None:

@@ -39,7 +39,7 @@ OUTLIER = 2.5
 """Noises by which a measurement must be off to be an outlier, or a change that two in a row show."""
 
 ALLOWANCE, EVIDENCE = 0.5, 8.0
-"""In noises: what is taken off each deviation of a run, and the sum beyond which the run is a change."""
+"""In standard deviations of the noise: deduction from each deviation, and the sum that counts as a change."""
 
 FIRST_NOISE = 0.02
 """Taken for granted before any was measured."""
@@ -63,7 +63,7 @@ MIN_EXPLAINED = 0.5
 """Share of the variance of the times that sizes must explain."""
 
 MAX_FIXED = 16
-"""Most fixed costs, in mean sizes of all ranks: beyond it they cannot be told from noise."""
+"""Largest fixed cost, in mean sizes of all ranks; larger ones cannot be told from noise."""
 
 MOST_NOISE = 0.3
 """Above it times tell nothing of fixed costs: a line through them would be one through noise."""
@@ -77,7 +77,7 @@ PRECISION_2, LEAST_NOISE_2, MOST_NOISE_2 = PRECISION * PRECISION, LEAST_NOISE * 
 
 
 class FilterState(NamedTuple):
-    """All that a filter remembers, in rank order: plain numbers for a checkpoint."""
+    """The state of a filter, in rank order: plain numbers for a checkpoint."""
 
     rates: tuple[float, ...]
     fixed: tuple[int, ...]
@@ -374,7 +374,7 @@ FAR = 0.1
 """Share of a size by which it must be off for that."""
 
 SETTLE_STEPS = 8
-"""Steps between two looks at it."""
+"""Steps between two checks."""
 
 SHORT_S = 0.02
 """Compute time of the slowest rank below which not every step is measured."""
@@ -474,7 +474,7 @@ class LoopPace(NamedTuple):
     num_measured: int = 0
     """Measurements under tracking, up to `FIRST_MEASURED`."""
     is_short: bool = False
-    """Whether the slowest rank computed for less than `SHORT_S`, by the newest measurement."""
+    """Whether the slowest rank computed for less than `SHORT_S` in the newest measurement."""
 
 
 class FastLoop:
@@ -490,7 +490,7 @@ class FastLoop:
         self.pace = LoopPace()
 
     def measures(self, step: int) -> bool:
-        """Whether the ranks shall exchange their times in a step that an allocation with `tracking` rules.
+        """Whether the ranks exchange their times in a step with `tracking`.
 
         All ranks ask before the step, and have the same answer: it changes with measurements only.
         """
@@ -500,7 +500,7 @@ class FastLoop:
         return place == (number * SCATTER >> 30) % SHORT_EVERY
 
     def adopt(self, effective_step: int, decided: Allocation) -> None:
-        """Let a decision of the slow loop rule from a step on.
+        """Activate a decision of the slow loop from a step on.
 
         Under tracking its sum is divided by the speeds known so far; its sizes stand while there are none, and the
         sizes in use stay when the global batch does. Where traces rule, no decision moves the sizes.
@@ -518,7 +518,7 @@ class FastLoop:
     def observe_times(
         self, seconds_per_sample: Sequence[float], effective_step: int, counts: tuple[int, ...] = ()
     ) -> None:
-        """Take in the compute times of a step; under tracking a better split rules from `effective_step` on.
+        """Process the compute times of a step; under tracking a better split is active from `effective_step` on.
 
         That is the first step that no rank has drawn a batch for. `counts` are the samples of the step that was
         measured, by rank. While the slow loop has fixed the sizes, times are only remembered.

@@ -1,4 +1,4 @@
-"""The field: the traces of all agents of a job, and the sizes that follow from them. Pure, and alike on all ranks.
+"""The field: the traces of all agents of a job, and the sizes that follow from them. Pure, and equal on all ranks.
 
 Under the policy `stigmergy` no centre decides. Once per window the ranks of each node add the newest trace that they
 have of their own agent to one sum over all ranks: so all have the same field, to the bit, and come to the same sizes by
@@ -24,7 +24,7 @@ GONE = 0.01
 """Strength below which there is no trace any more."""
 
 LAG_WINDOWS = 2
-"""Windows from the one that a trace is of to the one that it can rule: its age counts from there."""
+"""Windows between the window of a trace and the window in which it takes effect."""
 
 PER_CELL = 3
 """Numbers of a cell besides its ranks' activities: appetite, waiting, and window + 1, where 0 stands for no trace."""
@@ -37,7 +37,7 @@ class _Cell(NamedTuple):
 
 
 class TraceField:
-    """One job's field as its ranks know it, at most one trace per node."""
+    """The field of one job, at most one trace per node."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class TraceField:
         return self._num_ranks + PER_CELL * len(self._nodes)
 
     def numbers_of(self, traces: Mapping[str, Trace]) -> list[float]:
-        """The numbers of these traces, by node, and zero everywhere else; traces that do not fit the job are none."""
+        """The numbers of these traces, by node, and zero for missing or unusable traces."""
         numbers = [0.0] * self.num_numbers
         for name, trace in traces.items():
             index = self._index.get(name)
@@ -78,7 +78,7 @@ class TraceField:
         return numbers
 
     def take(self, numbers: Sequence[float], window: int) -> None:
-        """Take in what all ranks have summed up, as the field that rules from the beginning of `window`."""
+        """Take the sum over all ranks as the field from the beginning of `window`."""
         self._activity = list(numbers[: self._num_ranks])
         for index, node in enumerate(self._nodes):
             at = self._num_ranks + PER_CELL * index
@@ -90,7 +90,7 @@ class TraceField:
                     self._activity[rank] = 0.0
 
     def revise(self, schedule: Schedule, effective_step: int, fewest: int, upper: Sequence[int]) -> None:
-        """Let better sizes rule from a step on, where traces rule and there are any."""
+        """Activate better sizes from a step on, if the policy uses traces and there are any."""
         newest = schedule.newest
         if newest.split != "traces":
             return
@@ -129,7 +129,7 @@ class TraceField:
         return trace.ranks == self._nodes[index].ranks and len(trace.activity) == len(trace.ranks)
 
     def _strength(self, age: int) -> float:
-        """By products: a power is not the same to the last bit everywhere."""
+        """By products: a power is not the same to the last bit on every machine."""
         strength, left = 1.0, 1.0 - self._options["evaporation"]
         for _ in range(age):
             strength *= left
@@ -138,7 +138,7 @@ class TraceField:
         return strength
 
     def _weights(self, sizes: Sequence[int]) -> list[float] | None:
-        """What the sizes are in proportion to: activities, and for ranks without one the share that they have."""
+        """Weights of the division: activities; ranks without one keep their share."""
         known = [rank for rank, activity in enumerate(self._activity) if activity > 0.0]
         active, taken = _sum([self._activity[rank] for rank in known]), sum(sizes[rank] for rank in known)
         if not (taken and active < math.inf):
@@ -150,7 +150,7 @@ class TraceField:
         ]
 
     def _total(self, in_force: int) -> int:
-        """The global batch: the mean appetite where that is further from the one in force than the dead band."""
+        """The global batch: the mean appetite if it is further from the current one than the dead band."""
         cells = [cell for cell in self._cells if cell is not None and cell.appetite > 0.0]
         strength = _sum([cell.strength for cell in cells])
         if self._keeps_global_batch or strength == 0.0:
@@ -171,7 +171,7 @@ def _slowest(sizes: Sequence[int], weights: Sequence[float]) -> float:
 
 
 def _sum(numbers: Sequence[float]) -> float:
-    """One after the other: `sum` adds differently from Python 3.12 on."""
+    """Adds in order: `sum` adds differently from Python 3.12 on."""
     total = 0.0
     for number in numbers:
         total += number

@@ -75,7 +75,7 @@ class Offers:
         return self._misfit(action)
 
     def _misfit(self, action: Action) -> Refusal | None:
-        """What of the content does not fit this job."""
+        """Reason why the content does not fit this job, or `None`."""
         if len(action.local_batch_sizes) != len(self._identity.max_local_batch_sizes):
             return "length"
         if not self._can_travel(action.exchange):
@@ -87,7 +87,7 @@ class Offers:
         return None if self._within_bounds(action.local_batch_sizes) else "bounds"
 
     def _can_travel(self, exchange: Exchange) -> bool:
-        """Whether gradients can travel like this: as in the whole run, or as the job permits."""
+        """Whether the job permits this exchange."""
         if exchange == EXACT or self._lasting is not None:
             return exchange in (EXACT, self._lasting)
         options = self._options
@@ -135,7 +135,7 @@ class Decisions:
         self._found: dict[int, dict[str, float | str]] = {}
 
     def note(self, window: int, adopted: Action | None, refused: tuple[Action, Refusal] | None) -> None:
-        """Note which action rules from a window on, or else which one was refused last."""
+        """Record the action that is active from a window on, or the one that was refused last."""
         if adopted is not None:
             what = f"{sum(adopted.local_batch_sizes)} samples per step"
             divided = DIVISIONS[adopted.split]

@@ -62,7 +62,7 @@ class Windows:
         return self._starts[place + 1] - self._starts[place]
 
     def stretch(self, window: int) -> int:
-        """How many times `window_steps` they are."""
+        """Factor of `window_steps`."""
         return self.num_steps(window) // self._window_steps
 
     def measured(self, window: int, step_time_s: float) -> None:
@@ -75,7 +75,7 @@ class Windows:
         self._plan(end, 1 if is_first else stretch_to(self._min_window_s, self._window_steps * step_time_s))
 
     def _plan(self, end: int, stretch: int) -> None:
-        """Decide the length of the window that begins at `end`, and of all that may start before the next plan."""
+        """Set the length of the window that begins at `end`, and of all that may start before the next plan."""
         starts, shortest = self._starts, self._window_steps
         if starts[-1] <= end:
             starts.append(end + shortest * stretch)
@@ -85,7 +85,7 @@ class Windows:
 
 
 def stretch_to(min_window_s: float, window_s: float) -> int:
-    """How many windows that last `window_s` make one of `min_window_s`; 1 where nothing tells."""
+    """Number of windows of `window_s` in one of `min_window_s`; 1 if unknown."""
     if not 0.0 < window_s < min_window_s:
         return 1
     return min(math.ceil(min_window_s / window_s), MOST_STRETCH)
@@ -204,7 +204,7 @@ class Reporter:
 
 
 def reason_after(error: BaseException | None, *, may_restart: bool) -> str | None:
-    """Why the job is over after an error, or none; `None` when a launcher starts it again."""
+    """Reason of the job's end after an error; `None` if a launcher restarts it."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return LEFT
     if may_restart and not isinstance(error, ASKED_TO_STOP):
@@ -214,7 +214,7 @@ def reason_after(error: BaseException | None, *, may_restart: bool) -> str | Non
 
 @dataclass(kw_only=True)
 class Run:
-    """One generation of a job, as this rank knows it.
+    """One generation of a job, in this rank.
 
     `data` and `place` never change. Before the first step a loaded state may raise `identity` to a later generation,
     lower its upper bounds, and keep the global batch size that `options` was written for.
@@ -228,7 +228,7 @@ class Run:
     noise: NoiseAverage = field(init=False)
     fast_loop: FastLoop = field(init=False)
     traces: TraceField | None = field(init=False)
-    """The traces of the agents of all nodes, where these rule."""
+    """The traces of the agents of all nodes, under `stigmergy`."""
     reporter: Reporter = field(init=False)
     decisions: Decisions = field(default_factory=Decisions)
     windows: Windows = field(init=False)
@@ -238,7 +238,7 @@ class Run:
     held_out_accuracy: float | None = None
     """The newest that the script reported."""
     num_epochs: int | None = None
-    """What `session.epochs` was asked for, by this script or in the saved run; `None` without it."""
+    """Number of epochs of `session.epochs`, in this script or in the saved run; `None` without it."""
     total_samples: int | None = None
     """Samples of the whole planned run, all epochs; `None` when the end is open."""
 
@@ -260,7 +260,7 @@ class Run:
 
     @property
     def reference_steps(self) -> ReferenceSteps:
-        """How samples are counted in steps of the global batch that the script was written for."""
+        """Converts samples to steps of the script's global batch."""
         options = self.options
         return ReferenceSteps(self.data.size, options.base_global_batch_size, options.drop_last)
 
@@ -275,7 +275,7 @@ class Run:
         return allocation.with_sizes(tuple(map(min, sizes, caps)))
 
     def begin(self, first_step: int) -> None:
-        """Count windows from a step; the job's specification names what rules it as the initial allocation."""
+        """Count windows from a step; the initial allocation in the job's specification becomes active."""
         self.windows, self.started = self._windows_from(first_step), True
         initial = self.schedule.allocation_at(first_step)
         self.reporter = Reporter(self.options, self.identity, self.place, initial)
@@ -290,7 +290,7 @@ class Run:
 
 
 def field_of(options: JobOptions, identity: JobIdentity) -> TraceField | None:
-    """The field of a job that the traces of agents rule, as no trace lies in it yet; `None` in all others."""
+    """The empty field of a job under `stigmergy`; `None` in all other jobs."""
     if options.policy != STIGMERGY:
         return None
     return TraceField(

@@ -33,7 +33,7 @@ _log = logging.getLogger("dynamix.trainer")
 
 
 class Adoption:
-    """One rank's side of adopting actions, and of the fast loop's own splits."""
+    """Adopts actions in one rank, and splits of the fast loop."""
 
     def __init__(self, run: Run, sampler: PlanSampler, collectives: AnyCollectives, transport: Transport) -> None:
         self._run = run
@@ -52,7 +52,7 @@ class Adoption:
 
     @property
     def is_posted(self) -> bool:
-        """Whether `complete` has something to do."""
+        """Whether `complete` has work to do."""
         return self._posted is not None
 
     def post(self, effective_step: int) -> None:
@@ -85,7 +85,7 @@ class Adoption:
             run.traces.revise(run.schedule, effective_step, fewest, upper)
 
     def track(self, position: Position, seconds_per_sample: list[float], counts: tuple[int, ...]) -> None:
-        """Let the fast loop split again; one step less ahead than `post`, since nothing has to be sent first.
+        """Make the fast loop split again; one step less ahead than `post`, since nothing is sent first.
 
         `counts` are the samples of the step that ended, by rank.
         """
@@ -123,7 +123,7 @@ class Adoption:
 
 
 class WindowEnd:
-    """One rank's side of ending windows."""
+    """Ends windows in one rank."""
 
     def __init__(
         self,
@@ -142,14 +142,14 @@ class WindowEnd:
         self._history = history
         self._losses = losses
         self._posted: tuple[Position, Counts, Allocation] | None = None
-        """Where the window ended whose rows are on their way, and what ruled its last step."""
+        """Position at the end of the window whose rows are being gathered, and the allocation of its last step."""
         self._sockets_due = False
         self.differing: str | None = None
-        """What is wrong with the data, where the ranks have read different streams."""
+        """The error in the data, if the ranks have read different streams."""
 
     @property
     def is_posted(self) -> bool:
-        """Whether `complete` or `match_sockets` has something to do."""
+        """Whether `complete` or `match_sockets` has work to do."""
         return self._posted is not None or self._sockets_due
 
     def post(self, position: Position, times: list[StepTimes]) -> None:
@@ -214,7 +214,7 @@ class WindowEnd:
         return metrics | run.decisions.take(totals.window) if run.place.rank == 0 else metrics
 
     def expect_sockets(self) -> None:
-        """Let all ranks find their sockets again after this step: they have made new ones."""
+        """Match the sockets of all ranks again after this step, because there are new ones."""
         self._sockets_due = True
 
     def match_sockets(self) -> None:
@@ -229,7 +229,7 @@ class WindowEnd:
 
 @dataclass(kw_only=True)
 class Steering:
-    """One rank's side of both loops."""
+    """Both loops in one rank."""
 
     run: Run
     window_end: WindowEnd

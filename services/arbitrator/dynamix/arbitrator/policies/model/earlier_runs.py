@@ -36,9 +36,9 @@ NUM_KNOTS = 40
 FIRST_SAMPLES = 1024.0
 """The curve's first point; what is before it counts for it."""
 GROWTH = 2.0**0.5
-"""From one point to the next: the last one is at 7.6e8 samples."""
+"""Factor between two points; the last one is at 7.6e8 samples."""
 MOST_COUNTED = 12.0
-"""Windows at a point that count: so a later run has as much to say as all before it."""
+"""Most windows of a point that count, so that a later run has the same weight as all earlier ones."""
 
 
 class NoiseCurve(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +92,7 @@ def _position(num_samples: float) -> float:
 
 
 class Standing(enum.IntEnum):
-    """How far a part of a profile is believed."""
+    """Whether a part of a profile is on trial, accepted or dropped."""
 
     ABSENT = 0
     ON_TRIAL = 1
@@ -130,7 +130,7 @@ class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
     num_samples: float = 0.0
     """Seen in this generation."""
     window_samples: float = 0.0
-    """In its newest window."""
+    """Samples of its newest window."""
     earlier: NoiseCurve = msgspec.field(default_factory=NoiseCurve)
     own: NoiseCurve = msgspec.field(default_factory=NoiseCurve)
     cold: StepTimeFit | None = None
@@ -138,7 +138,7 @@ class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of_profile(cls, profile: JobProfile, *, has_times: bool, first_start: bool) -> "EarlierRuns":
-        """At the beginning of a run. A restart goes on amid a training: the curve's place in it is not known."""
+        """State at the beginning of a run. After a restart the position on the curve is unknown."""
         curve = NoiseCurve.of_points(profile.noise) if first_start else NoiseCurve()
         return cls(
             times=Trial(Standing.ON_TRIAL if has_times else Standing.ABSENT),
@@ -164,7 +164,7 @@ class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
         return SeenTimes(replace(self, times=times, cold=None), deciding, deciding, off or "", is_first)
 
     def with_unknown_sync(self) -> "EarlierRuns":
-        """Where the next window is no pair with this one."""
+        """State if the next window does not pair with this one."""
         return self if self.cold is None else replace(self, cold=replace(self.cold, sync_s=math.nan))
 
     def observe_noise(self, obs_WF: Array32, noise_scale: float) -> "EarlierRuns":
@@ -198,13 +198,13 @@ class SeenTimes(NamedTuple):
     deciding: StepTimeFit
     """To decide by now."""
     disagreement: str = ""
-    """How the window contradicts the profile, in words; empty when it does not."""
+    """Contradiction between the window and the profile, in words; empty if there is none."""
     is_first: bool = False
     """Whether this is the first window that agrees."""
 
 
 def disagreement(model: StepTime, window: Window) -> str | None:
-    """How a window contradicts a model, in words; `None` when it agrees, or shows nothing."""
+    """Contradiction between a window and a model, in words; `None` if there is none."""
     known = np.isfinite(window.compute_W) & np.isfinite(window.samples_W)
     if not known.any():
         return None

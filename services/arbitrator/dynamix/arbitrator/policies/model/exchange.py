@@ -1,4 +1,4 @@
-"""Which way of exchanging gradients buys the most progress per second, and what is known of each way. Pure.
+"""Chooses the exchange with the most progress per second, from measurements of each. Pure.
 
     J(B, k, h) = worth(B) * gain_k / (1 + drift cost * (h - 1)) / (rest + c(B) + exposed(k, h) + waiting * c(B))
 
@@ -82,7 +82,7 @@ RINGS = ("none", "rows")
 
 DRIFT_POWER = 4 / 3
 DRIFT_SCALES: Mapping[str, float] = MappingProxyType({"sgd": 0.005, "adam": 0.03})
-"""By optimizer family; adaptive ones also make smaller steps where each rank sees more noise."""
+"""Scale of the drift by optimizer family; adaptive ones also make smaller steps where each rank sees more noise."""
 FIRST_DRIFT = 0.5
 """R over the number of other ranks, before any was measured: about what it settles at, and more than it begins with."""
 DRIFT_SMOOTHING, DRIFT_RELAXING = 0.3, 0.05
@@ -91,9 +91,9 @@ DRIFT_SMOOTHING, DRIFT_RELAXING = 0.3, 0.05
 DWELL = 3
 """Windows for which a decision stands at least."""
 LOOK_AGAIN = 60
-"""Windows after which shares end, to look at the links again: `DWELL` windows, which cost a few percent of the gain."""
+"""Windows after which shares end, to measure the links again: for `DWELL` windows, at a few percent of the gain."""
 LAG = 2
-"""Windows after which a decision rules."""
+"""Windows after which a decision takes effect."""
 LEARNED_FROM = 3
 """Windows that a codec's correction is the mean of, each time it begins to rule."""
 LINK_WINDOWS = 2
@@ -101,11 +101,11 @@ LINK_WINDOWS = 2
 LEAST_CORRECTION, MOST_CORRECTION = 0.5, 4.0
 """Beyond it is the network that changed meanwhile."""
 MOST_OVERLAP = 0.7
-"""Most that is believed to be hidden, as a share of the compute time."""
+"""Largest assumed overlap, as a share of the compute time."""
 LEAST_EXPOSED, MOST_HIDDEN = 0.05, 0.4
 """Shares of an exchange's time: exposed in any case, and exposed at most where all the rest may have been hidden."""
 JUMP, SMOOTHING = 1.3, 0.5
-"""A time that changed by more is believed at once, otherwise averaged with this weight."""
+"""A time that changed by more is adopted at once, otherwise averaged with this weight."""
 LOSS_SMOOTHING, LOSS_RISE, BLOCKED = 0.3, 0.1, 20
 """A smoothed loss that is so much above its least since they began ends local steps, for so many windows."""
 
@@ -122,7 +122,7 @@ class WindowExposure(NamedTuple):
     compute_s: float
     """c"""
     sent_bytes: float = 0.0
-    """By a rank; 0 where it is not known."""
+    """Bytes sent by a rank; 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class ExchangeMemory:
     """Knowledge of the ways of exchange in effect so far."""
 
     ruling: tuple[Exchange, ...] = (EXACT,) * LAG
-    """What rules the window that closed, and the one after it: the newest decision."""
+    """The exchanges of the window that closed, of the one after it, and of the newest decision."""
     exact_s: float = math.nan
     """I, in seconds per step."""
     overlap: float = 0.0
@@ -158,7 +158,7 @@ class ExchangeMemory:
     num_link_windows: int = 0
     """Windows that showed them, up to `LINK_WINDOWS`."""
     shares: tuple[float, ...] = ()
-    """Those of the newest decision for shares; in `ruling` exchanges are without."""
+    """Shares of the newest decision for them; exchanges in `ruling` have none."""
 
     @property
     def newest(self) -> Exchange:
@@ -172,7 +172,7 @@ class ExchangeMemory:
         return newest if way_of(newest) != OVER_OWNERS else msgspec.structs.replace(newest, shares=self.shares)
 
     def observe(self, seen: WindowExposure, loss: float, drift: float, num_ranks: int) -> "ExchangeMemory":
-        """The memory after one more window, in which the first of `ruling` ruled."""
+        """The memory after one more window, in which the first of `ruling` was active."""
         aged = replace(self, age=min(self.age + 1, 0xFFFF), blocked=max(self.blocked - 1, 0))
         known = aged.with_loss(loss).with_bytes(seen.sent_bytes, num_ranks)
         ruled = self.ruling[0]
@@ -251,7 +251,7 @@ class ExchangeMemory:
         return replace(self, drift=newest if math.isnan(self.drift) else _between(self.drift, newest, DRIFT_SMOOTHING))
 
     def with_links(self, rates: Array64 | None) -> "ExchangeMemory":
-        """The memory after a window in which links showed these rates, if that was the time to look at them."""
+        """The memory after a window with these link rates, if the links were being measured."""
         if rates is None or way_of(self.ruling[0]) not in RINGS:
             return self
         number = min(self.num_link_windows + 1, LINK_WINDOWS)
@@ -309,7 +309,7 @@ class ExchangeMemory:
         return replace(self, overlap=hidden, exposed_s=math.nan)
 
     def begun_again(self, first: "ExchangeMemory") -> "ExchangeMemory":
-        """At the start of another run, which exchanges as `first` has it."""
+        """The memory at the start of another run, which starts with the exchange `first`."""
         known = replace(self, ruling=first.ruling, shares=first.shares, exposed_s=math.nan, age=DWELL, blocked=0)
         return replace(known, loss=math.nan, least_loss=math.nan)
 
@@ -364,7 +364,7 @@ def packed_bytes(num_links: int = 0) -> int:
 
 
 def way_of(exchange: Exchange) -> str:
-    """The codec, or `shares` where gradients travel over owners with shares."""
+    """The codec, or `shares` for uncompressed gradients over owners with shares."""
     return OVER_OWNERS if exchange.route == OVER_OWNERS and exchange.codec == EXACT.codec else exchange.codec
 
 
@@ -417,7 +417,7 @@ def model_under(exchange: Exchange, model: StepTime, memory: ExchangeMemory) -> 
 
 
 def model_after(ruled: Exchange, chosen: Exchange, model: StepTime, memory: ExchangeMemory) -> StepTime:
-    """The step-time model for the next decision, of one that was fitted to windows up to one that `ruled`.
+    """The step-time model for the next decision, from the model of windows up to `ruled`.
 
     Steps in which all gradients travel as they are show all that B needs themselves, also what computing hides.
     """
@@ -468,7 +468,7 @@ def choose(
 
 
 def _candidates(job: Job, memory: ExchangeMemory, max_every: int) -> Iterator[Exchange]:
-    """What is compared: exact gradients by all-reduces, the same over owners with shares, each codec with each period.
+    """Candidates: exact gradients by all-reduces, the same over owners with shares, each codec with each period.
 
     Codecs and periods go by all-reduces only: shares are combined with neither.
     """

@@ -25,7 +25,7 @@ from .observation import Array32, Array64, job_value
 
 NUM_LEVELS = 64
 STEP = 2.0**-0.125
-"""From one level of the held-out error to the next: by 8.3 %, down to 1/256."""
+"""Factor between two levels of the held-out error: 8.3 %, down to 1/256."""
 NUM_COMPARED = 8
 MOST_EXPLORING = 2
 WORTH = 0.93
@@ -33,7 +33,7 @@ WORTH = 0.93
 TOO_SLOW = 1.25
 MAX_SHORT = 4
 FEWEST_WINDOWS = 6
-"""Before as many windows no run is stopped: a decision rules two windows later, and shows after some more."""
+"""Windows before which no run is stopped: a decision takes effect two windows later, and shows after some more."""
 SMOOTHING = 0.5
 """Weight of the newest held-out accuracy."""
 RATE_STEP, NOISE_STEP = 1.5, 0.5
@@ -45,7 +45,7 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
     """The arm that this run tries out, and its progress."""
 
     tried: ExploredArm = FIRST
-    """What the run began with."""
+    """The trial with which the run began."""
     best: ExploredArm = FIRST
     """To go back to."""
     reference: Array64 = msgspec.field(default_factory=lambda: np.zeros(NUM_LEVELS))
@@ -61,7 +61,7 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of_records(cls, records: Sequence[ArmRecord], job: Job) -> "Exploration":
-        """At the beginning of a run. One that starts again tries nothing out: what it took would count for no arm."""
+        """State at the beginning of a run. A restarted run tries nothing: its time would count for no arm."""
         best = _best(_permitted(records, job))
         known = next((record for record in records if record.arm == best), None)
         reference = np.zeros(NUM_LEVELS) if known is None else _levels(known)
@@ -77,12 +77,12 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def arm(self) -> ExploredArm:
-        """In force."""
+        """The current trial."""
         return self.best if self.stopped else self.tried
 
     @property
     def record(self) -> ArmRecord | None:
-        """How the run went; `None` where nothing tells."""
+        """Result of the run; `None` if it is unknown."""
         if not self.own.any():
             return None
         milestones = tuple(round(cost, 3) for cost in self.own.tolist())
@@ -141,7 +141,7 @@ def score(record: ArmRecord, first: ArmRecord) -> float:
 
 
 def _permitted(records: Sequence[ArmRecord], job: Job) -> list[ArmRecord]:
-    """Those of arms that this job may have: earlier runs of the family may have permitted others."""
+    """The arms that this job permits: earlier runs of the family may have permitted others."""
     rate, noise = "learning_rate" in job.explores, "noise_multiplier" in job.explores
     exact = "exchange" in job.explores and job.exchange != "exact"
     arms = [(record, record.arm) for record in records]
@@ -196,6 +196,6 @@ def _levels(record: ArmRecord) -> Array64:
 
 
 def _levels_reached(accuracy: float) -> int:
-    """How many levels an error is below."""
+    """Number of levels that an error is below."""
     error = max(1.0 - accuracy, STEP**NUM_LEVELS)
     return min(max(math.floor(math.log(error) / math.log(STEP) + 1e-9), 0), NUM_LEVELS) if error < 1.0 else 0

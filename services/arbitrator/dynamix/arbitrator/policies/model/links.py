@@ -30,7 +30,7 @@ def can_share(job: Job) -> bool:
 
 
 def link_rates(obs_WF: Array32) -> Array64 | None:
-    """Bytes per second of each rank's link in a window; `None` where it is not known of all.
+    """Bytes per second of each rank's link in a window; `None` if one is unknown.
 
     A rank that sends to others of its own node only knows none: so each rank must have a node, and a link, of its own.
     """
@@ -54,7 +54,7 @@ def share_of_ring_time(rates: Sequence[float]) -> float:
 
 
 def slowest_in_words(rates: Sequence[float]) -> str:
-    """Why shares were chosen."""
+    """Reason for choosing shares."""
     if not rates:
         return "gradients travel over owners, as before the start"
     slowest, fastest = min(rates), max(rates)

@@ -121,7 +121,7 @@ class StepTime:
 
     @cached_property
     def _free(self) -> Array64:
-        """What each rank has at least, within its bounds: fewer samples would save nothing."""
+        """Smallest useful size of each rank, within its bounds: fewer samples would save nothing."""
         return np.minimum(np.maximum(self.lower_W, self.saturation_W), self.upper_W)
 
     @cached_property
@@ -191,7 +191,7 @@ def window_of(job: Job, obs_WF: Array32, global_F: Array32) -> Window:
 
 
 JUMP = math.exp(0.2)
-"""Ratio of change that is believed at once (change point)."""
+"""Ratio of change that is adopted at once (change point)."""
 SMOOTHING = 0.3
 """Weight of the newest value while nothing jumps."""
 CERTAIN = 3.0
@@ -212,7 +212,7 @@ MIN_EXPLAINED = 0.01
 MAX_UNEXPLAINED = 0.4
 """Share of the squared errors without a saturation that one with it may leave."""
 LEAST_SHARE = 0.02
-"""Least share of a time that samples are believed to take, of as many as ranks have on the mean."""
+"""Least assumed share of the samples in a time, with as many samples as ranks have on average."""
 PAIR_TOLERANCE = 0.1
 """With more samples a time may fall by this share, or rise by so much more than they do; else the speed has changed."""
 SAME_CHANGE = 0.25
@@ -267,7 +267,7 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
     pair_sums: Array64
     """Sums over the pairs of the ranks that speak for all; see `_with_pair`."""
     overhead_s: Array64
-    """What a step costs whatever its samples: of the ranks that speak for all and, last, of any other."""
+    """Fixed cost of a step: of the ranks that represent all and, last, of any other."""
     saturation: Array64
     """Samples; as `overhead_s`."""
     sync_intercept_s: float = math.nan
@@ -364,7 +364,7 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def _fixed_s(self) -> Array64:
-        """What is fixed, not more than is believed beside what a rank's samples take."""
+        """The fixed time, at most what the samples' time leaves."""
         overhead_W, saturation_W = (_spread(part, len(self.samples_W)) for part in (self.overhead_s, self.saturation))
         known = np.isfinite(self.samples_W) & np.isfinite(self.seconds_per_sample_W)
         if not known.any():
@@ -477,7 +477,7 @@ def fixed_costs(
 
 
 def fixed_share(sizes: Array64) -> Array64:
-    """Greatest share of each rank's time that is believed to be fixed, at these sizes; NaN where a size is."""
+    """Greatest assumed share of each rank's time that is fixed, at these sizes; NaN where a size is."""
     share: Array64 = 1.0 - LEAST_SHARE * np.minimum(sizes / np.nanmean(sizes), 1.0)
     return share
 
@@ -503,7 +503,7 @@ def filtered(old: Array64 | float, new: Array64 | float, jump: float, smoothing:
 
 
 def _saturations(job: Job) -> Array64:
-    """Those that are compared: none, the largest size of any rank, and down from it."""
+    """Candidates: none, the largest size of any rank, and down from it."""
     saturations, size = np.zeros(NUM_SATURATIONS + 1), float(max(job.max_local_batch_sizes))
     for index in range(NUM_SATURATIONS):
         saturations[index + 1] = size
