@@ -28,13 +28,12 @@ MAY_IMPORT = {
     "extras": {"schemas", "runtime", "collector", "reward", "arbitrator", "trainer", "recording", "lab", "cli"},
 }
 PURE_CORES = {
-    "collector": {"agent", "agent_network", "window", "probes", "procfs", "ebpf"},
+    "collector": {"agent", "agent_network", "window", "traffic", "procfs", "ebpf"},
     "reward": {"formula"},
     "schemas": {"apportion", "features", "networks", "progress", "sight"},
     "arbitrator": {
-        *("deciding.fold", "deciding.signatures", "families.profile", "policies"),
-        *(f"learned.{name}" for name in ("actions", "inputs", "policy", "policy_file")),
-        *(f"learning.{name}" for name in ("agent", "ppo", "rollout")),
+        *("deciding.fold", "deciding.signatures", "deciding.profiles", "policies"),
+        *("learned.policy", "learned.policy_file", "learning.ppo", "learning.rollout"),
     },
     "trainer": {
         *("data.plan", "gradient.noise", "measurement.meter", "steering.fast_loop", "steering.offers"),

@@ -18,9 +18,15 @@ import msgspec
 import numpy as np
 from adaptdl.goodput import GoodputFunction, fit_perf_params
 
-from dynamix.arbitrator.policies.model.observation import Array32, column, decided_sizes, job_value
-from dynamix.arbitrator.policies.options import allocation_of, option
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.policy import (
+    Array32,
+    Decision,
+    allocation_of,
+    column,
+    decided_sizes,
+    job_value,
+    option,
+)
 from dynamix.schemas.messages import Job
 from dynamix.schemas.policies import Options, switch, track
 

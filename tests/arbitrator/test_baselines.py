@@ -5,9 +5,8 @@ import pytest
 from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.policies.goodput import NUM_CANDIDATES, goodput
-from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.baselines import NUM_CANDIDATES, goodput
+from dynamix.arbitrator.policies.policy import Array32, Decision
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.features import GLOBAL_INDEX
 from dynamix.schemas.messages import Job

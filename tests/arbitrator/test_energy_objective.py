@@ -8,10 +8,9 @@ import pytest
 from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.families.profile import profile_after
-from dynamix.arbitrator.policies.model.exploration import Exploration
-from dynamix.arbitrator.policies.model.observation import Array32, Array64
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.deciding.profiles import profile_after
+from dynamix.arbitrator.policies.exploration import Exploration
+from dynamix.arbitrator.policies.policy import Array32, Array64, Decision
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.features import GLOBAL_INDEX

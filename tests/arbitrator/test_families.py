@@ -18,16 +18,13 @@ from tests.support.toy_cluster import ToyCluster
 
 from dynamix.arbitrator.deciding.family_ends import FamilyEnds
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
-from dynamix.arbitrator.families.profile import profile_after
-from dynamix.arbitrator.families.source import ProfileSource
-from dynamix.arbitrator.learned.policy_source import PolicySource
-from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.runtime.bus import Bus, requests
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.messages import Action, Applied, Job, JobProfile
+from dynamix.schemas.messages import Action, Job, JobProfile
 from dynamix.schemas.streams import ACTIONS, JOBS, PROFILES
 
 FAMILY = "mnist-0a1b2c3d"
@@ -44,15 +41,9 @@ def last_action(job: Job = JOB) -> Action:
     return seal(examples.action(11, policy_version=Rule.version, **changes), b"")
 
 
-def made_profile(**changes: object) -> JobProfile:
-    profile = profile_after(JOB, last_action(), Rule(), None)
-    assert profile is not None
-    return msgspec.structs.replace(profile, **changes)
-
-
 async def end(bus: Bus, job: Job) -> None:
     """A run that was decided, and is over."""
-    await bus.publish_action(last_action(job), expected_last=0)
+    await bus.publish_next(last_action(job), expected_last=0)
     await bus.publish(msgspec.structs.replace(job, phase="ended", end_reason="completed"))
 
 
@@ -108,16 +99,8 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("num_replicas", [3, 1])
 async def test_a_run_is_kept_with_all_windows_that_the_trainer_applied(bus: Bus, num_replicas: int) -> None:
     old, decided = OldServer(bus, num_replicas), last_action()
-    receipt = Applied(
-        job=JOB.job,
-        generation=0,
-        decided_window=11,
-        effective_window=13,
-        effective_step=130,
-        local_batch_sizes=decided.local_batch_sizes,
-        action_hash=decided.hash,
-    )
-    await bus.publish(receipt)
+    sizes = decided.local_batch_sizes
+    await bus.publish(examples.applied(11, 13, local_batch_sizes=sizes, action_hash=decided.hash))
     old.answer_old(3, subjects.of("action", JOB.job), None)
     with capture_logs() as logs:
         async with following(old, Counter()):  # type: ignore[arg-type]
@@ -136,7 +119,7 @@ async def test_a_forgotten_family_stays_forgotten_and_its_next_run_is_the_first(
     sequence = (await bus.stream_state(JOBS.name)).last_sequence
     stored = await bus.last(PROFILES.name, PROFILE)
     assert stored is not None
-    await bus.publish_profile(JobProfile.forgotten(FAMILY, sequence), expected_last=stored.sequence)
+    await bus.publish_next(JobProfile.forgotten(FAMILY, sequence), expected_last=stored.sequence)
     assert await bus.purge(PROFILES.name, PROFILE, keep=1) == 1
     later = msgspec.structs.replace(JOB, job="later-0")
     async with following(bus, counts):
@@ -163,48 +146,26 @@ async def test_an_action_that_its_policy_cannot_read_costs_one_profile_and_no_la
         assert (await until_run(bus, 1)).job == "mnist-99999999"
 
 
-async def test_a_profile_of_a_newer_program_is_neither_used_nor_replaced(bus: Bus) -> None:
-    newer = made_profile(format=99, ended_sequence=0)
-    await bus.publish(newer)
-    with capture_logs() as logs:
-        async with following(bus, Counter()):
-            await end(bus, JOB)
-            await until(lambda: any("not stored" in one["event"] for one in logs))
-        source = ProfileSource(bus, LOG, lambda _: None)
-        for name in ("a", "b"):
-            log = await opened(bus, msgspec.structs.replace(JOB, job=f"mnist-{name}"), source)
-            assert log._fold._carry == b""
-    assert await newest(bus) == newer
-    warnings = [one["event"] for one in logs if one["log_level"] == "warning"]
-    assert [text for text in warnings if "not used: a newer program wrote it" in text] == [warnings[-1]]
-
-
-async def opened(bus: Bus, job: Job, source: ProfileSource | None = None) -> JobLog:
+async def opened(bus: Bus, job: Job) -> JobLog:
     """A job's log as an arbitrator opens it."""
-    profiles = source or ProfileSource(bus, LOG, lambda _: None)
-    return await JobLog.open(job, Surroundings(bus, PolicySource(PolicyStore(bus)), profiles, LOG, lambda _: None))
+    return await JobLog.open(job, Surroundings(bus, PolicySource(PolicyStore(bus)), LOG, lambda _: None))
 
 
-async def test_a_job_begins_with_its_familys_profile_which_is_in_its_first_action_only(bus: Bus) -> None:
-    profile = made_profile()
-    await bus.publish(profile)
+async def test_a_broken_profile_is_not_used_but_replaced(bus: Bus) -> None:
+    await bus.publish_bytes(PROFILE, b"no profile", "by hand")
     with capture_logs() as logs:
         log = await opened(bus, JOB)
-    assert [one["run"] for one in logs if one["event"] == "begins with the profile of its family"] == [1]
-    await log.add_state(1, examples.state())
-    await log.add_state(2, examples.state(window_index=1))
-    first = await bus.first(ACTIONS.name, subjects.of("action", JOB.job))
-    last = await bus.last(ACTIONS.name, subjects.of("action", JOB.job))
-    assert first is not None
-    assert last is not None
-    actions = [decode(Action, one.subject, one.payload) for one in (first, last)]
-    assert [(one.window, one.profile) for one in actions] == [(0, encode(profile)), (1, b"")]
-    await bus.publish(made_profile(run=2))  # a restart goes on from the carry
-    resumed = await opened(bus, JOB)
-    assert resumed._fold._carry == actions[1].carry
+    assert log._fold._carry == b""
+    assert "cannot be read" in next(one["reason"] for one in logs if one["log_level"] == "warning")
+    counts = Counter[str]()
+    async with following(bus, counts):
+        await end(bus, JOB)
+        await until(lambda: counts["profiles_stored"] == 1)
+    assert (await until_run(bus, 1)).job == JOB.job
 
 
 async def test_a_service_keeps_what_a_run_taught_and_gives_it_to_the_next(bus: Bus) -> None:
+    profile: JobProfile | None = None
     async with services_here(bus, "arbitrator"):
         for number, name in enumerate(("mnist-11111111", "mnist-22222222"), start=1):
             job = msgspec.structs.replace(JOB, job=name)
@@ -213,12 +174,12 @@ async def test_a_service_keeps_what_a_run_taught_and_gives_it_to_the_next(bus: B
                 state = examples.state(window_index=window, throughput=(3000.0, 1000.0))
                 await bus.publish(msgspec.structs.replace(state, job=name))
             actions = await decided(bus, name, 6)
-            assert bool(actions[0].profile) == (number == 2)
+            assert actions[0].profile == (b"" if profile is None else encode(profile))
             assert not any(action.profile for action in actions[1:])
             await bus.publish(msgspec.structs.replace(job, phase="ended", end_reason="completed"))
-            found = await until_run(bus, number)
-            assert (found.job, found.num_windows, bool(found.memory)) == (name, 6, True)
-            assert [point.noise_scale for point in found.noise] == [pytest.approx(2000.0)] * len(found.noise)
+            profile = await until_run(bus, number)
+            assert (profile.job, profile.num_windows, bool(profile.memory)) == (name, 6, True)
+            assert [point.noise_scale for point in profile.noise] == [pytest.approx(2000.0)] * len(profile.noise)
 
 
 async def decided(bus: Bus, job: str, count: int) -> list[Action]:

@@ -5,15 +5,13 @@ import asyncio
 import msgspec
 import pytest
 from tests.support import examples, trained_policies
+from tests.support.brokers import until
 from tests.support.services_here import arbitrator_here
 
-from dynamix.arbitrator.learned.policy_source import PolicySource
-from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
+from dynamix.arbitrator.policies.baselines import Static
 from dynamix.arbitrator.policies.policy import Decision, Policy
-from dynamix.arbitrator.policies.static import Static
-from dynamix.arbitrator.service import ArbitratorSettings
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job
@@ -35,20 +33,28 @@ async def decided(bus: Bus) -> list[str]:
         return [decode(Action, message.subject, message.payload).job for message in await anext(consumer)]
 
 
-async def halted(context: Context[ArbitratorSettings]) -> None:
-    """Wait until one generation was halted: jobs are opened beside each other, so that it may come second."""
-    async with asyncio.timeout(60):
-        while not context.counters.get("halted"):  # noqa: ASYNC110 - a counter has no event
-            await asyncio.sleep(0.01)
-    assert context.counters["halted"] == 1
+class Broken(Static):
+    """Raises in every window."""
+
+    def decide(self, *arguments: object) -> Decision:
+        raise TypeError(arguments)
 
 
+@pytest.mark.parametrize("fault", ["a file of odd metadata", "no policy", "a policy that raises"])
 @pytest.mark.parametrize("is_there_first", [True, False])
-@pytest.mark.parametrize("metadata", [5, None, "\ud800"])
-async def test_a_file_with_odd_metadata_halts_its_own_generation_only(
-    bus: Bus, metadata: object, is_there_first: bool
+async def test_a_policy_that_cannot_decide_halts_its_own_generation_only(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, fault: str, is_there_first: bool
 ) -> None:
-    await PolicyStore(bus).put("odd", trained_policies.with_metadata(metadata))
+    choose = PolicySource.choose
+
+    async def broken(self: PolicySource, job: Job, recorded: Action | None) -> Policy:
+        if job.job == ODD.job and fault == "no policy":
+            raise OverflowError("1e400")
+        is_raising = job.job == ODD.job and fault == "a policy that raises"
+        return Broken() if is_raising else await choose(self, job, recorded)
+
+    monkeypatch.setattr(PolicySource, "choose", broken)
+    await PolicyStore(bus).put("odd", trained_policies.with_metadata("\ud800"))
     await bus.publish(ODD)
     await bus.publish(OTHER)
     if is_there_first:
@@ -58,46 +64,4 @@ async def test_a_file_with_odd_metadata_halts_its_own_generation_only(
             await report(bus, ODD)
         await report(bus, OTHER)
         assert await decided(bus) == [OTHER.job]
-        await halted(context)
-
-
-class Broken(Static):
-    """Raises in every window."""
-
-    def decide(self, *arguments: object) -> Decision:
-        raise TypeError(arguments)
-
-
-@pytest.mark.parametrize("error", [TypeError("no text"), KeyError("actor"), OverflowError("1e400"), RecursionError()])
-async def test_an_unexpected_error_halts_its_own_generation_only(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    choose = PolicySource.choose
-
-    async def fail(self: PolicySource, job: Job, recorded: Action | None) -> Policy:
-        if job.job == ODD.job:
-            raise error
-        return await choose(self, job, recorded)
-
-    monkeypatch.setattr(PolicySource, "choose", fail)
-    await bus.publish(ODD)
-    async with arbitrator_here(bus) as context:
-        await bus.publish(OTHER)
-        await report(bus, ODD)
-        await report(bus, OTHER)
-        assert await decided(bus) == [OTHER.job]
-        await halted(context)
-
-
-async def test_a_policy_that_raises_halts_its_own_generation_only(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(self: PolicySource, job: Job, recorded: Action | None) -> Policy:  # noqa: ARG001 - as it is called
-        return Broken() if job.job == ODD.job else Static()
-
-    monkeypatch.setattr(PolicySource, "choose", broken)
-    await bus.publish(ODD)
-    async with arbitrator_here(bus) as context:
-        await bus.publish(OTHER)
-        await report(bus, ODD)
-        await report(bus, OTHER)
-        assert await decided(bus) == [OTHER.job]
-        await halted(context)
+        await until(lambda: context.counters.get("halted") == 1)  # jobs are opened beside each other

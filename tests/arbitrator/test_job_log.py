@@ -1,100 +1,243 @@
-"""A job's decisions on a real bus: the first arbitrator decides, also by which policy."""
+"""A job's decisions on a real bus: the first arbitrator decides, and none decides on top of actions that were lost."""
 
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import structlog
 from tests.support import examples, learned
+from tests.support.brokers import ConfiguredServer, connected, operate, until
+from tests.support.services_here import arbitrator_here
+from tests.support.stored_blocks import block_of, flip_in_header, flip_in_payload, records
 
-from dynamix.arbitrator.deciding.action_store import ActionStoreError
-from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
-from dynamix.arbitrator.families.source import ProfileSource
-from dynamix.arbitrator.learned.policy_source import PolicySource
-from dynamix.arbitrator.learned.policy_store import PolicyStore
-from dynamix.runtime.bus import Bus
+from dynamix.arbitrator.deciding import job_log
+from dynamix.arbitrator.deciding.job_log import ActionStoreError, JobLog, Surroundings
+from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
+from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.runtime.bus.provision import provision
 from dynamix.schemas import subjects
+from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Action, Event, Job
+from dynamix.schemas.messages import Action, Applied, Event, Job, State
 from dynamix.schemas.streams import ACTIONS, FEED, POLICIES
 
-JOB = examples.job({"node-a": (0, 1)}, policy="mine")
+NODES: dict[str, tuple[int, ...]] = {"node-a": (0, 1)}
+JOB = examples.job(NODES, job="first-0", policy="static")
+OTHER = examples.job(NODES, job="other-0", policy="static")
+LEARNED = examples.job(NODES, job="learned-0", policy="mine")
+SIZES = (128, 128)
 SHRINKS, GROWS = (learned.policy_file("deltas", favour=choice).to_bytes() for choice in (1, 2))
 
 
-async def opened(bus: Bus, counts: Counter[str], job: Job = JOB) -> JobLog:
-    """A job's log as an arbitrator of its own would open it."""
+async def opened(bus: Bus, job: Job = JOB, counts: Counter[str] | None = None) -> JobLog:
+    """A job's log as an arbitrator that has just started opens it."""
+    found = Counter[str]() if counts is None else counts
 
     def count(name: str) -> None:
-        counts[name] += 1
+        found[name] += 1
 
     log = structlog.stdlib.get_logger()
-    around = Surroundings(bus, PolicySource(PolicyStore(bus)), ProfileSource(bus, log, count), log, count)
-    return await JobLog.open(job, around)
+    return await JobLog.open(job, Surroundings(bus, PolicySource(PolicyStore(bus)), log, count))
 
 
-async def newest_action(bus: Bus) -> Action:
-    message = await bus.last(ACTIONS.name, subjects.of("action", JOB.job))
-    assert message is not None
-    return decode(Action, message.subject, message.payload)
+def state(job: Job, window: int) -> State:
+    return msgspec.structs.replace(examples.state("node-a", (0, 1), window), job=job.job)
+
+
+async def decide(bus: Bus, log: JobLog, windows: range) -> None:
+    """Let it decide these windows, from states as FEED numbers them."""
+    for window in windows:
+        published = state(log.job, window)
+        await log.add_state(await bus.publish(published), published)
+
+
+async def actions(bus: Bus, job: Job = JOB) -> list[Action]:
+    found, start = [], 1
+    while (message := await bus.first(ACTIONS.name, subjects.of("action", job.job), start=start)) is not None:
+        found.append(decode(Action, message.subject, message.payload))
+        start = message.sequence + 1
+    return found
+
+
+def receipt(action: Action, **changes: Any) -> Applied:
+    """What the trainer publishes once all ranks have adopted it."""
+    fields = {"job": action.job, "local_batch_sizes": action.local_batch_sizes, "action_hash": action.hash}
+    return examples.applied(action.window, action.window + 2, **(fields | changes))
 
 
 async def test_the_second_of_two_arbitrators_adopts_the_policy_version_of_the_first(bus: Bus) -> None:
-    counts = Counter[str]()
-    store = PolicyStore(bus)
+    counts, store = Counter[str](), PolicyStore(bus)
     stored = await store.put("mine", SHRINKS)
-    first = await opened(bus, counts)
+    first = await opened(bus, LEARNED, counts)
     await store.put("mine", GROWS)
-    second = await opened(bus, counts)
-    await first.add_state(1, examples.state())
-    await second.add_state(1, examples.state())  # refused by the broker: window 0 is decided
+    second, third = await opened(bus, LEARNED, counts), await opened(bus, LEARNED)
+    await decide(bus, first, range(1))
+    await decide(bus, second, range(1))  # refused by the broker: window 0 is decided
     assert counts == {"decided": 1, "adopted": 1}
-    await second.add_state(2, examples.state(window_index=1))
-    action = await newest_action(bus)
+    await decide(bus, second, range(1, 2))
+    action = (await actions(bus, LEARNED))[-1]
     assert (action.window, action.policy_version, action.policy_digest) == (1, 1, stored.digest)
     assert action.deltas == (-25, -25)
 
-
-async def test_the_second_decides_nothing_when_the_version_of_the_first_is_gone(bus: Bus) -> None:
-    store = PolicyStore(bus)
-    await store.put("mine", SHRINKS)
-    first = await opened(bus, Counter())
-    await store.put("mine", GROWS)
-    second = await opened(bus, Counter())
-    await first.add_state(1, examples.state())
     await bus.purge(POLICIES.name, subjects.of("policy", "mine"), keep=1)
     with pytest.raises(ValueError, match="version 1 of policy 'mine' which decided this generation so far, is gone"):
-        await second.add_state(1, examples.state())
-    assert (await newest_action(bus)).window == 0
+        await decide(bus, third, range(1))
+    assert len(await actions(bus, LEARNED)) == 2
 
 
-async def test_an_action_for_another_number_of_ranks_is_not_this_jobs(bus: Bus) -> None:
-    await bus.publish_action(examples.action(policy="mine"), expected_last=0)
-    with pytest.raises(ActionStoreError, match="sizes 4 ranks, the job has 2"):
-        await opened(bus, Counter())
-
-
-async def test_sizes_that_stick_to_their_minimum_are_an_event_once(bus: Bus) -> None:
+async def test_sizes_that_stick_to_their_minimum_are_an_event_once_and_static_ones_never(bus: Bus) -> None:
     """From 128 in steps of 25: at 32 from the fourth decision, stuck with the 23rd."""
     counts = Counter[str]()
     await PolicyStore(bus).put("mine", SHRINKS)
-    log = await opened(bus, counts)
-    for window in range(30):
-        await log.add_state(window + 1, examples.state(window_index=window))
-    assert (counts["decided"], counts["size_stuck"]) == (30, 1)
-    subject = subjects.of("event", JOB.job)
-    async with bus.consume(FEED.name, [subject], start="all") as consumer:
+    for job in (LEARNED, msgspec.structs.replace(JOB, initial_local_batch_sizes=(32, 32))):
+        await decide(bus, await opened(bus, job, counts), range(30))
+    assert (counts["decided"], counts["size_stuck"]) == (60, 1)
+    async with bus.consume(FEED.name, [subjects.of("event", subjects.ANY)], start="all") as consumer:
         batch = await anext(aiter(consumer))
     events = [decode(Event, message.subject, message.payload) for message in batch]
-    assert [(event.signature, event.window, event.value, event.service) for event in events] == [
-        ("size-stuck", 22, 1.0, "arbitrator")
+    assert [(event.job, event.signature, event.window, event.value, event.service) for event in events] == [
+        (LEARNED.job, "size-stuck", 22, 1.0, "arbitrator")
     ]
 
 
-async def test_static_sizes_are_never_reported_as_stuck(bus: Bus) -> None:
-    counts = Counter[str]()
-    log = await opened(
-        bus, counts, examples.job({"node-a": (0, 1)}, policy="static", initial_local_batch_sizes=(32, 32))
-    )
-    for window in range(30):
-        await log.add_state(window + 1, examples.state(window_index=window))
-    assert counts == {"decided": 30}
+async def test_an_action_that_was_changed_or_is_of_another_job_is_refused(bus: Bus) -> None:
+    await bus.publish_next(examples.action(job=OTHER.job), expected_last=0)
+    with pytest.raises(ActionStoreError, match="sizes 4 ranks, the job has 2"):
+        await opened(bus, OTHER)
+    sealed = seal(examples.action(3, job=JOB.job, local_batch_sizes=SIZES, deltas=(0, 0)), b"p" * 32)
+    forged = msgspec.structs.replace(sealed, local_batch_sizes=(32, 1024))
+    await bus.publish_next(forged, expected_last=0)
+    with pytest.raises(ActionStoreError, match="its hash does not match its content"):
+        await opened(bus)
+
+
+async def test_a_log_that_ends_before_what_the_trainer_applied_is_refused(bus: Bus) -> None:
+    await decide(bus, await opened(bus), range(4))
+    await bus.publish(receipt((await actions(bus))[2]))
+    await decide(bus, await opened(bus), range(4, 6))
+    assert [action.window for action in await actions(bus)] == list(range(6))
+    last = (await actions(bus))[-1]
+    await bus.publish(receipt(last, action_hash=b"h" * 32))
+    with pytest.raises(ActionStoreError, match="is not the action for window 5 of generation 0 that the trainer"):
+        await opened(bus)
+    await bus.publish(receipt(last, decided_window=7))
+    with pytest.raises(ActionStoreError, match=r"ends at 6 \(window 5 .*applied an action for window 7") as caught:
+        await opened(bus)
+    assert (caught.value.window, caught.value.known_window) == (5, 7)
+    await bus.publish(receipt(last, job=OTHER.job))
+    with pytest.raises(ActionStoreError, match="ends at nothing, but the trainer applied an action for window 5"):
+        await opened(bus, OTHER)
+
+
+async def test_a_takeover_between_reading_receipt_and_log_halts_no_healthy_job(bus: Bus) -> None:
+    """The other arbitrator decides, and the trainer adopts, while this one starts."""
+    other = await opened(bus)
+    await decide(bus, other, range(2))
+    await bus.publish(receipt((await actions(bus))[-1]))
+    last, reads = bus.last, []
+
+    async def slow(stream: str, subject: str) -> BusMessage | None:
+        found = await last(stream, subject)
+        reads.append(stream)
+        if len(reads) == 1:
+            await decide(bus, other, range(2, 3))
+            await bus.publish(receipt((await actions(bus))[-1]))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bus, "last", slow)
+        log = await opened(bus)
+    assert log.known is not None
+    assert log.known.action.window == 2
+
+
+async def test_a_job_whose_actions_were_dropped_for_room_continues(bus: Bus) -> None:
+    """At the first start and for an arbitrator that ran all the while; a full stream is no lost one."""
+    await provision(bus, [msgspec.structs.replace(ACTIONS, max_bytes=2000)])
+    log = await opened(bus)
+    await decide(bus, log, range(2))
+    await bus.publish(receipt((await actions(bus))[-1]))
+    await decide(bus, await opened(bus, OTHER), range(20))
+    assert await actions(bus) == []
+    await decide(bus, log, range(2, 3))
+    assert [action.window for action in await actions(bus)] == [2]
+    await decide(bus, await opened(bus, OTHER), range(20, 40))
+    await opened(bus)
+
+
+async def test_a_running_arbitrator_refuses_another_chain_than_its_own(bus: Bus) -> None:
+    log = await opened(bus)
+    await decide(bus, log, range(2))
+    options = {"job": JOB.job, "local_batch_sizes": SIZES, "deltas": (0, 0)}
+    third = seal(examples.action(2, **options), (await actions(bus))[-1].hash)
+    fourth = seal(examples.action(3, **options), b"x" * 32)
+    sequence = await bus.publish_next(third, expected_last=2)
+    await bus.publish_next(fourth, expected_last=sequence)
+    with pytest.raises(ActionStoreError, match="breaks the chain: the action for window 3 of generation 0 does"):
+        await decide(bus, log, range(2, 3))
+    await operate(bus, "STREAM.DELETE.ACTIONS")
+    await provision(bus)
+    with pytest.raises(ActionStoreError, match="ends at nothing, before our own 2"):
+        await decide(bus, log, range(3, 4))
+    assert await actions(bus) == []
+
+
+class TestRot:
+    """A real broker stops, one bit of its file changes, it starts again."""
+
+    @pytest.fixture
+    async def server(self, tmp_path: Path) -> Any:
+        async with ConfiguredServer(store_dir=tmp_path / "store") as running:
+            yield running
+
+    def rot(self, tmp_path: Path, where: str, index: int) -> None:
+        block = block_of(tmp_path / "store", ACTIONS.name)
+        {"header": flip_in_header, "payload": flip_in_payload}[where](block, records(block)[index])
+
+    @pytest.mark.parametrize(("where", "index"), [("header", 9), ("payload", -1)])
+    async def test_after_a_restart_of_both_the_job_is_refused_and_the_others_continue(
+        self, server: ConfiguredServer, tmp_path: Path, where: str, index: int
+    ) -> None:
+        async with connected(server.settings) as bus:
+            await provision(bus)
+            for job, windows in ((OTHER, range(5)), (JOB, range(10))):
+                await bus.publish(job)
+                await decide(bus, await opened(bus, job), windows)
+            await bus.publish(receipt((await actions(bus))[-1]))
+        await server.kill()
+        self.rot(tmp_path, where, index)
+        await server.start()
+        async with connected(server.settings) as bus:
+            before = (await bus.stream_state(ACTIONS.name)).last_sequence
+            async with arbitrator_here(bus) as context:
+                for job, window in ((JOB, 10), (OTHER, 5), (OTHER, 6)):
+                    await bus.publish(state(job, window))
+                counters = context.counters
+                await until(lambda: counters.get("decided", 0) >= 2 and counters.get("halted", 0) >= 1)
+            assert (counters["refused_logs"], counters["halted"]) == (1, 1)
+            assert [action.window for action in await actions(bus, OTHER)] == list(range(7))
+            last = await bus.last(FEED.name, subjects.of("event", JOB.job))
+            assert last is not None
+            event = decode(Event, last.subject, last.payload)
+            assert (event.signature, event.limit) == ("log-refused", 9.0)
+            own = subjects.of("action", JOB.job)
+            assert await bus.first(ACTIONS.name, own, start=before + 1) is None  # nothing on top
+
+    async def test_an_arbitrator_that_ran_all_the_while_refuses_it_too(
+        self, server: ConfiguredServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(job_log, "SHOW_WAITS_S", (0.01, 0.01))
+        async with connected(server.settings) as bus:
+            await provision(bus)
+            others, log = await opened(bus, OTHER), await opened(bus)
+            await decide(bus, others, range(5))
+            await decide(bus, log, range(10))
+            await server.stop()
+            self.rot(tmp_path, "payload", -1)
+            await server.start()
+            with pytest.raises(ActionStoreError, match="before our own 15"):
+                await decide(bus, log, range(10, 11))
+            await decide(bus, others, range(5, 7))
+            assert [action.window for action in await actions(bus, OTHER)] == list(range(7))

@@ -1,4 +1,4 @@
-"""The learner's shell in this process: what it learns from, and what it does when the bus refuses."""
+"""The learner: which generations are over, what is read of them, and what happens when the bus refuses."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -9,30 +9,102 @@ import msgspec
 import pytest
 import structlog
 from tests.support import examples, learned, trained_policies
+from tests.support.old_server import OldServer
 
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import PolicyStore
-from dynamix.arbitrator.learning import service, updating
-from dynamix.arbitrator.learning.collecting import Collected, Finished
-from dynamix.arbitrator.learning.rollout import Recording
-from dynamix.arbitrator.learning.service import LearnerSettings, _Learner
-from dynamix.arbitrator.learning.updating import Lesson, Outcome
-from dynamix.runtime.bus import Bus, PermissionDeniedError, PublishError
+from dynamix.arbitrator.learning import service
+from dynamix.arbitrator.learning.service import (
+    Collected,
+    Finished,
+    Generations,
+    LearnerSettings,
+    Lesson,
+    Outcome,
+    _Learner,
+    collect,
+    update,
+)
+from dynamix.runtime.bus import Bus, BusError, BusMessage, PermissionDeniedError, PublishError, requests
 from dynamix.runtime.service import Context
-from dynamix.schemas.messages import RankReward, Reward
+from dynamix.schemas import subjects
+from dynamix.schemas.messages import Job, RankReward, Reward
 
 FIRST = learned.policy_file(seeds=(1,))
 NEXT = [learned.policy_file(seeds=(seed,)).to_bytes() for seed in range(2, 9)]
+NO_TIME_S = 1e-9
 
 
-def recording(*formulas: str, **changes: Any) -> Recording:
-    job = examples.job(policy="mine", **changes)
-    ranks = (RankReward(rank=0, reward=1.0, terms={}),)
-    found = [
-        Reward(job=job.job, generation=job.generation, window=window, node="node-a", formula=formula, ranks=ranks)
-        for window, formula in enumerate(formulas)
-    ]
-    return Recording(job, [], [examples.action(generation=job.generation)], [], found)
+def job_of(generation: int = 0, phase: str = "running", **changes: Any) -> Job:
+    fields: dict[str, Any] = {"policy": "ppo", "policy_options": {"explore": 1.0}}
+    return examples.job({"node-a": (0, 1)}, generation=generation, phase=phase, **(fields | changes))
+
+
+def reward_of(window: int, generation: int = 0, formula: str = "time-aware") -> Reward:
+    ranks = tuple(RankReward(rank=rank, reward=1.0, terms={}) for rank in (0, 1))
+    return Reward(job=examples.JOB, generation=generation, window=window, node="node-a", formula=formula, ranks=ranks)
+
+
+def test_a_generation_is_over_with_its_end_or_with_the_next_one() -> None:
+    watch = Generations("ppo", "mnist-*")
+    first, ended = job_of(job="mnist-1"), job_of(2, "ended", job="mnist-1", end_reason="completed")
+    assert watch.observe_job(first) == []
+    second = job_of(1, job="mnist-1")
+    assert watch.observe_job(second) == [Finished(first, terminated=False)]
+    assert watch.observe_job(second) == watch.observe_job(first) == []
+    assert watch.observe_job(ended) == [Finished(second, terminated=False), Finished(ended, terminated=True)]
+    broken = job_of(0, "ended", job="mnist-2", end_reason="RuntimeError: out of memory")
+    assert watch.observe_job(broken) == [Finished(broken, terminated=False)]
+    for changes in ({"policy_options": {}}, {"policy": "rule"}, {"job": "cifar-1"}):
+        other = job_of(0, "ended", **({"job": "mnist-3"} | changes))
+        assert watch.observe_job(other) == []
+
+
+async def refuse(message: BusMessage, reason: str) -> None:
+    raise AssertionError((message, reason))
+
+
+async def record(bus: Bus, num_windows: int, num_rewarded: int) -> None:
+    for window in range(num_windows):
+        await bus.publish_soon(examples.state(window_index=window))
+    for window in range(num_rewarded):
+        await bus.publish_soon(reward_of(window))
+    await bus.flush()
+
+
+async def test_a_long_generation_is_read_completely_and_its_last_rewards_are_waited_for(bus: Bus) -> None:
+    await record(bus, 1500, 1498)
+    await bus.publish(examples.action())
+    early = await collect(bus, job_of(), grace_s=NO_TIME_S, refuse=refuse)
+    assert early is not None
+    assert (len(early.states), len(early.rewards), len(early.actions), early.num_unrewarded) == (1500, 1498, 1, 2)
+    reading = asyncio.create_task(collect(bus, job_of(), grace_s=60, refuse=refuse))
+    for window in (1498, 1499):
+        await bus.publish(reward_of(window))
+    found = await reading
+    assert found is not None
+    assert (len(found.rewards), found.num_unrewarded) == (1500, 0)
+
+
+async def test_actions_that_were_applied_are_asked_for_again_after_a_fail_over(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "PAUSE_S", 0.02)
+    await record(bus, 5, 5)
+    await bus.publish(examples.action())
+    await bus.publish(examples.applied(0, 2))
+    for num_replicas, num_actions in ((3, 1), (1, 0)):
+        old = OldServer(bus, num_replicas)
+        old.answer_old(3, subjects.of("action", examples.JOB), None)
+        found = await collect(old, job_of(), grace_s=NO_TIME_S, refuse=refuse)  # type: ignore[arg-type]
+        assert found is not None
+        assert len(found.actions) == num_actions
+
+
+async def test_a_stopped_intake_gives_no_half_generation(bus: Bus) -> None:
+    await record(bus, 5, 3)
+    bus.stop_intake()
+    assert await collect(bus, job_of(), grace_s=60, refuse=refuse) is None
 
 
 class Updates:
@@ -50,7 +122,7 @@ class Updates:
 @pytest.fixture
 def updates(monkeypatch: pytest.MonkeyPatch) -> Updates:
     noted = Updates()
-    monkeypatch.setattr(updating, "update", noted)
+    monkeypatch.setattr(service, "update", noted)
     return noted
 
 
@@ -60,51 +132,42 @@ def executor() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-async def a_learner(bus: Bus, executor: Any, **settings: Any) -> tuple[_Learner, Context[LearnerSettings]]:
+async def a_learner(bus: Bus, executor: Any) -> tuple[_Learner, Context[LearnerSettings]]:
     await PolicyStore(bus).put("mine", FIRST.to_bytes())
-    chosen = LearnerSettings(policy="mine", generations_per_update=1, **settings)
+    chosen = LearnerSettings(policy="mine", generations_per_update=1)
     context = Context("learner", "0", "here", bus, chosen, asyncio.Event(), structlog.get_logger())
     learner = _Learner(context, executor)
-    await learner._start()
+    await learner.start()
     return learner, context
 
 
-async def over(learner: _Learner, found: Recording, monkeypatch: pytest.MonkeyPatch, num_unrewarded: int = 0) -> None:
+def collected(*formulas: str, generation: int = 0, num_states: int = 0) -> Collected:
+    found = Collected(None, job_of(generation, policy="mine"), refuse)  # type: ignore[arg-type]  # nothing is read
+    found.actions = [examples.action(generation=generation)]
+    found.rewards = [reward_of(window, generation, formula) for window, formula in enumerate(formulas)]
+    found.states = [(window, examples.state(window_index=window)) for window in range(num_states)]
+    return found
+
+
+async def over(learner: _Learner, found: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation is over, of which the bus holds this."""
 
     async def collect(*_: object, **__: object) -> Collected:
-        return Collected(found, num_unrewarded)
+        return found
 
     monkeypatch.setattr(service, "collect", collect)
-    await learner._on_finished(Finished(found.job, terminated=True))
+    await learner.on_finished(Finished(found.job, terminated=True))
 
 
-@pytest.mark.parametrize("formulas", [("paper-sgd",), ("time-aware", "paper-sgd")])
-async def test_rewards_of_another_formula_are_left_out_unless_they_are_asked_for(
-    bus: Bus,
-    updates: Updates,
-    executor: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
-    formulas: tuple[str, ...],
-) -> None:
-    learner, context = await a_learner(bus, executor)
-    await over(learner, recording(*formulas), monkeypatch)
-    assert updates.lessons == []
-    assert context.counters["generations_of_other_rewards"] == context.counters["generations_left_out"] == 1
-    await over(learner, recording("time-aware", generation=1), monkeypatch)
-    assert len(updates.lessons) == 1
-
-    learner, _ = await a_learner(bus, executor, rewards="any", max_staleness=9)
-    await over(learner, recording(*formulas), monkeypatch)
-    assert len(updates.lessons) == 2
-
-
-async def test_a_generation_without_its_last_rewards_is_taken_as_cut_off(
+async def test_rewards_of_another_formula_are_left_out_and_missing_ones_cut_a_generation_off(
     bus: Bus, updates: Updates, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, context = await a_learner(bus, executor)
-    await over(learner, recording("time-aware"), monkeypatch, num_unrewarded=3)
-    await over(learner, recording("time-aware", generation=1), monkeypatch)
+    await over(learner, collected("time-aware", "paper-sgd"), monkeypatch)
+    assert updates.lessons == []
+    assert context.counters["generations_of_other_rewards"] == context.counters["generations_left_out"] == 1
+    await over(learner, collected("time-aware", generation=1, num_states=3), monkeypatch)
+    await over(learner, collected("time-aware", generation=2), monkeypatch)
     assert [lesson.terminated for lessons in updates.lessons for lesson in lessons] == [False, True]
     assert context.counters["generations_without_last_rewards"] == 1
 
@@ -113,56 +176,42 @@ async def test_a_version_that_the_bus_refuses_is_kept_and_so_are_later_lessons(
     bus: Bus, updates: Updates, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, context = await a_learner(bus, executor)
-    put = bus.publish_policy
+    put = bus.publish_next
+    error: BusError = PublishError("maximum bytes exceeded")
 
-    async def refuse(*_: object, **__: object) -> None:
-        raise PublishError("maximum bytes exceeded")
+    async def fail(*_: object, **__: object) -> None:
+        raise error
 
-    monkeypatch.setattr(bus, "publish_policy", refuse)
+    monkeypatch.setattr(bus, "publish_next", fail)
     for generation in range(6):
-        await over(learner, recording("time-aware", generation=generation), monkeypatch)
+        await over(learner, collected("time-aware", generation=generation), monkeypatch)
     assert (len(updates.lessons), context.counters["updates_refused"]) == (1, 6)
-    assert [lesson.name.rpartition(":")[2] for lesson in learner._lessons] == ["2", "3", "4", "5"]
 
-    monkeypatch.setattr(bus, "publish_policy", put)
-    await over(learner, recording("time-aware", generation=6), monkeypatch)
-    assert [len(lessons) for lessons in updates.lessons] == [1, 5]
+    monkeypatch.setattr(bus, "publish_next", put)
+    await over(learner, collected("time-aware", generation=6), monkeypatch)
+    names = [[lesson.name.rpartition(":")[2] for lesson in lessons] for lessons in updates.lessons]
+    assert names == [["0"], ["2", "3", "4", "5", "6"]]
     assert [stored.version for stored in await PolicyStore(bus).versions("mine")] == [3, 2, 1]
     assert (await PolicyStore(bus).get("mine", 2)).data == NEXT[1]
-    assert context.counters["updates"] == 2
 
-
-async def test_an_error_that_retrying_cannot_fix_ends_the_learner(
-    bus: Bus, updates: Updates, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner, _ = await a_learner(bus, executor)
-
-    async def deny(*_: object, **__: object) -> None:
-        raise PermissionDeniedError("not yours")
-
-    monkeypatch.setattr(bus, "publish_policy", deny)
+    error = PermissionDeniedError("not yours")  # trying again cannot fix it
+    monkeypatch.setattr(bus, "publish_next", fail)
     with pytest.raises(PermissionDeniedError):
-        await over(learner, recording("time-aware"), monkeypatch)
-    assert len(updates.lessons) == 1
+        await over(learner, collected("time-aware", generation=7), monkeypatch)
 
 
-def test_a_version_names_the_reward_formulas_of_its_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_names_its_generations_and_is_refused_in_numbers_that_are_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     file = learned.policy_file(reward_weights={"beta": 1.0})
-    monkeypatch.setattr(updating, "trajectory_of", lambda *_: trained_policies.trajectory(file.metadata))
-    lessons = [Lesson("job:0", recording("time-aware"), terminated=True)]
-    outcome = updating.update(file.to_bytes(), lessons)
+    monkeypatch.setattr(service, "trajectory_of", lambda *_: trained_policies.trajectory(file.metadata))
+    lessons = [Lesson(collected("time-aware").recording, terminated=True)]
+    outcome = update(file.to_bytes(), lessons)
     assert outcome.content is not None
     metadata = PolicyFile.from_bytes(outcome.content).metadata
-    assert (metadata.reward_formula, metadata.reward_weights, metadata.learned_from) == ("time-aware", {}, ("job:0",))
-
-
-@pytest.mark.parametrize("learning_rate", [1e37, 1e39])
-def test_an_update_in_numbers_that_are_too_large_is_refused(
-    monkeypatch: pytest.MonkeyPatch, learning_rate: float
-) -> None:
-    hasty = msgspec.structs.replace(learned.SMALL, learning_rate=learning_rate)
-    file = learned.agent(settings=hasty).file()
-    monkeypatch.setattr(updating, "trajectory_of", lambda *_: trained_policies.trajectory(file.metadata))
-    outcome = updating.update(file.to_bytes(), [Lesson("job:0", recording("time-aware"), terminated=True)])
-    assert outcome.content is None
-    assert outcome.refused[0].startswith("job:0: ")
+    assert (metadata.reward_weights, metadata.learned_from, metadata.parent) == ({}, (lessons[0].name,), file.digest)
+    for learning_rate in (1e37, 1e39):
+        hasty = learned.policy_file(settings=msgspec.structs.replace(learned.SMALL, learning_rate=learning_rate))
+        outcome = update(hasty.to_bytes(), lessons)
+        assert outcome.content is None
+        assert outcome.refused[0].startswith(f"{lessons[0].name}: ")

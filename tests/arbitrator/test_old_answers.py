@@ -2,15 +2,15 @@
 
 import pytest
 from structlog.testing import capture_logs
-from tests.arbitrator.test_action_store import JOB, OTHER, actions, decide, opened, receipt, state
+from tests.arbitrator.test_job_log import JOB, OTHER, actions, decide, opened, receipt, state
 from tests.support.brokers import until
 from tests.support.old_server import OldServer
 from tests.support.services_here import arbitrator_here
 
 from dynamix.arbitrator import service
 from dynamix.arbitrator.deciding import job_log
-from dynamix.arbitrator.deciding.action_store import ActionsEndEarlyError
-from dynamix.arbitrator.learned.policy_source import PolicyAbsentError, PolicySource
+from dynamix.arbitrator.deciding.job_log import ActionsEndEarlyError
+from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicySource
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.runtime.bus import Bus, requests
 from dynamix.schemas import subjects
@@ -89,15 +89,15 @@ async def test_an_action_that_an_old_server_refuses_is_published_again(bus: Bus,
     old = OldServer(bus, num_replicas)
     log = await opened(old)  # type: ignore[arg-type]
     await decide(old, log, range(2))  # type: ignore[arg-type]
-    old.answer_old(3, "publish_action", 1)
+    old.answer_old(3, "publish_next", 1)
     if num_replicas > 1:
         await decide(old, log, range(2, 3))  # type: ignore[arg-type]
         assert [action.window for action in await actions(bus)] == [0, 1, 2]
-        assert old.num_asked["publish_action"] == 4
+        assert old.num_asked["publish_next"] == 4
     else:
         with pytest.raises(ActionsEndEarlyError, match="for one that it does not show: wrong last sequence: 1"):
             await decide(old, log, range(2, 3))  # type: ignore[arg-type]
-        assert old.num_asked["publish_action"] == 1
+        assert old.num_asked["publish_next"] == 1
 
 
 async def test_states_that_were_read_are_folded_though_the_server_that_is_asked_does_not_know_them(bus: Bus) -> None:

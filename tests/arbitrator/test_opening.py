@@ -1,8 +1,6 @@
-"""A crowd of jobs: opened beside those that are steered, in bounded number, and forgotten again."""
+"""Jobs in memory: opened beside those that are steered, in bounded number, dropped and read again."""
 
 import asyncio
-import random
-from collections import Counter
 
 import msgspec
 import pytest
@@ -13,7 +11,6 @@ from tests.support.services_here import arbitrator_here
 
 from dynamix.arbitrator import service
 from dynamix.arbitrator.deciding.job_log import JobLog
-from dynamix.arbitrator.deciding.waiting_jobs import WaitingJobs
 from dynamix.arbitrator.service import MAX_OPENING, ArbitratorSettings
 from dynamix.arbitrator.shown import ShownDecisions
 from dynamix.runtime.bus import Bus, BusMessage, PublishError
@@ -21,7 +18,7 @@ from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Action, Applied, Job, State
+from dynamix.schemas.messages import Action, Job, State
 from dynamix.schemas.streams import ACTIONS, FEED
 
 NUM_CROWD = 100
@@ -130,29 +127,32 @@ async def test_a_restart_decides_for_all_jobs_and_opens_none_without_states(bus:
         assert context.counters["jobs"] == 3
 
 
-def test_the_job_with_the_most_states_is_opened_first_and_no_more_wait_than_may() -> None:
-    waiting = WaitingJobs(max_jobs=3)
-    for sequence, name in enumerate("abcbdb", start=1):
-        waiting.add_state(name, BusMessage("subject", bytes(9000), sequence, 0, 0), 0)
-    assert len(waiting) == 3
-    ((job, wanted),) = waiting.take(1)
-    assert (job, wanted.newest, wanted.num_states) == ("b", 6, 3)
-    assert wanted.example is not None
-    assert (wanted.example.sequence, len(wanted.example.payload)) == (2, 4096)
-    assert [name for name, _ in waiting.take(5)] == ["a", "c"]
+async def test_a_job_whose_states_go_on_is_opened_before_a_crowd_that_waits_longer_and_no_more_wait_than_may(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, read: list[State]
+) -> None:
+    opened, goes_on, entered = JobLog.open, asyncio.Event(), list[str]()
 
+    async def slow(job: Job, *arguments: object) -> JobLog:
+        entered.append(job.job)
+        await goes_on.wait()
+        return await opened(job, *arguments)  # type: ignore[arg-type]
 
-def test_jobs_that_wait_are_taken_in_the_order_of_their_states_however_they_came() -> None:
-    chance, waiting, came = random.Random(7), WaitingJobs(max_jobs=50), list[str]()
-    for sequence in range(1, 400):
-        job = f"job-{chance.randrange(60)}"
-        if waiting.add_state(job, BusMessage("subject", b"", sequence, 0, 0), 0):
-            came.append(job)
-    counts = Counter(came)
-    got_there = {job: max(at for at, one in enumerate(came) if one == job) for job in counts}
-    expected = sorted(counts, key=lambda job: (-counts[job], got_there[job]))
-    taken = [job for _ in range(30) for job, _ in waiting.take(2)]
-    assert (taken, len(waiting)) == (expected, 0)
+    monkeypatch.setattr(JobLog, "open", slow)
+    jobs = [*crowd()[: MAX_OPENING + 2], HONEST]
+    for job in jobs:
+        await bus.publish(job)
+    async with arbitrator_here(bus, max_jobs=3) as context:
+        await until_counter(context, "jobs_waiting", 0)
+        for job in jobs:
+            await bus.publish(state_of(job))
+        await bus.publish(state_of(HONEST, 1))
+        await bus.publish(state_of(crowd()[-1]))  # it has no room to wait
+        await until(lambda: len(read) == len(jobs) + 2)
+        goes_on.set()
+        assert await decisions(bus, HONEST.job, 2) == [0, 1]
+        await until_counter(context, "jobs_waiting", 0)
+        assert context.counters["jobs_put_off"] == 1
+    assert entered[MAX_OPENING] == HONEST.job
 
 
 async def test_a_specification_of_a_made_up_generation_stops_no_job_that_is_open(bus: Bus) -> None:
@@ -182,38 +182,13 @@ async def test_a_job_that_falls_behind_is_decided_once_for_each_window(
         assert context.counters["states_put_off"] > 8
 
 
-async def test_a_generation_that_comes_while_a_job_is_opened_is_opened_next(
+async def test_states_and_a_generation_that_come_while_a_job_is_opened_are_decided_in_order(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, read: list[State]
 ) -> None:
-    opened, entered, goes_on = JobLog.open, asyncio.Event(), asyncio.Event()
-
-    async def late(job: Job, *arguments: object) -> JobLog:
-        entered.set()
-        await goes_on.wait()
-        return await opened(job, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(JobLog, "open", late)
-    await bus.publish(HONEST)
-    async with arbitrator_here(bus) as context:
-        await bus.publish(state_of(HONEST))
-        await entered.wait()
-        await bus.publish(msgspec.structs.replace(HONEST, generation=1))
-        await bus.publish(msgspec.structs.replace(state_of(HONEST), generation=1))
-        await bus.publish(msgspec.structs.replace(state_of(HONEST), generation=5))
-        await until(lambda: len(read) == 3)
-        goes_on.set()
-        assert await decisions(bus, HONEST.job, 2) == [0, 0]
-        await until_counter(context, "dead_letters", 1)  # generation 5 has no specification
-
-
-async def test_a_job_of_before_the_start_is_opened_once_and_decided_in_order_though_states_come_meanwhile(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch, read: list[State]
-) -> None:
-    num_opened, opened, goes_on = 0, JobLog.open, asyncio.Event()
+    opened, goes_on, generations = JobLog.open, asyncio.Event(), list[int]()
 
     async def slow(job: Job, *arguments: object) -> JobLog:
-        nonlocal num_opened
-        num_opened += 1
+        generations.append(job.generation)
         await goes_on.wait()
         return await opened(job, *arguments)  # type: ignore[arg-type]
 
@@ -221,14 +196,17 @@ async def test_a_job_of_before_the_start_is_opened_once_and_decided_in_order_tho
     await bus.publish(HONEST)
     await bus.publish(state_of(HONEST))
     async with arbitrator_here(bus) as context:
-        await until(lambda: num_opened == 1)
-        for window in range(1, 5):
+        await until(lambda: generations == [0])
+        for window in (1, 2):
             await bus.publish(state_of(HONEST, window))
+        await bus.publish(msgspec.structs.replace(HONEST, generation=1))
+        for generation in (1, 5):  # the latter has no specification
+            await bus.publish(msgspec.structs.replace(state_of(HONEST), generation=generation))
         await until(lambda: len(read) == 4)
         goes_on.set()
-        assert await decisions(bus, HONEST.job, 5) == [0, 1, 2, 3, 4]
-        await until_counter(context, "jobs_waiting", 0)
-    assert num_opened == 1
+        assert await decisions(bus, HONEST.job, 4) == [0, 1, 2, 0]
+        await until_counter(context, "dead_letters", 1)
+    assert generations == [0, 1]
 
 
 async def test_a_state_that_comes_while_a_job_is_found_to_have_none_is_decided(
@@ -254,18 +232,10 @@ async def test_a_state_that_comes_while_a_job_is_found_to_have_none_is_decided(
         assert await decisions(bus, HONEST.job, 1) == [0]
 
 
-async def test_an_idle_job_is_forgotten_and_goes_on_with_its_next_state(bus: Bus) -> None:
-    await bus.publish(HONEST)
-    async with arbitrator_here(bus, forget_after_s=0.2) as context:
-        await bus.publish(state_of(HONEST))
-        assert await decisions(bus, HONEST.job, 1) == [0]
-        await until_counter(context, "jobs", 0)
-        await bus.publish(state_of(HONEST, 1))
-        assert await decisions(bus, HONEST.job, 2) == [0, 1]
-
-
-@pytest.mark.parametrize("limits", [{"max_jobs": 1}, {"max_ranks": 3}])
-async def test_jobs_that_have_no_room_beside_each_other_are_decided_in_turn(bus: Bus, limits: dict[str, int]) -> None:
+@pytest.mark.parametrize("limits", [{"max_jobs": 1}, {"max_ranks": 3}, {"forget_after_s": 0.2}])
+async def test_jobs_that_were_dropped_from_memory_go_on_with_their_next_state(
+    bus: Bus, limits: dict[str, float]
+) -> None:
     jobs = [HONEST, examples.job(NODES, job="other-0", policy="static")]
     for job in jobs:
         await bus.publish(job)
@@ -274,7 +244,7 @@ async def test_jobs_that_have_no_room_beside_each_other_are_decided_in_turn(bus:
             for job in jobs:
                 await bus.publish(state_of(job, window))
                 assert await decisions(bus, job.job, window + 1) == list(range(window + 1))
-                await until_counter(context, "jobs", 1)
+                await until_counter(context, "jobs", 0 if "forget_after_s" in limits else 1)
 
 
 async def test_a_job_is_taken_up_again_after_actions_alone_was_made_again(bus: Bus) -> None:
@@ -284,16 +254,7 @@ async def test_a_job_is_taken_up_again_after_actions_alone_was_made_again(bus: B
         for window in range(3):
             await bus.publish(state_of(HONEST, window))
         assert await decisions(bus, HONEST.job, 3) == [0, 1, 2]
-        await bus.publish(
-            Applied(
-                job=HONEST.job,
-                generation=0,
-                decided_window=2,
-                effective_window=4,
-                effective_step=40,
-                local_batch_sizes=(128, 128),
-            )
-        )
+        await bus.publish(examples.applied(2, 4, job=HONEST.job, local_batch_sizes=(128, 128)))
         await operate(bus, f"STREAM.DELETE.{ACTIONS.name}")
         await provision(bus)
         await bus.publish(state_of(HONEST, 3))

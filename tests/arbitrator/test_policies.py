@@ -1,23 +1,21 @@
 import inspect
+import math
 from importlib import import_module
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from tests.support import examples
 
 from dynamix.arbitrator import policies
+from dynamix.arbitrator.document import document
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, PolicyFile, shipped_names, shipped_policy
 from dynamix.arbitrator.learning.service import LearnerSettings
-from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.options import allocation_of
-from dynamix.arbitrator.policies.policy import RecurringPolicy
-from dynamix.arbitrator.policies.proportional import Proportional
-from dynamix.arbitrator.policies.random import DELTAS, Random
+from dynamix.arbitrator.policies.baselines import DELTAS, Proportional, Random
+from dynamix.arbitrator.policies.policy import Array32, NamedPolicy, RecurringPolicy, allocation_of
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named, policy_names
-from dynamix.lab.learning.plan import PRESETS
+from dynamix.lab.learning import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.schemas.policies import (
@@ -26,6 +24,7 @@ from dynamix.schemas.policies import (
     KEEPS_GLOBAL_BATCH,
     OUR_POLICIES,
     RECURRING,
+    STIGMERGY,
     check_options,
     initial_split,
 )
@@ -51,28 +50,29 @@ def test_trainers_know_the_names_of_all_our_policies() -> None:
     assert {name for name, policy in POLICIES.items() if isinstance(policy, RecurringPolicy)} == RECURRING
 
 
-def test_static_is_the_initial_sizes_for_ever() -> None:
-    decision = policy_named("static").decide(JOB, 5, observe((64, 64, 64, 64), (1.0,) * 4), GLOBAL_F, b"")
-    assert decision.allocation.local_batch_sizes == JOB.initial_local_batch_sizes
-
-
-def test_static_lets_gradients_travel_as_its_options_say_where_the_job_permits_it() -> None:
-    job = examples.job(policy="static", policy_options={"codec": "int8", "every": 4.0})
-    for permission, expected in (("exact", EXACT), ("lossy", EXACT), ("local", Exchange(every=4, codec="int8"))):
-        permitting = msgspec.structs.replace(job, exchange=permission)
-        decision = policy_named("static").decide(permitting, 5, observe((64,) * 4, (1.0,) * 4), GLOBAL_F, b"")
-        assert decision.allocation.exchange == expected
-
-
-def test_static_decides_the_codec_of_an_extension_that_its_options_name() -> None:
-    static, options = policy_named("static"), {"codec": "coarse"}
-    check_options("static", static.options, options)
-    job = examples.job(policy="static", policy_options=options, exchange="lossy")
-    decision = static.decide(job, 5, observe((64,) * 4, (1.0,) * 4), GLOBAL_F, b"")
-    assert decision.allocation.exchange == Exchange(codec="coarse")
-    for wrong in ({"codec": 5.0}, {"codec": "No Name"}, {"route": "ring"}, {"every": "four"}):
+def test_static_sets_the_exchange_that_its_options_name_where_the_job_permits_it() -> None:
+    static, obs_WF = policy_named("static"), observe((64,) * 4, (1.0,) * 4)
+    for permission, options, expected in (
+        ("exact", {"codec": "int8", "every": 4.0}, EXACT),
+        ("lossy", {"codec": "int8", "every": 4.0}, EXACT),
+        ("local", {"codec": "int8", "every": 4.0}, Exchange(every=4, codec="int8")),
+        ("lossy", {"codec": "coarse"}, Exchange(codec="coarse")),  # of an extension
+    ):
+        check_options("static", static.options, options)
+        job = examples.job(policy="static", policy_options=options, exchange=permission)
+        allocation = static.decide(job, 5, obs_WF, GLOBAL_F, b"").allocation
+        assert (allocation.local_batch_sizes, allocation.exchange) == (job.initial_local_batch_sizes, expected)
+    for wrong in ({"codec": 5.0}, {"codec": "No Name"}, {"route": "ring"}, {"every": "four"}, {"every": math.nan}):
         with pytest.raises(ValueError, match="of policy 'static' must be"):
             check_options("static", static.options, wrong)
+    with pytest.raises(ValueError, match="policy 'static' has no option 'codecs': did you mean codec"):
+        check_options("static", static.options, {"codecs": 0.5})
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_every_policys_defaults_are_within_its_own_bounds(policy: NamedPolicy) -> None:
+    assert "track" in policy.options or policy is POLICIES[STIGMERGY]  # which leaves the division to traces
+    check_options("itself", policy.options, {name: one.default for name, one in policy.options.items()})
 
 
 def test_proportional_gives_a_rank_three_times_slower_a_third_and_keeps_the_global_batch() -> None:
@@ -91,12 +91,9 @@ def test_proportional_settles_with_a_fixed_cost_per_step() -> None:
     time_s = 0.010 + np.array(sizes) / rate
     assert sum(sizes) == 512
     assert time_s.max() / time_s.min() < 1.08
-
-
-def test_proportional_leaves_a_rank_it_never_measured_as_it_is_and_shares_the_rest() -> None:
     job = examples.job(initial_local_batch_sizes=(150, 150, 161, 51))
     obs_WF = observe((150, 150, 161, 51), (2000.0, 1000.0, 1.0, 1.0))
-    obs_WF[2:, RANK_INDEX["num_samples"]] = np.nan
+    obs_WF[2:, RANK_INDEX["num_samples"]] = np.nan  # ranks that were never measured stay as they are
     decision = Proportional().decide(job, 0, obs_WF, GLOBAL_F, b"")
     assert decision.allocation.local_batch_sizes == (200, 100, 161, 51)
 
@@ -112,14 +109,9 @@ def test_random_draws_published_deltas_and_the_same_ones_in_a_replay() -> None:
     assert first[0].logprobs == pytest.approx((np.log(1 / 5),) * 4)
 
 
-def test_an_unknown_policy_is_refused_with_the_list_of_known_ones() -> None:
-    with pytest.raises(ValueError, match="proportional, qsr, random, rule, split, static"):
-        policy_named("ppo-9000")
-    known = {"static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule", "stigmergy"}
-    assert set(POLICIES) == known
-
-
-def test_every_policy_of_the_folder_is_registered() -> None:
+def test_the_document_is_up_to_date_and_every_policy_of_the_folder_is_registered() -> None:
+    path = Path(__file__).parents[2] / "docs" / "policies.md"
+    assert path.read_text() == document(), "run: python -m dynamix.arbitrator.document > docs/policies.md"
     paths = Path(policies.__file__).parent.glob("*.py")
     modules = [import_module(f"{policies.__name__}.{path.stem}") for path in paths if path.stem != "__init__"]
     classes = {one for module in modules for _, one in inspect.getmembers(module, inspect.isclass)}
@@ -133,12 +125,8 @@ def test_the_schemas_name_exactly_the_policies_that_leave_the_division_to_the_ra
     found = {policy.name for policy in every if "track" in policy.options and policy.options["track"].default == 1}
     assert found == DIVIDED_BY_RANKS
     assert DEFAULT_POLICY in POLICIES
-
-
-def test_every_learned_policy_is_shipped_and_has_a_preset_for_learning() -> None:
-    """The agents' network is shipped with the collector."""
     assert {name for name in shipped_names() if not name[-1].isdigit()} == set(SHIPPED_POLICIES)
-    assert set(PRESETS) == {*SHIPPED_POLICIES, "stigmergy"}
+    assert set(PRESETS) == {*SHIPPED_POLICIES, "stigmergy"}  # the agents' network is shipped with the collector
     assert LearnerSettings().policy in SHIPPED_POLICIES
 
 
@@ -163,7 +151,7 @@ def test_stigmergy_decides_nothing_and_leaves_the_sizes_to_the_traces_of_agents(
 def test_the_policies_that_are_named_as_such_keep_the_global_batch(name: str) -> None:
     job = examples.job(policy=name)
     carry, sums = b"", set()
-    for window in range(40):
+    for window in range(20):
         obs_WF = observe(job.initial_local_batch_sizes, (500.0, 500.0, 200.0 + 20 * window, 500.0))
         decision = policy_named(name).decide(job, window, obs_WF, GLOBAL_F, carry)
         carry = decision.carry

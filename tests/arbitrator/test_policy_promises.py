@@ -6,9 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import examples
 
-from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.options import option
-from dynamix.arbitrator.policies.policy import MAX_REASON
+from dynamix.arbitrator.policies.policy import MAX_REASON, Array32
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Job
@@ -52,6 +50,7 @@ def test_sizes_are_within_the_bounds_and_the_same_for_the_same_input(
         obs_WF, global_F = observation(job, seed + window)
         shown = obs_WF.copy()
         decision = POLICIES[policy].decide(job, window, obs_WF, global_F, carry)
+        assert 10 < len(decision.reason) <= MAX_REASON
         assert POLICIES[policy].decide(job, window, obs_WF, global_F, carry) == decision
         np.testing.assert_array_equal(obs_WF, shown)
         sizes = zip(decision.allocation.local_batch_sizes, job.max_local_batch_sizes, strict=True)
@@ -73,28 +72,9 @@ def test_without_any_measurement_the_last_sizes_stay(policy: str, carry: bytes) 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("value", [np.nan, 1.0])
-def test_every_decision_says_why_in_a_short_sentence(policy: str, value: float) -> None:
-    job = examples.job()
-    obs_WF = np.full((4, len(RANK_FEATURES)), value, dtype=np.float32)
-    obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = job.initial_local_batch_sizes
-    global_F = np.full(len(GLOBAL_FEATURES), value, dtype=np.float32)
-    reason = POLICIES[policy].decide(job, 0, obs_WF, global_F, b"").reason
-    assert 10 < len(reason) <= MAX_REASON
-    assert "\n" not in reason
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_the_carry_of_10000_ranks_fits(policy: str) -> None:
     job = examples.job({"node-a": tuple(range(10_000))}, policy=policy)
     obs_WF = np.ones((10_000, len(RANK_FEATURES)), dtype=np.float32)
     decision = POLICIES[policy].decide(job, 0, obs_WF, np.ones(len(GLOBAL_FEATURES), dtype=np.float32), b"")
     assert len(decision.carry) <= MAX_CARRY_BYTES
     assert len(decision.allocation.local_batch_sizes) == 10_000
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_option_of_a_policy_is_one_that_it_reads(policy: str) -> None:
-    options = POLICIES[policy].options
-    job = examples.job(policy_options={name: one.high for name, one in options.items()})
-    assert [option(options, job, name) for name in options] == [one.high for one in options.values()]

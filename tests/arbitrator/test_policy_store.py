@@ -1,104 +1,172 @@
-"""Policies on the bus: each version is taken once, never changes, and makes room by itself."""
+"""Policies on the bus: each version is taken once and never changes; a generation keeps the one that it began with."""
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-from tests.support import learned
-from tests.support.brokers import ConfiguredServer, connected
+from tests.support import examples, learned
+from tests.support.brokers import ConfiguredServer, connected, operate
 
-from dynamix.arbitrator.learned import policy_store
-from dynamix.arbitrator.learned.policy_store import PolicyMissingError, PolicyStore
+from dynamix.arbitrator.learned import policy_file, policy_store
+from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
+from dynamix.arbitrator.policies.policy import Policy, digest_of
+from dynamix.arbitrator.policies.registry import POLICIES as CODE
 from dynamix.runtime.bus import Bus, StreamFullError, StreamMissingError
 from dynamix.runtime.bus.provision import provision
+from dynamix.schemas import subjects
+from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.streams import POLICIES
 
-FIRST, SECOND, *MORE = (learned.policy_file(seeds=(seed,)).to_bytes() for seed in range(5))
+Ship = Callable[[str, bytes], None]
+JOB = examples.job(policy="mine")
+FIRST, SECOND, THIRD, *MORE = (learned.policy_file(seeds=(seed,)).to_bytes() for seed in range(5))
+
+
+def asking(version: float) -> Job:
+    return examples.job(policy="mine", policy_options={"version": version})
+
+
+@pytest.fixture
+def source(bus: Bus) -> PolicySource:
+    return PolicySource(PolicyStore(bus))
+
+
+@pytest.fixture
+def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ship:
+    """Has a policy come with the package."""
+    monkeypatch.setattr(policy_file, "shipped_directory", lambda: tmp_path)
+
+    def write(name: str, data: bytes) -> None:
+        (tmp_path / f"{name}.safetensors").write_bytes(data)
+
+    return write
+
+
+def decided_by(policy: Policy) -> Action:
+    """An action of this generation, decided by a policy."""
+    return examples.action(policy=policy.name, policy_version=policy.version, policy_digest=digest_of(policy))
 
 
 async def test_versions_count_up_by_name_and_each_is_read_as_it_was_put(bus: Bus) -> None:
     store = PolicyStore(bus)
-    for data in (FIRST, SECOND, *MORE):
+    for data in (FIRST, FIRST, SECOND, THIRD):  # the newest again makes no version
         await store.put("mine", data)
         await store.put("mine-2", data)
-    for version, data in enumerate((FIRST, SECOND, *MORE), start=1):
+    for version, data in enumerate((FIRST, SECOND, THIRD), start=1):
         found = await store.get("mine", version)
         assert (found.version, found.digest, found.data) == (version, hashlib.sha256(data).digest(), data)
-    assert (await store.get("mine")).version == 5
+    assert (await store.get("mine")).version == 3
     listed = [(one.name, one.version) for one in await store.versions()]
-    assert listed == [(name, version) for name in ("mine", "mine-2") for version in (5, 4, 3, 2, 1)]
-    for absent in (0, 6):
-        with pytest.raises(PolicyMissingError, match=f"no version {absent} of mine"):
-            await store.get("mine", absent)
+    assert listed == [(name, version) for name in ("mine", "mine-2") for version in (3, 2, 1)]
+    with pytest.raises(ValueError, match="no version 4 of mine"):
+        await store.get("mine", 4)
 
 
 async def test_learners_that_put_at_once_each_get_a_version_of_their_own(bus: Bus) -> None:
-    files = [FIRST, SECOND, *MORE]
+    files = [FIRST, SECOND, THIRD, *MORE]
     stored = await asyncio.gather(*[PolicyStore(bus).put("mine", data) for data in files])
     assert sorted(one.version for one in stored) == [1, 2, 3, 4, 5]
     for one, data in zip(stored, files, strict=True):
         assert (await PolicyStore(bus).get("mine", one.version)).data == data
 
 
-async def test_putting_the_newest_again_makes_no_version(bus: Bus) -> None:
-    store = PolicyStore(bus)
-    assert [(await store.put("mine", data)).version for data in (FIRST, FIRST, SECOND, FIRST)] == [1, 1, 2, 3]
-
-
-async def test_versions_of_a_shipped_name_follow_the_shipped_one(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_store, "shipped_names", lambda: ["mine"])
-    assert (await PolicyStore(bus).put("mine", FIRST)).version == 2
-
-
 async def test_the_oldest_version_makes_room_and_a_full_stream_takes_no_other_name(server: ConfiguredServer) -> None:
-    size = len(FIRST)
-    small = msgspec.structs.replace(POLICIES, max_messages_per_subject=2, max_bytes=3 * size)
+    small = msgspec.structs.replace(POLICIES, max_messages_per_subject=2, max_bytes=3 * len(FIRST))
     async with connected(server.settings) as bus:
-        await provision(bus, [small])
         store = PolicyStore(bus)
-        for data in (FIRST, SECOND, *MORE):
+        assert (await store.versions(), await store.find("mine")) == ([], None)  # there is no stream
+        with pytest.raises(StreamMissingError):
+            await store.put("mine", FIRST)
+        await provision(bus, [small])
+        for data in (FIRST, SECOND, THIRD):
             await store.put("mine", data)
-        assert [one.version for one in await store.versions()] == [5, 4]
-        with pytest.raises(PolicyMissingError):
-            await store.get("mine", 3)
+        assert [one.version for one in await store.versions()] == [3, 2]
         with pytest.raises(StreamFullError):
             await store.put("other", FIRST)
 
 
-async def test_a_damaged_message_is_refused_and_left_out_of_the_list(bus: Bus) -> None:
+async def test_a_damaged_message_and_what_cannot_be_a_policy_are_refused(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = PolicyStore(bus)
     await store.put("mine", FIRST)
     await bus.publish_bytes("dynamix.v1.policy.mine", b"no policy", "by hand")
     with pytest.raises(ValueError, match="cannot be read"):
         await store.get("mine")
     assert [one.version for one in await store.versions()] == [1]
-
-
-async def test_what_was_read_is_kept_by_its_digest(bus: Bus, tmp_path: Path) -> None:
-    stored = await PolicyStore(bus).put("mine", FIRST)
-    cached = PolicyStore(bus, tmp_path / "cache")
-    path = tmp_path / "cache" / f"{stored.digest.hex()}.safetensors"
-    assert cached.cached(stored.digest) is None
-    await cached.get("mine")
-    assert cached.cached(stored.digest) == FIRST
-    path.write_bytes(SECOND)
-    assert cached.cached(stored.digest) is None
-    (tmp_path / "file").write_text("")
-    assert (await PolicyStore(bus, tmp_path / "file").get("mine")).data == FIRST
-
-
-async def test_a_name_or_size_that_cannot_be_is_refused(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'My policy' cannot be part of a subject"):
-        await PolicyStore(bus).put("My policy", FIRST)
+        await store.put("My policy", FIRST)
     monkeypatch.setattr(policy_store, "MAX_POLICY_BYTES", 10)
     with pytest.raises(ValueError, match="over the limit of 10"):
-        await PolicyStore(bus).put("mine", FIRST)
+        await store.put("other", FIRST)
 
 
-async def test_a_broker_without_the_stream_has_no_policies_and_takes_none(server: ConfiguredServer) -> None:
-    async with connected(server.settings) as bus:
-        assert (await PolicyStore(bus).versions(), await PolicyStore(bus).find("mine")) == ([], None)
-        with pytest.raises(StreamMissingError, match="dynamix provision"):
-            await PolicyStore(bus).put("mine", FIRST)
+async def test_a_generation_begins_with_the_newest_version_and_keeps_it(bus: Bus, source: PolicySource) -> None:
+    store = PolicyStore(bus)
+    await store.put("mine", FIRST)
+    second = await store.put("mine", SECOND)
+    policy = await source.choose(JOB, None)
+    assert (policy.name, policy.version, digest_of(policy)) == ("mine", 2, second.digest)
+    await store.put("mine", THIRD)
+    for reader in (source, PolicySource(PolicyStore(bus))):  # the same process, and one that was restarted
+        again = await reader.choose(JOB, decided_by(policy))
+        assert (again.version, digest_of(again)) == (2, second.digest)
+    assert (await source.choose(JOB, None)).version == 3
+    assert (await source.choose(asking(1.0), None)).version == 1
+    with pytest.raises(ValueError, match=r"version 7 of policy 'mine' does not exist: there is 3, 2, 1"):
+        await source.choose(asking(7.0), None)
+    for version in (1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"option version=.* of policy 'mine' must be a whole number from 1"):
+            await source.choose(asking(version), None)
+
+
+async def test_the_shipped_file_is_version_1_and_serves_until_the_bus_has_a_newer_one(
+    bus: Bus, source: PolicySource, ship: Ship
+) -> None:
+    ship("mine", THIRD)
+    policy = await source.choose(JOB, None)
+    assert (policy.version, digest_of(policy).hex()) == (1, PolicyFile.from_bytes(THIRD).digest)
+    await PolicyStore(bus).put("mine", FIRST)
+    assert (await source.choose(JOB, None)).version == 2
+    assert (await source.choose(JOB, decided_by(policy))).version == 1
+    assert (await source.choose(asking(1.0), None)).version == 1
+    with pytest.raises(ValueError, match=r"no policy is called 'astrology': choose one of .*mine.*static"):
+        await source.choose(examples.job(policy="astrology"), None)
+
+
+async def test_a_version_that_the_bus_lost_is_refused_unless_the_cache_has_it(
+    bus: Bus, source: PolicySource, tmp_path: Path
+) -> None:
+    store = PolicyStore(bus)
+    await store.put("mine", FIRST)
+    recorded = decided_by(await PolicySource(PolicyStore(bus, tmp_path)).choose(JOB, None))
+    await source.choose(JOB, None)
+    await store.put("mine", SECOND)
+    await bus.purge(POLICIES.name, subjects.of("policy", "mine"), keep=1)
+    assert (await source.choose(JOB, recorded)).version == 1  # it is still in memory
+    gone = "version 1 of policy 'mine' which decided this generation so far, is gone: there is 2"
+    with pytest.raises(ValueError, match=gone):
+        await PolicySource(store).choose(JOB, recorded)
+    await operate(bus, f"STREAM.PURGE.{POLICIES.name}")
+    cached = PolicySource(PolicyStore(bus, tmp_path))
+    assert digest_of(await cached.choose(JOB, recorded)) == recorded.policy_digest
+    (tmp_path / f"{recorded.policy_digest.hex()}.safetensors").write_bytes(SECOND)
+    with pytest.raises(ValueError, match="no policy is called 'mine'"):
+        await PolicySource(PolicyStore(bus, tmp_path)).choose(JOB, recorded)
+
+
+async def test_a_policy_that_is_code_has_one_version_and_knows_its_options(source: PolicySource) -> None:
+    job = examples.job(policy="static")
+    policy = await source.choose(job, None)
+    assert policy is CODE["static"]
+    assert await source.choose(job, decided_by(policy)) is policy
+    with pytest.raises(ValueError, match="policy 'static' has version 1, not 2"):
+        await source.choose(examples.job(policy="static", policy_options={"version": 2.0}), None)
+    with pytest.raises(ValueError, match="policy 'random' decided this generation so far"):
+        await source.choose(job, examples.action(policy="random"))
+    with pytest.raises(ValueError, match="'proportional' has no option 'deadband': did you mean dead_band"):
+        await source.choose(examples.job(policy_options={"deadband": 0.05}), None)

@@ -6,10 +6,8 @@ import pytest
 from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.families.profile import profile_after
-from dynamix.arbitrator.policies.model.earlier_runs import Standing, Trial
-from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.deciding.profiles import profile_after
+from dynamix.arbitrator.policies.policy import Array32, Decision
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.messages import ArmRecord, ExploredArm, Job, JobProfile
 
@@ -112,17 +110,6 @@ def test_a_curve_of_other_noise_scales_is_dropped_and_times_are_kept(first: list
     assert "dropped its noise scales: 1e+03 samples by now, another was measured" in notes
 
 
-def test_a_job_of_another_shape_begins_with_the_curve_only(first: list[Decision]) -> None:
-    profile = profile_of(first)
-    for job in (job_of(max_local_batch_sizes=(512,) * 4), replace_ranks(2)):
-        cold, begun = Rule().begin(job, msgspec.structs.replace(profile, noise=())), Rule().begin(job, profile)
-        assert len(cold) == len(begun)
-        assert cold != begun
-    assert Rule().begin(job_of(), msgspec.structs.replace(profile, policy="other", noise=())) != Rule().begin(
-        job_of(), profile
-    )
-
-
 def replace_ranks(count: int) -> Job:
     return examples.job(
         {f"node-{rank}": (rank,) for rank in range(count)}, policy="rule", family=FAMILY, supports_tracking=True
@@ -136,13 +123,3 @@ def test_profiles_count_runs_and_keep_what_a_run_could_not_measure(first: list[D
     assert (two.run, two.job) == (2, "mnist-11112222")
     again = profile_of(first, job_of(job="mnist-11112222", generation=1), earlier=two)
     assert (again.run, again.noise) == (2, two.noise)
-
-
-@pytest.mark.parametrize(("windows", "standing", "after"), [("aa", 2, 2), ("oo", 3, 2), ("oao", 3, 3), ("aoa", 2, 3)])
-def test_a_profile_is_settled_within_three_windows(windows: str, standing: int, after: int) -> None:
-    trial = Trial(Standing.ON_TRIAL)
-    for number, window in enumerate(windows, start=1):
-        assert trial.standing is Standing.ON_TRIAL
-        trial = trial.judge(agrees=window == "a")
-        assert (trial.standing is Standing.ON_TRIAL) == (number < after)
-    assert trial.standing == standing

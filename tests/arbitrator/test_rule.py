@@ -5,9 +5,8 @@ import pytest
 from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.policies.model.observation import NoiseMemory
+from dynamix.arbitrator.policies.policy import NoiseMemory
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.arbitrator.policies.sizing import Pace
 from dynamix.schemas.messages import Job
 
 RATES = np.array([4000.0, 4000.0, 2000.0, 2000.0, 1000.0, 1000.0, 500.0, 500.0])
@@ -38,7 +37,7 @@ def test_it_comes_within_5_percent_of_the_best_batch_and_stays(size: int, tracki
 
 @pytest.mark.parametrize(
     ("num_ranks", "communication_s", "overlap"),
-    [(2, 0.005, 0.5), (2, 0.05, 0.5), (8, 0.05, 0.7), (32, 0.05, 0.3), (32, 0.005, 0.7), (128, 0.05, 0.5)],
+    [(2, 0.05, 0.5), (8, 0.05, 0.7), (32, 0.005, 0.7), (128, 0.05, 0.5)],
 )
 def test_with_overlap_and_jitter_it_settles_where_little_is_lost(
     num_ranks: int, communication_s: float, overlap: float
@@ -97,11 +96,3 @@ def test_a_masked_noise_scale_counts_as_the_last_known_and_growing_up_to_four_ti
     assert (seen[0], seen[1], seen[-1]) == pytest.approx((110.0, 121.0, 400.0))
     assert memory.observe(50.0) == NoiseMemory(50.0, 0)
     assert np.isnan(NoiseMemory().observe(float("nan")).noise_scale)
-
-
-def test_a_step_towards_the_target_is_limited_and_ends_in_the_dead_band() -> None:
-    pace = Pace(max_change=2.0, gain=0.5, dead_band=0.05)
-    assert pace.step(100, 100_000) == pytest.approx(200)
-    assert pace.step(100, 1) == pytest.approx(50)
-    assert pace.step(100, 121) == pytest.approx(110)
-    assert pace.step(100, 104) == 100

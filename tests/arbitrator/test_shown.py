@@ -1,95 +1,111 @@
-"""What the arbitrator shows: a job's refused actions, as its trainer's receipts say, and copies of streams that lag."""
+"""Metrics of the arbitrator: where jobs stand, refused actions, copies of streams that lag, how runs differ."""
 
 import asyncio
 import itertools
 
+import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.support import examples
 from tests.support.services_here import services_here
 
 from dynamix.arbitrator import shown
+from dynamix.arbitrator.deciding.signatures import RunKind, RunTimes
 from dynamix.arbitrator.shown import ShownDecisions
 from dynamix.runtime.bus import Bus, PermissionDeniedError, StreamState
 from dynamix.runtime.bus.requests import StreamCopies, StreamCopy
 from dynamix.runtime.metrics import ServiceMetrics
 
 
-def refused(text: str) -> list[str]:
-    """The samples' labels and values."""
-    return sorted(line.partition("{")[2] for line in text.splitlines() if line.startswith("dynamix_job_refused_"))
-
-
 @pytest.fixture
-def metrics() -> ServiceMetrics:
+def metrics(monkeypatch: pytest.MonkeyPatch) -> ServiceMetrics:
+    monkeypatch.setattr(shown, "STREAMS_EVERY_S", 0.0)
     made = ServiceMetrics("arbitrator")
     made.is_served = True
     return made
 
 
-def test_refused_actions_are_shown_by_reason_and_all_made_up_reasons_as_one(metrics: ServiceMetrics) -> None:
-    shown = ShownDecisions(metrics)
-    shown.record_state(examples.state())
+def samples(text: str, name: str, label: str) -> dict[str, float]:
+    """The values of a metric by one label."""
+    families = text_string_to_metric_families(text)
+    return {one.labels[label]: one.value for each in families for one in each.samples if one.name == f"dynamix_{name}"}
+
+
+def shown_now(metrics: ServiceMetrics, name: str, label: str) -> dict[str, float]:
+    return samples(metrics.exposition("")[0].decode(), name, label)
+
+
+def test_a_job_is_shown_until_its_end_with_refused_actions_by_known_reason(metrics: ServiceMetrics) -> None:
+    decisions, state, job = ShownDecisions(metrics), examples.state(), examples.job()
+    decisions.record_state(state)
+    assert shown_now(metrics, "job_state_window", "training_job") == {job.job: 0.0}
     reasons = {"stale": 2, "bounds": 1} | {f"made-up-{number}": 1 for number in range(1000)}
-    shown.record_receipt(examples.applied(0, 2, num_refused=reasons))
-    assert refused(metrics.exposition("")[0].decode()) == [
-        f'component="arbitrator",reason="{reason}",training_job="{examples.JOB}"}} {count}'
-        for reason, count in (("bounds", 1.0), ("other", 1000.0), ("stale", 2.0))
-    ]
+    decisions.record_receipt(examples.applied(0, 2, num_refused=reasons))
+    refused = shown_now(metrics, "job_refused_actions", "reason")
+    assert refused == {"bounds": 1.0, "other": 1000.0, "stale": 2.0}
+    decisions.record_end(msgspec.structs.replace(job, phase="ended", end_reason="completed"))
+    decisions.record_state(state)  # it comes after the end, from another stream
+    assert shown_now(metrics, "job_state_window", "training_job") == {}
+    decisions.record_state(msgspec.structs.replace(state, generation=1))  # started again under the same id
+    assert shown_now(metrics, "job_state_window", "training_job") == {job.job: 0.0}
 
 
-async def test_the_service_shows_what_receipts_say(bus: Bus) -> None:
-    async with services_here(bus, "arbitrator") as services, asyncio.timeout(30):
+async def test_the_service_shows_what_receipts_tell(bus: Bus) -> None:
+    async with services_here(bus, "arbitrator") as services, asyncio.timeout(60):
         await bus.publish(examples.job())
         for window in itertools.count():  # the first ones may come before it listens to receipts
             await bus.publish(examples.state(window_index=window))
             await bus.publish(examples.applied(window, window + 2, num_refused={"stale": 2}))
-            if found := refused(services["arbitrator"].scrape()):
+            if found := samples(services["arbitrator"].scrape(), "job_refused_actions", "reason"):
                 break
             await asyncio.sleep(0.05)
-    assert found == [f'component="arbitrator",reason="stale",training_job="{examples.JOB}"}} 2.0']
+    assert found == {"stale": 2.0}
 
 
-async def test_requests_to_the_broker_are_counted_unless_the_key_may_not_ask(
-    metrics: ServiceMetrics, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_what_a_key_may_not_see_is_left_out_and_the_rest_is_watched(
+    metrics: ServiceMetrics, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shown, "STREAMS_EVERY_S", 0.0)
-    decisions, counts = ShownDecisions(metrics), iter((5, 7))
+    decisions, counts, num_asked = ShownDecisions(metrics), iter((5, 7)), itertools.count()
 
     async def count_requests() -> int:
         if (count := next(counts, None)) is None:
             raise PermissionDeniedError("may not")
         return count
 
-    assert "broker_requests" not in metrics.exposition("")[0].decode()
-    await decisions.follow_requests(count_requests)
-    assert 'dynamix_broker_requests_total{component="arbitrator"} 7.0\n' in metrics.exposition("")[0].decode()
-    assert "requests to the broker are not counted: may not; run `dynamix keys refresh`" in caplog.text
-
-
-async def test_a_stream_that_a_key_may_not_see_is_left_out_and_the_others_are_watched(
-    metrics: ServiceMetrics, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A key of an earlier version may not ask for the state of ACTIONS."""
-    monkeypatch.setattr(shown, "STREAMS_EVERY_S", 0.0)
-    asked: list[str] = []
-
     async def state_of(name: str) -> StreamState:
-        asked.append(name)
-        if len(asked) > 11:
+        if next(num_asked) > 9:
             raise asyncio.CancelledError
         if name == "ACTIONS":
             raise PermissionDeniedError("may not")
         behind = StreamCopy(name="broker-2", lag=7)
         return StreamState(1, 1, 1, copies=StreamCopies("broker-1", (behind, StreamCopy("broker-3", current=True))))
 
-    decisions = ShownDecisions(metrics)
+    await decisions.follow_requests(count_requests)
     with pytest.raises(asyncio.CancelledError):
         await decisions.follow_streams(state_of)
-    seen = ["REPORTS", "FEED", "JOBS", "DEAD", "PROFILES"]
-    assert asked == [*seen[:3], "ACTIONS", *seen[3:], *seen, "REPORTS"]
-    assert "ACTIONS is not watched: may not; run `dynamix keys refresh`" in caplog.text
-    text = metrics.exposition("")[0].decode()
-    lags = [line for line in text.splitlines() if line.startswith("dynamix_stream_copy_lag{")]
-    assert [line.partition(",")[2] for line in lags] == [
-        f'server="broker-2",stream="{stream}"}} 7.0' for stream in seen
-    ]
+    assert shown_now(metrics, "broker_requests_total", "component") == {"arbitrator": 7.0}
+    assert shown_now(metrics, "stream_copy_lag", "stream") == dict.fromkeys(
+        ("REPORTS", "FEED", "JOBS", "DEAD", "PROFILES"), 7.0
+    )
+    assert shown_now(metrics, "stream_copy_lag", "server") == {"broker-2": 7.0}
+    assert "requests to the broker are not counted: may not" in caplog.text
+    assert "ACTIONS is not watched: may not" in caplog.text
+
+
+def test_runs_of_one_name_and_policy_are_compared_by_the_time_to_the_accuracy_that_all_reached() -> None:
+    times = RunTimes()
+
+    def run(job: str, windows: list[tuple[float, float | None]], policy: str = "rule") -> None:
+        for time_s, accuracy in windows[:-1]:
+            times.record_window(job, time_s, accuracy)
+        times.end_run(job, policy)
+        times.record_window(job, *windows[-1])  # the last window may come after the end
+
+    run("mnist-a", [(1.0, None), (1.0, 0.5), (1.0, 0.8), (9.0, 0.9)])  # 0.8 after 3 s
+    run("mnist-b", [(2.0, 0.7), (2.0, 0.6), (2.0, 0.85)])  # after 6 s
+    run("mnist-d", [(1.0, 0.5)], policy="split")
+    run("mnist-e", [(1.0, None)])
+    run("other-f", [(1.0, 0.5)])
+    assert times.variations() == {}
+    run("mnist-c", [(9.0, 0.8)])  # after 9 s
+    assert times.variations() == {RunKind("mnist", "rule"): pytest.approx(6**0.5 / 6)}

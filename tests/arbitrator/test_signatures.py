@@ -35,23 +35,9 @@ def test_ranks_whose_bounds_leave_no_choice_do_not_count() -> None:
     assert findings_of(SizeWatch(examples.job(max_local_batch_sizes=(32,) * 4)), [(32,) * 4] * 50) == []
 
 
-def noisy(means: list[float]) -> list[float]:
-    return list(np.array(means) + np.random.default_rng(3).normal(0, 1, len(means)))
-
-
-def test_returns_that_do_not_rise_are_a_plateau() -> None:
-    assert [finding.signature for finding in reward_signatures(noisy([0.0] * 30))] == ["reward-plateau"]
-    assert [finding.value for finding in reward_signatures([5.0] * 30)] == [0.0]
-
-
-def test_returns_that_rise_and_fall_back_are_a_collapse() -> None:
-    found = reward_signatures(noisy([0.0] * 10 + [20.0] * 10 + [0.0] * 10))
-    assert {finding.signature for finding in found} == {"reward-collapse", "reward-plateau"}
-    assert max(finding.value for finding in found) > 10
-
-
-def test_a_collapse_by_hand() -> None:
+def test_a_plateau_and_a_collapse_by_hand() -> None:
     """Best five: mean 10, variance 2; last five: mean 0, variance 2."""
+    assert [(one.signature, one.value) for one in reward_signatures([5.0] * 30)] == [("reward-plateau", 0.0)]
     returns = [8.0, 9.0, 10.0, 11.0, 12.0] + [5.0] * 5 + [-2.0, -1.0, 0.0, 1.0, 2.0]
     collapse = next(finding for finding in reward_signatures(returns) if finding.signature == "reward-collapse")
     assert collapse.value == pytest.approx(10 / np.sqrt(2))

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import examples
 
-from dynamix.arbitrator.policies.carry import pack, unpack
-from dynamix.arbitrator.policies.model.observation import Array32, Array64
-from dynamix.arbitrator.policies.model.step_time import (
+from dynamix.arbitrator.policies.policy import Array64, pack, unpack
+from dynamix.arbitrator.policies.step_time import (
     SYNC_FLOOR,
     StepTime,
     StepTimeFit,
@@ -50,34 +49,23 @@ def test_a_balanced_step_by_hand() -> None:
     assert fitted.balanced(np.array([400.0]))[0] == pytest.approx(0.113)
     assert fitted.of((100, 300)) == pytest.approx(0.113)
     assert fitted.equal(np.array([400.0]))[0] == pytest.approx(0.213)
+    hidden = model([1000.0], sync_intercept_s=0.1, sync_slope=-0.5)
+    assert hidden.step_time_s(np.array([0.1, 0.15, 1.0])) == pytest.approx([0.15, 0.175, 1.0 + SYNC_FLOOR * 0.1])
 
 
-def test_what_a_rank_has_below_its_saturation_is_free() -> None:
-    """1000 and 4000 samples/s, nothing gained below 32: 32 ms for up to 32 + 128 samples, 33 ms for five more."""
+def test_saturations_and_unequal_fixed_times_by_hand() -> None:
+    """1000 and 4000 samples/s, nothing gained below 32: 32 ms for up to 32 + 128 samples, 33 ms for five more.
+
+    2 and 40 ms beside 1 ms a sample: 400 are 219 and 181 in 221 ms; up to 39 the second has its one sample.
+    """
     fitted = model([1000.0, 4000.0], lower=1.0, saturation=32.0)
     assert fitted.balanced(np.array([2.0, 64.0, 160.0, 165.0])) == pytest.approx([0.032, 0.032, 0.032, 0.033])
     assert fitted.of((1, 128)) == fitted.of((32, 32)) == pytest.approx(0.032)
     assert fitted.equal(np.array([20.0, 128.0])) == pytest.approx([0.032, 0.064])
-    assert fitted.divide(160) == (32, 128)
-    assert fitted.divide(165) == (33, 132)
-
-
-def test_unequal_fixed_times_by_hand() -> None:
-    """2 and 40 ms beside 1 ms a sample: 400 are 219 and 181 in 221 ms; up to 39 the second has its one sample."""
+    assert (fitted.divide(160), fitted.divide(165)) == ((32, 128), (33, 132))
     fitted = model([1000.0, 1000.0], lower=1.0, overhead_s=[0.002, 0.040])
     assert fitted.balanced(np.array([2.0, 40.0, 400.0])) == pytest.approx([0.041, 0.041, 0.221])
     assert fitted.divide(400) == (219, 181)
-
-
-def test_communication_hides_behind_compute_down_to_its_floor() -> None:
-    fitted = model([1000.0], sync_intercept_s=0.1, sync_slope=-0.5)
-    assert fitted.step_time_s(np.array([0.1, 0.15, 1.0])) == pytest.approx([0.15, 0.175, 1.0 + SYNC_FLOOR * 0.1])
-
-
-def test_the_best_batch_is_the_square_root_of_noise_rate_and_fixed_cost() -> None:
-    """B / (B + K) / (A + B/R) is greatest at sqrt(K A R) = sqrt(1000 * 0.012 * 12000)."""
-    fitted = model([8000.0, 4000.0], overhead_s=0.002, sync_intercept_s=0.010)
-    assert best_global_batch(fitted, 1000.0) == pytest.approx(np.sqrt(144_000), rel=2e-3)
 
 
 rates = st.lists(st.floats(10, 1e5), min_size=1, max_size=12)
@@ -108,6 +96,8 @@ def test_the_line_equals_bisection_on_the_compute_time(ranks: list[tuple[float, 
 def test_the_best_batch_is_within_the_bounds_and_no_grid_point_beats_it(
     rates: list[float], noise: float, sync_s: float
 ) -> None:
+    by_hand = model([8000.0, 4000.0], overhead_s=0.002, sync_intercept_s=0.010)  # B / (B + K) / (A + B/R)
+    assert best_global_batch(by_hand, 1000.0) == pytest.approx(np.sqrt(1000 * 0.012 * 12000), rel=2e-3)
     fitted = model(rates, overhead_s=0.001, sync_intercept_s=sync_s)
     best = best_global_batch(fitted, noise)
     assert fitted.smallest * (1 - 1e-9) <= best <= fitted.largest * (1 + 1e-9)
@@ -123,13 +113,6 @@ RATES = np.array([4000.0, 2000.0, 1000.0, 500.0])
 
 def window(sizes: Array64, *, overhead_s: float = 0.0, sync_s: float = 0.01, rates: Array64 = RATES) -> Window:
     return Window(np.asarray(sizes, dtype=np.float64), overhead_s + sizes / rates, sync_s, 0.001, JOB.window_steps)
-
-
-def stretched(times: float) -> Array32:
-    """What is known of the whole job: how many times `window_steps` the window lasted."""
-    global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
-    global_F[GLOBAL_INDEX["stretch"]] = times
-    return global_F
 
 
 def fit_of(*windows: Window) -> StepTimeFit:
@@ -199,37 +182,24 @@ def test_noise_of_half_a_step_is_neither_a_fixed_time_nor_a_cost_of_communicatio
     assert np.mean([fit.sync_intercept_s for fit in fits]) < 0.0025
 
 
-def test_a_rank_that_was_never_measured_counts_as_the_mean_of_the_others() -> None:
-    sizes = np.array([100.0, 100.0, 100.0, np.nan])
-    assert fitted(window(sizes)).seconds_per_sample_W[3] == pytest.approx((1 / RATES[:3]).mean())
-
-
-def test_nothing_measured_is_no_model_and_changes_nothing() -> None:
-    assert StepTimeFit.empty(JOB).model(JOB) is None
-    fit = fit_of(window(np.full(4, 100.0)))
-    assert fit.observe(JOB, Window(np.full(4, np.nan), np.full(4, np.nan), np.nan, np.nan, JOB.window_steps)) is fit
-
-
 def test_stale_rows_and_rows_without_samples_or_times_do_not_count() -> None:
     obs_WF = np.full((4, len(RANK_FEATURES)), np.nan, dtype=np.float32)
+    global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
     obs_WF[:, RANK_INDEX["num_samples"]] = (1000, 1000, 0, 1000)
     obs_WF[:, RANK_INDEX["compute_time_s"]] = (0.1, 0.1, 0.1, np.nan)
     obs_WF[:, RANK_INDEX["sync_time_s"]] = (0.03, 0.01, 0.02, 0.001)
     obs_WF[:, RANK_INDEX["step_time_s"]] = (0.14, 0.12, 0.13, 0.11)
     obs_WF[:, RANK_INDEX["age_windows"]] = (0, 1, 0, 0)
-    seen = window_of(JOB, obs_WF, stretched(np.nan))
-    assert seen.samples_W == pytest.approx([100.0, np.nan, np.nan, np.nan], nan_ok=True)
-    assert (seen.sync_s, seen.rest_s) == pytest.approx((0.03, 0.01), rel=1e-5)
-
-
-@pytest.mark.parametrize(("stretch", "times"), [(np.nan, 1), (1.0, 1), (4.0, 4), (16.0, 16), (-3.0, 1), (1e30, 1)])
-def test_samples_of_a_window_that_lasts_longer_are_divided_by_its_own_steps(stretch: float, times: int) -> None:
-    obs_WF = np.zeros((4, len(RANK_FEATURES)), dtype=np.float32)
-    obs_WF[:, RANK_INDEX["num_samples"]] = 1000 * times
-    obs_WF[:, RANK_INDEX["compute_time_s"]] = 0.1
-    seen = window_of(JOB, obs_WF, stretched(stretch))
-    assert seen.num_steps == JOB.window_steps * times
-    assert seen.samples_W.tolist() == [1000 / JOB.window_steps] * 4
+    for stretch, times in ((np.nan, 1), (4.0, 4), (-3.0, 1), (1e30, 1)):  # a window may last several times as long
+        global_F[GLOBAL_INDEX["stretch"]] = stretch
+        seen = window_of(JOB, obs_WF, global_F)
+        assert seen.num_steps == JOB.window_steps * times
+        assert seen.samples_W == pytest.approx([100.0 / times, np.nan, np.nan, np.nan], nan_ok=True)
+        assert (seen.sync_s, seen.rest_s) == pytest.approx((0.03, 0.01), rel=1e-5)
+    fit = StepTimeFit.empty(JOB)
+    assert fit.observe(JOB, Window(np.full(4, np.nan), np.full(4, np.nan), np.nan, np.nan, 10)).model(JOB) is None
+    known = fitted(window(np.array([100.0, 100.0, 100.0, np.nan])))  # the last one counts as the mean of the others
+    assert known.seconds_per_sample_W[3] == pytest.approx((1 / RATES[:3]).mean())
 
 
 def test_of_many_ranks_some_speak_for_all() -> None:
@@ -247,15 +217,9 @@ def test_of_many_ranks_some_speak_for_all() -> None:
     assert model.compute_s(np.full(1000, 200.0)) == pytest.approx(overhead_s + 0.2, rel=0.03)
 
 
-@pytest.mark.parametrize("world_size", [1, 20_000, 131_072])
+@pytest.mark.parametrize("world_size", [1, 131_072])
 def test_the_memory_fits_the_carry_for_any_number_of_ranks(world_size: int) -> None:
     job = examples.job({"node-a": tuple(range(world_size))})
     packed = pack(_Carry(StepTimeFit.empty(job).kept()))
     assert len(packed) <= MAX_CARRY_BYTES - 128
     assert pack(_Carry(StepTimeFit.of(unpack(_Carry, packed).fit, job).kept())) == packed
-
-
-def test_a_carry_of_another_job_is_an_empty_memory() -> None:
-    other = StepTimeFit.empty(examples.job({"node-a": (0, 1)}))
-    assert StepTimeFit.of(other, JOB).samples_W.shape == (4,)
-    assert unpack(_Carry, b"something else").fit is None

@@ -60,7 +60,7 @@ def test_it_writes_a_policy_and_says_what_it_is_worth(
     assert "update 2/2  episodes 4" in told.err
     assert f"wrote {output}" in told.out
     metadata = PolicyFile.read(output).metadata
-    assert (metadata.policy, metadata.seeds, metadata.settings["update_epochs"]) == ("mine", (3,), 1)
+    assert (metadata.policy, metadata.seeds, metadata.settings.update_epochs) == ("mine", (3,), 1)
     content = json.loads(figures.read_text())
     assert content["finished"]
     assert [row["num_episodes"] for row in content["updates"]] == [2, 4]
@@ -86,7 +86,11 @@ def test_reward_weights_and_objective_replace_the_presets(scenarios: Path, tmp_p
         command += ["--set", one]
     assert main(command) == 0
     metadata = PolicyFile.read(output).metadata
-    assert (metadata.action_set, metadata.algorithm, metadata.reward_formula) == ("deltas", "clipped", "paper-adam")
+    assert (metadata.action_set, metadata.settings.objective, metadata.reward_formula) == (
+        "deltas",
+        "clipped",
+        "paper-adam",
+    )
     assert metadata.reward_weights == {"accuracy": 1.0, "alpha": 1.0, "beta": 0.1, "delta": 0.0, "eta": 0.01}
 
 

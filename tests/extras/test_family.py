@@ -63,9 +63,9 @@ def test_families_are_listed_shown_and_forgotten_by_provision_only(
     assert main(["family", "list"]) == 0
     assert capsys.readouterr().out.startswith("no job families: ")
     profile = examples.profile()
-    publish(monkeypatch, broker, profile, examples.profile(family="other", format=9, run=1))
+    publish(monkeypatch, broker, profile, examples.profile(family="other", run=1))
     listed = result_of(capsys, "list")["families"]
-    assert [(one["family"], one["usable"]) for one in listed] == [("mnist-0a1b2c3d", True), ("other", False)]
+    assert [(one["family"], one["usable"]) for one in listed] == [("mnist-0a1b2c3d", True), ("other", True)]
     assert [one["arm"]["rate_factor"] for one in listed[0]["arms"]] == [1.0, 1.5]
     assert (listed[0]["run"], listed[0]["memory_bytes"]) == (2, 2)
     assert main(["family", "show", "mnist-0a1b2c3d"]) == 0

@@ -6,11 +6,10 @@ import pytest
 from tests.support import virtual
 from tests.support.control_plane import ControlPlane, control_plane
 
-from dynamix.arbitrator.learned.actions import action_set_named
-from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.arbitrator.learned.policy import GlobalLever, LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import PolicyStore
-from dynamix.arbitrator.learning.agent import Agent
+from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.arbitrator.learning.rollout import End, Recording, Trajectory, trajectory_of
 from dynamix.cli.services import wait_until_ready
 from dynamix.lab.simulator.cluster import VirtualCluster
@@ -64,7 +63,7 @@ def in_one_process(file: PolicyFile, seed: int) -> Trajectory:
     )
     states = list(enumerate(episode.states, start=1))
     recording = Recording(episode.job, states, episode.actions, episode.applied, episode.rewards)
-    return trajectory_of(recording, action_set_named("global"), End(terminated=True))
+    return trajectory_of(recording, GlobalLever(), End(terminated=True))
 
 
 @pytest.mark.slow

@@ -12,8 +12,14 @@ from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.lab.comparison import tuning
 from dynamix.lab.learning import LearningPlan, LearningUpdate, learn, plan_named
 from dynamix.lab.learning.episodes import EpisodeTask, play
-from dynamix.lab.learning.plan import SCORE_SEEDS, SEEDS_PER_LEARNING, TRAINING_SEEDS, VALIDATION_SEEDS
-from dynamix.lab.learning.run import LearningCheckpoint, LearningCheckpointError
+from dynamix.lab.learning.run import (
+    SCORE_SEEDS,
+    SEEDS_PER_LEARNING,
+    TRAINING_SEEDS,
+    VALIDATION_SEEDS,
+    LearningCheckpoint,
+    LearningCheckpointError,
+)
 from dynamix.lab.simulator.episode import EpisodeError, run_episode
 from dynamix.reward.formula import TIME_ONLY
 
@@ -94,7 +100,11 @@ def test_the_papers_variant_learns_after_each_episode_and_hands_out_its_last_ver
     assert result.history[0].num_decisions % 4 == 0
     assert result.history[0].explained_variance is None
     metadata = result.file.metadata
-    assert (metadata.action_set, metadata.algorithm, metadata.reward_formula) == ("deltas", "simplified", "auto")
+    assert (metadata.action_set, metadata.settings.objective, metadata.reward_formula) == (
+        "deltas",
+        "simplified",
+        "auto",
+    )
     assert metadata.num_updates == 2
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support import examples
 from tests.support.small_suites import outcome, write_suite
 
-from dynamix.arbitrator.policies.model.observation import Array32
+from dynamix.arbitrator.policies.policy import Array32
 from dynamix.lab.comparison.omnilearn import OmniLearn
 from dynamix.lab.comparison.rows import Row
 from dynamix.lab.comparison.runs import Ledger, RunTask, outcomes, run_task

@@ -11,7 +11,7 @@ from tests.support.recordings import DEMO, JobRecording, Matching, changed, into
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
-from dynamix.arbitrator.policies.proportional import Proportional
+from dynamix.arbitrator.policies.baselines import Proportional
 from dynamix.collector.agent import trace_of
 from dynamix.collector.window import simulated_window
 from dynamix.recording.capture import CaptureError, Record, WindowKey, first_generation, records

@@ -13,8 +13,7 @@ from random import Random
 
 import numpy as np
 
-from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.policy import Policy
+from dynamix.arbitrator.policies.policy import Array32, Policy
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation

@@ -217,7 +217,6 @@ def action(window_index: int = 0, **changes: Any) -> Action:
 def profile(**changes: Any) -> JobProfile:
     fields: dict[str, Any] = {
         "family": "mnist-0a1b2c3d",
-        "format": 1,
         "run": 2,
         "job": JOB,
         "generation": 0,

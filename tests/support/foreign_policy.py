@@ -7,7 +7,7 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 
 
 def of_other_features() -> bytes:
-    """It knows `ping_ms` where this program has `srtt_us`."""
+    """Its network has an input that this program does not have."""
     file = learned.policy_file()
-    names = tuple("ping_ms" if name == "srtt_us" else name for name in file.metadata.rank_features)
-    return PolicyFile(msgspec.structs.replace(file.metadata, rank_features=names), file.tensors).to_bytes()
+    names = ("ping_ms", *file.metadata.inputs[1:])
+    return PolicyFile(msgspec.structs.replace(file.metadata, inputs=names), file.tensors).to_bytes()

@@ -4,10 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.arbitrator.learned.actions import LearnedSetName
-from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
-from dynamix.arbitrator.learned.ppo_settings import PPOSettings
-from dynamix.arbitrator.learning.agent import Agent
+from dynamix.arbitrator.learned.policy import metadata_of
+from dynamix.arbitrator.learned.policy_file import LearnedSetName, PolicyFile, PolicyMetadata, PPOSettings
+from dynamix.arbitrator.learning.ppo import Agent
 
 SMALL = PPOSettings(hidden_sizes=(16, 16))
 
@@ -16,17 +15,16 @@ def metadata(action_set: LearnedSetName = "global", **fields: Any) -> PolicyMeta
     """Metadata of an untrained policy."""
     defaults: dict[str, Any] = {
         "policy": "ppo",
-        "algorithm": "clipped",
-        "hidden_sizes": (16, 16),
+        "settings": SMALL,
         "reward_formula": "time-aware",
         "seeds": (11,),
     }
-    return PolicyMetadata.of(action_set=action_set, **(defaults | fields))
+    return metadata_of(action_set, **(defaults | fields))
 
 
-def agent(action_set: LearnedSetName = "global", settings: PPOSettings = SMALL, **fields: Any) -> Agent:
+def agent(action_set: LearnedSetName = "global", **fields: Any) -> Agent:
     """Untrained."""
-    return Agent.new(metadata(action_set, **fields), settings)
+    return Agent.new(metadata(action_set, **fields))
 
 
 def policy_file(action_set: LearnedSetName = "global", *, favour: int | None = None, **fields: Any) -> PolicyFile:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from tests.support import virtual
 
-from dynamix.arbitrator.learned.ppo_settings import PPOSettings
+from dynamix.arbitrator.learned.policy_file import PPOSettings
 from dynamix.lab.learning import LearningPlan, episodes, plan_named
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.lab.workloads import Data

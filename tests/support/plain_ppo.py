@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynamix.arbitrator.learned.ppo_settings import PPOSettings
+from dynamix.arbitrator.learned.policy_file import PPOSettings
 
 Array = npt.NDArray[np.float64]
 Parameters = dict[str, Array]

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.policy import Decision, Policy
+from dynamix.arbitrator.policies.policy import Array32, Decision, Policy
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX, unpack_global, unpack_ranks
 from dynamix.schemas.messages import Job, State

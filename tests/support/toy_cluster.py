@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamix.arbitrator.policies.model.observation import Array32, Array64
-from dynamix.arbitrator.policies.policy import Decision, Policy
+from dynamix.arbitrator.policies.policy import Array32, Array64, Decision, Policy
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Job
 

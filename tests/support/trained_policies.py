@@ -7,9 +7,8 @@ import msgspec
 import numpy as np
 from tests.support import learned
 
-from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyMetadata
-from dynamix.arbitrator.learned.ppo_settings import Objective
-from dynamix.arbitrator.learning.agent import Agent
+from dynamix.arbitrator.learned.policy_file import Objective, PolicyFile, PolicyMetadata
+from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.arbitrator.learning.rollout import Trajectory
 
 
@@ -25,7 +24,7 @@ def with_metadata(metadata: object) -> bytes:
 
 def trained_policy(objective: Objective = "clipped", updates: int = 1) -> PolicyFile:
     """A policy after some updates from synthetic decisions; the simplified objective does not change the critic."""
-    agent = learned.agent("global", msgspec.structs.replace(learned.SMALL, objective=objective))
+    agent = learned.agent(settings=msgspec.structs.replace(learned.SMALL, objective=objective))
     for _ in range(updates):
         learn_once(agent)
     return agent.file()

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import torch
 
-from dynamix.arbitrator.learned.ppo_settings import PPOSettings
+from dynamix.arbitrator.learned.policy_file import PPOSettings
 from dynamix.arbitrator.learning.ppo import ActorCritic, Batch, discounted_returns, gae, update
 
 NUM_ROUNDS, NUM_WORKERS = 16, 8

@@ -7,8 +7,7 @@ from tests.support import examples
 from tests.support.ranks import run_ranks
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.policies.model.observation import Array32
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.policy import Array32, Decision
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.messages.allocation import Allocation, Exchange

@@ -11,10 +11,16 @@ from typing import ClassVar
 import msgspec
 from msgspec.structs import replace
 
-from dynamix.arbitrator.policies.carry import pack, unpack
-from dynamix.arbitrator.policies.model.observation import Array32, job_value
-from dynamix.arbitrator.policies.options import allocation_of, name_of, option
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.policy import (
+    Array32,
+    Decision,
+    allocation_of,
+    job_value,
+    name_of,
+    option,
+    pack,
+    unpack,
+)
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import LOSSY_CODECS, Exchange, is_permitted
 from dynamix.schemas.policies import MOST_STEPS, POLICY_OPTIONS, Options, initial_exchange

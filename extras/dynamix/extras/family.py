@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dynamix.arbitrator.families.profile import UnusableProfileError, read_profile
-from dynamix.arbitrator.policies.model.exploration import FIRST, score
+from dynamix.arbitrator.policies.exploration import FIRST, score
 from dynamix.cli.actions import ActionResult, adding_actions, run_action
 from dynamix.cli.arguments import add_json_argument
 from dynamix.cli.connection import connected, find
@@ -21,6 +20,7 @@ from dynamix.cli.errors import CommandError, explained
 from dynamix.cli.terminal import in_columns
 from dynamix.runtime.bus import Bus, BusError, BusMessage, StreamMissingError
 from dynamix.schemas import subjects
+from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import ArmRecord, JobProfile
 from dynamix.schemas.streams import JOBS, PROFILES
 from dynamix.schemas.subjects import check_token
@@ -81,7 +81,7 @@ async def _forget(bus: Bus, arguments: argparse.Namespace) -> ActionResult:
     subject, jobs = subjects.of("profile", arguments.family), await bus.stream_state(JOBS.name)
     newest = await bus.last(PROFILES.name, subject)
     mark = JobProfile.forgotten(arguments.family, jobs.last_sequence)
-    await bus.publish_profile(mark, expected_last=0 if newest is None else newest.sequence)
+    await bus.publish_next(mark, expected_last=0 if newest is None else newest.sequence)
     num_forgotten = await bus.purge(PROFILES.name, subject, keep=1)
     text = f"{arguments.family}: {num_forgotten} stored versions forgotten"
     return text, {"family": arguments.family, "versions_forgotten": num_forgotten}
@@ -186,8 +186,8 @@ def _read(message: BusMessage) -> StoredFamily:
     family = subjects.parse(message.subject).tokens[0]
     profile, fault = None, ""
     try:
-        profile = read_profile(family, message.payload)
-    except UnusableProfileError as error:
+        profile = decode(JobProfile, message.subject, message.payload)
+    except MalformedMessageError as error:
         fault = str(error)
     return StoredFamily(
         family=family,

@@ -71,7 +71,7 @@ def unpack_cells(packed: Tensor, width: int) -> Tensor:
 
 
 def _planes(width: int) -> Iterator[tuple[int, int]]:
-    """The lowest bit of each plane, and its bits."""
+    """Lowest bit and number of bits of each plane."""
     low = 0
     for bits in (*PLANES, *[1] * 7):
         if width - low >= bits:
@@ -482,8 +482,14 @@ class SketchExchange:
             return
         width = None if agreed.head.is_too_dense else width_of_sums(agreed.head.span, member.world_size)
         known = memory.mask if memory.mask is not None and torch.equal(memory.mask.union, agreed.union) else None
-        elements = known.hashed.elements if known is not None else _elements_of(agreed.union, own, len(bucket.flat))
-        if width is None or not _is_worth_it(len(elements), width, bucket.flat):
+        if known is not None:
+            elements = known.hashed.elements
+        elif not own.fits and torch.equal(agreed.union, own.bitmap):  # where it fits, its elements are those expected
+            elements = own.elements
+        else:
+            elements = positions(unpack_bits(agreed.union, len(bucket.flat)))
+        num_bytes = len(elements) * CELLS_PER_ELEMENT * (width or 0) / 8 + len(bucket.flat) / 8  # cells, and the bitmap
+        if width is None or num_bytes > WORTH * bucket.flat.nbytes:
             yield from sum_over_ranks(bucket.flat, member)
             self._memories[bucket.number] = _Memory(bucket.parts, alone=LOOK_AGAIN)
             return
@@ -510,18 +516,6 @@ def _agree(own: TouchedElements, expected: _Mask | None) -> Generator[Collective
     union = own.bitmap.clone()
     yield Union(union)
     return _Agreed(head, union, LOOK_AGAIN)
-
-
-def _is_worth_it(num_elements: int, width: int, flat: Tensor) -> bool:
-    """Whether cells of that width, and the bitmap, are much less than the bucket."""
-    num_bytes = num_elements * CELLS_PER_ELEMENT * width / 8 + len(flat) / 8
-    return num_bytes <= WORTH * len(flat) * flat.element_size()
-
-
-def _elements_of(union: Tensor, own: TouchedElements, length: int) -> Tensor:
-    """The elements of a bitmap, which is often this rank's own."""
-    is_own = not own.fits and torch.equal(union, own.bitmap)  # where it fits, its elements are those expected
-    return own.elements if is_own else positions(unpack_bits(union, length))
 
 
 class _Addend(NamedTuple):

@@ -76,7 +76,7 @@ KINDS = (
     Kind("event", 11, messages.Event, ("job",), (*_WINDOW, "signature"), FEED,
          ("arbitrator", "learner"), (), "a failure signature seen"),
     Kind("profile", 13, messages.JobProfile, ("family",), ("run", "job", "generation"), PROFILES,
-         ("arbitrator",), ("arbitrator",), "what the runs of a job family taught"),
+         ("arbitrator",), ("arbitrator",), "what the runs of a job family learned"),
 )
 # fmt: on
 

@@ -220,7 +220,7 @@ def option_value(text: str) -> float | str:
 
 
 def check_options(policy: str, known: Options, given: PolicyOptions) -> None:
-    """Refuse what a policy would not understand.
+    """Raise for options that a policy does not have, or values out of bounds.
 
     Raises:
         ValueError: when an option is unknown or out of its bounds; the text names it and what there is.

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from dynamix.arbitrator.learned.policy import action_set_of
 from dynamix.arbitrator.learned.policy_file import (
     SHIPPED_VERSION,
     SUFFIX,
@@ -37,8 +38,8 @@ from dynamix.runtime.settings import redact_url
 from dynamix.schemas.streams import POLICIES
 
 CONNECT_TIMEOUT_S = 20.0
-HEADINGS = ("policy", "version", "from", "size", "features", "stored", "sha256")
-LONG_LISTS = ("rank_features", "global_features", "inputs")
+HEADINGS = ("policy", "version", "from", "size", "stored", "sha256")
+LONG_LISTS = ("inputs",)
 """Left out here; `--json` has them."""
 
 
@@ -85,8 +86,6 @@ class AvailablePolicy(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     origin: Literal["bus", "shipped"]
     num_bytes: int
-    feature_version: int
-    """0 when it is not known."""
     sha256: str
     stored_at: str = ""
     """RFC 3339; empty for a policy of the package."""
@@ -132,13 +131,11 @@ class PolicyCatalogue(NamedTuple):
 def _available(
     name: str, version: int, origin: Literal["bus", "shipped"], data: bytes, stored_at: str = ""
 ) -> AvailablePolicy:
-    metadata, _ = _read(data)  # `show` tells what is wrong with a file without them
     return AvailablePolicy(
         name=name,
         version=version,
         origin=origin,
         num_bytes=len(data),
-        feature_version=metadata.feature_version if metadata else 0,
         sha256=hashlib.sha256(data).hexdigest(),
         stored_at=stored_at,
     )
@@ -193,7 +190,7 @@ async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
     with reading(arguments.file), explained(PolicyFileError):
         data = read_regular(arguments.file)
         metadata = PolicyFile.from_bytes(data, str(arguments.file)).metadata
-        metadata.make_action_set()
+        action_set_of(metadata)
     name = arguments.name or metadata.policy
     stored = await catalogue.on_bus().put(name, data)
     entry, _ = await catalogue.read(stored.name, stored.version)
@@ -208,9 +205,11 @@ def _done(entry: AvailablePolicy, what: str, more: Mapping[str, str]) -> ActionR
 def _read(data: bytes) -> tuple[PolicyMetadata | None, str]:
     """The metadata, and why this program cannot use the file."""
     try:
-        return PolicyFile.from_bytes(data, "the file").metadata, ""
+        metadata = PolicyFile.from_bytes(data, "the file").metadata
+        action_set_of(metadata)
     except PolicyFileError as error:
         return None, str(error)
+    return metadata, ""
 
 
 def table(entries: Sequence[AvailablePolicy]) -> str:
@@ -223,7 +222,6 @@ def table(entries: Sequence[AvailablePolicy]) -> str:
             str(entry.version),
             "the package" if entry.origin == "shipped" else "the bus",
             f"{entry.num_bytes / 1024:.0f} KB",
-            str(entry.feature_version or "?"),
             _when(entry.stored_at) or "-",
             entry.sha256[:12],
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.figure import Figure
 
 from dynamix.lab.simulator.cluster import Evaluation
 from dynamix.runtime.output_files import whole
@@ -26,7 +26,9 @@ def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> No
     Ratios are those to the first row that all were asked to be compared with, else to best static.
     """
     base = verdict.against[0] if verdict.against else None
-    colours = _colours(verdict)
+    labels, fixed = [row.policy for row in verdict.policies], _FIXED | {verdict.default_policy: _DEFAULT_COLOUR}
+    others = [label for label in labels if label not in fixed]
+    colours = {label: fixed.get(label) or _COLOURS[others.index(label) % len(_COLOURS)] for label in labels}
     number = len(verdict.heterogeneous_families)
     panels = [(f"{number} heterogeneous families together" if number else "all families together", verdict.policies)]
     for name, family in verdict.families.items():
@@ -36,7 +38,12 @@ def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> No
     figure = Figure(figsize=(16, height + 4.8), layout="constrained")
     subfigures = figure.subfigures(2, 1, squeeze=False, height_ratios=(height, 4.2))
     upper, lower = subfigures[0, 0], subfigures[1, 0]
-    _forest(upper, panels, colours, num_rows, base)
+    grid = upper.subplots(num_rows, min(NUM_COLUMNS, len(panels)), squeeze=False, sharex=True, sharey=True)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, rows) in zip(grid.flat, panels, strict=False):
+        _intervals(axes, rows, colours, base)
+        axes.set_title(title, fontsize="medium")
     _curves(lower.subplots(), table, scenario, colours)
     figure.suptitle(
         f"Suite {verdict.suite}: time to target against {base or 'best static'}, geometric mean of paired ratios with "
@@ -51,21 +58,6 @@ def mean_curve(curves: Sequence[Sequence[Evaluation]], times_s: Array64) -> Arra
     points = [np.array(curve, dtype=np.float64) for curve in curves if curve]
     mean: Array64 = np.mean([np.interp(times_s, curve[:, 0], curve[:, 1]) for curve in points], axis=0)
     return mean
-
-
-def _forest(
-    figure: FigureBase,
-    panels: Sequence[tuple[str, list[VerdictRow]]],
-    colours: dict[str, str],
-    num_rows: int,
-    base: str | None,
-) -> None:
-    grid = figure.subplots(num_rows, min(NUM_COLUMNS, len(panels)), squeeze=False, sharex=True, sharey=True)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    for axes, (title, rows) in zip(grid.flat, panels, strict=False):
-        _intervals(axes, rows, colours, base)
-        axes.set_title(title, fontsize="medium")
 
 
 def _intervals(axes: Axes, rows: Sequence[VerdictRow], colours: dict[str, str], base: str | None) -> None:
@@ -108,10 +100,3 @@ def _curves(axes: Axes, table: OutcomeTable, scenario: str, colours: dict[str, s
     axes.set_ylim(bottom=max(0.0, table.target_accuracy(scenario) - 0.15))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", ncols=2, loc="lower right")
-
-
-def _colours(verdict: Verdict) -> dict[str, str]:
-    labels = [row.policy for row in verdict.policies]
-    fixed = _FIXED | {verdict.default_policy: _DEFAULT_COLOUR}
-    others = [label for label in labels if label not in fixed]
-    return {label: fixed.get(label) or _COLOURS[others.index(label) % len(_COLOURS)] for label in labels}

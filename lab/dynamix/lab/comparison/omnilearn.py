@@ -10,9 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from dynamix.arbitrator.policies.model.observation import Array32, column, decided_sizes
-from dynamix.arbitrator.policies.options import option
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.policies.policy import Array32, Decision, column, decided_sizes, option
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation

@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -33,6 +33,8 @@ from dynamix.schemas.messages.allocation import EXACT, EXCHANGE_CODECS, Exchange
 from dynamix.schemas.policies import DEFAULT_POLICY, check_options, exchange_of, option_value
 
 from .omnilearn import OmniLearn
+
+T = TypeVar("T")
 
 BEST_STATIC = "best-static"
 GOODPUT = "goodput"
@@ -105,28 +107,20 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def read_tuned(path: Path) -> Tuned:
-    """Read the file.
+    """The settings in a file.
 
     Raises:
         ValueError: when it is missing or not such a file; the text states how to make it.
     """
-    try:
-        return msgspec.toml.decode(_read(path, "settings"), type=Tuned)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: tune the baselines with `dynamix evaluate tune -o {path}`") from None
-    except RecursionError as error:
-        raise ValueError(f"{path}: not a file of settings: its values are nested too deeply") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}; write it again with `dynamix evaluate tune -o {path}`") from error
+    return _decoded(path, Tuned, f"tune the baselines with `dynamix evaluate tune -o {path}`")
 
 
-def _read(path: Path, what: str) -> bytes:
+def _decoded(path: Path, kind: type[T], how: str) -> T:
     try:
-        return read_regular(path)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ValueError(f"cannot read the {what} in {path}: {error.strerror}") from error
+        return msgspec.toml.decode(read_regular(path), type=kind)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path}: {reason}; {how}") from error
 
 
 def to_toml(tuned: Tuned) -> str:
@@ -275,16 +269,9 @@ def read_rows(path: Path, files: Mapping[str, Sequence[str]] | None = None) -> t
     Raises:
         ValueError: when the file or one of its rows cannot be used; the text names file and row.
     """
-    try:
-        tables = msgspec.toml.decode(_read(path, "rows"), type=_RowFile).row
-    except FileNotFoundError:
-        raise ValueError(
-            f"{path} is missing: name a TOML file with tables [[row]] (scenarios/rows has examples)"
-        ) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}; write one table [[row]] per row") from error
+    tables = _decoded(path, _RowFile, "name a TOML file with a table [[row]] per row (scenarios/rows has examples)")
     rows = []
-    for number, table in enumerate(tables, start=1):
+    for number, table in enumerate(tables.row, start=1):
         try:
             rows.append(make_row(table, files))
         except ValueError as error:

@@ -19,9 +19,9 @@ import msgspec
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.policies.baselines import Static
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import POLICIES, extension_policy
-from dynamix.arbitrator.policies.static import Static
 from dynamix.lab.simulator.cluster import ClairvoyantCluster, VirtualCluster
 from dynamix.lab.simulator.episode import (
     RunOutcome,

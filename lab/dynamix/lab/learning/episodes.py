@@ -1,4 +1,4 @@
-"""Episodes to learn from, and the trajectories that come of them; also those of the learned agents of `stigmergy`.
+"""Episodes to learn from, and their trajectories; also those of the learned agents of `stigmergy`.
 
 All agents of a job have one network and choose each for itself, by what it sees. While they learn they draw, and all by
 the same number in a window: those that see the same choose the same. The job's batch is the mean of their appetites, in
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.arbitrator.learned.policy import LearnedPolicy, action_set_of
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learning.rollout import End, NothingDecidedError, Recording, Trajectory, trajectory_of
 from dynamix.arbitrator.policies.policy import Policy
@@ -179,7 +179,7 @@ def play(task: EpisodeTask) -> EpisodeResult:
             rewards=episode.rewards,
         )
         with contextlib.suppress(NothingDecidedError):
-            trajectory = trajectory_of(recording, file.metadata.make_action_set(), end)
+            trajectory = trajectory_of(recording, action_set_of(file.metadata), end)
     reached = episode.time_to_target_s
     return EpisodeResult(scenario.time_limit_s if reached is None else reached, reached is None, trajectory)
 

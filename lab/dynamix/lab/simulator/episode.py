@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.families.profile import profile_after
+from dynamix.arbitrator.deciding.profiles import profile_after
 from dynamix.arbitrator.policies.policy import Policy, RecurringPolicy
 from dynamix.collector.agent import Chooser, trace_of
 from dynamix.collector.window import simulated_window

@@ -8,9 +8,6 @@ from msgspec import Meta, field
 from .allocation import EXACT, Allocation, Exchange, Objective, RateFactor, Sizes, Split
 from .fields import MAX_RANKS, Carry, Count, Digest, Message, Text, Token
 
-PROFILE_FORMAT = 1
-"""The version of what a profile means; one with a greater number is not used by this program."""
-
 MAX_PROFILE_BYTES = 96 * 1024
 """The first action of a job that starts from a profile holds it, beside the carry."""
 
@@ -153,7 +150,6 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     """
 
     family: Token
-    format: Count
     run: Annotated[int, Meta(ge=1)]
     """Version: how many runs it was made of."""
     job: Token
@@ -186,7 +182,6 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
         """The mark of a family that an operator forgot, so that no restart makes it again of runs that are over."""
         return cls(
             family=family,
-            format=PROFILE_FORMAT,
             run=1,
             job="forgotten",
             generation=0,

@@ -45,8 +45,8 @@ Known failures of batch-size control are detected and published once per onset a
 
 
 def document() -> str:
-    """The text of docs/policies.md: policies of the core by their modules, our extensions by their classes."""
-    described: list[tuple[NamedPolicy, object]] = [(one, inspect.getmodule(type(one))) for one in POLICIES.values()]
+    """The text of docs/policies.md: policies of the core and our extensions, described by their classes."""
+    described: list[tuple[NamedPolicy, object]] = [(one, type(one)) for one in POLICIES.values()]
     for name in sorted({*policy_names()} - {*POLICIES}):
         extension = policy_named(name)
         if isinstance(extension, ExtensionPolicy) and type(extension.policy).__module__.startswith("dynamix.extras."):

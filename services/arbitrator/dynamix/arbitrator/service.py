@@ -3,7 +3,10 @@
 import asyncio
 import collections
 import contextlib
+import math
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -19,13 +22,18 @@ from dynamix.schemas.messages import Job, State
 from dynamix.schemas.messages.fields import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-from .deciding.action_store import ActionsEndEarlyError, ActionStoreError, Stored
 from .deciding.family_ends import FamilyEnds
-from .deciding.job_log import HALTING_ERRORS, JobLog, Surroundings, reason_of, refused_log
-from .deciding.waiting_jobs import WaitingJobs, Wanted
-from .families.source import ProfileSource
-from .learned.policy_source import PolicyAbsentError, PolicySource
-from .learned.policy_store import PolicyReader
+from .deciding.job_log import (
+    HALTING_ERRORS,
+    ActionsEndEarlyError,
+    ActionStoreError,
+    JobLog,
+    Stored,
+    Surroundings,
+    reason_of,
+    refused_log,
+)
+from .learned.policy_store import PolicyAbsentError, PolicySource, PolicyStore
 from .shown import ShownDecisions
 
 
@@ -49,17 +57,19 @@ async def serve(context: Context[ArbitratorSettings]) -> None:
     """Decide for every job until the context stops."""
     shown = ShownDecisions(context.metrics)
     followed: dict[str, Callable[[], Awaitable[None]]] = {
-        "how jobs end": partial(shown.follow_ends, context.bus),
-        "which actions are refused": partial(shown.follow_receipts, context.bus, context.dead_letter),
-        "what streams hold": partial(shown.follow_streams, context.bus.stream_state),
-        "how many requests there are": partial(shown.follow_requests, context.bus.count_requests),
+        "profiles of job families": FamilyEnds(context.bus, context.log, context.count).follow
     }
-    if context.settings.broker_log:
-        log = Path(context.settings.broker_log)
-        followed["which operations the broker refuses"] = partial(shown.follow_violations, log)
-    following = [asyncio.create_task(_keep_profiles(context), name="what runs taught")]
     if context.metrics.is_served:
-        following += [asyncio.create_task(_follow(context, *one), name=one[0]) for one in followed.items()]
+        followed |= {
+            "metrics of ended jobs": partial(shown.follow_ends, context.bus),
+            "metrics of refused actions": partial(shown.follow_receipts, context.bus, context.dead_letter),
+            "metrics of streams": partial(shown.follow_streams, context.bus.stream_state),
+            "metrics of requests": partial(shown.follow_requests, context.bus.count_requests),
+        }
+        if context.settings.broker_log:
+            log = Path(context.settings.broker_log)
+            followed["metrics of violations"] = partial(shown.follow_violations, log)
+    following = [asyncio.create_task(_follow(context, *one), name=one[0]) for one in followed.items()]
     try:
         await _Arbitrator(context, shown).run()
     except BaseExceptionGroup as group:  # one error ends the process, as the bus or the job's task raised it
@@ -71,19 +81,11 @@ async def serve(context: Context[ArbitratorSettings]) -> None:
 
 
 async def _follow(context: Context[ArbitratorSettings], what: str, follow: Callable[[], Awaitable[None]]) -> None:
-    """Follow what only metrics need: an error here ends no decisions."""
+    """Follow what no decision needs: an error here ends none."""
     try:
         await follow()
     except BusError as error:
-        context.log.warning("the metrics are incomplete", missing=what, reason=str(error))
-
-
-async def _keep_profiles(context: Context[ArbitratorSettings]) -> None:
-    """Store profiles; an error here does not end decisions."""
-    try:
-        await FamilyEnds(context.bus, context.log, context.count).follow()
-    except BusError as error:
-        context.log.warning("what runs teach is not stored until this service is started again", reason=str(error))
+        context.log.warning("missing until this service is started again", what=what, reason=str(error))
 
 
 MAX_OPENING = 16
@@ -95,13 +97,36 @@ MAX_BEHIND_BYTES = 32 << 20
 MAX_QUEUED_BYTES = 256 << 20
 """Bytes of all jobs in memory above which no more is read: decisions wait, as without a broker."""
 
+KEPT_BYTES = 4096
+"""Bytes that are kept of a message that may become a dead letter."""
+
 M = TypeVar("M", Job, State)
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A job that is to be opened, and what was read of its states, which are not held."""
+
+    newest: int
+    """FEED sequence up to which its states were read."""
+    generation: int = -1
+    """The highest one among those states; -1 without any."""
+    example: BusMessage | None = None
+    """The first of those states, cut off."""
+    first: float = math.inf
+    """FEED sequence of the first of those states; infinite without any."""
+
+    def note_state(self, message: BusMessage, generation: int) -> None:
+        """Note that a state of the job was read."""
+        self.newest, self.first = max(self.newest, message.sequence), min(self.first, message.sequence)
+        if generation > self.generation:
+            self.generation, self.example = generation, message._replace(payload=message.payload[:KEPT_BYTES])
 
 
 class _Job:
     """One job in memory: its fold, and the states that wait for its task."""
 
-    def __init__(self, name: str, wanted: Wanted) -> None:
+    def __init__(self, name: str, wanted: _Wanted) -> None:
         self.name = name
         self.wanted = wanted
         self.log: JobLog | None = None
@@ -127,10 +152,10 @@ class _Arbitrator:
         self._bus = context.bus
         settings = context.settings
         cache = Path(settings.policy_cache) if settings.policy_cache else None
-        policies = PolicySource(PolicyReader(context.bus, cache))
-        profiles = ProfileSource(context.bus, context.log, context.count)
-        self._surroundings = Surroundings(context.bus, policies, profiles, context.log, context.count)
-        self._waiting = WaitingJobs(settings.max_jobs)
+        policies = PolicySource(PolicyStore(context.bus, cache))
+        self._surroundings = Surroundings(context.bus, policies, context.log, context.count)
+        self._waiting: OrderedDict[str, _Wanted] = OrderedDict()
+        """Jobs that wait to be opened, the next one first: one whose states go on comes before a crowd of others."""
         self._jobs: dict[str, _Job] = {}
         """Jobs with a task."""
         self._held: dict[str, _Job] = {}
@@ -152,7 +177,8 @@ class _Arbitrator:
         last = (await self._bus.stream_state(FEED.name)).last_sequence  # first: later states are read below
         self._actions_created = (await self._bus.stream_state(ACTIONS.name)).created
         for name in reversed(await self._running_jobs()):  # the newest first, where not all can wait
-            self._waiting.add_job(name, newest=last)
+            if len(self._waiting) < self._context.settings.max_jobs:
+                self._waiting[name] = _Wanted(last)
         states = subjects.of("state", subjects.ANY, subjects.ANY)
         async with asyncio.TaskGroup() as self._group:
             async with self._bus.consume(FEED.name, [states], start=last + 1) as consumer:
@@ -214,8 +240,14 @@ class _Arbitrator:
             return
         job = self._jobs.get(name)
         if job is None:  # it is read from FEED again once the job is opened, so that none is held meanwhile
-            if not self._waiting.add_state(name, message, state.generation):
+            if name in self._waiting:
+                self._waiting.move_to_end(name, last=False)
+            elif len(self._waiting) < self._context.settings.max_jobs:
+                self._waiting[name] = _Wanted(message.sequence)
+            else:  # its next state tries again
                 self._context.count("jobs_put_off")
+                return
+            self._waiting[name].note_state(message, state.generation)
             self._start_opening()
             return
         job.states.append((message, state))
@@ -265,7 +297,8 @@ class _Arbitrator:
 
     def _start_opening(self) -> None:
         if not self._is_stopping:
-            for name, wanted in self._waiting.take(MAX_OPENING - len(self._opening)):
+            while self._waiting and len(self._opening) < MAX_OPENING:
+                name, wanted = self._waiting.popitem(last=False)
                 job = self._jobs[name] = _Job(name, wanted)
                 self._opening.add(job)
                 job.task = self._group.create_task(self._run_job(job), name=f"job {name}")
@@ -297,7 +330,7 @@ class _Arbitrator:
         A job that is open stays so, unless there is a newer generation.
         """
         wanted, states = job.wanted, subjects.of("state", job.name, subjects.ANY)
-        is_known = wanted.num_states or job.states or await self._bus.last(FEED.name, states) is not None
+        is_known = wanted.example or job.states or await self._bus.last(FEED.name, states) is not None
         if not is_known and not job.states:
             return False  # it never began, or died long ago, and no state of it came meanwhile
         message = await self._bus.last(JOBS.name, subjects.of("job", job.name))
@@ -367,7 +400,8 @@ class _Arbitrator:
                 self._num_bytes -= len(message.payload)
                 self._room.set()
                 if state.generation > job.generation:
-                    job.wanted = Wanted.of(message, state.generation)
+                    job.wanted = _Wanted(message.sequence)
+                    job.wanted.note_state(message, state.generation)
                     if not await self._open(job):
                         return
                 elif message.sequence > job.folded:

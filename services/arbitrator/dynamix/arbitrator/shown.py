@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,9 +23,9 @@ from dynamix.schemas.messages.decisions import REFUSAL_REASONS
 from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES, REPORTS
 
 from .deciding.job_log import JobLog
-from .deciding.run_times import RunTimes
-from .families.ends import COMPLETED, ENDS, LEFT, class_of_end
-from .policies.model.observation import steps_of
+from .deciding.profiles import COMPLETED, ENDS, LEFT, class_of_end
+from .deciding.signatures import RunTimes
+from .policies.policy import steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ COUNTERS = {
     "jobs_put_off": "states of jobs that could not wait to be opened, since too many did",
     "states_put_off": "states of jobs that sent more than could be decided: they are read again",
     "profiles_stored": "runs whose knowledge was stored for their job family",
-    "begun_with_profile": "generations that began with what earlier runs of their family taught",
+    "begun_with_profile": "generations that started from what earlier runs of their family learned",
     "profiles_ignored": "generations that could not use their family's profile, each reason once in the log",
     "size_stuck": "times that sizes began to be stuck at a bound",
 }
@@ -47,8 +48,8 @@ OTHER_REASON = "other"
 MAX_OVER = 1000
 STREAMS_EVERY_S = 10.0
 VIOLATIONS_EVERY_S = 1.0
-VIOLATION = b"Violation"
-"""Word in a line of nats-server's log for each refused operation, with the key and the subject."""
+VIOLATION = re.compile(rb"Violation|maximum (subscriptions|connections|account active connections) exceeded")
+"""In a line of nats-server's log for each refused operation; that of a permission names the key and the subject."""
 MAX_READ_BYTES = 16 << 20
 
 
@@ -62,8 +63,8 @@ class NewLines:
             status = path.stat()
             self._inode, self._at = status.st_ino, status.st_size
 
-    def count(self, word: bytes) -> int:
-        """Number of lines since the last call with a word. Raises OSError when the file cannot be read."""
+    def count(self, pattern: re.Pattern[bytes]) -> int:
+        """Number of lines since the last call with a match. Raises OSError when the file cannot be read."""
         with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._at:
@@ -71,7 +72,7 @@ class NewLines:
             file.seek(self._at)
             lines = file.read(MAX_READ_BYTES).rpartition(b"\n")[0]
             self._at += len(lines) + 1 if lines else 0
-        return sum(word in line for line in lines.split(b"\n"))
+        return sum(pattern.search(line) is not None for line in lines.split(b"\n"))
 
 
 @dataclass
@@ -150,7 +151,10 @@ class ShownDecisions:
         """Note which actions the trainer has refused until it adopted this one."""
         standing = self._jobs.get(receipt.job)
         if standing is not None and standing.generation == receipt.generation:
-            standing.num_refused = _by_known_reason(receipt.num_refused)
+            found: Counter[str] = Counter()
+            for reason, count in receipt.num_refused.items():  # made-up reasons together: labels must be few
+                found[reason if reason in REFUSAL_REASONS else OTHER_REASON] += count
+            standing.num_refused = found
 
     def record_end(self, job: Job) -> None:
         """Note that a run is over."""
@@ -245,14 +249,6 @@ class ShownDecisions:
             what = "operations of all clients that the broker refused, by its log"
             scrape.counter("broker_violations", what, self._num_violations)
         scrape.counter("jobs_not_shown", "jobs left out since too many are active", self._jobs.num_evicted)
-
-
-def _by_known_reason(num_refused: Mapping[str, int]) -> dict[str, int]:
-    """The counts by reason; those of made-up reasons together: labels must be few."""
-    found: Counter[str] = Counter()
-    for reason, count in num_refused.items():
-        found[reason if reason in REFUSAL_REASONS else OTHER_REASON] += count
-    return dict(found)
 
 
 def _show_stream(scrape: Scrape, name: str, state: StreamState) -> None:

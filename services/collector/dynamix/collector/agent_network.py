@@ -38,12 +38,18 @@ from dynamix.schemas.sight import Sight
 SHIPPED = "shipped_agents/stigmergy.safetensors"
 
 
+class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of the network, among the settings of its learning."""
+
+    hidden_sizes: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(max_length=8)]
+
+
 class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata that an agent needs of its network; the file has more (`arbitrator.learned.policy_file`)."""
 
     format: int
     action_set: Literal["appetite"]
-    hidden_sizes: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(max_length=8)]
+    settings: AgentSettings
     inputs: tuple[str, ...]
     actions: tuple[float, ...]
 
@@ -60,7 +66,7 @@ class AgentNetwork:
         try:
             metadata = _metadata(data)
             tensors = read_tensors(data)
-            shapes = network_shapes(len(metadata.inputs), metadata.hidden_sizes, len(metadata.actions))
+            shapes = network_shapes(len(metadata.inputs), metadata.settings.hidden_sizes, len(metadata.actions))
             check_tensors(tensors, shapes)
         except NetworkFileError as error:
             raise NetworkFileError(f"{source}: {error}") from error
@@ -68,7 +74,7 @@ class AgentNetwork:
         self.actions = metadata.actions
         self._columns = [sight.INPUTS.index(name) for name in metadata.inputs]
         self._normalisation = Normalisation.of_tensors(tensors)
-        self.forward = Forward(tensors, len(metadata.hidden_sizes))
+        self.forward = Forward(tensors, len(metadata.settings.hidden_sizes))
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -4,9 +4,11 @@ The service has no memory, so replicas are harmless: equal rewards have equal me
 """
 
 import asyncio
+from statistics import fmean
 from typing import Literal
 
 from dynamix.runtime.bus import BusMessage
+from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
@@ -14,10 +16,14 @@ from dynamix.schemas.messages import MetricWindow, Reward
 from dynamix.schemas.streams import FEED
 
 from .formula import Weights, reward_of
-from .shown import ShownRewards
 
 MAX_BATCH = 256
 """Windows that are rewarded without a pause, 65 us each for 8 ranks."""
+
+
+COUNTERS = {"rewards": "messages with the rewards of a node's ranks"}
+MAX_NODES = 1000
+"""Pairs of job and node."""
 
 
 class RewardSettings(Weights, frozen=True, kw_only=True):
@@ -54,3 +60,27 @@ async def _reward(context: Context[RewardSettings], message: BusMessage) -> Rewa
         await context.dead_letter(message, str(error))
         return None
     return reward
+
+
+class ShownRewards:
+    """Keeps the newest rewards until they are asked for."""
+
+    def __init__(self, metrics: ServiceMetrics) -> None:
+        self._rewards: LabelTable[tuple[str, str], Reward] = LabelTable(max_entries=MAX_NODES)
+        metrics.declare(counters=COUNTERS)
+        metrics.add(self.show)
+
+    def record(self, reward: Reward) -> None:
+        """Keep a node's rewards; the newest are shown."""
+        self._rewards.record((reward.job, reward.node), reward)
+
+    def show(self, scrape: Scrape) -> None:
+        """Show all that is kept, as means over the ranks of a node."""
+        for entry in self._rewards.entries():
+            reward = entry.value
+            labels = {"training_job": reward.job, "training_node": reward.node}
+            scrape.gauge("reward", "newest reward, mean over ranks", fmean(r.reward for r in reward.ranks), **labels)
+            for term in reward.ranks[0].terms:
+                mean = fmean(rank.terms.get(term, 0.0) for rank in reward.ranks)
+                scrape.gauge("reward_term", "one weighted term of it", mean, **labels, term=term)
+        scrape.counter("jobs_not_shown", "pairs of job and node left out, too many", self._rewards.num_evicted)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dynamix.arbitrator.deciding.action_store import ActionStoreError, check_receipt, newest_action, newest_receipt
+from dynamix.arbitrator.deciding.job_log import ActionStoreError, check_receipt, newest_action, newest_receipt
 from dynamix.cli.connection import connected
 from dynamix.cli.errors import CommandError
 from dynamix.cli.services import NOT_STORED, Heartbeats, hear
@@ -244,7 +244,7 @@ async def _services(connection: Bus) -> list[DoctorCheck]:
 
 
 async def is_alive(settings: BusSettings, service: str, environ: Mapping[str, str]) -> bool:
-    """Whether this machine's instance of a service beats and listens to its streams, for health checks."""
+    """Whether this machine's instance of a service sends heartbeats and reads its streams, for health checks."""
     shared = read(SharedSettings, "", environ)
     instance = shared.instance or node_name(shared)
     try:

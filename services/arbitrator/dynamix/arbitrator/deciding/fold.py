@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamix.arbitrator.families.profile import read_profile
 from dynamix.arbitrator.policies.policy import MAX_REASON, Policy, RecurringPolicy, digest_of
+from dynamix.schemas import subjects
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.chain import seal
-from dynamix.schemas.codec import MalformedMessageError
+from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.features import (
     GLOBAL_FEATURES,
     RANK_FEATURES,
@@ -24,7 +24,7 @@ from dynamix.schemas.features import (
     stack_ranks,
     unpack_global,
 )
-from dynamix.schemas.messages import Action, Job, State
+from dynamix.schemas.messages import Action, Job, JobProfile, State
 
 MAX_AGE_WINDOWS = 16
 """Age beyond which a row is dropped; a restart would have to read back to it."""
@@ -47,7 +47,7 @@ class Fold:
         """Start at the beginning of the generation, or after its `last` action, which is also the checkpoint.
 
         An action of an earlier generation only gives the chain its predecessor. A generation without actions begins
-        with a `profile` of its family, where its policy can: a stored message that `check_usable` accepted.
+        with a `profile` of its family, where its policy can: a stored message that `usable_profile` accepted.
         """
         self.job = job
         self.policy = policy
@@ -63,7 +63,8 @@ class Fold:
         self.watermark = 0
         self._profile, self._carry = b"", b""
         if profile and isinstance(policy, RecurringPolicy):
-            self._profile, self._carry = profile, policy.begin(job, read_profile(job.family, profile))
+            known = decode(JobProfile, subjects.of("profile", job.family), profile)
+            self._profile, self._carry = profile, policy.begin(job, known)
         self.note = ""
         """Log message for the decision that `close` made last."""
         self._decided = job.initial_local_batch_sizes
@@ -84,7 +85,6 @@ class Fold:
                 f"node {state.node!r} with ranks {state.ranks} is not in the job's specification"
             )
         check_state(state)
-        row = _Row(sequence, state)
         confirmed = self._ahead.pop(state.node, None)
         if state.window > max(self.next_window, self._newest_window) + MAX_SKIP_WINDOWS:
             if confirmed is None or state.window != confirmed[1].window + 1:
@@ -92,9 +92,14 @@ class Fold:
                 return True
             self.next_window = state.window
             self._gap = True
-        late = state.window < self.next_window
-        self._insert(state.node, state.window, row)
-        return not late
+        rows, window = self._rows[state.node], state.window
+        if window not in rows:
+            rows[window] = _Row(sequence, state)
+            self._num_nodes[window] = self._num_nodes.get(window, 0) + 1
+            self._newest_window = max(self._newest_window, window)
+            if window < self.next_window:
+                self._drop_closed(rows)
+        return window >= self.next_window
 
     def start_after_gap(self, watermark: int) -> None:
         """Continue after `watermark`, with the next window that all nodes report, since inputs are lost."""
@@ -148,15 +153,6 @@ class Fold:
         for rows in self._rows.values():
             self._drop_closed(rows)
 
-    def _insert(self, node: str, window: int, row: _Row) -> None:
-        rows = self._rows[node]
-        if window not in rows:
-            rows[window] = row
-            self._num_nodes[window] = self._num_nodes.get(window, 0) + 1
-            self._newest_window = max(self._newest_window, window)
-            if window < self.next_window:
-                self._drop_closed(rows)
-
     def _drop_closed(self, rows: dict[int, _Row]) -> None:
         """Drop rows of closed windows, except a node's newest one until it is too old."""
         closed = sorted(window for window in rows if window < self.next_window)
@@ -173,15 +169,13 @@ class Fold:
         After a gap the next window is the first one that all nodes report, or the first reported at all once the job is
         two windows past it, so that a dead collector never stops decisions.
         """
-        window = self._first_window_after_gap() if self._gap else self.next_window
-        if self._num_nodes.get(window) == len(self._rows) or self._newest_window >= window + 2:
-            return window
-        return None
-
-    def _first_window_after_gap(self) -> int:
-        some = [window for window in self._num_nodes if window >= self.next_window]
-        full = [window for window in some if self._num_nodes[window] == len(self._rows)]
-        return min(full or some, default=self.next_window)
+        window = self.next_window
+        if self._gap:
+            some = [at for at in self._num_nodes if at >= window]
+            full = [at for at in some if self._num_nodes[at] == len(self._rows)]
+            window = min(full or some, default=window)
+        is_full = self._num_nodes.get(window) == len(self._rows)
+        return window if is_full or self._newest_window >= window + 2 else None
 
     def _observe(self, window: int) -> tuple[Array32, Array32]:
         """Input of a decision: each node's newest row up to the window, unless it is too old."""

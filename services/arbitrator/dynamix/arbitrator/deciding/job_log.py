@@ -1,37 +1,269 @@
-"""A job's decisions on the bus: folds states, publishes actions by compare-and-set, adopts another arbitrator's."""
+"""A job's decisions on the bus: checks the stored actions, folds states, publishes by compare-and-set.
+
+A broker can lose the end of a stream (a flipped bit in a stored block cuts it off without an error), or run on an old
+copy of its files. Deciding on top of that would decide windows again that trainers have applied. So three things are
+compared with the stored actions: their own hashes, what this arbitrator wrote or read before, and the trainer's
+receipts (`Applied`), which are in another stream.
+"""
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from structlog.stdlib import BoundLogger
 
-from dynamix.arbitrator.families.source import ProfileSource
-from dynamix.arbitrator.learned.policy_source import PolicyAbsentError, PolicySource
-from dynamix.arbitrator.policies.policy import MISTAKES, Policy, digest_of
-from dynamix.arbitrator.policies.static import Static
-from dynamix.runtime.bus import Bus, FailoverWait, StaleWriterError, StreamState
-from dynamix.schemas.messages import Action, Event, Job, State
-from dynamix.schemas.streams import FEED
-
-from .action_store import (
-    ActionsEndEarlyError,
-    ActionStoreError,
-    Stored,
-    check_goes_on,
-    checked_action,
-    newest_action,
+from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicySource
+from dynamix.arbitrator.policies.baselines import Static
+from dynamix.arbitrator.policies.policy import MISTAKES, Policy, RecurringPolicy, digest_of
+from dynamix.runtime.bus import (
+    Bus,
+    BusMessage,
+    FailoverWait,
+    PermissionDeniedError,
+    StaleWriterError,
+    StreamMissingError,
+    StreamState,
 )
+from dynamix.runtime.bus.requests import nanoseconds
+from dynamix.schemas import subjects
+from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact
+from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.messages import Action, Applied, Event, Job, State
+from dynamix.schemas.streams import ACTIONS, FEED, PROFILES
+
 from .fold import Fold
+from .profiles import UnusableProfileError, usable_profile
 from .signatures import SizeWatch
+
+logger = logging.getLogger(__name__)
+
+MOST_DECIDED_MEANWHILE = 256
+"""Actions that other arbitrators may store while the actions of a job are read."""
+SHOW_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""Waits before the newest action is read again: a broker may refuse for an action that it shows a moment later."""
+MAX_EXPLANATION = 1024
+
+
+class ActionStoreError(RuntimeError):
+    """The stored actions are not those that were written: the arbitrator refuses to decide on top of them.
+
+    Attributes:
+        window: the last window whose stored action is consistent, -1 for none.
+        known_window: the window that is known to have been decided.
+    """
+
+    def __init__(self, text: str, *, window: int, known_window: int) -> None:
+        super().__init__(text)
+        self.window = window
+        self.known_window = known_window
+
+
+class ActionsEndEarlyError(ActionStoreError):
+    """The stored actions end early: some were lost, or a server answered that does not have them yet."""
+
 
 HALTING_ERRORS = (ActionStoreError, *MISTAKES)
 """Errors of a policy, or of a job's stored actions. They halt one generation of that job and no other job; an error of
 the bus ends the process, and a restart fixes it."""
-MAX_EXPLANATION = 1024
-SHOW_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Waits before the newest action is read again: a broker may refuse for an action that it shows a moment later."""
+
+
+class Stored(NamedTuple):
+    """An action and its sequence in ACTIONS."""
+
+    sequence: int
+    action: Action
+
+
+async def newest_action(bus: Bus, job: Job) -> Stored | None:
+    """The job's newest action, of any arbitrator.
+
+    Raises:
+        ActionStoreError: when it cannot be read, is not as it was written, or cannot be one of this job.
+    """
+    message = await bus.last(ACTIONS.name, subjects.of("action", job.job))
+    if message is None:
+        return None
+    stored = Stored(message.sequence, _action(message))
+    action = stored.action
+    if action.generation == job.generation and len(action.local_batch_sizes) != job.world_size:
+        raise _refusal(
+            stored,
+            f"sizes {len(action.local_batch_sizes)} ranks, the job has {job.world_size}: two runs made this "
+            "generation; start one again while the broker answers, or under another id",
+        )
+    if not is_intact(message.payload):
+        raise _refusal(stored, "is not as it was written: its hash does not match its content")
+    return stored
+
+
+async def checked_action(bus: Bus, job: Job, known: Stored | None = None) -> tuple[Stored | None, int]:
+    """The job's newest action, held against the trainer's receipts and the action known last.
+
+    Also the FEED sequence of the receipt behind which decisions go on, where ACTIONS was made again; else 0.
+
+    Raises:
+        ActionsEndEarlyError: when it cannot be the newest; one of several servers may answer so for 10 s.
+        ActionStoreError: as `newest_action`, or when another action is in the place of a known one.
+    """
+    receipt = await newest_receipt(bus, job)
+    newest = await newest_action(bus, job)
+    if known is not None:
+        await check_goes_on(bus, job, known, newest)
+    return newest, await check_receipt(bus, job, newest, receipt)
+
+
+async def newest_receipt(bus: Bus, job: Job) -> BusMessage | None:
+    """The trainer's newest receipt: what it applied last.
+
+    Read it before the newest action: another arbitrator may decide in between, and a receipt is never ahead of actions
+    that were read after it.
+    """
+    return await bus.last(FEED.name, subjects.of("applied", job.job))
+
+
+async def check_receipt(bus: Bus, job: Job, newest: Stored | None, message: BusMessage | None) -> int:
+    """Check that the action is stored that the trainer's receipt names; read the receipt before the actions.
+
+    Returns 0, or the receipt's sequence where only ACTIONS was made again since: decisions go on behind it.
+
+    Raises:
+        ActionsEndEarlyError: when the stored actions end before it.
+        ActionStoreError: when another one is in its place.
+    """
+    receipt = None
+    with contextlib.suppress(MalformedMessageError):  # an unreadable receipt is no evidence
+        receipt = None if message is None else decode(Applied, message.subject, message.payload)
+    if message is None or receipt is None or receipt.generation != job.generation:
+        return 0  # trainers refuse actions of an earlier generation, so its loss has no effect
+    applied = (receipt.generation, receipt.decided_window)
+    stored = (-1, -1) if newest is None else (newest.action.generation, newest.action.window)
+    where = f"window {receipt.decided_window} of generation {receipt.generation}"
+    if stored < applied:
+        if newest is None:
+            oldest = await bus.first(ACTIONS.name, subjects.of("action", subjects.ANY))
+            if oldest is not None and oldest.sequence > 1 and oldest.timestamp_ns > message.timestamp_ns:
+                return 0  # ACTIONS was full, and may have dropped the action: all that it holds is newer
+            if nanoseconds((await bus.stream_state(ACTIONS.name)).created) > message.timestamp_ns:
+                logger.warning("ACTIONS was made again after the trainer of %s applied %s", job.job, where)
+                return message.sequence
+            if await _began_after(bus, receipt):
+                logger.warning("the streams were made again after the trainer of %s applied %s", job.job, where)
+                return 0
+        raise ActionsEndEarlyError(
+            f"{subjects.of('action', job.job)} ends at {_place(newest)}, but the trainer applied an action for {where}"
+            ": the broker lost its end, or runs on an old copy of its store",
+            window=stored[1],
+            known_window=receipt.decided_window,
+        )
+    if newest is not None and stored == applied and receipt.action_hash not in (b"", newest.action.hash):
+        raise _refusal(newest, f"is not the action for {where} that the trainer applied")
+    return 0
+
+
+async def check_goes_on(bus: Bus, job: Job, known: Stored | None, newest: Stored | None) -> None:
+    """Check that the stored actions continue after the action known last; `None`: there was none.
+
+    Raises:
+        ActionsEndEarlyError: when they end before it.
+        ActionStoreError: when they do not chain to it.
+    """
+    if known is None:
+        if newest is not None and newest.action.previous_hash:
+            await _check_chain(bus, job, None, newest)
+        return
+    if newest is None or newest.sequence < known.sequence:
+        if newest is None and await _has_dropped(bus, known.sequence):
+            return
+        raise ActionsEndEarlyError(
+            f"{subjects.of('action', job.job)} ends at {_place(newest)}, before our own {known.sequence}: was the "
+            "broker's store replaced by an old copy?",
+            window=-1 if newest is None else newest.action.window,
+            known_window=known.action.window,
+        )
+    if newest.sequence == known.sequence and newest.action.hash != known.action.hash:
+        raise _refusal(newest, "is not the one that was there before")
+    if newest.sequence > known.sequence and newest.action.previous_hash != known.action.hash:
+        await _check_chain(bus, job, known, newest)
+
+
+async def _check_chain(bus: Bus, job: Job, known: Stored | None, newest: Stored) -> None:
+    """Read all actions after the known one: other arbitrators may have decided several windows."""
+    check, start = ChainCheck(), 1 if known is None else known.sequence
+    oldest: Stored | None = None
+    at = start
+    while at <= newest.sequence:
+        message = await bus.first(ACTIONS.name, subjects.of("action", job.job), start=at)
+        if message is None:
+            break
+        at = message.sequence + 1
+        stored = Stored(message.sequence, _action(message))
+        oldest = oldest or stored
+        try:
+            check.check_next(stored.action, message.payload)
+        except BrokenChainError as error:
+            raise _refusal(stored, f"breaks the chain: {error}") from error
+    if oldest is None:
+        raise ActionsEndEarlyError(
+            f"{subjects.of('action', job.job)} ends before {start}, but {newest.sequence} was read from it",
+            window=-1,
+            known_window=newest.action.window,
+        )
+    if known is None:
+        is_ours = not oldest.action.previous_hash
+    else:
+        is_ours = (oldest.sequence, oldest.action.hash) == (known.sequence, known.action.hash)
+    num_kept = ACTIONS.max_messages_per_subject - MOST_DECIDED_MEANWHILE  # each new action drops the job's oldest one
+    may_be_gone = check.num_actions >= num_kept or await _has_dropped(bus, start)
+    if not is_ours and not may_be_gone:
+        raise _refusal(oldest, "begins another chain than the one that was known")
+
+
+async def _has_dropped(bus: Bus, sequence: int) -> bool:
+    """Whether ACTIONS was full and discarded the message at a sequence; a stream that was made again begins at 1."""
+    oldest = await bus.first(ACTIONS.name, subjects.of("action", subjects.ANY))
+    return oldest is not None and oldest.sequence > sequence
+
+
+async def _began_after(bus: Bus, receipt: Applied) -> bool:
+    """Whether FEED begins behind the states that the receipt's action was made from: it was made again, with ACTIONS.
+
+    A FEED that is full drops states and receipts of one time together.
+    """
+    message = await bus.first(FEED.name, subjects.of("state", receipt.job, subjects.ANY))
+    if message is None:
+        return False
+    try:
+        oldest = decode(State, message.subject, message.payload)
+    except MalformedMessageError:
+        return False
+    return oldest.generation == receipt.generation and oldest.window > receipt.decided_window
+
+
+def _action(message: BusMessage) -> Action:
+    try:
+        return decode(Action, message.subject, message.payload)
+    except MalformedMessageError as error:
+        raise ActionStoreError(
+            f"{message.subject} at {message.sequence} cannot be read: {error}", window=-1, known_window=-1
+        ) from error
+
+
+def _refusal(stored: Stored, text: str) -> ActionStoreError:
+    window = stored.action.window
+    return ActionStoreError(
+        f"{subjects.of('action', stored.action.job)} at {stored.sequence} {text}",
+        window=window - 1,
+        known_window=window,
+    )
+
+
+def _place(stored: Stored | None) -> str:
+    if stored is None:
+        return "nothing"
+    return f"{stored.sequence} (window {stored.action.window} of generation {stored.action.generation})"
 
 
 @dataclass(frozen=True)
@@ -40,7 +272,6 @@ class Surroundings:
 
     bus: Bus
     policies: PolicySource
-    profiles: ProfileSource
     log: BoundLogger
     count: Callable[[str], None]
 
@@ -76,7 +307,7 @@ class JobLog:
         newest, lost_until = await checked_action(around.bus, job, known)
         recorded = _of_generation(newest, job)
         policy = await around.policies.choose(job, recorded)
-        profile = b"" if recorded is not None else await around.profiles.choose(job, policy)
+        profile = b"" if recorded is not None else await _profile_for(job, policy, around)
         opened = cls(job, policy, around, profile)
         if newest is not None:
             opened._adopt(newest)
@@ -93,7 +324,7 @@ class JobLog:
 
     @property
     def stuck_share(self) -> float:
-        """Share of the ranks whose size is stuck at a bound; see `SizeWatch`."""
+        """Share of the ranks whose size is stuck at a bound."""
         return 0.0 if self._watch is None else self._watch.stuck_share
 
     @property
@@ -136,27 +367,46 @@ class JobLog:
         if self._fold.note:
             self._log.info(self._fold.note, family=self.job.family, window=action.window)
         self._log.debug("decided", window=action.window, local_batch_sizes=action.local_batch_sizes[:16])
-        await self._watch_sizes(action)
+        # an event when sizes stick to a bound; a restarted arbitrator counts windows from zero
+        if self._watch is not None and (finding := self._watch.observe_sizes(action.local_batch_sizes)) is not None:
+            self._around.count("size_stuck")
+            self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
+            event = finding.event(
+                job=action.job, generation=action.generation, window=action.window, service="arbitrator"
+            )
+            await self._around.bus.publish_soon(event)
 
     async def _store(self, action: Action) -> int | None:
         """Store an action; `None` when another arbitrator's is there, which is adopted.
 
         A server that was cut off refuses what follows the actions that it does not know: then both are tried again.
         """
-        expected_last = _sequence_of(self.known)
-        wait = FailoverWait(self._around.bus.stream_state, FEED.name)
+        bus, expected_last = self._around.bus, 0 if self.known is None else self.known.sequence
+        wait = FailoverWait(bus.stream_state, FEED.name)
         while True:
             try:
-                return await self._around.bus.publish_action(action, expected_last=expected_last)
+                return await bus.publish_next(action, expected_last=expected_last)
             except StaleWriterError as refusal:
                 try:
                     newest = await self._decided_by_another(expected_last, refusal)
+                    break
                 except ActionsEndEarlyError:
                     if not await wait.pause():
                         raise
-                    continue
-            await self._adopt_newest(newest)
+        if newest is None:
+            self.known = None
             return None
+        recorded, policy = _of_generation(newest, self.job), self._fold.policy
+        ours = (policy.version, digest_of(policy))
+        while recorded is not None and (recorded.policy_version, recorded.policy_digest) != ours:
+            try:
+                self._fold.policy = await self._around.policies.choose(self.job, recorded)
+                break
+            except PolicyAbsentError:  # its file may be newer than what the server that answers knows
+                if not await wait.pause():
+                    raise
+        self._adopt(newest)
+        return None
 
     async def _decided_by_another(self, expected_last: int, refusal: StaleWriterError) -> Stored | None:
         """The newest action, after ours was refused for it; `None` when ours was dropped to make room.
@@ -167,7 +417,7 @@ class JobLog:
         for wait_s in (*SHOW_WAITS_S, None):
             newest = await newest_action(self._around.bus, self.job)
             await check_goes_on(self._around.bus, self.job, self.known, newest)
-            if _sequence_of(newest) != expected_last:
+            if (0 if newest is None else newest.sequence) != expected_last:
                 return newest
             if wait_s is not None:
                 await asyncio.sleep(wait_s)
@@ -175,37 +425,6 @@ class JobLog:
         raise ActionsEndEarlyError(
             f"the broker refuses an action for one that it does not show: {refusal}", window=window, known_window=window
         )
-
-    async def _watch_sizes(self, action: Action) -> None:
-        """Publish an event when sizes stick to a bound; a restarted arbitrator counts windows from zero."""
-        finding = None if self._watch is None else self._watch.observe_sizes(action.local_batch_sizes)
-        if finding is None:
-            return
-        self._around.count("size_stuck")
-        self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
-        event = finding.event(job=action.job, generation=action.generation, window=action.window, service="arbitrator")
-        await self._around.bus.publish_soon(event)
-
-    async def _adopt_newest(self, newest: Stored | None) -> None:
-        """Continue after another arbitrator's action, with the policy that decided it."""
-        if newest is None:
-            self.known = None
-            return
-        recorded, policy = _of_generation(newest, self.job), self._fold.policy
-        ours = (policy.version, digest_of(policy))
-        if recorded is not None and (recorded.policy_version, recorded.policy_digest) != ours:
-            self._fold.policy = await self._policy_of(recorded)
-        self._adopt(newest)
-
-    async def _policy_of(self, recorded: Action) -> Policy:
-        """The policy that decided an action; its file may be newer than what the server that answers knows."""
-        wait = FailoverWait(self._around.bus.stream_state, FEED.name)
-        while True:
-            try:
-                return await self._around.policies.choose(self.job, recorded)
-            except PolicyAbsentError:
-                if not await wait.pause():
-                    raise
 
     def _adopt(self, stored: Stored) -> None:
         self._superseded = stored.action.generation > self.job.generation
@@ -215,9 +434,25 @@ class JobLog:
         self._log.info("adopted a stored action", window=stored.action.window, of_generation=stored.action.generation)
 
 
-def _sequence_of(stored: Stored | None) -> int:
-    """0 for none, as the broker has it."""
-    return 0 if stored is None else stored.sequence
+async def _profile_for(job: Job, policy: Policy, around: Surroundings) -> bytes:
+    """The stored profile that a generation without decisions begins with; empty for none, or an unusable one."""
+    if not job.family or not isinstance(policy, RecurringPolicy):
+        return b""
+    log = around.log.bind(job=job.job, generation=job.generation, family=job.family)
+    if job.explores and job.generation > 0:
+        log.warning("a start again tries nothing out and leaves no record of it: give each run an id of its own")
+    try:
+        stored = await around.bus.last(PROFILES.name, subjects.of("profile", job.family))
+        profile = None if stored is None else usable_profile(job, policy, stored.payload)
+    except (StreamMissingError, PermissionDeniedError, UnusableProfileError) as error:
+        around.count("profiles_ignored")
+        log.warning("the profile of the family is not used", reason=str(error))
+        return b""
+    if stored is None or profile is None or profile.is_forgotten:
+        return b""
+    around.count("begun_with_profile")
+    log.info("begins with the profile of its family", run=profile.run, of=profile.job)
+    return stored.payload
 
 
 def _of_generation(stored: Stored | None, job: Job) -> Action | None:

@@ -1,15 +1,14 @@
-"""A learned policy as a file: safetensors, its metadata one JSON text. Reading checks everything and runs nothing.
+"""A learned policy as a file: weights in safetensors, what they mean as one JSON text. Reading runs nothing.
 
 Some files come with the package, in `shipped_policies/`: version 1 of their names.
 """
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -17,25 +16,18 @@ from msgspec import Meta
 from safetensors.numpy import save
 
 from dynamix.schemas import networks
-from dynamix.schemas.features import FEATURE_VERSION, GLOBAL_FEATURES, RANK_FEATURES
 from dynamix.schemas.messages.fields import Count, Text, Token
 from dynamix.schemas.networks import (
     FORMAT,
     METADATA_KEY,
     Array,
     NetworkFileError,
-    check_actions,
     check_format,
-    check_names,
     check_tensors,
     metadata_text,
     read_tensors,
 )
 from dynamix.schemas.subjects import check_token
-
-from . import inputs
-from .actions import ACTIONS, ActionSet, LearnedSetName, action_set_named
-from .ppo_settings import PPOSettings
 
 SUFFIX = ".safetensors"
 OPTIMIZER = "optimizer."
@@ -50,24 +42,90 @@ with another seed: the policy seeds of a comparison."""
 SHIPPED_VERSION = 1
 """Versions on the bus are higher, so that a name and a number never mean two policies."""
 
+ActionSetName = Literal["deltas", "global"]
+LearnedSetName = Literal["deltas", "global", "appetite"]
+"""`appetite` is that of the agents of `stigmergy`, which decide in the collector."""
+Objective = Literal["clipped", "simplified"]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+
 
 class PolicyFileError(ValueError):
     """The policy file cannot be used; the message has the fault and the fix."""
 
 
-class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Metadata of a learned policy: its form, origin and score."""
+class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that an update depends on, by cleanrl's names.
+
+    None of it is published (method section 3): these are the field's defaults.
+    """
+
+    objective: Objective = "clipped"
+    """Which of the two variants."""
+    learning_rate: Positive = 1e-3
+    """Adam's."""
+    anneal_lr: bool = True
+    """Reduce the learning rate linearly to 0 over the planned episodes."""
+    adam_eps: Positive = 1e-5
+    """Adam's epsilon: cleanrl's, not torch's."""
+    gamma: Share = 0.995
+    """Discount per window: 0.995 looks some 200 windows ahead, the length of a run."""
+    gae_lambda: Share = 0.95
+    """Between the critic alone (0) and the rewards alone (1)."""
+    num_minibatches: AtLeastOne = 4
+    """Parts of a batch, one optimizer step each."""
+    update_epochs: AtLeastOne = 8
+    """Passes over a batch."""
+    norm_adv: bool = True
+    """Normalise advantages in each minibatch."""
+    clip_coef: Positive = 0.2
+    """Change of a probability ratio at which its gradient is clipped."""
+    clip_vloss: bool = True
+    """Cut off the critic's change in the same way."""
+    ent_coef: NotNegative = 0.01
+    """Weight of the entropy bonus."""
+    vf_coef: NotNegative = 0.5
+    """Weight of the critic's loss."""
+    max_grad_norm: Positive = 0.5
+    """Largest norm of the gradient over all parameters."""
+    target_kl: Positive | None = 0.02
+    """Ends the passes over a batch when the policy has moved further than this; `None`: never."""
+    hidden_sizes: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(max_length=8)] = (64, 64)
+    """Widths of the hidden layers of actor and critic."""
+    neutral_logit: float = 1.0
+    """The neutral action's initial advantage: untrained, it is chosen about e times as often as each other one."""
+
+
+PAPER = PPOSettings(
+    objective="simplified",
+    learning_rate=3e-3,
+    num_minibatches=1,
+    update_epochs=4,
+    ent_coef=0.0,
+    target_kl=None,
+    anneal_lr=False,
+    neutral_logit=0.0,
+)
+"""The paper's variant as its text describes it: plain policy-gradient steps at the end of each episode. Their number
+and size are ours: with fewer or smaller ones the policy hardly moves in the 15 episodes that the paper speaks of."""
+
+
+class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """Metadata of a learned policy: its form, origin and score; `policy.metadata_of` makes them."""
 
     policy: Token
     """The name that a job's specification chooses it by."""
     action_set: LearnedSetName
-    algorithm: Literal["clipped", "simplified"]
-    hidden_sizes: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(max_length=8)]
+    inputs: tuple[str, ...]
+    """Names, in the order of the network's inputs."""
+    actions: tuple[float, ...]
+    """Meaning of the network's outputs, in order; the neutral action first."""
+    settings: PPOSettings = PPOSettings()
     reward_formula: Text
     """`auto`: the published one for each job's optimizer."""
     reward_weights: dict[str, float] = {}
-    settings: dict[str, Any] = {}
-    """Settings of the learning (`PPOSettings`); missing ones have their defaults."""
     num_updates: Count = 0
     num_episodes: Count = 0
     scenarios: tuple[Text, ...] = ()
@@ -83,41 +141,6 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     created_by: Text = ""
     """The program that wrote it."""
     format: int = FORMAT
-    feature_version: int = FEATURE_VERSION
-    rank_features: tuple[str, ...] = tuple(feature.name for feature in RANK_FEATURES)
-    global_features: tuple[str, ...] = tuple(feature.name for feature in GLOBAL_FEATURES)
-    inputs: tuple[str, ...] = ()
-    """Names, in the order of the network's inputs."""
-    actions: tuple[float, ...] = ()
-    """Meaning of the network's outputs, in order; the neutral action first."""
-
-    @classmethod
-    def of(cls, *, action_set: LearnedSetName, **fields: Any) -> Self:
-        """Metadata of a policy of this program: its inputs and actions are filled in."""
-        return cls(action_set=action_set, inputs=inputs.names(action_set), actions=ACTIONS[action_set], **fields)
-
-    def make_action_set(self) -> ActionSet:
-        """The action set that shows the file's own inputs and takes its own actions.
-
-        Raises:
-            PolicyFileError: when it is not the arbitrator that decides by the file.
-        """
-        if self.action_set == "appetite":
-            raise PolicyFileError(
-                "agents of policy 'stigmergy' decide by this file, no arbitrator does: name it in "
-                'DYNAMIX_COLLECTOR_AGENTS, and give jobs policy_options={"learned": 1}'
-            )
-        return action_set_named(self.action_set, self.inputs, self.actions)
-
-    @property
-    def ppo_settings(self) -> PPOSettings:
-        """The settings to learn on with.
-
-        Raises:
-            msgspec.ValidationError: when `settings` are not PPO's; never for a file that was read.
-        """
-        own = {"objective": self.algorithm, "hidden_sizes": self.hidden_sizes}
-        return msgspec.convert({**own, **self.settings}, PPOSettings)
 
 
 class PolicyFile(NamedTuple):
@@ -143,20 +166,23 @@ class PolicyFile(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str = "policy file") -> Self:
-        """Read and check a file's content.
+        """Read a file's content, and check that the tensors are those of its network.
 
         Raises:
             PolicyFileError: naming `source` and what does not fit.
         """
         try:
-            metadata = _metadata(data)
-            _check_identity(metadata)
-            found = cls(metadata, read_tensors(data), bytes(data))
-            _check_tensors(found)
-            _check_learning(found)
+            text = metadata_text(data)
+            try:
+                metadata = msgspec.json.decode(text, type=PolicyMetadata)
+            except (ValueError, RecursionError) as error:  # a text of half characters cannot even be encoded
+                raise PolicyFileError(f"its metadata cannot be read: {error}") from error
+            check_format(metadata.format)
+            tensors = read_tensors(data)
+            _check_tensors(metadata, tensors)
         except (PolicyFileError, NetworkFileError) as error:
             raise PolicyFileError(f"{source}: {error}") from error
-        return found
+        return cls(metadata, tensors, bytes(data))
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -170,6 +196,22 @@ class PolicyFile(NamedTuple):
         except OSError as error:
             raise PolicyFileError(f"{path}: cannot be read: {error.strerror}") from error
         return cls.from_bytes(data, str(path))
+
+
+def _check_tensors(metadata: PolicyMetadata, tensors: Mapping[str, Array]) -> None:
+    num_inputs, hidden_sizes, num_actions = len(metadata.inputs), metadata.settings.hidden_sizes, len(metadata.actions)
+    expected = networks.network_shapes(num_inputs, hidden_sizes, num_actions)
+    for head, num_outputs in (("actor", num_actions), ("critic", 1)):
+        if any(name.startswith(f"{OPTIMIZER}{head}.") for name in tensors):  # a head that has learned
+            for name, shape in networks.shapes(head, 2 * num_inputs, hidden_sizes, num_outputs).items():
+                expected |= {f"{OPTIMIZER}{name}.{moment}": shape for moment in MOMENTS}
+            expected[OPTIMIZER_STEP] = (1,)
+    check_tensors(tensors, expected)
+    if foreign := sorted(tensors.keys() - expected.keys()):
+        raise PolicyFileError(f"tensors that its network does not have: {', '.join(foreign[:4])}")
+    for name, array in tensors.items():
+        if name.startswith(OPTIMIZER) and array.dtype != np.float32:
+            raise PolicyFileError(f"tensor {name!r} must be of type F32, as the parameters are")
 
 
 def shipped_directory() -> Path:
@@ -186,60 +228,3 @@ def shipped_policy(name: str) -> bytes | None:
     """The content of a shipped file, `None` when none has this name."""
     path = shipped_directory() / (check_token(name) + SUFFIX)
     return path.read_bytes() if path.is_file() else None
-
-
-def _metadata(data: bytes) -> PolicyMetadata:
-    text = metadata_text(data)
-    try:
-        return msgspec.json.decode(text, type=PolicyMetadata)
-    except (ValueError, RecursionError) as error:  # a text of half characters cannot even be encoded
-        raise PolicyFileError(f"its metadata cannot be read: {error}") from error
-
-
-def _check_identity(metadata: PolicyMetadata) -> None:
-    """The program that learned it and this one must mean the same by every number."""
-    check_format(metadata.format)
-    if metadata.feature_version > FEATURE_VERSION:
-        raise PolicyFileError(
-            f"learned on features of version {metadata.feature_version}, this program has version {FEATURE_VERSION}: "
-            "use the dynamix-batch that wrote it, or a newer one"
-        )
-    check_names("rank features", metadata.rank_features, [feature.name for feature in RANK_FEATURES])
-    check_names("job features", metadata.global_features, [feature.name for feature in GLOBAL_FEATURES])
-    check_names("inputs", metadata.inputs, inputs.names(metadata.action_set))
-    check_actions(metadata.actions, ACTIONS[metadata.action_set])
-
-
-def _check_tensors(file: PolicyFile) -> None:
-    metadata = file.metadata
-    num_inputs, num_actions = len(metadata.inputs), len(metadata.actions)
-    expected = networks.network_shapes(num_inputs, metadata.hidden_sizes, num_actions)
-    for head, num_outputs in (("actor", num_actions), ("critic", 1)):
-        shapes = networks.shapes(head, 2 * num_inputs, metadata.hidden_sizes, num_outputs)
-        if any(name.startswith(f"{OPTIMIZER}{head}.") for name in file.tensors):  # a head that has learned
-            expected |= {f"{OPTIMIZER}{name}.{moment}": shape for name, shape in shapes.items() for moment in MOMENTS}
-            expected[OPTIMIZER_STEP] = (1,)
-    check_tensors(file.tensors, expected)
-    foreign = sorted(name for name in file.tensors if name not in expected)
-    if foreign:
-        raise PolicyFileError(f"tensors that its network does not have: {', '.join(foreign[:4])}")
-    for name, value in {**metadata.reward_weights, **metadata.scores}.items():
-        if not math.isfinite(value):
-            raise PolicyFileError(f"{name} = {value} in its metadata is not finite")
-
-
-def _check_learning(file: PolicyFile) -> None:
-    """Check what would only fail when learning continues, long after the file was accepted."""
-    metadata = file.metadata
-    try:
-        settings = metadata.ppo_settings
-    except msgspec.ValidationError as error:
-        raise PolicyFileError(f"its settings are not PPO's: {error}") from error
-    if (settings.objective, settings.hidden_sizes) != (metadata.algorithm, metadata.hidden_sizes):
-        raise PolicyFileError(
-            f"its settings are those of another network: {settings.objective}, hidden_sizes {settings.hidden_sizes}, "
-            f"where its metadata say {metadata.algorithm}, {metadata.hidden_sizes}"
-        )
-    for name, array in file.tensors.items():
-        if name.startswith(OPTIMIZER) and array.dtype != np.float32:
-            raise PolicyFileError(f"tensor {name!r} must be of type F32, as the parameters are")

@@ -2,30 +2,40 @@
 
 A version is one more than the newest one of its name. The broker refuses the second writer of a version, who takes the
 next, and drops a name's oldest version for the newest. A file whose SHA-256 is not the expected one is refused.
+
+`PolicySource` chooses the policy of a generation at its start, and finds exactly that one again after every restart.
 """
 
+import asyncio
 import datetime as dt
 import hashlib
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.arbitrator.policies.registry import policy_names
-from dynamix.runtime.bus import Bus, BusMessage, StaleWriterError, StreamMissingError
+from dynamix.arbitrator.policies.policy import NamedPolicy, Policy, digest_of
+from dynamix.arbitrator.policies.registry import POLICIES as CODE
+from dynamix.arbitrator.policies.registry import extension_policy, policy_names
+from dynamix.runtime.bus import Bus, BusMessage, PermissionDeniedError, StaleWriterError, StreamMissingError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MAX_MESSAGE_BYTES, MalformedMessageError, decode
-from dynamix.schemas.messages import PolicyVersion
+from dynamix.schemas.messages import Action, Job, PolicyVersion
+from dynamix.schemas.policies import VERSION, VERSION_OPTION, check_options
 from dynamix.schemas.streams import POLICIES
 
-from .policy_file import SHIPPED_VERSION, SUFFIX, shipped_names
+from .policy import LearnedPolicy
+from .policy_file import SHIPPED_VERSION, SUFFIX, PolicyFile, shipped_names, shipped_policy
 
 logger = logging.getLogger(__name__)
 
 MAX_POLICY_BYTES = MAX_MESSAGE_BYTES - 1024
+NUM_HELD = 64
+"""Learned policies kept in memory."""
 
 
-class PolicyMissingError(ValueError):
-    """The bus has no such policy or version."""
+class PolicyAbsentError(ValueError):
+    """There is no such policy or version; or the server that answered does not know it yet, after a fail-over."""
 
 
 class StoredPolicy(NamedTuple):
@@ -36,15 +46,15 @@ class StoredPolicy(NamedTuple):
     digest: bytes
     """SHA-256 of the file."""
     data: bytes
-    stored_at: str
-    """RFC 3339; empty in what `put` returns."""
+    stored_at: str = ""
+    """RFC 3339; empty for one that does not come from the bus."""
 
 
-class PolicyReader:
+class PolicyStore:
     """The policies on the bus, with an optional directory that keeps what was read."""
 
     def __init__(self, bus: Bus, cache: Path | None = None) -> None:
-        self._reading = bus
+        self._bus = bus
         self._cache = cache
 
     async def find(self, name: str, version: int | None = None) -> StoredPolicy | None:
@@ -53,41 +63,31 @@ class PolicyReader:
         Raises:
             ValueError: when what is stored is not a policy.
         """
-        subject = subjects.of("policy", name)
         try:
-            message = await self._reading.last(POLICIES.name, subject)
+            message = await self._bus.last(POLICIES.name, subjects.of("policy", name))
         except StreamMissingError:
             logger.warning("the broker has no stream %s: run `dynamix provision`", POLICIES.name)
             return None
-        stored = None if message is None else _stored(message)
-        if message is None or stored is None or version in (None, stored.version):
-            return self._kept(stored)
-        low, high = 1, message.sequence
-        while low < high:  # later versions have higher sequences
-            middle = (low + high) // 2
-            message = await self._reading.first(POLICIES.name, subject, start=middle)
-            stored = None if message is None else _stored(message)
-            if message is not None and stored is not None and stored.version < version:
-                low = message.sequence + 1
-            else:
-                high = middle
-        message = await self._reading.first(POLICIES.name, subject, start=low)
-        stored = None if message is None else _stored(message)
-        return self._kept(stored) if stored is not None and stored.version == version else None
+        found = None if message is None else _stored(message)
+        if found is not None and version not in (None, found.version):
+            older = [_stored(one) async for one in self._messages(name)]
+            found = next((one for one in older if one.version == version), None)
+        if found is not None:
+            self._keep(found)
+        return found
 
     async def get(self, name: str, version: int | None = None) -> StoredPolicy:
-        """The version; raises PolicyMissingError where `find` returns `None`."""
+        """The version, as `find` has it; raises ValueError where there is none."""
         stored = await self.find(name, version)
         if stored is None:
-            raise PolicyMissingError(f"the bus has no {name if version is None else f'version {version} of {name}'}")
+            raise ValueError(f"the bus has no {name if version is None else f'version {version} of {name}'}")
         return stored
 
     async def versions(self, name: str = subjects.ANY) -> list[StoredPolicy]:
-        """All versions on the bus, of one policy or of all: by name, the newest first."""
-        found, start = [], 1
+        """All versions on the bus that can be read, of one policy or of all: by name, the newest first."""
+        found = []
         try:
-            while message := await self._reading.first(POLICIES.name, subjects.of("policy", name), start=start):
-                start = message.sequence + 1
+            async for message in self._messages(name):
                 try:
                     found.append(_stored(message))
                 except ValueError as error:
@@ -96,40 +96,11 @@ class PolicyReader:
             logger.warning("the broker has no stream %s: run `dynamix provision`", POLICIES.name)
         return sorted(found, key=lambda stored: (stored.name, -stored.version))
 
-    def cached(self, digest: bytes) -> bytes | None:
-        """A file of this digest, from the cache; `None` when it has none."""
-        if self._cache is None or not digest:
-            return None
-        try:
-            data = (self._cache / (digest.hex() + SUFFIX)).read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            logger.warning("cannot read the cache of policies: %s", error)
-            return None
-        return data if hashlib.sha256(data).digest() == digest else None
-
-    def _kept(self, stored: StoredPolicy | None) -> StoredPolicy | None:
-        """Leave a copy in the cache; a cache that cannot be written costs only what it would have saved."""
-        if self._cache is None or stored is None or self.cached(stored.digest) is not None:
-            return stored
-        path = self._cache / (stored.digest.hex() + SUFFIX)
-        partial = path.with_suffix(".partial")
-        try:
-            self._cache.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(stored.data)
-            partial.replace(path)
-        except OSError as error:
-            logger.warning("cannot keep a policy in the cache: %s", error)
-        return stored
-
-
-class PolicyStore(PolicyReader):
-    """The policies on the bus, for a program that may add some."""
-
-    def __init__(self, bus: Bus, cache: Path | None = None) -> None:
-        super().__init__(bus, cache)
-        self._bus = bus
+    async def _messages(self, name: str) -> AsyncIterator[BusMessage]:
+        start = 1
+        while message := await self._bus.first(POLICIES.name, subjects.of("policy", name), start=start):
+            yield message
+            start = message.sequence + 1
 
     async def put(self, name: str, data: bytes) -> StoredPolicy:
         """Store a file as the next version of a policy; content equal to the newest version stores nothing.
@@ -152,10 +123,36 @@ class PolicyStore(PolicyReader):
             version = free if newest is None else newest.version + 1
             message = PolicyVersion(policy=name, version=version, digest=digest, content=data)
             try:
-                await self._bus.publish_policy(message, expected_last=0 if last is None else last.sequence)
+                await self._bus.publish_next(message, expected_last=0 if last is None else last.sequence)
             except StaleWriterError:  # another writer took this version
                 continue
-            return StoredPolicy(name, version, digest, data, "")
+            return StoredPolicy(name, version, digest, data)
+
+    def cached(self, digest: bytes) -> bytes | None:
+        """A file of this digest, from the cache; `None` when it has none."""
+        if self._cache is None:
+            return None
+        try:
+            data = (self._cache / (digest.hex() + SUFFIX)).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            logger.warning("cannot read the cache of policies: %s", error)
+            return None
+        return data if hashlib.sha256(data).digest() == digest else None
+
+    def _keep(self, stored: StoredPolicy) -> None:
+        """Leave a copy in the cache; a cache that cannot be written costs only what it would have saved."""
+        if self._cache is None or self.cached(stored.digest) is not None:
+            return
+        path = self._cache / (stored.digest.hex() + SUFFIX)
+        partial = path.with_suffix(".partial")
+        try:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(stored.data)
+            partial.replace(path)
+        except OSError as error:
+            logger.warning("cannot keep a policy in the cache: %s", error)
 
 
 def _stored(message: BusMessage) -> StoredPolicy:
@@ -165,8 +162,90 @@ def _stored(message: BusMessage) -> StoredPolicy:
         raise ValueError(f"{message.subject} at {message.sequence} cannot be read: {error}") from error
     if hashlib.sha256(found.content).digest() != found.digest:
         raise ValueError(f"{message.subject} at {message.sequence} is damaged: its SHA-256 is another")
-    return StoredPolicy(found.policy, found.version, found.digest, found.content, _when(message.timestamp_ns))
+    stored_at = dt.datetime.fromtimestamp(message.timestamp_ns / 1e9, dt.UTC).isoformat()
+    return StoredPolicy(found.policy, found.version, found.digest, found.content, stored_at)
 
 
-def _when(time_ns: int) -> str:
-    return dt.datetime.fromtimestamp(time_ns / 1e9, dt.UTC).isoformat()
+class PolicySource:
+    """Chooses among policies in code, files of the package and files on the bus."""
+
+    def __init__(self, store: PolicyStore) -> None:
+        self._store = store
+        self._held: dict[tuple[str, int | None, bytes | None], LearnedPolicy] = {}
+        """By name, version and digest."""
+
+    async def choose(self, job: Job, recorded: Action | None) -> Policy:
+        """The policy for a generation of a job.
+
+        Without an action: the version that the job's option `version` asks for, else the newest on the bus, else the
+        shipped one. With an action of this generation: exactly the policy that decided it.
+
+        Raises:
+            ValueError: when there is none that may decide, or it lacks an option of the job; the text says why.
+        """
+        version, digest = _wanted(job, recorded)
+        policy: NamedPolicy | None = CODE.get(job.policy)
+        if policy is None and job.policy not in shipped_names():  # not in the event loop: it imports a package
+            policy = await asyncio.to_thread(extension_policy, job.policy)
+        policy = policy or await self._learned(job.policy, version, digest)
+        if version not in (None, policy.version):
+            raise ValueError(f"policy {policy.name!r} has version {policy.version}, not {version}")
+        if digest is not None and digest != (found := digest_of(policy)):
+            raise ValueError(
+                f"version {policy.version} of policy {policy.name!r} is not the file that decided this generation so "
+                f"far: its SHA-256 begins with {found.hex()[:16] or 'nothing'}, not {digest.hex()[:16] or 'nothing'}; "
+                "restart the job: a new generation takes what there is now"
+            )
+        check_options(policy.name, policy.options, job.policy_options)
+        return policy
+
+    async def _learned(self, name: str, version: int | None, digest: bytes | None) -> LearnedPolicy:
+        if (held := self._held.get((name, version, digest))) is not None:
+            return held
+        try:
+            stored = await self._find(name, version, digest)
+        except PermissionDeniedError as error:
+            raise ValueError(f"policy {name!r} cannot be read: {error}") from error
+        key = (name, stored.version, stored.digest)
+        if key not in self._held:
+            file = PolicyFile.from_bytes(stored.data, f"version {stored.version} of policy {name!r}")
+            self._held[key] = LearnedPolicy(file, name=name, version=stored.version)
+        if len(self._held) > NUM_HELD:
+            self._held.pop(next(iter(self._held)))
+        return self._held[key]
+
+    async def _find(self, name: str, version: int | None, digest: bytes | None) -> StoredPolicy:
+        """Look for a version in the cache, among the shipped files, and on the bus."""
+        shipped = shipped_policy(name)
+        if version is not None and digest and (cached := self._store.cached(digest)) is not None:
+            return StoredPolicy(name, version, digest, cached)
+        if shipped is not None and version == SHIPPED_VERSION:
+            return StoredPolicy(name, SHIPPED_VERSION, hashlib.sha256(shipped).digest(), shipped)
+        if (stored := await self._store.find(name, version)) is not None:
+            return stored
+        if shipped is not None and version is None:
+            return StoredPolicy(name, SHIPPED_VERSION, hashlib.sha256(shipped).digest(), shipped)
+        versions = [str(stored.version) for stored in await self._store.versions(name)]
+        versions += [] if shipped is None else [str(SHIPPED_VERSION)]
+        if not versions:
+            known = {*policy_names(), *shipped_names(), *(stored.name for stored in await self._store.versions())}
+            raise PolicyAbsentError(f"no policy is called {name!r}: choose one of {', '.join(sorted(known))}")
+        reason = "which decided this generation so far, is gone" if digest else "does not exist"
+        raise PolicyAbsentError(f"version {version} of policy {name!r} {reason}: there is {', '.join(versions)}")
+
+
+def _wanted(job: Job, recorded: Action | None) -> tuple[int | None, bytes | None]:
+    """The version and the digest that a generation asks for; `None`: any."""
+    if recorded is not None:
+        if recorded.policy != job.policy:
+            raise ValueError(
+                f"policy {recorded.policy!r} decided this generation so far, its specification says {job.policy!r}: "
+                "two runs made this generation; start one again while the broker answers, or under another id"
+            )
+        return recorded.policy_version, recorded.policy_digest
+    version = job.policy_options.get(VERSION_OPTION)
+    if version is None:
+        return None, None
+    if VERSION.fault(version):
+        raise ValueError(f"option {VERSION_OPTION}={version} of policy {job.policy!r} must be a whole number from 1")
+    return int(version), None

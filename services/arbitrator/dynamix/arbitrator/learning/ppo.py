@@ -4,20 +4,34 @@
 `simplified`  the paper's: no clipping, no advantage, the discounted return as the weight; its critic learns nothing.
 
 Parameters are shared over workers: a batch holds every decision of every worker, T x W rows. A transition may last
-several windows (a decision rules until the next one does), so each has its own discount: gamma to the power of its
-windows. Within a transition rewards are summed.
+several windows (a decision is in effect until the next one is), so each has its own discount: gamma to the power of its
+windows. Within a transition rewards are summed. `Agent` holds network, optimizer and normalisation between updates.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dynamix.arbitrator.learned.ppo_settings import PPOSettings
-from dynamix.arbitrator.policies.model.observation import Array64
+from dynamix.arbitrator.learned.policy_file import (
+    MOMENTS,
+    OPTIMIZER,
+    OPTIMIZER_STEP,
+    PolicyFile,
+    PolicyMetadata,
+    PPOSettings,
+)
+from dynamix.arbitrator.policies.policy import Array64
+from dynamix.schemas import networks
+from dynamix.schemas.networks import Normalisation
+
+from .rollout import Trajectory
 
 HIDDEN_GAIN = 2**0.5
 ACTOR_GAIN = 0.01
@@ -61,20 +75,15 @@ def _perceptron(
     num_inputs: int, hidden_sizes: Sequence[int], num_outputs: int, gain: float, generator: torch.Generator
 ) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for size in hidden_sizes:
-        layers += [_linear(num_inputs, size, HIDDEN_GAIN, generator), nn.Tanh()]
-        num_inputs = size
-    return nn.Sequential(*layers, _linear(num_inputs, num_outputs, gain, generator))
-
-
-def _linear(num_inputs: int, num_outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
-    layer = nn.Linear(num_inputs, num_outputs, device="meta").to_empty(
-        device="cpu"
-    )  # no draw from the global generator
-    with torch.no_grad():
-        nn.init.orthogonal_(layer.weight, gain, generator=generator)
-        layer.bias.zero_()
-    return layer
+    widths = [num_inputs, *hidden_sizes, num_outputs]
+    for index, (fan_in, fan_out) in enumerate(pairwise(widths)):
+        layer = nn.Linear(fan_in, fan_out, device="meta").to_empty(device="cpu")  # no draw from the global generator
+        with torch.no_grad():
+            is_last = index == len(hidden_sizes)
+            nn.init.orthogonal_(layer.weight, gain if is_last else HIDDEN_GAIN, generator=generator)
+            layer.bias.zero_()
+        layers += [layer] if is_last else [layer, nn.Tanh()]
+    return nn.Sequential(*layers)
 
 
 def gae(
@@ -99,12 +108,6 @@ def discounted_returns(rewards_TD: Array64, discounts_T: Array64) -> Array64:
     """The discounted sum of rewards from each transition on: the weight of the paper's objective, without a critic."""
     no_values = np.zeros_like(rewards_TD)
     return gae(rewards_TD, no_values, np.zeros(rewards_TD.shape[1]), discounts_T, gae_lambda=1.0)[1]
-
-
-def explained_variance(values: Array64, returns: Array64) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 an uninformative one; NaN without variance."""
-    variance = float(np.var(returns))
-    return float("nan") if variance == 0 else 1 - float(np.var(returns - values)) / variance
 
 
 class Batch(NamedTuple):
@@ -149,6 +152,33 @@ class UpdateStats(NamedTuple):
     """Optimizer steps taken; fewer than planned when `target_kl` ended the update."""
 
 
+def losses(network: ActorCritic, batch: Batch, settings: PPOSettings) -> Losses:
+    """The losses of one minibatch."""
+    logprobs_N, entropies_N, values_N = network.evaluate(batch.inputs_NI, batch.actions_N)
+    logratio_N = logprobs_N - batch.logprobs_N
+    ratio_N = logratio_N.exp()
+    entropy = entropies_N.mean()
+    if settings.objective == "clipped":
+        advantages_N = batch.advantages_N
+        if settings.norm_adv and len(advantages_N) > 1:
+            advantages_N = (advantages_N - advantages_N.mean()) / (advantages_N.std() + 1e-8)
+        clipped_N = ratio_N.clamp(1 - settings.clip_coef, 1 + settings.clip_coef)
+        policy_loss = torch.max(-advantages_N * ratio_N, -advantages_N * clipped_N).mean()
+        squares_N = (values_N - batch.returns_N) ** 2
+        if settings.clip_vloss:
+            change_N = (values_N - batch.values_N).clamp(-settings.clip_coef, settings.clip_coef)
+            squares_N = torch.max(squares_N, (batch.values_N + change_N - batch.returns_N) ** 2)
+        value_loss = 0.5 * squares_N.mean()
+    else:
+        policy_loss = -(ratio_N * batch.returns_N).mean()
+        value_loss = torch.zeros(())
+    with torch.no_grad():
+        approx_kl = ((ratio_N - 1) - logratio_N).mean()
+        clipfrac = ((ratio_N - 1).abs() > settings.clip_coef).float().mean()
+    loss = policy_loss - settings.ent_coef * entropy + settings.vf_coef * value_loss
+    return Losses(loss, policy_loss.detach(), value_loss.detach(), entropy.detach(), approx_kl, clipfrac)
+
+
 def update(
     network: ActorCritic,
     optimizer: torch.optim.Adam,
@@ -170,8 +200,12 @@ def update(
     for _ in range(settings.update_epochs):
         order = torch.randperm(len(batch.actions_N), generator=generator)
         for rows in order.tensor_split(min(settings.num_minibatches, len(order))):
-            part = Batch(*(column[rows] for column in batch))
-            seen.append(_step(network, optimizer, part, settings))
+            found = losses(network, Batch(*(column[rows] for column in batch)), settings)
+            optimizer.zero_grad()
+            found.loss.backward()  # type: ignore[no-untyped-call]  # torch's stub
+            torch.nn.utils.clip_grad_norm_(network.parameters(), settings.max_grad_norm)
+            optimizer.step()
+            seen.append(found._replace(loss=found.loss.detach()))
         if settings.target_kl is not None and seen[-1].approx_kl.item() > settings.target_kl:
             break
     mean = Losses(*(torch.stack(column).mean() for column in zip(*seen, strict=True)))
@@ -179,45 +213,121 @@ def update(
     return UpdateStats(learning_rate=learning_rate, num_steps=len(seen), **numbers)
 
 
-def losses(network: ActorCritic, batch: Batch, settings: PPOSettings) -> Losses:
-    """The losses of one minibatch."""
-    logprobs_N, entropies_N, values_N = network.evaluate(batch.inputs_NI, batch.actions_N)
-    logratio_N = logprobs_N - batch.logprobs_N
-    ratio_N = logratio_N.exp()
-    entropy = entropies_N.mean()
-    if settings.objective == "clipped":
-        policy_loss = _clipped(ratio_N, batch.advantages_N, settings)
-        value_loss = _value_loss(values_N, batch, settings)
-    else:
-        policy_loss = -(ratio_N * batch.returns_N).mean()
-        value_loss = torch.zeros(())
-    with torch.no_grad():
-        approx_kl = ((ratio_N - 1) - logratio_N).mean()
-        clipfrac = ((ratio_N - 1).abs() > settings.clip_coef).float().mean()
-    loss = policy_loss - settings.ent_coef * entropy + settings.vf_coef * value_loss
-    return Losses(loss, policy_loss.detach(), value_loss.detach(), entropy.detach(), approx_kl, clipfrac)
+class LearningStep(NamedTuple):
+    """The result of one call of `learn`."""
+
+    stats: UpdateStats
+    explained_variance: float
+    """1 - Var(returns - values) / Var(returns) before the critic learned from this batch: 1 is a perfect critic, 0 an
+    uninformative one; NaN without variance."""
+    num_decisions: int
 
 
-def _clipped(ratio_N: Tensor, advantages_N: Tensor, settings: PPOSettings) -> Tensor:
-    """PPO's pessimistic surrogate, negated."""
-    if settings.norm_adv and len(advantages_N) > 1:
-        advantages_N = (advantages_N - advantages_N.mean()) / (advantages_N.std() + 1e-8)
-    clipped_N = ratio_N.clamp(1 - settings.clip_coef, 1 + settings.clip_coef)
-    return torch.max(-advantages_N * ratio_N, -advantages_N * clipped_N).mean()
+class Agent:
+    """Learns from trajectories. It does not decide: `learned.policy` does, with the file."""
+
+    def __init__(
+        self, metadata: PolicyMetadata, network: ActorCritic, normalisation: Normalisation, tensors: Mapping[str, Any]
+    ) -> None:
+        """Begin with Adam's moments of the heads that have any: the simplified objective does not train the critic."""
+        self.metadata = metadata
+        self.normalisation = normalisation
+        self._network = network
+        self._optimizer = torch.optim.Adam(network.parameters(), lr=1.0, eps=metadata.settings.adam_eps)
+        for name, parameter in network.named_parameters():
+            own = {moment: tensors.get(f"{OPTIMIZER}{name}.{moment}") for moment in MOMENTS}
+            known = {moment: torch.from_numpy(np.array(array)) for moment, array in own.items() if array is not None}
+            if known:
+                step = torch.tensor(float(tensors[OPTIMIZER_STEP][0]))
+                self._optimizer.state[parameter] = {"step": step, **known}
+
+    @classmethod
+    def new(cls, metadata: PolicyMetadata) -> Self:
+        """An untrained agent; its initialisation is drawn from the metadata's first seed (0 without one)."""
+        created_by = f"dynamix-batch {importlib.metadata.version('dynamix-batch')}"
+        metadata = msgspec.structs.replace(metadata, created_by=created_by)
+        network = _network(metadata, torch.Generator().manual_seed(_seed(metadata)))
+        return cls(metadata, network, Normalisation.empty(len(metadata.inputs)), {})
+
+    @classmethod
+    def of(cls, file: PolicyFile) -> Self:
+        """The agent that wrote a file; it continues exactly where it stopped."""
+        network = _network(file.metadata, torch.Generator())
+        names = list(network.state_dict())
+        network.load_state_dict({name: torch.from_numpy(np.array(file.tensors[name])) for name in names})
+        return cls(file.metadata, network, Normalisation.of_tensors(file.tensors), file.tensors)
+
+    def file(self, **changes: Any) -> PolicyFile:
+        """The policy as it is now, its metadata with `changes`."""
+        tensors: dict[str, npt.NDArray[Any]] = {**self._network.tensors(), **self.normalisation.tensors()}
+        for name, parameter in self._network.named_parameters():
+            if state := self._optimizer.state.get(parameter):
+                tensors |= {f"{OPTIMIZER}{name}.{moment}": state[moment].numpy().copy() for moment in MOMENTS}
+                tensors[OPTIMIZER_STEP] = np.array([state["step"].item()], dtype=np.float32)
+        return PolicyFile(msgspec.structs.replace(self.metadata, **changes), tensors)
+
+    def learn(self, trajectories: Sequence[Trajectory], *, progress: float = 0.0) -> LearningStep:
+        """Update the policy from a batch of trajectories, which it decided."""
+        assert trajectories, "nothing to learn from"
+        number, settings = self.metadata.num_updates, self.metadata.settings
+        raw = np.concatenate([t.inputs_TDI.reshape(-1, t.inputs_TDI.shape[-1]) for t in trajectories])
+        if number == 0:
+            self.normalisation = self.normalisation.updated(raw)
+            trajectories = [self._renormalised(trajectory) for trajectory in trajectories]
+        columns = []
+        for trajectory in trajectories:
+            discounts_T = settings.gamma ** trajectory.num_windows_T.astype(np.float64)
+            if settings.objective == "simplified":
+                returns = advantages = discounted_returns(trajectory.rewards_TD, discounts_T)
+            else:
+                measured = (trajectory.rewards_TD, trajectory.values_TD, trajectory.next_values_D)
+                advantages, returns = gae(*measured, discounts_T, settings.gae_lambda)
+            columns.append((trajectory.logprobs_TD, advantages, returns, trajectory.values_TD))
+        floats = [np.concatenate([part.reshape(-1) for part in column]) for column in zip(*columns, strict=True)]
+        batch = Batch(
+            torch.from_numpy(self.normalisation.applied(raw).astype(np.float32)),
+            torch.from_numpy(np.concatenate([trajectory.actions_TD.reshape(-1) for trajectory in trajectories])),
+            *(torch.from_numpy(part.astype(np.float32)) for part in floats),
+        )
+        generator = torch.Generator().manual_seed(_seed(self.metadata) + 1_000_003 * (number + 1))
+        stats = update(self._network, self._optimizer, batch, settings, generator=generator, progress=progress)
+        if number > 0:
+            self.normalisation = self.normalisation.updated(raw)
+        self.metadata = msgspec.structs.replace(
+            self.metadata, num_updates=number + 1, num_episodes=self.metadata.num_episodes + len(trajectories)
+        )
+        *_, all_returns, all_values = floats
+        variance = float(np.var(all_returns))
+        explained = 1 - float(np.var(all_returns - all_values)) / variance if variance else float("nan")
+        return LearningStep(stats, explained, len(batch.actions_N))
+
+    def _renormalised(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with the first normalisation, before anything was learned.
+
+        Otherwise the critic would be compared with its own values for inputs on another scale. An untrained
+        actor hardly depends on its inputs, so its probabilities hardly change.
+        """
+        T, D, num_inputs = trajectory.inputs_TDI.shape
+        inputs = self.normalisation.applied(trajectory.inputs_TDI.reshape(-1, num_inputs))
+        numpy_network = networks.Forward(self._network.tensors(), len(self.metadata.settings.hidden_sizes))
+        logprobs = networks.log_softmax(numpy_network.logits(inputs))
+        values: Array64 = numpy_network.values(inputs).reshape(T, D)
+        return trajectory._replace(
+            logprobs_TD=logprobs[np.arange(T * D), trajectory.actions_TD.reshape(-1)].reshape(T, D),
+            values_TD=values,
+            next_values_D=np.zeros(D) if trajectory.terminated else values[-1],
+        )
 
 
-def _value_loss(values_N: Tensor, batch: Batch, settings: PPOSettings) -> Tensor:
-    squares_N = (values_N - batch.returns_N) ** 2
-    if settings.clip_vloss:
-        change_N = (values_N - batch.values_N).clamp(-settings.clip_coef, settings.clip_coef)
-        squares_N = torch.max(squares_N, (batch.values_N + change_N - batch.returns_N) ** 2)
-    return 0.5 * squares_N.mean()
+def _network(metadata: PolicyMetadata, generator: torch.Generator) -> ActorCritic:
+    return ActorCritic(
+        2 * len(metadata.inputs),
+        len(metadata.actions),
+        metadata.settings.hidden_sizes,
+        generator=generator,
+        neutral_logit=metadata.settings.neutral_logit,
+    )
 
 
-def _step(network: ActorCritic, optimizer: torch.optim.Adam, batch: Batch, settings: PPOSettings) -> Losses:
-    found = losses(network, batch, settings)
-    optimizer.zero_grad()
-    found.loss.backward()  # type: ignore[no-untyped-call]  # torch's stub
-    torch.nn.utils.clip_grad_norm_(network.parameters(), settings.max_grad_norm)
-    optimizer.step()
-    return found._replace(loss=found.loss.detach())
+def _seed(metadata: PolicyMetadata) -> int:
+    return metadata.seeds[0] if metadata.seeds else 0

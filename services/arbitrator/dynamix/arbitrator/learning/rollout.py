@@ -1,9 +1,9 @@
 """Turns the recorded messages of one generation into a trajectory to learn from. Pure.
 
-Credit under lag: the reward of window t scores what ruled in window t. So a decision is paired with the first window
-that ran under it (`applied` says which), and its transition lasts until the next adopted decision rules: windows
-without a new one add to its reward. A decision that was never adopted ruled nothing and is left out. What a decision
-saw is recovered by folding the recorded states again, with the recorded actions in place of the policy's.
+Credit under lag: the reward of window t scores what was in effect in window t. So a decision is paired with the first
+window that ran under it (`applied` names it), and its transition lasts until the next adopted decision takes effect:
+windows without a new one add to its reward. A decision that was never adopted is left out. What a decision saw is
+recovered by folding the recorded states again, with the recorded actions in place of the policy's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.learned.actions import ActionSet
-from dynamix.arbitrator.policies.model.observation import Array32, Array64
-from dynamix.arbitrator.policies.policy import Decision
+from dynamix.arbitrator.learned.policy import ActionSet
+from dynamix.arbitrator.policies.policy import Array32, Array64, Decision
 from dynamix.schemas.messages import Action, Applied, Job, Reward, State
 from dynamix.schemas.networks import Choices
 
@@ -25,11 +24,11 @@ class RolloutError(ValueError):
 
 
 class NothingDecidedError(RolloutError):
-    """The generation ended before a decision was active in a rewarded window, or nothing in it was sampled."""
+    """The generation was over before a decision applied to a rewarded window, or nothing in it was sampled."""
 
 
 class Recording(NamedTuple):
-    """The recorded messages of one generation: in any order but for the states, with duplicates and gaps."""
+    """The recorded messages of one generation: unordered except for states, with duplicates and gaps."""
 
     job: Job
     states: Sequence[tuple[int, State]]
@@ -71,59 +70,55 @@ class Trajectory(NamedTuple):
         return float(self.rewards_TD.mean(axis=1).sum())
 
 
-def trajectory_of(recording: Recording, action_set: ActionSet, end: End | None = None) -> Trajectory:
+def trajectory_of(recording: Recording, action_set: ActionSet, end: End = End()) -> Trajectory:  # noqa: B008 - frozen
     """The trajectory of one generation.
 
     Raises:
         NothingDecidedError: when no sampled decision that was adopted has a rewarded window.
         RolloutError: when a state does not fit the job.
     """
-    end = end or End()
-    seen = replay(recording, action_set)
+    job, actions = recording.job, {action.window: action for action in recording.actions}
+    name = f"generation {job.generation} of job {job.job!r}"
+    recorded = _RecordedPolicy(actions, action_set)
+    fold = Fold(job, recorded, None)
+    try:
+        for sequence, state in recording.states:
+            fold.add_state(sequence, state)
+            while (decided := fold.close()) is not None:
+                fold.adopt(actions.get(decided.window, decided))
+    except ValueError as error:
+        raise RolloutError(f"{name}: {error}") from error
+
     rewards = _rewards_by_window(recording, per_rank=action_set.name == "deltas")
     last = max(rewards, default=-1) if end.last_window is None else end.last_window
-    spans = [(*seen[decided], span) for decided, span in _spans(recording, last) if decided in seen]
+    begins: dict[int, int] = {}
+    for receipt in recording.applied:  # of two decisions that begin at one window the later one is in effect
+        if receipt.effective_window <= last:
+            before = begins.get(receipt.effective_window, -1)
+            begins[receipt.effective_window] = max(before, receipt.decided_window)
+    edges = pairwise([*sorted(begins), last + 1])
+    spans = [(*recorded.seen[begins[at]], range(at, to)) for at, to in edges if begins[at] in recorded.seen]
     if end.last_share < 1 and last in rewards:
         rewards[last] = rewards[last] * end.last_share
     if not spans or not rewards:
-        raise NothingDecidedError(f"{_name(recording.job)}: no sampled decision that was adopted has a rewarded window")
-    inputs, actions, windows = zip(*spans, strict=True)
+        raise NothingDecidedError(f"{name}: no sampled decision that was adopted has a rewarded window")
+    inputs, decided_by, windows = zip(*spans, strict=True)
     mean: Array64 = np.mean(list(rewards.values()), axis=0)
-    following = np.zeros(len(mean)) if end.terminated else _values(seen[max(seen)][1], len(mean))
+    newest = recorded.seen[max(recorded.seen)][1]
     return Trajectory(
         inputs_TDI=np.stack(inputs),
-        actions_TD=np.stack([action_set.choices(recording.job, action.carry) for action in actions]),
-        logprobs_TD=np.stack([np.asarray(action.logprobs, dtype=np.float64) for action in actions]),
-        values_TD=np.stack([_values(action, len(mean)) for action in actions]),
+        actions_TD=np.stack([action_set.choices(job, action.carry) for action in decided_by]),
+        logprobs_TD=np.stack([np.asarray(action.logprobs, dtype=np.float64) for action in decided_by]),
+        values_TD=np.stack([_values(action, len(mean)) for action in decided_by]),
         rewards_TD=np.stack([np.sum([rewards.get(at, mean) for at in span], axis=0) for span in windows]),
         num_windows_T=np.array([len(span) for span in windows], dtype=np.int64),
-        next_values_D=following,
+        next_values_D=np.zeros(len(mean)) if end.terminated else _values(newest, len(mean)),
         terminated=end.terminated,
     )
 
 
-def replay(recording: Recording, action_set: ActionSet) -> dict[int, tuple[Array32, Action]]:
-    """The inputs of each recorded, sampled decision, and its action, by the window it was decided for.
-
-    Raises:
-        RolloutError: when a state does not fit the job.
-    """
-    actions = {action.window: action for action in recording.actions if _of(recording.job, action)}
-    recorded = _RecordedPolicy(actions, action_set)
-    fold = Fold(recording.job, recorded, None)
-    try:
-        for sequence, state in recording.states:
-            if _of(recording.job, state):
-                fold.add_state(sequence, state)
-            while (decided := fold.close()) is not None:
-                fold.adopt(actions.get(decided.window, decided))
-    except ValueError as error:
-        raise RolloutError(f"{_name(recording.job)}: {error}") from error
-    return recorded.seen
-
-
 class _RecordedPolicy:
-    """Repeats the recorded decisions, and keeps the inputs that they were made from."""
+    """Repeats the recorded decisions, and keeps what each sampled one was made from, by its window."""
 
     name = "recorded"
     version = 1
@@ -144,27 +139,11 @@ class _RecordedPolicy:
         return Decision(action.allocation, carry=action.carry)
 
 
-def _spans(recording: Recording, last_window: int) -> list[tuple[int, range]]:
-    """Each adopted decision's own window, and the windows that ran under it, in order.
-
-    Of two decisions that begin at one window the later one rules.
-    """
-    begins: dict[int, int] = {}
-    for message in recording.applied:
-        if _of(recording.job, message) and message.effective_window <= last_window:
-            decided = begins.get(message.effective_window, -1)
-            begins[message.effective_window] = max(decided, message.decided_window)
-    edges = [*sorted(begins), last_window + 1]
-    return [(begins[start], range(start, end)) for start, end in pairwise(edges)]
-
-
 def _rewards_by_window(recording: Recording, *, per_rank: bool) -> dict[int, Array64]:
     """Rewards by decision and window; a rank without a reward gets the mean of the others."""
     world_size = recording.job.world_size
     table: dict[int, Array64] = {}
     for message in recording.rewards:
-        if not _of(recording.job, message):
-            continue
         row = table.setdefault(message.window, np.full(world_size, np.nan))
         for rank in message.ranks:
             if rank.rank < world_size:
@@ -177,11 +156,3 @@ def _rewards_by_window(recording: Recording, *, per_rank: bool) -> dict[int, Arr
 
 def _values(action: Action, num: int) -> Array64:
     return np.zeros(num) if action.values is None else np.asarray(action.values, dtype=np.float64)
-
-
-def _of(job: Job, message: State | Action | Applied | Reward) -> bool:
-    return message.job == job.job and message.generation == job.generation
-
-
-def _name(job: Job) -> str:
-    return f"generation {job.generation} of job {job.job!r}"

@@ -1,42 +1,64 @@
-"""The learner's service: waits until generations are over, learns from them in a process, stores new versions."""
+"""The learner: waits until generations are over, learns from them in a process with torch, stores new versions.
+
+A generation is over when its job says so, or when the next one begins. What FEED and ACTIONS hold of it is read then,
+with the last rewards waited for; every few generations make a new version, which arbitrators use from the next
+generation on. The bus is the only store.
+"""
 
 import asyncio
+import contextlib
 import math
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Annotated, Literal, TypeVar, TypeVarTuple
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal, NamedTuple, TypeVar, TypeVarTuple
 
 import msgspec
 from msgspec import Meta
 
+from dynamix.arbitrator.deciding.profiles import COMPLETED
 from dynamix.arbitrator.deciding.signatures import reward_signatures, value_signature
-from dynamix.arbitrator.learned.policy_file import SHIPPED_VERSION, PolicyFile, PolicyMetadata, shipped_policy
+from dynamix.arbitrator.learned.policy import action_set_of, metadata_of
+from dynamix.arbitrator.learned.policy_file import (
+    SHIPPED_VERSION,
+    ActionSetName,
+    Objective,
+    PolicyFile,
+    PolicyMetadata,
+    PPOSettings,
+    shipped_policy,
+)
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.runtime.bus import (
+    Bus,
     BusError,
     BusMessage,
     ConnectionClosedError,
+    FailoverWait,
     PermissionDeniedError,
+    Reader,
     StreamMissingError,
 )
+from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.metrics import Scrape
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Job, Signature
-from dynamix.schemas.streams import JOBS
+from dynamix.schemas.codec import MalformedMessageError, decode, decode_any
+from dynamix.schemas.messages import Action, Applied, Job, Reward, Signature, State
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 from dynamix.schemas.subjects import check_token
 
-from . import updating
-from .collecting import Collected, Finished, Generations, collect
-from .rollout import Recording
-from .updating import Lesson, Outcome
+from .rollout import End, Recording, RolloutError, trajectory_of
 
 NUM_KEPT_UPDATES = 4
 """Lessons for so many updates are kept while nothing can be stored on the bus."""
+MAX_REMEMBERED = 1000
+"""Names of generations learned from that a policy file keeps, so that a restarted learner learns from none twice."""
+STALL_TIMEOUT_S = 60.0
+"""A broker that restarts is waited for as long as a request waits."""
 
 COUNTERS = {
     "generations": "generations of jobs that were learned from",
@@ -70,8 +92,6 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Generations decided by a version further behind the newest than this are left out."""
     grace_s: Annotated[float, Meta(gt=0)] = 10.0
     """Seconds to wait for the last rewards of a generation that has ended."""
-    rewards: Literal["own", "any"] = "own"
-    """`own`: generations whose rewards are of another formula than the policy's are left out; `any`: they are not."""
     reward_formula: Literal["auto", "paper-sgd", "paper-adam", "time-aware"] = "auto"
     """For a new policy: the value of DYNAMIX_REWARD_FORMULA of the jobs that it will learn from."""
     action_set: Literal["deltas", "global"] = "global"
@@ -90,11 +110,230 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
 async def serve(context: Context[LearnerSettings]) -> None:
     """Learn until the context stops."""
     processes = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(1, processes, initializer=updating.begin, initargs=(os.getpid(),))
+    executor = ProcessPoolExecutor(1, processes, initializer=_begin_process, initargs=(os.getpid(),))
     try:
         await _Learner(context, executor).run()
     finally:
         await asyncio.to_thread(executor.shutdown, cancel_futures=True)  # it waits for the process
+
+
+def _begin_process(parent: int) -> None:
+    """Prepare the process of updates: one thread, for equal bits, and an end with its parent."""
+    begin_worker(parent)
+    import torch  # noqa: PLC0415 - only in this process
+
+    torch.set_num_threads(1)
+
+
+class Lesson(NamedTuple):
+    """A generation to learn from."""
+
+    recording: Recording
+    terminated: bool
+    """It did all it meant to do: nothing comes after. Otherwise it was cut off."""
+
+    @property
+    def name(self) -> str:
+        """`<job>:<generation>`, which no other has."""
+        return generation_name(self.recording.job)
+
+
+class Outcome(NamedTuple):
+    """The result of an update."""
+
+    content: bytes | None
+    """The next version's file; `None` when no lesson could be used."""
+    returns: list[float]
+    explained_variance: float
+    approx_kl: float
+    refused: list[str]
+    """Lessons that could not be used, each with the reason."""
+
+
+def generation_name(job: Job) -> str:
+    """`<job>:<generation>`."""
+    return f"{job.job}:{job.generation}"
+
+
+def first_version(
+    policy: str, action_set: ActionSetName, objective: Objective, seed: int, reward_formula: str
+) -> bytes:
+    """The file of an untrained policy."""
+    from .ppo import Agent  # noqa: PLC0415 - torch: only in the process of updates
+
+    settings = PPOSettings(objective=objective)
+    metadata = metadata_of(action_set, policy=policy, settings=settings, reward_formula=reward_formula, seeds=(seed,))
+    return Agent.new(metadata).file().to_bytes()
+
+
+def update(content: bytes, lessons: Sequence[Lesson]) -> Outcome:
+    """The next version of a policy, after one update from all lessons that can be used."""
+    from .ppo import Agent  # noqa: PLC0415 - torch: only in the process of updates
+
+    file = PolicyFile.from_bytes(content)
+    action_set = action_set_of(file.metadata)
+    trajectories, names, refused = [], [], []
+    for lesson in lessons:
+        try:
+            trajectories.append(trajectory_of(lesson.recording, action_set, End(terminated=lesson.terminated)))
+            names.append(lesson.name)
+        except RolloutError as error:
+            refused.append(str(error))
+    if not trajectories:
+        return Outcome(None, [], float("nan"), 0.0, refused)
+    agent = Agent.of(file)
+    try:
+        learned = agent.learn(trajectories)
+        version = agent.file(
+            parent=file.digest,
+            learned_from=(*file.metadata.learned_from, *names)[-MAX_REMEMBERED:],
+            reward_weights={},  # rewards on the bus name their formula, not its weights
+            scores={},
+        ).to_bytes()
+        PolicyFile.from_bytes(version, "what an update made")
+    except (ArithmeticError, RuntimeError, ValueError) as error:  # torch's for numbers that are too large
+        # no version: learning from these must not end the learner, again after each restart
+        return Outcome(None, [], float("nan"), 0.0, [*refused, f"{', '.join(names)}: {error}"])
+    returns = [trajectory.total_reward for trajectory in trajectories]
+    return Outcome(version, returns, learned.explained_variance, learned.stats.approx_kl, refused)
+
+
+class Finished(NamedTuple):
+    """A generation that is over."""
+
+    job: Job
+    """Its specification."""
+    terminated: bool
+
+
+class Generations:
+    """Follows the jobs that a policy explores in."""
+
+    def __init__(self, policy: str, pattern: str) -> None:
+        self._policy = policy
+        self._pattern = pattern
+        self._running: dict[str, Job] = {}
+
+    def observe_job(self, job: Job) -> list[Finished]:
+        """Take in a specification; the generations that are known to be over by it, oldest first.
+
+        A specification of a generation not after the newest one seen changes nothing, unless it ends that one.
+        """
+        before = self._running.get(job.job)
+        if before is not None and job.generation < before.generation:
+            return []
+        finished = []
+        if before is not None and job.generation > before.generation:
+            finished.append(Finished(before, terminated=False))
+        if job.phase == "running":
+            self._running[job.job] = job
+        else:
+            self._running.pop(job.job, None)
+            finished.append(Finished(job, terminated=job.end_reason == COMPLETED))
+        return [
+            one
+            for one in finished
+            if one.job.policy_options.get("explore", 0) == 1
+            and one.job.policy == self._policy
+            and fnmatchcase(one.job.job, self._pattern)
+        ]
+
+
+class _IntakeStoppedError(Exception):
+    """The process stops."""
+
+
+class Collected:
+    """The recorded messages of a generation that is over; made by `collect`."""
+
+    def __init__(self, bus: Bus, job: Job, refuse: Callable[[BusMessage, str], Awaitable[None]]) -> None:
+        self._bus = bus
+        self._refuse = refuse
+        self.job = job
+        self.states: list[tuple[int, State]] = []
+        self.actions: list[Action] = []
+        self.applied: list[Applied] = []
+        self.rewards: list[Reward] = []
+
+    @property
+    def recording(self) -> Recording:
+        """All messages."""
+        return Recording(self.job, self.states, self.actions, self.applied, self.rewards)
+
+    @property
+    def num_unrewarded(self) -> int:
+        """Windows of nodes with a state and without its reward."""
+        rewarded = {(reward.window, reward.node) for reward in self.rewards}
+        return len({(state.window, state.node) for _, state in self.states} - rewarded)
+
+    @property
+    def lacks_actions(self) -> bool:
+        """Whether the ranks applied a later action than there is."""
+        last = max((action.window for action in self.actions), default=-1)
+        return any(receipt.decided_window > last for receipt in self.applied)
+
+    async def read(self, stream: str, wanted: str, grace_s: float = 0.0) -> None:
+        """Read all stored messages of a filter, then more until each state has its reward or time is over."""
+        newest, clock = await self._bus.last(stream, wanted), asyncio.get_running_loop().time
+        async with self._bus.consume(stream, [wanted], start="all") as consumer:
+            position = 0
+            while newest is not None and position < newest.sequence:
+                try:
+                    position = await self._read_batch(consumer, STALL_TIMEOUT_S)
+                except TimeoutError:
+                    raise BusError(f"nothing more of {stream} came within {STALL_TIMEOUT_S:g} s") from None
+            deadline_s = clock() + grace_s
+            with contextlib.suppress(TimeoutError):
+                while self.num_unrewarded and (left_s := deadline_s - clock()) > 0:
+                    await self._read_batch(consumer, left_s)
+
+    async def _read_batch(self, consumer: Reader, timeout_s: float) -> int:
+        """Record the next batch, which has to come within the time-out; returns its last sequence."""
+        async with asyncio.timeout(timeout_s):
+            batch = await anext(consumer, None)
+        if batch is None:
+            raise _IntakeStoppedError
+        for message in batch:
+            try:
+                content = decode_any(message.subject, message.payload)
+            except MalformedMessageError as error:
+                await self._refuse(message, str(error))
+                continue
+            match content:
+                case State(generation=self.job.generation):
+                    self.states.append((message.sequence, content))
+                case Reward(generation=self.job.generation):
+                    self.rewards.append(content)
+                case Applied(generation=self.job.generation):
+                    self.applied.append(content)
+                case Action(generation=self.job.generation):
+                    self.actions.append(content)
+        return batch[-1].sequence
+
+
+async def collect(
+    bus: Bus, job: Job, *, grace_s: float, refuse: Callable[[BusMessage, str], Awaitable[None]]
+) -> Collected | None:
+    """The recorded messages of a generation that is over; `None` when the intake was stopped meanwhile.
+
+    All that is stored is read, however long that takes. Rewards pass through one more service than states: for the last
+    ones this then waits at most `grace_s`. What FEED no longer holds is missing, and `refuse` gets unusable messages.
+
+    Raises:
+        BusError: when the streams cannot be read.
+    """
+    found, wait = Collected(bus, job, refuse), FailoverWait(bus.stream_state, ACTIONS.name)
+    try:
+        await found.read(FEED.name, subjects.of("state", job.job, subjects.ANY))
+        await found.read(FEED.name, subjects.of("applied", job.job))
+        await found.read(FEED.name, subjects.of("reward", job.job, subjects.ANY), grace_s)
+        await found.read(ACTIONS.name, subjects.of("action", job.job))
+        while found.lacks_actions and await wait.pause():  # of several servers one that was cut off may know less
+            found.actions.clear()
+            await found.read(ACTIONS.name, subjects.of("action", job.job))
+    except _IntakeStoppedError:
+        return None
+    return found
 
 
 class _Learner:
@@ -118,99 +357,86 @@ class _Learner:
         context.metrics.add(self._show)
 
     async def run(self) -> None:
-        await self._start()
+        await self.start()
         wanted = [subjects.of("job", subjects.ANY)]
         async with self._context.bus.consume(JOBS.name, wanted, start="last_per_subject") as consumer:
             self._context.counters["ready"] = 1
             async for batch in consumer:
                 for message in batch:
-                    await self._on_job(message)
+                    try:
+                        job = decode(Job, message.subject, message.payload)
+                    except MalformedMessageError as error:
+                        await self._context.dead_letter(message, str(error))
+                        continue
+                    for finished in self._generations.observe_job(job):
+                        if generation_name(finished.job) not in self._learned_from:
+                            await self.on_finished(finished)
 
-    async def _start(self) -> None:
+    async def start(self) -> None:
         """Find the newest version; without one, store a new policy, so that jobs can explore it."""
-        name = self._settings.policy
+        new, name = self._settings, self._settings.policy
         stored = await self._store.find(name)
         if stored is not None:
             self._take(stored.version, stored.data)
         elif (shipped := shipped_policy(name)) is not None:
             self._take(SHIPPED_VERSION, shipped)
         else:
-            new = self._settings
-            await self._put(
-                await self._in_process(
-                    updating.first_version, name, new.action_set, new.objective, new.seed, new.reward_formula
-                )
-            )
+            wanted = (name, new.action_set, new.objective, new.seed, new.reward_formula)
+            await self._put(await self._in_process(first_version, *wanted))
 
-    async def _on_job(self, message: BusMessage) -> None:
-        try:
-            job = decode(Job, message.subject, message.payload)
-        except MalformedMessageError as error:
-            await self._context.dead_letter(message, str(error))
-            return
-        for finished in self._generations.observe_job(job):
-            if finished.name not in self._learned_from:
-                await self._on_finished(finished)
-
-    async def _on_finished(self, finished: Finished) -> None:
-        collected = await collect(
-            self._context.bus, finished.job, grace_s=self._settings.grace_s, refuse=self._context.dead_letter
-        )
+    async def on_finished(self, finished: Finished) -> None:
+        """Learn from a generation that is over, once there are enough of them."""
+        settings, job, log = self._settings, finished.job, self._context.log
+        collected = await collect(self._context.bus, job, grace_s=settings.grace_s, refuse=self._context.dead_letter)
         if collected is None:  # the process stops: after a restart the generation is found again
             return
-        self._learned_from.add(finished.name)
+        self._learned_from.add(generation_name(job))
         await self._store_update()
-        if self._is_wanted(finished, collected.recording):
+        if self._is_wanted(collected.recording):
             self._context.count("generations")
-            self._lessons.append(self._lesson(finished, collected))
-        limit = self._settings.generations_per_update
+            if collected.num_unrewarded:  # its outcome is unknown
+                self._context.count("generations_without_last_rewards")
+                log.warning(
+                    "rewards did not come in time: taken as cut off",
+                    job=job.job,
+                    generation=job.generation,
+                    num_unrewarded=collected.num_unrewarded,
+                    grace_s=settings.grace_s,
+                )
+            self._lessons.append(Lesson(collected.recording, finished.terminated and not collected.num_unrewarded))
         if self._unstored is not None:
-            self._lessons = self._lessons[-NUM_KEPT_UPDATES * limit :]
-        elif len(self._lessons) >= limit:
+            self._lessons = self._lessons[-NUM_KEPT_UPDATES * settings.generations_per_update :]
+        elif len(self._lessons) >= settings.generations_per_update:
             lessons, self._lessons = self._lessons, []
-            await self._learn(lessons)
+            outcome: Outcome = await self._in_process(update, self._content, lessons)
+            for reason in outcome.refused:
+                self._context.count("generations_left_out")
+                log.warning("left out", reason=reason)
+            if outcome.content is not None:
+                self._unstored = outcome
+                await self._store_update()
 
-    def _is_wanted(self, finished: Finished, recording: Recording) -> bool:
+    def _is_wanted(self, recording: Recording) -> bool:
+        job, own = recording.job, self._metadata.reward_formula
+        own = f"paper-{job.optimizer_family}" if own == "auto" else own
+        foreign = sorted({reward.formula for reward in recording.rewards} - {own})
         behind = self._version - max((action.policy_version for action in recording.actions), default=0)
-        usable = recording.actions and 0 <= behind <= self._settings.max_staleness
-        foreign = updating.foreign_formulas(self._metadata, recording)
-        if usable and (not foreign or self._settings.rewards == "any"):
+        if not recording.actions or not 0 <= behind <= self._settings.max_staleness:
+            self._context.log.info("left out", job=job.job, generation=job.generation, versions_behind=behind)
+        elif foreign:
+            self._context.count("generations_of_other_rewards")
+            self._context.log.warning(
+                "left out: rewards of another formula than the policy's; set DYNAMIX_REWARD_FORMULA of the reward "
+                "service",
+                job=job.job,
+                generation=job.generation,
+                formulas=foreign,
+                wanted=own,
+            )
+        else:
             return True
         self._context.count("generations_left_out")
-        if not usable:
-            self._context.log.info("left out", **_named(finished), versions_behind=behind)
-            return False
-        self._context.count("generations_of_other_rewards")
-        self._context.log.warning(
-            "left out: rewards of another formula than the policy's; set DYNAMIX_REWARD_FORMULA of the reward service, "
-            "or DYNAMIX_LEARNER_REWARDS=any",
-            **_named(finished),
-            formulas=foreign,
-            wanted=self._metadata.reward_formula,
-        )
         return False
-
-    def _lesson(self, finished: Finished, collected: Collected) -> Lesson:
-        """The trajectory of a generation; without its last rewards it counts as cut off."""
-        if collected.num_unrewarded:
-            self._context.count("generations_without_last_rewards")
-            self._context.log.warning(
-                "rewards did not come in time: taken as cut off",
-                **_named(finished),
-                num_unrewarded=collected.num_unrewarded,
-                grace_s=self._settings.grace_s,
-            )
-        terminated = finished.terminated and not collected.num_unrewarded
-        return Lesson(finished.name, collected.recording, terminated)
-
-    async def _learn(self, lessons: list[Lesson]) -> None:
-        outcome: Outcome = await self._in_process(updating.update, self._content, lessons)
-        for reason in outcome.refused:
-            self._context.count("generations_left_out")
-            self._context.log.warning("left out", reason=reason)
-        if outcome.content is not None:
-            self._unstored = outcome
-            await self._store_update()
 
     async def _store_update(self) -> None:
         """Store the update that is not stored yet; when the bus refuses it, retry after the next generation."""
@@ -234,7 +460,16 @@ class _Learner:
             approx_kl=outcome.approx_kl,
             explained_variance=outcome.explained_variance,
         )
-        await self._watch(outcome)
+        self._returns += outcome.returns
+        if math.isfinite(outcome.explained_variance):
+            self._explained.append(outcome.explained_variance)
+        found = [*reward_signatures(self._returns), *filter(None, [value_signature(self._explained)])]
+        policy, episode = self._settings.policy, len(self._returns)
+        for finding in found:
+            if finding.signature not in self._signatures:  # once, when it begins
+                event = finding.event(job=policy, generation=0, window=episode, service="learner")
+                await self._context.bus.publish(event)
+        self._signatures = {finding.signature for finding in found}
 
     async def _put(self, content: bytes) -> None:
         stored = await self._store.put(self._settings.policy, content)
@@ -246,19 +481,6 @@ class _Learner:
         self._learned_from |= set(self._metadata.learned_from)
         self._context.counters["version"] = version
 
-    async def _watch(self, outcome: Outcome) -> None:
-        """Publish each failure signature once, when it begins."""
-        self._returns += outcome.returns
-        if math.isfinite(outcome.explained_variance):
-            self._explained.append(outcome.explained_variance)
-        found = [*reward_signatures(self._returns), *filter(None, [value_signature(self._explained)])]
-        policy, episode = self._settings.policy, len(self._returns)
-        for finding in found:
-            if finding.signature not in self._signatures:
-                event = finding.event(job=policy, generation=0, window=episode, service="learner")
-                await self._context.bus.publish(event)
-        self._signatures = {finding.signature for finding in found}
-
     def _show(self, scrape: Scrape) -> None:
         for signature in SIGNATURES:
             found = int(signature in self._signatures)
@@ -267,8 +489,3 @@ class _Learner:
     async def _in_process(self, work: Callable[[*A], R], *args: *A) -> R:
         """Run in the process that has torch: an update takes seconds and must not delay the heartbeat."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
-
-
-def _named(finished: Finished) -> dict[str, str | int]:
-    """Fields of a log line about a generation."""
-    return {"job": finished.job.job, "generation": finished.job.generation}

@@ -9,17 +9,9 @@ from dynamix.runtime.extensions import ExtensionError, extension_names, load_ext
 from dynamix.schemas.messages import Job
 from dynamix.schemas.policies import Option, Options
 
-from .doubling import Doubling
-from .goodput import Goodput
-from .model.observation import Array32
-from .noise_scale import NoiseScale
-from .policy import Decision, NamedPolicy
-from .proportional import Proportional
-from .random import Random
+from .baselines import Doubling, Goodput, NoiseScale, Proportional, Random, Split, Static, Stigmergy
+from .policy import Array32, Decision, NamedPolicy
 from .rule import Rule
-from .split import Split
-from .static import Static
-from .stigmergy import Stigmergy
 
 _OURS = (Static(), Split(), Random(), Proportional(), NoiseScale(), Goodput(), Doubling(), Rule(), Stigmergy())
 POLICIES: Mapping[str, NamedPolicy] = {policy.name: policy for policy in _OURS}
@@ -93,7 +85,5 @@ def _checked_policy(name: str, found: Any) -> NamedPolicy:
     if not isinstance(found.version, int) or found.version < 1:
         raise ValueError(f"its version is {found.version!r}, not a whole number from 1")
     if not isinstance(found.options, Mapping) or not all(isinstance(one, Option) for one in found.options.values()):
-        raise TypeError("its options are no mapping from names to dynamix.schemas.policies.Option")
-    if not callable(found.decide):
-        raise TypeError("its decide cannot be called")
+        raise TypeError("its options are not a mapping from names to dynamix.schemas.policies.Option")
     return ExtensionPolicy(name, found.version, found.options, found)

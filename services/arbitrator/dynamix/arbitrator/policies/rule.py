@@ -1,19 +1,5 @@
-"""`rule`: the global batch that buys the most progress per second, divided among the ranks by the training processes.
+"""The policy `rule`."""
 
-    B = argmax lr(B)^rate_weight * B / (B + noise_multiplier * B_noise) / T(B)
-
-lr(B) is the job's learning-rate scaling: 1, B^0.5 or B. B_noise is the gradient noise scale. T(B) is the step-time
-model, fitted to each rank's times: a fixed time, a rate, and a size below which a batch costs no less. B is at most 16
-times B_noise, or 16 times the batch of the user's learning rate if that is larger. The defaults were found by hand on
-train scenarios. B changes once per window.
-
-The exchange is chosen with B, as far as the job permits: the codec and period of local steps with the most progress per
-second, by measured savings and by how far the ranks drift apart (docs/communication.md).
-
-A job of a family starts from what earlier runs learned (docs/recurring.md).
-"""
-
-import dataclasses
 import math
 from typing import ClassVar
 
@@ -26,16 +12,35 @@ from dynamix.schemas.messages.decisions import MAX_PROFILE_BYTES
 from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options
 from dynamix.schemas.progress import most_worthwhile, progress
 
-from .carry import pack, unpack
-from .model.earlier_runs import EarlierRuns, SeenTimes, Standing
-from .model.exchange import OVER_OWNERS, ExchangeMemory, choose, exposure_of, is_decided, model_after, way_of
-from .model.exploration import Exploration
-from .model.links import can_share, link_rates, slowest_in_words
-from .model.observation import Array32, NoiseMemory, decided_sizes, job_value, steps_of
-from .model.step_time import StepTime, StepTimeFit, best_global_batch, window_of
-from .options import allocation_of, option
-from .policy import Decision, Knowledge
+from .earlier_runs import EarlierRuns, SeenTimes, Standing
+from .exchange import (
+    OVER_OWNERS,
+    ExchangeMemory,
+    can_share,
+    choose,
+    exposure_of,
+    is_decided,
+    link_rates,
+    model_after,
+    slowest_in_words,
+    way_of,
+)
+from .exploration import Exploration
+from .policy import (
+    Array32,
+    Decision,
+    Knowledge,
+    NoiseMemory,
+    allocation_of,
+    decided_sizes,
+    job_value,
+    option,
+    pack,
+    steps_of,
+    unpack,
+)
 from .sizing import Pace, by_speed, clamp_total
+from .step_time import StepTime, StepTimeFit, best_global_batch, window_of
 
 MAX_MEMORY_BYTES = MAX_PROFILE_BYTES - 16 * 1024
 """Most bytes of times in a profile, which must have room for its other half."""
@@ -49,7 +54,7 @@ class _State(msgspec.Struct, array_like=True):
     """Its own, not rounded: a policy that scales its decisions does not feed back; 0 before the first decision."""
     noise: NoiseMemory = NoiseMemory()
     fit: StepTimeFit | None = None
-    exchange: bytes = b""
+    exchange: ExchangeMemory | None = None
     runs: EarlierRuns | None = None
     exploration: Exploration | None = None
 
@@ -60,11 +65,24 @@ class _Memory(msgspec.Struct, array_like=True):
     largest: int = 0
     """Local batch size that the job's bounds allowed."""
     fit: StepTimeFit | None = None
-    exchange: bytes = b""
+    exchange: ExchangeMemory | None = None
 
 
 class Rule:
-    """Sets the global batch; B may go below the initial one as well as above it."""
+    """`rule`: the global batch that buys the most progress per second, divided by the training processes.
+
+        B = argmax lr(B)^rate_weight * B / (B + noise_multiplier * B_noise) / T(B)
+
+    lr(B) is the job's learning-rate scaling: 1, B^0.5 or B. B_noise is the gradient noise scale. T(B) is the step-time
+    model, fitted to each rank's times: a fixed time, a rate, and a size below which a batch costs no less. B is at most
+    16 times B_noise, or 16 times the batch of the user's learning rate if that is larger. The defaults were found by
+    hand on train scenarios. B changes once per window.
+
+    The exchange is chosen with B, as far as the job permits: the codec and period of local steps with the most progress
+    per second, by measured savings and by how far the ranks drift apart (docs/communication.md).
+
+    A job of a family starts from what earlier runs learned (docs/recurring.md).
+    """
 
     name = "rule"
     version = 8
@@ -73,7 +91,7 @@ class Rule:
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""
         state = unpack(_State, carry)
-        memory, before = ExchangeMemory.unpack(state.exchange, job), state.runs or EarlierRuns()
+        memory, before = state.exchange or ExchangeMemory.of(job), state.runs or EarlierRuns()
         tried, noise, noise_scale = state.exploration or Exploration(), state.noise, job_value(global_F, "noise_scale")
         if memory.ruling[0].every == 1 or math.isfinite(noise_scale):  # not each round of local steps measures it
             noise = noise.observe(noise_scale)
@@ -82,8 +100,8 @@ class Rule:
         seen = before.observe_times(job, StepTimeFit.of(state.fit, job), window_of(job, obs_WF, global_F))
         fit, exploration = seen.fit, tried
         if seen.runs.times.standing is Standing.DROPPED is not before.times.standing:
-            memory = dataclasses.replace(  # of another cluster only what was decided is known
-                ExchangeMemory.unpack(b"", job), ruling=memory.ruling, age=memory.age, shares=memory.shares
+            memory = replace(  # of another cluster only what was decided is known
+                ExchangeMemory.of(job), ruling=memory.ruling, age=memory.age, shares=memory.shares
             )
             exploration = tried = tried.without_records()
         runs = seen.runs.observe_noise(obs_WF, noise_scale)
@@ -114,7 +132,7 @@ class Rule:
         allocation = replace(allocation_of(self.options, job, sizes), rate_factor=arm.rate_factor)
         if is_decided(job):
             if way_of(memory.newest) == OVER_OWNERS:
-                reason += f"; {slowest_in_words(memory.rates)}"
+                reason += f"; {slowest_in_words(memory.rates.tolist())}"
             allocation = replace(allocation, exchange=memory.newest_with_shares)
 
         note = _note(before, runs, seen, tried, exploration)
@@ -122,7 +140,7 @@ class Rule:
             remarks = [note or f"not by its profile: {seen.disagreement}"]
         else:
             remarks = ["begins with its profile"] * seen.is_first + [arm.label] * (arm != ExploredArm())
-        kept = _kept(job, _State(wanted, noise, fit, b"", runs, exploration), memory)
+        kept = _kept(job, _State(wanted, noise, fit, None, runs, exploration), memory)
         return Decision(allocation, carry=pack(kept), reason="; ".join((reason, *remarks)), note=note)
 
     def begin(self, job: Job, profile: JobProfile) -> bytes:
@@ -130,7 +148,7 @@ class Rule:
 
         Its first window is no pair with the other run's last one.
         """
-        fit, memory = None, ExchangeMemory.unpack(b"", job)
+        fit, memory = None, ExchangeMemory.of(job)
         known = unpack(_Memory, profile.memory)
         is_of_these = profile.policy == self.name and profile.world_size == job.world_size
         if is_of_these and known.largest == max(job.max_local_batch_sizes):
@@ -140,7 +158,7 @@ class Rule:
                 fit = None
             else:
                 if is_decided(job):
-                    theirs, first = ExchangeMemory.unpack(known.exchange, job), memory.ruling[0]
+                    theirs, first = known.exchange or memory, memory.ruling[0]
                     if theirs.ruling[0] != first:
                         model = model_after(theirs.ruling[0], first, model, theirs)
                     memory = theirs.begun_again(memory)
@@ -208,7 +226,7 @@ def _kept(job: Job, state: _State, memory: ExchangeMemory) -> _State:
     return replace(
         state,
         fit=None if state.fit is None else state.fit.kept(),
-        exchange=memory.pack() if is_decided(job) else b"",
+        exchange=memory if is_decided(job) else None,
         runs=state.runs if job.family else None,
         exploration=state.exploration if job.explores else None,
     )

@@ -8,8 +8,8 @@ import numpy as np
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Job
 
-from .model.observation import Array64
-from .model.step_time import StepTime
+from .policy import Array64
+from .step_time import StepTime
 
 SPLIT_DEAD_BAND = 0.03
 """Sizes stay as they are while another division of the same batch shortens the predicted step by less than this."""

@@ -65,7 +65,7 @@ class Transport:
             yield self._actions.popleft()
 
     def leave_trace(self, trace: Trace) -> None:
-        """Hand in what this node's agent left: the last one counts; safe from any thread."""
+        """Store the newest trace of this node's agent; safe from any thread."""
         self.newest_trace = trace
 
     def add_reward(self, reward: Reward) -> None:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from dynamix.schemas.messages import Job, JobProfile, NoisePoint
 
-from .observation import Array32, Array64, column
+from .policy import Array32, Array64, column
 from .step_time import StepTime, StepTimeFit, Window
 
 ENOUGH = 2

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from dynamix.schemas.messages import ArmRecord, ExploredArm, Job
 from dynamix.schemas.messages.allocation import Objective
 
-from .observation import Array32, Array64, job_value
+from .policy import Array32, Array64, job_value
 
 NUM_LEVELS = 64
 STEP = 2.0**-0.125
@@ -98,22 +98,15 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
         if math.isfinite(accuracy):
             smoothed = accuracy if math.isnan(smoothed) else smoothed + SMOOTHING * (accuracy - smoothed)
             if math.isfinite(cost):
-                reached = np.arange(NUM_LEVELS) < _levels_reached(smoothed)
+                error = max(1.0 - smoothed, STEP**NUM_LEVELS)
+                num_levels = math.floor(math.log(error) / math.log(STEP) + 1e-9) if error < 1.0 else 0
+                reached = np.arange(NUM_LEVELS) < num_levels
                 own = np.where(reached & (own == 0.0), cost, own)
-        return replace(
-            self,
-            cost=cost,
-            accuracy=smoothed,
-            own=own,
-            num_windows=self.num_windows + 1,
-            stopped=self._is_too_slow(cost, own),
-        )
-
-    def _is_too_slow(self, cost: float, own: Array64) -> bool:
-        if self.tried == self.best or self.num_windows < FEWEST_WINDOWS:
-            return False
         missing = np.flatnonzero((own == 0.0) & (self.reference > 0.0))
-        return bool(missing.size) and cost > TOO_SLOW * float(self.reference[missing[0]])
+        may_stop = self.tried != self.best and self.num_windows >= FEWEST_WINDOWS and missing.size > 0
+        stopped = may_stop and cost > TOO_SLOW * float(self.reference[missing[0]])
+        known = replace(self, cost=cost, accuracy=smoothed, own=own, stopped=stopped)
+        return replace(known, num_windows=self.num_windows + 1)
 
 
 def next_arm(records: Sequence[ArmRecord], job: Job) -> ExploredArm:
@@ -193,9 +186,3 @@ def _levels(record: ArmRecord) -> Array64:
     known = record.milestones[:NUM_LEVELS]
     levels[: len(known)] = known
     return levels
-
-
-def _levels_reached(accuracy: float) -> int:
-    """Number of levels that an error is below."""
-    error = max(1.0 - accuracy, STEP**NUM_LEVELS)
-    return min(max(math.floor(math.log(error) / math.log(STEP) + 1e-9), 0), NUM_LEVELS) if error < 1.0 else 0

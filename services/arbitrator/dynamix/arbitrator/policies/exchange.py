@@ -29,27 +29,31 @@ A rank whose processor is shared out sends slower than its link can, now and the
 link that shows a higher rate is believed at once, one that shows a lower one by half, and nothing rests on the rates of
 fewer than `LINK_WINDOWS` windows.
 
+A rank that sends to another at some rate has a link at least as fast, and so has the other: a rank's link is taken to
+be as fast as the fastest of these. Around a ring every rank sends to the next one, so that a slow link is told from
+its neighbours' wherever no two slow ones have a single rank between them; else that rank is taken for a slow one too,
+and less is expected of shares than they would bring.
+
 Drift: with R the squared distance of the ranks from their mean over that of its move (feature `local_drift`), h local
 steps were worth h / (1 + scale * R^DRIFT_POWER (h - 1)) exact ones, by the steps until a small MLP reached an accuracy:
 virtual clusters of 4, 8 and 32 workers, batches of 128 to 2048, periods of 2 to 20. One seed said it within 10 to 20 %.
 """
 
+import dataclasses
 import math
-import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
-from dynamix.schemas.owner_shares import ring_time
+from dynamix.schemas.owner_shares import balanced_shares, ring_time, shared_time
 
-from .links import can_share, share_of_ring_time, shares_of
-from .observation import Array32, Array64, column
+from .policy import Array32, Array64, column
 from .step_time import SYNC_FLOOR, StepTime, StepTimeFit
 
 
@@ -109,9 +113,14 @@ JUMP, SMOOTHING = 1.3, 0.5
 LOSS_SMOOTHING, LOSS_RISE, BLOCKED = 0.3, 0.1, 20
 """A smoothed loss that is so much above its least since they began ends local steps, for so many windows."""
 
-_HEAD = struct.Struct("<8d3H")
-_RULING = struct.Struct("<BH")
-_LINK = np.dtype([("rate", "<f4"), ("share", "<f4")])
+
+LEAST_RANKS, MOST_RANKS = 3, 64
+"""Two ranks have nothing to gain; a sum at owners sends N - 1 messages for each chunk, and more were never measured."""
+PIPELINE = 1.2
+"""Time of a sum at owners over what its bytes take, itself over that of a ring: four ranks, 1.92 MB in 8 chunks, one
+link of four at a half to a fifth of the others, and all alike (1.21, 1.20, 1.23, 1.14)."""
+PARTS = 1000
+"""Shares are whole numbers of so many parts, and the same on all machines."""
 
 
 class WindowExposure(NamedTuple):
@@ -125,8 +134,7 @@ class WindowExposure(NamedTuple):
     """Bytes sent by a rank; 0 if unknown."""
 
 
-@dataclass(frozen=True)
-class ExchangeMemory:
+class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
     """Knowledge of the ways of exchange in effect so far."""
 
     ruling: tuple[Exchange, ...] = (EXACT,) * LAG
@@ -142,7 +150,7 @@ class ExchangeMemory:
     """0 before it is known."""
     drift: float = math.nan
     """R, smoothed."""
-    corrections: Array64 = field(default_factory=lambda: np.zeros(len(WAYS)))
+    corrections: Array64 = msgspec.field(default_factory=lambda: np.zeros(len(WAYS)))
     """Logarithm, by way."""
     num_seen: tuple[int, ...] = (0,) * len(WAYS)
     age: int = DWELL
@@ -153,12 +161,20 @@ class ExchangeMemory:
     least_loss: float = math.nan
     table_share: float = 0.0
     """The job's: share of the gradient in embedding tables."""
-    rates: tuple[float, ...] = ()
+    rates: Array64 = msgspec.field(default_factory=lambda: np.zeros(0))
     """Bytes per second of each rank's link, smoothed; empty before they are known."""
     num_link_windows: int = 0
     """Windows that showed them, up to `LINK_WINDOWS`."""
     shares: tuple[float, ...] = ()
     """Shares of the newest decision for them; exchanges in `ruling` have none."""
+
+    @classmethod
+    def of(cls, job: Job) -> "ExchangeMemory":
+        """Before the first window."""
+        first = job.initial_exchange
+        is_known = first.codec in CODECS and (way_of(first) == OVER_OWNERS or not first.shares)
+        ruling = (replace(first, shares=()) if is_known else EXACT,) * LAG
+        return cls(ruling, table_share=job.table_share, shares=first.shares if is_known else ())
 
     @property
     def newest(self) -> Exchange:
@@ -169,11 +185,11 @@ class ExchangeMemory:
     def newest_with_shares(self) -> Exchange:
         """The newest decision as an action has it."""
         newest = self.newest
-        return newest if way_of(newest) != OVER_OWNERS else msgspec.structs.replace(newest, shares=self.shares)
+        return newest if way_of(newest) != OVER_OWNERS else replace(newest, shares=self.shares)
 
     def observe(self, seen: WindowExposure, loss: float, drift: float, num_ranks: int) -> "ExchangeMemory":
         """The memory after one more window, in which the first of `ruling` was active."""
-        aged = replace(self, age=min(self.age + 1, 0xFFFF), blocked=max(self.blocked - 1, 0))
+        aged = replace(self, age=self.age + 1, blocked=max(self.blocked - 1, 0))
         known = aged.with_loss(loss).with_bytes(seen.sent_bytes, num_ranks)
         ruled = self.ruling[0]
         known = known.with_drift(drift if ruled.every > 1 else math.nan, num_ranks)
@@ -191,7 +207,7 @@ class ExchangeMemory:
         if exchange != self.newest:
             following = replace(following, age=0)
             if way_of(exchange) == OVER_OWNERS:
-                following = replace(following, shares=shares_of(self.rates))
+                following = replace(following, shares=shares_of(self.rates.tolist()))
         if following.ruling[0] == self.ruling[0]:
             return following
         begins = way_of(following.ruling[0])
@@ -208,17 +224,16 @@ class ExchangeMemory:
     def prior(self, way: str) -> CodecPrior:
         """Assumptions about a way of exchange in this job; `rows` codes tables only."""
         prior = PRIORS[way]
-        if way == OVER_OWNERS:
-            return prior._replace(share=self._share_over_owners()) if self.rates else prior
-        return prior if way != "rows" else prior._replace(share=1.0 - (1.0 - prior.share) * self.table_share)
-
-    def _share_over_owners(self) -> float:
-        """Time at owners over I: what bytes take becomes shorter, or longer, and waiting for each other stays."""
-        share = share_of_ring_time(self.rates)
+        if way == "rows":
+            return prior._replace(share=1.0 - (1.0 - prior.share) * self.table_share)
+        if way != OVER_OWNERS or not len(self.rates):
+            return prior
+        # at owners: what bytes take becomes shorter, or longer, and waiting for each other stays
+        share = share_of_ring_time(self.rates.tolist())
         if math.isnan(self.exact_s) or not self.gradient_bytes:
-            return max(share, 1.0)
-        carried = min(1.0, self.gradient_bytes * ring_time(self.rates) / self.exact_s)
-        return share if share >= 1.0 else 1.0 - carried * (1.0 - share)
+            return prior._replace(share=max(share, 1.0))
+        carried = min(1.0, self.gradient_bytes * ring_time(self.rates.tolist()) / self.exact_s)
+        return prior._replace(share=share if share >= 1.0 else 1.0 - carried * (1.0 - share))
 
     @property
     def knows_links(self) -> bool:
@@ -231,7 +246,7 @@ class ExchangeMemory:
         return float(DRIFT_SCALES[job.optimizer_family] * drift**DRIFT_POWER)
 
     def with_loss(self, loss: float) -> "ExchangeMemory":
-        """The memory after a window of such a loss."""
+        """The memory after a window with this drift R, NaN without one."""
         if not math.isfinite(loss):
             return self
         smoothed = loss if math.isnan(self.loss) else self.loss + LOSS_SMOOTHING * (loss - self.loss)
@@ -256,10 +271,10 @@ class ExchangeMemory:
             return self
         number = min(self.num_link_windows + 1, LINK_WINDOWS)
         if len(self.rates) != len(rates):
-            return replace(self, rates=tuple(rates.tolist()), num_link_windows=1)
-        ratios = rates / np.array(self.rates)
+            return replace(self, rates=rates, num_link_windows=1)
+        ratios = rates / self.rates
         believed = np.where(ratios < 1.0, ratios**SMOOTHING, ratios)
-        return replace(self, rates=tuple((np.array(self.rates) * believed).tolist()), num_link_windows=number)
+        return replace(self, rates=self.rates * believed, num_link_windows=number)
 
     def with_bytes(self, sent_bytes: float, num_ranks: int) -> "ExchangeMemory":
         """The memory with the gradient's bytes, from a window in which it travelled as it is."""
@@ -310,67 +325,53 @@ class ExchangeMemory:
 
     def begun_again(self, first: "ExchangeMemory") -> "ExchangeMemory":
         """The memory at the start of another run, which starts with the exchange `first`."""
-        known = replace(self, ruling=first.ruling, shares=first.shares, exposed_s=math.nan, age=DWELL, blocked=0)
-        return replace(known, loss=math.nan, least_loss=math.nan)
-
-    def pack(self) -> bytes:
-        """Bytes for the carry; those of the links are there once their rates are known."""
-        scalars = (self.exact_s, self.overlap, self.exposed_s, self.hidden_s, self.gradient_bytes, self.drift)
-        head = _HEAD.pack(*scalars, self.loss, self.least_loss, self.age, self.blocked, self.num_link_windows)
-        ruling = b"".join(_RULING.pack(WAYS.index(way_of(each)), each.every) for each in self.ruling)
-        links = np.zeros(max(len(self.rates), len(self.shares)), dtype=_LINK)
-        for name, values in (("rate", self.rates), ("share", self.shares)):
-            links[name] = values or 0.0
-        return head + ruling + self.corrections.astype("<f4").tobytes() + bytes(self.num_seen) + links.tobytes()
-
-    @classmethod
-    def unpack(cls, packed: bytes, job: Job) -> "ExchangeMemory":
-        """Restore from the bytes of `pack`; anything else gives the state of a new job."""
-        if len(packed) not in (packed_bytes(), packed_bytes(job.world_size)):
-            first = job.initial_exchange
-            is_known = first.codec in CODECS and (way_of(first) == OVER_OWNERS or not first.shares)
-            ruling = (msgspec.structs.replace(first, shares=()) if is_known else EXACT,) * LAG
-            return cls(ruling, table_share=job.table_share, shares=first.shares if is_known else ())
-        *scalars, age, blocked, num_link_windows = _HEAD.unpack_from(packed)
-        exact_s, overlap, exposed_s, hidden_s, gradient_bytes, drift, loss, least = scalars
-        rest = packed[_HEAD.size :]
-        ruling = tuple(by_way(WAYS[way], every) for way, every in _RULING.iter_unpack(rest[: LAG * _RULING.size]))
-        rest = rest[LAG * _RULING.size :]
-        links = np.frombuffer(rest[5 * len(WAYS) :], dtype=_LINK).astype([("rate", "f8"), ("share", "f8")])
-        return cls(
-            ruling=ruling,
-            exact_s=exact_s,
-            overlap=overlap,
-            exposed_s=exposed_s,
-            hidden_s=hidden_s,
-            gradient_bytes=gradient_bytes,
-            drift=drift,
-            corrections=np.frombuffer(rest[: 4 * len(WAYS)], dtype="<f4").astype(np.float64),
-            num_seen=tuple(rest[4 * len(WAYS) : 5 * len(WAYS)]),
-            age=age,
-            blocked=blocked,
-            loss=loss,
-            least_loss=least,
-            table_share=job.table_share,
-            num_link_windows=num_link_windows,
-            rates=tuple(links["rate"].tolist()) if links["rate"].any() else (),
-            shares=tuple(links["share"].tolist()) if links["share"].any() else (),
-        )
+        known = replace(self, ruling=first.ruling, shares=first.shares, table_share=first.table_share, age=DWELL)
+        return replace(known, exposed_s=math.nan, blocked=0, loss=math.nan, least_loss=math.nan)
 
 
-def packed_bytes(num_links: int = 0) -> int:
-    """Size of what `pack` gives for so many links of known rates."""
-    return _HEAD.size + LAG * _RULING.size + 5 * len(WAYS) + num_links * _LINK.itemsize
+def can_share(job: Job) -> bool:
+    """Whether owners with shares can be of use, once the rates of all links are known."""
+    return job.supports_exchange and LEAST_RANKS <= job.world_size <= MOST_RANKS
+
+
+def link_rates(obs_WF: Array32) -> Array64 | None:
+    """Bytes per second of each rank's link in a window; `None` if one is unknown.
+
+    A rank that sends to others of its own node only knows none: so each rank must have a node, and a link, of its own.
+    """
+    sent, peers = column(obs_WF, "link_bytes_per_s"), column(obs_WF, "link_peer")
+    known = np.isfinite(sent) & (sent > 0) & (peers >= 0) & (peers < len(sent))
+    if not known.all():
+        return None
+    rates = sent.copy()
+    np.maximum.at(rates, peers.astype(np.int64), sent)
+    return rates
+
+
+def shares_of(rates: Sequence[float]) -> tuple[float, ...]:
+    """The best shares for links of such rates, in whole parts."""
+    return tuple(float(round(PARTS * share)) for share in balanced_shares(rates))
+
+
+def share_of_ring_time(rates: Sequence[float]) -> float:
+    """Time of a sum at owners with the best shares over that of a ring."""
+    return PIPELINE * shared_time(rates, shares_of(rates)) / ring_time(rates)
+
+
+def slowest_in_words(rates: Sequence[float]) -> str:
+    """Reason for choosing shares."""
+    if not rates:
+        return "gradients travel over owners, as before the start"
+    slowest, fastest = min(rates), max(rates)
+    return (
+        f"the link of rank {rates.index(slowest)} carries {slowest / 1e6:.3g} MB/s, others up to {fastest / 1e6:.3g}: "
+        "owners with shares relieve it"
+    )
 
 
 def way_of(exchange: Exchange) -> str:
     """The codec, or `shares` for uncompressed gradients over owners with shares."""
     return OVER_OWNERS if exchange.route == OVER_OWNERS and exchange.codec == EXACT.codec else exchange.codec
-
-
-def by_way(way: str, every: int) -> Exchange:
-    """The exchange of a way and a period; shares are not in it."""
-    return Exchange(every=every, route=OVER_OWNERS) if way == OVER_OWNERS else Exchange(every=every, codec=way)
 
 
 def first_drift(num_ranks: int) -> float:
@@ -395,7 +396,7 @@ def is_decided(job: Job) -> bool:
 
 
 def exposure_of(fit: StepTimeFit, model: StepTime | None, obs_WF: Array32) -> WindowExposure:
-    """The exposure of the newest window, once it is in the fit."""
+    """The exposed communication of the newest window, once it is in the fit."""
     measured = np.isfinite(fit.samples_W)
     if model is None or not measured.any():
         return WindowExposure(math.nan, math.nan)
@@ -413,7 +414,7 @@ def model_under(exchange: Exchange, model: StepTime, memory: ExchangeMemory) -> 
         return model
     communication_s, waiting = memory.communication_s(way_of(exchange)), max(model.sync_slope, 0.0)
     slope = waiting if exchange.every > 1 else waiting - memory.overlap
-    return replace(model, sync_intercept_s=communication_s / exchange.every, sync_slope=slope)
+    return dataclasses.replace(model, sync_intercept_s=communication_s / exchange.every, sync_slope=slope)
 
 
 def model_after(ruled: Exchange, chosen: Exchange, model: StepTime, memory: ExchangeMemory) -> StepTime:
@@ -427,7 +428,7 @@ def model_after(ruled: Exchange, chosen: Exchange, model: StepTime, memory: Exch
     if ways[0] == ways[1] or math.isnan(memory.exact_s):
         return model
     factor = memory.communication_s(ways[1]) / memory.communication_s(ways[0])
-    return replace(model, sync_intercept_s=factor * model.sync_intercept_s)
+    return dataclasses.replace(model, sync_intercept_s=factor * model.sync_intercept_s)
 
 
 def choose(

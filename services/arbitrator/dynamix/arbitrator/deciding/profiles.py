@@ -1,53 +1,58 @@
-"""Profiles of job families: made of a run's last action, read at the next run's start. Pure."""
+"""Profiles: what a run of a job family taught, kept for the next one of its family. Pure.
 
+In: a run's last action, whose carry is all that its policy knows, and how the run ended. Out: the next version of the
+family's profile, which the next job of the family begins with. A generation's first action holds the profile that it
+began with, so that nothing else is needed to decide it again.
+"""
+
+import re
 from itertools import zip_longest
 
 from msgspec.structs import replace
 
-from dynamix.arbitrator.families.ends import COMPLETED, ERROR, LEFT, class_of_end
 from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Action, ArmRecord, ExploredArm, Job, JobProfile
-from dynamix.schemas.messages.decisions import MAX_ARMS, MAX_PROFILE_BYTES, PROFILE_FORMAT
+from dynamix.schemas.messages.decisions import MAX_ARMS, MAX_PROFILE_BYTES
 
 FEWEST_WINDOWS = 5
 """Runs with fewer decided windows teach nothing."""
+
+COMPLETED, LEFT = "completed", "left"
+STOPPED, TIMEOUT, ERROR = "stopped", "timeout", "error"
+ENDS = (COMPLETED, LEFT, STOPPED, TIMEOUT, ERROR)
+_STOPPED = ("KeyboardInterrupt", "SignalException")
+_TIMED_OUT = re.compile(r"\btim(ed|e)[ -]?out\b", re.IGNORECASE)
+"""gloo: `Timed out waiting 1800000ms for recv operation`; NCCL: `Watchdog caught collective operation timeout`."""
+
+
+def class_of_end(reason: str) -> str:
+    """The class in `ENDS` of a `Job.end_reason`."""
+    if reason in {COMPLETED, LEFT}:
+        return reason
+    if reason.startswith(_STOPPED):
+        return STOPPED
+    return TIMEOUT if _TIMED_OUT.search(reason) else ERROR
 
 
 class UnusableProfileError(ValueError):
     """This program cannot use the profile; the message has the reason."""
 
 
-def read_profile(family: str, payload: bytes) -> JobProfile:
-    """The profile in a stored message.
-
-    Raises:
-        UnusableProfileError: when it cannot be read, or a newer program wrote it.
-    """
-    try:
-        profile = decode(JobProfile, subjects.of("profile", family), payload)
-    except MalformedMessageError as error:
-        raise UnusableProfileError(f"it cannot be read: {error}") from error
-    if profile.format > PROFILE_FORMAT:
-        raise UnusableProfileError(
-            f"a newer program wrote it, in format {profile.format}; this one reads formats up to {PROFILE_FORMAT}: "
-            "update it"
-        )
-    return profile
-
-
-def check_usable(job: Job, policy: RecurringPolicy, payload: bytes) -> JobProfile:
-    """The profile in a message, once it is certain that a generation can begin with it.
+def usable_profile(job: Job, policy: RecurringPolicy, payload: bytes) -> JobProfile:
+    """The profile in a stored message, once it is certain that a generation can begin with it.
 
     Raises:
         UnusableProfileError: when it cannot.
     """
     if len(payload) > MAX_PROFILE_BYTES:
         raise UnusableProfileError(f"it has {len(payload)} bytes, at most {MAX_PROFILE_BYTES} go into an action")
-    profile = read_profile(job.family, payload)
     try:
+        profile = decode(JobProfile, subjects.of("profile", job.family), payload)
         policy.begin(job, profile)
+    except MalformedMessageError as error:
+        raise UnusableProfileError(f"it cannot be read: {error}") from error
     except MISTAKES as error:
         raise UnusableProfileError(f"policy {policy.name!r} cannot read its memory: {error!r}") from error
     return profile
@@ -74,7 +79,6 @@ def profile_after(
     tried = None if is_again else judged(knowledge.tried, job.end_reason)
     return JobProfile(
         family=job.family,
-        format=PROFILE_FORMAT,
         run=1 if earlier is None else earlier.run + (not is_again),
         job=job.job,
         generation=job.generation,
@@ -111,13 +115,9 @@ def with_record(records: tuple[ArmRecord, ...], newest: ArmRecord | None) -> tup
         return records
     for index, record in enumerate(records):
         if record.arm == newest.arm:
-            return (*records[:index], _merged(record, newest), *records[index + 1 :])
+            count, means = record.num_runs, []
+            for before, now in zip_longest(record.milestones, newest.milestones, fillvalue=0.0):
+                means.append((count * before + now) / (count + 1) if before and now else before or now)
+            merged = ArmRecord(record.arm, count + 1, record.num_stopped + newest.num_stopped, tuple(means))
+            return (*records[:index], merged, *records[index + 1 :])
     return (*records, newest)[:MAX_ARMS]
-
-
-def _merged(record: ArmRecord, newest: ArmRecord) -> ArmRecord:
-    count, means = record.num_runs, []
-    for before, now in zip_longest(record.milestones, newest.milestones, fillvalue=0.0):
-        means.append((count * before + now) / (count + 1) if before and now else before or now)
-    num_stopped = record.num_stopped + newest.num_stopped
-    return ArmRecord(record.arm, count + 1, num_stopped, tuple(means))

@@ -27,7 +27,7 @@ from dynamix.schemas.apportion import divide_by_time
 from dynamix.schemas.messages import Job
 from dynamix.schemas.progress import progress
 
-from .observation import Array32, Array64, column, steps_of
+from .policy import Array32, Array64, column, steps_of
 
 SYNC_FLOOR = 0.1
 """Share of the communication that no overlap hides: the last bucket is ready only when compute ends."""
