@@ -18,8 +18,7 @@ from bench.harness import BenchmarkError
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
-from dynamix.collector.probes import Evidence, read_network
-from dynamix.collector.window import Observation, metric_window
+from dynamix.collector.window import Observation, metric_window, read_network
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record
 from dynamix.reward.formula import Weights, reward_of
 from dynamix.runtime.bus import Bus
@@ -96,7 +95,7 @@ class NodeWindow(NamedTuple):
 
     def collected(self) -> MetricWindow:
         """The messages that the node's collector publishes."""
-        network = read_network(Evidence(self.report, self.node), "auto")
+        network = read_network(self.report, self.node)
         return metric_window(self.report, Observation(systems=self.systems, node=self.node, network=network))
 
 

@@ -231,7 +231,7 @@ async def _answer(bus: Bus, *, tracking: bool, counts: dict[str, int]) -> None:
                 counts["windows"] += 1
                 changed = {"job": report.job, "window": report.window, "watermark": message.sequence}
                 action = seal(msgspec.structs.replace(action, **changed), action.hash)
-                last = await bus.publish_action(action, expected_last=last)
+                last = await bus.publish_next(action, expected_last=last)
 
 
 async def _count_adopted(bus: Bus, counts: dict[str, int]) -> None:

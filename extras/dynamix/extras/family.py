@@ -81,7 +81,7 @@ async def _forget(bus: Bus, arguments: argparse.Namespace) -> ActionResult:
     subject, jobs = subjects.of("profile", arguments.family), await bus.stream_state(JOBS.name)
     newest = await bus.last(PROFILES.name, subject)
     mark = JobProfile.forgotten(arguments.family, jobs.last_sequence)
-    await bus.publish_profile(mark, expected_last=0 if newest is None else newest.sequence)
+    await bus.publish_next(mark, expected_last=0 if newest is None else newest.sequence)
     num_forgotten = await bus.purge(PROFILES.name, subject, keep=1)
     text = f"{arguments.family}: {num_forgotten} stored versions forgotten"
     return text, {"family": arguments.family, "versions_forgotten": num_forgotten}

@@ -85,7 +85,7 @@ class FamilyEnds:
             return f"{newest.action.window + 1} windows, and nothing measured in them"
         if (num_bytes := len(encode(profile))) > MAX_PROFILE_BYTES:
             raise UnusableProfileError(f"{num_bytes} bytes are over the limit of {MAX_PROFILE_BYTES}")
-        await self._bus.publish_profile(profile, expected_last=0 if stored is None else stored.sequence)
+        await self._bus.publish_next(profile, expected_last=0 if stored is None else stored.sequence)
         self._count("profiles_stored")
         self._log.info("stored what the run taught", job=job.job, family=job.family, run=profile.run)
         return ""
