@@ -64,7 +64,7 @@ class Part(NamedTuple):
 
 
 class Data(NamedTuple):
-    """The parts: one to train on, one to steer by, one that is looked at once, at the end."""
+    """The parts: one to train on, one to steer by, one that is used once, at the end."""
 
     train: Part
     validation: Part
@@ -104,7 +104,7 @@ class Workload:
         Generated data needs neither, and takes a second or two.
 
         Raises:
-            MissingDataError: when it is not there; the text says how to get it.
+            MissingDataError: when it is not there; the message has the fix.
             CorruptDataError: when a file is not what its publisher made.
         """
         return self.read(directory, dtype)
