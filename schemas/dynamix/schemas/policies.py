@@ -223,7 +223,7 @@ def check_options(policy: str, known: Options, given: PolicyOptions) -> None:
     """Raise for options that a policy does not have, or values out of bounds.
 
     Raises:
-        ValueError: when an option is unknown or out of its bounds; the text names it and what there is.
+        ValueError: when an option is unknown or out of its bounds; the message names it and what there is.
     """
     known = {**known, VERSION_OPTION: VERSION}
     for name, value in given.items():

@@ -41,7 +41,7 @@ def allocation_of(
 ) -> Allocation:
     """The allocation of these sizes, divided further by the training processes if the job's options set it.
 
-    Gradients travel by `exchange` where the job permits it, else as they are.
+    Gradients are exchanged by `exchange` if the job permits it, else by all-reduces.
     """
     permitted = exchange if is_permitted(exchange, job.exchange, job.policy_options.values()) else EXACT
     return Allocation(local_batch_sizes, "tracking" if tracks(known, job) else "fixed", permitted)
