@@ -14,7 +14,7 @@ from tests.support.faults import Figure, Scale
 
 from dynamix.runtime.bus import StreamFullError
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.requests import Answer, stream_config, write_stream
+from dynamix.runtime.bus.requests import Answer
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import encode
 from dynamix.schemas.messages import Job
@@ -42,9 +42,9 @@ class _Info(Answer):
 
 async def leave_room_for(plane: ControlPlane, num_bytes: int) -> None:
     """Let FEED refuse what comes after so many more bytes, as it does where nothing may be discarded."""
-    config = await stream_config(plane.bus.requests, FEED.name)
+    config = await plane.bus.requests.stream_config(FEED.name)
     full = (await plane.bus.requests.ask(f"STREAM.INFO.{FEED.name}", None, _Info)).state.bytes + num_bytes
-    await write_stream(plane.bus.requests, "UPDATE", {**config, "discard": "new", "max_bytes": full})
+    await plane.bus.requests.write_stream("UPDATE", {**config, "discard": "new", "max_bytes": full})
 
 
 async def report_until_stored(plane: ControlPlane, job: Job, window: int) -> None:

@@ -123,7 +123,7 @@ class PolicyStore:
             version = free if newest is None else newest.version + 1
             message = PolicyVersion(policy=name, version=version, digest=digest, content=data)
             try:
-                await self._bus.publish_policy(message, expected_last=0 if last is None else last.sequence)
+                await self._bus.publish_next(message, expected_last=0 if last is None else last.sequence)
             except StaleWriterError:  # another writer took this version
                 continue
             return StoredPolicy(name, version, digest, data)
