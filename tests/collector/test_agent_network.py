@@ -129,9 +129,8 @@ def _foreign(metadata: dict[str, Any]) -> dict[str, Any]:
     [
         (_foreign, "not a network of agents, as `dynamix learn --policy stigmergy` writes it: Invalid enum value"),
         (lambda metadata: metadata | {"format": 2}, "format 2, this program reads 1"),
-        (lambda metadata: metadata | {"inputs": ["ping_ms"]}, "its list of inputs names ping_ms, which this program"),
-        (lambda metadata: metadata | {"actions": [3.0]}, "its list of actions names 3.0, which this program"),
-        (lambda metadata: metadata | {"actions": [2.0, 1.0]}, "its first action is 2, not the neutral one, 1"),
+        (lambda metadata: metadata | {"inputs": ["ping_ms"]}, r"its inputs are not those of this program \(ping_ms\)"),
+        (lambda metadata: metadata | {"actions": [2.0, 1.0]}, "its actions are not those of this program"),
         (
             lambda metadata: metadata | {"settings": {"hidden_sizes": [8, 8]}},
             r"tensor 'actor.0.weight' must be of shape \(8, ",
