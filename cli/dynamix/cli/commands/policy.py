@@ -106,7 +106,7 @@ class PolicyCatalogue(NamedTuple):
 async def opened() -> AsyncIterator[PolicyCatalogue]:
     """The catalogue; without a broker, or before it is provisioned, of the shipped policies only."""
     shipped = []
-    for name in shipped_names():
+    for name in sorted(shipped_names()):
         data = shipped_policy(name) or b""
         shipped.append(StoredPolicy(name, SHIPPED_VERSION, hashlib.sha256(data).digest(), data))
     settings = find(os.environ)
@@ -178,6 +178,7 @@ async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
     if catalogue.store is None:
         raise CommandError(catalogue.absence)
     stored = await catalogue.store.put(arguments.name or metadata.policy, data)
+    stored = await catalogue.store.get(stored.name, stored.version)  # with the time
     return _done(stored, "stored on the bus: jobs of this policy that start from now on take it", {})
 
 
