@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from . import subjects
-from .kinds import BY_NAME, BY_STRUCT, KINDS
 from .messages import Message
+from .subjects import BY_NAME, BY_STRUCT, KINDS
 
 MAGIC = b"DX"
 VERSION = 1

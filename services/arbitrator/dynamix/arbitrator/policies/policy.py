@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
-from dynamix.schemas.messages import ArmRecord, Job, JobProfile, NoisePoint
+from dynamix.schemas.messages import MAX_STRETCH, ArmRecord, Job, JobProfile, NoisePoint
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, is_permitted
-from dynamix.schemas.messages.windows import MAX_STRETCH
 from dynamix.schemas.policies import Options
 
 Array32 = npt.NDArray[np.float32]

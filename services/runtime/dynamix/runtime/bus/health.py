@@ -19,9 +19,9 @@ from typing import Never, Self
 
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.schemas import codec, subjects
-from dynamix.schemas.kinds import BY_NAME
 from dynamix.schemas.messages import Dead, Live
 from dynamix.schemas.streams import DAY_S
+from dynamix.schemas.subjects import BY_NAME
 
 from .bus import Bus
 from .errors import BusError, PermissionDeniedError
