@@ -54,7 +54,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
-from dynamix.collector.procfs.proc import Proc
+from dynamix.collector.procfs import Proc
 from dynamix.recording.replay import ReplayRequest, ReplayTarget, replay
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.die_with_parent import begin_worker

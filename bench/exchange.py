@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamix.collector.procfs.proc import parse_net_dev
+from dynamix.collector.procfs import parse_net_dev
 from dynamix.lab.simulator.exchange import run_counted
 from dynamix.lab.simulator.scenario import Coding
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named

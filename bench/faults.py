@@ -43,9 +43,9 @@ from dynamix.runtime.embedded import EmbeddedServerError, server_binary
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MAX_TRAINER_BYTES
-from dynamix.schemas.kinds import WATCHER
 from dynamix.schemas.messages import Job, NodeRanks
 from dynamix.schemas.streams import STREAMS
+from dynamix.schemas.subjects import WATCHER
 
 # --- faults ----------------------------------------------------------------------------------------------------------
 
@@ -223,6 +223,11 @@ FLOODS = {
         "the same, of 1,000 runs", 6_000, _unheard(_junk(MAX_TRAINER_BYTES, "report", NODE, num_runs=1_000))
     ),
     "small": Flood("junk receipts of 100 B", 500_000, _unheard(_junk(SMALL_BYTES, "applied"))),
+    "large-receipts": Flood(
+        f"junk receipts of {LARGEST} of 1,000 runs",
+        6_000,
+        _unheard(_junk(MAX_TRAINER_BYTES, "applied", num_runs=1_000)),
+    ),
     "small-reports": Flood(
         "junk reports of 100 B to the same collector", 200_000, _unheard(_junk(SMALL_BYTES, "report", NODE))
     ),
@@ -295,7 +300,9 @@ async def _flooded(name: str, count: int, calm_s: float, after_s: float) -> tupl
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamix-floods-")))
         for holder, role, limits in keys:
-            (directory / f"{holder}.creds").write_text(authority.issue(holder, role, limits, days=1).text())
+            file = directory / f"{holder}.creds"
+            file.touch(mode=0o600)
+            file.write_text(authority.issue(holder, role, limits, days=1).text())
         url = stack.enter_context(_deployed(directory, authority))
 
         def settings_of(holder: str) -> BusSettings:

@@ -23,8 +23,8 @@ from ipaddress import IPv4Interface, IPv4Network
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
-from dynamix.collector.ebpf.attachment import v2_mount
-from dynamix.collector.procfs.proc import NamespaceTraffic, Proc, parse_net_dev, parse_snmp_retransmits
+from dynamix.collector.ebpf.probe import v2_mount
+from dynamix.collector.procfs import NamespaceTraffic, Proc, parse_net_dev, parse_snmp_retransmits
 from dynamix.runtime.embedded import DIE_WITH_PARENT
 
 ROOT = Path(__file__).parents[1]

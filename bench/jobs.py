@@ -18,15 +18,13 @@ from bench.harness import BenchmarkError
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
-from dynamix.collector.probes import Evidence, read_network
-from dynamix.collector.window import Observation, metric_window
+from dynamix.collector.window import Observation, metric_window, read_network
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record
 from dynamix.reward.formula import Weights, reward_of
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.features import state_of
-from dynamix.schemas.kinds import BY_STRUCT
 from dynamix.schemas.messages import (
     Action,
     Applied,
@@ -45,6 +43,7 @@ from dynamix.schemas.messages import (
     SystemMetrics,
 )
 from dynamix.schemas.streams import ACTIONS
+from dynamix.schemas.subjects import BY_STRUCT
 
 RANKS_PER_NODE = 8
 LOCAL_BATCH_SIZE = 96
@@ -96,7 +95,7 @@ class NodeWindow(NamedTuple):
 
     def collected(self) -> MetricWindow:
         """The messages that the node's collector publishes."""
-        network = read_network(Evidence(self.report, self.node), "auto")
+        network = read_network(self.report, self.node)
         return metric_window(self.report, Observation(systems=self.systems, node=self.node, network=network))
 
 

@@ -25,11 +25,8 @@ from bench.harness import BenchmarkError, Cell, Report, Table, Target, Timed, Ti
 from bench.hosts import HostsError, remove_cgroup
 
 from dynamix.collector.ebpf import syscall
-from dynamix.collector.ebpf.attachment import KINDS, Attachment, opened, remove_stale_programs, v2_mount
-from dynamix.collector.ebpf.probe import SocketProbe
-from dynamix.collector.ebpf.program import INGRESS, SOCKETS
+from dynamix.collector.ebpf.probe import INGRESS, PROGRAMS, SOCKETS, SocketProbe, attached, opened, v2_mount
 from dynamix.collector.ebpf.syscall import ProbeError
-from dynamix.collector.procfs.proc import Proc
 from dynamix.runtime.die_with_parent import begin_worker
 
 GBIT = 1e9 / 8
@@ -65,9 +62,8 @@ class Programs:
 
     def __init__(self, home: Path) -> None:
         with contextlib.ExitStack() as stack:
-            with SocketProbe(home), opened(home) as group:
-                identities = [identity for kind in KINDS for identity in syscall.attached(group, kind)]
-                self._descriptors = tuple(stack.enter_context(_held(syscall.open_program(i))) for i in identities)
+            with SocketProbe(home) as probe:
+                self._descriptors = [stack.enter_context(_held(os.dup(program))) for program in probe.programs]
             code, license_ = ctypes.create_string_buffer(_RETURN_1), ctypes.create_string_buffer(_LICENSE)
             addresses = ctypes.addressof(code), ctypes.addressof(license_)
             attribute = struct.pack("=IIQQ", _CGROUP_SKB, len(_RETURN_1) // 8, *addresses)
@@ -84,7 +80,7 @@ class Programs:
     @contextlib.contextmanager
     def attached(self, directory: Path) -> Iterator[None]:
         """Attach the programs to a control group, as the collector does."""
-        with contextlib.closing(Attachment(directory, self._descriptors)):
+        with attached(self._descriptors, directory):
             yield
 
     @contextlib.contextmanager
@@ -319,9 +315,8 @@ def _clean_mount(*, tolerant: bool) -> Path:
     mount = v2_mount(Path("/proc/self/mountinfo").read_text())
     if mount is None:
         raise BenchmarkError("no control groups of version 2 are mounted: see `dynamix doctor`")
-    remove_stale_programs(mount, Proc())
     with opened(mount) as group:
-        num = sum(len(syscall.attached(group, kind)) for kind in KINDS)
+        num = sum(len(syscall.attached(group, kind)) for kind in PROGRAMS.values())
     if num and not tolerant:
         raise BenchmarkError(
             f"{num} programs are attached to {mount} and would count in every arm: stop the collectors first "

@@ -12,7 +12,6 @@ import pytest
 from tests.support import examples
 from tests.support.rows import row
 
-from dynamix.collector.probes import Traffic
 from dynamix.collector.window import Observation, metric_window
 from dynamix.schemas.features import RANK_FEATURES, state_of, unpack_ranks
 from dynamix.schemas.messages import (
@@ -60,7 +59,7 @@ def _message_row(one: Row) -> RankRow:
 
 def _window(row: RankRow) -> MetricWindow:
     report = examples.report(rows=(row,))
-    return metric_window(report, Observation(systems={}, node=NodeMetrics(), network=Traffic("none", {}, None, "")))
+    return metric_window(report, Observation())
 
 
 def _full(struct: type[Metrics]) -> Any:

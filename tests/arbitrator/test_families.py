@@ -43,7 +43,7 @@ def last_action(job: Job = JOB) -> Action:
 
 async def end(bus: Bus, job: Job) -> None:
     """A run that was decided, and is over."""
-    await bus.publish_action(last_action(job), expected_last=0)
+    await bus.publish_next(last_action(job), expected_last=0)
     await bus.publish(msgspec.structs.replace(job, phase="ended", end_reason="completed"))
 
 
@@ -119,7 +119,7 @@ async def test_a_forgotten_family_stays_forgotten_and_its_next_run_is_the_first(
     sequence = (await bus.stream_state(JOBS.name)).last_sequence
     stored = await bus.last(PROFILES.name, PROFILE)
     assert stored is not None
-    await bus.publish_profile(JobProfile.forgotten(FAMILY, sequence), expected_last=stored.sequence)
+    await bus.publish_next(JobProfile.forgotten(FAMILY, sequence), expected_last=stored.sequence)
     assert await bus.purge(PROFILES.name, PROFILE, keep=1) == 1
     later = msgspec.structs.replace(JOB, job="later-0")
     async with following(bus, counts):

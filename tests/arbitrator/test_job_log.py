@@ -103,12 +103,12 @@ async def test_sizes_that_stick_to_their_minimum_are_an_event_once_and_static_on
 
 
 async def test_an_action_that_was_changed_or_is_of_another_job_is_refused(bus: Bus) -> None:
-    await bus.publish_action(examples.action(job=OTHER.job), expected_last=0)
+    await bus.publish_next(examples.action(job=OTHER.job), expected_last=0)
     with pytest.raises(ActionStoreError, match="sizes 4 ranks, the job has 2"):
         await opened(bus, OTHER)
     sealed = seal(examples.action(3, job=JOB.job, local_batch_sizes=SIZES, deltas=(0, 0)), b"p" * 32)
-    forged = msgspec.structs.replace(sealed, local_batch_sizes=(32, 1024))
-    await bus.publish_action(forged, expected_last=0)
+    forged = examples.with_levers(sealed, local_batch_sizes=(32, 1024))
+    await bus.publish_next(forged, expected_last=0)
     with pytest.raises(ActionStoreError, match="its hash does not match its content"):
         await opened(bus)
 
@@ -173,8 +173,8 @@ async def test_a_running_arbitrator_refuses_another_chain_than_its_own(bus: Bus)
     options = {"job": JOB.job, "local_batch_sizes": SIZES, "deltas": (0, 0)}
     third = seal(examples.action(2, **options), (await actions(bus))[-1].hash)
     fourth = seal(examples.action(3, **options), b"x" * 32)
-    sequence = await bus.publish_action(third, expected_last=2)
-    await bus.publish_action(fourth, expected_last=sequence)
+    sequence = await bus.publish_next(third, expected_last=2)
+    await bus.publish_next(fourth, expected_last=sequence)
     with pytest.raises(ActionStoreError, match="breaks the chain: the action for window 3 of generation 0 does"):
         await decide(bus, log, range(2, 3))
     await operate(bus, "STREAM.DELETE.ACTIONS")

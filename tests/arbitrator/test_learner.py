@@ -176,18 +176,18 @@ async def test_a_version_that_the_bus_refuses_is_kept_and_so_are_later_lessons(
     bus: Bus, updates: Updates, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, context = await a_learner(bus, executor)
-    put = bus.publish_policy
+    put = bus.publish_next
     error: BusError = PublishError("maximum bytes exceeded")
 
     async def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(bus, "publish_policy", fail)
+    monkeypatch.setattr(bus, "publish_next", fail)
     for generation in range(6):
         await over(learner, collected("time-aware", generation=generation), monkeypatch)
     assert (len(updates.lessons), context.counters["updates_refused"]) == (1, 6)
 
-    monkeypatch.setattr(bus, "publish_policy", put)
+    monkeypatch.setattr(bus, "publish_next", put)
     await over(learner, collected("time-aware", generation=6), monkeypatch)
     names = [[lesson.name.rpartition(":")[2] for lesson in lessons] for lessons in updates.lessons]
     assert names == [["0"], ["2", "3", "4", "5", "6"]]
@@ -195,7 +195,7 @@ async def test_a_version_that_the_bus_refuses_is_kept_and_so_are_later_lessons(
     assert (await PolicyStore(bus).get("mine", 2)).data == NEXT[1]
 
     error = PermissionDeniedError("not yours")  # trying again cannot fix it
-    monkeypatch.setattr(bus, "publish_policy", fail)
+    monkeypatch.setattr(bus, "publish_next", fail)
     with pytest.raises(PermissionDeniedError):
         await over(learner, collected("time-aware", generation=7), monkeypatch)
 

@@ -89,15 +89,15 @@ async def test_an_action_that_an_old_server_refuses_is_published_again(bus: Bus,
     old = OldServer(bus, num_replicas)
     log = await opened(old)  # type: ignore[arg-type]
     await decide(old, log, range(2))  # type: ignore[arg-type]
-    old.answer_old(3, "publish_action", 1)
+    old.answer_old(3, "publish_next", 1)
     if num_replicas > 1:
         await decide(old, log, range(2, 3))  # type: ignore[arg-type]
         assert [action.window for action in await actions(bus)] == [0, 1, 2]
-        assert old.num_asked["publish_action"] == 4
+        assert old.num_asked["publish_next"] == 4
     else:
         with pytest.raises(ActionsEndEarlyError, match="for one that it does not show: wrong last sequence: 1"):
             await decide(old, log, range(2, 3))  # type: ignore[arg-type]
-        assert old.num_asked["publish_action"] == 1
+        assert old.num_asked["publish_next"] == 1
 
 
 async def test_states_that_were_read_are_folded_though_the_server_that_is_asked_does_not_know_them(bus: Bus) -> None:

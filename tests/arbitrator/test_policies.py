@@ -15,7 +15,7 @@ from dynamix.arbitrator.learning.service import LearnerSettings
 from dynamix.arbitrator.policies.baselines import DELTAS, Proportional, Random
 from dynamix.arbitrator.policies.policy import Array32, NamedPolicy, RecurringPolicy, allocation_of
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named, policy_names
-from dynamix.lab.learning.plan import PRESETS
+from dynamix.lab.learning import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.schemas.policies import (

@@ -108,28 +108,6 @@ def test_every_output_file_is_declared_by_the_shared_type(name: str) -> None:
             assert isinstance(action.type("file"), OutputPath)
 
 
-def test_devices_directories_and_the_users_files_stay_as_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(path: Path, *more: str) -> str:
-        assert main(["inspect", str(DEMO), "--json", str(path), *more]) == 2
-        return capsys.readouterr().err
-
-    own = tmp_path / "train.py"
-    own.write_bytes(FOREIGN)
-    assert "name another file, or add --force" in refused(own)
-    device, link = device_in(tmp_path), tmp_path / "link"
-    link.symlink_to(device)
-    before = identity(device), sorted(tmp_path.iterdir())
-    for path in (tmp_path, device, link, own / "below"):
-        for force in ((), ("--force",)):
-            assert "name a" in refused(path, *force)
-    assert (identity(device), sorted(tmp_path.iterdir()), own.read_bytes()) == (*before, FOREIGN)
-    assert main(["inspect", str(DEMO), "--json", str(own), "--force"]) == 0
-    assert main(["inspect", str(DEMO), "--json", str(own)]) == 0, "our own file is replaced"
-    assert own.read_bytes() != FOREIGN
-
-
 def test_two_outputs_are_never_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
     assert main(["evaluate", "--results", str(tmp_path / "file"), "--json", str(tmp_path / "link")]) == 2

@@ -25,7 +25,7 @@ async def store(bus: Bus, num: int, *, broken_at: int | None = None) -> list[Act
     for window in range(num):
         stored.append(seal(examples.action(window), b"x" * 32 if window == broken_at else previous))
         previous = stored[-1].hash
-        sequence = await bus.publish_action(stored[-1], expected_last=sequence)
+        sequence = await bus.publish_next(stored[-1], expected_last=sequence)
     return stored
 
 

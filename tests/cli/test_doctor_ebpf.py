@@ -13,7 +13,7 @@ import pytest
 
 from dynamix.cli.commands.doctor import DoctorCheck
 from dynamix.cli.commands.doctor import ebpf as checks
-from dynamix.collector.probes import WantedProbe
+from dynamix.collector.window import WantedProbe
 
 ROOT = Path(__file__).parents[2]
 THREE = "000000c000001000"  # CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN

@@ -1,7 +1,6 @@
 """`dynamix evaluate` and `dynamix evaluate tune`, as they are typed."""
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.learned import policy_file
 from tests.support.small_suites import made_up, tuned_for, write_suite
 
 from dynamix.cli.commands.evaluate import comparison
@@ -21,7 +19,7 @@ from dynamix.lab.comparison.rows import Choice, Tuned, read_tuned, to_toml
 from dynamix.lab.comparison.runs import RunTask
 from dynamix.lab.comparison.tuning import GRID
 from dynamix.lab.simulator.episode import RunOutcome, code_digest
-from dynamix.lab.simulator.scenario import Scenario, scenario_root, suite_named
+from dynamix.lab.simulator.scenario import Scenario, suite_named
 
 ROW = {"policy", "median_time_to_target_s", "misses", "vs_best_static", "vs_goodput"}
 
@@ -105,27 +103,6 @@ def test_an_interrupt_tells_what_there_is_and_resume_goes_on(
     assert len(ran) == len(set(ran))  # nothing ran twice
 
 
-@pytest.mark.parametrize("resume", [(), ("--resume",)])
-def test_results_of_before_stay_until_there_are_new_ones(
-    place: Path, resume: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runs, "outcomes", made_up(lambda _: 1.0))
-    typed = ("--policies", "rule", "--seeds", "1", "--jobs", "1")
-    assert main(arguments(place, *typed)) == 0
-    results = place / "runs.jsonl"
-    before = results.read_bytes()
-    for wrong in (("--policies", "goodputt"), ("--tuned", "/nowhere.toml"), ("--png", str(place))):
-        assert main(arguments(place, *typed, *resume, *wrong)) in (1, 2)
-
-    def without_data(*_: object, **__: object) -> Iterator[tuple[RunTask, RunOutcome]]:
-        raise ValueError("the data are missing")
-
-    monkeypatch.setattr(runs, "outcomes", without_data)
-    assert main(arguments(place, *typed, "--seeds", "2", *resume)) == 1
-    assert results.read_bytes() == before
-    assert not (place / "runs.jsonl.old").exists()
-
-
 def test_tune_reads_train_scenarios_only_and_writes_what_evaluate_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,21 +155,6 @@ def test_what_makes_baselines_worse_than_they_could_be_is_said(
     (place / "tuned.toml").write_text(to_toml(whole))
     assert main(arguments(place, "--policies", "rule", "--seeds", "1", "--jobs", "1")) == 0
     assert "tuned" not in capsys.readouterr().err
-
-
-def test_a_policy_that_meets_what_it_learned_on_is_marked(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(runs, "outcomes", made_up(lambda _: 1.0))
-    shutil.copy(scenario_root() / "train" / "mixed-8.toml", place / "suite")
-    (place / "mine.safetensors").write_bytes(policy_file(scenarios=("mixed-8",)).to_bytes())
-    typed = ("--policies", "rule", "--policy-file", f"mine={place / 'mine.safetensors'}", "--seeds", "1", "--jobs", "1")
-    assert main(arguments(place, *typed)) == 0
-    told = "mine: learned on scenarios of this suite: mixed-8"
-    shown = capsys.readouterr()
-    assert told in shown.err  # before hours of runs
-    assert told in shown.out
-    assert next(row for row in verdict(place)["policies"] if row["policy"] == "mine")["note"] in told
 
 
 @pytest.mark.slow

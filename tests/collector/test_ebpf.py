@@ -6,15 +6,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from tests.support.sockets import connected, cookie, read, send, tcp_info
 
 from dynamix.collector.ebpf import syscall
-from dynamix.collector.ebpf.attachment import KINDS, opened, v2_mount
-from dynamix.collector.ebpf.probe import SocketProbe, open_probe
+from dynamix.collector.ebpf.probe import PROGRAMS, SocketProbe, open_probe, opened, v2_mount
 from dynamix.collector.ebpf.syscall import ProbeError
 from dynamix.collector.shown import STATS_ENABLED, ShownWindows
 from dynamix.runtime.metrics import ServiceMetrics
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.bpf
 
 MIB = 1 << 20
 HOLD = "from pathlib import Path; from dynamix.collector.ebpf.probe import SocketProbe; "
-HOLD += "probe = SocketProbe(Path({directory!r}), links={links}); print('attached', flush=True); input()"
+HOLD += "probe = SocketProbe(Path({directory!r})); print('attached', flush=True); input()"
 THREE = "-all,+bpf,+net_admin,+perfmon"
 
 
@@ -50,22 +48,7 @@ def group() -> Iterator[Path]:
 
 def attached_to(directory: Path) -> list[int]:
     with opened(directory) as descriptor:
-        return [identity for kind in KINDS for identity in syscall.attached(descriptor, kind)]
-
-
-@contextmanager
-def holder(directory: Path, *, links: bool) -> Iterator[subprocess.Popen[str]]:
-    """Another process with a probe of its own on a control group."""
-    program = HOLD.format(directory=str(directory), links=links)
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "attached\n"
-        try:
-            yield process
-        finally:
-            process.kill()
+        return [identity for kind in PROGRAMS.values() for identity in syscall.attached(descriptor, kind)]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -82,33 +65,15 @@ def test_payload_is_counted_to_the_byte_as_tcp_info_counts_it(probe: SocketProbe
         assert 0 < sent.srtt_sum_us / sent.num_rtts < 1_000_000
 
 
-def test_sockets_that_share_a_process_are_kept_apart(probe: SocketProbe) -> None:
-    with ExitStack() as stack:
-        pairs = [stack.enter_context(connected()) for _ in range(3)]
-        for number, (client, server) in enumerate(pairs, start=1):
-            send(client, server, number * 1000)
-        assert [read(probe, server).received_bytes for _, server in pairs] == [1000, 2000, 3000]
-
-
-def test_a_socket_older_than_the_probe_is_not_known_to_it() -> None:
-    with connected() as (client, server), SocketProbe(mount()) as late:
+def test_a_socket_that_is_older_elsewhere_or_another_users_is_not_known(probe: SocketProbe, group: Path) -> None:
+    with connected() as (client, server), SocketProbe(mount()) as late, SocketProbe(group) as elsewhere:
         send(client, server, 1000)
         assert late.read(cookie(server), os.getuid()) is None
+        assert probe.read(cookie(server), os.getuid() + 1) is None
         with connected() as (younger, other):
             send(younger, other, 1000)
             assert read(late, other).received_bytes == 1000
-
-
-def test_a_socket_of_another_control_group_is_not_known(group: Path) -> None:
-    with SocketProbe(group) as elsewhere, connected() as (client, server):
-        send(client, server, 1000)
-        assert elsewhere.read(cookie(server), os.getuid()) is None
-
-
-def test_a_socket_is_not_readable_under_another_user(probe: SocketProbe) -> None:
-    with connected() as (client, server):
-        send(client, server, 1000)
-        assert probe.read(cookie(server), os.getuid() + 1) is None
+            assert elsewhere.read(cookie(other), os.getuid()) is None
 
 
 def test_a_recently_closed_socket_is_still_known(probe: SocketProbe) -> None:
@@ -120,10 +85,6 @@ def test_a_recently_closed_socket_is_still_known(probe: SocketProbe) -> None:
     counters = probe.read(number, os.getuid())
     assert counters is not None
     assert counters.received_bytes - 1 == 1000  # the end of the stream has a place in it
-
-
-def test_the_kernel_says_what_each_program_cost(probe: SocketProbe) -> None:
-    assert set(probe.cost()) == {"dynamix_ingress", "dynamix_sockets"}
 
 
 def test_what_the_probe_costs_is_shown_while_the_kernel_counts_it(probe: SocketProbe) -> None:
@@ -148,35 +109,14 @@ def test_what_the_probe_costs_is_shown_while_the_kernel_counts_it(probe: SocketP
 
 
 def test_nothing_stays_attached_after_kill_9(group: Path) -> None:
-    with holder(group, links=True) as process:
+    command = [sys.executable, "-c", HOLD.format(directory=str(group))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "attached\n"
         assert len(attached_to(group)) == 2
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert attached_to(group) == []
-
-
-def test_what_was_attached_in_the_older_way_is_removed_at_the_next_start(group: Path) -> None:
-    with holder(group, links=False) as process:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert len(attached_to(group)) == 2
-    with SocketProbe(group) as probe:
-        assert probe.num_stale_removed == 2
-        assert len(attached_to(group)) == 2
     assert attached_to(group) == []
-
-
-def test_the_programs_of_a_living_collector_are_not_removed(group: Path) -> None:
-    with holder(group, links=False) as process, SocketProbe(group) as probe:
-        assert probe.num_stale_removed == 0
-        assert len(attached_to(group)) == 4
-        assert process.poll() is None
-        process.communicate("\n")
-        assert len(attached_to(group)) == 4, (
-            "the older way leaves the programs of a process that ends without detaching"
-        )
-    with SocketProbe(group) as probe:
-        assert probe.num_stale_removed == 2
 
 
 def run_with(capabilities: str, program: str) -> subprocess.CompletedProcess[str]:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from dynamix.collector.ebpf import loader
-from dynamix.collector.ebpf.attachment import v2_mount
 from dynamix.collector.ebpf.loader import Headers, find_bcc, find_headers
-from dynamix.collector.ebpf.probe import open_probe
+from dynamix.collector.ebpf.probe import open_probe, v2_mount
 from dynamix.collector.ebpf.syscall import ProbeError
 
 SYSTEM = os.uname_result(("Linux", "host", "6.1.0-30-amd64", "#1", "x86_64"))

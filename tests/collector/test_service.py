@@ -12,16 +12,14 @@ from tests.support.brokers import consumer_names
 
 from dynamix.collector import observation, service
 from dynamix.collector.observation import CollectorSettings, KernelObserver
-from dynamix.collector.procfs.proc import Proc
+from dynamix.collector.procfs import Proc
 from dynamix.runtime.bus import Bus, BusMessage
-from dynamix.runtime.bus.read import StatisticsByKind
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Message, MetricWindow
 from dynamix.schemas.streams import FEED, REPORTS
 
-HONEST_AT = 50
 SIZES, THROUGHPUT = (128,) * 4, (1000.0,) * 4
 
 
@@ -131,64 +129,12 @@ async def test_a_job_with_a_crowd_of_large_reports_delays_no_other(bus: Bus, mon
     assert order.index(job.job, 1) <= 4
 
 
-class EndlessReports:
-    """A bus with an honest report, which is handled, then those of a flood without end, and among them its next one."""
-
-    def __init__(self) -> None:
-        self.statistics = StatisticsByKind()
-        self.num_handled_before_it = asyncio.get_running_loop().create_future()
-        self._honest = control_plane.one_node_job()
-        self._num_read = 0
-        self._num_handled = 0
-        """Reports of the flood, since the honest job's second report was read."""
-
-    def consume(self, *_: object, **__: object) -> Batches:
-        return Batches(self._next_batch)
-
-    async def _next_batch(self) -> list[BusMessage]:
-        await asyncio.sleep(0)
-        number, self._num_read = self._num_read, self._num_read + 1
-        if number in (0, HONEST_AT):
-            report = control_plane.report_of(self._honest, int(number > 0), SIZES, THROUGHPUT)
-        else:
-            report = examples.report(control_plane.NODE, window=number, job="flood")
-        return [BusMessage(subjects.subject_of(report), encode(report), 1 + number, 0, 10_000 if number else 0)]
-
-    async def publish_bytes_soon(self, _subject: str, _payload: bytes, message_id: str) -> asyncio.Future[int]:
-        if message_id == f"state:{self._honest.job}:{control_plane.NODE}:0:1":
-            self.num_handled_before_it.set_result(self._num_handled)
-        elif self._num_read > HONEST_AT and message_id.startswith("state:flood:"):
-            self._num_handled += 1
-        stored = asyncio.get_running_loop().create_future()
-        stored.set_result(1)
-        return stored
-
-    async def newest(self, *_: str) -> None:
-        """Nothing is stored."""
-
-    async def publish(self, message: Message) -> int:
-        raise AssertionError(f"{message} waits for no room")
-
-
-async def test_a_known_jobs_report_is_handled_while_another_job_sends_without_a_pause() -> None:
-    endless = EndlessReports()
-    context: Context[CollectorSettings] = Context(
-        *("collector", "0", control_plane.NODE, endless, CollectorSettings(probe="tcp_info")),
-        *(asyncio.Event(), structlog.stdlib.get_logger()),
-    )
-    task = asyncio.create_task(service.serve_observed(context, KernelObserver(context, "not wanted")))
-    async with asyncio.timeout(20):
-        assert await endless.num_handled_before_it <= 2  # one may be at work
-    await stopped(task)
-
-
 class CrowdOnSlowBroker:
     """A bus that stores nothing: an honest report, a crowd of jobs in one batch, then again the honest job's."""
 
     NUM_CROWD = 40
 
     def __init__(self) -> None:
-        self.statistics = StatisticsByKind()
         self.handled: list[str] = []
         self.is_over = asyncio.Event()
         self._honest = control_plane.one_node_job()

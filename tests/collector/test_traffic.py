@@ -1,23 +1,26 @@
 """From counters of sockets to the traffic of ranks, with a kernel that says what it is told to."""
 
+from typing import cast
+
 import pytest
 from tests.support import examples
+from tests.support.captured_proc import Clock
 
-from dynamix.collector.ebpf.program import Counters
-from dynamix.collector.ebpf.traffic import KernelWindow, SocketTraffic
+from dynamix.collector.ebpf.probe import Counters, SocketProbe
+from dynamix.collector.traffic import SocketTraffic
+from dynamix.collector.window import Traffic
 from dynamix.schemas.messages import NetworkMetrics, Report
 
 
 class Kernel:
-    """Counters by cookie, and whose sockets they are where it matters."""
+    """A probe's counters by cookie."""
 
     def __init__(self) -> None:
         self.counters: dict[int, Counters] = {}
-        self.uids: dict[int, int] = {}
         self.left_out = 0
 
-    def read(self, cookie: int, uid: int) -> Counters | None:
-        return self.counters.get(cookie) if self.uids.get(cookie, uid) == uid else None
+    def read(self, cookie: int, _uid: int) -> Counters | None:
+        return self.counters.get(cookie)
 
     def num_left_out(self) -> int:
         return self.left_out
@@ -25,13 +28,6 @@ class Kernel:
     def add(self, cookie: int, *amounts: int) -> None:
         before = self.counters.get(cookie, Counters(0, 0, 0, 0, 0))
         self.counters[cookie] = Counters(*(was + more for was, more in zip(before, amounts, strict=True)))
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def report_of(window: int, *cookies: tuple[int, ...], generation: int = 0, job: str = examples.JOB) -> Report:
@@ -54,7 +50,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def sockets(kernel: Kernel, clock: Clock) -> SocketTraffic:
-    return SocketTraffic(kernel, clock)
+    return SocketTraffic(cast("SocketProbe", kernel), clock)
 
 
 def test_each_rank_gets_the_sum_of_its_own_sockets_between_two_windows(
@@ -65,7 +61,8 @@ def test_each_rank_gets_the_sum_of_its_own_sockets_between_two_windows(
     kernel.add(12, 7, 3, 3, 200, 2)
     clock.now_s += 2.0
     window = sockets.window(report_of(4, (11, 12), (21,)))
-    assert window == KernelWindow(
+    assert window == Traffic(
+        "ebpf",
         {
             0: NetworkMetrics(tx_bytes=33, rx_bytes=77, retransmits=23, srtt_us=100.0),
             1: NetworkMetrics(tx_bytes=0, rx_bytes=0, retransmits=0, srtt_us=None),
@@ -89,17 +86,16 @@ def test_a_socket_whose_counters_fell_masks_one_window_and_is_never_negative(
     kernel: Kernel, clock: Clock, sockets: SocketTraffic
 ) -> None:
     said = []
-    for window in range(4):
+    for window in range(3):
         if window == 1:
             kernel.counters[11] = Counters(0, 3, 0, 0, 0)
         clock.now_s += 1.0
         kernel.add(11, 9, 0, 0, 0, 0)
         found = sockets.window(report_of(window, (11,)))
-        said.append(found.by_rank[0].rx_bytes if isinstance(found, KernelWindow) else found)
+        said.append(found.by_rank[0].rx_bytes if isinstance(found, Traffic) else found)
     assert said == [
         "nothing was read before a job's first window",
         "a socket of rank 0 has smaller counters than before",
-        "the window before was not read",
         9,
     ]
 
@@ -113,7 +109,7 @@ def test_a_window_in_which_sockets_join_is_masked_since_they_carried_something_b
     kernel.add(12, 9, 0, 0, 0, 0)
     clock.now_s += 1.0
     window = sockets.window(report_of(2, (11, 12)))
-    assert isinstance(window, KernelWindow)
+    assert isinstance(window, Traffic)
     assert window.by_rank[0].rx_bytes == 9
 
 
@@ -123,7 +119,7 @@ def test_a_socket_that_closed_keeps_its_last_reading(kernel: Kernel, clock: Cloc
     del kernel.counters[12]
     clock.now_s += 1.0
     window = sockets.window(report_of(1, (11, 12)))
-    assert isinstance(window, KernelWindow)
+    assert isinstance(window, Traffic)
     assert window.by_rank[0].rx_bytes == 5
 
 
@@ -132,7 +128,7 @@ def test_a_window_that_was_not_read_masks_the_next_one_too(clock: Clock, sockets
     clock.now_s += 2.0
     assert sockets.window(report_of(2, (11,))) == "the window before was not read"
     clock.now_s += 1.0
-    assert isinstance(sockets.window(report_of(3, (11,))), KernelWindow)
+    assert isinstance(sockets.window(report_of(3, (11,))), Traffic)
 
 
 def test_an_earlier_generation_is_not_read_and_the_next_starts_without_history(
@@ -141,11 +137,11 @@ def test_an_earlier_generation_is_not_read_and_the_next_starts_without_history(
     sockets.window(report_of(5, (11,)))
     clock.now_s += 1.0
     assert sockets.window(report_of(0, (12,), generation=1)) == "nothing was read before a job's first window"
-    assert sockets.window(report_of(6, (11,), generation=0)) == "the job has started again since"
+    assert sockets.window(report_of(6, (11,), generation=0)) == "the window before was not read"
     kernel.add(12, 3, 0, 0, 0, 0)
     clock.now_s += 1.0
     window = sockets.window(report_of(1, (12,), generation=1))
-    assert isinstance(window, KernelWindow)
+    assert isinstance(window, Traffic)
     assert window.by_rank[0].rx_bytes == 3
     del kernel.counters[12]
     assert "does not know" in str(sockets.window(report_of(0, (12,), generation=2)))

@@ -3,18 +3,22 @@ import numpy as np
 import pytest
 from tests.support import examples
 
-from dynamix.collector.ebpf.traffic import KernelWindow
-from dynamix.collector.probes import Evidence, Traffic, read_network
-from dynamix.collector.window import Observation, metric_window
+from dynamix.collector.window import (
+    Observation,
+    Traffic,
+    metric_window,
+    read_network,
+    simulated_window,
+)
+from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.features import RANK_INDEX, state_of, unpack_ranks
 from dynamix.schemas.messages import GradientNoise, MetricWindow, NetworkMetrics, NodeMetrics, Report, SystemMetrics
 
-NO_TRAFFIC = Traffic("none", {}, None, "")
 NODE = NodeMetrics(load_per_cpu=0.5, tx_bytes=100, rx_bytes=200, retransmits=4, interval_s=1.0)
 
 
 def window_of(report: Report) -> MetricWindow:
-    return metric_window(report, Observation(systems={}, node=NODE, network=NO_TRAFFIC))
+    return metric_window(report, Observation(node=NODE))
 
 
 def test_sums_become_means_once() -> None:
@@ -29,6 +33,8 @@ def test_sums_become_means_once() -> None:
     parts = training.compute_time_s + training.sync_time_s + training.data_time_s + training.update_time_s
     assert parts == pytest.approx(training.step_time_s)
     assert metrics.job_metrics.throughput == 5120.0
+    assert metrics.job_metrics.progress is None
+    assert window_of(examples.report(total_samples=10240)).job_metrics.progress == 0.5
     assert metrics.job_metrics.step_time_s == pytest.approx(0.1)
 
 
@@ -72,17 +78,12 @@ def test_the_noise_is_masked_while_it_drowns_the_signal(noise: GradientNoise | N
     assert (metrics.noise_scale, metrics.sigma_norm_sq) == (None, None)
 
 
-def test_progress_is_a_share_of_the_planned_samples() -> None:
-    assert window_of(examples.report(total_samples=10240)).job_metrics.progress == 0.5
-    assert window_of(examples.report()).job_metrics.progress is None
-
-
 def test_tcp_info_gives_each_rank_its_own_traffic_of_the_window() -> None:
     rows = (
         examples.row(0, sockets=examples.sockets(5000, 7000, 30), sockets_before=examples.sockets(1000, 2000, 7)),
         examples.row(1, sockets=examples.sockets(10, 20, 0)),
     )
-    traffic = read_network(Evidence(examples.report(rows=rows), NODE), "auto")
+    traffic = read_network(examples.report(rows=rows), NODE)
     assert (traffic.probe, traffic.interval_s) == ("tcp_info", None)
     first = traffic.by_rank[0]
     assert (first.tx_bytes, first.rx_bytes, first.retransmits) == (4000, 5000, 23)
@@ -92,49 +93,56 @@ def test_tcp_info_gives_each_rank_its_own_traffic_of_the_window() -> None:
 def test_what_the_kernel_counted_comes_first_and_over_the_collectors_own_interval() -> None:
     report = examples.report(rows=(examples.row(0, sockets=examples.sockets(5000, 7000, 30)),))
     counted = NetworkMetrics(tx_bytes=600, rx_bytes=300, retransmits=2)
-    traffic = read_network(Evidence(report, NODE, KernelWindow({0: counted}, 1.5)), "auto")
+    traffic = read_network(report, NODE, kernel=Traffic("ebpf", {0: counted}, 1.5))
     assert traffic == Traffic("ebpf", {0: counted}, 1.5, "")
-    window = metric_window(report, Observation(systems={}, node=NODE, network=traffic))
+    window = metric_window(report, Observation(node=NODE, network=traffic))
     assert (window.probe, window.ranks[0].network, window.node_metrics.interval_s) == ("ebpf", counted, 1.5)
-    features = unpack_ranks(state_of(window))
-    assert features[0, RANK_INDEX["tx_bytes_per_s"]] == 400.0
-    assert features[0, RANK_INDEX["rx_bytes_per_s"]] == 200.0
-    assert np.isnan(features[0, RANK_INDEX["srtt_us"]])
 
 
 def test_a_window_names_the_reason_why_no_better_probe_was_used() -> None:
-    report = examples.report(
-        rows=(examples.row(0, sockets=examples.sockets(5, 7, 3)), examples.row(1, sockets=examples.sockets(5, 7, 3)))
-    )
-    traffic = read_network(Evidence(report, NODE, "2 of 3 sockets of rank 0 are older than the probe"), "auto")
-    assert traffic.probe == "tcp_info"
-    assert traffic.note == "ebpf: 2 of 3 sockets of rank 0 are older than the probe"
-    assert metric_window(report, Observation(systems={}, node=NODE, network=traffic)).probe_note == traffic.note
-
-
-def test_a_window_is_masked_when_the_required_probe_has_no_data() -> None:
     report = examples.report(rows=(examples.row(0, sockets=examples.sockets(5, 7, 3)),))
-    traffic = read_network(Evidence(report, NODE, "the report came late"), "ebpf")
-    assert traffic == Traffic("none", {}, None, "ebpf: the report came late")
-    features = unpack_ranks(state_of(metric_window(report, Observation(systems={}, node=NODE, network=traffic))))
-    network = ("tx_bytes_per_s", "rx_bytes_per_s", "retransmits", "srtt_us")
-    assert np.isnan(features[0, [RANK_INDEX[name] for name in network]]).all()
+    traffic = read_network(report, NODE, kernel="the report came late")
+    assert (traffic.probe, traffic.note) == ("tcp_info", "ebpf: the report came late")
+    required = read_network(report, NODE, "ebpf", "the report came late")
+    assert required == Traffic("none", {}, None, "ebpf: the report came late")
+    window = metric_window(report, Observation(node=NODE, network=required))
+    assert (window.ranks[0].network, window.probe_note) == (None, required.note)
 
 
 def test_without_tcp_info_the_namespaces_counters_serve_a_node_of_one_rank_and_no_other() -> None:
     alone = examples.report(rows=(examples.row(0),))
-    traffic = read_network(Evidence(alone, NODE), "auto")
+    traffic = read_network(alone, NODE)
     assert (traffic.probe, traffic.by_rank[0].retransmits, traffic.interval_s) == ("proc", 4, 1.0)
-    assert read_network(Evidence(examples.report(), NODE), "auto").probe == "none"
-    assert read_network(Evidence(alone, NodeMetrics()), "auto").probe == "none"
+    assert read_network(examples.report(), NODE).probe == "none"
+    assert read_network(alone, NodeMetrics()).probe == "none"
 
 
 def test_the_window_keeps_what_the_kernel_saw_and_what_it_did_not() -> None:
     seen = SystemMetrics(cpu_time_ratio=1.5)
-    metrics = metric_window(
-        examples.report(), Observation({1: seen}, NODE, NO_TRAFFIC, num_readings_lost=3, refused_pids=(1000,))
-    )
+    metrics = metric_window(examples.report(), Observation({1: seen}, NODE, num_readings_lost=3, refused_pids=(1000,)))
     assert metrics.ranks[0].system == SystemMetrics()
     assert metrics.ranks[1].system == seen
     assert (metrics.refused_pids, metrics.num_readings_lost) == ((1000,), 3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(metrics), type=MetricWindow) == metrics
+
+
+SYSTEMS = (SystemMetrics(cpu_time_ratio=0.9, memory_ratio=0.25), SystemMetrics(cpu_time_ratio=0.4))
+
+
+def test_a_virtual_clusters_window_holds_only_the_reports_values() -> None:
+    sockets = {"sockets": examples.sockets(3000, 2000), "sockets_before": examples.sockets(1000, 500)}
+    rows = tuple(examples.row(rank, pid=1, **sockets) for rank in (0, 1))  # pid 1 runs here, and is not looked at
+    window = simulated_window(examples.report(rows=rows, simulated=SYSTEMS))
+    assert tuple(rank.system for rank in window.ranks) == SYSTEMS
+    assert window.node_metrics == NodeMetrics()
+    assert window.refused_pids == ()
+    assert window.probe == "tcp_info"
+    assert window.ranks[0].network is not None
+    assert (window.ranks[0].network.tx_bytes, window.ranks[0].network.rx_bytes) == (2000, 1500)
+    alone = simulated_window(examples.report(rows=(examples.row(0),), simulated=SYSTEMS[:1]))
+    assert (alone.probe, alone.ranks[0].network) == ("none", None)
+
+
+def test_simulated_metrics_that_do_not_fit_the_rows_are_refused() -> None:
+    with pytest.raises(MalformedMessageError, match="1 simulated processes for 2 rows"):
+        simulated_window(examples.report(rows=(examples.row(0), examples.row(1)), simulated=SYSTEMS[:1]))

@@ -133,8 +133,8 @@ async def test_services_show_each_fault_in_the_numbers_that_alerts_and_the_dashb
             lines.write('[INF] something else\n[ERR] Publish Violation - JWT User "U1", Subject "x"\n')
         await shows("broker_violations_total", 1)
         log.rename(tmp_path / "nats.log.1")
-        log.write_text("[ERR] Subscription Violation\n")
-        await shows("broker_violations_total", 2)
+        log.write_text("[ERR] Subscription Violation\n[ERR] maximum subscriptions exceeded\n")
+        await shows("broker_violations_total", 3)
         following.cancel()
         shown = set(re.findall(r"^(dynamix_\w+)", "".join(s.scrape() for s in services.values()), flags=re.MULTILINE))
     asked = {

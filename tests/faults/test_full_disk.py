@@ -21,7 +21,7 @@ from dynamix.runtime.bus import Bus, publish, requests
 from dynamix.runtime.bus.health import Watchdog
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.metrics import MetricsServer, ServiceMetrics
-from dynamix.runtime.service.frame import ServiceState
+from dynamix.runtime.service import ServiceState
 from dynamix.schemas.messages import Live
 
 REPORT = "dynamix.v1.report.job.1.node-a"
@@ -67,9 +67,11 @@ async def publish_until_nothing_is_stored(bus: Bus) -> None:
 @contextlib.asynccontextmanager
 async def ready_path(bus: Bus) -> AsyncIterator[int]:
     """The port of a service of this connection that reads its streams."""
-    state = ServiceState("node-a", "node-a", asyncio.Event(), Watchdog(20.0))
-    state.bus, state.counters = bus, {"ready": 1}
-    async with MetricsServer("127.0.0.1", 0, ServiceMetrics("collector"), state.not_ready) as server:
+    metrics = ServiceMetrics("collector")
+    metrics.counters["ready"] = 1
+    state = ServiceState("node-a", "node-a", asyncio.Event(), Watchdog(20.0), metrics)
+    state.bus = bus
+    async with MetricsServer("127.0.0.1", 0, metrics, state.not_ready) as server:
         yield server.port
 
 

@@ -12,8 +12,14 @@ from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.lab.comparison import tuning
 from dynamix.lab.learning import LearningPlan, LearningUpdate, learn, plan_named
 from dynamix.lab.learning.episodes import EpisodeTask, play
-from dynamix.lab.learning.plan import SCORE_SEEDS, SEEDS_PER_LEARNING, TRAINING_SEEDS, VALIDATION_SEEDS
-from dynamix.lab.learning.run import LearningCheckpoint, LearningCheckpointError
+from dynamix.lab.learning.run import (
+    SCORE_SEEDS,
+    SEEDS_PER_LEARNING,
+    TRAINING_SEEDS,
+    VALIDATION_SEEDS,
+    LearningCheckpoint,
+    LearningCheckpointError,
+)
 from dynamix.lab.simulator.episode import EpisodeError, run_episode
 from dynamix.reward.formula import TIME_ONLY
 

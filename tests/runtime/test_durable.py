@@ -129,7 +129,7 @@ async def test_of_several_servers_one_that_says_less_than_was_read_is_asked_agai
     bus: Bus, monkeypatch: pytest.MonkeyPatch, num_replicas: int, durable: str | None
 ) -> None:
     """It was cut off, and answers before it has heard of the new leader; a single one has lost what it does not say."""
-    real, num_asked = reader_module.stream_state, 0
+    real, num_asked = Requests.stream_state, 0
 
     async def stale(requests: Requests, stream: str) -> StreamState:
         nonlocal num_asked
@@ -141,7 +141,7 @@ async def test_of_several_servers_one_that_says_less_than_was_read_is_asked_agai
     async with bus.consume("FEED", STATES, start="all", durable=durable) as reader:
         assert len(await read(reader, 10)) == 10
         monkeypatch.setattr(requests, "PAUSE_S", 0.05)
-        monkeypatch.setattr(reader_module, "stream_state", stale)
+        monkeypatch.setattr(Requests, "stream_state", stale)
         if num_replicas > 1:
             await reader._check_stream()
             assert num_asked == 3
@@ -155,7 +155,7 @@ async def test_a_reader_that_has_read_nothing_yet_sees_that_its_stream_was_resto
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is stored next would have sequences that it takes for old ones."""
-    real = reader_module.stream_state
+    real = Requests.stream_state
 
     async def restored(requests: Requests, stream: str) -> StreamState:
         return (await real(requests, stream))._replace(last_sequence=4)
@@ -164,7 +164,7 @@ async def test_a_reader_that_has_read_nothing_yet_sees_that_its_stream_was_resto
     monkeypatch.setattr(reader_module, "LOOK_EVERY_S", 0.05)
     await publish_states(bus, range(10))
     async with bus.consume("FEED", STATES, start="new") as reader:
-        monkeypatch.setattr(reader_module, "stream_state", restored)
+        monkeypatch.setattr(Requests, "stream_state", restored)
         with pytest.raises(SequenceRegressError, match="FEED ends at 4, but had reached 10"):
             async with asyncio.timeout(20):
                 await anext(reader)

@@ -1,6 +1,5 @@
 """Following the newest message of a subject: heard once it is stored, and found again after what was lost."""
 
-import logging
 from typing import Any
 
 import msgspec
@@ -8,9 +7,7 @@ import pytest
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected, until
 
-from dynamix.runtime.bus import Bus, StaleWriterError, follow
-from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.requests import stream_config, write_stream
+from dynamix.runtime.bus import Bus, follow
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import encode
 from dynamix.schemas.messages import Action
@@ -24,8 +21,8 @@ def action(window: int) -> Action:
 
 
 async def without_announcements(bus: Bus) -> None:
-    config: dict[str, Any] = await stream_config(bus.requests, ACTIONS.name)
-    await write_stream(bus.requests, "UPDATE", {**config, "republish": None})
+    config: dict[str, Any] = await bus.requests.stream_config(ACTIONS.name)
+    await bus.requests.write_stream("UPDATE", {**config, "republish": None})
 
 
 async def test_the_newest_comes_first_and_each_further_one_as_it_is_stored(bus: Bus) -> None:
@@ -37,16 +34,6 @@ async def test_the_newest_comes_first_and_each_further_one_as_it_is_stored(bus: 
             await bus.publish(action(window))
             found = await anext(messages)
             assert (found.subject, found.payload) == (SUBJECT, encode(action(window)))
-
-
-async def test_a_refused_action_is_heard_by_no_one(bus: Bus) -> None:
-    """Compare-and-set refuses the second writer: what it wrote must not rule a job."""
-    async with bus.follow(ACTIONS.name, SUBJECT) as messages:
-        first = await bus.publish_action(action(0), expected_last=0)
-        with pytest.raises(StaleWriterError):
-            await bus.publish_action(action(1), expected_last=0)
-        await bus.publish_action(action(2), expected_last=first)
-        assert [(await anext(messages)).payload for _ in range(2)] == [encode(action(0)), encode(action(2))]
 
 
 async def test_an_answer_of_the_broker_that_a_client_has_sent_there_is_left_out(
@@ -74,22 +61,10 @@ async def test_what_was_stored_while_the_broker_was_away_is_found_after_it(serve
         assert (await anext(messages)).payload == encode(action(7))
 
 
-async def test_what_is_not_announced_is_found_by_looking_and_said(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_is_not_announced_is_found_by_looking(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "LOOK_EVERY_S", 0.05)
     await without_announcements(bus)
-    with caplog.at_level(logging.WARNING):
-        async with bus.follow(ACTIONS.name, SUBJECT) as messages:
-            await bus.publish(action(0))
-            assert (await anext(messages)).payload == encode(action(0))
-            await bus.publish(action(1))
-            assert (await anext(messages)).payload == encode(action(1))
-            await until(lambda: "ACTIONS does not announce what it stores" in caplog.text)
-    assert caplog.text.count("run `dynamix provision`") == 1
-
-
-async def test_provisioning_adds_the_announcements(bus: Bus) -> None:
-    await without_announcements(bus)
-    assert (await provision(bus, [ACTIONS]))[0].startswith("ACTIONS: updated republish null -> ")
-    assert await provision(bus, [ACTIONS]) == ["ACTIONS: unchanged"]
+    async with bus.follow(ACTIONS.name, SUBJECT) as messages:
+        for number in range(2):
+            await bus.publish(action(number))
+            assert (await anext(messages)).payload == encode(action(number))

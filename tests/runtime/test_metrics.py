@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -19,7 +18,6 @@ from dynamix.runtime.metrics import (
     MAX_REQUEST_BYTES,
     LabelTable,
     MetricsServer,
-    Scrape,
     ServiceMetrics,
 )
 
@@ -103,11 +101,8 @@ async def test_a_port_that_is_taken_is_one_sentence_and_exit_code_1(server: Conf
     ("request_text", "status"),
     [
         (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 200),
-        (b"GET /livez?verbose HTTP/1.0\r\n\r\n", 200),
         (b"GET / HTTP/1.1\r\n\r\n", 404),
-        (b"GET /metrics/../etc HTTP/1.1\r\n\r\n", 404),
         (b"POST /metrics HTTP/1.1\r\nContent-Length: 0\r\n\r\n", 405),
-        (b"GET /metrics HTTP/2\r\n\r\n", 400),
         (b"\x16\x03\x01 no text at all\r\n\r\n", 400),
         (b"GET /" + b"x" * 2 * MAX_REQUEST_BYTES + b" HTTP/1.1\r\n\r\n", 400),
     ],
@@ -115,31 +110,6 @@ async def test_a_port_that_is_taken_is_one_sentence_and_exit_code_1(server: Conf
 async def test_every_request_gets_the_answer_that_it_should(request_text: bytes, status: int) -> None:
     async with answering(ServiceMetrics()) as port:
         assert (await raw(port, request_text)).startswith(b"HTTP/1.1 %d " % status)
-
-
-async def test_a_client_that_sends_nothing_keeps_neither_others_nor_the_end_waiting() -> None:
-    async with asyncio.timeout(10):
-        async with answering(ServiceMetrics()) as port:
-            _, silent = await asyncio.open_connection("127.0.0.1", port)
-            assert await get(port, "/livez") == (200, "ok\n")
-        silent.close()
-
-
-async def test_numbers_are_written_in_a_thread_and_the_loop_goes_on() -> None:
-    asked, go_on = threading.Event(), threading.Event()
-    metrics = ServiceMetrics()
-
-    def slow(_: Scrape) -> None:
-        asked.set()
-        assert go_on.wait(10)
-
-    metrics.add(slow)
-    async with answering(metrics) as port:
-        scraping = asyncio.create_task(get(port, "/metrics"))
-        assert await asyncio.to_thread(asked.wait, 10)
-        assert await get(port, "/livez") == (200, "ok\n")
-        go_on.set()
-        assert (await scraping)[0] == 200
 
 
 async def test_a_number_that_cannot_be_shown_is_said_and_does_no_other_harm(caplog: pytest.LogCaptureFixture) -> None:

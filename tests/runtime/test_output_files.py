@@ -34,13 +34,7 @@ def test_a_file_is_replaced_as_a_whole_and_keeps_its_permissions(tmp_path: Path)
         assert reader.read() == b"old"  # who reads the old one still does
     assert path.read_bytes() == b"new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-
-
-def test_permissions_that_are_given_hold_from_the_first_byte_on(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    path.write_bytes(b"old")
-    path.chmod(0o644)
-    write(path, b"new", mode=0o600)
+    write(path, b"secret", mode=0o600)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -110,16 +104,6 @@ def test_a_file_that_is_not_ours_is_replaced_by_force_only(tmp_path: Path, kind:
             check(path, kind)
         check(path, kind, force=True)
         assert path.read_bytes() == content
-
-
-def test_a_place_for_a_directory_is_one_or_can_become_one(tmp_path: Path) -> None:
-    check_directory(tmp_path)
-    check_directory(tmp_path / "some" / "where")
-    assert names(tmp_path) == []
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file", device_in(tmp_path)):
-        with pytest.raises(RefusedOutputError, match="name a directory"):
-            check_directory(path)
 
 
 @UNPRIVILEGED

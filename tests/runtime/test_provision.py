@@ -1,7 +1,5 @@
 """Streams from the table: made, left alone, changed, refused."""
 
-import asyncio
-
 import msgspec
 import pytest
 from tests.support.brokers import ConfiguredServer, connected
@@ -9,8 +7,8 @@ from tests.support.brokers import ConfiguredServer, connected
 from dynamix.runtime.bus import Bus, PublishError
 from dynamix.runtime.bus.provision import ProvisionError, provision
 from dynamix.schemas import subjects
-from dynamix.schemas.kinds import KINDS
-from dynamix.schemas.streams import ACTIONS, FEED, REPORTS, STREAMS
+from dynamix.schemas.streams import ACTIONS, FEED, STREAMS
+from dynamix.schemas.subjects import KINDS
 
 
 async def test_all_streams_are_made_and_the_second_time_nothing_changes(server: ConfiguredServer) -> None:
@@ -37,26 +35,6 @@ async def test_a_changed_limit_is_updated_and_reported(bus: Bus) -> None:
 async def test_what_jetstream_never_changes_is_refused_with_what_to_do(bus: Bus) -> None:
     with pytest.raises(ProvisionError, match=r"stream ACTIONS cannot be made as wanted.*needs a new stream"):
         await provision(bus, [msgspec.structs.replace(ACTIONS, deny_delete=False)])
-
-
-async def test_a_subject_that_holds_more_than_its_stream_shall_keeps_the_newest(bus: Bus) -> None:
-    """As where REPORTS was made when it kept 100,000 messages of a subject."""
-    await provision(bus, [msgspec.structs.replace(REPORTS, max_messages_per_subject=100_000)])
-    flooded, other = subjects.of("report", "flood", "node-a"), subjects.of("report", "honest", "node-a")
-    await bus.publish_bytes(other, b"other", "other")
-    sent = [await bus.publish_bytes_soon(flooded, b"%d" % number, f"id-{number}") for number in range(5000)]
-    await asyncio.gather(*sent)
-    assert (await bus.stream_state(REPORTS.name)).num_messages == 5001
-    assert await provision(bus) == [
-        *("JOBS: unchanged", "REPORTS: updated max_msgs_per_subject 100000 -> 4096"),
-        *(f"{name}: unchanged" for name in ("FEED", "ACTIONS", "DEAD", "PROFILES", "POLICIES")),
-    ]
-    assert (await bus.stream_state(REPORTS.name)).num_messages == 4097
-    oldest, kept = await bus.first(REPORTS.name, flooded), await bus.last(REPORTS.name, other)
-    assert oldest is not None
-    assert oldest.payload == b"904"
-    assert kept is not None
-    assert kept.sequence == 1
 
 
 async def test_a_message_over_the_limit_of_its_stream_is_refused(bus: Bus) -> None:

@@ -12,8 +12,8 @@ import pytest
 from tests.support.brokers import ConfiguredServer, publish_states
 from tests.support.service_processes import service_process
 
+from dynamix.runtime import service as frame
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.service import frame
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Live
 
@@ -133,14 +133,6 @@ async def test_settings_that_cannot_be_used_exit_with_2(
     assert code == 2
     assert message in text
     assert "Traceback" not in text
-
-
-async def test_refused_credentials_exit_with_1_and_are_not_repeated(server: ConfiguredServer) -> None:
-    async with started(server, DYNAMIX_NATS_PASSWORD="not-the-password") as process:
-        code, text, _ = await end(process)
-    assert code == 1
-    assert "refuses user 'dynamix'" in text
-    assert "not-the-password" not in text
 
 
 def test_help_is_printed_without_a_broker(capsys: pytest.CaptureFixture[str]) -> None:

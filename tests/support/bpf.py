@@ -13,8 +13,8 @@ from typing import cast
 
 import pytest
 
-from dynamix.collector.ebpf.attachment import v2_mount
 from dynamix.collector.ebpf.loader import find_bcc, find_headers
+from dynamix.collector.ebpf.probe import v2_mount
 
 MARK = "bpf"
 REQUIRED = "REQUIRE_BPF_TESTS"

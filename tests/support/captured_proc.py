@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.support import examples
 
-from dynamix.collector.procfs.proc import Proc
+from dynamix.collector.procfs import Proc
 from dynamix.schemas.messages import RankRow
 
 CAPTURED = Path(__file__).parents[1] / "data" / "proc"
@@ -22,7 +22,12 @@ class Clock:
 
 def captured_row(**changes: object) -> RankRow:
     """The row of the captured process 4242."""
-    fields = {"pid": 4242, "pid_start_ticks": 8812345, "pid_namespace": Proc(CAPTURED).pid_namespace(4242), "uid": 1000}
+    fields = {
+        "pid": 4242,
+        "pid_start_ticks": 8812345,
+        "pid_namespace": Proc(CAPTURED).owner(4242).pid_namespace,
+        "uid": 1000,
+    }
     return examples.row(0, **(fields | changes))
 
 

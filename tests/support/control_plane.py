@@ -9,7 +9,7 @@ from typing import Any
 from tests.support import examples
 
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
-from dynamix.collector.procfs.proc import Proc
+from dynamix.collector.procfs import Proc
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
@@ -103,7 +103,7 @@ def report_of(job: Job, window: int, sizes: tuple[int, ...], throughput: tuple[f
             rank,
             pid=pid,
             pid_start_ticks=Proc().stat(pid).start_ticks,
-            pid_namespace=Proc().pid_namespace(pid),
+            pid_namespace=Proc().owner(pid).pid_namespace,
             uid=os.getuid(),
             local_batch_size=size,
             pending_local_batch_size=size,

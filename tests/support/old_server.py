@@ -44,12 +44,12 @@ class OldServer:
         state = (await self._bus.stream_state(stream))._replace(num_replicas=self._num_replicas)
         return state._replace(last_sequence=self._old[stream][1]) if self._is_old(stream) else state
 
-    async def publish_action(self, action: Action, *, expected_last: int) -> int:
+    async def publish_next(self, action: Action, *, expected_last: int) -> int:
         """As of the bus, or refused for another action than is expected."""
-        if self._is_old("publish_action"):
-            last = self._old["publish_action"][1]
+        if self._is_old("publish_next"):
+            last = self._old["publish_next"][1]
             raise StaleWriterError(f"wrong last sequence: {last}", last)
-        return await self._bus.publish_action(action, expected_last=expected_last)
+        return await self._bus.publish_next(action, expected_last=expected_last)
 
     def _is_old(self, what: str) -> bool:
         if what not in self._old:

@@ -16,7 +16,7 @@ from dynamix.reward.service import serve as serve_reward
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.health import Watchdog
 from dynamix.runtime.metrics import ServiceMetrics
-from dynamix.runtime.service.frame import COUNTERS, GAUGES, Context, ServiceState
+from dynamix.runtime.service import Context, ServiceState
 
 from .brokers import until
 from .control_plane import NODE
@@ -34,14 +34,10 @@ class ServiceHere:
     def __init__(self, name: str, bus: Bus, settings: Any, watchdog: Watchdog) -> None:
         metrics = ServiceMetrics(name)
         metrics.is_served = True
-        metrics.declare(counters=COUNTERS, gauges=GAUGES)
         self.context: Context[Any] = Context(
             name, NODE, NODE, bus, settings, asyncio.Event(), structlog.stdlib.get_logger(), metrics=metrics
         )
-        state = ServiceState(NODE, NODE, self.context.stop, watchdog)
-        state.bus, state.counters = bus, self.context.counters
-        metrics.add(state.show)
-        metrics.add(lambda scrape: metrics.show_counters(scrape, dict(self.context.counters)))
+        ServiceState(NODE, NODE, self.context.stop, watchdog, metrics).bus = bus
 
     def scrape(self) -> str:
         """What `/metrics` answers."""

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from dynamix.collector.ebpf.probe import SocketProbe
-from dynamix.collector.ebpf.program import Counters
+from dynamix.collector.ebpf.probe import Counters, SocketProbe
 
 Pair = tuple[socket.socket, socket.socket]
 """The end that connected, and the end that accepted."""

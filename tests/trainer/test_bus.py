@@ -18,9 +18,11 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.messages import Action, Applied, Dead, Job, Report
+from dynamix.schemas.messages import Action, Applied, Dead, Job, RankReward, Report, Reward
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer import Session
 from dynamix.trainer.bus_client import BusClient
+from dynamix.trainer.loggers import Metrics
 
 WINDOW_STEPS = 4
 TARGET = (3, 21)
@@ -36,7 +38,20 @@ def _environ(settings: BusSettings, **more: str) -> dict[str, str]:
     }
 
 
-def _attach() -> tuple[Session, nn.Module, torch.optim.Optimizer]:
+class Kept:
+    """A logger that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.windows: list[tuple[int, Metrics]] = []
+
+    def log(self, metrics: Metrics, *, step: int) -> None:
+        self.windows.append((step, metrics))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _attach(*loggers: Kept) -> tuple[Session, nn.Module, torch.optim.Optimizer]:
     model = distribute(make_model(torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = dynamix.attach(
@@ -53,6 +68,7 @@ def _attach() -> tuple[Session, nn.Module, torch.optim.Optimizer]:
         policy="proportional",
         policy_options={"dead_band": 0.1},
         seed=11,
+        loggers=loggers,
     )
     return session, model, optimizer
 
@@ -68,8 +84,9 @@ def _step(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def _train_until_steered(_rank: int) -> dict[str, Any]:
-    """Train until the target sizes rule, then three windows more."""
-    session, model, optimizer = _attach()
+    """Train until the target sizes are active, then three windows more and until an adopted window has its reward."""
+    logger = Kept()
+    session, model, optimizer = _attach(logger)
     sizes, last = [], 10**9
     with session:
         session.evaluated(0.25)
@@ -79,8 +96,13 @@ def _train_until_steered(_rank: int) -> dict[str, Any]:
                 _step(session, model, optimizer, batch)
                 if sizes[-1] == TARGET:
                     last = min(last, session.window + 3)
-                if session.window == last:
-                    return {"sizes": sizes, "job": session.job, "samples": session.position}
+                if len(sizes) % WINDOW_STEPS or session.window < last:
+                    continue
+                rows = session.metrics()
+                if any(gather(any("reward/mean" in row and row.get("decision") == "adopted" for row in rows[:-1]))):
+                    session.close()
+                    found = {"sizes": sizes, "job": session.job, "samples": session.position}
+                    return found | {"rows": session.metrics(), "logged": logger.windows}
     raise AssertionError("never steered")
 
 
@@ -89,7 +111,7 @@ def _action(job: str, window: int, **changes: Any) -> Action:
         job=job,
         generation=0,
         window=window,
-        local_batch_sizes=TARGET,
+        allocation=Allocation(TARGET),
         deltas=(0, 0),
         policy="test",
         policy_version=0,
@@ -110,7 +132,7 @@ async def _collect(bus: Bus, kind: type[Any], stream: str, subject: str) -> list
 
 
 async def _arbitrate(bus: Bus) -> None:
-    """Answer the first report with what must be refused, every later one with the target."""
+    """Answer the first report with what must be refused, every later one with the target; and all with a reward."""
     async with bus.consume("REPORTS", [subjects.of("report", "*", "*")], start="all", durable="d") as reports:
         async for batch in reports:
             for message in batch:
@@ -121,8 +143,8 @@ async def _arbitrate(bus: Bus) -> None:
                         b"no action",
                         encode(msgspec.structs.replace(_action(report.job, 0), watermark=7)),  # not what was sealed
                         encode(_action(report.job, 0, generation=9)),
-                        encode(_action(report.job, 0, local_batch_sizes=(3, 65))),
-                        encode(_action(report.job, 0, local_batch_sizes=(3,))),
+                        encode(_action(report.job, 0, allocation=Allocation((3, 65)))),
+                        encode(_action(report.job, 0, allocation=Allocation((3,)))),
                         encode(_action(report.job, 10**6)),
                     ]
                     for number, payload in enumerate(bad):
@@ -130,6 +152,9 @@ async def _arbitrate(bus: Bus) -> None:
                 else:
                     action = _action(report.job, report.window)
                     await bus.publish_bytes(subject, encode(action), f"action:{report.window}")
+                ranks = tuple(RankReward(rank=rank, reward=0.5 + rank, terms={"size": -0.25}) for rank in range(2))
+                where = {"job": report.job, "generation": report.generation, "window": report.window}
+                await bus.publish(Reward(**where, node="node-a", formula="paper-sgd", ranks=ranks))
 
 
 async def test_a_report_goes_out_and_its_action_is_adopted_by_all_ranks_at_one_boundary(
@@ -141,8 +166,10 @@ async def test_a_report_goes_out_and_its_action_is_adopted_by_all_ranks_at_one_b
     await asyncio.gather(arbitrating, return_exceptions=True)
 
     job = results[0]["job"]
-    assert results[0] == results[1]
     sizes = results[0]["sizes"]
+    assert results[1]["sizes"] == sizes
+    assert results[1]["samples"] == results[0]["samples"]
+    _check_metrics(results[0], results[1])
     changed = sizes.index(TARGET)
     assert sizes == [(8, 8)] * changed + [TARGET] * (len(sizes) - changed)
     assert changed % WINDOW_STEPS == 0
@@ -163,6 +190,22 @@ async def test_a_report_goes_out_and_its_action_is_adopted_by_all_ranks_at_one_b
         _check_report(report, sizes)
     assert reports[-1].samples_seen == results[0]["samples"]
     await _check_job(bus, job)
+
+
+def _check_metrics(first: dict[str, Any], second: dict[str, Any]) -> None:
+    rows = first["rows"]
+    assert any(row["decision"] == "refused" and "was refused: " in row["reason"] for row in rows)
+    rewarded = next(row for row in rows if row["decision"] == "adopted" and "reward/mean" in row)
+    assert (rewarded["reward/mean"], rewarded["reward/size"]) == (1.0, -0.25)
+    assert rewarded["policy"] == "test"
+    assert rewarded["decided_window"] < rewarded["window"]
+    assert f"{sum(TARGET)} samples per step on window {rewarded['decided_window']}" in rewarded["reason"]
+    assert (rewarded["local_batch_size/rank_0"], rewarded["local_batch_size/rank_1"]) == TARGET
+    assert [step for step, _ in first["logged"]] == [row["step"] for row in rows]
+    assert first["logged"][rewarded["window"]][1]["reason"] == rewarded["reason"]
+    assert second["logged"] == []
+    assert [row["window"] for row in second["rows"]] == [row["window"] for row in rows]
+    assert not any(name.startswith(("reward", "decision", "reason")) for row in second["rows"] for name in row)
 
 
 def _check_report(report: Report, sizes: list[tuple[int, ...]]) -> None:

@@ -30,7 +30,7 @@ async def _asked(settings: BusSettings, job: str = examples.JOB) -> int | None:
 async def test_a_start_that_was_pushed_out_of_its_stream_is_known_by_its_actions(
     server: ConfiguredServer, bus: Bus
 ) -> None:
-    await bus.publish_action(seal(examples.action(5, generation=2), b""), expected_last=0)
+    await bus.publish_next(seal(examples.action(5, generation=2), b""), expected_last=0)
     assert await _asked(server.settings) == 2
     await bus.publish(examples.job(generation=1))
     assert await _asked(server.settings) == 2

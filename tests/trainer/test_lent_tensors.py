@@ -1,5 +1,6 @@
 """No thread of a process group enters the interpreter because of us, and groups end when they are no longer needed."""
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -12,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support import rows
-from tests.support.interpreter import Entries
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, make_model, offer
 from torch import nn
@@ -25,6 +25,23 @@ from dynamix.trainer.exchange.transport import LentTensor
 from dynamix.trainer.steering.collectives import Collectives
 
 ROOT = Path(__file__).parents[2]
+
+_api = ctypes.pythonapi
+_api.PyInterpreterState_Get.restype = ctypes.c_void_p
+_api.PyThreadState_New.restype = ctypes.c_void_p
+_api.PyThreadState_New.argtypes = [ctypes.c_void_p]
+_api.PyThreadState_GetID.restype = ctypes.c_uint64
+for _function in (_api.PyThreadState_GetID, _api.PyThreadState_Clear, _api.PyThreadState_Delete):
+    _function.argtypes = [ctypes.c_void_p]
+
+
+def _next_state() -> int:
+    """The number of a thread state made for this: they count up, one for each entry of a thread that C++ started."""
+    state = _api.PyThreadState_New(_api.PyInterpreterState_Get())
+    number = int(_api.PyThreadState_GetID(state))
+    _api.PyThreadState_Clear(state)
+    _api.PyThreadState_Delete(state)
+    return number
 
 
 def _model(group: dist.ProcessGroup) -> DistributedDataParallel:
@@ -60,12 +77,12 @@ def _entries(rank: int, how: str) -> tuple[int, bool]:
     """How often gloo's threads entered the interpreter until they ended, and whether their group did."""
     del rank
     group = dist.new_group(backend="gloo")
-    entries = Entries()
+    first = _next_state()
     _train_steered(group, split="tracking" if how == "tracking" else "fixed", closes=how != "left")
     alive = weakref.ref(group)
     dist.destroy_process_group(group)
     del group  # the last one: its threads are joined
-    return entries.count(), alive() is None
+    return _next_state() - first - 1, alive() is None
 
 
 @pytest.mark.parametrize("how", ["fixed", "tracking", "left"])

@@ -45,7 +45,7 @@ class _Matrix(NamedTuple):
         return (self.stop - self.start) // self.num_rows
 
     def of(self, flat: Tensor) -> Tensor:
-        """The matrix in a bucket."""
+        """View a parameter's gradient in a bucket as a matrix."""
         return flat[self.start : self.stop].view(self.num_rows, -1)
 
 

@@ -352,7 +352,7 @@ class JobView(msgspec.Struct):
 
     @property
     def metrics(self) -> GlobalMetrics | None:
-        """The whole job in the newest window whose metrics are known."""
+        """Metrics of the job in the newest window that has some."""
         known = (key for key, window in self.windows.items() if window.metrics is not None)
         return self.windows[newest].metrics if (newest := max(known, default=None)) is not None else None
 

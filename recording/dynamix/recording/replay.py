@@ -22,8 +22,7 @@ import msgspec
 from dynamix.collector.agent import Chooser, trace_of
 from dynamix.collector.agent_network import AgentNetwork
 from dynamix.collector.observation import CollectorSettings
-from dynamix.collector.probes import Traffic
-from dynamix.collector.window import Observation, metric_window, simulated_window
+from dynamix.collector.window import Observation, Traffic, metric_window, simulated_window
 from dynamix.recording.capture import CutOffError, Record, WindowKey, read_header, records, window_key_of
 from dynamix.recording.comparison import EDGE_WINDOWS, OutputCounts
 from dynamix.recording.decisions import ArbitratorReplay, OtherPolicy, PolicyComparison, ReplayError
@@ -152,7 +151,7 @@ async def replay(
 
     Raises:
         ReplayError: when the capture lacks what this replay needs.
-        CaptureError: when the capture is damaged; the text names how far it is good.
+        CaptureError: when the capture is damaged; the message names how far it is good.
         ValueError: when a policy file or the file of an agents' network is invalid.
         OSError: when the capture cannot be read.
     """

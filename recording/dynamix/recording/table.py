@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal, get_args, get_type_hints
 
 import msgspec
 
-from dynamix.collector.probes import Traffic
 from dynamix.collector.window import Observation, metric_window
 from dynamix.recording.capture import CaptureReader, Record
 from dynamix.recording.job_view import JobView, Window, WindowKey
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
 
 Value = str | int | float | None
 ColumnKind = Literal["text", "whole", "number"]
-
-_UNSEEN = Observation(systems={}, node=NodeMetrics(), network=Traffic("none", {}, interval_s=None, note=""))
-"""Observation of a report's processes where the collector's window is missing."""
 
 _RENAMED = {"job_throughput": "job_samples_per_s"}
 
@@ -74,7 +70,7 @@ def table_of(job: str, records: Iterable[Record], origin: str) -> "CaptureTable"
         if isinstance(message, Report):
             reports.append(message)
     for report in reports:  # what the rank reported, where the collector's window is missing
-        view.fold(metric_window(report, _UNSEEN))
+        view.fold(metric_window(report, Observation()))
     if num_malformed:
         warnings.warn(f"{origin}: {num_malformed} messages cannot be decoded, rows may lack them", stacklevel=3)
     rewards = (rank for window in view.history for node in window.nodes.values() for rank in node.rewards)
@@ -153,8 +149,8 @@ def _rows(window: Window, adopted: Sequence[tuple[WindowKey, int]]) -> Iterator[
         sizes = action.local_batch_sizes
         shared |= {
             "decided_global_batch_size": sum(sizes),
-            "decided_split": action.split,
-            "decided_exchange": action.exchange.label,
+            "decided_split": action.allocation.split,
+            "decided_exchange": action.allocation.exchange.label,
             "decided_policy": action.policy,
             "decided_policy_version": action.policy_version,
             "decided_reason": action.reason,

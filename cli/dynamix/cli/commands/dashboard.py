@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal; 0 after one."""
     if len(arguments.files) > MOST_CAPTURES:
         raise MisuseError(f"{len(arguments.files)} files: the page shows {MOST_CAPTURES} captures at most")
-    given = {"--host": arguments.host, "--port": arguments.port, "--token-file": arguments.token_file}
-    flags = [f"{flag}={value}" for flag, value in given.items() if value]
+    given = {name: getattr(arguments, name) for name in ("host", "port", "token_file")}
+    flags = {name: value for name, value in given.items() if value}
     with explained(SettingsError, exit_code=MISUSED):
         settings = read(DashboardSettings, "dashboard", os.environ, flags)
     with explained(ValueError, exit_code=MISUSED), reading(settings.token_file):

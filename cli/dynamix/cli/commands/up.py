@@ -106,10 +106,10 @@ def run(arguments: argparse.Namespace) -> int:
         for key, value in bus_environment(other.settings).items():
             print(f"export {key}={shlex.quote(value)}")
         return 0
-    given = {"--store-dir": arguments.store_dir, "--port": arguments.port, "--metrics-port": arguments.metrics_port}
+    given = {name: getattr(arguments, name) for name in ("store_dir", "port", "metrics_port")}
     with explained(SettingsError, exit_code=MISUSED):
         read(SharedSettings, "", os.environ)  # the services would refuse it, each by itself
-        settings = read(UpSettings, "up", os.environ, [f"{flag}={value}" for flag, value in given.items() if value])
+        settings = read(UpSettings, "up", os.environ, {name: value for name, value in given.items() if value})
     if other is not None:
         raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
     if os.environ.get("DYNAMIX_METRICS_PORT"):
@@ -194,7 +194,7 @@ async def _run_until_signal(
 
 
 async def _announce(bus: Bus, services: Iterable["Child"], file: Path) -> None:
-    """Print what is ready as it becomes ready, then how to use it."""
+    """Print each part as it becomes ready, then how to use it."""
 
     async def one(child: Child) -> None:
         try:

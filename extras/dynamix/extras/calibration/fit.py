@@ -479,7 +479,7 @@ class CalibrationFit(NamedTuple):
         return np.stack([line.slow(*column) for line, *column in columns], axis=1) & self._is_heavy(seen)
 
     def slowdown(self, seen: Observations) -> Array64:
-        """Times over the lines, windows x ranks; 1 where a rank cannot straggle."""
+        """Measured times over the fitted lines, windows x ranks; 1 for ranks that cannot straggle."""
         columns = zip(self.lines, seen.samples.T, seen.busy_s.T, strict=True)
         slowdowns = np.stack([line.slowdown(*column) for line, *column in columns], axis=1)
         return np.where(self._is_heavy(seen), slowdowns, 1.0)

@@ -1,4 +1,4 @@
-"""Episodes to learn from, and the trajectories that come of them; also those of the learned agents of `stigmergy`.
+"""Episodes to learn from, and their trajectories; also those of the learned agents of `stigmergy`.
 
 All agents of a job have one network and choose each for itself, by what it sees. While they learn they draw, and all by
 the same number in a window: those that see the same choose the same. The job's batch is the mean of their appetites, in

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,8 +18,7 @@ from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
-from dynamix.schemas.messages import Applied, Job, State
-from dynamix.schemas.messages.decisions import REFUSAL_REASONS
+from dynamix.schemas.messages import REFUSAL_REASONS, Applied, Job, State
 from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES, REPORTS
 
 from .deciding.job_log import JobLog
@@ -37,7 +37,7 @@ COUNTERS = {
     "jobs_put_off": "states of jobs that could not wait to be opened, since too many did",
     "states_put_off": "states of jobs that sent more than could be decided: they are read again",
     "profiles_stored": "runs whose knowledge was stored for their job family",
-    "begun_with_profile": "generations that began with what earlier runs of their family taught",
+    "begun_with_profile": "generations that started from what earlier runs of their family learned",
     "profiles_ignored": "generations that could not use their family's profile, each reason once in the log",
     "size_stuck": "times that sizes began to be stuck at a bound",
 }
@@ -47,8 +47,8 @@ OTHER_REASON = "other"
 MAX_OVER = 1000
 STREAMS_EVERY_S = 10.0
 VIOLATIONS_EVERY_S = 1.0
-VIOLATION = b"Violation"
-"""Word in a line of nats-server's log for each refused operation, with the key and the subject."""
+VIOLATION = re.compile(rb"Violation|maximum (subscriptions|connections|account active connections) exceeded")
+"""In a line of nats-server's log for each refused operation; that of a permission names the key and the subject."""
 MAX_READ_BYTES = 16 << 20
 
 
@@ -62,8 +62,8 @@ class NewLines:
             status = path.stat()
             self._inode, self._at = status.st_ino, status.st_size
 
-    def count(self, word: bytes) -> int:
-        """Number of lines since the last call with a word. Raises OSError when the file cannot be read."""
+    def count(self, pattern: re.Pattern[bytes]) -> int:
+        """Number of lines since the last call with a match. Raises OSError when the file cannot be read."""
         with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._at:
@@ -71,7 +71,7 @@ class NewLines:
             file.seek(self._at)
             lines = file.read(MAX_READ_BYTES).rpartition(b"\n")[0]
             self._at += len(lines) + 1 if lines else 0
-        return sum(word in line for line in lines.split(b"\n"))
+        return sum(pattern.search(line) is not None for line in lines.split(b"\n"))
 
 
 @dataclass

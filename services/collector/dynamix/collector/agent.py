@@ -2,7 +2,7 @@
 
 It knows nothing of other nodes but the traces in the cells beside its own, sends nothing to any other agent, and
 remembers nothing: what it left before comes back with the report, as far as it has not evaporated. So any agent may
-die, and a new one goes on where the trace lies.
+die, and a new one continues where the trace lies.
 
     activity  <-  (1 - a) activity + a * samples / compute time         of each of its ranks
     waiting   <-  (1 - a) waiting + a * min(its ranks' least, FADING * those around)
@@ -22,13 +22,13 @@ With the option `learned` the wish is multiplied by a factor that a network choo
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from dynamix.schemas.codec import MalformedMessageError
-from dynamix.schemas.messages import FieldView, Report, SeenTrace, Trace
+from dynamix.schemas.messages import FieldView, Report, Trace
 from dynamix.schemas.policies import STIGMERGY_OPTIONS
 from dynamix.schemas.progress import most_worthwhile, progress
 from dynamix.schemas.sight import Sight
@@ -73,7 +73,11 @@ def trace_of(report: Report, choose: Chooser | None = None) -> Trace | None:
         )
     settings = _settings_of(view)
     keep = 0.0 if view.own is None else (1.0 - settings.evaporation) * view.own.strength
-    waiting_s = _waiting_s(report, view, keep)
+    steps = max(report.totals.num_steps, 1)
+    least_s = [row.sync_time_s / steps for row in report.rows if row.times_split]
+    waiting_s = min([*least_s, *(FADING * seen.waiting_s for seen in view.around)], default=0.0)
+    if view.own is not None:
+        waiting_s = _mixed(view.own.waiting_s, waiting_s, keep)
     return Trace(
         job=report.job,
         generation=report.generation,
@@ -110,14 +114,6 @@ def _activity(report: Report, view: FieldView, keep: float) -> tuple[float, ...]
     return tuple(activity)
 
 
-def _waiting_s(report: Report, view: FieldView, keep: float) -> float:
-    """The least waiting per step: of its own ranks, or of those around."""
-    steps = max(report.totals.num_steps, 1)
-    own = [row.sync_time_s / steps for row in report.rows if row.times_split]
-    least = min([*own, *(FADING * seen.waiting_s for seen in view.around)], default=0.0)
-    return least if view.own is None else _mixed(view.own.waiting_s, least, keep)
-
-
 def _appetite(  # noqa: PLR0917 - the parts of one trace
     report: Report, view: FieldView, settings: _Settings, keep: float, waiting_s: float, choose: Chooser | None
 ) -> float:
@@ -132,8 +128,11 @@ def _appetite(  # noqa: PLR0917 - the parts of one trace
         if factor != 1.0:  # with 1 it is the rule's, to the bit
             wish = min(max(factor * wish, in_force / settings.max_change), in_force * settings.max_change)
     own = wish if view.own is None else _mixed(view.own.appetite, wish, keep)
-    around = _mean_appetite(view.around)
-    return own if around is None else _mixed(around, own, settings.diffusion)
+    strength = sum(seen.strength for seen in view.around)
+    if strength <= 0:
+        return own
+    around = sum(seen.strength * seen.appetite for seen in view.around) / strength  # fresh traces count for more
+    return _mixed(around, own, settings.diffusion)
 
 
 def _wish(report: Report, view: FieldView, settings: _Settings, waiting_s: float) -> float | None:
@@ -159,12 +158,6 @@ def _wish(report: Report, view: FieldView, settings: _Settings, waiting_s: float
     return factors[int(worth.argmax())] * in_force
 
 
-def _mean_appetite(around: Sequence[SeenTrace]) -> float | None:
-    """Mean of the traces, weighted by freshness; `None` if there is none."""
-    strength = sum(seen.strength for seen in around)
-    return sum(seen.strength * seen.appetite for seen in around) / strength if strength > 0 else None
-
-
 def _mixed(before: float, now: float, share: float) -> float:
-    """Exponential moving average."""
+    """Exponential moving average: `share` of the value before, the rest of the value now."""
     return share * before + (1.0 - share) * now

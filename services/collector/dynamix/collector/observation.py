@@ -8,12 +8,9 @@ from dynamix.runtime.service import Context
 from dynamix.schemas.messages import NodeMetrics, RankRow, Report
 
 from .ebpf.probe import SocketProbe
-from .ebpf.traffic import KernelWindow, SocketTraffic
-from .probes import Evidence, WantedProbe, read_network
-from .procfs.intervals import WindowId
-from .procfs.proc import Proc
-from .procfs.readings import Readings
-from .window import Observation
+from .procfs import Proc, Readings, WindowId
+from .traffic import SocketTraffic
+from .window import Observation, Traffic, WantedProbe, read_network
 
 MOST_SAID = 256
 """Different reasons in the log: reports can name any pid."""
@@ -55,23 +52,22 @@ class KernelObserver:
         node = self._readings.node(believed[0] if believed else None, at) if fresh else NodeMetrics()
         if node.interval_s is None and report.window > 0:
             self._num_readings_lost += 1
-        evidence = Evidence(report, node, self._kernel_window(report, fresh=fresh, believed=believed))
+        kernel: Traffic | str
+        if isinstance(self._kernel, str):
+            kernel = self._kernel
+        elif not fresh:
+            kernel = "the report came late"
+        elif len(believed) < len(report.rows):
+            kernel = "a process is not believed: see refused_pids"
+        else:
+            kernel = self._kernel.window(report)
         return Observation(
             systems=systems,
             node=node,
-            network=read_network(evidence, self._context.settings.probe),
+            network=read_network(report, node, self._context.settings.probe, kernel),
             num_readings_lost=self._num_readings_lost,
             refused_pids=tuple(row.pid for row in report.rows if fresh and row.rank not in systems),
         )
-
-    def _kernel_window(self, report: Report, *, fresh: bool, believed: list[RankRow]) -> KernelWindow | str:
-        if isinstance(self._kernel, str):
-            return self._kernel
-        if not fresh:
-            return "the report came late"
-        if len(believed) < len(report.rows):
-            return "a process is not believed: see refused_pids"
-        return self._kernel.window(report)
 
     def _believes(self, row: RankRow, report: Report) -> bool:
         reason = reason_to_refuse(row, self._proc, self._context.settings.uids)

@@ -84,7 +84,7 @@ def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
             raise StartError(f"DYNAMIX_COLLECTOR_PROBE=ebpf: {error}; `dynamix doctor` says how to get it") from error
         context.log.info("no eBPF probe; TCP_INFO and /proc serve", reason=str(error))
         return "not available: see `dynamix doctor`"
-    context.log.info("eBPF probe attached", stale_programs_removed=probe.num_stale_removed)
+    context.log.info("eBPF probe attached")
     return probe
 
 
@@ -157,27 +157,23 @@ class _Collector:
             self._has_room.set()
 
     async def _finish(self, message: BusMessage, outputs: Sequence[InFlight]) -> None:
-        """Wait until the outputs of a report are stored."""
-        if await self._is_stored(outputs):
-            self._waiting.finish(message)
-        self._unstored.release()
-        self._has_changed.set()
-
-    async def _is_stored(self, outputs: Sequence[InFlight]) -> bool:
-        """Wait until all are stored; false when the service is to stop before.
+        """Wait until the outputs of a report are stored; it comes again when the service is to stop before.
 
         When FEED is full, states are retried; metric windows and traces, of which there are newer ones soon, dropped.
         """
-        stored = True
+        are_stored = True
         for output, acknowledged in outputs:
             try:
                 await acknowledged
             except StreamFullError:
                 if isinstance(output, State):
-                    stored = stored and await self._context.publish_when_room(output)
+                    are_stored = are_stored and await self._context.publish_when_room(output)
                 else:
                     self._context.count("windows_shed" if isinstance(output, MetricWindow) else "traces_shed")
-        return stored
+        if are_stored:
+            self._waiting.finish(message)
+        self._unstored.release()
+        self._has_changed.set()
 
     async def _read(self, consumer: Reader) -> None:
         try:
@@ -235,10 +231,14 @@ class _Collector:
         try:
             report = decode(Report, message.subject, message.payload)
             self._note_training(message.subject)
-            window = await self._without_blocking(report, fresh=fresh)
+            window = await self._window(report, fresh=fresh)
             trace = trace_of(report, self._choose)
             outputs: tuple[Message, ...] = (window, state_of(window), *(() if trace is None else (trace,)))
-            packed = [_packed(output) for output in outputs]
+            packed = []
+            for output in outputs:
+                subject, payload = subjects.subject_of(output), encode(output)
+                decode(type(output), subject, payload)  # raises where a reader would not take it
+                packed.append((subject, payload, message_id(output)))
         except (MalformedMessageError, OverflowError) as error:
             await self._context.dead_letter(message, str(error))
             return []
@@ -247,28 +247,22 @@ class _Collector:
         send = self._context.bus.publish_bytes_soon
         return [(output, await send(*parcel)) for output, parcel in zip(outputs, packed, strict=True)]
 
-    async def _without_blocking(self, report: Report, *, fresh: bool) -> MetricWindow:
+    async def _window(self, report: Report, *, fresh: bool) -> MetricWindow:
         """The window of a report; what is read of the kernel is read in a thread.
 
         8 ranks of 300 threads each take 44 ms. A cancelled caller waits for the thread, since the probe is closed next.
         """
-        if report.simulated or not fresh:
-            return self._window(report, fresh=fresh)
-        reading = asyncio.create_task(asyncio.to_thread(self._window, report, fresh=fresh))
+        if report.simulated:
+            return simulated_window(report, self._context.settings.probe)
+
+        def observed() -> MetricWindow:
+            return metric_window(report, self._observer.observe(report, fresh=fresh))
+
+        if not fresh:
+            return observed()
+        reading = asyncio.create_task(asyncio.to_thread(observed))
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:
             await asyncio.gather(reading, return_exceptions=True)
             raise
-
-    def _window(self, report: Report, *, fresh: bool) -> MetricWindow:
-        if report.simulated:
-            return simulated_window(report, self._context.settings.probe)
-        return metric_window(report, self._observer.observe(report, fresh=fresh))
-
-
-def _packed(output: Message) -> tuple[str, bytes, str]:
-    """Subject, bytes and identity. Raises MalformedMessageError or OverflowError when a reader would not take them."""
-    subject, payload = subjects.subject_of(output), encode(output)
-    decode(type(output), subject, payload)
-    return subject, payload, message_id(output)

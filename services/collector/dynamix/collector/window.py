@@ -1,8 +1,12 @@
-"""Makes the metric window from a report and the kernel's readings. Pure: sums become means here, once."""
+"""Makes the metric window from a report and the kernel's readings. Pure: sums become means here, once.
+
+Network metrics come from the first probe that knows the window: eBPF counts every socket that a rank names, TCP_INFO is
+what the ranks read of their own sockets, /proc counts a whole network namespace.
+"""
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -11,26 +15,95 @@ from dynamix.schemas.messages import (
     GlobalMetrics,
     JobTotals,
     MetricWindow,
+    NetworkMetrics,
     NodeMetrics,
+    Probe,
     RankMetrics,
     RankRow,
     Report,
+    SocketCounters,
     SystemMetrics,
     TrainingMetrics,
 )
 
-from .probes import Evidence, Traffic, WantedProbe, read_network
+WantedProbe = Literal["auto", "ebpf", "tcp_info", "proc"]
+
+
+class Traffic(NamedTuple):
+    """Traffic of a node's ranks in a window, as one probe has it."""
+
+    probe: Probe = "none"
+    by_rank: Mapping[int, NetworkMetrics] = {}
+    interval_s: float | None = None
+    """Between two readings of the collector; `None` for what the ranks read themselves."""
+    note: str = ""
+    """Reason why no better probe was used."""
 
 
 class Observation(NamedTuple):
     """Values of a metric window that are not in its report."""
 
-    systems: Mapping[int, SystemMetrics]
+    systems: Mapping[int, SystemMetrics] = {}
     """Process metrics by rank; a missing rank was not observed."""
-    node: NodeMetrics
-    network: Traffic
+    node: NodeMetrics = NodeMetrics()
+    network: Traffic = Traffic()
     num_readings_lost: int = 0
     refused_pids: tuple[int, ...] = ()
+
+
+def read_network(
+    report: Report,
+    node: NodeMetrics,
+    wanted: WantedProbe = "auto",
+    kernel: Traffic | str = "this collector has no eBPF probe",
+) -> Traffic:
+    """The traffic of a window by the first wanted probe that knows it, with the reasons of those that do not.
+
+    Args:
+        report: of the window.
+        node: what the collector read of the machine.
+        wanted: `auto` for the best one.
+        kernel: what eBPF counted, or why it did not.
+    """
+    probes: dict[Probe, Callable[[], Traffic | str]] = {
+        "ebpf": lambda: kernel,
+        "tcp_info": lambda: _tcp_info(report),
+        "proc": lambda: _namespace(report, node),
+    }
+    reasons: list[str] = []
+    for name, probe in probes.items():
+        if wanted in ("auto", name):
+            found = probe()
+            if not isinstance(found, str):
+                return found._replace(note="; ".join(reasons))
+            reasons.append(f"{name}: {found}")
+    return Traffic(note="; ".join(reasons))
+
+
+def _tcp_info(report: Report) -> Traffic | str:
+    """What the ranks read of their own sockets: exact per rank, unprivileged."""
+    by_rank = {}
+    for row in report.rows:
+        now, before = row.sockets, row.sockets_before or SocketCounters(tx_bytes=0, rx_bytes=0, retransmits=0)
+        if now is None:
+            return f"rank {row.rank} has no TCP connection to another rank"
+        by_rank[row.rank] = NetworkMetrics(
+            tx_bytes=max(0, now.tx_bytes - before.tx_bytes),
+            rx_bytes=max(0, now.rx_bytes - before.rx_bytes),
+            retransmits=max(0, now.retransmits - before.retransmits),
+            srtt_us=now.srtt_us,
+        )
+    return Traffic("tcp_info", by_rank)
+
+
+def _namespace(report: Report, node: NodeMetrics) -> Traffic | str:
+    """Counters of the whole network namespace: only where the node has a single rank."""
+    if len(report.rows) != 1:
+        return f"{len(report.rows)} ranks share the node's counters"
+    if node.tx_bytes is None or node.rx_bytes is None or node.retransmits is None or node.interval_s is None:
+        return "no two readings of consecutive windows"
+    traffic = NetworkMetrics(tx_bytes=node.tx_bytes, rx_bytes=node.rx_bytes, retransmits=node.retransmits)
+    return Traffic("proc", {report.rows[0].rank: traffic}, node.interval_s)
 
 
 def metric_window(report: Report, seen: Observation) -> MetricWindow:
@@ -76,10 +149,9 @@ def simulated_window(report: Report, probe: WantedProbe = "auto") -> MetricWindo
         raise MalformedMessageError(
             f"{len(report.simulated)} simulated processes for {len(report.rows)} rows: there must be one for each"
         )
-    node = NodeMetrics()
-    network = read_network(Evidence(report, node), probe)._replace(note="")  # it has no better probe to speak of
+    network = read_network(report, NodeMetrics(), probe)._replace(note="")  # it has no better probe to speak of
     systems = {row.rank: system for row, system in zip(report.rows, report.simulated, strict=True)}
-    return metric_window(report, Observation(systems, node, network))
+    return metric_window(report, Observation(systems, network=network))
 
 
 def _training(row: RankRow, num_steps: int) -> TrainingMetrics:
@@ -104,19 +176,21 @@ def _training(row: RankRow, num_steps: int) -> TrainingMetrics:
 
 def _job_metrics(report: Report) -> GlobalMetrics:
     totals, before = report.totals, report.totals_before
-    loss, accuracy = _loss(totals), _accuracy(totals)
-    noise_scale = _noise_scale(totals)
+    loss, accuracy = _ratio(totals.loss_sum, totals.num_samples), _ratio(totals.num_correct, totals.num_samples)
+    progress, noise_scale = _ratio(report.samples_seen, report.total_samples), _noise_scale(totals)
     return GlobalMetrics(
         global_batch_size=totals.global_batch_size,
         num_samples=totals.num_samples,
         step_time_s=totals.time_s / max(1, totals.num_steps),
         throughput=_ratio(totals.num_samples, totals.time_s),
         loss=loss,
-        loss_change=_difference(loss, None if before is None else _loss(before)),
+        loss_change=_difference(loss, None if before is None else _ratio(before.loss_sum, before.num_samples)),
         accuracy=accuracy,
-        accuracy_change=_difference(accuracy, None if before is None else _accuracy(before)),
+        accuracy_change=_difference(
+            accuracy, None if before is None else _ratio(before.num_correct, before.num_samples)
+        ),
         held_out_accuracy=report.held_out_accuracy,
-        progress=_progress(report),
+        progress=None if progress is None else min(1.0, progress),
         noise_scale=noise_scale,
         sigma_norm_sq=None if noise_scale is None else _ratio(noise_scale, totals.global_batch_size),
         local_drift=None if totals.drift is None else _ratio(totals.drift.spread, totals.drift.moved),
@@ -132,19 +206,6 @@ def _noise_scale(totals: JobTotals) -> float | None:
     if noise is None or noise.squared_norm <= 0 or noise.trace < 0:
         return None
     return _ratio(noise.trace, noise.squared_norm)
-
-
-def _progress(report: Report) -> float | None:
-    progress = _ratio(report.samples_seen, report.total_samples)
-    return None if progress is None else min(1.0, progress)
-
-
-def _loss(totals: JobTotals) -> float | None:
-    return _ratio(totals.loss_sum, totals.num_samples)
-
-
-def _accuracy(totals: JobTotals) -> float | None:
-    return _ratio(totals.num_correct, totals.num_samples)
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:

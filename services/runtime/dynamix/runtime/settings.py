@@ -1,6 +1,7 @@
 """Settings: frozen structs filled from defaults, then the environment, then `--flags`; a misspelt key is an error."""
 
 import ast
+import contextlib
 import hashlib
 import inspect
 import ipaddress
@@ -13,8 +14,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin
-from urllib.parse import SplitResult, urlsplit
+from typing import Any, Generic, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -33,7 +34,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used; the text names its key, its value and what was expected."""
+    """A setting that cannot be used; the message names its key, its value and what was expected."""
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,24 +135,36 @@ class Loaded(NamedTuple, Generic[S]):
     supervisor: Supervisor = Supervisor()
 
 
-def read(struct: type[S], component: str, environ: Mapping[str, str], arguments: Sequence[str] = ()) -> S:
-    """Settings of one component: defaults, overruled by `environ`, overruled by `arguments` (`--field-name value`).
+def read(struct: type[S], component: str, environ: Mapping[str, str], flags: Mapping[str, str] = {}) -> S:
+    """Settings of one component: defaults, overruled by `environ`, overruled by `flags` (texts by name of field).
 
     An empty variable counts as not set. `component` is one of `COMPONENTS`, or "" for what all components share.
 
     Raises:
-        SettingsError: for an unknown key or flag (naming the nearest known one) and for a value that does not fit.
+        SettingsError: for an unknown variable (naming the nearest known one) and for a value that does not fit.
     """
     prefix = _prefix(component)
-    _refuse_unknown_keys(struct, component, environ)
-    given = [(key, environ[key]) for name in struct.__struct_fields__ if environ.get(key := prefix + name.upper())]
-    flags = {_flag(name): name for name in struct.__struct_fields__}
-    given += [(flag, value) for flag, value in parse_arguments(arguments, set(flags))]
-    types = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    known = {PREFIX + name.upper() for name in SharedSettings.__struct_fields__}
+    known |= {prefix + name.upper() for name in struct.__struct_fields__}
+    others = tuple(_prefix(name) for name in COMPONENTS if name != component)
+    for key in sorted(environ):
+        if key.startswith(PREFIX) and key not in known and not key.startswith(others):
+            raise SettingsError(f"unknown setting {key}{suggestion(key, known)}")
     values = {}
-    for key, text in given:
-        name = flags[key] if key in flags else key.removeprefix(prefix).lower()
-        values[name] = _convert(key, text, types[name])
+    for field in msgspec.structs.fields(struct):
+        key = prefix + field.name.upper()
+        text = environ.get(key) or None
+        if field.name in flags:
+            key, text = _flag(field.name), flags[field.name]
+        if text is None:
+            continue
+        is_list = isinstance(field.default, tuple)
+        parts: Any = [part.strip() for part in text.split(",") if part.strip()] if is_list else text
+        try:
+            values[field.name] = msgspec.convert(parts, field.type, strict=False)
+        except msgspec.ValidationError as error:
+            is_secret = any(word in key.upper() for word in ("PASSWORD", "TOKEN"))
+            raise SettingsError(f"{key}={'***' if is_secret else repr(text)}: {error}") from error
     try:
         return struct(**values)
     except ValueError as error:
@@ -159,37 +172,18 @@ def read(struct: type[S], component: str, environ: Mapping[str, str], arguments:
 
 
 def load(component: str, struct: type[S], arguments: Sequence[str]) -> Loaded[S]:
-    """Settings of this process, from its environment and arguments.
+    """Settings of this process, from its environment and arguments (`--flag value`, `--flag=value`, `--flag`: true).
 
     Beside the component's own flags it knows those of `SharedSettings` and, with the prefix `--nats-`, those of
     `BusSettings` except the password, which any user of the machine could read in the list of processes.
 
     Raises:
-        SettingsError: as `read`.
+        SettingsError: as `read`, and for an unknown argument.
     """
-    own = {_flag(name) for name in struct.__struct_fields__}
-    shared = {_flag(name) for name in SharedSettings.__struct_fields__} - own
-    bus = {"--nats-" + _flag(name)[2:] for name in BusSettings.__struct_fields__ if name != "password"} - own
-    pairs = list(parse_arguments(arguments, own | shared | bus))
-    chosen = {
-        names: [f"{flag}={value}" for flag, value in pairs if flag in flags]
-        for names, flags in (("own", own), ("shared", shared), ("bus", bus))
-    }
-    settings = read(struct, component, os.environ, chosen["own"])  # first: it knows the nearest key best
-    return Loaded(
-        shared=read(SharedSettings, "", os.environ, chosen["shared"]),
-        bus=read(BusSettings, "nats", os.environ, [flag.replace("--nats-", "--", 1) for flag in chosen["bus"]]),
-        own=settings,
-        supervisor=read_supervisor(os.environ),
-    )
-
-
-def parse_arguments(arguments: Sequence[str], known: set[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of flag and value from `--flag value` and `--flag=value`; a flag without a value means `true`.
-
-    Raises:
-        SettingsError: for a flag that is not in `known`, and for what is no flag.
-    """
+    owners = ((BusSettings, "--nats-"), (SharedSettings, "--"), (struct, "--"))
+    known = {_flag(name, dashes): (owner, name) for owner, dashes in owners for name in owner.__struct_fields__}
+    del known["--nats-password"]
+    given: dict[type, dict[str, str]] = {owner: {} for owner, _ in owners}
     rest = list(arguments)
     while rest:
         flag, separator, value = rest.pop(0).partition("=")
@@ -197,7 +191,15 @@ def parse_arguments(arguments: Sequence[str], known: set[str]) -> Iterator[tuple
             raise SettingsError(f"unknown argument {flag!r}{suggestion(flag, known)}")
         if not separator:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        yield flag, value
+        owner, name = known[flag]
+        given[owner][name] = value
+    own = read(struct, component, os.environ, given[struct])  # first: it knows the nearest key best
+    return Loaded(
+        shared=read(SharedSettings, "", os.environ, given[SharedSettings]),
+        bus=read(BusSettings, "nats", os.environ, given[BusSettings]),
+        own=own,
+        supervisor=read_supervisor(os.environ),
+    )
 
 
 def node_name(shared: SharedSettings) -> str:
@@ -220,7 +222,7 @@ def help_text(component: str, struct: type[msgspec.Struct]) -> str:
     for owner, owned_by, dashes in owners:
         for one in describe(owner, owned_by):
             is_secret = owner is BusSettings and one.name == "password"
-            flag = "(no flag)" if is_secret else _flag(one.name).replace("--", dashes, 1)
+            flag = "(no flag)" if is_secret else _flag(one.name, dashes)
             lines.append(f"  {flag:<32} {one.variable}, default {one.default or '(empty)'}")
             lines += textwrap.wrap(one.meaning, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
@@ -238,13 +240,20 @@ class DescribedSetting(NamedTuple):
 
 
 def describe(struct: type[msgspec.Struct], component: str) -> Iterator[DescribedSetting]:
-    """The settings of one of `COMPONENTS`, or those that all share for ""."""
-    meanings = _field_docstrings(struct)
+    """The settings of one of `COMPONENTS`, or those that all share for ""; meanings only where there is source."""
+    meanings: dict[str, str] = {}
+    for owner in reversed(struct.__mro__):
+        with contextlib.suppress(OSError, TypeError):
+            body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+            assert isinstance(body, ast.ClassDef)
+            for statements in pairwise(body.body):
+                match statements:
+                    case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
+                        meanings[name] = " ".join(text.split())
     for field in msgspec.structs.fields(struct):
-        default = "required" if field.required else _as_text(field.default)
-        yield DescribedSetting(
-            field.name, _prefix(component) + field.name.upper(), default, meanings.get(field.name, "")
-        )
+        default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
+        variable = _prefix(component) + field.name.upper()
+        yield DescribedSetting(field.name, variable, default, meanings.get(field.name, ""))
 
 
 def password_of(settings: BusSettings) -> str:
@@ -258,7 +267,7 @@ def credential_in(settings: BusSettings) -> Credential | None:
     """The current credential, read now; `None` without one.
 
     Raises:
-        ValueError: when the file cannot be read, or is none; the text names it.
+        ValueError: when the file cannot be read, or is none; the message names it.
     """
     if not settings.creds_file:
         return None
@@ -274,42 +283,29 @@ def tls_context(settings: BusSettings) -> ssl.SSLContext | None:
     """The TLS context: the authority of the broker's certificate, and our own; `None` where no file is named.
 
     Raises:
-        ValueError: when a file cannot be used; the text names it.
+        ValueError: when a file cannot be used; the message names it.
     """
-    if settings.certificate_key_file and not settings.certificate_file:
+    authority, certificate, key = settings.ca_file, settings.certificate_file, settings.certificate_key_file
+    if key and not certificate:
         raise ValueError("DYNAMIX_NATS_CERTIFICATE_KEY_FILE needs DYNAMIX_NATS_CERTIFICATE_FILE: set both, or neither")
-    if not (settings.ca_file or settings.certificate_file):
+    if not (authority or certificate):
         return None
+    named, wrong = f"DYNAMIX_NATS_CA_FILE={authority!r}", "it holds no certificates"
+    fix = "name a file of certificates (PEM)"
     try:
-        if settings.ca_file:
-            check_regular(Path(settings.ca_file))
-        context = ssl.create_default_context(cafile=settings.ca_file or None)
+        if authority:
+            check_regular(Path(authority))
+        context = ssl.create_default_context(cafile=authority or None)
+        if certificate:
+            named = f"DYNAMIX_NATS_CERTIFICATE_FILE={certificate!r} and DYNAMIX_NATS_CERTIFICATE_KEY_FILE={key!r}"
+            wrong, fix = "they do not fit", "name a certificate and its key (PEM, without a pass phrase)"
+            for file in filter(None, (certificate, key)):
+                check_regular(Path(file))
+            context.load_cert_chain(certificate, key or None, password=str)  # else OpenSSL would ask the terminal
     except OSError as error:
-        reason = "it holds no certificates" if isinstance(error, ssl.SSLError) else error.strerror
-        raise ValueError(
-            f"DYNAMIX_NATS_CA_FILE={settings.ca_file!r} cannot be used: {reason}; name a file of certificates (PEM)"
-        ) from error
-    if settings.certificate_file:
-        _load_certificate(context, settings)
-    return context
-
-
-def _load_certificate(context: ssl.SSLContext, settings: BusSettings) -> None:
-    certificate, key = settings.certificate_file, settings.certificate_key_file
-    try:
-        for file in filter(None, (certificate, key)):
-            check_regular(Path(file))
-        context.load_cert_chain(certificate, key or None, password=_no_pass_phrase)
-    except OSError as error:
-        fix = "name a certificate and its key (PEM, without a pass phrase)"
-        reason = "they do not fit" if isinstance(error, ssl.SSLError) else error.strerror
-        named = f"DYNAMIX_NATS_CERTIFICATE_FILE={certificate!r} and DYNAMIX_NATS_CERTIFICATE_KEY_FILE={key!r}"
+        reason = wrong if isinstance(error, ssl.SSLError) else error.strerror
         raise ValueError(f"{named} cannot be used: {reason}; {fix}") from error
-
-
-def _no_pass_phrase() -> str:
-    """Callback for an encrypted key; without it OpenSSL would ask on the terminal."""
-    return ""
+    return context
 
 
 def check_bus(settings: BusSettings) -> None:
@@ -331,25 +327,24 @@ def check_bus(settings: BusSettings) -> None:
 
 def check_url(settings: BusSettings) -> None:
     """Refuse what is no URL, and a broker beyond loopback without credentials. Raises ValueError, naming the host."""
-    for url in settings.url.split(","):
-        parts = urlsplit(url.strip() if "://" in url else f"nats://{url.strip()}")
-        if not _has_address(parts) or ("://" not in url and not re.search(r"[.:]|^localhost$", url.strip())):
+    for url in map(str.strip, settings.url.split(",")):
+        parts = urlsplit(url if "://" in url else f"nats://{url}")
+        try:
+            is_url = bool(parts.hostname) and parts.port != 0 and ("://" in url or re.search(r"[.:]|^localhost$", url))
+        except ValueError:  # a port that is no number, or none that there is
+            is_url = False
+        if not is_url:
             raise ValueError(f"DYNAMIX_NATS_URL: {redact_url(url)!r} is no URL: write nats://host:port")
         if parts.scheme not in {"nats", "tls"}:
             raise ValueError(f"{redact_url(url)}: the bus speaks nats:// and tls:// only")
-        has_credentials = bool(settings.user or settings.creds_file or parts.username)
-        if not has_credentials and not _is_loopback(parts.hostname or ""):
+        host, has_credentials = parts.hostname or "", bool(settings.user or settings.creds_file or parts.username)
+        with contextlib.suppress(ValueError):
+            has_credentials |= ipaddress.ip_address(host).is_loopback
+        if not has_credentials and host != "localhost":
             raise ValueError(
                 f"{redact_url(url)} is not this machine: set DYNAMIX_NATS_CREDS_FILE, or DYNAMIX_NATS_USER and "
                 "DYNAMIX_NATS_PASSWORD_FILE (beyond loopback the bus is never used without credentials)"
             )
-
-
-def _has_address(parts: SplitResult) -> bool:
-    try:
-        return bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # a port that is no number, or none that there is
-        return False
 
 
 def redact_url(text: str) -> str:
@@ -361,63 +356,5 @@ def _prefix(component: str) -> str:
     return f"{PREFIX}{component.upper()}_" if component else PREFIX
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _refuse_unknown_keys(struct: type[msgspec.Struct], component: str, environ: Mapping[str, str]) -> None:
-    shared = {PREFIX + name.upper() for name in SharedSettings.__struct_fields__}
-    own = {_prefix(component) + name.upper() for name in struct.__struct_fields__}
-    others = tuple(_prefix(name) for name in COMPONENTS if name != component)
-    for key in sorted(environ):
-        if key.startswith(PREFIX) and key not in shared | own and not key.startswith(others):
-            raise SettingsError(f"unknown setting {key}{suggestion(key, shared | own)}")
-
-
-def _convert(key: str, text: str, expected: Any) -> Any:
-    value: Any = text
-    if _is_tuple(expected):
-        value = [part.strip() for part in text.split(",") if part.strip()]
-    try:
-        return msgspec.convert(value, expected, strict=False)
-    except msgspec.ValidationError as error:
-        is_secret = any(word in key.upper() for word in ("PASSWORD", "TOKEN"))
-        shown = "***" if is_secret else repr(text)
-        raise SettingsError(f"{key}={shown}: {error}") from error
-
-
-def _is_tuple(annotation: Any) -> bool:
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    return annotation is tuple or get_origin(annotation) is tuple
-
-
-def _as_text(default: Any) -> str:
-    if isinstance(default, tuple):
-        return ",".join(str(part) for part in default)
-    return str(default)
-
-
-def _field_docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Docstrings beneath the fields of a struct and of its bases, from their source; none where there is no source."""
-    found: dict[str, str] = {}
-    for owner in reversed(struct.__mro__):
-        if not issubclass(owner, msgspec.Struct) or owner is msgspec.Struct:
-            continue
-        try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-        except (OSError, TypeError):
-            continue
-        assert isinstance(body, ast.ClassDef)
-        for statements in pairwise(body.body):
-            match statements:
-                case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
-                    found[name] = " ".join(text.split())
-    return found
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _flag(name: str, dashes: str = "--") -> str:
+    return dashes + name.replace("_", "-")

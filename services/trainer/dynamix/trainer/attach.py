@@ -145,82 +145,80 @@ def attach(
     """Attach to a training job; a collective call, after `init_process_group` and wrapping the model.
 
     It replaces `DataLoader` and `DistributedSampler`: iterate over `session.loader`, call `session.step(loss)` after
-    each `optimizer.step()`. Without a bus, or without an action, the job trains on with the sizes it has. A single
-    process needs no process group.
+    each `optimizer.step()`. Without a bus, or without an action, the job keeps its sizes. A single process needs no
+    process group.
 
     Args:
         model: a `DistributedDataParallel` model, a sharded one (FSDP), or one whose gradients a framework averages over
-            ranks (`weighting="loss"`); several as a list. What `torch.compile` and frameworks wrap is found.
-        optimizer: gets its learning rates scaled for the length of each step, by `learning_rate_rule`; or a list.
+            ranks (`weighting="loss"`); several as a list. Wrappers of `torch.compile` and frameworks are removed.
+        optimizer: its learning rates are scaled for the samples of each step, by `learning_rate_rule`; or a list.
         dataset: map-style, with a length; or a stream (`IterableDataset`), which every rank reads as a whole. The same
             on all ranks.
-        local_batch_size: samples per rank and step to begin with: one number, or one per rank.
-        global_batch: `fixed` keeps the sum of the sizes, and so what is optimised: only its division over the ranks
-            follows their speeds. With `adaptive` the policy moves the sum too: schedules and loops that count steps
-            then need `session.schedule`, `session.progress` and `session.num_reference_steps`.
-        micro_batch_size: most samples in one batch, the bound of memory: a rank's step is several batches where it has
-            more, and gradients are added up; call `optimizer.step()` only if `session.sync_gradients`. Do not divide
-            the loss: a `loss / k` left in makes gradients `k` times too small, which nothing can detect.
-        gradient_accumulation_steps: exactly so many batches of each rank in a step, for a script that divides each loss
+        local_batch_size: initial samples per rank and step: one number, or one per rank.
+        global_batch: `fixed` keeps the sum of the sizes; only its division over the ranks follows their speeds. With
+            `adaptive` the policy also changes the sum: schedules and loops that count steps then need
+            `session.schedule`, `session.progress` and `session.num_reference_steps`.
+        micro_batch_size: most samples in one batch, to bound memory. If a rank's share of a step is larger, it comes in
+            several batches; call `optimizer.step()` only if `session.sync_gradients`. Do not divide the loss by the
+            number of batches: gradients would be too small, which cannot be detected.
+        gradient_accumulation_steps: exact number of batches of each rank in a step, for a script that divides each loss
             by it, as frameworks do; instead of `micro_batch_size`.
-        look_ahead: batches that the script fetches before `session.step()` ended the one before, as prefetchers do.
-        name: of the job on the bus, `[a-z0-9-]`; a run id is added. When not given, the script's file name under
-            `dynamix train`, else `training`. `dynamix train --name` and `DYNAMIX_JOB` overrule it.
-        family: what the runs of this training have in common: a name, or `auto` for a fingerprint of script, model,
-            optimizer and data. A run begins with what earlier ones of its family taught, where the policy can (`rule`),
-            and drops it when its first windows disagree. When not given, runs have nothing in common.
+        look_ahead: batches that the script fetches before `session.step()` of the previous one, as prefetchers do.
+        name: name of the job on the bus, `[a-z0-9-]`; a run id is added. Default: the script's file name under
+            `dynamix train`, else `training`. `dynamix train --name` and `DYNAMIX_JOB` override it.
+        family: name of a family of recurring runs, or `auto` for a fingerprint of script, model, optimizer and data. A
+            run starts from what earlier runs of its family learned, if the policy supports it (`rule`), and drops it
+            when its first windows disagree. Default: no family.
         explores: what runs of the family may try out, one thing per run and in two runs at most: `learning_rate` (a
-            factor on the optimizer's), `noise_multiplier` (a factor on the noise scale that the policy decides by),
-            `exchange` (exact gradients where more is permitted). It needs `session.evaluated`, by which runs are
-            compared; a run that falls behind by a quarter goes back to what is known to be best.
-        objective: what these runs are compared by: `time`, or `energy`, the joules of the ranks' GPUs, or on CPUs of
-            their machines' processors. Where a rank cannot read them, nothing attaches.
-        window_steps: k, the steps of a window, measured and decided at once. When not given 10, or 20 and so on where
-            the loader draws further ahead; after the first windows up to 16 times that, so that they last a second.
-        min_local_batch_size: bound of decisions; 0 lets a rank have no samples. When not given, what the model needs:
-            one sample in each batch, or two where it has BatchNorm. Below the size at which a rank's times stop
-            falling, the policies that fit them gain nothing, and do not go.
-        max_local_batch_size: bound of decisions. When not given, twice the largest initial size, or with an adaptive
-            global batch at least 1024.
-        max_lag_windows: actions decided more windows ago than this are refused.
-        base_global_batch_size: what the optimizer's learning rate was chosen for; the initial sum when not given.
+            factor on the optimizer's), `noise_multiplier` (a factor on the noise scale in the policy), `exchange`
+            (exact gradients although more is permitted). Runs are compared by `session.evaluated`; a run that falls
+            behind by a quarter returns to the best known setting.
+        objective: quantity by which these runs are compared: `time`, or `energy`, the joules of the ranks' GPUs, or on
+            CPUs of their machines' processors. If a rank cannot read its energy, attaching fails.
+        window_steps: k, the steps of a window. Default: 10, or a multiple if the loader draws further ahead; after the
+            first windows up to 16 times that, so that they last a second.
+        min_local_batch_size: lower bound of decisions; 0 permits ranks without samples. Default: one sample in each
+            batch, or two if the model has BatchNorm.
+        max_local_batch_size: upper bound of decisions. Default: twice the largest initial size, or at least 1024 with
+            an adaptive global batch.
+        max_lag_windows: older actions, by windows, are refused.
+        base_global_batch_size: global batch size that the learning rate was chosen for. Default: the initial sum.
         learning_rate_rule: `sqrt`, `linear` or `none`, of the global batch size over `base_global_batch_size`.
-        reduction: what the loss does over its samples, `mean` or `sum`.
+        reduction: how the loss combines its samples, `mean` or `sum`.
         weighting: `hook` (DDP), `loss` (call `session.scale_loss`), or `auto` by the model's type.
         base_hook: your own DDP communication hook; it must average over ranks, as torch's do.
         base_hook_state: its state.
-        exchange: what decisions may do to how gradients travel: `exact` keeps every bit of them (only other routes and
-            codecs without loss), `lossy` also rounds them and adds the error to the next step's, `local` also lets
-            ranks make several steps between two averagings. An `Exchange` holds for the whole run instead. It needs our
-            own hook.
-        optimizer_family: `sgd` or `adam` for the reward; from the optimizer's class when not given.
-        policy: name of the policy that shall steer the job; when not given `split`, or `rule` with an adaptive global
-            batch. Under both the ranks divide the global batch by their measured speeds from the first step on, with or
-            without a bus; under `static` nothing ever changes.
+        exchange: what decisions may do to the gradient exchange: `exact` permits other routes and lossless codecs,
+            `lossy` also rounding, with the error added to the next step's gradient, `local` also several steps between
+            two averagings. An `Exchange` sets it for the whole run instead. It needs our own hook.
+        optimizer_family: `sgd` or `adam` for the reward. Default: by the optimizer's class.
+        policy: name of the policy. Default: `split`, or `rule` with an adaptive global batch. Under both the ranks
+            divide the global batch by their measured speeds from the first step on, with or without a bus; under
+            `static` nothing changes.
         policy_options: options of the policy: numbers, or names (`codec`, `route`).
-        seed: of the order of the samples.
+        seed: random seed of the order of the samples.
         shuffle: False uses the samples in the data set's order.
-        drop_last: leave out the end of an epoch that does not fill a step; then not every sample is used.
-        sampler: the samples of each epoch instead of all in a random order: a function of the epoch's number that
-            returns indices, or a sampler of torch (weighted, class-balanced, a subset); used in rank 0, for all ranks.
-            An epoch has as many samples as it draws, and `shuffle` says nothing.
-        token_counts: tokens of each sample that count in its loss, in the data set's order: then batches are made by
+        drop_last: omit the end of an epoch that does not fill a step; then not every sample is used.
+        sampler: order of each epoch: a function from the epoch's number to indices, or a sampler of torch (weighted,
+            class-balanced, a subset); called in rank 0, for all ranks. An epoch has as many samples as it draws, and
+            `shuffle` is ignored.
+        token_counts: tokens of each sample that count in its loss, in the data set's order: batches are then made by
             tokens, and every size, bound and report is in tokens.
-        count_tokens: where only a batch tells: how many of its tokens count in its loss, for example
-            `lambda batch: (batch["labels"] != -100).sum()`; sizes stay what they are.
+        count_tokens: number of tokens of a batch that count in its loss, for example
+            `lambda batch: (batch["labels"] != -100).sum()`; sizes stay in samples.
         noise_every: steps between two measurements of the gradient noise, after 20 of which each is measured; a
             measurement costs two passes over the gradient.
-        noise_decay: of the averages of the gradient noise over windows.
-        memory_caps_path: beside your checkpoint; where a rank that ran out of memory notes its bound.
+        noise_decay: decay of the averages of the gradient noise over windows.
+        memory_caps_path: path beside your checkpoint, at which a rank that ran out of memory stores its bound.
         connect: the bus; None reads `DYNAMIX_NATS_...`, False trains without one; or a transport of your own.
-        loggers: what receives each window's metrics in global rank 0: `tensorboard`, `wandb`, `mlflow`, `csv`, `jsonl`,
+        loggers: receivers of each window's metrics in global rank 0: `tensorboard`, `wandb`, `mlflow`, `csv`, `jsonl`,
             names registered in the entry-point group `dynamix.loggers`, or objects with `log(metrics, *, step)` and
             `close()` such as those of `dynamix.extras.loggers`.
         loader_options: for `torch.utils.data.DataLoader`: num_workers, prefetch_factor, collate_fn, pin_memory, ...
 
     Raises:
-        TypeError: for an argument that is unknown, or of another type than it must have.
-        ValueError: for what cannot work, naming the value, the limit and how to fix it.
+        TypeError: for an unknown argument, or one of the wrong type.
+        ValueError: for an invalid argument; the message has the value, the limit and the fix.
         RuntimeError: when torch.distributed is not initialised, or the model has a communication hook already.
     """
     given = dict(locals())

@@ -29,7 +29,7 @@ from dynamix.cli.arguments import (
     output_directory,
     seed,
 )
-from dynamix.cli.errors import MISUSED, CommandError, explained
+from dynamix.cli.errors import CommandError, explained
 from dynamix.cli.output import write_json
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.cli.source import capture_stored
@@ -39,7 +39,6 @@ from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import DIE_WITH_PARENT, EmbeddedServer
 from dynamix.runtime.extensions import extension_names
-from dynamix.runtime.settings import SettingsError, read
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages.allocation import GlobalBatch
@@ -232,6 +231,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the jobs one after the other; 0 when all reached the target."""
     from dynamix.lab.workloads.datasets import fashion_mnist
 
+    if arguments.dashboard:
+        import dynamix.cli.dashboard.server  # noqa: F401 - fails now where its extra is not installed
     with explained(OSError, ValueError, TimeoutError, TrainingFailedError):
         if arguments.captures is not None:
             arguments.captures.mkdir(parents=True, exist_ok=True)
@@ -249,9 +250,10 @@ def run(arguments: argparse.Namespace) -> int:
         compared = variants(arguments.policy)
         with DemoProgress(plan) as progress:
             progress.write_line(introduction(plan, compared))
-            page = _page(progress.write_line) if arguments.dashboard else None
             try:
-                runs = asyncio.run(run_demo(plan, compared, progress, page=page, captures=arguments.captures))
+                runs = asyncio.run(
+                    run_demo(plan, compared, progress, dashboard=arguments.dashboard, captures=arguments.captures)
+                )
             except asyncio.CancelledError:
                 raise CommandError("ended by SIGTERM", exit_code=128 + signal.SIGTERM) from None
     draw(runs, plan, arguments.png)
@@ -259,32 +261,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"Picture: {arguments.png}", file=sys.stderr)
     write_json({"runs": [run.summary for run in runs]}, arguments.json)
     return 0 if all(run.summary.time_to_target_s is not None for run in runs) else 1
-
-
-Page = Callable[[Bus], contextlib.AbstractAsyncContextManager[None]]
-"""Shows what happens on the bus for as long as its context lasts."""
-
-
-def _page(announce: Callable[[str], None]) -> Page:
-    """The page for a bus, on a free port unless a setting names one.
-
-    Raises CommandError when a setting cannot be used, and ModuleNotFoundError without the extra `dashboard`.
-    """
-    from dynamix.cli.dashboard import DashboardSettings, token_of
-    from dynamix.cli.dashboard.server import served
-
-    given = {name: value for name, value in os.environ.items() if name.startswith("DYNAMIX_") and value}
-    with explained(SettingsError, exit_code=MISUSED):
-        settings = read(DashboardSettings, "dashboard", {"DYNAMIX_DASHBOARD_PORT": "0", **given})
-    token = token_of(settings)
-
-    @contextlib.asynccontextmanager
-    async def shown(bus: Bus) -> AsyncIterator[None]:
-        async with served(bus, settings, token) as server:
-            announce(f"The page: {server.url} (until the demo ends)")
-            yield
-
-    return shown
 
 
 # --- the runs
@@ -299,7 +275,7 @@ async def run_demo(
     compared: Sequence[Variant],
     progress: "DemoProgress",
     *,
-    page: Page | None = None,
+    dashboard: bool = False,
     captures: Path | None = None,
 ) -> list[DemoRun]:
     """Carry out the plan once per variant, one after the other, against the same services.
@@ -315,8 +291,12 @@ async def run_demo(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     runs = []
     async with services(progress.write_line) as running, contextlib.AsyncExitStack() as stack:
-        if page is not None:
-            await stack.enter_async_context(page(running.bus))
+        if dashboard:
+            from dynamix.cli.dashboard import DashboardSettings
+            from dynamix.cli.dashboard.server import served
+
+            server = await stack.enter_async_context(served(running.bus, DashboardSettings(port=0), ""))
+            progress.write_line(f"The page: {server.url} (until the demo ends)")
         for variant in compared:
             job = f"demo-{variant.policy}-{subjects.new_run_id()}"
             runs.append(await run_job(plan, variant, job, running, progress))

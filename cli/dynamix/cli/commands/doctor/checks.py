@@ -244,7 +244,7 @@ async def _services(connection: Bus) -> list[DoctorCheck]:
 
 
 async def is_alive(settings: BusSettings, service: str, environ: Mapping[str, str]) -> bool:
-    """Whether this machine's instance of a service beats and listens to its streams, for health checks."""
+    """Whether this machine's instance of a service sends heartbeats and reads its streams, for health checks."""
     shared = read(SharedSettings, "", environ)
     instance = shared.instance or node_name(shared)
     try:

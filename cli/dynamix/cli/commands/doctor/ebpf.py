@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dynamix.collector.ebpf.attachment import v2_mount
 from dynamix.collector.ebpf.loader import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
-from dynamix.collector.ebpf.probe import open_probe
+from dynamix.collector.ebpf.probe import open_probe, v2_mount
 from dynamix.collector.ebpf.syscall import NUMBERS, ProbeError
-from dynamix.collector.probes import WantedProbe
+from dynamix.collector.window import WantedProbe
 
 from . import DoctorCheck
 from .checks import TCP_INFO

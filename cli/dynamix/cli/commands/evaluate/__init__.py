@@ -67,12 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tuned", metavar="FILE", help="the baselines' settings (default: scenarios/tuned.toml)")
     _add_run_arguments(parser, "dynamix-evaluate.jsonl")
     add_json_argument(parser)
-    add_png_argument(parser, "draw ratios with intervals, and accuracies of one scenario")
-    parser.add_argument(
-        "--curves",
-        metavar="SCENARIO",
-        help="the scenario whose accuracies --png draws (default: the first heterogeneous one)",
-    )
+    add_png_argument(parser, "draw ratios with intervals, and accuracies of the first heterogeneous scenario")
     description = (
         "Choose the baselines' settings on the train scenarios: six settings each, the same scenarios and seeds for "
         "all. Writes the file that `dynamix evaluate` reads them from. Held-out scenarios are never read."

@@ -23,7 +23,7 @@ from dynamix.lab.comparison.rows import (
 )
 from dynamix.lab.comparison.runs import ComparisonCell, Ledger, estimate, fill, plan
 from dynamix.lab.comparison.tuning import EXCHANGE_GRID, FIRST_SEED, GRID, tune
-from dynamix.lab.comparison.verdict import Interval, Verdict, VerdictFamily, VerdictRow, judge, note_on
+from dynamix.lab.comparison.verdict import Interval, Verdict, VerdictRow, judge, note_on
 from dynamix.lab.simulator.episode import EpisodeError, code_digest
 from dynamix.lab.simulator.scenario import (
     TRAIN,
@@ -55,34 +55,45 @@ class PlannedComparison(NamedTuple):
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Run the comparison and show the verdict; an interrupt shows what there is and returns 130."""
+    exit_code = 0
+    # the command that makes these numbers again, without options that do not change them
+    which = ["--scenarios", arguments.scenarios] if arguments.scenarios else ["--suite", arguments.suite]
+    which += ["--rows", arguments.rows] if arguments.rows else ["--policies", arguments.policies]
+    which += [word for text in arguments.policy_file for word in ("--policy-file", text)]
+    which += ["--exchange", arguments.exchange] if arguments.exchange else []
+    which += ["--against", arguments.against] if arguments.against else []
+    command = command_line(*which, "--seeds", arguments.seeds)
     with explained(OSError, ValueError, EpisodeError):
         comparison = planned(arguments)
         suite, rows, tuned, cells, against = comparison
         with Ledger(Path(arguments.results), resume=arguments.resume) as ledger:
-            exit_code = _fill_ledger(comparison, ledger, arguments)
-            command = _command_line(arguments)
+            with RunsProgress() as progress:
+                for warning in _warnings(comparison):
+                    progress.write_line(warning)
+                progress.write_line(estimate(cells, ledger, jobs=arguments.jobs))
+                try:
+                    fill(cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=progress.show_run)
+                except KeyboardInterrupt:
+                    progress.write_line("Interrupted: the verdict is on the finished runs; --resume continues.")
+                    exit_code = INTERRUPTED
             verdict, table = judge(suite, rows, cells, ledger, tuned, command=command, against=against)
         show(verdict, stderr=arguments.json == STANDARD_OUTPUT)
         write_json(verdict, arguments.json)
         if arguments.png is not None:
-            draw(verdict, table, curves_of(arguments, suite), Path(arguments.png))
+            drawn = [*suite.heterogeneous_families, *suite.families][0]
+            draw(verdict, table, suite.families[drawn][0].name, Path(arguments.png))
     return exit_code
-
-
-def _command_line(arguments: argparse.Namespace) -> str:
-    """The command that makes these numbers again, without options that do not change them."""
-    which = ["--scenarios", arguments.scenarios] if arguments.scenarios else ["--suite", arguments.suite]
-    files = [word for text in arguments.policy_file for word in ("--policy-file", text)]
-    how = ["--exchange", arguments.exchange] if arguments.exchange else []
-    against = ["--against", arguments.against] if arguments.against else []
-    which += ["--rows", arguments.rows] if arguments.rows else ["--policies", arguments.policies]
-    return command_line(*which, *files, *how, *against, "--seeds", arguments.seeds)
 
 
 def planned(arguments: argparse.Namespace) -> PlannedComparison:
     """The comparison that the arguments ask for. Raises ValueError when a policy or scenario cannot be used."""
-    suite = _suite(arguments, arguments.suite)
-    files = _policy_files(arguments.policy_file)
+    suite = read_suite(Path(arguments.scenarios)) if arguments.scenarios else suite_named(arguments.suite)
+    files: dict[str, list[str]] = {}
+    for text in arguments.policy_file:
+        name, _, paths = text.partition("=")
+        if not name or not paths:
+            raise MisuseError(f"--policy-file {text!r}: write NAME=PATH[,PATH...]")
+        files.setdefault(name, []).extend(paths.split(","))
     asked = read_rows(Path(arguments.rows), files) if arguments.rows else parse_rows(arguments.policies, files)
     against = parse_rows(arguments.against, files) if arguments.against else ()
     learned = parse_rows(",".join(files), files) if files else ()
@@ -93,25 +104,9 @@ def planned(arguments: argparse.Namespace) -> PlannedComparison:
     of_exchanges = scenario_root() / TUNED_EXCHANGE_FILE
     if arguments.exchange is not None and not arguments.tuned and of_exchanges.exists():
         tuned = tuned.with_choices(read_tuned(of_exchanges))
-    if arguments.png is not None:
-        curves_of(arguments, suite)
     cells = plan(suite, rows, range(arguments.seeds), tuned, crossed=arguments.crossed)
     labels = [row.label for row in (*asked, *against) if row.against or row in against]
     return PlannedComparison(suite, rows, tuned, cells, list(dict.fromkeys(labels)))
-
-
-def _fill_ledger(comparison: PlannedComparison, ledger: Ledger, arguments: argparse.Namespace) -> int:
-    """Run what the ledger does not have; the command's exit code."""
-    with RunsProgress() as progress:
-        for warning in _warnings(comparison):
-            progress.write_line(warning)
-        progress.write_line(estimate(comparison.cells, ledger, jobs=arguments.jobs))
-        try:
-            fill(comparison.cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=progress.show_run)
-        except KeyboardInterrupt:
-            progress.write_line("Interrupted: the verdict is on the finished runs; --resume continues.")
-            return INTERRUPTED
-    return 0
 
 
 def _warnings(comparison: PlannedComparison) -> Iterator[str]:
@@ -133,30 +128,6 @@ def _warnings(comparison: PlannedComparison) -> Iterator[str]:
             yield f"{row.label}: {note}"
 
 
-def curves_of(arguments: argparse.Namespace, suite: Suite) -> str:
-    """The scenario whose accuracies are drawn."""
-    names = [scenario.name for scenario in suite.scenarios]
-    drawn = [*suite.heterogeneous_families, *suite.families][0]
-    name: str = arguments.curves or suite.families[drawn][0].name
-    if name not in names:
-        raise MisuseError(f"--curves {name!r}: suite {suite.name} has {', '.join(names)}")
-    return name
-
-
-def _policy_files(texts: list[str]) -> dict[str, list[str]]:
-    files: dict[str, list[str]] = {}
-    for text in texts:
-        name, equals, paths = text.partition("=")
-        if not equals or not name or not paths:
-            raise MisuseError(f"--policy-file {text!r}: write NAME=PATH[,PATH...]")
-        files.setdefault(name, []).extend(paths.split(","))
-    return files
-
-
-def _suite(arguments: argparse.Namespace, name: str) -> Suite:
-    return read_suite(Path(arguments.scenarios)) if arguments.scenarios else suite_named(name)
-
-
 # --- tables
 
 
@@ -164,7 +135,10 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
     """Print all tables, the most important last."""
     default = verdict.default_policy
     for name, family in verdict.families.items():
-        _print_policies(_family_title(name, family), family.policies, default, stderr=stderr)
+        what = "control: homogeneous" if family.control else "heterogeneous"
+        size = family.best_static_local_batch_size
+        best = "" if size is None else f"; best static is {size} per rank, chosen on {family.chosen_on}"
+        _print_policies(f"{name} ({what}{best})", family.policies, default, stderr=stderr)
     names = ", ".join(verdict.heterogeneous_families) or "all families: none is heterogeneous"
     _print_policies(f"Over {names}, each counted alike", verdict.policies, default, stderr=stderr)
     # the default policy against each baseline, the control family counted like any other in the first column
@@ -174,13 +148,10 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
     ]
     headings: tuple[str, ...] = ("against", "all families", "heterogeneous", "control")
     print_table(headings, headline, left=("against",), title=f"{default}: time over", stderr=stderr)
+    by_family = [{row.policy: row for row in family.policies} for family in verdict.families.values()]
     for base in verdict.against:
         rows = [
-            (
-                row.policy,
-                *(_interval(_row(family.policies, row.policy).against[base]) for family in verdict.families.values()),
-                _interval(row.against[base]),
-            )
+            (row.policy, *(_interval(one[row.policy].against[base]) for one in (*by_family, {row.policy: row})))
             for row in verdict.policies
         ]
         headings = ("policy", *verdict.families, "heterogeneous")
@@ -199,28 +170,24 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
 
 
 def _print_policies(title: str, rows: Sequence[VerdictRow], default: str, *, stderr: bool) -> None:
-    cells = [(f"{row.policy} (default)" if row.policy == default else row.policy, *_cells(row)) for row in rows]
-    full = [row + ("",) * (1 + len(HEADINGS) - len(row)) for row in cells]
-    print_table(("policy", *HEADINGS), full, left=("policy",), title=title, stderr=stderr)
-
-
-def _row(rows: Sequence[VerdictRow], policy: str) -> VerdictRow:
-    return next(row for row in rows if row.policy == policy)
-
-
-def _cells(row: VerdictRow) -> tuple[str, ...]:
-    if row.num_runs == 0:
-        return (row.note or "no runs",)
-    seeds = f" ({row.num_policy_seeds} policies)" if row.num_policy_seeds > 1 else ""
-    return (
-        f"{row.median_time_to_target_s:.1f} s",
-        str(row.misses),
-        f"{row.num_runs}{seeds}",
-        _interval(row.vs_best_static),
-        _interval(row.vs_goodput),
-        formatted(row.accuracy_at_fixed_time, "{:.1%}"),
-        formatted(row.test_accuracy, "{:.1%}"),
-    )
+    cells: list[tuple[str, ...]] = []
+    for row in rows:
+        name = f"{row.policy} (default)" if row.policy == default else row.policy
+        if row.num_runs == 0:
+            cells.append((name, row.note or "no runs", *[""] * (len(HEADINGS) - 1)))
+            continue
+        seeds = f" ({row.num_policy_seeds} policies)" if row.num_policy_seeds > 1 else ""
+        values = (
+            f"{row.median_time_to_target_s:.1f} s",
+            str(row.misses),
+            f"{row.num_runs}{seeds}",
+            _interval(row.vs_best_static),
+            _interval(row.vs_goodput),
+            formatted(row.accuracy_at_fixed_time, "{:.1%}"),
+            formatted(row.test_accuracy, "{:.1%}"),
+        )
+        cells.append((name, *values))
+    print_table(("policy", *HEADINGS), cells, left=("policy",), title=title, stderr=stderr)
 
 
 def _interval(found: Interval | None) -> str:
@@ -232,24 +199,22 @@ def _interval(found: Interval | None) -> str:
     return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]{families}"
 
 
-def _family_title(name: str, family: VerdictFamily) -> str:
-    what = "control: homogeneous" if family.control else "heterogeneous"
-    size = family.best_static_local_batch_size
-    best = "" if size is None else f"; best static is {size} per rank, chosen on {family.chosen_on}"
-    return f"{name} ({what}{best})"
-
-
 # --- tuning
 
 
 def tune_baselines(arguments: argparse.Namespace) -> int:
     """Run all settings and choose; an interrupt chooses nothing."""
-    scenarios = ["--scenarios", arguments.scenarios] if arguments.scenarios else []
-    baselines = ["--baselines", arguments.baselines] if arguments.baselines else []
-    exchange = ["--exchange", arguments.exchange] if arguments.exchange else []
+    named = {name: value for name in ("scenarios", "baselines", "exchange") if (value := getattr(arguments, name))}
+    words = [word for name, value in named.items() for word in (f"--{name}", value)]
     grid = EXCHANGE_GRID if arguments.exchange else GRID
+    output = Path(arguments.output or scenario_root() / (TUNED_EXCHANGE_FILE if arguments.exchange else TUNED_FILE))
     with explained(OSError, ValueError, EpisodeError):
-        suite, output = _suite(arguments, TRAIN), _tuned_file(arguments)
+        if not arguments.output:  # choices for some baselines, or on other scenarios, never replace those for all
+            for option in named.keys() - {"exchange"}:
+                what = f"{output} holds the choices for all baselines on the train scenarios"
+                raise MisuseError(f"--{option} {named[option]}: {what}; name another file with -o")
+            output_files.check(output, TUNED, force=arguments.force)
+        suite = read_suite(Path(arguments.scenarios)) if arguments.scenarios else suite_named(TRAIN)
         with Ledger(Path(arguments.results), resume=arguments.resume) as ledger, RunsProgress() as progress:
             tuned = tune(
                 suite,
@@ -257,36 +222,21 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
                 seeds=range(FIRST_SEED, FIRST_SEED + arguments.seeds),
                 baselines=tuple(arguments.baselines.split(",")) if arguments.baselines else tuple(grid),
                 exchange=arguments.exchange,
-                command=command_line("tune", *scenarios, *baselines, *exchange, "--seeds", arguments.seeds),
+                command=command_line("tune", *words, "--seeds", arguments.seeds),
                 jobs=arguments.jobs,
                 data=arguments.data,
                 on_estimate=progress.write_line,
                 on_progress=progress.show_run,
             )
         write_file(output, to_toml(tuned).encode())
-        headings = ("family", *tuned.overall)
-        rows = [
-            (family, *(_choice(name, choices[name]) for name in tuned.overall))
-            for family, choices in [*tuned.families.items(), ("all", tuned.overall)]
-        ]
-        title, stderr = f"Best of {tuned.num_settings} settings each", arguments.json == STANDARD_OUTPUT
-        print_table(headings, rows, left=headings, title=title, stderr=stderr)
-        write_json(tuned, arguments.json)
+
+    def shown(baseline: str, choice: Choice) -> str:
+        return f"{choice.setting.removeprefix(baseline).lstrip(':@')}: {choice.score_s:.1f} s"
+
+    families = [*tuned.families.items(), ("all", tuned.overall)]
+    rows = [(family, *(shown(name, choices[name]) for name in tuned.overall)) for family, choices in families]
+    headings, stderr = ("family", *tuned.overall), arguments.json == STANDARD_OUTPUT
+    title = f"Best of {tuned.num_settings} settings each"
+    print_table(headings, rows, left=headings, title=title, stderr=stderr)
+    write_json(tuned, arguments.json)
     return 0
-
-
-def _tuned_file(arguments: argparse.Namespace) -> Path:
-    """The file to write: choices for some baselines, or on other scenarios, never replace those for all."""
-    if arguments.output:
-        return Path(arguments.output)
-    path = scenario_root() / (TUNED_EXCHANGE_FILE if arguments.exchange else TUNED_FILE)
-    for option in ("baselines", "scenarios"):
-        if value := getattr(arguments, option):
-            what = f"{path} holds the choices for all baselines on the train scenarios"
-            raise MisuseError(f"--{option} {value}: {what}; name another file with -o")
-    output_files.check(path, TUNED, force=arguments.force)
-    return path
-
-
-def _choice(baseline: str, choice: Choice) -> str:
-    return f"{choice.setting.removeprefix(baseline).lstrip(':@')}: {choice.score_s:.1f} s"

@@ -13,8 +13,7 @@ from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.runtime.bus import Bus, FailoverWait, PermissionDeniedError, StaleWriterError, StreamMissingError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
-from dynamix.schemas.messages import Job, JobProfile
-from dynamix.schemas.messages.decisions import MAX_PROFILE_BYTES
+from dynamix.schemas.messages import MAX_PROFILE_BYTES, Job, JobProfile
 from dynamix.schemas.streams import JOBS, PROFILES
 
 from .job_log import ActionsEndEarlyError, ActionStoreError, checked_action
@@ -86,7 +85,7 @@ class FamilyEnds:
             return f"{newest.action.window + 1} windows, and nothing measured in them"
         if (num_bytes := len(encode(profile))) > MAX_PROFILE_BYTES:
             raise UnusableProfileError(f"{num_bytes} bytes are over the limit of {MAX_PROFILE_BYTES}")
-        await self._bus.publish_profile(profile, expected_last=0 if stored is None else stored.sequence)
+        await self._bus.publish_next(profile, expected_last=0 if stored is None else stored.sequence)
         self._count("profiles_stored")
         self._log.info("stored what the run taught", job=job.job, family=job.family, run=profile.run)
         return ""

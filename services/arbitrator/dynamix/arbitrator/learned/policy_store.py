@@ -123,7 +123,7 @@ class PolicyStore:
             version = free if newest is None else newest.version + 1
             message = PolicyVersion(policy=name, version=version, digest=digest, content=data)
             try:
-                await self._bus.publish_policy(message, expected_last=0 if last is None else last.sequence)
+                await self._bus.publish_next(message, expected_last=0 if last is None else last.sequence)
             except StaleWriterError:  # another writer took this version
                 continue
             return StoredPolicy(name, version, digest, data)
@@ -215,7 +215,7 @@ class PolicySource:
         return self._held[key]
 
     async def _find(self, name: str, version: int | None, digest: bytes | None) -> StoredPolicy:
-        """The bus before the shipped file, with which its learners began; the cache has what the bus may have lost."""
+        """Look for a version in the cache, among the shipped files, and on the bus."""
         shipped = shipped_policy(name)
         if version is not None and digest and (cached := self._store.cached(digest)) is not None:
             return StoredPolicy(name, version, digest, cached)

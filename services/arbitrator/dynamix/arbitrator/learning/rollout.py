@@ -28,7 +28,7 @@ class NothingDecidedError(RolloutError):
 
 
 class Recording(NamedTuple):
-    """The recorded messages of one generation: in any order but for the states, with duplicates and gaps."""
+    """The recorded messages of one generation: unordered except for states, with duplicates and gaps."""
 
     job: Job
     states: Sequence[tuple[int, State]]

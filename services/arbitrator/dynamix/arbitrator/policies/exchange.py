@@ -225,7 +225,7 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         return float(DRIFT_SCALES[job.optimizer_family] * drift**DRIFT_POWER)
 
     def with_loss(self, loss: float) -> "ExchangeMemory":
-        """The memory after a window of such a loss."""
+        """The memory after a window with this drift R, NaN without one."""
         if not math.isfinite(loss):
             return self
         smoothed = loss if math.isnan(self.loss) else self.loss + LOSS_SMOOTHING * (loss - self.loss)
@@ -377,7 +377,7 @@ def is_decided(job: Job) -> bool:
 
 
 def exposure_of(fit: StepTimeFit, model: StepTime | None, obs_WF: Array32) -> WindowExposure:
-    """The exposure of the newest window, once it is in the fit."""
+    """The exposed communication of the newest window, once it is in the fit."""
     measured = np.isfinite(fit.samples_W)
     if model is None or not measured.any():
         return WindowExposure(math.nan, math.nan)

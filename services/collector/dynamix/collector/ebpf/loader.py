@@ -11,9 +11,9 @@ import re
 import socket
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .program import MAPS, MAX_CLOSED, MAX_OPEN, NUM_WAYS, PROGRAMS, SOURCE
+from .probe import MAPS, MAX_CLOSED, MAX_OPEN, NUM_WAYS, PROGRAMS, SOURCE
 
 ARCHITECTURES = {"x86_64": "x86", "aarch64": "arm64", "ppc64le": "powerpc", "s390x": "s390", "riscv64": "riscv"}
 """Names of architectures in the kernel's sources, by uname's."""
@@ -65,31 +65,20 @@ def main(arguments: list[str]) -> int:
 def load(directory: Path, headers: Headers) -> list[int]:
     """Descriptors of the loaded programs and their maps."""
     os.putenv("BCC_KERNEL_SOURCE", str(headers.source))  # BCC's library takes it from nowhere else
-    bcc = _import(directory)
-    include = [f"-I{path}" for path in headers.include_directories(os.uname().machine)]
-    flags = [
-        *include,
-        f"-DMAX_OPEN={MAX_OPEN}",
-        f"-DNUM_WAYS={NUM_WAYS}",
-        f"-DMAX_CLOSED={MAX_CLOSED}",
-        "-Wno-everything",
-    ]
-    compiled = bcc.BPF(src_file=str(SOURCE), cflags=flags)
-    kinds = (bcc.BPF.CGROUP_SKB, bcc.BPF.SOCK_OPS)
-    programs = [compiled.load_func(name, kind).fd for name, kind in zip(PROGRAMS, kinds, strict=True)]
-    return [*programs, *(compiled[name].map_fd for name in MAPS)]
-
-
-def _import(directory: Path) -> Any:
-    """The module of that directory alone: its neighbours would hide the packages of our own environment."""
+    # that directory's module alone: its neighbours would hide the packages of our own environment
     spec = importlib.util.spec_from_file_location(
         "bcc", directory / "__init__.py", submodule_search_locations=[str(directory)]
     )
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules["bcc"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    bcc = sys.modules["bcc"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bcc)
+    flags = [f"-I{path}" for path in headers.include_directories(os.uname().machine)]
+    flags += [f"-DMAX_OPEN={MAX_OPEN}", f"-DNUM_WAYS={NUM_WAYS}", f"-DMAX_CLOSED={MAX_CLOSED}", "-Wno-everything"]
+    compiled = bcc.BPF(src_file=str(SOURCE), cflags=flags)
+    kinds = (bcc.BPF.CGROUP_SKB, bcc.BPF.SOCK_OPS)
+    programs = [compiled.load_func(name, kind).fd for name, kind in zip(PROGRAMS, kinds, strict=True)]
+    return [*programs, *(compiled[name].map_fd for name in MAPS)]
 
 
 def find_bcc() -> Path | None:
@@ -106,10 +95,14 @@ def find_headers(root: Path = Path("/"), system: os.uname_result | None = None) 
 
     Our programs use UAPI structures only, which never change: any kernel's headers will do.
     """
+
+    def version(path: Path) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", path.name)]
+
     system = system or os.uname()
     own = _tree(root / "lib/modules" / system.release / "build", system.machine)
     installed = [*(root / "usr/src").glob("linux-headers-*"), *(root / "usr/src/kernels").glob("*")]
-    others = (_tree(path, system.machine) for path in sorted(installed, key=_version, reverse=True))
+    others = (_tree(path, system.machine) for path in sorted(installed, key=version, reverse=True))
     found = own or next(filter(None, others), None)
     return None if found is None else Headers(*found, own=own is not None)
 
@@ -126,10 +119,6 @@ def _tree(build: Path, machine: str) -> tuple[Path, Path] | None:
     common = build.with_name(build.name.rpartition("-")[0] + "-common")
     source = next((path for path in (build, common) if (path / "include/linux").is_dir()), None)
     return None if source is None else (source, build)
-
-
-def _version(path: Path) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", path.name)]
 
 
 if __name__ == "__main__":

@@ -1,25 +1,57 @@
-"""The probe: load, attach, read. It blocks: half a second to open, 3 us to read a socket."""
+"""The eBPF probe: load, attach, read. It blocks: half a second to open, 3 us to read a socket.
+
+The layouts here and those of `sockets.bpf.c` must be changed together. Links attach the programs (Linux 5.7): they end
+with this process, kill -9 included.
+"""
 
 import os
+import re
 import socket
+import struct
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Self
-
-from dynamix.collector.procfs.proc import Proc
+from typing import NamedTuple, Self
 
 from . import syscall
-from .attachment import Attachment, remove_stale_programs, this_owner, v2_mount
-from .program import COUNTERS, INDEX, KEY, MAPS, MAX_OPEN, NUM_WAYS, NUMBER, OWNER, PROGRAMS, SCATTER, Counters
 from .syscall import ProbeError
+
+SOURCE = Path(__file__).with_name("sockets.bpf.c")
+MAX_OPEN = 131_072
+"""Slots for TCP sockets under the control group, a power of two; 8 MB of kernel memory."""
+NUM_WAYS = 8
+"""Slots that a socket may be in: where it is and the order of the ways are as in the C program."""
+SCATTER = 0x9E3779B97F4A7C15
+MAX_CLOSED = 4096
+"""Closed sockets kept for the next reading, the newest."""
+
+INGRESS, SOCKETS = "dynamix_ingress", "dynamix_sockets"
+PROGRAMS = {INGRESS: syscall.INGRESS, SOCKETS: syscall.SOCK_OPS}
+"""Programs, and where they are attached."""
+MAPS = ("sockets", "closed", "left_out")
 
 LOAD_TIMEOUT_S = 60.0
 _LOADER = f"{__package__}.loader"
 _ERROR_CHARACTERS = 600
 _UID_UNKNOWN = 2**64 - 1
-_MOUNTINFO = Path("/proc/self/mountinfo")
+_KEY, _INDEX = struct.Struct("=Q"), struct.Struct("=I")
+_COUNTERS = struct.Struct("=QQQQQQQQ")
+"""Cookie and owner, then `Counters`, then nothing."""
+_NUMBER = struct.Struct("=Q")
+
+
+class Counters(NamedTuple):
+    """Counters of one socket since its connection began."""
+
+    received_bytes: int
+    acked_bytes: int
+    retransmits: int
+    """Retransmitted segments."""
+    srtt_sum_us: int
+    """Sum of the smoothed round trip times before each of `num_rtts` samples but the first."""
+    num_rtts: int
 
 
 class SocketProbe:
@@ -27,31 +59,28 @@ class SocketProbe:
 
     Args:
         directory: the control group's, version 2: its processes and those of all groups below it.
-        links: see `Attachment`.
+
+    Attributes:
+        programs: descriptors of `PROGRAMS`, in their order.
 
     Raises:
-        ProbeError: when it cannot be loaded or attached; the text says why.
+        ProbeError: when it cannot be loaded or attached; the message has the reason.
     """
 
-    def __init__(self, directory: Path, *, links: bool = True) -> None:
+    def __init__(self, directory: Path) -> None:
         with ExitStack() as stack:
-            self.num_stale_removed = 0
-            with suppress(PermissionError):  # without CAP_SYS_ADMIN; then links are used, which leave nothing
-                self.num_stale_removed = remove_stale_programs(directory, Proc())
             descriptors = _load()
             for descriptor in descriptors:
                 stack.callback(os.close, descriptor)
-            self._programs = tuple(descriptors[: len(PROGRAMS)])
+            self.programs = descriptors[: len(PROGRAMS)]
             maps = dict(zip(MAPS, descriptors[len(PROGRAMS) :], strict=True))
-            self._sockets = syscall.BpfMap(maps["sockets"], INDEX, COUNTERS)
-            self._closed = syscall.BpfMap(maps["closed"], KEY, COUNTERS)
-            self._left_out = syscall.BpfMap(maps["left_out"], INDEX, NUMBER)
+            self._sockets = syscall.BpfMap(maps["sockets"], _INDEX, _COUNTERS)
+            self._closed = syscall.BpfMap(maps["closed"], _KEY, _COUNTERS)
+            self._left_out = syscall.BpfMap(maps["left_out"], _INDEX, _NUMBER)
             try:
-                syscall.BpfMap(maps["owner"], INDEX, OWNER).update(0, *this_owner(Proc()))
-                attachment = Attachment(directory, self._programs, links=links)
+                stack.enter_context(attached(self.programs, directory))
             except OSError as error:
                 raise ProbeError(f"cannot attach to {directory}: {error.strerror}; see `dynamix doctor`") from error
-            stack.callback(attachment.close)
             self._undo = stack.pop_all()
 
     def read(self, cookie: int, uid: int) -> Counters | None:
@@ -59,19 +88,16 @@ class SocketProbe:
 
         `None` when it was opened before the probe or elsewhere, closed long ago, or belongs to another user.
         """
-        found = self._open(cookie) or self._closed.look_up(cookie)
+        for way in range(NUM_WAYS):  # it is nearly always in the first
+            found = self._sockets.look_up(((cookie * SCATTER % 2**64 >> 32) + way) % MAX_OPEN)
+            if found is not None and found[0] == cookie:
+                break
+        else:
+            found = self._closed.look_up(cookie)
         if found is None:
             return None
         _, owner, *counters, _ = found
         return Counters(*counters) if owner in (uid, _UID_UNKNOWN) else None
-
-    def _open(self, cookie: int) -> tuple[int, ...] | None:
-        """The slot of a socket; the first one looked at is nearly always it."""
-        for way in range(NUM_WAYS):
-            found = self._sockets.look_up(((cookie * SCATTER % 2**64 >> 32) + way) % MAX_OPEN)
-            if found is not None and found[0] == cookie:
-                return found
-        return None
 
     def num_left_out(self) -> int:
         """Sockets that were not counted because the table was full."""
@@ -81,7 +107,7 @@ class SocketProbe:
 
     def cost(self) -> dict[str, syscall.ProgramInfo]:
         """The kernel's statistics of each program; its times count while kernel.bpf_stats_enabled is 1."""
-        infos = [syscall.program_info(program) for program in self._programs]
+        infos = [syscall.program_info(program) for program in self.programs]
         return {info.name: info for info in infos}
 
     def close(self) -> None:
@@ -102,21 +128,45 @@ def open_probe(cgroup: str = "") -> SocketProbe:
         ProbeError: saying what is missing.
     """
     try:
-        return SocketProbe(_directory(cgroup))
+        mount = v2_mount(Path("/proc/self/mountinfo").read_text())
+        if mount is None:
+            raise ProbeError("no control groups of version 2 are mounted")
+        directory = Path(cgroup) if cgroup else mount
+        if not (directory / "cgroup.procs").is_file():
+            raise ProbeError(
+                f"{directory} is no control group of version 2: DYNAMIX_COLLECTOR_CGROUP names one under {mount}"
+            )
+        return SocketProbe(directory)
     except OSError as error:
         raise ProbeError(f"{error.filename or cgroup or 'eBPF'}: {error.strerror}") from error
 
 
-def _directory(cgroup: str) -> Path:
-    mount = v2_mount(_MOUNTINFO.read_text())
-    if mount is None:
-        raise ProbeError("no control groups of version 2 are mounted")
-    directory = Path(cgroup) if cgroup else mount
-    if not (directory / "cgroup.procs").is_file():
-        raise ProbeError(
-            f"{directory} is no control group of version 2: DYNAMIX_COLLECTOR_CGROUP names one under {mount}"
-        )
-    return directory
+def v2_mount(mountinfo: str) -> Path | None:
+    """Mount point of the version 2 hierarchy, also beside version 1 (hybrid), by /proc/<pid>/mountinfo (proc(5))."""
+    for line in mountinfo.splitlines():
+        fields, _, kind = line.partition(" - ")
+        if kind.startswith("cgroup2 "):
+            return Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4]))
+    return None
+
+
+@contextmanager
+def opened(directory: Path) -> Iterator[int]:
+    """Descriptor of a control group's directory."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def attached(programs: list[int], directory: Path) -> Iterator[None]:
+    """Attach programs, given in the order of `PROGRAMS`, to a control group until the end of the block."""
+    with ExitStack() as links, opened(directory) as group:
+        for program, kind in zip(programs, PROGRAMS.values(), strict=True):
+            links.callback(os.close, syscall.attach_link(program, group, kind))
+        yield
 
 
 def _load() -> list[int]:
@@ -135,7 +185,12 @@ def _load() -> list[int]:
                 child.kill()
                 raise ProbeError(f"compiling took longer than {LOAD_TIMEOUT_S:g} s") from error
         if child.returncode:
-            raise ProbeError(_reason(complaints.decode(errors="replace"), child.returncode))
+            said = " ".join(complaints.decode(errors="replace").split())[-_ERROR_CHARACTERS:]
+            if "not permitted" in said:
+                raise ProbeError(
+                    "this process may not load programs: it lacks one of CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN"
+                )
+            raise ProbeError(f"cannot load: {said or f'exit code {child.returncode}'}")
         wanted = len(PROGRAMS) + len(MAPS)
         _, descriptors, _, _ = socket.recv_fds(ours, 1, wanted, socket.MSG_CMSG_CLOEXEC)
     if len(descriptors) < wanted:
@@ -143,11 +198,3 @@ def _load() -> list[int]:
             os.close(descriptor)
         raise ProbeError(f"{wanted} descriptors do not fit: raise the limit of open files (RLIMIT_NOFILE)")
     return descriptors
-
-
-def _reason(complaints: str, exit_code: int) -> str:
-    """The loader's error in one sentence; the compiler's own words if it is unknown."""
-    if "not permitted" in complaints:
-        return "this process may not load programs: it lacks one of CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN"
-    said = " ".join(complaints.split())[-_ERROR_CHARACTERS:]
-    return f"cannot load: {said or f'exit code {exit_code}'}"

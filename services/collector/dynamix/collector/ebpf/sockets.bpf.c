@@ -29,12 +29,6 @@ struct counters { /* one line of the processor's cache */
     u64 unused;
 };
 
-struct owner {
-    u64 pid;
-    u64 start_ticks;
-    u64 pid_namespace;
-};
-
 struct segment {
     u32 end; /* sequence number after its payload */
     u32 ack;
@@ -51,14 +45,6 @@ BPF_F_TABLE("array", u32, struct counters, sockets, MAX_OPEN, BPF_F_MMAPABLE);
 BPF_TABLE("lru_hash", u64, struct counters, closed, MAX_CLOSED);
 /* How many sockets found the table full. */
 BPF_TABLE("array", u32, u64, left_out, 1);
-BPF_TABLE("array", u32, struct owner, owner, 1);
-
-/* A program that is found attached leads to the maps it mentions, and so to its owner: see attachment.py. */
-static inline int is_owned(void)
-{
-    u32 zero = 0;
-    return owner.lookup(&zero) != NULL;
-}
 
 static inline struct counters *find_slot(u64 cookie, u64 held)
 {
@@ -143,7 +129,7 @@ int dynamix_ingress(struct __sk_buff *skb)
         counters->acked_bytes = acked_bytes;
     if (tcp->total_retrans > counters->retransmits)
         counters->retransmits = tcp->total_retrans; /* where another program took our callback's flag away */
-    if (counters->uid == UID_UNKNOWN && is_owned())
+    if (counters->uid == UID_UNKNOWN)
         counters->uid = bpf_get_socket_uid(skb);
     return 1;
 }
@@ -164,7 +150,7 @@ static inline void on_open(struct bpf_sock_ops *event)
     struct counters *slot = find(cookie);
     if (!slot)
         slot = find_slot(cookie, 0);
-    if (is_owned() && slot) {
+    if (slot) {
         *slot = fresh;
         ask(event);
         return;

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import struct
-from functools import cache
 from typing import NamedTuple
 
 NUMBERS = {"x86_64": 321, "aarch64": 280, "riscv64": 280, "ppc64le": 361, "s390x": 351}
@@ -12,13 +11,9 @@ NUMBERS = {"x86_64": 321, "aarch64": 280, "riscv64": 280, "ppc64le": 361, "s390x
 INGRESS, SOCK_OPS = 0, 3
 """Types of attachment to a control group (enum bpf_attach_type)."""
 
-_MAP_LOOKUP, _MAP_UPDATE = 1, 2
-_PROG_ATTACH, _PROG_DETACH = 8, 9
-_PROG_GET_FD_BY_ID, _MAP_GET_FD_BY_ID, _OBJ_GET_INFO_BY_FD, _PROG_QUERY, _LINK_CREATE = 13, 14, 15, 16, 28
-_ALLOW_MULTI = 2
+_MAP_LOOKUP, _OBJ_GET_INFO_BY_FD, _PROG_QUERY, _LINK_CREATE = 1, 15, 16, 28
 _MAX_PROGRAMS = 64
 """Most programs that the kernel permits at one place (BPF_CGROUP_MAX_PROGS)."""
-_MAX_MAPS = 64
 _INFO_BYTES = 256
 
 
@@ -30,7 +25,6 @@ class ProgramInfo(NamedTuple):
     """The kernel's record of a loaded program."""
 
     name: str
-    map_ids: tuple[int, ...]
     run_time_ns: int
     """While statistics are on: kernel.bpf_stats_enabled."""
     num_runs: int
@@ -39,16 +33,6 @@ class ProgramInfo(NamedTuple):
 def attach_link(program: int, directory: int, kind: int) -> int:
     """Attach for as long as the returned descriptor lives (Linux 5.7)."""
     return _call(_LINK_CREATE, _attribute("=IIII", program, directory, kind, 0))
-
-
-def attach(program: int, directory: int, kind: int) -> None:
-    """Attach until it is detached, beside what is attached already."""
-    _call(_PROG_ATTACH, _attribute("=IIII", directory, program, kind, _ALLOW_MULTI))
-
-
-def detach(program: int, directory: int, kind: int) -> None:
-    """Undo `attach`."""
-    _call(_PROG_DETACH, _attribute("=IIII", directory, program, kind, 0))
 
 
 def attached(directory: int, kind: int) -> list[int]:
@@ -60,32 +44,12 @@ def attached(directory: int, kind: int) -> list[int]:
     return list(ids[:count])
 
 
-def open_program(identity: int) -> int:
-    """Descriptor of a program (CAP_SYS_ADMIN)."""
-    return _call(_PROG_GET_FD_BY_ID, _attribute("=I", identity))
-
-
-def open_map(identity: int) -> int:
-    """Descriptor of a map (CAP_SYS_ADMIN)."""
-    return _call(_MAP_GET_FD_BY_ID, _attribute("=I", identity))
-
-
 def program_info(program: int) -> ProgramInfo:
     """The kernel's information about a program."""
-    ids = (ctypes.c_uint32 * _MAX_MAPS)()
     info = ctypes.create_string_buffer(_INFO_BYTES)
-    struct.pack_into("=IQ", info, 52, _MAX_MAPS, ctypes.addressof(ids))
     _call(_OBJ_GET_INFO_BY_FD, _attribute("=IIQ", program, _INFO_BYTES, ctypes.addressof(info)))
-    (num_maps,) = struct.unpack_from("=I", info, 52)
     run_time_ns, num_runs = struct.unpack_from("=QQ", info, 192)
-    return ProgramInfo(_name(info.raw[64:80]), tuple(ids[:num_maps]), run_time_ns, num_runs)
-
-
-def map_name(table: int) -> str:
-    """Name of a map."""
-    info = ctypes.create_string_buffer(_INFO_BYTES)
-    _call(_OBJ_GET_INFO_BY_FD, _attribute("=IIQ", table, _INFO_BYTES, ctypes.addressof(info)))
-    return _name(info.raw[24:40])
+    return ProgramInfo(info.raw[64:80].partition(b"\0")[0].decode("ascii", "replace"), run_time_ns, num_runs)
 
 
 class BpfMap:
@@ -93,10 +57,8 @@ class BpfMap:
 
     def __init__(self, descriptor: int, key: struct.Struct, value: struct.Struct) -> None:
         self._key, self._value = key, value
-        self._held_key, self._held_value = (
-            ctypes.create_string_buffer(key.size),
-            ctypes.create_string_buffer(value.size),
-        )
+        self._held_key = ctypes.create_string_buffer(key.size)
+        self._held_value = ctypes.create_string_buffer(value.size)
         addresses = ctypes.addressof(self._held_key), ctypes.addressof(self._held_value)
         self._attribute = _attribute("=I4xQQ", descriptor, *addresses)
 
@@ -109,12 +71,6 @@ class BpfMap:
             return None
         return self._value.unpack_from(self._held_value)
 
-    def update(self, key: int, *fields: int) -> None:
-        """Set a value."""
-        self._key.pack_into(self._held_key, 0, key)
-        self._value.pack_into(self._held_value, 0, *fields)
-        _call(_MAP_UPDATE, self._attribute)
-
 
 def _attribute(layout: str, *values: int) -> ctypes.Array[ctypes.c_char]:
     """Zeros after what is set: a kernel that knows more fields takes them as not given."""
@@ -123,26 +79,15 @@ def _attribute(layout: str, *values: int) -> ctypes.Array[ctypes.c_char]:
     return attribute
 
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_NUMBER = NUMBERS.get(os.uname().machine)
+
+
 def _call(command: int, attribute: ctypes.Array[ctypes.c_char]) -> int:
-    result: int = _libc().syscall(_number(), command, attribute, len(attribute))
+    if _NUMBER is None:
+        raise ProbeError(f"no eBPF on {os.uname().machine}: only on {', '.join(NUMBERS)}")
+    result: int = _LIBC.syscall(_NUMBER, command, attribute, len(attribute))
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return result
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-@cache
-def _number() -> int:
-    machine = os.uname().machine
-    if machine not in NUMBERS:
-        raise ProbeError(f"no eBPF on {machine}: only on {', '.join(NUMBERS)}")
-    return NUMBERS[machine]
-
-
-def _name(raw: bytes) -> str:
-    return raw.partition(b"\0")[0].decode("ascii", "replace")

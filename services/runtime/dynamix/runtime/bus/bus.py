@@ -1,37 +1,51 @@
 """The bus as the services see it: one object per process that publishes, consumes and reads."""
 
 import asyncio
+import collections
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
+import msgspec
+
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.messages import Action, JobProfile, Live, Message, PolicyVersion
-from dynamix.schemas.streams import ACTIONS, POLICIES, PROFILES
+from dynamix.schemas.subjects import BY_STRUCT
 
-from . import requests as asked
 from .connection import BrokerConnection, DeniedCallback
 from .errors import StaleWriterError
 from .follow import Following, Subscription
 from .publish import Publisher
-from .read import DirectReader, DurableReader, Reader, Start, StatisticsByKind
-from .requests import BusMessage, Requests, StreamState
+from .read import DirectReader, DurableReader, Reader, Start
+from .requests import Answer, BusMessage, Requests, StreamState
 
 R = TypeVar("R", DirectReader, DurableReader, Subscription, Following)
+
+
+class _PurgeAnswer(Answer):
+    purged: int = 0
+
+
+class _ApiUse(msgspec.Struct, frozen=True):
+    total: int = 0
+
+
+class _AccountInfo(Answer):
+    api: _ApiUse = _ApiUse()
 
 
 class Bus:
     """One connection to the broker; make it with `Bus.connect`. It belongs to the event loop that made it.
 
     Attributes:
-        statistics: what consumers handed out and what became of it, by kind of message.
+        num_handled: messages that consumers handed out, by kind.
         requests: JetStream's API; only `provision` needs it.
     """
 
     def __init__(self, connection: BrokerConnection) -> None:
         self._connection = connection
-        self.statistics = StatisticsByKind()
+        self.num_handled: collections.Counter[str] = collections.Counter()
         self.requests = Requests(connection)
         self._publisher = Publisher(connection)
         connection.leave_while(lambda: bool(self._publisher.num_late or self.requests.num_late))
@@ -97,7 +111,7 @@ class Bus:
     @property
     def seconds_left(self) -> float | None:
         """Until our credential expires; `None` where it never does."""
-        return self._connection.seconds_left
+        return self._connection.login.seconds_left
 
     @property
     def is_connected(self) -> bool:
@@ -135,39 +149,29 @@ class Bus:
         """Publish bytes as `publish_soon` does a message."""
         return await self._publisher.publish(subject, payload, message_id)
 
-    async def publish_action(self, action: Action, *, expected_last: int) -> int:
-        """Publish an action if `expected_last` is still the last sequence on its subject (0: none); compare-and-set.
+    async def publish_next(self, message: Action | JobProfile | PolicyVersion, *, expected_last: int) -> int:
+        """Publish a message if `expected_last` is still the last sequence on its subject (0: none); compare-and-set.
 
-        An acknowledgement that was lost is no matter: the same action is acknowledged again.
+        An acknowledgement that was lost is no matter: the same message is acknowledged again.
 
         Raises:
-            StaleWriterError: when another action is there.
+            StaleWriterError: when another message is there.
             BusError: as `publish`.
         """
-        return await self._publish_next(ACTIONS.name, action, expected_last)
-
-    async def publish_profile(self, profile: JobProfile, *, expected_last: int) -> int:
-        """Publish a profile if `expected_last` is the last sequence on its subject. Raises as `publish_action`."""
-        return await self._publish_next(PROFILES.name, profile, expected_last)
-
-    async def publish_policy(self, policy: PolicyVersion, *, expected_last: int) -> int:
-        """Publish a policy if `expected_last` is the last sequence on its subject. Raises as `publish_action`."""
-        return await self._publish_next(POLICIES.name, policy, expected_last)
-
-    async def _publish_next(self, stream: str, message: Message, expected_last: int) -> int:
         subject, payload = subjects.subject_of(message), codec.encode(message)
         try:
             return await (await self._publisher.publish(subject, payload, codec.message_id(message), expected_last))
         except StaleWriterError:
             # a retry that comes when the broker has forgotten the first try's identity
-            last = await self.last(stream, subject)
+            last = await self.last(BY_STRUCT[type(message)].carrier, subject)
             if last is not None and last.payload == payload:
                 return last.sequence
             raise
 
     async def purge(self, stream: str, subject: str, *, keep: int = 0) -> int:
         """Remove all messages of a subject but the newest ones to keep; how many. Only an operator's user may."""
-        return await asked.purge_subject(self.requests, stream, subject, keep=keep)
+        which = {"filter": subject, "keep": keep}
+        return (await self.requests.ask(f"STREAM.PURGE.{stream}", which, _PurgeAnswer)).purged
 
     async def publish_live(self, message: Live) -> None:
         """Publish on core NATS, unstored; while disconnected it is dropped and counted."""
@@ -179,15 +183,15 @@ class Bus:
 
     async def last(self, stream: str, subject: str) -> BusMessage | None:
         """The last stored message of a subject, `None` when there is none. Raises as `stream_state`."""
-        return await asked.last_message(self.requests, stream, subject)
+        return await self.requests.find_message(stream, {"last_by_subj": subject})
 
     async def newest(self, stream: str, subject: str) -> BusMessage | None:
         """The last stored message of a subject, from any replica, which may lag; the right can be for one subject."""
-        return await asked.newest_message(self.requests, stream, subject)
+        return await self.requests.newest_message(stream, subject)
 
     async def first(self, stream: str, subject: str, *, start: int = 1) -> BusMessage | None:
         """The first stored message of a subject or filter at or after a sequence. Otherwise as `last`."""
-        return await asked.find_message(self.requests, stream, {"seq": start, "next_by_subj": subject})
+        return await self.requests.find_message(stream, {"seq": start, "next_by_subj": subject})
 
     async def stream_state(self, stream: str) -> StreamState:
         """The state of a stream.
@@ -196,11 +200,14 @@ class Bus:
             StreamMissingError: when there is no such stream.
             BusError: when the broker does not answer in 60 s.
         """
-        return await asked.stream_state(self.requests, stream)
+        return await self.requests.stream_state(stream)
 
     async def count_requests(self) -> int:
-        """Requests of all users that JetStream's API has had since the broker started. Raises as `stream_state`."""
-        return await asked.count_requests(self.requests)
+        """Requests of all users that JetStream's API has had since the broker started. Raises as `stream_state`.
+
+        Requests for messages (MSG.NEXT, DIRECT.GET) are none of the API.
+        """
+        return (await self.requests.ask("INFO", None, _AccountInfo)).api.total
 
     def consume(
         self,
@@ -220,11 +227,11 @@ class Bus:
         `start` counts only when it does not know it yet.
         """
         place = self._connection, self.requests, stream, subjects
-        statistics = self.statistics.of_subjects(*subjects)
-        options: dict[str, Any] = {"start": start, "max_batch": max_batch, "statistics": statistics}
+        counted = {"counters": self._counters, "num_handled": self.num_handled}
+        options: dict[str, Any] = {"start": start, "max_batch": max_batch, **counted}
         if durable is None:
-            return self._admit(DirectReader(*place, counters=self._counters, **options))
-        return self._admit(DurableReader(*place, durable=durable, counters=self._counters, **options))
+            return self._admit(DirectReader(*place, **options))
+        return self._admit(DurableReader(*place, durable=durable, **options))
 
     def follow(self, stream: str, subject: str) -> Following:
         """Follow the newest message of one subject of a stream that announces; nothing is kept for us at the broker.

@@ -2,7 +2,7 @@
 
 nats-py parses the headers of every message, builds an object for it, puts that in a queue and wakes a task that awaits
 a callback: more than half of the cost of receiving a message. `Client` hands each message straight to a handler. All
-that overrides nats-py is in `Client`, `_TlsProtocol` and `_Transport`; `check_nats_py` sees that it still fits. What
+that overrides nats-py is in `Client` and `_Transport`. What
 `BrokerConnection` adds: it reconnects for ever, never in clear where TLS is demanded, and says why it cannot.
 """
 
@@ -12,7 +12,6 @@ import contextlib
 import datetime as dt
 import hashlib
 import hmac
-import inspect
 import logging
 import random
 import re
@@ -40,19 +39,6 @@ logger = logging.getLogger(__name__)
 NOT_YET_VALID, EXPIRED = 9, 10
 OTHER_NAME, OTHER_EMAIL, OTHER_ADDRESS = 62, 63, 64
 """OpenSSL's numbers: X509_V_ERR_... of x509_vfy.h."""
-
-
-def untrusted(error: ssl.SSLCertVerificationError) -> str:
-    """The reason in OpenSSL's words, and the fix."""
-    return f"the broker's certificate is not trusted ({error.verify_message.rstrip('.')}): {_fix(error.verify_code)}"
-
-
-def _fix(code: int) -> str:
-    if code in (NOT_YET_VALID, EXPIRED):
-        return "look at the clocks of both machines, or give the broker a new certificate and restart it"
-    if code in (OTHER_NAME, OTHER_EMAIL, OTHER_ADDRESS):
-        return "name the broker in DYNAMIX_NATS_URL as its certificate does"
-    return "name the certificate of the authority that signed it in DYNAMIX_NATS_CA_FILE"
 
 
 Sign = Callable[[str], bytes]
@@ -150,8 +136,6 @@ _PREFIX = b"NATS/1.0 "
 _PENDING = (b"nats-pending-messages", b"nats-num-pending")
 """Headers with the number of remaining messages, of a request to a consumer and of one to a stream."""
 
-_PARAMETERS = ["self", "sid", "subject", "reply", "data", "headers"]
-
 
 class Client(nats.aio.client.Client):
     """Delivers to `handlers`, by subscription number.
@@ -160,7 +144,6 @@ class Client(nats.aio.client.Client):
     """
 
     def __init__(self) -> None:
-        check_nats_py()
         super().__init__()
         self.handlers: dict[int, Handler] = {}
         self.challenge: Callable[[], tuple[str, Callable[[str], bytes]]] | None = None
@@ -190,27 +173,9 @@ class Client(nats.aio.client.Client):
     async def _process_err(self, err_msg: str) -> None:
         """Reconnect where our key has expired or was revoked: its file may hold another one by now."""
         if USER_AUTHENTICATION in err_msg and not self.is_connecting:
-            await self._process_op_err(nats.errors.AuthorizationError())
+            await self.force_reconnect()
         else:
             await super()._process_err(err_msg)
-
-
-class _TlsProtocol(asyncio.StreamReaderProtocol):
-    """asyncio's stream, told that it is encrypted, which it cannot see of a connection that became so.
-
-    Without that each closed connection is a warning of asyncio's, and each failed handshake a traceback that no caller
-    can retrieve: in the output of somebody's training script.
-    """
-
-    is_up = False
-    """Whether the handshake is over. What makes it fail is raised where it is waited for."""
-
-    def eof_received(self) -> bool:
-        super().eof_received()
-        return False  # an encrypted connection cannot stay half open
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc if self.is_up else None)
 
 
 class _Transport(TcpTransport):
@@ -225,18 +190,17 @@ class _Transport(TcpTransport):
         self._held = b""
 
     async def connect_tls(
-        self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
+        self,
+        uri: str | ParseResult,
+        ssl_context: ssl.SSLContext,
+        buffer_size: int,  # noqa: ARG002 - nats-py passes it
+        connect_timeout: int,
     ) -> None:
+        """Encrypt asyncio's stream: nats-py makes another one, which warns at its end that it is not told so."""
         assert self._io_writer is not None, "connect comes first"
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=buffer_size)
-        protocol = _TlsProtocol(reader)
         host = uri if isinstance(uri, str) else uri.hostname
         async with asyncio.timeout(connect_timeout):
-            tls = await loop.start_tls(self._io_writer.transport, protocol, ssl_context, server_hostname=host)
-        assert tls is not None, "it is open: no other task closes it"
-        protocol.is_up = True
-        self._io_reader, self._io_writer = reader, asyncio.StreamWriter(tls, protocol, reader, loop)
+            await self._io_writer.start_tls(ssl_context, server_hostname=host)
 
     def write(self, payload: bytes) -> None:
         if payload.startswith(b"CONNECT "):
@@ -252,19 +216,6 @@ class _Transport(TcpTransport):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await super().wait_closed()  # type: ignore[no-untyped-call]
-
-
-def check_nats_py() -> None:
-    """See that nats-py still hands messages over where we take them.
-
-    Raises:
-        BusError: when it does not; naming its version.
-    """
-    method = getattr(nats.aio.client.Client, "_process_msg", None)
-    if method is None or list(inspect.signature(method).parameters) != _PARAMETERS:
-        raise BusError(
-            f"nats-py {nats.aio.client.__version__} hands messages over in another way than 2.16: install nats-py 2.16"
-        )
 
 
 class Status(NamedTuple):
@@ -314,9 +265,8 @@ class BrokerConnection:
         counters: what happened so far, by name.
         connected: set while there is a connection.
         inbox: prefix of every subject that this connection listens to for replies (`Login.inbox`).
+        login: our user.
     """
-
-    api = API
 
     def __init__(
         self, settings: BusSettings, name: str, on_closed: Callable[[str], None] | None, *, while_waiting: str = ""
@@ -324,17 +274,15 @@ class BrokerConnection:
         """`while_waiting` follows the warning that there is no broker: what that means and how to fix it."""
         check_bus(settings)
         self._while_waiting = while_waiting
-        self.counters: dict[str, int] = dict.fromkeys(
-            ("errors", "reconnects", "slow_consumer_drops", "permission_denials"), 0
-        )
+        self.counters: dict[str, int] = dict.fromkeys(("reconnects", "permission_denials"), 0)
         self.connected = asyncio.Event()
         self._settings = settings
-        self._login = Login(settings, name)
-        self.inbox = self._login.inbox
+        self.login = Login(settings, name)
+        self.inbox = self.login.inbox
         self._name = name
         self._on_closed = on_closed
         self._client = Client()
-        if self._login.has_key:
+        if self.login.has_key:
             self._client.challenge = self._challenge
         self._wait = True
         self._opened = False
@@ -406,15 +354,6 @@ class BrokerConnection:
     def leave_while(self, is_stalled: Callable[[], bool]) -> None:
         """Go to another server, where there is one, when `is_stalled` for `LEAVE_AFTER_S`."""
         self._is_stalled.append(is_stalled)
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Until our credential expires; `None` where it never does."""
-        return self._login.seconds_left
-
-    def sign_id(self, message_id: str) -> str:
-        """Sign a message's identity with our user's secret."""
-        return self._login.sign_id(message_id)
 
     async def send(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> bool:
         """Hand a message to the socket. False while disconnected: nothing is buffered for later.
@@ -488,8 +427,8 @@ class BrokerConnection:
         options: dict[str, Any] = {}
         if (tls := tls_context(settings)) is not None:  # read at each start: a new authority needs no other settings
             options["tls"] = tls
-        if self._login.user and not self._login.has_key:
-            options |= {"user": self._login.user, "password": self._password}
+        if self.login.user and not self.login.has_key:
+            options |= {"user": self.login.user, "password": self._password}
         await self._client.connect(
             servers=[url.strip() for url in settings.url.split(",")],
             name=self._name,
@@ -510,7 +449,7 @@ class BrokerConnection:
 
     def _challenge(self) -> tuple[str, Sign]:
         """Called before each connection; what signs is called after the server's INFO."""
-        jwt, sign = self._login.challenge()
+        jwt, sign = self.login.challenge()
 
         def sign_unless_clear(nonce: str) -> bytes:
             self._refuse_clear_text()
@@ -527,7 +466,7 @@ class BrokerConnection:
     def _password(self) -> str:
         """Called by nats-py for each connection, after the server's INFO."""
         self._refuse_clear_text()
-        return self._login.password()
+        return self.login.password()
 
     def _next_server(
         self, servers: list[nats.aio.client.Server], _info: dict[str, Any]
@@ -545,55 +484,40 @@ class BrokerConnection:
         return server, wait + random.uniform(0, RECONNECT_WAIT_S)  # noqa: S311 - no secret
 
     async def _on_error(self, error: Exception) -> None:
-        """Error callback of nats-py. Once connected it must never raise: that would end nats-py's read loop."""
+        """Error callback of nats-py; before it is connected, raising here is the one way to make it give up."""
         if not self._opened:
-            self._judge_first_error(error)  # raising here is the one way to make nats-py give up
+            if is_refused_login(error):
+                raise PermissionDeniedError(self.login.refusal()) from error
+            url = redact_url(self._settings.url)
+            if not self._wait or isinstance(error, ssl.SSLCertVerificationError):
+                raise BusError(f"cannot connect to {url}: {describe(error)}") from error
+            if self._is_new_reason(error):
+                meaning = f"; {self._while_waiting}" if self._while_waiting else ""
+                logger.warning("waiting for the broker at %s: %s%s", url, describe(error), meaning)
             return
-        try:
-            self._note_error(error)
-        except Exception:  # whatever it is: raised here it would end nats-py's read loop, and with it the connection
-            logger.exception("error while handling an error of the connection")
-
-    def _judge_first_error(self, error: Exception) -> None:
+        if match := _DENIED.search(str(error)):
+            self.counters["permission_denials"] += 1
+            operation, subject = match[1].lower(), match[2]
+            denial = PermissionDeniedError(
+                f"the broker does not let user {self.login.user!r} {'publish' if operation == 'publish' else 'listen'} "
+                f"to {subject}: its key is for another role, job, node or instance (`dynamix keys list`, SECURITY.md)"
+            )
+            for callback in list(self._on_denied):
+                callback(subject.lower(), denial)
         if is_refused_login(error):
-            raise PermissionDeniedError(self._login.refusal()) from error
-        url = redact_url(self._settings.url)
-        if not self._wait or isinstance(error, ssl.SSLCertVerificationError):
-            raise BusError(f"cannot connect to {url}: {describe(error)}") from error
-        if self._is_new_reason(error):
-            meaning = f"; {self._while_waiting}" if self._while_waiting else ""
-            logger.warning("waiting for the broker at %s: %s%s", url, describe(error), meaning)
+            self._refused_logins += 1
+            if self._refused_logins >= MAX_REFUSED_LOGINS:  # it came back with other users: end, to read ours again
+                self._report_closed(self.login.refusal())
+            return  # the end says why
+        kind = type(error).__name__
+        if self._limit.allow(kind) if self.connected.is_set() else self._is_new_reason(error):
+            logger.warning("bus: %s", describe(error), extra={"suppressed": self._limit.suppressed(kind)})
 
     def _is_new_reason(self, error: Exception) -> bool:
         """Whether this failed attempt to connect tells more than those before it; remembers it."""
         known = describe(error) in self._logged_reasons
         self._logged_reasons.add(describe(error))
         return not known
-
-    def _note_error(self, error: Exception) -> None:
-        self.counters["errors"] += 1
-        if isinstance(error, nats.errors.SlowConsumerError):
-            self.counters["slow_consumer_drops"] += 1
-        if match := _DENIED.search(str(error)):
-            self._note_denial(match[1], match[2])
-        if is_refused_login(error):
-            self._refused_logins += 1
-            if self._refused_logins >= MAX_REFUSED_LOGINS:  # it came back with other users: end, to read ours again
-                self._report_closed(self._login.refusal())
-            return  # the end says why
-        kind = type(error).__name__
-        if self._limit.allow(kind) if self.connected.is_set() else self._is_new_reason(error):
-            logger.warning("bus: %s", describe(error), extra={"suppressed": self._limit.suppressed(kind)})
-
-    def _note_denial(self, operation: str, subject: str) -> None:
-        self.counters["permission_denials"] += 1
-        verb = "publish to" if operation.lower() == "publish" else "listen to"
-        denial = PermissionDeniedError(
-            f"the broker does not let user {self._login.user!r} {verb} {subject}: its key is for another role, job, "
-            "node or instance (`dynamix keys list`, SECURITY.md)"
-        )
-        for callback in list(self._on_denied):
-            callback(subject.lower(), denial)
 
     async def _on_disconnected(self) -> None:
         if (server := self._client._current_server) is not None:  # noqa: SLF001 - nats-py shows it while connected only
@@ -650,14 +574,19 @@ class BrokerConnection:
         self._stalled_at = None
         if len(self._client._server_pool) > 1:  # noqa: SLF001 - nats-py shows it nowhere else
             logger.warning("the server answers and stores nothing; going to another one")
-            await self._client._process_op_err(nats.errors.StaleConnectionError())  # noqa: SLF001 - as its own pings do
+            await self._client.force_reconnect()
 
 
 def describe(error: Exception) -> str:
     """The error in words, without secrets; some of nats-py's have no text."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return untrusted(error)
-    return redact_url(str(error)) or type(error).__name__
+    if not isinstance(error, ssl.SSLCertVerificationError):
+        return redact_url(str(error)) or type(error).__name__
+    fix = "name the certificate of the authority that signed it in DYNAMIX_NATS_CA_FILE"
+    if error.verify_code in (NOT_YET_VALID, EXPIRED):
+        fix = "look at the clocks of both machines, or give the broker a new certificate and restart it"
+    elif error.verify_code in (OTHER_NAME, OTHER_EMAIL, OTHER_ADDRESS):
+        fix = "name the broker in DYNAMIX_NATS_URL as its certificate does"
+    return f"the broker's certificate is not trusted ({error.verify_message.rstrip('.')}): {fix}"
 
 
 async def _never(_message: object) -> None:

@@ -17,7 +17,7 @@ from dynamix.schemas.subjects import announced, covers
 
 from .connection import BrokerConnection
 from .errors import BusError, PermissionDeniedError
-from .requests import BusMessage, Requests, newest_message
+from .requests import BusMessage, Requests
 
 logger = logging.getLogger(__name__)
 
@@ -134,13 +134,10 @@ class Following(_Listener):
         self._subject = subject
         self._newest = b""
         self._look_now = asyncio.Event()
-        self._was_away = True
-        """Since the last look: what was stored meanwhile was announced to others."""
-        self._has_heard = False
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        self._stack.callback(self._connection.when_reconnected(self._on_reconnected))
+        self._stack.callback(self._connection.when_reconnected(self._look_now.set))
         self._looking = asyncio.create_task(self._look())
         return self
 
@@ -155,41 +152,24 @@ class Following(_Listener):
         if (subject, stream, stored) != (self._heard_on.encode(), [self._stream.encode()], [self._subject.encode()]):
             self._warn_of_stranger(b", ".join(stored) or subject)
             return
-        self._has_heard = True
         self._take(payload)
 
-    def _take(self, payload: bytes) -> bool:
-        """Whether it is another message than the last one."""
-        if payload == self._newest:
-            return False
-        self._newest = payload
-        self._queue(BusMessage(self._subject, payload, 0, 0, 0))
-        return True
+    def _take(self, payload: bytes) -> None:
+        if payload != self._newest:
+            self._newest = payload
+            self._queue(BusMessage(self._subject, payload, 0, 0, 0))
 
     async def _look(self) -> None:
         """Look at once, after each reconnection, and every `LOOK_EVERY_S`."""
         while True:
             self._look_now.clear()
-            was_away, self._was_away = self._was_away, False
             try:
-                found = await newest_message(self._requests, self._stream, self._subject)
+                found = await self._requests.newest_message(self._stream, self._subject)
             except BusError as error:
                 self._fail(error)
                 return
-            is_missed = found is not None and self._take(found.payload)
-            if is_missed and not (was_away or self._was_away or self._has_heard):
-                logger.warning(
-                    "%s does not announce what it stores, so that messages on %s come up to %g s late: run "
-                    "`dynamix provision`",
-                    self._stream,
-                    self._subject,
-                    LOOK_EVERY_S,
-                )
-                self._has_heard = True  # once is enough
+            if found is not None:
+                self._take(found.payload)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_EVERY_S):
                     await self._look_now.wait()
-
-    def _on_reconnected(self) -> None:
-        self._was_away = True
-        self._look_now.set()

@@ -19,9 +19,9 @@ from typing import Never, Self
 
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.schemas import codec, subjects
-from dynamix.schemas.kinds import BY_NAME
 from dynamix.schemas.messages import Dead, Live
 from dynamix.schemas.streams import DAY_S
+from dynamix.schemas.subjects import BY_NAME
 
 from .bus import Bus
 from .errors import BusError, PermissionDeniedError
@@ -46,7 +46,7 @@ class Watchdog:
 
     The time is counted in what the watching thread itself lived through: of the time between two of its looks no more
     than two intervals count. A process that was stopped (SIGSTOP, a debugger, a frozen container) or starved of
-    processor time, or a machine that slept, therefore never looks stuck: thread and loop go on together.
+    processor time, or a machine that slept, therefore never looks stuck: thread and loop continue together.
 
     It does not see code that keeps Python's interpreter lock for ever: the thread then waits, too.
 
@@ -100,16 +100,14 @@ class Watchdog:
     def _tick(self) -> None:
         """Run in the loop; `time.monotonic`, as the loop's own time stands still within one turn."""
         now = time.monotonic()
-        self._record_lag(now - self._due)
-        self._num_ticks += 1
-        self._due = now + self._tick_s
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
-
-    def _record_lag(self, lag_s: float) -> None:
+        lag_s = now - self._due
         self._recent_lag_s, self.max_lag_s = max(self._recent_lag_s, lag_s), max(self.max_lag_s, lag_s)
         self.total_lag_s += lag_s
         if lag_s > LAG_LOGGED_S and self._limit.allow("lag"):
             logger.warning("the event loop was blocked for %.1f s: move the work to a thread or process", lag_s)
+        self._num_ticks += 1
+        self._due = now + self._tick_s
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def _watch(self) -> None:
         """Runs in the thread."""
@@ -204,17 +202,13 @@ async def send_heartbeats(
             with contextlib.suppress(BusError):
                 await bus.publish_live(heartbeat())
             if (await asyncio.wait([denied], timeout=HEARTBEAT_S))[0]:
-                raise PermissionDeniedError(f"{denied.result()}; {_of_another(service, node, instance)}")
+                limit = {"collector": f" --node {node}", "reward": f" --instance {instance}"}.get(service, "")
+                raise PermissionDeniedError(
+                    f"{denied.result()}; its login is for another service, node or instance: correct DYNAMIX_NODE or "
+                    f"DYNAMIX_INSTANCE, or give it a key of `dynamix keys create NAME --role {service}{limit}`"
+                )
     finally:
         forget()
-
-
-def _of_another(service: str, node: str, instance: str) -> str:
-    """The fix of a login that is not this service's."""
-    limit = {"collector": f" --node {node}", "reward": f" --instance {instance}"}.get(service, "")
-    made = f"dynamix keys create NAME --role {service}{limit}"
-    wrong = "its login is for another service, node or instance"
-    return f"{wrong}: correct DYNAMIX_NODE or DYNAMIX_INSTANCE, or give it a key of `{made}`"
 
 
 MAX_PAYLOAD_BYTES = 4096
@@ -241,7 +235,6 @@ class DeadLetters:
     async def set_aside(self, message: BusMessage, reason: str) -> None:
         """Set a message aside; never raises."""
         self._count("dead_letters")
-        self._bus.statistics.of_subjects(message.subject).num_errors += 1
         kind, job = tokens_of(message.subject)
         if not self._limit.allow(kind):
             self._count("dead_letters_not_kept")
@@ -253,18 +246,10 @@ class DeadLetters:
             reason=reason[:MAX_TEXT],
             payload=message.payload[:MAX_PAYLOAD_BYTES],
         )
+        place = {"subject": dead.subject, "sequence": message.sequence, "job": job}
+        logger.warning("dead letter: %s", reason, extra=place | {"suppressed": self._limit.suppressed(kind)})
         digest = hashlib.sha256(message.payload).hexdigest()[:16]
         identity = f"dead:{self._service}:{dead.subject}:{message.sequence}:{digest}"
-        logger.warning(
-            "dead letter: %s",
-            reason,
-            extra={
-                "subject": dead.subject,
-                "sequence": message.sequence,
-                "job": job,
-                "suppressed": self._limit.suppressed(kind),
-            },
-        )
         try:
             await self._bus.publish_bytes_soon(subjects.of("dead", kind, job), codec.encode(dead), identity)
         except (BusError, ValueError) as error:

@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from dynamix.schemas.streams import STREAMS, Stream
 from dynamix.schemas.subjects import ROOT, announced, kept_by
 
 from . import Bus
 from .errors import ApiError, BusError, StreamMissingError
-from .requests import stream_config, write_stream
 
 
 class ProvisionError(BusError):
@@ -31,29 +30,41 @@ async def provision(bus: Bus, streams: Sequence[Stream] = STREAMS, *, num_replic
 
 
 async def _provision_one(bus: Bus, stream: Stream, num_replicas: int | None) -> str:
-    wanted = config_of(stream)
+    wanted = _config_of(stream)
     if num_replicas is not None:
         wanted["num_replicas"] = num_replicas
     try:
-        present = await stream_config(bus.requests, stream.name)
+        present = await bus.requests.stream_config(stream.name)
     except StreamMissingError:
-        await _write(bus, "CREATE", {"num_replicas": 1, **wanted})
+        await bus.requests.write_stream("CREATE", {"num_replicas": 1, **wanted})
         return f"{stream.name}: created"
     # JetStream leaves out what is false or zero
     changes = {key: value for key, value in wanted.items() if (present.get(key) or None) != (value or None)}
     if not changes:
         return f"{stream.name}: unchanged"
-    await _write(bus, "UPDATE", {**present, **wanted})
+    try:
+        await bus.requests.write_stream("UPDATE", {**present, **wanted})
+    except ApiError as error:
+        raise ProvisionError(
+            f"stream {stream.name} cannot be made as wanted: {error}. "
+            "What JetStream never changes (storage, retention, a ban on deleting) needs a new stream: "
+            "back it up and delete it, or keep the old setting"
+        ) from error
     shown = ", ".join(f"{key} {json.dumps(present.get(key))} -> {json.dumps(value)}" for key, value in changes.items())
     return f"{stream.name}: updated {shown}"
 
 
-def config_of(stream: Stream) -> dict[str, Any]:
+def _config_of(stream: Stream) -> dict[str, Any]:
     """JetStream's configuration of a stream."""
+    everything = f"{ROOT}.>"
+    # sent again when it is stored: whole messages, or headers only, which say what there is
+    republish = {"src": everything, "dest": announced(everything)} | (
+        {} if stream.announces else {"headers_only": True}
+    )
     return {
         "name": stream.name,
         "subjects": kept_by(stream),
-        "republish": _republished(stream),
+        "republish": republish if stream.announces or stream.hints else None,
         "retention": "limits",
         "storage": "file",
         "discard": stream.discard,
@@ -74,23 +85,3 @@ async def push_accounts(bus: Bus, jwts: Iterable[str]) -> None:
         answer = json.loads(await bus.requests.ask_server("$SYS.REQ.CLAIMS.UPDATE", jwt.encode()))
         if "error" in answer:
             raise BusError(f"the broker refuses an account: {answer['error'].get('description')}")
-
-
-def _republished(stream: Stream) -> dict[str, Any] | None:
-    """What the stream publishes again once it is stored: whole messages, or headers only."""
-    if not (stream.announces or stream.hints):
-        return None
-    everything = f"{ROOT}.>"
-    headers_only = {} if stream.announces else {"headers_only": True}
-    return {"src": everything, "dest": announced(everything), **headers_only}
-
-
-async def _write(bus: Bus, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:
-    try:
-        await write_stream(bus.requests, action, config)
-    except ApiError as error:
-        raise ProvisionError(
-            f"stream {config['name']} cannot be made as wanted: {error}. "
-            "What JetStream never changes (storage, retention, a ban "
-            "on deleting) needs a new stream: back it up and delete it, or keep the old setting"
-        ) from error

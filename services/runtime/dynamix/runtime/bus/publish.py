@@ -12,14 +12,12 @@ import functools
 import itertools
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import msgspec
 
 from dynamix.runtime.rate_limit import RateLimit
-from dynamix.schemas.kinds import KINDS
+from dynamix.schemas.subjects import KINDS
 
 from .connection import NO_RESPONDERS, BrokerConnection, parse_status
 from .errors import (
@@ -63,7 +61,6 @@ INSIST_S = 1.0
 MAX_INSISTENT = 32
 """Most messages in flight that are retried at once; others wait: the disk stalls, or we send too much."""
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 _OF_ONE_SENDER = frozenset(kind.name for kind in KINDS if kind.has_one_sender)
 _SUBJECT = re.compile(r"[^\s.*>\x00-\x1f]+(\.[^\s.*>\x00-\x1f]+)*")
@@ -171,7 +168,6 @@ class Publisher:
         payload: bytes,
         message_id: str,
         expected_last: int | None = None,
-        more_headers: Mapping[str, str] = NO_HEADERS,
     ) -> asyncio.Future[int]:
         """Put a message in flight, waiting while the table is full; the future is its sequence in the stream.
 
@@ -183,7 +179,7 @@ class Publisher:
             BusError: when the connection is closed.
         """
         if message_id.partition(":")[0] in _OF_ONE_SENDER:
-            message_id += SIGNED + self._connection.sign_id(message_id)
+            message_id += SIGNED + self._connection.login.sign_id(message_id)
         size = len(payload) + len(message_id)
         if size > self._connection.max_payload - HEADER_ROOM_BYTES:
             # nats-py checks the payload alone; with headers over the limit the broker cuts the connection for good
@@ -197,7 +193,7 @@ class Publisher:
             await self._room.wait()
         if self._failure is not None:
             raise self._failure
-        headers = {MESSAGE_ID: message_id, **more_headers}
+        headers = {MESSAGE_ID: message_id}
         if expected_last is not None:
             headers[EXPECTED_LAST] = str(expected_last)
         future, now = self._loop.create_future(), self._loop.time()
@@ -282,24 +278,17 @@ class Publisher:
             now = self._loop.time()
             for token, entry in list(self._table.items()):
                 if entry.future.cancelled() or now >= entry.since + BUDGET_S:
-                    self._give_up(token, entry)
+                    error: BusError = PublishError(
+                        f"{entry.subject}: no acknowledgement in {BUDGET_S:g} s, sent {1 + entry.num_retries} times"
+                    )
+                    if entry.no_stream:
+                        error = StreamMissingError(f"no stream takes {entry.subject}: run `dynamix provision`")
+                    self._fail(token, entry, error)
                 elif now >= entry.due and self._connection.connected.is_set():
-                    await self._retransmit(token, entry, now)
-
-    async def _retransmit(self, token: bytes, entry: InFlight, now: float) -> None:
-        entry.num_retries += 1
-        entry.due = now + min(ACK_TIMEOUT_S * 2**entry.num_retries, MAX_ACK_TIMEOUT_S)
-        self.counters["retries"] += 1
-        await self._send(token, entry)
-
-    def _give_up(self, token: bytes, entry: InFlight) -> None:
-        if entry.no_stream:
-            error: BusError = StreamMissingError(f"no stream takes {entry.subject}: run `dynamix provision`")
-        else:
-            error = PublishError(
-                f"{entry.subject}: no acknowledgement in {BUDGET_S:g} s, sent {1 + entry.num_retries} times"
-            )
-        self._fail(token, entry, error)
+                    entry.num_retries += 1
+                    entry.due = now + min(ACK_TIMEOUT_S * 2**entry.num_retries, MAX_ACK_TIMEOUT_S)
+                    self.counters["retries"] += 1
+                    await self._send(token, entry)
 
     def _fail(self, token: bytes, entry: InFlight, error: BusError) -> None:
         self._remove(token, entry)

@@ -3,7 +3,7 @@
 A `Reader` asks for messages, one request at a time, while there is room for them. `DirectReader` asks any copy of the
 stream for what follows a sequence (direct gets): the broker keeps nothing for it. It hears of new messages by what the
 stream sends again when it stores (`Stream.announces`, `Stream.hints`), and looks by itself every second.
-`DurableReader` goes on behind what it acknowledged, which a durable consumer keeps. That is of the kind that serves
+`DurableReader` continues behind what it acknowledged, which a durable consumer keeps. That is of the kind that serves
 one pinned client at a time. So each delivery has a header, `Nats-Pin-Id`: an empty message without headers would end
 the answers to a request where it passes from one account to another. A second process of the same name waits until the
 first one has asked for nothing for `PINNED_S`.
@@ -18,17 +18,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import msgspec
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from dynamix.runtime.rate_limit import RateLimit
-from dynamix.schemas.kinds import BY_NAME
 from dynamix.schemas.subjects import ANY, ROOT, announced, covers
 
-from .connection import NOT_FOUND, REQUEST_EXPIRED, BrokerConnection, parse_status
+from .connection import API, NOT_FOUND, REQUEST_EXPIRED, BrokerConnection, parse_status
 from .errors import (
     CONSUMER_NOT_FOUND,
     ApiError,
@@ -37,54 +35,9 @@ from .errors import (
     PermissionDeniedError,
     SequenceRegressError,
 )
-from .requests import (
-    Answer,
-    BusMessage,
-    FailoverWait,
-    Requests,
-    StreamState,
-    find_message,
-    nanoseconds,
-    stream_state,
-)
+from .requests import Answer, BusMessage, FailoverWait, Requests, StreamState, nanoseconds
 
 logger = logging.getLogger(__name__)
-
-OTHER = "other"
-
-
-@dataclass(slots=True)
-class HandlingStatistics:
-    """Messages of one kind that were handed to the service, and what became of them.
-
-    Attributes:
-        num_messages: handed out.
-        num_errors: of those, set aside because they could not be used.
-        processing_ns: from a batch handed out until the next one was asked for; waiting for acknowledgements included.
-    """
-
-    kind: str
-    num_messages: int = 0
-    num_errors: int = 0
-    processing_ns: int = 0
-
-
-class StatisticsByKind:
-    """One `HandlingStatistics` for each kind that was asked for: at most one per kind."""
-
-    def __init__(self) -> None:
-        self._by_kind: dict[str, HandlingStatistics] = {}
-
-    def of_subjects(self, *subjects: str) -> HandlingStatistics:
-        """Statistics for a subject or some filters; filters of several kinds share one entry."""
-        kinds = {subject.removeprefix(ROOT + ".").partition(".")[0] for subject in subjects}
-        kind = kinds.pop() if len(kinds) == 1 and kinds <= BY_NAME.keys() else OTHER
-        return self._by_kind.setdefault(kind, HandlingStatistics(kind))
-
-    def all(self) -> list[HandlingStatistics]:
-        """List the statistics, sorted by kind."""
-        return [self._by_kind[kind] for kind in sorted(self._by_kind)]
-
 
 MIN_CAPACITY = 4096
 MAX_BUFFERED_BYTES = 8 << 20
@@ -134,16 +87,19 @@ class Reader(ABC):
         stream: str,
         subjects: Sequence[str],
         *,
+        operation: str,
         start: Start,
         max_batch: int = 512,
         counters: dict[str, int],
-        statistics: HandlingStatistics,
+        num_handled: collections.Counter[str],
     ) -> None:
         if max_batch < 1 or not subjects:
             raise ValueError(f"a reader needs at least one subject and max_batch >= 1, not {subjects}, {max_batch}")
         self._connection = connection
         self._requests = requests
         self._stream = stream
+        self._operation = operation
+        """The request for messages, below `API`."""
         self._subjects = tuple(subjects)
         self._start = start
         self._last = 0
@@ -169,8 +125,9 @@ class Reader(ABC):
         self._ended = False
         self._keeper: asyncio.Task[None] | None = None
         self._counters = counters
-        self._statistics = statistics
-        self._handed_out_ns = 0
+        kinds = {subject.removeprefix(ROOT + ".").partition(".")[0] for subject in subjects}
+        self._kind = kinds.pop() if len(kinds) == 1 else "other"
+        self._num_handled = num_handled
         self._stack = AsyncExitStack()
         self._limit = RateLimit(per_s=0.1)
 
@@ -203,9 +160,8 @@ class Reader(ABC):
         """All messages now queued, at least one, at most `max_batch`.
 
         Raises:
-            BusError: when the stream cannot be read any more; the text says why.
+            BusError: when the stream cannot be read any more; the message has the reason.
         """
-        self._note_handled()
         while not self._ended and self._error is None and not self._buffer:
             self._arrived.clear()
             await self._arrived.wait()
@@ -218,8 +174,7 @@ class Reader(ABC):
         self._bytes -= sum(len(message.payload) for message in batch)
         self._taken.set()
         self._counters["received"] += len(batch)
-        self._statistics.num_messages += len(batch)
-        self._handed_out_ns = time.monotonic_ns()
+        self._num_handled[self._kind] += len(batch)
         return batch
 
     async def ack(self, message: BusMessage) -> None:  # noqa: ARG002 - see DurableReader
@@ -234,7 +189,6 @@ class Reader(ABC):
     async def close(self) -> None:
         """Close the reader and its subscription."""
         self.end()
-        self._note_handled()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -242,7 +196,7 @@ class Reader(ABC):
 
     @abstractmethod
     async def _open(self) -> None:
-        """See where to go on. Raises as `_check_stream`."""
+        """See where to continue. Raises as `_check_stream`."""
 
     @abstractmethod
     async def _read_once(self, num_messages: int) -> None:
@@ -292,10 +246,11 @@ class Reader(ABC):
             SequenceRegressError: when it is the same stream and ends before our position.
             BusError: as `Requests.ask`.
         """
-        state, wait = await self._state(self._stream), FailoverWait(self._state, self._stream)
+        ask = self._requests.stream_state
+        state, wait = await ask(self._stream), FailoverWait(ask, self._stream)
         reached = max(self._last, self._seen)
         while self._created in ("", state.created) and reached > state.last_sequence and await wait.pause():
-            state = await self._state(self._stream)
+            state = await ask(self._stream)
         if self._created not in ("", state.created):
             logger.warning("%s was made again: it is read from its beginning", self._stream)
             self._last = self._seen = reached = 0
@@ -315,10 +270,7 @@ class Reader(ABC):
     def _begin_again(self, created_ns: int) -> None:
         """Forget the sequences of the stream that was there before."""
 
-    async def _state(self, stream: str) -> StreamState:
-        return await stream_state(self._requests, stream)
-
-    async def _exchange(self, operation: str, request: dict[str, Any], expires_s: float = 0.0) -> bytes:
+    async def _exchange(self, request: dict[str, Any], expires_s: float = 0.0) -> bytes:
         """Send a request and let `_on_message` take what comes, up to the status that ends it; its headers.
 
         Raises:
@@ -330,7 +282,7 @@ class Reader(ABC):
         self._answered_on = to.encode()
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answer = answer
-        await self._connection.send(self._connection.api + operation, msgspec.json.encode(request), to)
+        await self._connection.send(API + self._operation, msgspec.json.encode(request), to)
         while True:
             before = self._num_answers
             await asyncio.wait([answer], timeout=expires_s + SILENT_S)
@@ -371,18 +323,8 @@ class Reader(ABC):
             self._fail(BusError(f"reading {self._stream} has ended: {error!r}"))
 
     def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
-        if subject in self._deniable():
+        if subject in (f"{self._inbox}.*".lower(), f"{API}{self._operation}".lower()):  # nothing can be read without
             self._fail(denial)
-
-    @abstractmethod
-    def _deniable(self) -> tuple[str, ...]:
-        """Subjects, in small letters, without which nothing can be read."""
-
-    def _note_handled(self) -> None:
-        """Count a batch as handled: the next one is requested."""
-        if self._handed_out_ns:
-            self._statistics.processing_ns += time.monotonic_ns() - self._handed_out_ns
-            self._handed_out_ns = 0
 
 
 class DirectReader(Reader):
@@ -391,7 +333,7 @@ class DirectReader(Reader):
     def __init__(
         self, connection: BrokerConnection, requests: Requests, stream: str, subjects: Sequence[str], **options: Any
     ) -> None:
-        super().__init__(connection, requests, stream, subjects, **options)
+        super().__init__(connection, requests, stream, subjects, operation=f"DIRECT.GET.{stream}", **options)
         self._filter = common_filter(self._subjects)
         self._next = 0
         """The first sequence that may come; 0: not known yet."""
@@ -442,7 +384,7 @@ class DirectReader(Reader):
             request |= {"multi_last": self._subjects, "seq": self._last + 1}
         else:
             request |= {"next_by_subj": self._filter, "seq": self._next}
-        headers = await self._exchange(f"DIRECT.GET.{self._stream}", request)
+        headers = await self._exchange(request)
         status = parse_status(headers)
         if status.code == TOO_MANY:  # each subject's last message then comes behind its earlier ones
             self._wants_newest = False
@@ -477,7 +419,7 @@ class DirectReader(Reader):
     async def _ask_leader(self) -> None:
         which = {"seq": self._next, "next_by_subj": self._filter}
         with suppress(BusError):  # our user may not, or the leader is gone
-            found = await find_message(self._requests, self._stream, which, budget_s=SILENT_S)
+            found = await self._requests.find_message(self._stream, which, SILENT_S)
             if found is None:
                 self._promised = 0  # it is gone
             else:
@@ -528,9 +470,6 @@ class DirectReader(Reader):
     def _interrupt(self, error: BusError) -> None:
         super()._interrupt(error)
         self._heard.set()
-
-    def _deniable(self) -> tuple[str, ...]:
-        return f"{self._inbox}.*".lower(), f"{self._connection.api}DIRECT.GET.{self._stream}".lower()
 
 
 def common_filter(subjects: Sequence[str]) -> str:
@@ -650,11 +589,11 @@ class DurableReader(Reader):
         durable: str,
         **options: Any,
     ) -> None:
-        super().__init__(connection, requests, stream, subjects, **options)
+        operation = f"CONSUMER.MSG.NEXT.{stream}.{durable}"
+        super().__init__(connection, requests, stream, subjects, operation=operation, **options)
         if len(self._subjects) != 1 or self._start == "last_per_subject":
             raise ValueError(f"a durable consumer reads one filter, from 'new', 'all' or a sequence, not {subjects}")
         self._name = durable
-        self._operation = f"CONSUMER.MSG.NEXT.{stream}.{durable}"
         self._pin = ""
         self._next_delivery = 1
         """The consumer's count of its next delivery, which begins at 1 after each reset. A delivery 1 is always taken:
@@ -720,7 +659,7 @@ class DurableReader(Reader):
             "group": GROUP,
             **({"id": self._pin} if self._pin else {}),
         }
-        status = parse_status(await self._exchange(self._operation, request, EXPIRES_S))
+        status = parse_status(await self._exchange(request, EXPIRES_S))
         if status.code == WRONG_PIN:
             self._pin = ""
         elif status.code and status.code not in (NOT_FOUND, REQUEST_EXPIRED) and status.text not in REQUEST_ENDED:
@@ -750,6 +689,3 @@ class DurableReader(Reader):
         self._num_asked -= 1
         if not self._num_asked:
             self._end_exchange(b"")
-
-    def _deniable(self) -> tuple[str, ...]:
-        return f"{self._inbox}.*".lower(), f"{self._connection.api}{self._operation}".lower()

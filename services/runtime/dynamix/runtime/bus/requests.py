@@ -1,7 +1,6 @@
 """Requests to JetStream's API: typed, with one inbox for all answers, failing at once on a denied permission.
 
-Beside `Requests` stand the questions that we ask: the state of a stream and its copies, the newest message of a
-subject. `BusMessage` and `StreamState` are what readers and tools get.
+`BusMessage` and `StreamState` are what readers and tools get.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from .connection import NO_RESPONDERS, NOT_FOUND, BrokerConnection, parse_status
+from .connection import API, NO_RESPONDERS, NOT_FOUND, BrokerConnection, parse_status
 from .errors import (
     MESSAGE_NOT_FOUND,
     STREAM_NOT_FOUND,
@@ -144,6 +143,34 @@ class Answer(msgspec.Struct):
     error: Refusal | None = None
 
 
+class _State(msgspec.Struct):
+    messages: int
+    first_seq: int
+    last_seq: int
+    bytes: int = 0
+    first_ts: str = ""
+    last_ts: str = ""
+    consumer_count: int = 0
+
+
+class _StreamInfo(Answer):
+    state: _State | None = None
+    config: dict[str, Any] = msgspec.field(default_factory=dict)
+    created: str = ""
+    cluster: StreamCopies = StreamCopies()
+
+
+class _StoredMessage(msgspec.Struct):
+    subject: str
+    seq: int
+    time: str
+    data: bytes = b""
+
+
+class _StoredAnswer(Answer):
+    message: _StoredMessage | None = None
+
+
 class _Reply(NamedTuple):
     """An answer: payload and raw headers."""
 
@@ -204,15 +231,6 @@ class Requests:
         payload = b"" if body is None else msgspec.json.encode(body)
         return await self._until_answered(operation, lambda: self._ask_once(operation, payload, answer), budget_s)
 
-    async def ask_directly(self, stream: str, subject: str) -> tuple[bytes, bytes] | None:
-        """Headers and payload of the newest message that a replica holds of a subject, `None` when it holds none.
-
-        A stream that does not exist answers as one that is not ready: nothing; it is asked for `NO_STREAM_S`. Otherwise
-        as `ask`.
-        """
-        operation = f"DIRECT.GET.{stream}.{subject}"
-        return await self._until_answered(operation, lambda: self._ask_directly_once(operation), NO_STREAM_S)
-
     async def ask_server(self, subject: str, payload: bytes) -> bytes:
         """The answer to a request that is not JetStream's, sent once. Raises NoAnswerError, PermissionDeniedError."""
         try:
@@ -222,6 +240,61 @@ class Requests:
         if reply is None:
             raise NoAnswerError(f"no answer to {subject} within {REQUEST_TIMEOUT_S:g} s")
         return reply.payload
+
+    async def stream_state(self, stream: str) -> StreamState:
+        """The state of a stream. Raises StreamMissingError when there is none of this name."""
+        info = await self.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)
+        state = info.state
+        assert state is not None, "the API answers with an error or a state"
+        span_ns = nanoseconds(state.last_ts) - nanoseconds(state.first_ts) if state.messages else 0
+        return StreamState(
+            state.first_seq,
+            state.last_seq,
+            state.messages,
+            state.bytes,
+            span_ns / 1e9,
+            num_consumers=state.consumer_count,
+            num_replicas=info.config.get("num_replicas", 1),
+            copies=info.cluster,
+            created=info.created,
+        )
+
+    async def stream_config(self, stream: str) -> dict[str, Any]:
+        """The stream's configuration. Raises StreamMissingError when there is none of this name."""
+        return (await self.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)).config
+
+    async def write_stream(self, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:
+        """Create or update a stream. Raises ApiError when JetStream refuses."""
+        await self.ask(f"STREAM.{action}.{config['name']}", config, _StreamInfo)
+
+    async def find_message(self, stream: str, which: dict[str, Any], budget_s: float = BUDGET_S) -> BusMessage | None:
+        """The message that STREAM.MSG.GET finds, `None` when there is none; the stream's leader is asked.
+
+        A follower may lag, and a writer that restarts from an old message would only learn so when its compare-and-set
+        fails.
+        """
+        try:
+            answer = await self.ask(f"STREAM.MSG.GET.{stream}", which, _StoredAnswer, budget_s=budget_s)
+        except ApiError as error:
+            if error.err_code == MESSAGE_NOT_FOUND:
+                return None
+            raise
+        stored = answer.message
+        assert stored is not None, "the API answers with an error or a message"
+        return BusMessage(stored.subject, stored.data, stored.seq, nanoseconds(stored.time), 0)
+
+    async def newest_message(self, stream: str, subject: str) -> BusMessage | None:
+        """The last message of a subject, from any replica, which may lag behind the leader; `None` when there is none.
+
+        The subject stands in the request's own subject, so that permissions can limit it to one job. A stream that does
+        not exist answers as one that is not ready: nothing; it is asked for `NO_STREAM_S`. Otherwise as `ask`.
+        """
+        operation = f"DIRECT.GET.{stream}.{subject}"
+        found = await self._until_answered(operation, lambda: self._ask_directly_once(operation), NO_STREAM_S)
+        if found is None:
+            return None
+        _, _, place = found.headers.rpartition(b"\r\nNats-Sequence:")  # the sender may have written one before
+        return BusMessage(subject, found.payload, int(place.partition(b"\r\n")[0]), 0, 0, found.headers)
 
     async def _until_answered(self, operation: str, once: Callable[[], Awaitable[T]], budget_s: float = BUDGET_S) -> T:
         begun, number = time.monotonic(), next(self._tokens)
@@ -240,7 +313,7 @@ class Requests:
             del self._asked_at[number]
 
     async def _ask_once(self, operation: str, payload: bytes, answer: type[A]) -> A:
-        reply = await self._round_trip(self._connection.api + operation, payload)
+        reply = await self._round_trip(API + operation, payload)
         if reply is None:
             raise ApiError(f"{operation}: JetStream does not answer (is it enabled?)", 503, 0)
         result = msgspec.json.decode(reply.payload, type=answer)
@@ -251,8 +324,8 @@ class Requests:
             raise ApiError(text, result.error.code, result.error.err_code)
         return result
 
-    async def _ask_directly_once(self, operation: str) -> tuple[bytes, bytes] | None:
-        reply = await self._round_trip(self._connection.api + operation, b"")
+    async def _ask_directly_once(self, operation: str) -> _Reply | None:
+        reply = await self._round_trip(API + operation, b"")
         if reply is None:
             raise ApiError(f"{operation}: no such stream answers (run `dynamix provision`)", UNAVAILABLE, 0)
         status = parse_status(reply.headers)
@@ -260,7 +333,7 @@ class Requests:
             return None
         if status.code:
             raise ApiError(f"{operation}: {status.text} (code {status.code})", status.code, 0)
-        return reply.headers, reply.payload
+        return reply
 
     async def _round_trip(self, subject: str, payload: bytes) -> _Reply | None:
         """The answer, `None` when no server listens."""
@@ -301,125 +374,6 @@ class Requests:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # who asked may have ended
-
-
-class _State(msgspec.Struct):
-    messages: int
-    first_seq: int
-    last_seq: int
-    bytes: int = 0
-    first_ts: str = ""
-    last_ts: str = ""
-    consumer_count: int = 0
-
-
-class _StreamInfo(Answer):
-    state: _State | None = None
-    config: dict[str, Any] = msgspec.field(default_factory=dict)
-    created: str = ""
-    cluster: StreamCopies = StreamCopies()
-
-
-class _StoredMessage(msgspec.Struct):
-    subject: str
-    seq: int
-    time: str
-    data: bytes = b""
-
-
-class _StoredAnswer(Answer):
-    message: _StoredMessage | None = None
-
-
-class _PurgeAnswer(Answer):
-    purged: int = 0
-
-
-class _ApiUse(msgspec.Struct, frozen=True):
-    total: int = 0
-
-
-class _AccountInfo(Answer):
-    api: _ApiUse = _ApiUse()
-
-
-async def purge_subject(requests: Requests, stream: str, subject: str, *, keep: int = 0) -> int:
-    """Remove all messages of a subject but the newest ones to keep; how many. Raises StreamMissingError."""
-    return (await requests.ask(f"STREAM.PURGE.{stream}", {"filter": subject, "keep": keep}, _PurgeAnswer)).purged
-
-
-async def stream_state(requests: Requests, stream: str) -> StreamState:
-    """The state of a stream. Raises StreamMissingError when there is none of this name."""
-    info = await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)
-    state = info.state
-    assert state is not None, "the API answers with an error or a state"
-    span_ns = nanoseconds(state.last_ts) - nanoseconds(state.first_ts) if state.messages else 0
-    return StreamState(
-        state.first_seq,
-        state.last_seq,
-        state.messages,
-        state.bytes,
-        span_ns / 1e9,
-        num_consumers=state.consumer_count,
-        num_replicas=info.config.get("num_replicas", 1),
-        copies=info.cluster,
-        created=info.created,
-    )
-
-
-async def count_requests(requests: Requests) -> int:
-    """Number of requests of all users of our account to JetStream's API since the broker started.
-
-    Requests for messages (MSG.NEXT, DIRECT.GET) are none of the API.
-    """
-    return (await requests.ask("INFO", None, _AccountInfo)).api.total
-
-
-async def stream_config(requests: Requests, stream: str) -> dict[str, Any]:
-    """The stream's configuration. Raises StreamMissingError when there is none of this name."""
-    return (await requests.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)).config
-
-
-async def write_stream(requests: Requests, action: Literal["CREATE", "UPDATE"], config: dict[str, Any]) -> None:
-    """Create or update a stream. Raises ApiError when JetStream refuses."""
-    await requests.ask(f"STREAM.{action}.{config['name']}", config, _StreamInfo)
-
-
-async def last_message(requests: Requests, stream: str, subject: str) -> BusMessage | None:
-    """The last message of a subject, `None` when there is none."""
-    return await find_message(requests, stream, {"last_by_subj": subject})
-
-
-async def find_message(
-    requests: Requests, stream: str, which: dict[str, Any], *, budget_s: float = BUDGET_S
-) -> BusMessage | None:
-    """The message that STREAM.MSG.GET finds, `None` when there is none; the stream's leader is asked, not any replica.
-
-    A follower may lag, and a writer that restarts from an old message would only learn so when its compare-and-set
-    fails.
-    """
-    try:
-        answer = await requests.ask(f"STREAM.MSG.GET.{stream}", which, _StoredAnswer, budget_s=budget_s)
-    except ApiError as error:
-        if error.err_code == MESSAGE_NOT_FOUND:
-            return None
-        raise
-    stored = answer.message
-    assert stored is not None, "the API answers with an error or a message"
-    return BusMessage(stored.subject, stored.data, stored.seq, nanoseconds(stored.time), 0)
-
-
-async def newest_message(requests: Requests, stream: str, subject: str) -> BusMessage | None:
-    """The last message of a subject, from any replica, which may lag behind the leader; `None` when there is none.
-
-    The subject stands in the request's own subject, so that permissions can limit it to one job.
-    """
-    found = await requests.ask_directly(stream, subject)
-    if found is None:
-        return None
-    headers, payload = found
-    _, _, place = headers.rpartition(b"\r\nNats-Sequence:")  # the sender may have written one before the broker's
-    return BusMessage(subject, payload, int(place.partition(b"\r\n")[0]), 0, 0, headers)
 
 
 def nanoseconds(time: str) -> int:

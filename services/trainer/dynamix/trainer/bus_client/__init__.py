@@ -2,7 +2,7 @@
 
 The bus client is a daemon thread with an event loop of its own. The training thread only appends to a bounded outbox
 and reads a bounded inbox. Whatever happens to the bus - away, slow, closed, refused - happens in this thread; training
-goes on with the last sizes.
+continues with the last sizes.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class Transport:
             yield self._actions.popleft()
 
     def leave_trace(self, trace: Trace) -> None:
-        """Hand in what this node's agent left: the last one counts; safe from any thread."""
+        """Store the newest trace of this node's agent; safe from any thread."""
         self.newest_trace = trace
 
     def add_reward(self, reward: Reward) -> None:

@@ -156,7 +156,7 @@ class PlainExchange:
 
 
 def num_chunks(num_bytes: float) -> int:
-    """Parts of a bucket of so many bytes: while the sum of one comes back, the next one is on its way."""
+    """Number of chunks of a bucket of this size: while the sum of one comes back, the next one is sent."""
     return min(MOST_CHUNKS, max(1, int(num_bytes // LEAST_CHUNK_BYTES)))
 
 

@@ -46,7 +46,7 @@ class UnderWay:
         """Return when the leg has ended.
 
         Raises:
-            RuntimeError: when it failed, or one before it: as from an all-reduce, training cannot go on.
+            RuntimeError: when it failed, or one before it: as from an all-reduce, training cannot continue.
         """
         self._done.wait()
         if self._error is not None:
@@ -75,7 +75,7 @@ class _Lane:
 
 
 class Pipeline:
-    """Two lanes with a process group each; all ranks make it at the same point and send the same legs to it."""
+    """Two threads with a process group each; all ranks make it at the same point and send the same buckets."""
 
     def __init__(self, timeout: timedelta | None = None, servers: GradientServers | None = None) -> None:
         """A collective call; `timeout` is that of the groups, torch's own when not given.

@@ -196,7 +196,7 @@ def make_groups(store: TCPStore, number: int, rank: int, size: int, timeout: tim
 
 
 class ServedJob:
-    """One job in a server, from the first trade to the last."""
+    """One job in a server, from its first exchange to its last."""
 
     def __init__(self, groups: list[dist.ProcessGroup], num_ranks: int, num_servers: int) -> None:
         self._groups = groups

@@ -251,7 +251,7 @@ class JobOptions:
             raise ValueError("options outer_rate and outer_momentum are of rounds of local steps: add every=2 or more")
 
     def _check_traces(self) -> None:
-        """Agents see what a rank computes apart from its waiting."""
+        """Check that compute times are measured separately, which agents need."""
         if self.policy != STIGMERGY:
             return
         if not self.supports_tracking and len(self.local_batch_sizes) > 1:

@@ -235,7 +235,7 @@ def window_metrics(rows: Sequence[Row], totals: JobTotals, sizes: Sequence[int])
 
 @cache  # of the names: of 16 ranks, they would be half of what a window takes in memory
 def _names(name: str, num_ranks: int) -> tuple[str, ...]:
-    """`name` itself is left free, since MLflow keeps `a/b` in a directory `a`."""
+    """Names of a metric; `name` itself is not used, since MLflow keeps `a/b` in a directory `a`."""
     apart = range(num_ranks) if num_ranks <= MAX_RANKS_APART else ()
     return (f"{name}/min", f"{name}/mean", f"{name}/max", *(f"{name}/rank_{rank}" for rank in apart))
 

@@ -423,7 +423,7 @@ class Tracker:
         return better
 
     def divide(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The first split of a global batch that was decided as `sizes`: those themselves until a rate is known."""
+        """The first split of a global batch that was decided as `sizes`; `sizes` until a rate is known."""
         rates = self.filter.rates
         return tuple(sizes) if rates is None else self._divide(sum(sizes), rates)
 
@@ -478,7 +478,7 @@ class LoopPace(NamedTuple):
 
 
 class FastLoop:
-    """Writes allocations into a schedule: which from a decision, and from which step on a better split.
+    """Writes allocations into a schedule: decisions, and better splits between them.
 
     The slow loop decides sizes (`fixed`), or a global batch (`tracking`) that is divided again whenever measurements
     say so, until the slow loop decides again.

@@ -68,7 +68,7 @@ class Adoption:
             self._collectives.post_numbers(run.traces.numbers_of(mine))
 
     def complete(self) -> None:
-        """Adopt, or not, what rank 0 sent: every rank the same, at the same step. Nothing where nothing was posted."""
+        """Adopt what rank 0 sent, if anything: every rank the same, at the same step."""
         posted, self._posted = self._posted, None
         if posted is None:
             return
