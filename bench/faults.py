@@ -43,9 +43,9 @@ from dynamix.runtime.embedded import EmbeddedServerError, server_binary
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MAX_TRAINER_BYTES
-from dynamix.schemas.kinds import WATCHER
 from dynamix.schemas.messages import Job, NodeRanks
 from dynamix.schemas.streams import STREAMS
+from dynamix.schemas.subjects import WATCHER
 
 # --- faults ----------------------------------------------------------------------------------------------------------
 

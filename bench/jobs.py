@@ -25,7 +25,6 @@ from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.features import state_of
-from dynamix.schemas.kinds import BY_STRUCT
 from dynamix.schemas.messages import (
     Action,
     Applied,
@@ -44,6 +43,7 @@ from dynamix.schemas.messages import (
     SystemMetrics,
 )
 from dynamix.schemas.streams import ACTIONS
+from dynamix.schemas.subjects import BY_STRUCT
 
 RANKS_PER_NODE = 8
 LOCAL_BATCH_SIZE = 96

@@ -57,6 +57,7 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import messages, subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.schemas.streams import FEED, REPORTS
 from dynamix.trainer import Session, attach
 from dynamix.trainer.data.loader import Loader
@@ -216,12 +217,11 @@ async def _answer(bus: Bus, *, tracking: bool, counts: dict[str, int]) -> None:
         job="none",
         generation=0,
         window=0,
-        local_batch_sizes=(LOCAL_BATCH_SIZE,) * NUM_RANKS,
+        allocation=Allocation((LOCAL_BATCH_SIZE,) * NUM_RANKS, "tracking" if tracking else "fixed"),
         deltas=(0,) * NUM_RANKS,
         policy="static",
         policy_version=0,
         watermark=0,
-        split="tracking" if tracking else "fixed",
     )
     last, wanted = 0, subjects.of("report", subjects.ANY, subjects.ANY)
     async with bus.consume(REPORTS.name, [wanted], start="all", durable="answering") as consumer:

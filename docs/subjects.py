@@ -5,9 +5,9 @@ import sys
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MAX_MESSAGE_BYTES, VERSION
 from dynamix.schemas.features import FEATURE_VERSION, GLOBAL_FEATURES, RANK_FEATURES
-from dynamix.schemas.kinds import KINDS, SERVICES, WATCHER, Kind
 from dynamix.schemas.messages.fields import TOKEN_PATTERN
 from dynamix.schemas.streams import STREAMS, Stream
+from dynamix.schemas.subjects import KINDS, SERVICES, WATCHER, Kind
 
 _DOCUMENT = """# Subjects, streams and features
 

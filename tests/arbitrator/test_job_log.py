@@ -107,7 +107,7 @@ async def test_an_action_that_was_changed_or_is_of_another_job_is_refused(bus: B
     with pytest.raises(ActionStoreError, match="sizes 4 ranks, the job has 2"):
         await opened(bus, OTHER)
     sealed = seal(examples.action(3, job=JOB.job, local_batch_sizes=SIZES, deltas=(0, 0)), b"p" * 32)
-    forged = msgspec.structs.replace(sealed, local_batch_sizes=(32, 1024))
+    forged = examples.with_levers(sealed, local_batch_sizes=(32, 1024))
     await bus.publish_next(forged, expected_last=0)
     with pytest.raises(ActionStoreError, match="its hash does not match its content"):
         await opened(bus)

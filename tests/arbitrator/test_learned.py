@@ -48,7 +48,7 @@ def test_an_untrained_global_policy_is_the_rule_itself(supports_tracking: bool) 
     job = examples.job(NODES, policy="ppo", supports_tracking=supports_tracking)
     ruled = run(job, Rule())
     decided = run(job, LearnedPolicy(learned.policy_file("global")))
-    assert [(a.local_batch_sizes, a.split) for a in decided] == [(a.local_batch_sizes, a.split) for a in ruled]
+    assert [action.allocation for action in decided] == [action.allocation for action in ruled]
     assert len({a.local_batch_sizes for a in ruled}) > 2
 
 
@@ -67,7 +67,7 @@ def test_a_delta_is_added_to_each_ranks_own_last_size(choice: int) -> None:
     job = examples.job(NODES, policy="ppo-paper")
     action = run(job, LearnedPolicy(learned.policy_file("deltas", favour=choice)), num_windows=1)[0]
     assert action.local_batch_sizes == (max(32, 128 + DELTAS[choice]),) * 4
-    assert action.split == "fixed"
+    assert action.allocation.split == "fixed"
 
 
 @pytest.mark.parametrize("action_set", ACTION_SETS)

@@ -26,9 +26,8 @@ from dynamix.recording.capture import CaptureReader, CutOffError, Record
 from dynamix.recording.fingerprint import fingerprint
 from dynamix.runtime.bus import Bus
 from dynamix.schemas.codec import encode, message_id
-from dynamix.schemas.kinds import BY_STRUCT
 from dynamix.schemas.messages import Job, Message
-from dynamix.schemas.subjects import of, subject_of
+from dynamix.schemas.subjects import BY_STRUCT, of, subject_of
 
 OTHER = "other-99999999"
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}

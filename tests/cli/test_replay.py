@@ -27,7 +27,7 @@ def with_other_sizes(record: Record) -> Record:
     if record.stream != ACTIONS.name or record.sequence != 6:
         return record
     action = decode(Action, record.subject, record.payload)
-    other = msgspec.structs.replace(action, local_batch_sizes=(*action.local_batch_sizes[:-1], 54))
+    other = examples.with_levers(action, local_batch_sizes=(*action.local_batch_sizes[:-1], 54))
     return record._replace(payload=codec.encode(other))
 
 
@@ -56,8 +56,8 @@ def test_different_is_one_and_shows_both_sides(tmp_path: Path, capsys: pytest.Ca
     output = capsys.readouterr().out
     assert "DIFFERENT: of 30 actions 29 are equal byte for byte" in output
     assert "first difference: action for window 5 of generation 0" in output
-    row = next(line for line in output.splitlines() if "local_batch_sizes[3]" in line)
-    assert row.split() == ["!=", "local_batch_sizes[3]", "54", "53"]
+    row = next(line for line in output.splitlines() if "allocation.local_batch_sizes[3]" in line)
+    assert row.split() == ["allocation.local_batch_sizes[3]", "54", "53"]
     document = json.loads(target.read_text())
     assert (document["equal"], document["bytes_equal"], document["decisions_equal"]) == (False, False, False)
     assert document["counts"]["first"]["window"] == 5

@@ -8,7 +8,7 @@ from tests.support.captured_proc import Clock
 
 from dynamix.collector.ebpf.probe import Counters, SocketProbe
 from dynamix.collector.traffic import SocketTraffic
-from dynamix.collector.window import KernelWindow
+from dynamix.collector.window import Traffic
 from dynamix.schemas.messages import NetworkMetrics, Report
 
 
@@ -61,7 +61,8 @@ def test_each_rank_gets_the_sum_of_its_own_sockets_between_two_windows(
     kernel.add(12, 7, 3, 3, 200, 2)
     clock.now_s += 2.0
     window = sockets.window(report_of(4, (11, 12), (21,)))
-    assert window == KernelWindow(
+    assert window == Traffic(
+        "ebpf",
         {
             0: NetworkMetrics(tx_bytes=33, rx_bytes=77, retransmits=23, srtt_us=100.0),
             1: NetworkMetrics(tx_bytes=0, rx_bytes=0, retransmits=0, srtt_us=None),
@@ -91,7 +92,7 @@ def test_a_socket_whose_counters_fell_masks_one_window_and_is_never_negative(
         clock.now_s += 1.0
         kernel.add(11, 9, 0, 0, 0, 0)
         found = sockets.window(report_of(window, (11,)))
-        said.append(found.by_rank[0].rx_bytes if isinstance(found, KernelWindow) else found)
+        said.append(found.by_rank[0].rx_bytes if isinstance(found, Traffic) else found)
     assert said == [
         "nothing was read before a job's first window",
         "a socket of rank 0 has smaller counters than before",
@@ -108,7 +109,7 @@ def test_a_window_in_which_sockets_join_is_masked_since_they_carried_something_b
     kernel.add(12, 9, 0, 0, 0, 0)
     clock.now_s += 1.0
     window = sockets.window(report_of(2, (11, 12)))
-    assert isinstance(window, KernelWindow)
+    assert isinstance(window, Traffic)
     assert window.by_rank[0].rx_bytes == 9
 
 
@@ -118,7 +119,7 @@ def test_a_socket_that_closed_keeps_its_last_reading(kernel: Kernel, clock: Cloc
     del kernel.counters[12]
     clock.now_s += 1.0
     window = sockets.window(report_of(1, (11, 12)))
-    assert isinstance(window, KernelWindow)
+    assert isinstance(window, Traffic)
     assert window.by_rank[0].rx_bytes == 5
 
 
@@ -127,7 +128,7 @@ def test_a_window_that_was_not_read_masks_the_next_one_too(clock: Clock, sockets
     clock.now_s += 2.0
     assert sockets.window(report_of(2, (11,))) == "the window before was not read"
     clock.now_s += 1.0
-    assert isinstance(sockets.window(report_of(3, (11,))), KernelWindow)
+    assert isinstance(sockets.window(report_of(3, (11,))), Traffic)
 
 
 def test_an_earlier_generation_is_not_read_and_the_next_starts_without_history(
@@ -140,7 +141,7 @@ def test_an_earlier_generation_is_not_read_and_the_next_starts_without_history(
     kernel.add(12, 3, 0, 0, 0, 0)
     clock.now_s += 1.0
     window = sockets.window(report_of(1, (12,), generation=1))
-    assert isinstance(window, KernelWindow)
+    assert isinstance(window, Traffic)
     assert window.by_rank[0].rx_bytes == 3
     del kernel.counters[12]
     assert "does not know" in str(sockets.window(report_of(0, (12,), generation=2)))

@@ -4,7 +4,6 @@ import pytest
 from tests.support import examples
 
 from dynamix.collector.window import (
-    KernelWindow,
     Observation,
     Traffic,
     metric_window,
@@ -94,7 +93,7 @@ def test_tcp_info_gives_each_rank_its_own_traffic_of_the_window() -> None:
 def test_what_the_kernel_counted_comes_first_and_over_the_collectors_own_interval() -> None:
     report = examples.report(rows=(examples.row(0, sockets=examples.sockets(5000, 7000, 30)),))
     counted = NetworkMetrics(tx_bytes=600, rx_bytes=300, retransmits=2)
-    traffic = read_network(report, NODE, kernel=KernelWindow({0: counted}, 1.5))
+    traffic = read_network(report, NODE, kernel=Traffic("ebpf", {0: counted}, 1.5))
     assert traffic == Traffic("ebpf", {0: counted}, 1.5, "")
     window = metric_window(report, Observation(node=NODE, network=traffic))
     assert (window.probe, window.ranks[0].network, window.node_metrics.interval_s) == ("ebpf", counted, 1.5)

@@ -103,7 +103,7 @@ def _expected(policy: str, job: str) -> Episode:
 
 def _decision(action: Action) -> tuple[object, ...]:
     """What was decided; hash and watermark name places in a stream."""
-    return action.window, action.local_batch_sizes, action.split, action.carry, action.logprobs
+    return action.window, action.local_batch_sizes, action.allocation.split, action.carry, action.logprobs
 
 
 async def _check_messages(plane: ControlPlane, expected: Episode) -> None:

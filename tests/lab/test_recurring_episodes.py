@@ -51,8 +51,8 @@ def test_a_learning_rate_is_tried_only_where_the_job_lets_it() -> None:
     assert first.profile is not None
     assert [record.arm for record in first.profile.arms] == [ExploredArm()]
     second = episode(first.profile, "learning_rate", seed=4)
-    assert {action.rate_factor for action in second.actions} <= {1.5, 1.0}
-    assert second.actions[0].rate_factor == 1.5
+    assert {action.allocation.rate_factor for action in second.actions} <= {1.5, 1.0}
+    assert second.actions[0].allocation.rate_factor == 1.5
     rates = [window.job_metrics.learning_rate for window in second.windows]
     sizes = [sum(rank.training.local_batch_size for rank in window.ranks) for window in second.windows]
     assert rates[0] is not None

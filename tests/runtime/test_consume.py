@@ -1,7 +1,6 @@
 """Reading a stream: in order, each sequence once, whatever happens to the connection, the broker and the consumer."""
 
 import asyncio
-import threading
 import time
 from typing import Any
 
@@ -181,26 +180,6 @@ async def test_what_a_sender_writes_in_headers_of_the_brokers_is_not_believed(bu
     assert (message.subject, message.sequence) == (STATE, 1)
 
 
-async def test_a_blocked_event_loop_loses_nothing_even_when_the_broker_cuts_the_connection() -> None:
-    async def flood(settings: BusSettings) -> None:
-        async with connected(settings, "flood") as other:
-            for number in range(600):
-                await publish_unstored(other, "dynamix.v1.live.flood.a", bytes(100_000))
-                await other._connection.round_trip(10)
-                await other.publish_bytes(STATE, b"%d" % number, f"m{number}")
-
-    async with ConfiguredServer(extra="max_pending: 5MB") as server, connected(server.settings) as bus:
-        await provision(bus)
-        async with bus.subscribe("dynamix.v1.live.>"), bus.consume("FEED", STATES, start="all") as reader:
-            flooding = threading.Thread(target=lambda: asyncio.run(flood(server.settings)))
-            flooding.start()
-            flooding.join()  # the event loop stands still meanwhile, and 60 MB wait for it
-            found = await read(reader, 600)
-        assert numbers(found) == list(range(600))
-        assert "Slow Consumer" in server.log_file.read_text()
-        assert bus.counters["reconnects"] >= 1
-
-
 @pytest.mark.parametrize("durable", [None, "d"])
 async def test_a_slow_reader_is_sent_no_more_than_it_has_room_for(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, durable: str | None
@@ -231,23 +210,6 @@ async def test_stopping_the_intake_ends_the_loops_over_consumers_and_subscriptio
     await asyncio.sleep(0.05)
     bus.stop_intake()
     assert await asyncio.gather(*loops) == ["subscription ended", "consumer ended"]
-
-
-async def test_the_second_form_of_acknowledgement_subjects_is_understood() -> None:
-    async with (
-        ConfiguredServer(extra="feature_flags { js_ack_fc_v2: true }") as server,
-        connected(server.settings) as bus,
-    ):
-        await provision(bus)
-        await publish_states(bus, range(5))
-        async with bus.consume("FEED", STATES, start="all") as reader:
-            assert numbers(await read(reader, 5)) == [0, 1, 2, 3, 4]
-        async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
-            found = await read(reader, 5)
-            await reader.ack(found[2])
-            assert await bus.stream_state("FEED")
-        async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
-            assert numbers(await read(reader, 2)) == [3, 4]
 
 
 async def test_a_slow_core_reader_loses_the_oldest_messages_counted(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:

@@ -60,17 +60,6 @@ async def test_its_password_is_neither_in_arguments_nor_in_logs_nor_readable_for
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
-async def test_after_a_kill_it_comes_back_on_the_same_port_with_its_streams(server: ConfiguredServer, bus: Bus) -> None:
-    await publish_states(bus, range(10))
-    port, pid = server.port, server.pid
-    await server.kill()
-    assert not is_running(pid)
-    await server.start()
-    assert server.port == port
-    assert server.pid != pid
-    assert (await bus.stream_state("FEED")).num_messages == 10
-
-
 async def test_a_given_directory_keeps_the_streams_and_a_made_up_one_is_removed(tmp_path: Path) -> None:
     store = tmp_path / "store"
     for expected in (["JOBS: created"], ["JOBS: unchanged"]):

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -19,7 +18,6 @@ from dynamix.runtime.metrics import (
     MAX_REQUEST_BYTES,
     LabelTable,
     MetricsServer,
-    Scrape,
     ServiceMetrics,
 )
 
@@ -112,23 +110,6 @@ async def test_a_port_that_is_taken_is_one_sentence_and_exit_code_1(server: Conf
 async def test_every_request_gets_the_answer_that_it_should(request_text: bytes, status: int) -> None:
     async with answering(ServiceMetrics()) as port:
         assert (await raw(port, request_text)).startswith(b"HTTP/1.1 %d " % status)
-
-
-async def test_numbers_are_written_in_a_thread_and_the_loop_goes_on() -> None:
-    asked, go_on = threading.Event(), threading.Event()
-    metrics = ServiceMetrics()
-
-    def slow(_: Scrape) -> None:
-        asked.set()
-        assert go_on.wait(10)
-
-    metrics.add(slow)
-    async with answering(metrics) as port:
-        scraping = asyncio.create_task(get(port, "/metrics"))
-        assert await asyncio.to_thread(asked.wait, 10)
-        assert await get(port, "/livez") == (200, "ok\n")
-        go_on.set()
-        assert (await scraping)[0] == 200
 
 
 async def test_a_number_that_cannot_be_shown_is_said_and_does_no_other_harm(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,8 +7,8 @@ from tests.support.brokers import ConfiguredServer, connected
 from dynamix.runtime.bus import Bus, PublishError
 from dynamix.runtime.bus.provision import ProvisionError, provision
 from dynamix.schemas import subjects
-from dynamix.schemas.kinds import KINDS
 from dynamix.schemas.streams import ACTIONS, FEED, STREAMS
+from dynamix.schemas.subjects import KINDS
 
 
 async def test_all_streams_are_made_and_the_second_time_nothing_changes(server: ConfiguredServer) -> None:

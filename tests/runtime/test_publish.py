@@ -87,18 +87,6 @@ async def test_a_full_table_makes_publishers_wait_and_a_restarted_broker_empties
     assert await bus.flush()
 
 
-async def test_the_table_is_bounded_in_bytes_too(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish, "MAX_IN_FLIGHT_BYTES", 1000)
-    monkeypatch.setattr(publish, "RESUME_AT_BYTES", 750)
-    most = 0
-    for number in range(20):
-        await bus.publish_bytes_soon(STATE, bytes(400), f"m{number}")
-        most = max(most, bus.counters["in_flight"])
-    assert most == 3
-    assert await bus.flush()
-    assert (await bus.stream_state("FEED")).num_messages == 20
-
-
 async def test_a_message_that_fits_only_without_its_headers_is_refused_and_the_connection_lives(bus: Bus) -> None:
     with pytest.raises(ValueError, match="over the broker's limit of 1048576"):
         await bus.publish_bytes(STATE, bytes(1_048_576 - 10), "large")

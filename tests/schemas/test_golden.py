@@ -9,8 +9,8 @@ from tests.support import examples
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode_any, encode
-from dynamix.schemas.kinds import KINDS
 from dynamix.schemas.messages import Applied, Dead, Event, Live, Message, PolicyVersion, RankReward, Reward
+from dynamix.schemas.subjects import KINDS
 
 HEAD_BYTES = 4
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_messages.json").read_text())

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamix.schemas import subjects
-from dynamix.schemas.kinds import KINDS
+from dynamix.schemas.subjects import KINDS
 
 DOCS = Path(__file__).parents[2] / "docs" / "subjects.md"
 

@@ -11,9 +11,8 @@ from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, 
 from dynamix.recording.fingerprint import Fingerprint
 from dynamix.runtime.bus import Bus
 from dynamix.schemas.codec import encode, message_id
-from dynamix.schemas.kinds import BY_STRUCT
 from dynamix.schemas.messages import Message
-from dynamix.schemas.subjects import subject_of
+from dynamix.schemas.subjects import BY_STRUCT, subject_of
 
 STARTED_NS = 1_700_000_000_000_000_000
 FINGERPRINT = Fingerprint(

@@ -58,7 +58,7 @@ def check_chain(actions: list[Action]) -> None:
 
 
 def _stored_fields(action: Action) -> tuple[object, ...]:
-    return action.generation, action.window, action.local_batch_sizes, action.split, action.gap, action.carry
+    return action.generation, action.window, action.local_batch_sizes, action.allocation.split, action.gap, action.carry
 
 
 def _reference_fields(generation: int, one: Decided) -> tuple[object, ...]:

@@ -32,6 +32,7 @@ from dynamix.schemas.messages import (
     Trace,
     TrainingMetrics,
 )
+from dynamix.schemas.messages.allocation import Allocation
 
 JOB = "mnist-0a1b2c3d"
 
@@ -200,12 +201,19 @@ def trace(node: str = "node-a", ranks: tuple[int, ...] = (0, 1), window: int = 0
     return Trace(**(fields | changes))
 
 
+def with_levers(action: Action, **levers: Any) -> Action:
+    """The action with some fields of its allocation changed."""
+    return msgspec.structs.replace(action, allocation=msgspec.structs.replace(action.allocation, **levers))
+
+
 def action(window_index: int = 0, **changes: Any) -> Action:
+    """An action; levers may be given like its own fields."""
+    levers = {name: changes.pop(name) for name in Allocation.__struct_fields__ if name in changes}
     fields: dict[str, Any] = {
         "job": JOB,
         "generation": 0,
         "window": window_index,
-        "local_batch_sizes": (128, 128, 128, 128),
+        "allocation": Allocation(**{"local_batch_sizes": (128, 128, 128, 128), **levers}),
         "deltas": (0, 0, 0, 0),
         "policy": "static",
         "policy_version": 1,
@@ -225,8 +233,7 @@ def profile(**changes: Any) -> JobProfile:
         "policy_version": 5,
         "world_size": 4,
         "num_windows": 30,
-        "local_batch_sizes": (128, 128, 64, 64),
-        "split": "tracking",
+        "allocation": Allocation((128, 128, 64, 64), "tracking"),
         "memory": b"\x01\x02",
         "noise": (NoisePoint(1024.0, 50.0), NoisePoint(2048.0, 75.0)),
         "arms": (ArmRecord(ExploredArm(), 1, 0, (1.5, 4.0)), ArmRecord(ExploredArm(1.5), 1, 1, (1.25,))),

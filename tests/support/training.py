@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Action
-from dynamix.schemas.messages.allocation import EXACT, Exchange
+from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.trainer import Session
 
 NUM_FEATURES = 6
@@ -94,14 +94,11 @@ def offer(
             job=session.job,
             generation=session.generation,
             window=session.window if window is None else window,
-            local_batch_sizes=tuple(sizes),
+            allocation=Allocation(tuple(sizes), split, exchange, rate_factor),
             deltas=(0,) * len(sizes),
             policy="test",
             policy_version=0,
             watermark=0,
-            split=split,
-            exchange=exchange,
-            rate_factor=rate_factor,
         )
     )
 

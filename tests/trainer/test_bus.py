@@ -19,6 +19,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Action, Applied, Dead, Job, RankReward, Report, Reward
+from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer import Session
 from dynamix.trainer.bus_client import BusClient
 from dynamix.trainer.loggers import Metrics
@@ -110,7 +111,7 @@ def _action(job: str, window: int, **changes: Any) -> Action:
         job=job,
         generation=0,
         window=window,
-        local_batch_sizes=TARGET,
+        allocation=Allocation(TARGET),
         deltas=(0, 0),
         policy="test",
         policy_version=0,
@@ -142,8 +143,8 @@ async def _arbitrate(bus: Bus) -> None:
                         b"no action",
                         encode(msgspec.structs.replace(_action(report.job, 0), watermark=7)),  # not what was sealed
                         encode(_action(report.job, 0, generation=9)),
-                        encode(_action(report.job, 0, local_batch_sizes=(3, 65))),
-                        encode(_action(report.job, 0, local_batch_sizes=(3,))),
+                        encode(_action(report.job, 0, allocation=Allocation((3, 65)))),
+                        encode(_action(report.job, 0, allocation=Allocation((3,)))),
                         encode(_action(report.job, 10**6)),
                     ]
                     for number, payload in enumerate(bad):

@@ -107,7 +107,7 @@ def _trained(rank: int) -> dict[str, Any]:
     return {
         "digests": digests,
         "shown": shown,
-        "exchanges": [action.exchange for action in actions],
+        "exchanges": [action.allocation.exchange for action in actions],
         "is_replayed": replayed == actions,
         "rates": [[row.link_bytes_per_s for report in window for row in report.rows] for window in reports],
         "reasons": [action.reason for action in actions],

@@ -2,10 +2,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support import examples
 from tests.support.job_options import job_options
 
 from dynamix.schemas.messages import Action, NodeRanks
-from dynamix.schemas.messages.allocation import Exchange
+from dynamix.schemas.messages.allocation import Allocation, Exchange
 from dynamix.trainer.job.identity import Attempt, JobIdentity
 from dynamix.trainer.steering.offers import Offers
 
@@ -20,7 +21,7 @@ ACTION = Action(
     job="mnist-0a1b2c3d",
     generation=1,
     window=5,
-    local_batch_sizes=(64, 96),
+    allocation=Allocation((64, 96)),
     deltas=(0, 0),
     policy="static",
     policy_version=0,
@@ -33,7 +34,8 @@ def _offers(**options: Any) -> Offers:
 
 
 def _with(**changes: Any) -> Action:
-    return msgspec.structs.replace(ACTION, **changes)
+    levers = {name: changes.pop(name) for name in Allocation.__struct_fields__ if name in changes}
+    return examples.with_levers(msgspec.structs.replace(ACTION, **changes), **levers)
 
 
 @pytest.mark.parametrize(

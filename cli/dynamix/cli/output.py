@@ -11,7 +11,7 @@ import msgspec
 
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import FileKind, RefusedOutputError
-from dynamix.schemas.messages.allocation import Exchange
+from dynamix.schemas.messages.allocation import Allocation, Exchange
 
 from .arguments import STANDARD_OUTPUT
 from .errors import CommandError
@@ -70,6 +70,8 @@ def document_of(value: Any, leave_out: Container[str] = ()) -> Any:
         fields = msgspec.structs.asdict(value)
         if isinstance(value, Exchange):
             fields["label"] = value.label
+        if isinstance(fields.get("allocation"), Allocation):  # levers stand beside the other fields of an action
+            fields |= msgspec.structs.asdict(fields.pop("allocation"))
         return {name: document_of(item) for name, item in fields.items() if name not in leave_out}
     if isinstance(value, bytes):
         return value.hex()

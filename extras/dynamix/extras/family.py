@@ -143,7 +143,7 @@ def document(one: StoredFamily) -> dict[str, Any]:
             "noise": noise,
             "arms": _arms(profile.arms),
             "energy_arms": _arms(profile.energy_arms),
-            "exchange": profile.exchange.label,
+            "exchange": profile.allocation.exchange.label,
             "memory_bytes": len(profile.memory),
         }
     return found
@@ -158,13 +158,14 @@ def details(one: StoredFamily) -> str:
     lines = [f"{one.family}, {one.num_bytes:,} bytes", _line("usable here", f"no: {one.fault}" if one.fault else "yes")]
     profile = one.profile
     if profile is not None:
+        last = profile.allocation
         curve = [f"{point.noise_scale:.3g} at {point.num_samples:.3g}" for point in profile.noise]
         lines += [
             _line("runs", str(profile.run)),
             _line("newest run", f"{profile.job}, generation {profile.generation}, {profile.num_windows} windows"),
             _line("policy", f"{profile.policy} version {profile.policy_version}"),
             _line("ranks", str(profile.world_size)),
-            _line("last allocation", f"{_sizes(profile)} ({profile.split}), {profile.exchange.label}"),
+            _line("last allocation", f"{_sizes(profile)} ({last.split}), {last.exchange.label}"),
             _line("times", f"{len(profile.memory):,} bytes" if profile.memory else "none"),
             _line("noise scale", f"{', '.join(curve)} samples seen" if curve else "unknown"),
             *(_line("tried", text) for text in _records(profile.arms, "s")),
@@ -223,9 +224,9 @@ def _record(record: ArmRecord, unit: str) -> str:
 
 
 def _sizes(profile: JobProfile) -> str:
-    shown = "/".join(map(str, profile.local_batch_sizes[:MOST_SIZES]))
-    rest = "/..." if len(profile.local_batch_sizes) > MOST_SIZES else ""
-    return f"{shown}{rest} = {sum(profile.local_batch_sizes)}"
+    shown = "/".join(map(str, profile.allocation.local_batch_sizes[:MOST_SIZES]))
+    rest = "/..." if len(profile.allocation.local_batch_sizes) > MOST_SIZES else ""
+    return f"{shown}{rest} = {sum(profile.allocation.local_batch_sizes)}"
 
 
 def _line(name: str, value: str) -> str:

@@ -21,7 +21,7 @@ PREFIX = "dynamix/"
 class _FileLogger:
     """Appends each window to a file, by default `<job>` with its ending in the working directory.
 
-    A restarted job goes on in the same file, which is complete after each window.
+    A restarted job continues in the same file, which is complete after each window.
     """
 
     ending: str
@@ -94,7 +94,7 @@ class MlflowLogger:
     """Logs each window's numbers as metrics, and texts as tags with their newest value.
 
     Into the run that is active where the logger is made, else into one of its own with the job's id as name; a
-    restarted job goes on in the same run.
+    restarted job continues in the same run.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ the small ones that would need more, 1 in 128, send what is below the unit besid
 
 Where the mask was the same in two steps, the next ones first ask whether a rank touched anything else, and send the
 bitmap only then. A bucket is sent as it is where that is cheaper or its values are too far apart (64 bits), and is
-looked at again after `LOOK_AGAIN` steps; also where something is not finite, in that step. The union tells all ranks
+checked again after `LOOK_AGAIN` steps; also where something is not finite, in that step. The union tells all ranks
 the same. It is for aggregators that can only add; `rows` was faster in every case measured (docs/communication.md).
 """
 

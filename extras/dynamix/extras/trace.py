@@ -177,8 +177,8 @@ def spans_of(job: str, known: Window) -> Iterator[WindowSpan]:
         states = [at for node in known.nodes.values() if 0 < (at := node.stored_ns.get("state", 0)) <= known.decided_ns]
         start_ns = max(states, default=known.decided_ns)
         more: dict[str, AttributeValue] = {"policy": action.policy, "policy_version": action.policy_version}
-        sizes = list(action.local_batch_sizes[:64])
-        yield span("decide", start_ns, known.decided_ns, root_id, local_batch_sizes=sizes, split=action.split, **more)
+        more |= {"local_batch_sizes": list(action.local_batch_sizes[:64]), "split": action.allocation.split}
+        yield span("decide", start_ns, known.decided_ns, root_id, **more)
     if known.applied is not None and known.action is not None:
         receipt = known.applied
         effective = {"effective_window": receipt.effective_window, "effective_step": receipt.effective_step}

@@ -11,7 +11,7 @@ A file is `MAGIC`, a version byte, then frames: a header, blocks of records, an 
     frame    marker (8 bytes), length of the body (4), CRC-32 of the body (4), body
     body     zlib of msgpack: a CaptureHeader (map), a list of Records (arrays), or a CaptureEnd (map)
 
-A damaged frame loses only its own records: a reader goes on at the next marker. Lengths are checked before memory is
+A damaged frame loses only its own records: a reader continues at the next marker. Lengths are checked before memory is
 allocated. Flushed records stay readable when the writer is killed. A change of the format needs a new `VERSION`.
 """
 

@@ -24,18 +24,9 @@ EDGE_WINDOWS = 2
 REL_TOLERANCE = 1e-6
 """Numbers that differ by less are the same number from another processor: float32 has 1.2e-7 between neighbours."""
 MAX_SHOWN_BYTES = 16
-_DECISION_FIELDS = ("generation", "window", "local_batch_sizes", "split", "exchange", "gap")
+_DECISION_FIELDS = ("generation", "window", "allocation", "gap")
 _PACKED_FIELDS = ("features", "known", "global_features", "global_known")
 _ABSENT = "-"
-
-
-class FieldPair(msgspec.Struct, frozen=True, kw_only=True):
-    """One field of two messages."""
-
-    field: str
-    recorded: str
-    replayed: str
-    differs: bool
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +41,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """Only the bytes differ: decisions are the same, or numbers are the same to six digits."""
     sequence: int | None = None
     """Sequence of the recorded message in its stream."""
-    fields: list[FieldPair] = []
+    fields: dict[str, tuple[str, str]] = {}
+    """Of the first difference: what differs, recorded and replayed, by path."""
 
     @property
     def key(self) -> WindowKey:
@@ -100,7 +92,9 @@ class OutputCounts(msgspec.Struct, kw_only=True):
                 reason="other bytes",
                 agrees=agrees,
                 sequence=record.sequence,
-                fields=_field_pairs(*sides) if is_first else [],
+                fields={path: (_shown(left), _shown(right)) for path, (left, right) in _differing(*sides).items()}
+                if is_first
+                else {},
             )
         )
         return False
@@ -126,36 +120,25 @@ class OutputCounts(msgspec.Struct, kw_only=True):
             self.differing.append((difference.generation, difference.window, difference.kind))
 
 
-def _field_pairs(recorded: Message | str, replayed: Message | str) -> list[FieldPair]:
-    """List all fields of two messages; a text stands for a message that cannot be decoded, and gives the reason."""
-    left, right = _values_of(recorded), _values_of(replayed)
-    return [
-        FieldPair(
-            field=path,
-            recorded=_shown(left, path),
-            replayed=_shown(right, path),
-            differs=not _is_same(left.get(path, _ABSENT), right.get(path, _ABSENT)),
-        )
-        for path in dict.fromkeys([*left, *right])
-    ]
-
-
 def agree(recorded: Message | str, replayed: Message | str) -> bool:
     """Whether two messages of different bytes agree: equal decisions, or numbers within `REL_TOLERANCE`."""
     if isinstance(recorded, str) or isinstance(replayed, str) or type(recorded) is not type(replayed):
         return False
     if isinstance(recorded, Action):
         return all(getattr(recorded, name) == getattr(replayed, name) for name in _DECISION_FIELDS)
-    left, right = _values_of(recorded), _values_of(replayed)
-    return left.keys() == right.keys() and all(
-        _is_same(left[path], right[path])
-        or (
-            isinstance(left[path], float)
-            and isinstance(right[path], float)
-            and math.isclose(left[path], right[path], rel_tol=REL_TOLERANCE, abs_tol=1e-12)
-        )
-        for path in left
+    return all(
+        isinstance(left, float)
+        and isinstance(right, float)
+        and math.isclose(left, right, rel_tol=REL_TOLERANCE, abs_tol=1e-12)
+        for left, right in _differing(recorded, replayed).values()
     )
+
+
+def _differing(recorded: Message | str, replayed: Message | str) -> dict[str, tuple[Any, Any]]:
+    """The fields that differ; a text stands for a message that cannot be decoded, and gives the reason."""
+    left, right = _values_of(recorded), _values_of(replayed)
+    pairs = {path: (left.get(path, _ABSENT), right.get(path, _ABSENT)) for path in [*left, *right]}
+    return {path: pair for path, pair in pairs.items() if not _is_same(*pair)}
 
 
 def _decode_or_reason(subject: str, payload: bytes) -> Message | str:
@@ -201,8 +184,7 @@ def _is_same(left: Any, right: Any) -> bool:
     return both_unknown or bool(left == right)
 
 
-def _shown(values: dict[str, Any], path: str) -> str:
-    value = values.get(path, _ABSENT)
+def _shown(value: Any) -> str:
     if isinstance(value, bytes):
         more = "..." if len(value) > MAX_SHOWN_BYTES else ""
         return f"{value[:MAX_SHOWN_BYTES].hex()}{more} ({len(value)} bytes)"

@@ -151,7 +151,7 @@ async def replay(
 
     Raises:
         ReplayError: when the capture lacks what this replay needs.
-        CaptureError: when the capture is damaged; the text names how far it is good.
+        CaptureError: when the capture is damaged; the message names how far it is good.
         ValueError: when a policy file or the file of an agents' network is invalid.
         OSError: when the capture cannot be read.
     """

@@ -149,8 +149,8 @@ def _rows(window: Window, adopted: Sequence[tuple[WindowKey, int]]) -> Iterator[
         sizes = action.local_batch_sizes
         shared |= {
             "decided_global_batch_size": sum(sizes),
-            "decided_split": action.split,
-            "decided_exchange": action.exchange.label,
+            "decided_split": action.allocation.split,
+            "decided_exchange": action.allocation.exchange.label,
             "decided_policy": action.policy,
             "decided_policy_version": action.policy_version,
             "decided_reason": action.reason,

@@ -12,7 +12,7 @@ _HASH = Action.__struct_fields__.index("hash")
 
 
 class BrokenChainError(ValueError):
-    """Changed, missing or reordered actions; the text names the window."""
+    """Changed, missing or reordered actions; the message names the window."""
 
 
 def seal(action: Action, previous_hash: bytes) -> Action:

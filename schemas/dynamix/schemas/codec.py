@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from . import subjects
-from .kinds import BY_NAME, BY_STRUCT, KINDS
 from .messages import Message
+from .subjects import BY_NAME, BY_STRUCT, KINDS
 
 MAGIC = b"DX"
 VERSION = 1
@@ -39,7 +39,7 @@ M = TypeVar("M", bound=Message)
 
 
 class MalformedMessageError(ValueError):
-    """A message that is refused; the text gives the reason."""
+    """A message is refused; the error has the reason."""
 
 
 def encode(message: Message) -> bytes:
@@ -65,7 +65,7 @@ def decode(expected: type[M], subject: str, payload: bytes) -> M:
     """The message of type `expected` in `payload`, as published on `subject`. The subject's identity counts.
 
     Raises:
-        MalformedMessageError: when anything is wrong; the text gives the reason.
+        MalformedMessageError: when anything is wrong; the error has the reason.
     """
     message = decode_any(subject, payload)
     if not isinstance(message, expected):

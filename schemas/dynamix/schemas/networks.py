@@ -31,7 +31,7 @@ _KINDS: dict[str, str] = {"F32": "<f4", "F64": "<f8", "I64": "<i8"}
 
 
 class NetworkFileError(ValueError):
-    """A file that is not a network of ours; the text gives the fault and the fix."""
+    """The file is no network of ours; the message has the fault and the fix."""
 
 
 def metadata_text(data: bytes) -> str:

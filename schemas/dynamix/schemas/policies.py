@@ -23,24 +23,11 @@ DEFAULT_POLICY = "rule"
 SPLIT_POLICY = "split"
 """Default policy of jobs with a fixed global batch."""
 
-OUR_POLICIES = frozenset(
-    {
-        *("static", "split", "random", "proportional", "noise-scale", "goodput", "doubling", "rule", "stigmergy"),
-        *("diloco", "qsr", "adacomm", "accordion", "gravac"),
-        *("ppo", "ppo-1", "ppo-2", "ppo-3", "ppo-4"),
-        *("ppo-paper", "ppo-paper-1", "ppo-paper-2", "ppo-paper-3", "ppo-paper-4"),
-    }
-)
-"""The policies that come with the arbitrator; others are learned ones on the bus, or of other packages beside it."""
-
 KEEPS_GLOBAL_BATCH = frozenset({"static", "split", "proportional", "diloco", "qsr", "adacomm", "accordion", "gravac"})
 """Our policies that never change the global batch."""
 
 RECURRING = frozenset({"rule"})
 """Our policies that start from profiles of a job family and store them."""
-
-DIVIDED_BY_RANKS = frozenset({"split", "rule", "ppo"})
-"""Policies that leave the division of the global batch to the training processes unless option `track` is 0."""
 
 STIGMERGY = "stigmergy"
 """The policy of agents on all nodes: the ranks divide each step by the traces that these leave; no centre decides."""
@@ -207,6 +194,17 @@ VERSION = Option(1, 1, 2**53 - 1, "of the policy; without it the newest when a g
 STIGMERGY_OPTIONS = {name: float(one.default) for name, one in POLICY_OPTIONS[STIGMERGY].items()}
 """Its defaults: the ranks and the agents need them, and no arbitrator tells them."""
 
+OUR_POLICIES = frozenset(POLICY_OPTIONS) | {
+    *("ppo", "ppo-1", "ppo-2", "ppo-3", "ppo-4"),
+    *("ppo-paper", "ppo-paper-1", "ppo-paper-2", "ppo-paper-3", "ppo-paper-4"),
+}
+"""The policies that come with the arbitrator; others are learned ones on the bus, or of other packages beside it."""
+
+DIVIDED_BY_RANKS = frozenset(
+    {"ppo", *(name for name, options in POLICY_OPTIONS.items() if "track" in options and options["track"].default == 1)}
+)
+"""Policies that leave the division of the global batch to the training processes unless option `track` is 0."""
+
 EXCHANGE_POLICIES = frozenset({"static", "diloco"})
 """Policies whose options set the gradient exchange, from the first step on."""
 
@@ -223,7 +221,7 @@ def check_options(policy: str, known: Options, given: PolicyOptions) -> None:
     """Raise for options that a policy does not have, or values out of bounds.
 
     Raises:
-        ValueError: when an option is unknown or out of its bounds; the text names it and what there is.
+        ValueError: when an option is unknown or out of its bounds; the message names it and what there is.
     """
     known = {**known, VERSION_OPTION: VERSION}
     for name, value in given.items():

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dynamix.schemas.messages import JobTotals, Report, SeenTrace
-from dynamix.schemas.messages.windows import FieldView
+from dynamix.schemas.messages import FieldView, JobTotals, Report, SeenTrace
 
 Array32 = npt.NDArray[np.float32]
 

@@ -1,6 +1,6 @@
 """The JetStream streams, as one table: `dynamix provision` makes them, docs/subjects.md shows them.
 
-Which kinds of message a stream keeps stands in `kinds`.
+Which kinds of message a stream keeps stands in `subjects`.
 """
 
 from typing import Literal

@@ -283,7 +283,7 @@ def _print_windows(inspection: Inspection, windows: Sequence[Window], *, every: 
 def _cells(inspection: Inspection, window: Window, before: Window | None) -> tuple[str, ...]:
     metrics, action, previous = window.metrics, window.action, before.action if before else None
     same = action and previous and action.local_batch_sizes == previous.local_batch_sizes
-    same = same and action and previous and action.exchange == previous.exchange
+    same = same and action and previous and action.allocation.exchange == previous.allocation.exchange
     at_s = (window.started_ns - inspection.first_ns) / 1e9 if window.started_ns else None
     return (
         str(window.window),
@@ -325,16 +325,17 @@ def window_lines(view: JobView, window: Window) -> Iterator[str]:
 
 
 def _decided(action: Action) -> str:
-    exchange = "" if action.exchange == EXACT else f", {action.exchange.label}"
+    exchange = "" if action.allocation.exchange == EXACT else f", {action.allocation.exchange.label}"
     return sizes_text(action.local_batch_sizes) + exchange
 
 
 def _action(action: Action) -> str:
-    exchange = "" if action.exchange == EXACT else f", gradients {action.exchange.label}"
+    split, exchange = action.allocation.split, action.allocation.exchange
+    gradients = "" if exchange == EXACT else f", gradients {exchange.label}"
     gap = ", after a gap" if action.gap else ""
     return (
         f"{sizes_text(action.local_batch_sizes)} by {action.policy} version {action.policy_version} "
-        f"({action.split}{exchange}), watermark {action.watermark}{gap}, {len(action.carry)} bytes of memory, "
+        f"({split}{gradients}), watermark {action.watermark}{gap}, {len(action.carry)} bytes of memory, "
         f"{action.hash.hex()[:16]} after {action.previous_hash.hex()[:16] or 'nothing'}"
     )
 

@@ -16,8 +16,7 @@ from dynamix.cli.errors import MisuseError
 from dynamix.cli.output import Document, write_result
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.log import configure as configure_log
-from dynamix.schemas.kinds import BY_NAME
-from dynamix.schemas.subjects import ROOT
+from dynamix.schemas.subjects import BY_NAME, ROOT
 
 MAX_WAIT_S = 86_400.0
 

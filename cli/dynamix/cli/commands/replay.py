@@ -14,7 +14,7 @@ replayed; 130 interrupted.
 import argparse
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -30,7 +30,7 @@ from dynamix.recording.capture import (
     first_generation,
     read_header,
 )
-from dynamix.recording.comparison import Difference, FieldPair
+from dynamix.recording.comparison import Difference
 from dynamix.recording.decisions import OtherPolicy, PolicyComparison, ReplayError, WindowComparison
 from dynamix.recording.fingerprint import differences, fingerprint
 from dynamix.recording.replay import Player, ReplayOutcome, ReplayRequest, replay
@@ -41,8 +41,6 @@ from dynamix.schemas.policies import option_value
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 MAX_FIELDS = 40
 """Differing fields that are shown."""
-MAX_ALIKE = 12
-"""Fields that are alike, for orientation."""
 MAX_WINDOWS = 40
 CONCERNED = {"collector": "windows, states and traces", "reward": "rewards", "arbitrator": "actions"}
 
@@ -224,16 +222,8 @@ def _difference(first: Difference) -> str:
     return f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}"
 
 
-def _print_fields(pairs: Sequence[FieldPair], *, stderr: bool) -> None:
-    """Print what differs, marked, among some of what does not."""
-    headings = ("", "field", "recorded", "replayed")
-    differing = [pair for pair in pairs if pair.differs]
-    alike = [pair for pair in pairs if not pair.differs]
-    kept = {id(pair) for pair in [*differing[:MAX_FIELDS], *alike[:MAX_ALIKE]]}
-    shown = [pair for pair in pairs if id(pair) in kept]
-    caption, left = None, len(pairs) - len(shown)
-    if left or not differing:
-        more = f"{len(differing)} fields differ, {len(alike)} are alike; {left} are not shown"
-        caption = more if differing else f"{more}: only the encoding differs"
-    rows = [("!=" if pair.differs else "", pair.field, pair.recorded, pair.replayed) for pair in shown]
+def _print_fields(fields: dict[str, tuple[str, str]], *, stderr: bool) -> None:
+    headings = ("field", "recorded", "replayed")
+    rows = [(path, *pair) for path, pair in fields.items()][:MAX_FIELDS]
+    caption = f"{len(fields) - MAX_FIELDS} more fields differ" if len(fields) > MAX_FIELDS else ""
     print_table(headings, rows, left=headings, caption=caption, stderr=stderr)

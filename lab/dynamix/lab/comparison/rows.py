@@ -110,7 +110,7 @@ def read_tuned(path: Path) -> Tuned:
     """The settings in a file.
 
     Raises:
-        ValueError: when it is missing or not such a file; the text states how to make it.
+        ValueError: when it is missing or not such a file; the message states how to make it.
     """
     return _decoded(path, Tuned, f"tune the baselines with `dynamix evaluate tune -o {path}`")
 
@@ -267,7 +267,7 @@ def read_rows(path: Path, files: Mapping[str, Sequence[str]] | None = None) -> t
     """The rows of a TOML file; `files` are those of learned policies, by name, in place of the shipped ones.
 
     Raises:
-        ValueError: when the file or one of its rows cannot be used; the text names file and row.
+        ValueError: when the file or one of its rows cannot be used; the message names file and row.
     """
     tables = _decoded(path, _RowFile, "name a TOML file with a table [[row]] per row (scenarios/rows has examples)")
     rows = []

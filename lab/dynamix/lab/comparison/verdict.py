@@ -368,31 +368,20 @@ def judge(
 
 
 def note_on(row: Row, suite: Suite) -> str:
-    """A caveat on the row of a learned policy: no file, or learned on this suite; else empty."""
-    if not row.is_learned:
-        return ""
-    if not row.policy_files:
-        return "no policy file comes with the package"
-    known = scenarios_learned_from(row.policy_files, suite)
-    return f"learned on scenarios of this suite: {', '.join(known)}" if known else ""
+    """A caveat on the row of a learned policy: no file, or learned on this suite, where it proves nothing; else empty.
 
-
-def scenarios_learned_from(files: Iterable[str], suite: Suite) -> list[str]:
-    """Names of the suite's scenarios that policy files were learned on: a comparison on these proves nothing.
-
-    A file names the train scenarios it learned on. Suites may share a name, so the suite's scenario must also have the
-    content of the train scenario.
+    A file names the train scenarios that it was learned on. Suites may share a name, so the suite's scenario must also
+    have the content of the train scenario.
 
     Raises:
         PolicyFileError: when a file is not a policy file.
     """
-    names = {name for file in files for name in PolicyFile.read(Path(file)).metadata.scenarios}
-    train = {scenario.name: digest_of(scenario) for scenario in suite_named(TRAIN).scenarios}
-    return [
-        scenario.name
-        for scenario in suite.scenarios
-        if scenario.name in names and train.get(scenario.name) == digest_of(scenario)
-    ]
+    if row.is_learned and not row.policy_files:
+        return "no policy file comes with the package"
+    names = {name for file in row.policy_files for name in PolicyFile.read(Path(file)).metadata.scenarios}
+    train = {digest_of(scenario) for scenario in suite_named(TRAIN).scenarios} if names else set()
+    known = [each.name for each in suite.scenarios if each.name in names and digest_of(each) in train]
+    return f"learned on scenarios of this suite: {', '.join(known)}" if known else ""
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -73,7 +73,7 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`target`: an episode ends with the target, after which nothing is lost or won. `fixed`: after the time that
     `rule` takes to the target, whatever was reached; what has not reached it by then counts as a miss."""
     curriculum: tuple[AtLeastOne, ...] = ()
-    """Numbers of workers: learning goes on with each of them for an equal part of the updates, in this order, and is
+    """Numbers of workers: learning continues with each of them for an equal part of the updates, in this order, and is
     judged by the last. Without any the scenarios are as they are."""
     num_episodes: AtLeastOne = 800
     episodes_per_update: AtLeastOne = 16
@@ -176,7 +176,7 @@ def plan_named(policy: str, scenarios: tuple[Scenario, ...], **changes: object) 
     """The preset of a policy's name with changes; another name has the preset of `ppo`.
 
     Raises:
-        ValueError: when a value cannot be used; the text names it.
+        ValueError: when a value cannot be used; the message names it.
     """
     fields: dict[str, object] = {"policy": policy, "scenarios": scenarios}
     fields |= {**PRESETS.get(policy, PRESETS["ppo"]), **changes}
@@ -311,7 +311,7 @@ def learn(
         checkpoint: file to resume from, written after each update; the caller removes it.
         minutes: stop after the update that passes this time, counted over all starts.
         data: directory of the data sets.
-        observer: is told of each update.
+        observer: is called with each update.
 
     Raises:
         LearningCheckpointError: when the checkpoint belongs to another plan.

@@ -11,7 +11,7 @@ part, an N-th of a bucket. A gradient of M bytes is sent in K buckets, one after
 share `overlap` of the slowest worker's computing is left, the last when it ends, the others evenly between them: what
 is longer than that share is exposed, and the last bucket always is.
 
-A ring all-reduce moves each bucket twice around, in 2 (N - 1) rounds. A part goes on when it has arrived, so a round
+A ring all-reduce moves each bucket twice around, in 2 (N - 1) rounds. A part continues when it has arrived, so a round
 takes the mean time of a message over all links, unless one link has to send for longer. With links alike that is
 C = 2 (N - 1) / N * M / bandwidth + 2 (N - 1) K latency; one slow link hides the latencies. With parameter servers all
 workers push to and pull from each server at once: its link carries N parts (incast), and is congested (congestion_0)

@@ -378,7 +378,7 @@ class VirtualCluster:
         return self._report()
 
     def test_accuracy(self) -> float:
-        """Accuracy on the test part, which is looked at once, when the run is over.
+        """Accuracy on the test part, which is used once, when the run is over.
 
         Raises:
             RuntimeError: while it is not.

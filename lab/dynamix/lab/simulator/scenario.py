@@ -244,7 +244,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The scenario in a TOML file.
 
         Raises:
-            ValueError: when it is not a scenario; the text names file, key and value.
+            ValueError: when it is not a scenario; the message names file, key and value.
             OSError: when the file cannot be read.
         """
         file = Path(path)
@@ -372,7 +372,7 @@ def read_suite(directory: Path, name: str | None = None) -> Suite:
     """The scenarios of a directory's *.toml files, sorted by name.
 
     Raises:
-        ValueError: when there is none, two have one name, or a file is not a scenario; the text names the file.
+        ValueError: when there is none, two have one name, or a file is not a scenario; the message names the file.
         OSError: when a file cannot be read.
     """
     found = sorted(map(Scenario.read, sorted(directory.glob("*.toml"))), key=lambda scenario: scenario.name)

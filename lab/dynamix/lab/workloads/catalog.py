@@ -64,7 +64,7 @@ class Part(NamedTuple):
 
 
 class Data(NamedTuple):
-    """The parts: one to train on, one to steer by, one that is looked at once, at the end."""
+    """The parts: one to train on, one to steer by, one that is used once, at the end."""
 
     train: Part
     validation: Part
@@ -93,13 +93,10 @@ class Workload:
     """
 
     name: str
-    make_model: Callable[[], nn.Module]
+    model: Callable[[], nn.Module]
+    """A new model, initialised from torch's global generator: seed that first."""
     read: Callable[[Path | None, torch.dtype], Data]
     criterion: Callable[[Tensor, Tensor, Reduction], Tensor] = cross_entropy
-
-    def model(self) -> nn.Module:
-        """A new model, initialised from torch's global generator: seed that first."""
-        return self.make_model()
 
     def load(self, directory: Path | None = None, *, dtype: torch.dtype = torch.float32) -> Data:
         """The data in a directory or in the usual places: images standardised, in `dtype`; tokens and labels int64.
@@ -107,7 +104,7 @@ class Workload:
         Generated data needs neither, and takes a second or two.
 
         Raises:
-            MissingDataError: when it is not there; the text says how to get it.
+            MissingDataError: when it is not there; the message has the fix.
             CorruptDataError: when a file is not what its publisher made.
         """
         return self.read(directory, dtype)
@@ -131,7 +128,7 @@ class Workload:
     def num_parameters(self) -> int:
         """Trained parameters of the model; no random number is drawn to count them."""
         with torch.device("meta"):
-            return sum(parameter.numel() for parameter in self.make_model().parameters() if parameter.requires_grad)
+            return sum(parameter.numel() for parameter in self.model().parameters() if parameter.requires_grad)
 
     @property
     def gradient_bytes(self) -> int:
@@ -216,26 +213,26 @@ _FASHION_14 = partial(_FASHION, stds=[FASHION_14_STD], pool=2)
 _FASHION_28 = partial(_FASHION, stds=[FASHION_MNIST_STD])
 _CIFAR10 = partial(images, cifar10, means=CIFAR10_MEAN, stds=CIFAR10_STD, num_validation=CIFAR10_VALIDATION)
 _ALL = (
-    Workload(name="fashion-14-mlp", make_model=partial(mlp, 14 * 14, 64), read=_FASHION_14),
-    Workload(name="fashion-28-mlp", make_model=partial(mlp, 28 * 28, 128), read=_FASHION_28),
-    Workload(name="fashion-14-cnn", make_model=partial(small_cnn, 14, 8), read=_FASHION_14),
-    Workload(name="fashion-28-cnn", make_model=partial(small_cnn, 28, 16), read=_FASHION_28),
-    Workload(name="cifar10-vgg11", make_model=vgg11, read=_CIFAR10),
-    Workload(name="cifar10-resnet20", make_model=resnet20, read=_CIFAR10),
+    Workload(name="fashion-14-mlp", model=partial(mlp, 14 * 14, 64), read=_FASHION_14),
+    Workload(name="fashion-28-mlp", model=partial(mlp, 28 * 28, 128), read=_FASHION_28),
+    Workload(name="fashion-14-cnn", model=partial(small_cnn, 14, 8), read=_FASHION_14),
+    Workload(name="fashion-28-cnn", model=partial(small_cnn, 28, 16), read=_FASHION_28),
+    Workload(name="cifar10-vgg11", model=vgg11, read=_CIFAR10),
+    Workload(name="cifar10-resnet20", model=resnet20, read=_CIFAR10),
     Workload(  # 137,216 parameters: a step of a few hundred sequences takes a CPU core well under a second
         name="text-transformer",
-        make_model=partial(Transformer, TEXT_TOKENS, width=64, num_heads=4, num_layers=2),
+        model=partial(Transformer, TEXT_TOKENS, width=64, num_heads=4, num_layers=2),
         read=text,
     ),
     Workload(
         name="ncf",
-        make_model=partial(NeuralCollaborativeFiltering, CHOICES.num_users, CHOICES.num_items, width=32, gain=24.0),
+        model=partial(NeuralCollaborativeFiltering, CHOICES.num_users, CHOICES.num_items, width=32, gain=24.0),
         read=partial(generated, partial(choices, CHOICES)),
         criterion=binary_cross_entropy,
     ),
     Workload(
         name="ncf-small",
-        make_model=partial(
+        model=partial(
             NeuralCollaborativeFiltering, CHOICES_SMALL.num_users, CHOICES_SMALL.num_items, width=8, gain=32.0
         ),
         read=partial(generated, partial(choices, CHOICES_SMALL)),
@@ -243,7 +240,7 @@ _ALL = (
     ),
     Workload(
         name="lstm-zipf",
-        make_model=partial(
+        model=partial(
             RecurrentLanguageModel, ZIPF_TEXT.num_words, ZIPF_TEXT.num_tokens, width=32, num_hidden=96, gain=40.0
         ),
         read=partial(generated, partial(sequences, ZIPF_TEXT)),

@@ -55,25 +55,24 @@ class PublishedDataset(NamedTuple):
         """
         if split not in self.files:
             raise ValueError(f"split={split!r}: {self.title} has 'train' and 'test'")
-        places = _places(directory, self.directories)
-        return [self._read_file(file, places) for file in self.files[split]]
-
-    def _read_file(self, file: PublishedFile, directories: Sequence[Path]) -> bytes:
-        paths = (directory / name for directory in directories for name in (f"{file.name}.gz", file.name))
-        path = next((path for path in paths if path.is_file()), None)
-        if path is None:
-            looked = ", ".join(map(str, directories))
-            raise MissingDataError(
-                f"{self.title} is missing: no {file.name} or {file.name}.gz in {looked}. {self.how_to_get}"
-            )
-        try:
-            content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        except (gzip.BadGzipFile, EOFError) as error:
-            raise CorruptDataError(f"{path} cannot be unpacked ({error}): fetch it again") from error
-        digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
-        if digest != file.md5:
-            raise CorruptDataError(f"{path} has md5 {digest} unpacked, its publisher's has {file.md5}: fetch it again")
-        return content
+        places, contents = _places(directory, self.directories), []
+        for file in self.files[split]:
+            paths = (place / name for place in places for name in (f"{file.name}.gz", file.name))
+            path = next((path for path in paths if path.is_file()), None)
+            if path is None:
+                looked = ", ".join(map(str, places))
+                raise MissingDataError(
+                    f"{self.title} is missing: no {file.name} or {file.name}.gz in {looked}. {self.how_to_get}"
+                )
+            try:
+                content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            except (gzip.BadGzipFile, EOFError) as error:
+                raise CorruptDataError(f"{path} cannot be unpacked ({error}): fetch it again") from error
+            md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+            if md5 != file.md5:
+                raise CorruptDataError(f"{path} has md5 {md5} unpacked, its publisher's has {file.md5}: fetch it again")
+            contents.append(content)
+        return contents
 
 
 FASHION_MNIST = PublishedDataset(

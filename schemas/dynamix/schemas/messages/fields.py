@@ -1,8 +1,7 @@
-"""The base of all messages, and the types of their fields with the limits that a decoder enforces."""
+"""Types of the fields of messages, with the limits that a decoder enforces."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
 MAX_RANKS = 1 << 17
@@ -35,13 +34,3 @@ Seconds = Annotated[float, Meta(ge=0)]
 Digest = Annotated[bytes, Meta(max_length=32)]
 Carry = Annotated[bytes, Meta(max_length=MAX_CARRY_BYTES)]
 Text = Annotated[str, Meta(max_length=1024)]
-
-OptimizerFamily = Literal["sgd", "adam"]
-"""`adam` stands for every optimizer that divides by a running gradient norm (method section IV-D)."""
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Base of all messages: immutable, encoded as arrays in field order.
-
-    `gc=False` spares the garbage collector: an immutable object cannot become part of a reference cycle.
-    """

@@ -155,7 +155,7 @@ class _Arbitrator:
         policies = PolicySource(PolicyStore(context.bus, cache))
         self._surroundings = Surroundings(context.bus, policies, context.log, context.count)
         self._waiting: OrderedDict[str, _Wanted] = OrderedDict()
-        """Jobs that wait to be opened, the next one first: one whose states go on comes before a crowd of others."""
+        """Jobs that wait to be opened, the next one first: one whose states continue comes before a crowd of others."""
         self._jobs: dict[str, _Job] = {}
         """Jobs with a task."""
         self._held: dict[str, _Job] = {}

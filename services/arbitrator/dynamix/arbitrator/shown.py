@@ -18,8 +18,7 @@ from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
-from dynamix.schemas.messages import Applied, Job, State
-from dynamix.schemas.messages.decisions import REFUSAL_REASONS
+from dynamix.schemas.messages import REFUSAL_REASONS, Applied, Job, State
 from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES, REPORTS
 
 from .deciding.job_log import JobLog

@@ -4,6 +4,6 @@
 
 `service` consumes and publishes; `observation` decides which processes are read, `procfs` reads them, `ebpf` counts
 their sockets' traffic, `window` (pure) chooses where network metrics come from and puts a metric window together.
-To add a measured feature: its source, the trainer's rows, `schemas.messages.windows`, `window` and `schemas.features`.
+To add a measured feature: its source, the trainer's rows, `schemas.messages`, `window` and `schemas.features`.
 Nothing here may slow training or trust a report's pids.
 """

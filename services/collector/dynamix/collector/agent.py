@@ -2,7 +2,7 @@
 
 It knows nothing of other nodes but the traces in the cells beside its own, sends nothing to any other agent, and
 remembers nothing: what it left before comes back with the report, as far as it has not evaporated. So any agent may
-die, and a new one goes on where the trace lies.
+die, and a new one continues where the trace lies.
 
     activity  <-  (1 - a) activity + a * samples / compute time         of each of its ranks
     waiting   <-  (1 - a) waiting + a * min(its ranks' least, FADING * those around)

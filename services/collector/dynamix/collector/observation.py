@@ -10,7 +10,7 @@ from dynamix.schemas.messages import NodeMetrics, RankRow, Report
 from .ebpf.probe import SocketProbe
 from .procfs import Proc, Readings, WindowId
 from .traffic import SocketTraffic
-from .window import KernelWindow, Observation, WantedProbe, read_network
+from .window import Observation, Traffic, WantedProbe, read_network
 
 MOST_SAID = 256
 """Different reasons in the log: reports can name any pid."""
@@ -52,7 +52,7 @@ class KernelObserver:
         node = self._readings.node(believed[0] if believed else None, at) if fresh else NodeMetrics()
         if node.interval_s is None and report.window > 0:
             self._num_readings_lost += 1
-        kernel: KernelWindow | str
+        kernel: Traffic | str
         if isinstance(self._kernel, str):
             kernel = self._kernel
         elif not fresh:

@@ -7,7 +7,7 @@ from dynamix.schemas.messages import NetworkMetrics, RankRow, Report
 
 from .ebpf.probe import Counters, SocketProbe
 from .procfs import Intervals, WindowId
-from .window import KernelWindow
+from .window import Traffic
 
 MAX_JOBS = 1024
 """Jobs of one node whose readings are remembered: reports could name any number."""
@@ -25,7 +25,7 @@ class SocketTraffic:
         self._probe = probe
         self._intervals: Intervals[Mapping[int, BySocket]] = Intervals(clock, MAX_JOBS)
 
-    def window(self, report: Report) -> KernelWindow | str:
+    def window(self, report: Report) -> Traffic | str:
         """The window's traffic, or why it is not known."""
         newest = self._intervals.newest(report.job)
         held = newest.value if newest is not None and newest.window.generation == report.generation else {}
@@ -56,7 +56,7 @@ class SocketTraffic:
                 retransmits=total.retransmits,
                 srtt_us=total.srtt_sum_us / total.num_rtts if total.num_rtts else None,
             )
-        return KernelWindow(by_rank, interval_s)
+        return Traffic("ebpf", by_rank, interval_s)
 
     def _read(self, row: RankRow, held: BySocket) -> BySocket | str:
         """Counters of a rank's sockets; of those that closed, the last ones that were read (`held`)."""

@@ -29,21 +29,13 @@ from dynamix.schemas.messages import (
 WantedProbe = Literal["auto", "ebpf", "tcp_info", "proc"]
 
 
-class KernelWindow(NamedTuple):
-    """Traffic of the ranks of a node in a window."""
-
-    by_rank: Mapping[int, NetworkMetrics]
-    interval_s: float | None
-    """Between two readings of the collector; `None` for what the ranks read themselves."""
-
-
 class Traffic(NamedTuple):
-    """Traffic as the chosen probe has it."""
+    """Traffic of a node's ranks in a window, as one probe has it."""
 
     probe: Probe = "none"
     by_rank: Mapping[int, NetworkMetrics] = {}
     interval_s: float | None = None
-    """As in `KernelWindow`."""
+    """Between two readings of the collector; `None` for what the ranks read themselves."""
     note: str = ""
     """Reason why no better probe was used."""
 
@@ -63,7 +55,7 @@ def read_network(
     report: Report,
     node: NodeMetrics,
     wanted: WantedProbe = "auto",
-    kernel: KernelWindow | str = "this collector has no eBPF probe",
+    kernel: Traffic | str = "this collector has no eBPF probe",
 ) -> Traffic:
     """The traffic of a window by the first wanted probe that knows it, with the reasons of those that do not.
 
@@ -73,7 +65,7 @@ def read_network(
         wanted: `auto` for the best one.
         kernel: what eBPF counted, or why it did not.
     """
-    probes: dict[Probe, Callable[[], KernelWindow | str]] = {
+    probes: dict[Probe, Callable[[], Traffic | str]] = {
         "ebpf": lambda: kernel,
         "tcp_info": lambda: _tcp_info(report),
         "proc": lambda: _namespace(report, node),
@@ -83,12 +75,12 @@ def read_network(
         if wanted in ("auto", name):
             found = probe()
             if not isinstance(found, str):
-                return Traffic(name, found.by_rank, found.interval_s, "; ".join(reasons))
+                return found._replace(note="; ".join(reasons))
             reasons.append(f"{name}: {found}")
     return Traffic(note="; ".join(reasons))
 
 
-def _tcp_info(report: Report) -> KernelWindow | str:
+def _tcp_info(report: Report) -> Traffic | str:
     """What the ranks read of their own sockets: exact per rank, unprivileged."""
     by_rank = {}
     for row in report.rows:
@@ -101,17 +93,17 @@ def _tcp_info(report: Report) -> KernelWindow | str:
             retransmits=max(0, now.retransmits - before.retransmits),
             srtt_us=now.srtt_us,
         )
-    return KernelWindow(by_rank, None)
+    return Traffic("tcp_info", by_rank)
 
 
-def _namespace(report: Report, node: NodeMetrics) -> KernelWindow | str:
+def _namespace(report: Report, node: NodeMetrics) -> Traffic | str:
     """Counters of the whole network namespace: only where the node has a single rank."""
     if len(report.rows) != 1:
         return f"{len(report.rows)} ranks share the node's counters"
     if node.tx_bytes is None or node.rx_bytes is None or node.retransmits is None or node.interval_s is None:
         return "no two readings of consecutive windows"
     traffic = NetworkMetrics(tx_bytes=node.tx_bytes, rx_bytes=node.rx_bytes, retransmits=node.retransmits)
-    return KernelWindow({report.rows[0].rank: traffic}, node.interval_s)
+    return Traffic("proc", {report.rows[0].rank: traffic}, node.interval_s)
 
 
 def metric_window(report: Report, seen: Observation) -> MetricWindow:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ExtensionError(ValueError):
-    """An extension that cannot be used; the text names its package and entry point, the reason and the fix."""
+    """An extension that cannot be used; the message names its package and entry point, the reason and the fix."""
 
 
 def extension_names(group: Group) -> list[str]:

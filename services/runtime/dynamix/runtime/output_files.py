@@ -18,7 +18,7 @@ HEAD_BYTES = 1 << 16
 
 
 class RefusedOutputError(ValueError):
-    """A path that is not written to; the text names the reason and the fix."""
+    """A path that is not written to; the message names the reason and the fix."""
 
 
 class FileKind(NamedTuple):

@@ -34,7 +34,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used; the text names its key, its value and what was expected."""
+    """A setting that cannot be used; the message names its key, its value and what was expected."""
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,7 +267,7 @@ def credential_in(settings: BusSettings) -> Credential | None:
     """The current credential, read now; `None` without one.
 
     Raises:
-        ValueError: when the file cannot be read, or is none; the text names it.
+        ValueError: when the file cannot be read, or is none; the message names it.
     """
     if not settings.creds_file:
         return None
@@ -283,7 +283,7 @@ def tls_context(settings: BusSettings) -> ssl.SSLContext | None:
     """The TLS context: the authority of the broker's certificate, and our own; `None` where no file is named.
 
     Raises:
-        ValueError: when a file cannot be used; the text names it.
+        ValueError: when a file cannot be used; the message names it.
     """
     authority, certificate, key = settings.ca_file, settings.certificate_file, settings.certificate_key_file
     if key and not certificate:

@@ -133,8 +133,8 @@ def _policy_of(run: Run) -> list[Any]:
 def _restore_schedule(run: Run, saved: list[ScheduleEntry], *, is_same_policy: bool) -> None:
     """Restore the saved sizes, none above its rank's bound.
 
-    Who divides the global batch is what the job says now: it may go on under another policy, or with a hook that cannot
-    carry times. So is how gradients travel, unless the same policy had decided otherwise and the job still permits it.
+    The split is that of the job now, which may have another policy, or a hook that cannot carry times. So is the
+    exchange, unless the same policy had decided otherwise and the job still permits it.
     """
     now, caps, options = run.schedule.newest, run.identity.max_local_batch_sizes, run.options
 

@@ -13,8 +13,7 @@ from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.runtime.bus import Bus, FailoverWait, PermissionDeniedError, StaleWriterError, StreamMissingError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
-from dynamix.schemas.messages import Job, JobProfile
-from dynamix.schemas.messages.decisions import MAX_PROFILE_BYTES
+from dynamix.schemas.messages import MAX_PROFILE_BYTES, Job, JobProfile
 from dynamix.schemas.streams import JOBS, PROFILES
 
 from .job_log import ActionsEndEarlyError, ActionStoreError, checked_action

@@ -122,21 +122,18 @@ class Fold:
             job=self.job.job,
             generation=self.job.generation,
             window=window,
-            local_batch_sizes=sizes,
+            allocation=decision.allocation.with_sizes(sizes),
             deltas=tuple(map(sub, sizes, self._decided)),
             policy=self.policy.name,
             policy_version=self.policy.version,
             policy_digest=digest_of(self.policy),
             watermark=self._watermark_after(window),
-            split=decision.allocation.split,
-            exchange=decision.allocation.exchange,
             gap=self._gap,
             logprobs=decision.logprobs,
             values=decision.values,
             carry=decision.carry,
             reason=decision.reason[:MAX_REASON],
             profile=self._profile,
-            rate_factor=decision.allocation.rate_factor,
         )
         return seal(action, self.previous_hash)
 

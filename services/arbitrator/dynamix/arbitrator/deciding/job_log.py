@@ -102,7 +102,7 @@ async def newest_action(bus: Bus, job: Job) -> Stored | None:
 async def checked_action(bus: Bus, job: Job, known: Stored | None = None) -> tuple[Stored | None, int]:
     """The job's newest action, held against the trainer's receipts and the action known last.
 
-    Also the FEED sequence of the receipt behind which decisions go on, where ACTIONS was made again; else 0.
+    Also the FEED sequence of the receipt behind which decisions continue, where ACTIONS was made again; else 0.
 
     Raises:
         ActionsEndEarlyError: when it cannot be the newest; one of several servers may answer so for 10 s.
@@ -127,7 +127,7 @@ async def newest_receipt(bus: Bus, job: Job) -> BusMessage | None:
 async def check_receipt(bus: Bus, job: Job, newest: Stored | None, message: BusMessage | None) -> int:
     """Check that the action is stored that the trainer's receipt names; read the receipt before the actions.
 
-    Returns 0, or the receipt's sequence where only ACTIONS was made again since: decisions go on behind it.
+    Returns 0, or the receipt's sequence where only ACTIONS was made again since: decisions continue behind it.
 
     Raises:
         ActionsEndEarlyError: when the stored actions end before it.

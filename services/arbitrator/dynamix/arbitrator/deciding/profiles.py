@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, ArmRecord, ExploredArm, Job, JobProfile
-from dynamix.schemas.messages.decisions import MAX_ARMS, MAX_PROFILE_BYTES
+from dynamix.schemas.messages import MAX_ARMS, MAX_PROFILE_BYTES, Action, ArmRecord, ExploredArm, Job, JobProfile
 
 FEWEST_WINDOWS = 5
 """Runs with fewer decided windows teach nothing."""
@@ -87,9 +86,7 @@ def profile_after(
         policy_version=policy.version,
         world_size=job.world_size if has_times or known is None else known.world_size,
         num_windows=last.window + 1,
-        local_batch_sizes=last.local_batch_sizes,
-        split=last.split,
-        exchange=last.exchange,
+        allocation=replace(last.allocation, rate_factor=1.0),
         memory=knowledge.memory if has_times or known is None else known.memory,
         noise=knowledge.noise or (() if known is None else known.noise),
         arms=with_record(by_time, tried if job.objective == "time" else None),

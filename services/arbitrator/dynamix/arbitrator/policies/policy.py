@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
-from dynamix.schemas.messages import ArmRecord, Job, JobProfile, NoisePoint
+from dynamix.schemas.messages import MAX_STRETCH, ArmRecord, Job, JobProfile, NoisePoint
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, is_permitted
-from dynamix.schemas.messages.windows import MAX_STRETCH
 from dynamix.schemas.policies import Options
 
 Array32 = npt.NDArray[np.float32]
@@ -41,7 +40,7 @@ def allocation_of(
 ) -> Allocation:
     """The allocation of these sizes, divided further by the training processes if the job's options set it.
 
-    Gradients travel by `exchange` where the job permits it, else as they are.
+    Gradients are exchanged by `exchange` if the job permits it, else by all-reduces.
     """
     permitted = exchange if is_permitted(exchange, job.exchange, job.policy_options.values()) else EXACT
     return Allocation(local_batch_sizes, "tracking" if tracks(known, job) else "fixed", permitted)

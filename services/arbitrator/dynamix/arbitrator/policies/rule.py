@@ -7,8 +7,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from dynamix.schemas.messages import ExploredArm, Job, JobProfile
-from dynamix.schemas.messages.decisions import MAX_PROFILE_BYTES
+from dynamix.schemas.messages import MAX_PROFILE_BYTES, ExploredArm, Job, JobProfile
 from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options
 from dynamix.schemas.progress import most_worthwhile, progress
 

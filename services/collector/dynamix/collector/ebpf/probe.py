@@ -64,7 +64,7 @@ class SocketProbe:
         programs: descriptors of `PROGRAMS`, in their order.
 
     Raises:
-        ProbeError: when it cannot be loaded or attached; the text says why.
+        ProbeError: when it cannot be loaded or attached; the message has the reason.
     """
 
     def __init__(self, directory: Path) -> None:

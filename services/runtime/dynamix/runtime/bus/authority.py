@@ -24,9 +24,8 @@ from dynamix.runtime.credentials import Credential, Key
 from dynamix.runtime.input_files import MAX_BYTES, read_secret
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MAX_TRAINER_BYTES
-from dynamix.schemas.kinds import BY_NAME, KINDS, SERVICES, WATCHER, Kind
 from dynamix.schemas.streams import ACTIONS, DAY_S, DEAD, FEED, JOBS, POLICIES, PROFILES, REPORTS
-from dynamix.schemas.subjects import ANY, covers
+from dynamix.schemas.subjects import ANY, BY_NAME, KINDS, SERVICES, WATCHER, Kind, covers
 
 PROVISION = "provision"
 ROLES = (*SERVICES, WATCHER, PROVISION)

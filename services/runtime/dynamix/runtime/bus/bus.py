@@ -10,8 +10,8 @@ import msgspec
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import codec, subjects
-from dynamix.schemas.kinds import BY_STRUCT
 from dynamix.schemas.messages import Action, JobProfile, Live, Message, PolicyVersion
+from dynamix.schemas.subjects import BY_STRUCT
 
 from .connection import BrokerConnection, DeniedCallback
 from .errors import StaleWriterError

@@ -19,9 +19,9 @@ from typing import Never, Self
 
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.schemas import codec, subjects
-from dynamix.schemas.kinds import BY_NAME
 from dynamix.schemas.messages import Dead, Live
 from dynamix.schemas.streams import DAY_S
+from dynamix.schemas.subjects import BY_NAME
 
 from .bus import Bus
 from .errors import BusError, PermissionDeniedError
@@ -46,7 +46,7 @@ class Watchdog:
 
     The time is counted in what the watching thread itself lived through: of the time between two of its looks no more
     than two intervals count. A process that was stopped (SIGSTOP, a debugger, a frozen container) or starved of
-    processor time, or a machine that slept, therefore never looks stuck: thread and loop go on together.
+    processor time, or a machine that slept, therefore never looks stuck: thread and loop continue together.
 
     It does not see code that keeps Python's interpreter lock for ever: the thread then waits, too.
 

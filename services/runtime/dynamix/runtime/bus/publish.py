@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamix.runtime.rate_limit import RateLimit
-from dynamix.schemas.kinds import KINDS
+from dynamix.schemas.subjects import KINDS
 
 from .connection import NO_RESPONDERS, BrokerConnection, parse_status
 from .errors import (

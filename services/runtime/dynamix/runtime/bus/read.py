@@ -3,7 +3,7 @@
 A `Reader` asks for messages, one request at a time, while there is room for them. `DirectReader` asks any copy of the
 stream for what follows a sequence (direct gets): the broker keeps nothing for it. It hears of new messages by what the
 stream sends again when it stores (`Stream.announces`, `Stream.hints`), and looks by itself every second.
-`DurableReader` goes on behind what it acknowledged, which a durable consumer keeps. That is of the kind that serves
+`DurableReader` continues behind what it acknowledged, which a durable consumer keeps. That is of the kind that serves
 one pinned client at a time. So each delivery has a header, `Nats-Pin-Id`: an empty message without headers would end
 the answers to a request where it passes from one account to another. A second process of the same name waits until the
 first one has asked for nothing for `PINNED_S`.
@@ -160,7 +160,7 @@ class Reader(ABC):
         """All messages now queued, at least one, at most `max_batch`.
 
         Raises:
-            BusError: when the stream cannot be read any more; the text says why.
+            BusError: when the stream cannot be read any more; the message has the reason.
         """
         while not self._ended and self._error is None and not self._buffer:
             self._arrived.clear()
@@ -196,7 +196,7 @@ class Reader(ABC):
 
     @abstractmethod
     async def _open(self) -> None:
-        """See where to go on. Raises as `_check_stream`."""
+        """See where to continue. Raises as `_check_stream`."""
 
     @abstractmethod
     async def _read_once(self, num_messages: int) -> None:

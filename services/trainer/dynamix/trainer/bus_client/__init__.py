@@ -2,7 +2,7 @@
 
 The bus client is a daemon thread with an event loop of its own. The training thread only appends to a bounded outbox
 and reads a bounded inbox. Whatever happens to the bus - away, slow, closed, refused - happens in this thread; training
-goes on with the last sizes.
+continues with the last sizes.
 """
 
 import asyncio

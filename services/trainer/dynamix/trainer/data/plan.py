@@ -1,9 +1,9 @@
 """The plan of each step: which samples every rank uses, from one order and one schedule that all ranks share. Pure.
 
-`Schedule` says which allocation is in effect from which step on, `Division` cuts a rank's part of a step into
-micro-batches, `PlanSampler` plans the steps of an epoch, `ReferenceSteps` counts progress in steps of the batch that
-the script was written for. Whole samples only, in the epoch's order, without gap or overlap: each is used once per
-epoch whatever the schedule does. Where samples count by their tokens, sizes are in tokens.
+`Schedule` has the allocation of each step, `Division` cuts a rank's part of a step into micro-batches, `PlanSampler`
+plans the steps of an epoch, `ReferenceSteps` counts progress in steps of the script's own batch. Whole samples only, in
+the epoch's order, without gap or overlap: each is used once per epoch. Where samples count by their tokens, sizes are
+in tokens.
 
 The rest of an epoch is divided in proportion, or left out. While the global batch is fixed, it is one step, as in plain
 training. Where it changes, the last two steps share it: a step on two samples takes a stride as long as one on a
@@ -393,7 +393,7 @@ class PlanSampler(Sampler[list[int]]):
     ) -> None:
         """Draw each epoch's samples in its order; where they count by their tokens, sizes are in tokens.
 
-        `shares_tail` says that an epoch's last two steps share what is left.
+        `shares_tail`: whether the last two steps of an epoch share what is left.
         """
         self.drawn: deque[MicroBatch] = deque()
         self.last_drawn_step = -1

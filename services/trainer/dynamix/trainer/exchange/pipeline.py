@@ -46,7 +46,7 @@ class UnderWay:
         """Return when the leg has ended.
 
         Raises:
-            RuntimeError: when it failed, or one before it: as from an all-reduce, training cannot go on.
+            RuntimeError: when it failed, or one before it: as from an all-reduce, training cannot continue.
         """
         self._done.wait()
         if self._error is not None:

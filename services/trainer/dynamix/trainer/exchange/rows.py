@@ -3,7 +3,7 @@
 An embedding's gradient is zero but for the rows of the batch. A bitmap of the rows that are not zero is united over
 ranks; the rows of the union, packed, are summed as any gradient is. Of a table with rows of d float32 numbers that
 costs the share of its rows in the union, and 1 / (32 d). A parameter with most rows in the union is sent as it is from
-the next step on, and is looked at again after `LOOK_AGAIN` steps.
+the next step on, and is checked again after `LOOK_AGAIN` steps.
 
 By their bits -0.0 and NaN are not zero: what no rank touched is +0.0 on all, and so is its sum. The sum of zeros is
 -0.0 only where all ranks have it. Gradients that were multiplied by a mask are full of -0.0: a codec that leaves them
@@ -56,7 +56,7 @@ def settle_zeros(flat: Tensor, minus: Tensor | None, *, one_has_none: bool) -> L
     """Give the zeros of a bucket the signs of their sums; nothing else in it may be -0.0.
 
     Args:
-        flat: the bucket; what travels in another way is overwritten later, or has its sums already.
+        flat: the bucket; parts that are sent in another way are overwritten later, or have their sums already.
         minus: where this rank's own gradient is -0.0; `None` for nowhere, only where `one_has_none`.
         one_has_none: whether a rank has -0.0 nowhere, which all ranks know.
     """

@@ -42,7 +42,7 @@ class _Keeper(NamedTuple):
 
 
 _late: deque[_Keeper] = deque()
-"""Taken back while a thread still had a reference; looked at again before the next tensor is lent."""
+"""Taken back while a thread still had a reference; checked again before the next tensor is lent."""
 
 
 class LentTensor:

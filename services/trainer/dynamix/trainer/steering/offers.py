@@ -8,7 +8,7 @@ its sizes, and counted as `tracking`.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -78,9 +78,9 @@ class Offers:
         """Reason why the content does not fit this job, or `None`."""
         if len(action.local_batch_sizes) != len(self._identity.max_local_batch_sizes):
             return "length"
-        if not self._can_travel(action.exchange):
+        if not self._can_travel(action.allocation.exchange):
             return "lever"
-        if action.rate_factor != 1.0 and "learning_rate" not in self._options.explores:
+        if action.allocation.rate_factor != 1.0 and "learning_rate" not in self._options.explores:
             return "lever"
         if self._global_batch_size not in (None, sum(action.local_batch_sizes)):
             return "sum"
@@ -97,15 +97,19 @@ class Offers:
     def _feasible(self, action: Action) -> Action:
         """The action as this job can carry it out: with its own exchange, and tracking only where it can."""
         if self._lasting is not None:
-            action = msgspec.structs.replace(action, exchange=self._lasting)
-        if action.split != "tracking" or self._options.supports_tracking:
+            action = _with(action, exchange=self._lasting)
+        if action.allocation.split != "tracking" or self._options.supports_tracking:
             return action
         self.num_refused["tracking"] += 1
-        return msgspec.structs.replace(action, split="fixed")
+        return _with(action, split="fixed")
 
     def _within_bounds(self, sizes: Sequence[int]) -> bool:
         low, highs = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
         return sum(sizes) > 0 and all(low <= size <= high for size, high in zip(sizes, highs, strict=True))
+
+
+def _with(action: Action, **levers: Any) -> Action:
+    return msgspec.structs.replace(action, allocation=msgspec.structs.replace(action.allocation, **levers))
 
 
 REFUSALS: dict[Refusal, str] = {
@@ -138,8 +142,8 @@ class Decisions:
         """Record the action that is active from a window on, or the one that was refused last."""
         if adopted is not None:
             what = f"{sum(adopted.local_batch_sizes)} samples per step"
-            divided = DIVISIONS[adopted.split]
-            travels = "" if adopted.exchange == EXACT else f", gradients {adopted.exchange.label}"
+            divided, exchange = DIVISIONS[adopted.allocation.split], adopted.allocation.exchange
+            travels = "" if exchange == EXACT else f", gradients {exchange.label}"
             self._found[window] = {
                 "decision": "adopted",
                 "decided_window": adopted.window,

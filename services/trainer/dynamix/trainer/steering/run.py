@@ -199,7 +199,7 @@ class Reporter:
             local_batch_sizes=action.local_batch_sizes,
             action_hash=action.hash,
             num_refused=dict(num_refused),
-            exchange=action.exchange,
+            exchange=action.allocation.exchange,
         )
 
 
