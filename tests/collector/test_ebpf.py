@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -64,14 +63,6 @@ def test_payload_is_counted_to_the_byte_as_tcp_info_counts_it(probe: SocketProbe
         sent = read(probe, client)
         assert sent.num_rtts > 0
         assert 0 < sent.srtt_sum_us / sent.num_rtts < 1_000_000
-
-
-def test_sockets_that_share_a_process_are_kept_apart(probe: SocketProbe) -> None:
-    with ExitStack() as stack:
-        pairs = [stack.enter_context(connected()) for _ in range(3)]
-        for number, (client, server) in enumerate(pairs, start=1):
-            send(client, server, number * 1000)
-        assert [read(probe, server).received_bytes for _, server in pairs] == [1000, 2000, 3000]
 
 
 def test_a_socket_that_is_older_elsewhere_or_another_users_is_not_known(probe: SocketProbe, group: Path) -> None:

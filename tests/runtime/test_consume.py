@@ -212,23 +212,6 @@ async def test_stopping_the_intake_ends_the_loops_over_consumers_and_subscriptio
     assert await asyncio.gather(*loops) == ["subscription ended", "consumer ended"]
 
 
-async def test_the_second_form_of_acknowledgement_subjects_is_understood() -> None:
-    async with (
-        ConfiguredServer(extra="feature_flags { js_ack_fc_v2: true }") as server,
-        connected(server.settings) as bus,
-    ):
-        await provision(bus)
-        await publish_states(bus, range(5))
-        async with bus.consume("FEED", STATES, start="all") as reader:
-            assert numbers(await read(reader, 5)) == [0, 1, 2, 3, 4]
-        async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
-            found = await read(reader, 5)
-            await reader.ack(found[2])
-            assert await bus.stream_state("FEED")
-        async with bus.consume("FEED", STATES, start="all", durable="d") as reader:
-            assert numbers(await read(reader, 2)) == [3, 4]
-
-
 async def test_a_slow_core_reader_loses_the_oldest_messages_counted(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
     subject = "dynamix.v1.live.test.a"
     async with bus.subscribe(subject) as messages:

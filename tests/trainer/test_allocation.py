@@ -8,10 +8,8 @@ from tests.support.ranks import run_ranks
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.policy import Array32, Decision
-from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation, Exchange
-from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.steering.collectives import Collectives
 
 EVERY_LEVER = Allocation(
@@ -21,10 +19,6 @@ EVERY_LEVER = Allocation(
     0.5,
 )
 """Another value than the default in every field."""
-
-
-def _action(allocation: Allocation) -> Action:
-    return examples.action(5, allocation=allocation)
 
 
 def test_no_field_of_the_example_has_its_default() -> None:
@@ -47,11 +41,6 @@ def test_an_arbitrator_writes_every_lever_of_a_decision_into_its_action() -> Non
     action = fold.close()
     assert action is not None
     assert action.allocation == EVERY_LEVER
-
-
-def test_an_action_carries_every_lever() -> None:
-    action = _action(EVERY_LEVER)
-    assert decode(Action, subject_of(action), encode(action)).allocation == EVERY_LEVER
 
 
 def _broadcast(rank: int) -> list[Any]:

@@ -134,7 +134,10 @@ def tune(
         ValueError: when a baseline has no grid, or jobs do not permit what it needs.
         EpisodeError: when an episode raises.
     """
-    grid = {baseline: _settings(baseline) for baseline in baselines}
+    known = {**GRID, **EXCHANGE_GRID}
+    if unknown := [baseline for baseline in baselines if baseline not in known]:
+        raise ValueError(f"{unknown[0]!r} has no settings to tune: choose from {', '.join(known)}")
+    grid = {baseline: known[baseline] for baseline in baselines}
     rows = [setting for settings in grid.values() for setting in settings]
     if exchange is not None:
         rows = [row.permitted(exchange) for row in rows]
@@ -143,43 +146,34 @@ def tune(
         on_estimate(estimate(cells, ledger, jobs=jobs))
     fill(cells, ledger, jobs=jobs, data=data, on_progress=on_progress)
     table = OutcomeTable(suite.scenarios, cells, ledger)
+
+    def choice(settings: Sequence[Row], families: Sequence[str]) -> Choice:
+        """The best setting; the first of equally good ones."""
+        scores = {
+            setting.label: geometric_mean(  # families count alike
+                geometric_mean(table.times(setting.label, [family]).ravel()) for family in families
+            )
+            for setting in settings
+        }
+        best = min(settings, key=lambda setting: scores[setting.label])
+        return Choice(
+            setting=best.label,
+            options=best.options,
+            initial_local_batch_size=best.local_batch_size,
+            score_s=round(scores[best.label], DECIMALS),
+            scores_s={label: round(score, DECIMALS) for label, score in scores.items()},
+            misses={setting.label: table.num_misses(setting.label, families) for setting in settings},
+        )
+
+    def choices(families: Sequence[str]) -> dict[str, Choice]:
+        return {baseline: choice(settings, families) for baseline, settings in grid.items()}
+
     return Tuned(
         command=command,
         scenarios=suite.digest,
         code=code_digest(),
         seeds=list(seeds),
         num_settings=NUM_SETTINGS,
-        families={family: _choices(table, grid, [family]) for family in suite.families},
-        overall=_choices(table, grid, list(suite.families)),
-    )
-
-
-def score_s(table: OutcomeTable, label: str, families: Sequence[str]) -> float:
-    """Return the geometric mean of a setting's times, families weighted equally."""
-    return geometric_mean(geometric_mean(table.times(label, [family]).ravel()) for family in families)
-
-
-def _settings(baseline: str) -> tuple[Row, ...]:
-    try:
-        return {**GRID, **EXCHANGE_GRID}[baseline]
-    except KeyError:
-        known = ", ".join((*GRID, *EXCHANGE_GRID))
-        raise ValueError(f"{baseline!r} has no settings to tune: choose from {known}") from None
-
-
-def _choices(table: OutcomeTable, grid: Mapping[str, Sequence[Row]], families: Sequence[str]) -> dict[str, Choice]:
-    return {baseline: _choice(table, settings, families) for baseline, settings in grid.items()}
-
-
-def _choice(table: OutcomeTable, settings: Sequence[Row], families: Sequence[str]) -> Choice:
-    """Return the best setting; the first of equally good ones."""
-    found = {setting.label: score_s(table, setting.label, families) for setting in settings}
-    best = min(settings, key=lambda setting: found[setting.label])
-    return Choice(
-        setting=best.label,
-        options=best.options,
-        initial_local_batch_size=best.local_batch_size,
-        score_s=round(found[best.label], DECIMALS),
-        scores_s={label: round(score, DECIMALS) for label, score in found.items()},
-        misses={setting.label: table.num_misses(setting.label, families) for setting in settings},
+        families={family: choices([family]) for family in suite.families},
+        overall=choices(list(suite.families)),
     )
