@@ -24,6 +24,5 @@ def job_options(**changes: Any) -> JobOptions:
         "shuffle": True,
         "drop_last": False,
         "noise_every": 2,
-        "noise_decay": 0.9,
     }
     return JobOptions(**(fields | changes))

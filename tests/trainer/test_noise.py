@@ -83,7 +83,7 @@ def test_one_active_rank_says_nothing_about_noise() -> None:
 def test_a_growing_noise_scale_is_a_quarter_too_low_at_first_and_nine_windows_late_later(
     window: int, share: float
 ) -> None:
-    average = NoiseAverage(decay=0.9)
+    average = NoiseAverage()
     for number in range(1, window + 1):  # B_noise = 100 number
         average.observe_window(GradientNoise(trace=100.0, squared_norm=1 / number))
     assert average.value is not None
@@ -92,7 +92,7 @@ def test_a_growing_noise_scale_is_a_quarter_too_low_at_first_and_nine_windows_la
 
 @pytest.mark.parametrize("window", [5, 15, 30])
 def test_averages_weigh_early_windows_by_the_cube_of_their_number(window: int) -> None:
-    average = NoiseAverage(decay=0.9)
+    average = NoiseAverage()
     for number in range(1, window + 1):
         average.observe_window(GradientNoise(trace=float(number == 1), squared_norm=1.0))
     assert average.value is not None
@@ -101,12 +101,12 @@ def test_averages_weigh_early_windows_by_the_cube_of_their_number(window: int) -
 
 
 def test_averages_continue_where_they_were_saved() -> None:
-    whole, part = NoiseAverage(decay=0.8), NoiseAverage(decay=0.8)
+    whole, part = NoiseAverage(), NoiseAverage()
     for number in range(1, 40):
         moments = GradientNoise(trace=float(number % 7), squared_norm=1 / number)
         whole.observe_window(moments)
         part.observe_window(moments)
-        part = NoiseAverage(0.8, *part.state)
+        part = NoiseAverage(*part.state)
     assert part == whole
 
 

@@ -38,7 +38,6 @@ def attached(local_batch_size: Any, model: torch.nn.Module = LINEAR, **given: An
         ({"min_local_batch_size": 0, "local_batch_sizes": (0, 0)}, "at least one sample"),
         ({"learning_rate_rule": "cubic"}, "use one of none, linear, sqrt"),
         ({"policy": "Not a token"}, "policy='Not a token': a policy's name has 1 to 63 of the characters"),
-        ({"noise_decay": 1.0}, "noise_decay=1.0"),
         ({"shuffle": "no"}, "shuffle='no'"),
         ({"gradient_accumulation_steps": 2, "micro_batch_size": 8}, "exclude each other: drop"),
         ({"policy_options": {"evry": 4.0}}, "policy 'static' has no option 'evry': did you mean every"),

@@ -42,9 +42,6 @@ Array64 = npt.NDArray[np.float64]
 MARGIN_STEPS = 2
 """Steps from knowing of a change to the first step that can follow it, with a real loader without workers."""
 
-NOISE_DECAY = 0.9
-"""The default of `attach`."""
-
 MAX_LAG_WINDOWS = 4
 
 
@@ -73,7 +70,6 @@ def job_options(
         shuffle=True,
         drop_last=False,
         noise_every=scenario.noise_every,
-        noise_decay=NOISE_DECAY,
         supports_tracking=True,
         exchange=scenario.exchange,
         supports_exchange=scenario.supports_exchange,
@@ -319,7 +315,7 @@ class VirtualCluster:
             num_buckets=scenario.network.num_buckets,
             gradient_bytes=self._clock.gradient_bytes,
         )
-        self._noise = NoiseAverage(NOISE_DECAY)
+        self._noise = NoiseAverage()
         self._optimizer = self._make_optimizer(self.gradients.parameters)
         self.rounds = VirtualRounds(
             *(self.gradients, self._optimizer, self.exchange, self._make_optimizer), noise_every=scenario.noise_every

@@ -99,7 +99,6 @@ def attach(
     token_counts: Sequence[int] | None = None,
     count_tokens: CountTokens | None = None,
     noise_every: int = 10,
-    noise_decay: float = 0.9,
     memory_caps_path: str | Path | None = None,
     connect: Connect = None,
     loggers: Sequence[str | MetricLogger] = (),
@@ -171,7 +170,6 @@ def attach(
             `lambda batch: (batch["labels"] != -100).sum()`; sizes stay in samples.
         noise_every: steps between two measurements of the gradient noise, after 20 of which each is measured; a
             measurement costs two passes over the gradient.
-        noise_decay: decay of the averages of the gradient noise over windows.
         memory_caps_path: path beside your checkpoint, at which a rank that ran out of memory stores its bound.
         connect: the bus; None reads `DYNAMIX_NATS_...`, False trains without one; or a transport of your own.
         loggers: receivers of each window's metrics in global rank 0: `tensorboard`, `wandb`, `mlflow`, `csv`, `jsonl`,

@@ -103,7 +103,7 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
     if is_same_world:
         run.fast_loop.tracker.filter.restore(FilterState(*map(tuple, state["speeds"])))
         run.fast_loop.pace = LoopPace(*state["pace"])
-    run.noise = NoiseAverage(run.options.noise_decay, *state["noise"])
+    run.noise = NoiseAverage(*state["noise"])
     return position
 
 

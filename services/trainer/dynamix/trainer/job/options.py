@@ -8,10 +8,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
-from msgspec import Meta
 
 from dynamix.runtime.extensions import extension_names
 from dynamix.schemas.messages import OptimizerFamily
@@ -88,7 +87,6 @@ class JobOptions:
     """Whether an epoch ends before a step that it cannot fill."""
     noise_every: AtLeast1
     """Steps between two measurements of the gradient noise."""
-    noise_decay: Annotated[float, Meta(ge=0, lt=1)]
     global_batch: GlobalBatch = "adaptive"
     """Whether decisions may change the sum of the sizes."""
     micro_batch_size: AtLeast1 | None = None

@@ -246,7 +246,7 @@ class Run:
         """Begin with the options of `attach`, within the bounds that all ranks know."""
         initial = self.options.initial_allocation
         self.schedule = Schedule(self.bounded(initial, self.identity.max_local_batch_sizes))
-        self.noise = NoiseAverage(self.options.noise_decay)
+        self.noise = NoiseAverage()
         self.windows = self._windows_from(0)
         self.use_identity(self.identity)
 
