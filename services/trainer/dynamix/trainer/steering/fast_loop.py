@@ -19,7 +19,7 @@ compute for less than `SHORT_S`, only one of `SHORT_EVERY` steps is measured, af
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from dynamix.schemas.apportion import divide_by_time
@@ -79,10 +79,10 @@ PRECISION_2, LEAST_NOISE_2, MOST_NOISE_2 = PRECISION * PRECISION, LEAST_NOISE * 
 class FilterState(NamedTuple):
     """The state of a filter, in rank order: plain numbers for a checkpoint."""
 
-    rates: tuple[float, ...]
+    rates: tuple[tuple[float, ...], ...]
     fixed: tuple[int, ...]
     is_fitted: tuple[bool, ...]
-    moments: tuple[float, ...]
+    fits: tuple[tuple[float, ...], ...]
 
 
 @dataclass(slots=True)
@@ -347,10 +347,10 @@ class RateFilter:
     def state(self) -> FilterState:
         """The state, for `restore`."""
         return FilterState(
-            tuple(value for rate in self._rates for value in astuple(rate)),
+            tuple(map(astuple, self._rates)),
             tuple(self.fixed),
             tuple(self._is_fitted),
-            tuple(value for fit in self._fits for value in astuple(fit)),
+            tuple(map(astuple, self._fits)),
         )
 
     def restore(self, state: FilterState) -> None:
@@ -361,13 +361,9 @@ class RateFilter:
         """
         if len(state.fixed) != len(self._rates):
             raise ValueError(f"rates of {len(state.fixed)} ranks for a world of {len(self._rates)}")
-        self._rates = [RankRate(*numbers) for numbers in _parts(state.rates, len(fields(RankRate)))]
+        self._rates = [RankRate(*numbers) for numbers in state.rates]
         self.fixed, self._is_fitted = list(state.fixed), list(state.is_fitted)
-        self._fits = [FixedCost(*moments) for moments in _parts(state.moments, len(fields(FixedCost)))]
-
-
-def _parts(values: Sequence[float], length: int) -> list[Sequence[float]]:
-    return [values[first : first + length] for first in range(0, len(values), length)]
+        self._fits = [FixedCost(*numbers) for numbers in state.fits]
 
 
 FAR = 0.1
