@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.support import examples
+from tests.support.job_options import job_options
 from tests.support.rows import row
 
 from dynamix.collector.window import Observation, metric_window
@@ -18,13 +19,18 @@ from dynamix.schemas.messages import (
     MetricWindow,
     NetworkMetrics,
     NodeMetrics,
+    NodeRanks,
     RankMetrics,
     RankRow,
     State,
     SystemMetrics,
     TrainingMetrics,
 )
-from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy, job_totals, rank_row, wall_s
+from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.data.plan import Counts, Position
+from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
+from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy, job_totals, wall_s
+from dynamix.trainer.steering.run import Reporter
 
 Metrics = TrainingMetrics | SystemMetrics | NetworkMetrics | NodeMetrics
 
@@ -54,7 +60,22 @@ def _changed(value: Any) -> Any:
 
 
 def _message_row(one: Row) -> RankRow:
-    return rank_row(0, one, row(), local_batch_size=64, pending_local_batch_size=96, cookies=(7,))
+    """The row of rank 1 in its node's report, one window after another row."""
+    nodes, place = (NodeRanks(node="node-a", ranks=(0, 1)),), Place(1, 1, "node-a", (0, 1))
+    reporter = Reporter(
+        job_options(), JobIdentity("job", 0, Attempt("", 0, 0), nodes, (9, 9)), place, Allocation((8, 8))
+    )
+    totals = job_totals([one], window=0, num_steps=1, global_batch_size=64)
+    reporter.keep_window([row(), row()], totals)
+    report = reporter.report(
+        *(Position(), [row(), one], totals),
+        sizes=Counts((64, 64)),
+        pending=Allocation((96, 96)),
+        total_samples=None,
+        num_reports_dropped=0,
+        cookies={1: (7,)},
+    )
+    return report.rows[1]
 
 
 def _window(row: RankRow) -> MetricWindow:
@@ -77,19 +98,21 @@ def _state(changed: Metrics) -> State:
     return state_of(msgspec.structs.replace(window, ranks=ranks, node_metrics=node))
 
 
-@pytest.mark.parametrize("column", sorted({*Row.__struct_fields__} - {"data_digest"}))  # ranks compare that one
+@pytest.mark.parametrize(
+    "column", sorted({*Row.__struct_fields__} - {"rank", "data_digest"})
+)  # ranks compare the digest
 def test_every_column_of_a_row_reaches_a_message(column: str) -> None:
     def messages(one: Row) -> Any:
         totals = job_totals([one], window=0, num_steps=1, global_batch_size=64)
-        return _message_row(one), totals, held_out_accuracy([one]), energy_j([one]), wall_s([one]), one.noise
+        return totals, held_out_accuracy([one]), energy_j([one]), wall_s([one]), one.noise
 
     assert messages(row(**{column: _changed(getattr(row(), column))})) != messages(row()), column
 
 
 def test_every_field_of_a_messages_row_is_filled_in() -> None:
-    message = _message_row(row(times_split=False))
+    message = _message_row(row(rank=1, times_split=False))
     missing = [f.name for f in msgspec.structs.fields(RankRow) if getattr(message, f.name) == f.default]
-    assert missing == [], "rank_row() leaves these at their defaults"
+    assert missing == [], "a report leaves these at their defaults"
 
 
 @pytest.mark.parametrize("field", sorted(set(RankRow.__struct_fields__) - READ_BY_READINGS_AND_PROBES))

@@ -6,11 +6,10 @@ from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
 from dynamix.arbitrator.policies.baselines import NUM_CANDIDATES, goodput
-from dynamix.arbitrator.policies.policy import Array32, Decision
+from dynamix.arbitrator.policies.policy import Decision
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.features import GLOBAL_INDEX
 from dynamix.schemas.messages import Job
-from dynamix.schemas.policies import STIGMERGY
 
 RATES = np.array([3000.0, 3000.0, 1000.0, 1000.0])
 
@@ -83,15 +82,3 @@ def test_the_batch_doubles_when_the_loss_stalls() -> None:
     job = job_of("doubling", patience_windows=3)
     assert decide("doubling", job, [0.5**window for window in range(8)]) == [512] * 8
     assert decide("doubling", job, [1.0] * 8) == [512, 512, 512, 1024, 1024, 1024, 2048, 2048]
-
-
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {STIGMERGY}))
-def test_with_track_every_policy_leaves_the_division_to_the_job(policy: str) -> None:
-    obs_WF, global_F = _window()
-    for supported, track, split in ((True, 1, "tracking"), (True, 0, "fixed"), (False, 1, "fixed")):
-        job = examples.job(policy=policy, policy_options={"track": float(track)}, supports_tracking=supported)
-        assert POLICIES[policy].decide(job, 0, obs_WF, global_F, b"").allocation.split == split
-
-
-def _window() -> tuple[Array32, Array32]:
-    return ToyCluster(RATES).observe(np.full(4, 128.0), examples.job(), (128,) * 4)

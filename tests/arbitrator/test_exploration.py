@@ -8,7 +8,6 @@ from tests.support import examples
 
 from dynamix.arbitrator.deciding.profiles import judged
 from dynamix.arbitrator.policies.exploration import Exploration, next_arm
-from dynamix.arbitrator.policies.policy import pack, unpack
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX
 from dynamix.schemas.messages import ArmRecord, ExploredArm, Job
 from dynamix.schemas.messages.allocation import Objective
@@ -109,13 +108,3 @@ def test_a_run_that_falls_behind_by_a_quarter_goes_back_to_the_best_arm() -> Non
     assert found is not None
     assert (found.arm, found.num_stopped) == (FASTER, 1)
     assert not trained(Exploration(tried=FIRST, reference=begun.reference), 1.6, 20).stopped
-
-
-def test_from_the_first_window_of_unknown_energy_on_nothing_is_compared() -> None:
-    known = trained(Exploration(), 1.0, 3, window_j=50.0, objective="energy")
-    later = trained(known, 1.0, 20, objective="energy")
-    assert math.isnan(later.cost)
-    assert later.record == known.record
-    assert not later.stopped
-    assert pack(unpack(Exploration, pack(later))) == pack(later)
-    assert trained(Exploration(), 1.0, 20, objective="energy").record is None

@@ -240,6 +240,7 @@ async def test_jobs_that_were_dropped_from_memory_go_on_with_their_next_state(
     for job in jobs:
         await bus.publish(job)
     async with arbitrator_here(bus, **limits) as context:
+        await until_counter(context, "ready", 1)  # of the states before, those of one job have room to wait
         for window in range(3):
             for job in jobs:
                 await bus.publish(state_of(job, window))

@@ -33,8 +33,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ({"format": 2}, "format 2"),
         ({"settings": PPOSettings(hidden_sizes=(16,))}, r"tensor 'actor.2.weight' must be of shape \(5, 16\)"),
         ({"scores": {"ratio": 1e400}}, "metadata"),
-        ({"inputs": ("ping_ms", *learned.metadata("deltas").inputs[1:])}, "inputs of policy 'ppo' .*ping_ms"),
-        ({"actions": (25.0, 0.0, -25.0, 100.0, -100.0)}, "actions of policy 'ppo'"),
+        ({"inputs": ("ping_ms", *learned.metadata("deltas").inputs[1:])}, "policy 'ppo': its inputs .*ping_ms"),
+        ({"actions": (25.0, 0.0, -25.0, 100.0, -100.0)}, "policy 'ppo': its actions"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields: dict[str, Any], reason: str) -> None:

@@ -5,7 +5,6 @@ import pytest
 from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.policies.policy import NoiseMemory
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.messages import Job
 
@@ -71,28 +70,8 @@ def test_an_exchange_of_many_seconds_makes_it_grow_to_16_times_noise_or_base(noi
     assert cluster.best(job) > 3 * most
 
 
-def test_it_leaves_the_division_to_the_fast_loop_where_there_is_one() -> None:
-    cluster = ToyCluster(RATES, tracking=True)
-    splits = [
-        {decision.allocation.split for decision in cluster.run(Rule(), job, 3)}
-        for job in (job_of(), job_of(supports_tracking=False), job_of(policy_options={"track": 0.0}))
-    ]
-    assert splits == [{"tracking"}, {"fixed"}, {"fixed"}]
-
-
 def test_its_own_split_equalises_compute_times() -> None:
     cluster = ToyCluster(RATES, communication_s=0.05)
     sizes = np.array(cluster.run(Rule(), job_of(supports_tracking=False), 40)[-1].allocation.local_batch_sizes)
     times_s = cluster.overhead_s + sizes / RATES
     assert times_s.max() / times_s.min() < 1.1
-
-
-def test_a_masked_noise_scale_counts_as_the_last_known_and_growing_up_to_four_times() -> None:
-    memory = NoiseMemory().observe(100.0)
-    seen = []
-    for _ in range(40):
-        memory = memory.observe(float("nan"))
-        seen.append(memory.noise_scale)
-    assert (seen[0], seen[1], seen[-1]) == pytest.approx((110.0, 121.0, 400.0))
-    assert memory.observe(50.0) == NoiseMemory(50.0, 0)
-    assert np.isnan(NoiseMemory().observe(float("nan")).noise_scale)

@@ -89,7 +89,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(
     good.write_bytes(FIRST)
     older.write_bytes(of_other_features())
     for arguments, reason in (
-        (["import", str(older)], "the inputs of policy 'ppo' are not those of this program (ping_ms)"),
+        (["import", str(older)], "policy 'ppo': its inputs are not those of this program (ping_ms)"),
         (["import", str(agents)], "agents of policy 'stigmergy' decide by this file, no arbitrator does: name it in"),
         (["import", str(good), "--name", "static"], "'static' is the name of a policy in code"),
         (["import", str(good), "--name", "My policy"], "cannot be part of a subject"),
@@ -130,7 +130,7 @@ def test_without_a_broker_the_packages_policies_are_shown_and_that_is_said(
     assert "no broker at nats://127.0.0.1:1" in shown.err
     assert [line.split()[:2] for line in shown.out.splitlines()[1:]] == [["older", "1"], ["ppo", "1"]]
     assert main(["policy", "show", "older"]) == 0
-    assert "no: the inputs of policy 'ppo' are not those" in capsys.readouterr().out
+    assert "no: policy 'ppo': its inputs are not those" in capsys.readouterr().out
     assert main(["policy", "export", "ppo", "-o", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out").read_bytes() == OTHER
     capsys.readouterr()

@@ -8,11 +8,8 @@ from tests.support.ranks import run_ranks
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.policy import Array32, Decision
-from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation, Exchange
-from dynamix.schemas.subjects import subject_of
-from dynamix.trainer.data.plan import Schedule
 from dynamix.trainer.steering.collectives import Collectives
 
 EVERY_LEVER = Allocation(
@@ -22,10 +19,6 @@ EVERY_LEVER = Allocation(
     0.5,
 )
 """Another value than the default in every field."""
-
-
-def _action(allocation: Allocation) -> Action:
-    return examples.action(5, allocation=allocation)
 
 
 def test_no_field_of_the_example_has_its_default() -> None:
@@ -48,24 +41,6 @@ def test_an_arbitrator_writes_every_lever_of_a_decision_into_its_action() -> Non
     action = fold.close()
     assert action is not None
     assert action.allocation == EVERY_LEVER
-
-
-def test_an_action_carries_every_lever() -> None:
-    action = _action(EVERY_LEVER)
-    assert decode(Action, subject_of(action), encode(action)).allocation == EVERY_LEVER
-
-
-def test_the_schedule_keeps_every_lever() -> None:
-    schedule = Schedule(Allocation((8, 8)))
-    schedule.schedule(7, EVERY_LEVER)
-    assert schedule.allocation_at(7) == EVERY_LEVER
-    assert schedule.entries_since(7) == [(7, EVERY_LEVER)]
-
-
-def test_a_checkpoint_keeps_every_lever() -> None:
-    saved = msgspec.to_builtins(EVERY_LEVER)
-    assert msgspec.convert(saved, Allocation) == EVERY_LEVER
-    assert msgspec.convert([[24, 40], "tracking"], Allocation) == Allocation((24, 40), "tracking")  # of version 3
 
 
 def _broadcast(rank: int) -> list[Any]:

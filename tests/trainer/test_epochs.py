@@ -1,43 +1,11 @@
-"""Which samples the ranks of small jobs use: each once per epoch, whatever changes, and how an epoch ends."""
+"""Loops that are left early, and how an epoch ends."""
 
-from collections import Counter
 from typing import Any
 
-import pytest
 import torch
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, attach_numbered, distribute, loader_workers, make_model, offer, train_step
+from tests.support.training import Numbered, attach_numbered, distribute, loader_workers, make_model, train_step
 from torch import nn
-
-
-def _count_samples(_rank: int, num_workers: int) -> dict[str, Any]:
-    data = Numbered(701, torch.float32)
-    model = distribute(make_model(torch.float32))
-    session, optimizer = attach_numbered(data, model, window_steps=2, max_lag_windows=9, **loader_workers(num_workers))
-    sizes = torch.Generator().manual_seed(num_workers)
-    epochs, steps, changes = [], 0, set()
-    for _ in session.epochs(2):
-        used: list[int] = []
-        for batch in session.loader:
-            changes.add(session.local_batch_sizes)
-            used += train_step(session, model, optimizer, batch)
-            steps += 1
-            offer(session, torch.randint(0, 14, (2,), generator=sizes).add(1 if steps % 5 else 0).tolist())
-        epochs.append(used)
-    session.close()
-    return {"epochs": epochs, "steps": steps, "changes": len(changes), "position": session.position}
-
-
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_each_sample_is_used_exactly_once_per_epoch_over_many_changes(num_workers: int) -> None:
-    results = run_ranks(_count_samples, 2, num_workers)
-    assert results[0]["changes"] > 26
-    assert results[0]["steps"] == results[1]["steps"]
-    assert [result["position"] for result in results] == [1402, 1402]
-    for epoch in range(2):
-        used = Counter(results[0]["epochs"][epoch] + results[1]["epochs"][epoch])
-        assert used == Counter(range(701))
-    assert results[0]["epochs"][0] != results[0]["epochs"][1]  # another order in each epoch
 
 
 def _leave_early(_rank: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from tests.support.ranks import run_ranks
 from tests.support.tracking import attach_tracked, hold_times
 from tests.support.training import Numbered, flat_parameters, gather, make_model, offer, train_step
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Applied, Job, Report
@@ -204,54 +203,3 @@ def test_half_precision_carries_times_that_all_ranks_read_alike() -> None:
     for sizes, equal in results[0]:
         assert equal
         assert (6, 18) in sizes
-
-
-def _ask_for_tracking(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    data = Numbered(100, torch.float32)
-    session, model, optimizer, published = attach_tracked(data, window_steps=2, **options)
-    for batch in session.loader:
-        offer(session, (7,), split="tracking")
-        inputs, targets, _ = batch
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        optimizer.zero_grad()
-        (session.scale_loss(loss) if options.get("weighting") == "loss" else loss).backward()
-        optimizer.step()
-        session.step(loss)
-    splits = {entry.allocation.split for entry in session._run.schedule.entries_since(session.step_index)}
-    sizes = session.local_batch_sizes
-    session.close()
-    jobs = [message for message in published if isinstance(message, Job)]
-    applied = [message for message in published if isinstance(message, Applied)]
-    return {
-        "supports": jobs[0].supports_tracking,
-        "splits": splits,
-        "sizes": sizes,
-        "refused": applied[-1].num_refused,
-    }
-
-
-@pytest.mark.parametrize("options", [{"weighting": "loss"}, {"base_hook": allreduce_hook}])
-def test_where_no_slot_can_ride_along_the_sizes_are_adopted_as_they_are(options: dict[str, Any]) -> None:
-    (result,) = run_ranks(_ask_for_tracking, 1, options)
-    assert not result["supports"]
-    assert result["splits"] == {"fixed"}
-    assert result["sizes"] == (7,)
-    assert result["refused"]["tracking"] > 0
-
-
-def _begin_under(rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    session, model, optimizer, published = attach_tracked(Numbered(240, torch.float32), window_steps=4, **options)
-    hold_times(session, rank)
-    sizes = []
-    for batch in session.loader:
-        sizes.append(session.local_batch_sizes)
-        train_step(session, model, optimizer, batch)
-    session.close()
-    return {"sizes": sizes, "jobs": [message for message in published if isinstance(message, Job)]}
-
-
-def test_a_job_whose_ranks_divide_the_batch_begins_so_without_a_bus_or_a_decision() -> None:
-    results = run_ranks(_begin_under, 2, {"policy": "rule"})
-    assert results[0]["sizes"] == results[1]["sizes"]
-    assert results[0]["sizes"][:2] == [(12, 12), (6, 18)]  # rank 0 takes three times as long
-    assert {job.initial_split for job in results[0]["jobs"]} == {"tracking"}

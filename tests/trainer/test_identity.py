@@ -11,7 +11,6 @@ from dynamix.trainer.job.identity import (
     Launch,
     Peer,
     attempt_of,
-    check_alike,
     generation_after,
     generation_of,
     is_fresh,
@@ -117,12 +116,6 @@ def test_no_generation_is_used_twice_over_launches_that_resume_each_other(data: 
             used.append(generation)
             if restarts == saves or data.draw(st.booleans()):
                 saved = (generation, now)
-
-
-def test_options_that_differ_are_named() -> None:
-    check_alike([_peer(), _peer()])
-    with pytest.raises(ValueError, match=r"rank 1 .*\(32, 64\) and not \(32, 32\)"):
-        check_alike([_peer(), _peer(options={"local_batch_sizes": (32, 64), "window_steps": 20})])
 
 
 def test_the_launcher_is_read_from_the_environment() -> None:

@@ -22,6 +22,7 @@ from dynamix import trainer as dynamix
 from dynamix.trainer import Session
 from dynamix.trainer.exchange import transport
 from dynamix.trainer.exchange.transport import LentTensor
+from dynamix.trainer.measurement.meter import ROWS
 from dynamix.trainer.steering.collectives import Collectives
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +129,7 @@ def _close_under_way(rank: int) -> float:
     dist.barrier()
     if rank == 1:
         collectives.post_row(row)
-        found = collectives.take_rows()[0].num_samples
+        found = collectives.take_rows(ROWS)[0].rank.num_samples
     dist.barrier()
     return found
 

@@ -20,7 +20,6 @@ from dynamix.trainer.loggers import (
     Metrics,
     window_metrics,
 )
-from dynamix.trainer.measurement.clock import StepTimes
 
 TIMEOUT_S = 10.0
 
@@ -86,8 +85,11 @@ def test_a_slow_logger_loses_the_oldest_windows_and_training_does_not_wait() -> 
 def test_metrics_have_units_in_their_names_and_leave_out_what_is_not_known() -> None:
     totals = examples.totals(num_steps=10, num_samples=1000, time_s=2.0, loss_sum=500.0, num_correct=None)
     rows = [
-        row(num_samples=500, held_out_accuracy=0.75, energy_j=6.25, times=StepTimes(0.2, compute_s, sync_s, 0.3))
-        for compute_s, sync_s in ((1.0, 0.5), (1.5, 0.0))
+        row(num_samples=500, held_out_accuracy=0.75, energy_j=6.25, data_time_s=0.2, update_time_s=0.3, **times)
+        for times in (
+            {"compute_time_s": 1.0, "sync_time_s": 0.5},
+            {"compute_time_s": 1.5, "sync_time_s": 0.0},
+        )
     ]
     assert window_metrics(rows, totals, (40, 60)) == {
         "window": 0,

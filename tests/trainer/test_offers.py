@@ -30,7 +30,7 @@ ACTION = Action(
 
 
 def _offers(**options: Any) -> Offers:
-    return Offers(IDENTITY, job_options(**options))
+    return Offers(IDENTITY, job_options(**options), Allocation((64, 96)))
 
 
 def _with(**changes: Any) -> Action:

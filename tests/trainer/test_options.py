@@ -1,43 +1,52 @@
+import inspect
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.job_options import job_options
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from dynamix.trainer import Exchange
-from dynamix.trainer.arguments import policy_options_of, sizes_of
-from dynamix.trainer.job.options import bounds_of, fewest_samples, job_family
+from dynamix.trainer import Exchange, attach
+from dynamix.trainer.job.options import JobOptions, job_family, options_of
+
+DEFAULTS = {name: each.default for name, each in inspect.signature(attach).parameters.items()}
+LINEAR = torch.nn.Linear(1, 1)
+
+
+def attached(local_batch_size: Any, model: torch.nn.Module = LINEAR, **given: Any) -> JobOptions:
+    """The options of `attach` on two ranks."""
+    arguments = {**DEFAULTS, "dataset": [], "local_batch_size": local_batch_size, **given}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return options_of(
+        *(arguments, [model], [optimizer]),
+        averaging="hook",
+        world_size=2,
+        margin_steps=2,
+        policy="",
+        gradient_servers="",
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"local_batch_sizes": (128, 16)}, r"local_batch_size=16 of rank 1 is outside \[32, 1024\]: pass min_local"),
-        ({"local_batch_sizes": (2000, 128)}, r"local_batch_size=2000 of rank 0 is outside"),
-        ({"window_steps": 0}, "window_steps=0"),
+        ({"window_steps": 0}, "window_steps=0: Expected `int` >= 1"),
         ({"min_local_batch_size": 64, "max_local_batch_size": 32}, r"bounds \[64, 32\] hold no batch size"),
         ({"min_local_batch_size": 0, "local_batch_sizes": (0, 0)}, "at least one sample"),
         ({"learning_rate_rule": "cubic"}, "use one of none, linear, sqrt"),
-        ({"reduction": "none"}, "reduction='none'"),
         ({"policy": "Not a token"}, "policy='Not a token': a policy's name has 1 to 63 of the characters"),
-        ({"noise_decay": 1.0}, "noise_decay=1.0: use at least 0, below 1"),
-        ({"noise_every": 0}, "noise_every=0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: use at least 1"),
+        ({"noise_decay": 1.0}, "noise_decay=1.0"),
+        ({"shuffle": "no"}, "shuffle='no'"),
         ({"gradient_accumulation_steps": 2, "micro_batch_size": 8}, "exclude each other: drop"),
-        ({"policy": "static:every=4"}, "pass its options as policy_options"),
         ({"policy_options": {"evry": 4.0}}, "policy 'static' has no option 'evry': did you mean every"),
-        ({"policy_options": {"every": 0.0}}, "option every=0 of policy 'static' must be from 1 to 1024"),
         ({"policy_options": {"every": 2.5}}, "option every=2.5 of policy 'static' must be a whole number"),
-        (
-            {"policy_options": {"route": "ring"}},
-            "option route=ring of policy 'static' must be one of all-reduce, shares",
-        ),
-        (
-            {"policy": "split", "policy_options": {"codec": "int8"}},
-            "'split' has no option 'codec'",
-        ),
+        ({"policy_options": {"route": "ring"}}, "option route=ring of policy 'static' must be one of all-reduce"),
+        ({"policy_options": {"codec": "No Name"}}, "pass a finite number, or a name"),
+        ({"policy_options": {"every": float("nan")}}, "pass a finite number, or a name"),
+        ({"policy": "split", "policy_options": {"codec": "int8"}}, "has no option 'codec'"),
         ({"policy_options": {"outer_rate": 0.7}}, "of rounds of local steps: add every=2 or more"),
         (
             {
@@ -49,6 +58,20 @@ from dynamix.trainer.job.options import bounds_of, fewest_samples, job_family
         ),
         ({"fixed_exchange": Exchange(shares=(1.0, 2.0))}, "are of the route 'shares': add route='shares'"),
         ({"window_steps": 5, "margin_steps": 16}, "draws 14 batches ahead: an action would be 5 windows old"),
+        ({"explores": ("learning_rate",)}, "between the runs of a family: add family='auto'"),
+        ({"family": "mnist", "explores": ("rate",)}, "explores="),
+        ({"family": "mnist", "explores": ("exchange",)}, "nothing to explore: use it with exchange='lossy'"),
+        ({"family": "mnist", "objective": "energy"}, "what runs that try something out are compared by: add"),
+        (
+            {
+                "policy": "stigmergy",
+                "supports_tracking": True,
+                "policy_options": {"learned": 1.0},
+                "global_batch": "fixed",
+            },
+            "only changes the global batch, which is fixed",
+        ),
+        ({"policy": "stigmergy"}, "policy 'stigmergy' needs the compute time of each rank"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], text: str) -> None:
@@ -56,73 +79,34 @@ def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], text: str)
         job_options(**changes)
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ("64", "local_batch_size='64' is text: pass a whole number, or a list with one per rank"),
-        (64.0, r"local_batch_size=64.0 is of type float: pass a whole number"),
-        (True, "local_batch_size=True is of type bool"),
-        ([64, 64.9], r"local_batch_size\[1\]=64.9 is of type float: pass a whole number"),
-        ([64, "6"], r"local_batch_size\[1\]='6' is text"),
-        (None, "local_batch_size=None is of type NoneType"),
-    ],
-)
-def test_a_size_that_is_no_whole_number_is_refused(given: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=text):
-        sizes_of(given, 2)
+@pytest.mark.parametrize("given", ["64", 64.0, True, [64, 64.9], None, 0, -8, [0, 0], [8, -1], [8]])
+def test_sizes_are_whole_numbers_of_which_one_is_positive(given: Any) -> None:
+    with pytest.raises(ValueError, match="local_batch_size"):
+        attached(given)
 
 
-@pytest.mark.parametrize("given", [0, -8, [0, 0], [8, -1]])
-def test_sizes_without_a_sample_are_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match="pass at least 1; in a list a rank may have 0 beside others"):
-        sizes_of(given, 2)
+def test_ranks_divide_the_batch_themselves_only_with_our_own_hook() -> None:
+    assert attached(8).supports_tracking
+    assert not attached(8, base_hook=allreduce_hook).supports_tracking
+    assert attached(8).initial_allocation.split == "tracking"
+    assert attached(8, base_hook=allreduce_hook).initial_allocation.split == "fixed"
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"seed": "a"}, "seed='a' is text: pass a whole number"),
-        ({"shuffle": "no"}, "shuffle='no' is text: pass True or False"),
-        ({"drop_last": 1}, "drop_last=1 is of type int: pass True or False"),
-        ({"window_steps": 2.5}, "window_steps=2.5 is of type float: pass a whole number"),
-        ({"max_local_batch_size": "1024"}, "max_local_batch_size='1024' is text"),
-        ({"noise_decay": "high"}, "noise_decay='high' is text: pass one number"),
-    ],
-)
-def test_an_option_of_another_type_is_refused(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(TypeError, match=text):
-        job_options(**changes)
-
-
-def test_options_of_a_policy_are_names_with_numbers() -> None:
-    assert policy_options_of({"noise_multiplier": 2, "codec": "int8", "track": "1"})["noise_multiplier"] == 2.0
-    assert policy_options_of(None) == {}
-    with pytest.raises(ValueError, match="pass a finite number, or a name"):
-        policy_options_of({"noise_multiplier": "No Name"})
-    with pytest.raises(
-        TypeError, match=r"policy_options\['noise_multiplier'\]=None is of type NoneType: pass one number"
-    ):
-        policy_options_of({"noise_multiplier": None})  # type: ignore[dict-item]
-    with pytest.raises(TypeError, match="the name 3 is of type int: pass text"):
-        policy_options_of({3: 1.0})  # type: ignore[dict-item]
-    with pytest.raises(TypeError, match="pass a dict of names and numbers"):
-        policy_options_of("track=1")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="pass a finite number"):
-        policy_options_of({"noise_multiplier": float("nan")})
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    assert attached(np.int64(8)).local_batch_sizes == attached(torch.tensor([8, 8])).local_batch_sizes == (8, 8)
 
 
 def test_bounds_are_what_the_model_needs_and_what_suits_the_initial_sizes() -> None:
-    assert bounds_of((128, 64), "fixed", (None, None), 2) == (2, 256)
-    assert bounds_of((4, 1), "fixed", (None, None), 2) == (1, 8)
-    assert bounds_of((64, 16), "adaptive", (None, None), 1) == (1, 1024)
-    assert bounds_of((64, 16), "adaptive", (None, None), 8) == (8, 1024)
-    assert bounds_of((8, 8), "fixed", (1, 9), 2) == (1, 9)
+    def bounds(*arguments: Any, **given: Any) -> tuple[int, int]:
+        options = attached(*arguments, **given)
+        return options.min_local_batch_size, options.max_local_batch_size
 
-
-def test_batch_norm_needs_two_samples_in_each_batch() -> None:
-    plain, normed = torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
-    assert fewest_samples([plain], 1) == 1
-    assert fewest_samples([plain, normed], 4) == 8
+    normed = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
+    assert bounds([128, 64], normed) == (2, 256)
+    assert bounds([128, 64], normed, gradient_accumulation_steps=4) == (8, 256)
+    assert bounds([4, 1], normed) == (1, 8)
+    assert bounds([64, 16], global_batch="adaptive") == (1, 1024)
+    assert bounds([8, 8], normed, min_local_batch_size=1, max_local_batch_size=9) == (1, 9)
 
 
 def test_a_family_is_a_name_or_a_fingerprint_of_what_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,24 +121,7 @@ def test_a_family_is_a_name_or_a_fingerprint_of_what_is_trained(monkeypatch: pyt
     assert re.fullmatch("train-mnist-[0-9a-f]{8}", found)
     assert auto() == found
     assert len({found, auto(torch.nn.Linear(4, 3)), auto(rate=0.2), auto(length=11)}) == 4
-    assert job_family(None, [model], [], []) == job_family("", [model], [], []) == ""
+    assert job_family(None, [model], [], []) == ""
     assert job_family("mnist", [model], [], []) == "mnist"
     with pytest.raises(ValueError, match="family='My model': use 'auto', or 1 to 63"):
         job_family("My model", [model], [], [])
-    with pytest.raises(ValueError, match="family=0: use 'auto'"):
-        job_family(0, [model], [], [])  # type: ignore[arg-type]
-
-
-def test_only_a_family_can_explore() -> None:
-    assert job_options(family="mnist", explores=("learning_rate",)).explores == ("learning_rate",)
-    with pytest.raises(ValueError, match="between the runs of a family: add family='auto'"):
-        job_options(explores=("learning_rate",))
-    with pytest.raises(ValueError, match="explores='rate'"):
-        job_options(family="mnist", explores=("rate",))
-    with pytest.raises(ValueError, match="explores='exchange' has nothing to explore: use it with exchange='lossy'"):
-        job_options(family="mnist", explores=("exchange",))
-    assert job_options(family="mnist", explores=("learning_rate",), objective="energy").objective == "energy"
-    with pytest.raises(ValueError, match="objective='energy' is what runs that try something out are compared by: add"):
-        job_options(family="mnist", objective="energy")
-    with pytest.raises(ValueError, match="objective='power'"):
-        job_options(family="mnist", explores=("learning_rate",), objective="power")

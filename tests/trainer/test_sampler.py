@@ -11,7 +11,7 @@ from torch.utils.data import WeightedRandomSampler
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.orders import Permutations, SampledOrders, epoch_order
 from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
-from dynamix.trainer.steering.collectives import SoloCollectives
+from dynamix.trainer.steering.collectives import Collectives
 
 CHANGES = st.lists(
     st.tuples(st.integers(1, 6), st.tuples(*[st.integers(0, 40)] * 3).filter(lambda sizes: sum(sizes) > 0)), max_size=26
@@ -86,7 +86,7 @@ def test_a_sampler_draws_by_the_epoch_and_leaves_random_numbers_as_they_were() -
         np.random.seed(1)  # noqa: NPY002 - what samplers may use
         random.seed(1)
         orders = SampledOrders(WeightedRandomSampler(weights, 50, generator=own), seed=5)
-        orders.connect(SoloCollectives(), Numbered(4), {})
+        orders.connect(Collectives(), Numbered(4), {})
         drawn.append([orders.order_of(epoch).tolist() for epoch in (0, 1)])
         found = torch.rand(1).item(), np.random.rand(), random.random()  # noqa: NPY002
         torch.manual_seed(1)

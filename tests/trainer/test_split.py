@@ -19,13 +19,6 @@ def test_a_division_loses_no_sample_and_stays_within_one_of_the_exact_share(weig
 
 
 @given(WEIGHTS, st.data())
-def test_a_tail_gives_no_rank_more_than_its_size(weights: list[int], data: st.DataObject) -> None:
-    tail = data.draw(st.integers(0, sum(weights)))
-    shares = largest_remainder(tail, weights)
-    assert all(share <= weight for share, weight in zip(shares, weights, strict=True))
-
-
-@given(WEIGHTS, st.data())
 def test_a_tail_gives_each_rank_two_samples_while_there_are_enough(sizes: list[int], data: st.DataObject) -> None:
     if sum(sizes) == 0:
         return

@@ -128,17 +128,3 @@ def test_fixed_costs_are_fitted_per_rank_from_times_at_different_sizes() -> None
             rates.observe([time / count for time, count in zip(times, counts, strict=True)], counts)
     assert rates.fixed == [pytest.approx(5, abs=1), pytest.approx(40, abs=2)]
     assert rates.rates == [pytest.approx(0.001, rel=0.03), pytest.approx(0.0005, rel=0.03)]
-
-
-def test_a_restored_filter_keeps_the_fitted_costs() -> None:
-    straight, again = RateFilter(3), RateFilter(3)
-    steps = [(64, 64, 64)] * 8 + [(80, 60, 52)] * 12
-    seconds = [[(0.02 + 0.0002 * count * (rank + 1)) / count for rank, count in enumerate(step)] for step in steps]
-    for measured, counts in zip(seconds, steps, strict=True):
-        straight.observe(measured, counts)
-    again.restore(straight.state)
-    assert again.fixed == straight.fixed != [0, 0, 0]
-    for _ in range(4):
-        straight.observe(seconds[0], steps[0])
-        again.observe(seconds[0], steps[0])
-    assert again.state == straight.state

@@ -131,14 +131,6 @@ def _static_graph(_rank: int) -> None:
         dynamix.attach(model, optimizer, Numbered(64), local_batch_size=20, micro_batch_size=8, connect=False)
 
 
-def test_accumulation_in_a_static_graph_is_refused() -> None:
-    run_ranks(_static_graph, 2)
-
-
-def test_accumulating_wrong_is_refused_with_the_fix() -> None:
-    run_ranks(_misuse_accumulation, 2)
-
-
 def _own_accumulation(_rank: int) -> None:
     data = Numbered(200)
     model = distribute(make_model())
@@ -155,5 +147,6 @@ def _own_accumulation(_rank: int) -> None:
     session.close()
 
 
-def test_a_scripts_own_accumulation_under_no_sync_is_refused() -> None:
-    run_ranks(_own_accumulation, 2)
+@pytest.mark.parametrize("script", [_misuse_accumulation, _static_graph, _own_accumulation])
+def test_accumulating_wrong_is_refused_with_the_fix(script: Any) -> None:
+    run_ranks(script, 2)

@@ -44,10 +44,6 @@ def _left_before_step(_rank: int) -> None:
     session.close()
 
 
-def test_leaving_a_loop_between_update_and_step_is_refused() -> None:
-    run_ranks(_left_before_step, 2)
-
-
 def _lengths(_rank: int, options: dict[str, Any]) -> tuple[list[int], int]:
     model = distribute(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -127,5 +123,6 @@ def _wrong_order(_rank: int) -> None:
     session.close()
 
 
-def test_ending_a_step_before_the_update_is_refused() -> None:
-    run_ranks(_wrong_order, 2)
+@pytest.mark.parametrize("script", [_left_before_step, _wrong_order])
+def test_a_step_that_ends_at_the_wrong_place_is_refused(script: Any) -> None:
+    run_ranks(script, 2)

@@ -155,14 +155,6 @@ def _of_others(_rank: int) -> None:
     require_ddp(distribute(make_model()), "Lightning")
 
 
-def test_deepspeed_is_refused_and_so_is_a_sharded_model_that_a_framework_trains() -> None:
-    run_ranks(_of_others, 2)
-
-
-def test_models_that_nothing_averages_or_that_update_themselves_are_refused_with_the_fix() -> None:
-    run_ranks(_forgotten, 2)
-
-
 def _copies(_rank: int) -> None:
     """A covered model and one beside it can be copied and pickled, and the copies train by themselves."""
     data = Numbered(64)
@@ -175,10 +167,6 @@ def _copies(_rank: int) -> None:
         torch.optim.swa_utils.AveragedModel(each)
         copied.module(data.inputs[:2]).sum().backward()
     session.close()
-
-
-def test_a_covered_model_can_be_copied_and_saved_whole() -> None:
-    run_ranks(_copies, 2)
 
 
 def _own_batches(rank: int) -> list[float]:
@@ -210,3 +198,12 @@ def _own_batches(rank: int) -> list[float]:
 def test_batches_of_the_scripts_own_are_averaged_as_under_plain_ddp_also_after_the_session() -> None:
     for errors in run_ranks(_own_batches, 2):
         assert max(errors) < 1e-12
+
+
+@pytest.mark.parametrize("script", [_forgotten, _of_others])
+def test_models_whose_gradients_cannot_be_weighed_are_refused_with_the_fix(script: Any) -> None:
+    run_ranks(script, 2)
+
+
+def test_a_covered_model_can_be_copied_and_saved_whole() -> None:
+    run_ranks(_copies, 2)

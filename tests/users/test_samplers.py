@@ -197,16 +197,3 @@ def _unseeded(_rank: int) -> str:
 
 def test_resuming_in_another_order_is_refused() -> None:
     assert len(set(run_ranks(_unseeded, 2))) == 1
-
-
-def test_shuffle_false_of_a_script_with_a_distributed_sampler_is_warned_about(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside that sampler a DataLoader has shuffle=False although the sampler shuffles."""
-    _attach(make_model(), Numbered(60), None, local_batch_size=9)[0].close()
-    assert caplog.messages == []
-    _attach(make_model(), Numbered(60), None, local_batch_size=9, shuffle=False)[0].close()
-    assert ["leave shuffle=False out of attach" in message for message in caplog.messages] == [True]
-    monkeypatch.delitem(globals(), "DistributedSampler")
-    _attach(make_model(), Numbered(60), None, local_batch_size=9, shuffle=False)[0].close()
-    assert len(caplog.messages) == 1

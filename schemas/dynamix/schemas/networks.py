@@ -61,25 +61,14 @@ def check_format(number: int) -> None:
         raise NetworkFileError(f"format {number}, this program reads {FORMAT}")
 
 
-def check_names(what: str, theirs: Sequence[object], ours: Sequence[object]) -> None:
-    """Raise NetworkFileError for a list of names that is not part of ours.
-
-    A file may lack what this program has, as one that is older does; what it names must be there.
-    """
-    if unknown := [str(name) for name in theirs if name not in ours]:
+def check_same(what: str, theirs: Sequence[object], ours: Sequence[object]) -> None:
+    """Raise NetworkFileError unless a network has exactly the inputs, or the actions, of this program."""
+    if tuple(theirs) != tuple(ours):
+        unknown = ", ".join(str(name) for name in theirs if name not in ours) or "fewer, or in another order"
         raise NetworkFileError(
-            f"its list of {what} names {', '.join(unknown)}, which this program does not have: use the dynamix-batch "
-            "that wrote it or a newer one, or learn the policy again"
+            f"its {what} are not those of this program ({unknown}): use the dynamix-batch that wrote it, or learn the "
+            "policy again"
         )
-    if not theirs or len(set(theirs)) < len(theirs):
-        raise NetworkFileError(f"its list of {what} is empty or names something twice")
-
-
-def check_actions(theirs: Sequence[float], ours: Sequence[float]) -> None:
-    """Raise NetworkFileError for actions that are not part of ours, or do not begin with the neutral one."""
-    check_names("actions", theirs, ours)
-    if theirs[0] != ours[0]:
-        raise NetworkFileError(f"its first action is {theirs[0]:g}, not the neutral one, {ours[0]:g}")
 
 
 def read_tensors(data: bytes) -> dict[str, Array]:

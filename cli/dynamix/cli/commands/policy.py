@@ -9,11 +9,9 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from dynamix.arbitrator.learned.policy import action_set_of
 from dynamix.arbitrator.learned.policy_file import (
@@ -25,12 +23,12 @@ from dynamix.arbitrator.learned.policy_file import (
     shipped_names,
     shipped_policy,
 )
-from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy
 from dynamix.cli.actions import ActionResult, adding_actions, run_action
 from dynamix.cli.arguments import add_json_argument, add_output_argument
 from dynamix.cli.connection import HOW_TO_START, NoBrokerError, connected, find
 from dynamix.cli.errors import CommandError, explained, reading
-from dynamix.cli.output import POLICY, write_file
+from dynamix.cli.output import POLICY, Document, write_file
 from dynamix.cli.terminal import in_columns
 from dynamix.runtime.bus import StreamMissingError
 from dynamix.runtime.input_files import read_regular
@@ -79,71 +77,38 @@ def reference(text: str) -> tuple[str, int | None]:
     return name, int(version)
 
 
-class AvailablePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of a learned policy."""
-
-    name: str
-    version: int
-    origin: Literal["bus", "shipped"]
-    num_bytes: int
-    sha256: str
-    stored_at: str = ""
-    """RFC 3339; empty for a policy of the package."""
-
-
 class PolicyCatalogue(NamedTuple):
-    """Lists and reads learned policies."""
+    """The learned policies that can be used here."""
 
+    versions: list[StoredPolicy]
+    """All versions: by name, the newest first; those of the package have no time."""
     store: PolicyStore | None
     """The policies on the bus."""
     absence: str = ""
     """Reason why there is no bus, in a sentence; empty when there is one."""
 
-    def on_bus(self) -> PolicyStore:
-        """The policies on the bus; raises CommandError when there is no bus."""
-        if self.store is None:
-            raise CommandError(self.absence)
-        return self.store
-
-    async def entries(self) -> list[AvailablePolicy]:
-        """All versions: by name, the newest first."""
-        stored = [] if self.store is None else await self.store.versions()
-        found = [_available(one.name, one.version, "bus", one.data, one.stored_at) for one in stored]
-        found += [_available(name, SHIPPED_VERSION, "shipped", shipped_policy(name) or b"") for name in shipped_names()]
-        return sorted(found, key=lambda entry: (entry.name, -entry.version))
-
-    async def read(self, name: str, version: int | None) -> tuple[AvailablePolicy, bytes]:
-        """A version of a policy and the bytes of its file, the newest by default. Raises CommandError without one."""
-        entries = await self.entries()
-        for entry in entries:
-            if entry.name == name and version in (None, entry.version):
-                shipped = shipped_policy(name) or b""
-                is_shipped = entry.origin == "shipped"
-                return entry, shipped if is_shipped else (await self.on_bus().get(name, entry.version)).data
-        if versions := [str(entry.version) for entry in entries if entry.name == name]:
-            text = f"policy {name!r} has no version {version}: there is {', '.join(versions)}"
+    def find(self, name: str, version: int | None) -> StoredPolicy:
+        """A version of a policy, the newest by default. Raises CommandError when there is none."""
+        of_name = [one for one in self.versions if one.name == name]
+        if found := [one for one in of_name if version in (None, one.version)]:
+            return found[0]
+        if of_name:
+            text = (
+                f"policy {name!r} has no version {version}: there is {', '.join(str(one.version) for one in of_name)}"
+            )
         else:
-            names = sorted({entry.name for entry in entries})
+            names = sorted({one.name for one in self.versions})
             text = f"no learned policy is called {name!r}: there is {', '.join(names) or 'none'}"
         raise CommandError(f"{text} ({self.absence})" if self.absence else text)
-
-
-def _available(
-    name: str, version: int, origin: Literal["bus", "shipped"], data: bytes, stored_at: str = ""
-) -> AvailablePolicy:
-    return AvailablePolicy(
-        name=name,
-        version=version,
-        origin=origin,
-        num_bytes=len(data),
-        sha256=hashlib.sha256(data).hexdigest(),
-        stored_at=stored_at,
-    )
 
 
 @contextlib.asynccontextmanager
 async def opened() -> AsyncIterator[PolicyCatalogue]:
     """The catalogue; without a broker, or before it is provisioned, of the shipped policies only."""
+    shipped = []
+    for name in sorted(shipped_names()):
+        data = shipped_policy(name) or b""
+        shipped.append(StoredPolicy(name, SHIPPED_VERSION, hashlib.sha256(data).digest(), data))
     settings = find(os.environ)
     where = redact_url(settings.url)
     try:
@@ -151,13 +116,15 @@ async def opened() -> AsyncIterator[PolicyCatalogue]:
             with explained(ValueError):
                 try:
                     await bus.stream_state(POLICIES.name)
-                    catalogue = PolicyCatalogue(PolicyStore(bus))
+                    store = PolicyStore(bus)
+                    versions = [*await store.versions(), *shipped]
+                    catalogue = PolicyCatalogue(sorted(versions, key=lambda one: (one.name, -one.version)), store)
                 except StreamMissingError:
                     absence = f"the broker at {where} has no stream for policies: run `dynamix provision`"
-                    catalogue = PolicyCatalogue(None, absence)
+                    catalogue = PolicyCatalogue(shipped, None, absence)
                 yield catalogue
     except NoBrokerError:
-        yield PolicyCatalogue(None, f"no broker at {where}: {HOW_TO_START}")
+        yield PolicyCatalogue(shipped, None, f"no broker at {where}: {HOW_TO_START}")
 
 
 async def _act(arguments: argparse.Namespace) -> ActionResult:
@@ -167,23 +134,40 @@ async def _act(arguments: argparse.Namespace) -> ActionResult:
 
 
 async def _list(catalogue: PolicyCatalogue, _: argparse.Namespace) -> ActionResult:
-    entries = await catalogue.entries()
     if catalogue.absence:
         print(f"{catalogue.absence}; these come with the package", file=sys.stderr)
-    return table(entries), {"broker": not catalogue.absence, "policies": entries}
+    rows = [
+        (
+            one.name,
+            str(one.version),
+            "the bus" if one.stored_at else "the package",
+            f"{len(one.data) / 1024:.0f} KB",
+            _when(one.stored_at) or "-",
+            one.digest.hex()[:12],
+        )
+        for one in catalogue.versions
+    ]
+    none = "no learned policies: `dynamix learn` makes one, `dynamix policy import FILE` stores one"
+    text = in_columns(HEADINGS, rows, left=HEADINGS) if rows else none
+    return text, {"broker": not catalogue.absence, "policies": [_document(one) for one in catalogue.versions]}
 
 
 async def _show(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
-    entry, data = await catalogue.read(*arguments.policy)
-    metadata, fault = _read(data)
-    result = {"policy": entry, "usable": not fault, "reason": fault, "metadata": metadata}
-    return details(entry, metadata, fault), result
+    found = catalogue.find(*arguments.policy)
+    metadata, fault = None, ""
+    try:
+        metadata = PolicyFile.from_bytes(found.data, "the file").metadata
+        action_set_of(metadata)
+    except PolicyFileError as error:
+        metadata, fault = None, str(error)
+    result = {"policy": _document(found), "usable": not fault, "reason": fault, "metadata": metadata}
+    return details(found, metadata, fault), result
 
 
 async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
-    entry, data = await catalogue.read(*arguments.policy)
-    write_file(arguments.output, data)
-    return _done(entry, f"written to {arguments.output}", {"file": str(arguments.output)})
+    found = catalogue.find(*arguments.policy)
+    write_file(arguments.output, found.data)
+    return _done(found, f"written to {arguments.output}", {"file": str(arguments.output)})
 
 
 async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
@@ -191,58 +175,42 @@ async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
         data = read_regular(arguments.file)
         metadata = PolicyFile.from_bytes(data, str(arguments.file)).metadata
         action_set_of(metadata)
-    name = arguments.name or metadata.policy
-    stored = await catalogue.on_bus().put(name, data)
-    entry, _ = await catalogue.read(stored.name, stored.version)
-    return _done(entry, "stored on the bus: jobs of this policy that start from now on take it", {})
+    if catalogue.store is None:
+        raise CommandError(catalogue.absence)
+    stored = await catalogue.store.put(arguments.name or metadata.policy, data)
+    stored = await catalogue.store.get(stored.name, stored.version)  # with the time
+    return _done(stored, "stored on the bus: jobs of this policy that start from now on take it", {})
 
 
-def _done(entry: AvailablePolicy, what: str, more: Mapping[str, str]) -> ActionResult:
-    size = f"{entry.num_bytes:,} bytes, sha256 {entry.sha256[:12]}"
-    return f"{entry.name} version {entry.version} ({size}) {what}", {"policy": entry, **more}
+def _done(policy: StoredPolicy, what: str, more: Mapping[str, str]) -> ActionResult:
+    size = f"{len(policy.data):,} bytes, sha256 {policy.digest.hex()[:12]}"
+    return f"{policy.name} version {policy.version} ({size}) {what}", {"policy": _document(policy), **more}
 
 
-def _read(data: bytes) -> tuple[PolicyMetadata | None, str]:
-    """The metadata, and why this program cannot use the file."""
-    try:
-        metadata = PolicyFile.from_bytes(data, "the file").metadata
-        action_set_of(metadata)
-    except PolicyFileError as error:
-        return None, str(error)
-    return metadata, ""
+def _document(policy: StoredPolicy) -> Document:
+    return {
+        "name": policy.name,
+        "version": policy.version,
+        "origin": "bus" if policy.stored_at else "shipped",
+        "num_bytes": len(policy.data),
+        "sha256": policy.digest.hex(),
+        "stored_at": policy.stored_at,
+    }
 
 
-def table(entries: Sequence[AvailablePolicy]) -> str:
-    """One line per version."""
-    if not entries:
-        return "no learned policies: `dynamix learn` makes one, `dynamix policy import FILE` stores one"
-    rows = [
-        (
-            entry.name,
-            str(entry.version),
-            "the package" if entry.origin == "shipped" else "the bus",
-            f"{entry.num_bytes / 1024:.0f} KB",
-            _when(entry.stored_at) or "-",
-            entry.sha256[:12],
-        )
-        for entry in entries
-    ]
-    return in_columns(HEADINGS, rows, left=HEADINGS)
-
-
-def details(entry: AvailablePolicy, metadata: PolicyMetadata | None, fault: str) -> str:
+def details(policy: StoredPolicy, metadata: PolicyMetadata | None, fault: str) -> str:
     """One version, a property per line."""
-    place = "comes with the package" if entry.origin == "shipped" else f"on the bus since {_when(entry.stored_at)}"
+    place = f"on the bus since {_when(policy.stored_at)}" if policy.stored_at else "comes with the package"
     properties = [
-        ("size", f"{entry.num_bytes:,} bytes"),
-        ("sha256", entry.sha256),
+        ("size", f"{len(policy.data):,} bytes"),
+        ("sha256", policy.digest.hex()),
         ("usable here", f"no: {fault}" if fault else "yes"),
     ]
     if metadata is not None:
         shown = [name for name in metadata.__struct_fields__ if name not in LONG_LISTS]
         properties += [(name.replace("_", " "), _text(getattr(metadata, name))) for name in shown]
     lines = (f"  {name:20}{value}" for name, value in properties)
-    return "\n".join([f"{entry.name} version {entry.version}, {place}", *lines])
+    return "\n".join([f"{policy.name} version {policy.version}, {place}", *lines])
 
 
 def _when(time: str) -> str:

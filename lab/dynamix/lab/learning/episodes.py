@@ -27,7 +27,7 @@ from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Formula, Weights
 from dynamix.schemas.networks import log_softmax, sample
 from dynamix.schemas.policies import DIVIDED_BY_RANKS, STIGMERGY
-from dynamix.schemas.sight import Array32, Sight
+from dynamix.schemas.sight import Array32, Sight, inputs_of
 
 
 class AgentChoice(NamedTuple):
@@ -51,7 +51,7 @@ class ExploringAgents:
     def factor(self, seen: Sight) -> float:
         """Draw one agent's factor."""
         window, network = seen.report.window, self._network
-        inputs_I = network.inputs(seen)
+        inputs_I = inputs_of(seen)
         normalised = network.normalised(inputs_I)
         logprobs_DA = log_softmax(network.forward.logits(normalised))
         drawn = np.random.default_rng((self._seed, window)).random(1)

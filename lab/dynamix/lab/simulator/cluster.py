@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
-from dynamix.schemas.messages import Action, Applied, Report, SocketCounters, SystemMetrics, Trace
+from dynamix.schemas.messages import Action, Applied, RankRow, Report, SocketCounters, SystemMetrics, Trace
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Explored, Objective
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
@@ -26,9 +26,7 @@ from dynamix.trainer.gradient.learning_rate import FACTORS, scale_every_step
 from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured, window_moments
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
-from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import Row, job_totals
-from dynamix.trainer.measurement.sockets import ProcessIdentity
 from dynamix.trainer.steering.fast_loop import FastLoop, Tracker
 from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.run import Reporter, field_of
@@ -48,8 +46,6 @@ NOISE_DECAY = 0.9
 """The default of `attach`."""
 
 MAX_LAG_WINDOWS = 4
-
-NO_PROCESS = ProcessIdentity(pid=0, start_ticks=0, namespace=0, uid=0)
 
 
 def job_options(
@@ -200,7 +196,7 @@ class WindowRecorder:
                 idle_s = self._time_s - compute_s
                 energy_j = float(self._busy_w[rank] * compute_s + self._idle_w[rank] * idle_s)
             if self._is_ring and sending_s > 0:  # how fast it sent to the next rank
-                link = float(link_bytes / sending_s), (rank + 1) % count
+                link = float(link_bytes / sending_s)
             if self._tx_bytes_per_step:  # cumulative counters; a rank alone has no socket
                 sockets = SocketCounters(
                     tx_bytes=int(self._tx_bytes[rank]),
@@ -210,20 +206,31 @@ class WindowRecorder:
                 )
             rows.append(
                 Row(
-                    local_rank=local_rank,
-                    process=NO_PROCESS,
-                    num_samples=int(self._num_samples[rank]),
-                    loss_sum=float(self._loss[rank]),
-                    num_correct=float(self._num_correct[rank]),
-                    times=StepTimes(0.0, compute_s, float(self._sync_s[rank]), self._update_s),
-                    times_split=True,
+                    rank=RankRow(
+                        rank=rank,
+                        local_rank=local_rank,
+                        pid=0,
+                        pid_start_ticks=0,
+                        pid_namespace=0,
+                        uid=0,
+                        local_batch_size=0,
+                        pending_local_batch_size=0,
+                        num_samples=int(self._num_samples[rank]),
+                        loss_sum=float(self._loss[rank]),
+                        num_correct=float(self._num_correct[rank]),
+                        data_time_s=0.0,
+                        compute_time_s=compute_s,
+                        sync_time_s=float(self._sync_s[rank]),
+                        update_time_s=self._update_s,
+                        sockets=sockets,
+                        link_bytes_per_s=link,
+                        link_peer=None if link is None else (rank + 1) % count,
+                    ),
                     noise=self._noise[rank],
-                    sockets=sockets,
                     held_out_accuracy=held_out_accuracy,
                     drift=(float(self._drift_own[rank]), self._drift_mean),
                     learning_rate=learning_rate,
                     coded=each,
-                    link=link,
                     energy_j=energy_j,
                 )
             )
@@ -317,7 +324,7 @@ class VirtualCluster:
         self.rounds = VirtualRounds(
             *(self.gradients, self._optimizer, self.exchange, self._make_optimizer), noise_every=scenario.noise_every
         )
-        self._offers = Offers(self._identity, self._options)
+        self._offers = Offers(self._identity, self._options, first)
         self._waiting: deque[Action] = deque()
         self._field = field_of(self._options, self._identity)
         self._traces: list[Trace] = []

@@ -24,9 +24,8 @@ from dynamix.schemas.networks import (
     Forward,
     NetworkFileError,
     Normalisation,
-    check_actions,
     check_format,
-    check_names,
+    check_same,
     check_tensors,
     metadata_text,
     network_shapes,
@@ -72,7 +71,6 @@ class AgentNetwork:
             raise NetworkFileError(f"{source}: {error}") from error
         self.digest = hashlib.sha256(data).hexdigest()
         self.actions = metadata.actions
-        self._columns = [sight.INPUTS.index(name) for name in metadata.inputs]
         self._normalisation = Normalisation.of_tensors(tensors)
         self.forward = Forward(tensors, len(metadata.settings.hidden_sizes))
 
@@ -89,17 +87,13 @@ class AgentNetwork:
             raise NetworkFileError(f"{path}: cannot be read: {error.strerror}") from error
         return cls(data, str(path))
 
-    def inputs(self, seen: Sight) -> sight.Array32:
-        """The inputs that the network wants, not normalised, NaN where unknown."""
-        return sight.inputs_of(seen)[self._columns]
-
     def normalised(self, inputs_I: sight.Array32) -> Array64:
         """One row for the network."""
         return self._normalisation.applied(inputs_I[None])
 
     def factor(self, seen: Sight) -> float:
         """The likeliest factor on the agent's wish; of equal ones the first, which is the neutral one first of all."""
-        logits_DA = self.forward.logits(self.normalised(self.inputs(seen)))
+        logits_DA = self.forward.logits(self.normalised(sight.inputs_of(seen)))
         return self.actions[int(np.argmax(logits_DA[0]))]
 
 
@@ -119,6 +113,6 @@ def _metadata(data: bytes) -> AgentMetadata:
             f"not a network of agents, as `dynamix learn --policy stigmergy` writes it: {error}"
         ) from error
     check_format(metadata.format)
-    check_names("inputs", metadata.inputs, sight.INPUTS)
-    check_actions(metadata.actions, MULTIPLIERS)
+    check_same("inputs", metadata.inputs, sight.INPUTS)
+    check_same("actions", metadata.actions, MULTIPLIERS)
     return metadata

@@ -60,22 +60,19 @@ def reward_of(window: MetricWindow, weights: Weights, formula: Formula | None = 
 
     Each reward is the exact sum of its terms in the order of the formula; a term that cannot be computed is left out.
     """
-    chosen = formula or formula_for(window.optimizer_family)
+    chosen, ranks = formula or formula_for(window.optimizer_family), []
+    for rank in window.ranks:
+        terms = _terms(rank, window, weights, chosen)
+        known = {name: weight * value for name, weight, value in terms if value is not None}
+        ranks.append(RankReward(rank=rank.rank, reward=sum(known.values(), 0.0), terms=known))
     return Reward(
         job=window.job,
         generation=window.generation,
         window=window.window,
         node=window.node,
         formula=chosen,
-        ranks=tuple(_rank_reward(rank, window, weights, chosen) for rank in window.ranks),
+        ranks=tuple(ranks),
     )
-
-
-def _rank_reward(rank: RankMetrics, window: MetricWindow, weights: Weights, formula: Formula) -> RankReward:
-    known = {
-        name: weight * value for name, weight, value in _terms(rank, window, weights, formula) if value is not None
-    }
-    return RankReward(rank=rank.rank, reward=sum(known.values(), 0.0), terms=known)
 
 
 def _terms(

@@ -1,7 +1,5 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
-import logging
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -9,7 +7,7 @@ from typing import Any, Literal, Unpack
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
@@ -25,7 +23,7 @@ from dynamix.trainer.data.loader import (
     sampler_of,
 )
 from dynamix.trainer.data.orders import OwnSampler
-from dynamix.trainer.data.plan import Division, SamplerOptions
+from dynamix.trainer.data.plan import Division
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.exchange.servers import GradientServers
@@ -45,57 +43,22 @@ from dynamix.trainer.gradient.models import (
     world_size_of,
 )
 from dynamix.trainer.job.identity import MemoryCaps
-from dynamix.trainer.job.options import options_of, warn_of_two_momenta
+from dynamix.trainer.job.options import options_of
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import Loggers, MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
 from dynamix.trainer.measurement.energy import energy_meter, unmeasured
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
-from dynamix.trainer.steering.collectives import AnyCollectives
+from dynamix.trainer.steering.collectives import Collectives
 from dynamix.trainer.steering.run import Run
-from dynamix.trainer.steering.steering import Adoption, Steering, WindowEnd
+from dynamix.trainer.steering.steering import Steering
 
-from .rendezvous import Rendezvous, meet_ranks
+from .rendezvous import meet_ranks
 from .session import ExitRules, Gradients, Session
-from .settings import Environment, read_environment
+from .settings import read_environment
 
 Connect = BusSettings | Transport | Literal[False] | None
 """Values of `attach(connect=...)`."""
-
-
-def bus_settings(connect: object, environment: Environment) -> BusSettings | None:
-    """Settings of the connection to the bus; `None` without a bus, or over the caller's transport."""
-    if not (connect is None or connect is False or isinstance(connect, BusSettings | Transport)):
-        raise TypeError(
-            f"connect={connect!r} is of type {type(connect).__name__}: leave connect out and set DYNAMIX_NATS_URL, "
-            "pass dynamix.runtime.settings.BusSettings(url=...), or pass False to train without a bus"
-        )
-    return environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
-
-
-def transport_of(
-    connect: Connect, bus: BusSettings | None, met: Rendezvous, environment: Environment, *, hears_traces: bool
-) -> Transport:
-    """The way to the bus of a rank that speaks: the first of each node reports, rank 0 also listens."""
-    place = met.place
-    if place.local_rank != 0 or connect is False:
-        return Transport()
-    if bus is None:
-        assert connect is not None, "without a connection of the caller's own the settings are the environment's"
-        assert not isinstance(connect, BusSettings), "its settings are the bus"
-        return connect
-    client = BusClient(
-        bus,
-        node=place.node,
-        outbox_messages=environment.trainer.outbox_messages,
-        actions_of=met.identity.job if place.rank == 0 else None,
-        traces_of=met.identity.job if hears_traces else None,
-    )
-    client.start()
-    return client
-
-
-_log = logging.getLogger("dynamix.trainer")
 
 SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""
@@ -217,8 +180,8 @@ def attach(
         loader_options: for `torch.utils.data.DataLoader`: num_workers, prefetch_factor, collate_fn, pin_memory, ...
 
     Raises:
-        TypeError: for an unknown argument, or one of the wrong type.
-        ValueError: for an invalid argument; the message has the value, the limit and the fix.
+        TypeError: for an argument that is unknown.
+        ValueError: for what cannot work, naming the value, the limit and how to fix it.
         RuntimeError: when torch.distributed is not initialised, or the model has a communication hook already.
     """
     given = dict(locals())
@@ -248,7 +211,12 @@ def attach(
     if accumulates:
         check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
     caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
-    bus = bus_settings(connect, environment)
+    if not (connect is None or connect is False or isinstance(connect, BusSettings | Transport)):
+        raise TypeError(
+            f"connect={connect!r} is of type {type(connect).__name__}: leave connect out and set DYNAMIX_NATS_URL, "
+            "pass dynamix.runtime.settings.BusSettings(url=...), or pass False to train without a bus"
+        )
+    bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
     device = next(models[0].parameters()).device
     met = meet_ranks(
         name=name,
@@ -261,27 +229,11 @@ def attach(
     )
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
     orders.connect(met.collectives, dataset, loader_options)
-    caller = sys._getframe(1)  # noqa: SLF001 - the script
-    if (
-        met.place.rank == 0
-        and not (shuffle or orders.identity.sampler)
-        and any(
-            value is DistributedSampler or type(value) is DistributedSampler
-            for value in (*caller.f_globals.values(), *caller.f_locals.values())
-        )
-    ):
-        _log.warning(
-            "shuffle=False uses the samples in the data set's order in every epoch, but this script knows a "
-            "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave shuffle=False "
-            "out of attach to shuffle as it does"
-        )
     plan_sampler = sampler_of(
         *(orders, run.schedule),
-        SamplerOptions(
-            division=Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
-            drop_last=drop_last,
-            shares_tail=global_batch == "adaptive",
-        ),
+        division=Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
+        drop_last=drop_last,
+        shares_tail=global_batch == "adaptive",
     )
     loader = Loader(dataset, plan_sampler, options=loader_options, look_ahead=look_ahead, count_tokens=count_tokens)
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
@@ -306,31 +258,31 @@ def attach(
         coded=while_it_lives(gradients.models.coded, CodedSquares()),
         energy_j=unmeasured if met.energy is None else met.energy.take_j,
     )
-    transport = transport_of(connect, bus, met, environment, hears_traces=run.traces is not None)
-    history = MetricHistory(metric_loggers, transport)
-    window_end = WindowEnd(run, meter, met.collectives, transport, history, losses=gradients.losses)
-    gradients.exchanges.on_connect = window_end.expect_sockets
-    return Session(
+    transport = connect if isinstance(connect, Transport) else Transport()
+    if bus is not None and met.place.local_rank == 0:  # the first rank of each node reports, rank 0 also listens
+        transport = client = BusClient(
+            bus,
+            node=met.place.node,
+            outbox_messages=environment.trainer.outbox_messages,
+            actions_of=run.identity.job if met.place.rank == 0 else None,
+            traces_of=run.identity.job if run.traces is not None else None,
+        )
+        client.start()
+    steering = Steering(
         run,
-        loader=loader,
         meter=meter,
-        steering=Steering(
-            run=run,
-            window_end=window_end,
-            adoption=Adoption(run, plan_sampler, met.collectives, transport),
-            clock=clock,
-            collectives=met.collectives,
-            transport=transport,
-        ),
+        sampler=plan_sampler,
+        collectives=met.collectives,
         transport=transport,
-        history=history,
-        gradients=gradients,
-        memory_caps=caps,
-        exit_rules=ExitRules(
-            close_timeout_s=environment.trainer.close_timeout_s,
-            may_restart=environment.launch.restart_count < environment.launch.max_restarts,
-        ),
+        history=MetricHistory(metric_loggers, transport),
+        losses=gradients.losses,
     )
+    gradients.exchanges.on_connect = steering.expect_sockets
+    exit_rules = ExitRules(
+        close_timeout_s=environment.trainer.close_timeout_s,
+        may_restart=environment.launch.restart_count < environment.launch.max_restarts,
+    )
+    return Session(steering, loader, gradients, caps, exit_rules)
 
 
 def _gradients(
@@ -341,7 +293,7 @@ def _gradients(
     run: Run,
     loader: Loader,
     clock: AnyClock,
-    collectives: AnyCollectives,
+    collectives: Collectives,
     averaging: Averaging,
     weighs_alone: bool,
 ) -> Gradients:
@@ -351,8 +303,6 @@ def _gradients(
     servers = GradientServers(options.gradient_servers, run.identity.job, run.place.rank, collectives.world_size)
     exchanges = ExchangePlan(run.schedule, servers, is_decided=options.supports_exchange)
     losses, sizes = None, options.local_batch_sizes
-    if is_first:
-        warn_of_two_momenta(options.initial_allocation.exchange, optimizers)
     if is_first and len(sizes) > 1 and (options.policy != "static" or len(set(sizes)) > 1):
         losses = LossWarnings(
             is_sum=options.reduction == "sum",

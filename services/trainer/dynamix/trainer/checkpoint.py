@@ -45,7 +45,6 @@ def save(
         "attempt": run.identity.attempt._asdict(),
         "data": run.data._asdict(),
         "position": position._asdict(),
-        "num_epochs": run.num_epochs,
         "world_size": len(run.options.local_batch_sizes),
         "schedule": [
             [step, *msgspec.to_builtins(allocation)] for step, allocation in run.schedule.entries_since(position.step)
@@ -97,13 +96,14 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
     if is_same_world and (is_same_script or run.options.global_batch == "adaptive"):
         _restore_schedule(run, entries, is_same_policy=state["decided_by"] == _policy_of(run))
     else:
-        total = run.options.local_batch_sizes if is_same_world else entries[0].allocation.local_batch_sizes
-        run.schedule.reset(position.step, _rescaled(run, sum(total)))
+        saved = run.options.local_batch_sizes if is_same_world else entries[0].allocation.local_batch_sizes
+        now, caps, lower = run.schedule.newest, run.identity.max_local_batch_sizes, run.options.min_local_batch_size
+        sizes = apportion(sum(saved), now.local_batch_sizes, [min(lower, cap) for cap in caps], caps)
+        run.schedule.reset(position.step, now.with_sizes(sizes))
     if is_same_world:
         run.fast_loop.tracker.filter.restore(FilterState(*map(tuple, state["speeds"])))
         run.fast_loop.pace = LoopPace(*state["pace"])
     run.noise = NoiseAverage(run.options.noise_decay, *state["noise"])
-    run.num_epochs = state["num_epochs"]
     return position
 
 
@@ -151,13 +151,6 @@ def _restore_schedule(run: Run, saved: list[ScheduleEntry], *, is_same_policy: b
         run.schedule.schedule(step, allocation)
 
 
-def _rescaled(run: Run, global_batch_size: int) -> Allocation:
-    """A global batch divided as this start would divide its own: the world has another size than when it was saved."""
-    now, caps, lower = run.schedule.newest, run.identity.max_local_batch_sizes, run.options.min_local_batch_size
-    sizes = apportion(global_batch_size, now.local_batch_sizes, [min(lower, cap) for cap in caps], caps)
-    return now.with_sizes(sizes)
-
-
 def warn_of_missing_state(run: Run, *, from_snapshot: bool) -> None:
     """Warn if a script resumes its model and optimizer (`from_snapshot`), but not its session."""
     if run.place.rank != 0:
@@ -174,19 +167,4 @@ def warn_of_missing_state(run: Run, *, from_snapshot: bool) -> None:
             what,
             "and" if is_new_run else "but",
             ", as a new run under an id that was used before should" if is_new_run else "",
-        )
-
-
-def warn_of_fewer_epochs(run: Run, num_epochs: int, done: int) -> None:
-    """Warn if a resumed run requests fewer epochs than it had: the script may count the remaining ones."""
-    planned = max(run.num_epochs or 0, done)
-    if num_epochs < planned and run.place.rank == 0:
-        _log.warning(
-            "session.epochs(%d) after a resume trains %d more epochs, since it counts from the start of the run, of "
-            "which %d are done: for the rest of the %d that the saved run had, pass session.epochs(%d)",
-            num_epochs,
-            max(num_epochs - done, 0),
-            done,
-            planned,
-            planned,
         )

@@ -38,7 +38,7 @@ from .job.options import JobOptions
 from .measurement.energy import EnergyMeter
 from .measurement.sockets import PeerSockets
 from .settings import Environment
-from .steering.collectives import AnyCollectives, join_ranks
+from .steering.collectives import Collectives
 
 NATS_PORT = 4222
 """Default port of a broker URL without one."""
@@ -52,7 +52,7 @@ _log = logging.getLogger("dynamix.trainer")
 class Rendezvous(NamedTuple):
     """Facts that the ranks exchanged about each other."""
 
-    collectives: AnyCollectives
+    collectives: Collectives
     sockets: PeerSockets
     identity: JobIdentity
     place: Place
@@ -77,7 +77,10 @@ def meet_ranks(
     launch = environment.launch
     trainer = environment.trainer
     job = propose_job(name or trainer.name, environment.shared.job, launch, trainer.run_id)
-    collectives = join_ranks()
+    collectives = Collectives()
+    last = None
+    if bus is not None and collectives.rank == 0 and not is_fresh(environment.shared.job or trainer.run_id, launch):
+        last = last_generation(bus, job, name=f"{SERVICE}-{node_name(environment.shared)}")
     sockets = PeerSockets(_foreign_ports(bus))
     peers = collectives.gather_objects(
         Peer(
@@ -87,7 +90,7 @@ def meet_ranks(
             launch=launch.id,
             restart_count=launch.restart_count,
             max_restarts=launch.max_restarts,
-            last_generation=_last_generation(job, environment, bus) if collectives.rank == 0 else None,
+            last_generation=last,
             connections=sockets.candidates(),
             memory_caps=caps.read(),
             options=options.fingerprint | data._asdict(),
@@ -116,16 +119,14 @@ def meet_ranks(
     )
     if collectives.rank == 0:
         warn_of_policy(options)
-        if not environment.shared.job:
-            _warn_of_several_nodes(identity)
+        if not environment.shared.job and len(identity.nodes) > 1:
+            _log.warning(
+                "%d nodes attach without DYNAMIX_JOB: set it alike on all of them, or the job may come back under "
+                "another id than %s when a restart makes a process of another node rank 0",
+                len(identity.nodes),
+                identity.job,
+            )
     return Rendezvous(collectives, sockets, identity, place, energy)
-
-
-def _last_generation(job: str, environment: Environment, bus: BusSettings | None) -> int | None:
-    """Rank 0's question to the bus; an id that cannot have been used before needs none."""
-    if bus is None or is_fresh(environment.shared.job or environment.trainer.run_id, environment.launch):
-        return None
-    return last_generation(bus, job, name=f"{SERVICE}-{node_name(environment.shared)}")
 
 
 def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None:
@@ -133,20 +134,18 @@ def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None
 
     In a thread of its own: the caller may run an event loop.
     """
-    found: list[int] = []
-    thread = threading.Thread(target=_ask, args=(settings, job, name, found), name="dynamix bus look-up", daemon=True)
+    found: list[int | None] = []
+
+    def ask() -> None:
+        try:
+            found.append(asyncio.run(_look_up(settings, job, name)))
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the bus, training begins without an answer
+            _log.info("cannot ask the bus for earlier starts of %s: %s: %s", job, type(error).__name__, error)
+
+    thread = threading.Thread(target=ask, name="dynamix bus look-up", daemon=True)
     thread.start()
     thread.join(LOOKUP_S)
     return found[0] if found else None
-
-
-def _ask(settings: BusSettings, job: str, name: str, found: list[int]) -> None:
-    try:
-        generation = asyncio.run(_look_up(settings, job, name))
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with the bus, training begins without an answer
-        _log.info("cannot ask the bus for earlier starts of %s: %s: %s", job, type(error).__name__, error)
-    else:
-        found += [] if generation is None else [generation]
 
 
 async def _look_up(settings: BusSettings, job: str, name: str) -> int | None:
@@ -166,16 +165,6 @@ async def _look_up(settings: BusSettings, job: str, name: str) -> int | None:
         else:
             generations.append(generation)
     return max(generations, default=None)
-
-
-def _warn_of_several_nodes(identity: JobIdentity) -> None:
-    if len(identity.nodes) > 1:
-        _log.warning(
-            "%d nodes attach without DYNAMIX_JOB: set it alike on all of them, or the job may come back under another "
-            "id than %s when a restart makes a process of another node rank 0",
-            len(identity.nodes),
-            identity.job,
-        )
 
 
 def _foreign_ports(bus: BusSettings | None) -> set[int]:

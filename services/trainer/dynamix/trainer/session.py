@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.trainer.arguments import share, whole_number
-from dynamix.trainer.bus_client import Transport
+from dynamix.trainer.arguments import AtLeast0, Share, checked
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.plan import ExchangePlan
@@ -23,11 +22,10 @@ from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.job.identity import MemoryCaps
-from dynamix.trainer.local_steps import EndedStep, LocalSteps
-from dynamix.trainer.loggers import MetricHistory
+from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.measurement.clock import StepTimes
-from dynamix.trainer.measurement.meter import RankMeter, Scalar
-from dynamix.trainer.steering.run import Run, reason_after
+from dynamix.trainer.measurement.meter import Scalar
+from dynamix.trainer.steering.run import reason_after
 from dynamix.trainer.steering.steering import Steering
 
 from .checkpoint import (
@@ -35,7 +33,6 @@ from .checkpoint import (
     residuals_of,
     restore,
     save,
-    warn_of_fewer_epochs,
     warn_of_missing_state,
 )
 
@@ -65,16 +62,12 @@ def call_while_alive(method: Callable[P, None]) -> Callable[P, None]:
     return call
 
 
-def leave(
-    steering: Steering, models: CoveredModels, transport: Transport, history: MetricHistory, rules: ExitRules
-) -> None:
+def leave(steering: Steering, models: CoveredModels, rules: ExitRules) -> None:
     """End a session that was not closed: when it is garbage-collected, or at the end of the process."""
     error = getattr(sys, "last_value", None)  # what ends the process, as far as the interpreter has noted one
     steering.end(reason_after(error, may_restart=rules.may_restart))
     models.remove()
-    steering.collectives.close()
-    history.close(rules.close_timeout_s)
-    transport.close(rules.close_timeout_s)
+    steering.close(rules.close_timeout_s)
 
 
 class Gradients(NamedTuple):
@@ -98,24 +91,18 @@ class Session:
 
     def __init__(
         self,
-        run: Run,
-        *,
-        loader: Loader,
-        meter: RankMeter,
         steering: Steering,
-        transport: Transport,
-        history: MetricHistory,
+        loader: Loader,
         gradients: Gradients,
         memory_caps: MemoryCaps,
         exit_rules: ExitRules,
     ) -> None:
         """Made by `attach`."""
-        self._run = run
+        self._run = steering.run
         self._loader = loader
-        self._meter = meter
+        self._meter = steering.meter
         self._steering = steering
-        self._transport = transport
-        self._history = history
+        self._transport = steering.transport
         self._models = models = gradients.models
         self._updates = gradients.updates
         self._local = gradients.local_steps
@@ -126,19 +113,17 @@ class Session:
         self._exit_rules = exit_rules
         loader.bind(
             on_start=call_while_alive(self._on_start),
-            on_ask=meter.clock.asked,
+            on_ask=self._meter.clock.asked,
             on_batch=call_while_alive(self._on_batch),
             on_exhausted=call_while_alive(self.average),
         )
         self._allocation: Allocation | None = None
         """Allocation of the batch to train on."""
         self._loss_scaled = False
-        self._said_needless = False
         self._state_loaded = False
-        self._has_epochs = False
         self._closed = False
         # the end is published, and the last messages leave, also when the script just ends
-        self._leave = weakref.finalize(self, leave, steering, models, transport, history, exit_rules)
+        self._leave = weakref.finalize(self, leave, steering, models, exit_rules)
 
     # --- the training loop -------------------------------------------------------------------------------------
 
@@ -152,15 +137,10 @@ class Session:
 
         A resumed run passes the number of epochs of the whole run, not of those that are left.
         """
-        num_epochs = whole_number("session.epochs(num_epochs)", num_epochs)
+        num_epochs = checked("session.epochs(num_epochs)", num_epochs, AtLeast0)
         self._run.total_samples = num_epochs * self._run.data.size or None
         loader = self._loader
-        first = loader.position.epoch + (1 if loader.epoch_is_over else 0)
-        if self._state_loaded and not self._has_epochs:
-            warn_of_fewer_epochs(self._run, num_epochs, first)
-        self._run.num_epochs = num_epochs
-        self._has_epochs = True
-        for epoch in range(first, num_epochs):
+        for epoch in range(loader.position.epoch + (1 if loader.epoch_is_over else 0), num_epochs):
             loader.begin_epoch(epoch)
             yield epoch
         self._end("completed")
@@ -183,7 +163,7 @@ class Session:
         Raises:
             RuntimeError: without a batch, after the end, when weighting by the loss and `scale_loss` was not called,
                 or when the script accumulates gradients on its own.
-            TypeError: when a number is of several elements, or no number.
+            ValueError: when a number is of several elements, or no number.
         """
         self._require_running()
         batch = self._loader.require_current()
@@ -208,12 +188,7 @@ class Session:
             RuntimeError: when there is no current batch.
         """
         batch, self._loss_scaled = self._current(), True
-        if self._needs_scaling:
-            return loss * self._models.loss_factor(batch)
-        if not self._said_needless:
-            self._said_needless = True
-            _log.debug("session.scale_loss changes nothing here, the gradients are weighed already: delete the call")
-        return loss
+        return loss * self._models.loss_factor(batch) if self._needs_scaling else loss
 
     def schedule(self, scheduler: LRScheduler) -> None:
         """Advance a learning-rate scheduler by the samples used: once per reference step (`num_reference_steps`).
@@ -249,7 +224,12 @@ class Session:
         self._loader.finish_batch()
         times, counts = self._models.take_times(), batch.plan.counts.values
         if self._local.is_begun:
-            times, counts, norms, drift = self._end_local_step(batch)
+            clock, tracks = self._meter.clock, self._run.schedule.allocation_at(batch.plan.step).split == "tracking"
+            seconds = clock.seconds_per_sample() if tracks else None
+            with clock.averaging():
+                times, counts, norms, drift = self._local.end_step(
+                    batch.plan, ends_epoch=self._loader.epoch_is_over, seconds_per_sample=seconds
+                )
             if drift is not None:
                 self._meter.record_drift(drift)
         self._meter.record_batch(batch, loss, num_correct, norms)
@@ -257,14 +237,6 @@ class Session:
         self._steering.after_step(self._loader.position, times, counts)
         if self._schedulers:
             self._schedulers.advance(self.progress)
-
-    def _end_local_step(self, batch: MicroBatch) -> EndedStep:
-        shares_times = self._run.schedule.allocation_at(batch.plan.step).split == "tracking"
-        seconds_per_sample = self._meter.clock.seconds_per_sample() if shares_times else None
-        with self._meter.clock.averaging():
-            return self._local.end_step(
-                batch.plan, ends_epoch=self._loader.epoch_is_over, seconds_per_sample=seconds_per_sample
-            )
 
     @property
     def is_averaged(self) -> bool:
@@ -286,10 +258,9 @@ class Session:
         """Report the newest accuracy on held-out data, 0 ... 1; the next window's report includes it.
 
         Raises:
-            TypeError: when it is not a number.
-            ValueError: when it is outside of 0 to 1, as percent are.
+            ValueError: when it is not a number from 0 to 1, as percent are not.
         """
-        self._run.held_out_accuracy = share("session.evaluated(accuracy)", accuracy)
+        self._run.held_out_accuracy = checked("session.evaluated(accuracy)", accuracy, Share)
 
     def offer(self, action: Action) -> None:
         """Offer an action from within the process, as if the bus had delivered it; it counts in rank 0 only."""
@@ -364,7 +335,7 @@ class Session:
         Sizes, times, throughput, noise, loss; what is not known is left out. In global rank 0 also the decision and
         its reason, and where a reward service runs, its rewards.
         """
-        return self._history.rows()
+        return self._steering.history.rows()
 
     def _current(self) -> MicroBatch:
         if self._loader.current is None:
@@ -424,7 +395,13 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            self._remember_failure()
+            rank = self._run.place.rank
+            size, fewest = self.local_batch_sizes[rank], self._run.options.min_local_batch_size
+            cap = self._memory_caps.lower(rank, size, fewest)
+            advice = "attach with memory_caps_path to start again below it"
+            if cap is not None:
+                advice = f"a restarted job gives this rank at most {cap}"
+            _log.error("out of memory at a local batch of %d: %s", size, advice)
         if error is None:
             self._end("closed")
         else:  # nothing is waited for: the others may never come to the collective
@@ -463,16 +440,6 @@ class Session:
         self._models.begin(batch, shares_times=shares_times, sketches=sketches)
         self._meter.clock.handed_out(batch.size)
 
-    def _remember_failure(self) -> None:
-        size = self.local_batch_sizes[self._run.place.rank]
-        cap = self._memory_caps.lower(self._run.place.rank, size, self._run.options.min_local_batch_size)
-        if cap is None:
-            _log.error(
-                "out of memory at a local batch of %d: attach with memory_caps_path to start again below it", size
-            )
-        else:
-            _log.error("out of memory at a local batch of %d: a restarted job gives this rank at most %d", size, cap)
-
     def _end(self, reason: str) -> None:
         if not self._run.ended:
             self._steering.complete_posted()
@@ -485,10 +452,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self._loader.close()
         self._updates.remove()
         self._models.remove()
-        self._steering.collectives.close()
         self._leave.detach()
-        self._history.close(self._exit_rules.close_timeout_s)
-        self._transport.close(self._exit_rules.close_timeout_s)
+        self._steering.close(self._exit_rules.close_timeout_s)

@@ -37,7 +37,15 @@ from dynamix.schemas import sight
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.schemas.networks import Choices, Forward, Normalisation, log_softmax, sample
+from dynamix.schemas.networks import (
+    Choices,
+    Forward,
+    NetworkFileError,
+    Normalisation,
+    check_same,
+    log_softmax,
+    sample,
+)
 from dynamix.schemas.policies import MULTIPLIERS, VERSION, VERSION_OPTION, Options, switch
 
 from .policy_file import ActionSetName, LearnedSetName, PolicyFile, PolicyFileError, PolicyMetadata
@@ -280,13 +288,11 @@ def action_set_of(metadata: PolicyMetadata) -> ActionSet:
             "agents of policy 'stigmergy' decide by this file, no arbitrator does: name it in "
             'DYNAMIX_COLLECTOR_AGENTS, and give jobs policy_options={"learned": 1}'
         )
-    for what, theirs, ours in (("inputs", metadata.inputs, INPUTS[name]), ("actions", metadata.actions, ACTIONS[name])):
-        if theirs != ours:
-            unknown = ", ".join(str(one) for one in theirs if one not in ours) or "others, or in another order"
-            raise PolicyFileError(
-                f"the {what} of policy {metadata.policy!r} are not those of this program ({unknown}): use the "
-                "dynamix-batch that wrote it, or learn the policy again"
-            )
+    try:
+        check_same("inputs", metadata.inputs, INPUTS[name])
+        check_same("actions", metadata.actions, ACTIONS[name])
+    except NetworkFileError as error:
+        raise PolicyFileError(f"policy {metadata.policy!r}: {error}") from error
     return Deltas() if name == "deltas" else GlobalLever()
 
 

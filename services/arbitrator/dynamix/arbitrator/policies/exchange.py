@@ -1,42 +1,18 @@
 """Chooses the exchange with the most progress per second, from measurements of each. Pure.
 
     J(B, k, h) = worth(B) * gain_k / (1 + drift cost * (h - 1)) / (rest + c(B) + exposed(k, h) + waiting * c(B))
-
-`ExchangeMemory` has what is exposed under codec k and a period of h steps, and what h local steps cost in progress.
-Each (k, h) has its own best B, so all are compared at theirs. A route is no third choice beside k and h: gradients as
-they are over owners with shares are one more way, with a gradient in each step.
-
-A decision rules two windows later, and costs little; but estimates are noisy, so another way must promise `MARGIN`
-more, and stays for `DWELL` windows at least. Local steps end while the loss rises.
-
-Owners with shares are compared where the rates of the links are known (`links`). Shares end as soon as a ring would be
-faster, and now and then, to look at the links again: under them nothing tells.
-
-What is known of a way:
-
     C_k = correction_k * (share_k * I + coding_k * gradient bytes)          the time of an exchange that nothing hides
     exposed(h = 1) = max(SYNC_FLOOR * C_k, C_k - overlap * c)               c: compute time of the slowest rank
     exposed(h > 1) = C_k / h                                                an averaging is hidden by nothing
 
-I is the time of gradients as they are. Steps with an exchange each show only what computing does not hide, rounds of
-local steps all of it: the overlap is known from the first round on. share_k and coding_k are priors of codec k, its
-correction is what was measured when it began to rule; what changes later is the network. Gradients as they are over
-owners with shares count as one more codec: its share is what the links' rates say (`links`), which are known from
-windows in which a ring carried them; of I shares save only what the bytes take on the slowest link, since the rest is
-waiting for each other. A time that changes by much under shares ends them, to look at the links again.
+Each codec k and sync period h has its own best B, and all are compared at theirs. I is the time of gradients without a
+codec. share_k and coding_k are priors; the correction is measured when codec k takes effect. Steps with an exchange
+each show only what computing does not hide, rounds of local steps all of it, so the overlap is known from the first
+round on. Owners with shares (exact gradients, route `shares`) count as one more codec, whose share follows from the
+rates of the ranks' links; these are measured only while a ring is in effect.
 
-A rank whose processor is shared out sends slower than its link can, now and then by a factor of 5, never faster. So a
-link that shows a higher rate is believed at once, one that shows a lower one by half, and nothing rests on the rates of
-fewer than `LINK_WINDOWS` windows.
-
-A rank that sends to another at some rate has a link at least as fast, and so has the other: a rank's link is taken to
-be as fast as the fastest of these. Around a ring every rank sends to the next one, so that a slow link is told from
-its neighbours' wherever no two slow ones have a single rank between them; else that rank is taken for a slow one too,
-and less is expected of shares than they would bring.
-
-Drift: with R the squared distance of the ranks from their mean over that of its move (feature `local_drift`), h local
-steps were worth h / (1 + scale * R^DRIFT_POWER (h - 1)) exact ones, by the steps until a small MLP reached an accuracy:
-virtual clusters of 4, 8 and 32 workers, batches of 128 to 2048, periods of 2 to 20. One seed said it within 10 to 20 %.
+Estimates are noisy: another exchange must promise `MARGIN` more, and stays for `DWELL` windows at least. Local steps
+end while the loss rises. Shares end when a ring would be faster, and every `LOOK_AGAIN` windows, to measure the links.
 """
 
 import dataclasses
@@ -85,6 +61,9 @@ RINGS = ("none", "rows")
 """Ways in which a rank sends to the next one only, so that its connections tell what links carry."""
 
 DRIFT_POWER = 4 / 3
+"""With R the squared distance of the ranks from their mean over that of its move (feature `local_drift`), h local steps
+were worth h / (1 + scale * R^DRIFT_POWER (h - 1)) exact ones: a small MLP on virtual clusters of 4, 8 and 32 workers,
+batches of 128 to 2048, periods of 2 to 20. One seed showed it within 10 to 20 %."""
 DRIFT_SCALES: Mapping[str, float] = MappingProxyType({"sgd": 0.005, "adam": 0.03})
 """Scale of the drift by optimizer family; adaptive ones also make smaller steps where each rank sees more noise."""
 FIRST_DRIFT = 0.5
@@ -138,7 +117,7 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
     """Knowledge of the ways of exchange in effect so far."""
 
     ruling: tuple[Exchange, ...] = (EXACT,) * LAG
-    """The exchanges of the window that closed, of the one after it, and of the newest decision."""
+    """The exchange of the window that closed, and of the one after it, which is the newest decision."""
     exact_s: float = math.nan
     """I, in seconds per step."""
     overlap: float = 0.0
@@ -272,7 +251,7 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         number = min(self.num_link_windows + 1, LINK_WINDOWS)
         if len(self.rates) != len(rates):
             return replace(self, rates=rates, num_link_windows=1)
-        ratios = rates / self.rates
+        ratios = rates / self.rates  # a rank with a busy processor shows less than its link can, never more
         believed = np.where(ratios < 1.0, ratios**SMOOTHING, ratios)
         return replace(self, rates=self.rates * believed, num_link_windows=number)
 
@@ -337,7 +316,9 @@ def can_share(job: Job) -> bool:
 def link_rates(obs_WF: Array32) -> Array64 | None:
     """Bytes per second of each rank's link in a window; `None` if one is unknown.
 
-    A rank that sends to others of its own node only knows none: so each rank must have a node, and a link, of its own.
+    A rank that sends only to others of its own node knows none: each rank must have a node, and a link, of its own. A
+    link is as fast as the fastest transfer of its rank, sent or received: around a ring a slow link is told from its
+    neighbours', unless two slow ones have a single rank between them, which then counts as slow too.
     """
     sent, peers = column(obs_WF, "link_bytes_per_s"), column(obs_WF, "link_peer")
     known = np.isfinite(sent) & (sent > 0) & (peers >= 0) & (peers < len(sent))

@@ -4,7 +4,6 @@ A thin shell over `torch.utils.data.DataLoader`, which may run workers and prefe
 done, not when a batch is drawn, so that a saved state never counts what was only prefetched.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypedDict
@@ -13,13 +12,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dynamix.schemas.spelling import nearest
-from dynamix.trainer.arguments import whole_number
+from dynamix.trainer.arguments import AtLeast0, checked
 
-from .orders import Orders, OwnSampler, Permutations, SampledOrders, stages_of
-from .plan import MicroBatch, PlanSampler, Position, SamplerOptions, Schedule
-from .stream import CollateParts, StreamOrders, StreamReader, StreamSampler
-
-_log = logging.getLogger("dynamix.trainer")
+from .orders import Orders, OwnSampler, Permutations, SampledOrders
+from .plan import MicroBatch, PlanSampler, Position, Schedule
+from .stream import StreamOrders, StreamReader, StreamSampler
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -39,9 +36,6 @@ class LoaderOptions(TypedDict, total=False):
 CountTokens = Callable[[Any], int | torch.Tensor]
 """The number of tokens of a batch that count in its loss."""
 
-MOST_LEFT = 4
-"""Loops without a step after which a rank warns that it has forgotten the step."""
-
 PREFETCH_FACTOR = 2
 """`DataLoader`'s own, when none is given."""
 
@@ -57,8 +51,7 @@ def check_loader_options(options: LoaderOptions, look_ahead: int, known: Iterabl
 
     `known` are the other arguments of `attach`, of which one may be meant.
     """
-    if whole_number("look_ahead", look_ahead) < 0:
-        raise ValueError(f"look_ahead={look_ahead}: a script fetches 0 or more batches ahead")
+    checked("look_ahead", look_ahead, AtLeast0)
     unknown = sorted(set(options) - set(LoaderOptions.__annotations__))
     if unknown:
         near = nearest(unknown[0], [*known, *LoaderOptions.__annotations__])
@@ -88,8 +81,6 @@ class Loader:
         self._num_trained = 0
         """Batches of the steps that ended since the loop over this loader began."""
         self._num_in_step = 0
-        self._num_left = 0
-        """Loops that began since a batch was ended."""
         self._held: deque[MicroBatch] = deque()
         """Batches that were handed out and not trained yet, oldest first; more than one if the script looks ahead."""
         self._is_exhausted = False
@@ -106,8 +97,9 @@ class Loader:
         self._on_batch: Callable[[MicroBatch], None] = _nothing
         if isinstance(sampler, StreamSampler):
             assert isinstance(dataset, IterableDataset), "as its orders"
-            options = {**options, "collate_fn": CollateParts(options.get("collate_fn"))}
-            dataset = StreamReader(dataset, sampler.stream.identity.seed, sampler.division)
+            collate_fn = options.get("collate_fn")
+            dataset = StreamReader(dataset, sampler.stream.identity.seed, sampler.division, collate_fn)
+            options = {**options, "collate_fn": _as_it_is}
         self._batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **options)
 
     def bind(
@@ -155,13 +147,6 @@ class Loader:
             self.position = self._next_start()
             self._held.clear()
             self._sampler.rewind(self.position)
-            self._num_left += 1
-            if self._num_left == MOST_LEFT:
-                _log.warning(
-                    "the loop over session.loader began %d times without a session.step(), so that the same batch is "
-                    "repeated: call session.step(loss) once after each optimizer.step()",
-                    MOST_LEFT,
-                )
         self._num_trained = self._num_in_step = 0
         self._is_exhausted = False
         try:
@@ -172,7 +157,12 @@ class Loader:
     def _rest_of_epoch(self) -> Iterator[Any]:
         drawn = self._draw()
         while True:
-            self._require_step()
+            if len(self._held) > self._look_ahead:
+                raise RuntimeError(
+                    f"step {self._held[0].plan.step} is not finished: call session.step(loss) once after each batch, "
+                    "also when the batch was skipped; a loop that does not train needs a DataLoader of its own; a "
+                    f"script that fetches batches ahead says how many: attach(look_ahead={self._look_ahead + 1})"
+                )
             is_next = not self._held  # else it is fetched in the time of another step
             if is_next:
                 self._on_ask()
@@ -183,7 +173,9 @@ class Loader:
                 if not self._held:
                     self._on_exhausted()
                 return
-            self._held.append(self._weighed(micro_batch, batch))
+            if self._count_tokens is not None and micro_batch.num_samples:
+                micro_batch = micro_batch._replace(weight=int(self._count_tokens(batch)))
+            self._held.append(micro_batch)
             if is_next:
                 self._on_batch(self._held[0])
             yield batch
@@ -226,11 +218,6 @@ class Loader:
         drawn = self._sampler.orders.digest_of(self.position.epoch)
         return self._digest if drawn is None else drawn
 
-    def close(self) -> None:
-        """End the communication with other ranks."""
-        if isinstance(self._sampler, StreamSampler):
-            self._sampler.stream.disconnect()
-
     def go_to(self, position: Position, order_digest: int | None) -> None:
         """Go on where a saved run was; its epoch's order must have this digest."""
         self.position, self._digest = position, order_digest
@@ -258,7 +245,6 @@ class Loader:
         """Be done with the current batch; with a step's last one the position moves past the step."""
         self.last_finished = done = self._held.popleft()
         self._num_in_step += 1
-        self._num_left = 0
         if done.is_last:
             self.position, self._digest = self.position.after(done.plan), done.plan.digest
             self._num_trained, self._num_in_step = self._num_trained + self._num_in_step, 0
@@ -269,26 +255,17 @@ class Loader:
             self._on_ask()
             self._on_batch(self._held[0])
 
-    def _weighed(self, micro_batch: MicroBatch, batch: Any) -> MicroBatch:
-        """A batch with the weight that the script finds in it."""
-        if self._count_tokens is None:
-            return micro_batch
-        return micro_batch._replace(weight=int(self._count_tokens(batch)) if micro_batch.num_samples else 0)
-
     def _next_start(self) -> Position:
         return self.position.at_epoch(self.position.epoch + 1) if self.epoch_is_over else self.position
 
-    def _require_step(self) -> None:
-        if len(self._held) > self._look_ahead:
-            raise RuntimeError(
-                f"step {self._held[0].plan.step} is not finished: call session.step(loss) once after each batch, also "
-                "when the batch was skipped; a loop that does not train needs a DataLoader of its own; a script that "
-                f"fetches batches ahead says how many: attach(look_ahead={self._look_ahead + 1})"
-            )
-
 
 def _nothing(*_: object) -> None:
-    """Default of a loader that is not bound to a session."""
+    """Default callback; does nothing."""
+
+
+def _as_it_is(read: Any) -> Any:
+    """In place of `collate_fn`: a stream's batches are collated where they are read."""
+    return read
 
 
 def orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, shuffle: bool) -> Orders:
@@ -298,10 +275,10 @@ def orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, s
         TypeError: when the data set is a loader.
         ValueError: when it cannot be used, naming the fix.
     """
-    if isinstance(dataset, DataLoader) or any(isinstance(stage, DataLoader) for stage in stages_of(dataset)):
+    if isinstance(dataset, DataLoader):
         raise TypeError(
-            f"the data set is a {type(dataset).__name__}: pass its data set and its options; session.loader replaces "
-            "it, and session.state_dict() saves its place"
+            "the data set is a DataLoader: pass its data set and its options; session.loader replaces it, and "
+            "session.state_dict() saves its place"
         )
     if isinstance(dataset, IterableDataset):
         if sampler is not None:
@@ -317,8 +294,8 @@ def orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, s
     )
 
 
-def sampler_of(orders: Orders, schedule: Schedule, options: SamplerOptions) -> PlanSampler:
-    """The sampler that draws this rank's batches."""
+def sampler_of(orders: Orders, schedule: Schedule, **options: Any) -> PlanSampler:
+    """The sampler that draws this rank's batches; options as `PlanSampler`'s."""
     if isinstance(orders, StreamOrders):
         return StreamSampler(orders, schedule, **options)
     return PlanSampler(orders, schedule, **options)

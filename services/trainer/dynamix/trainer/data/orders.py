@@ -13,14 +13,32 @@ import random
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+Order = npt.NDArray[np.int64]
+"""Indices of samples."""
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """How the ranks of a job tell each other something."""
+
+    rank: int
+    world_size: int
+
+    def gather_objects(self, mine: T) -> list[T]:
+        """One object of each rank."""
+
+    def share_order(self, order: Order, *, waits: bool = True) -> Order:
+        """Rank 0's order; what the others pass says how long it is."""
 
 
 class RandomNumbers(NamedTuple):
@@ -51,11 +69,10 @@ def seed_all(seed: int, epoch: int) -> int:
     return value
 
 
-T = TypeVar("T")
-
 ONE_PART = (
     "must be the same on all ranks, session.loader gives each its part. Take out its division by rank (islice by rank, "
-    "Subset, shard, split_dataset_by_node, split_by_node), or seed the random numbers that it is made of"
+    "Subset, shard, split_dataset_by_node, split_by_node; nodesplitter=None in webdataset), or seed the random numbers "
+    "that it is made of"
 )
 """The fix, for an error."""
 
@@ -64,25 +81,15 @@ PROBE_S = 5.0
 MOST_ELEMENTS = 256
 """Number of elements of a tensor or a text that are digested, evenly spread."""
 MOST_NUMBERS = 64
-"""Number of elements of a floating-point tensor that are compared to rounding, because processors differ."""
+"""Most elements of a list that are digested."""
 
-Marks = list["int | list[float] | None"]
-"""The digest of each part of a sample, or some of its numbers with a fraction; `None` where it is random."""
+Pieces = list["bytes | npt.NDArray[Any] | None"]
+"""The parts of a sample; `None` for one that is random."""
 
 _log = logging.getLogger("dynamix.trainer")
 
 
-class ObjectExchange(Protocol):
-    """How ranks exchange objects."""
-
-    rank: int
-    world_size: int
-
-    def gather_objects(self, mine: T) -> list[T]:
-        """Gather one object from each rank."""
-
-
-def compare_samples(dataset: Any, seed: int, exchange: ObjectExchange, options: Mapping[str, Any]) -> None:
+def compare_samples(dataset: Any, seed: int, ranks: Ranks, options: Mapping[str, Any]) -> None:
     """Compare a few samples of a map-style data set between ranks, by index; a collective call.
 
     They are read as the training reads them (`options` are the loader's): with workers in one of these, since a handle
@@ -92,22 +99,23 @@ def compare_samples(dataset: Any, seed: int, exchange: ObjectExchange, options: 
     Raises:
         ValueError: on all ranks, when a sample differs.
     """
-    if exchange.world_size == 1:
+    if ranks.world_size == 1:
         return
     last = len(dataset) - 1 if isinstance(dataset, Sized) else 0
     indices = sorted({0, last // 3, 2 * last // 3, last})
-    everybody = exchange.gather_objects(_read(dataset, indices, seed, options))
+    everybody = ranks.gather_objects(_read(dataset, indices, seed, options))
     is_random = False
     for number, index in enumerate(indices):
-        read = [(rank, marks[number]) for rank, marks in enumerate(everybody) if number < len(marks)]
-        is_random = is_random or any(marks is None or None in marks for _, marks in read)
-        for rank, marks in read:
-            if not _are_alike(read[0][1], marks):
+        read = [(rank, samples[number]) for rank, samples in enumerate(everybody) if number < len(samples)]
+        is_random = is_random or any(part is None for _, parts in read for part in parts)
+        for rank, parts in read:
+            first = read[0][1]
+            if not (len(first) == len(parts) and all(map(_are_alike, first, parts))):
                 raise ValueError(
                     f"the data set differs between ranks (sample {index} of the {type(dataset).__name__}, ranks "
                     f"{read[0][0]} and {rank}), it {ONE_PART}"
                 )
-    if is_random and exchange.rank == 0:
+    if is_random and ranks.rank == 0:
         _log.warning(
             "the samples of the %s are random by other numbers than torch's, numpy's and Python's global ones, so that "
             "they cannot be compared between ranks: make sure that each rank has the whole data set, not a part of it",
@@ -115,27 +123,26 @@ def compare_samples(dataset: Any, seed: int, exchange: ObjectExchange, options: 
         )
 
 
-def _read(dataset: Any, indices: Sequence[int], seed: int, options: Mapping[str, Any]) -> list[Marks | None]:
-    """The marks of the samples as far as they can be read; `None` for one that is random as a whole."""
+def _read(dataset: Any, indices: Sequence[int], seed: int, options: Mapping[str, Any]) -> list[Pieces]:
+    """The samples as far as they can be read."""
     outside, began = RandomNumbers.capture(), None
     num_workers = min(options.get("num_workers", 0), 1)
-    found: list[Marks | None] = []
+    found: list[Pieces] = []
     try:
         loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=None,
             sampler=[index for index in indices for _ in range(2)],
-            collate_fn=_Mark(seed),
+            collate_fn=partial(_read_one, seed),
             num_workers=num_workers,
-            worker_init_fn=_Begin(seed, options.get("worker_init_fn")),
+            worker_init_fn=partial(_begin_worker, seed, options.get("worker_init_fn")),
             multiprocessing_context=options.get("multiprocessing_context"),
             timeout=(options.get("timeout") or 6 * PROBE_S) if num_workers else 0,
         )
         readings = iter(loader)
         seed_all(seed, 0)
         for first, second in zip(readings, readings, strict=True):
-            same = [ours if ours == again else None for ours, again in zip(first, second, strict=False)]
-            found.append(same if len(first) == len(second) else None)
+            found.append([one if _are_alike(one, again) else None for one, again in zip(first, second, strict=True)])
             began = began or time.monotonic()  # workers may take seconds to start
             if time.monotonic() - began > PROBE_S:
                 break
@@ -146,75 +153,27 @@ def _read(dataset: Any, indices: Sequence[int], seed: int, options: Mapping[str,
     return found
 
 
-class _Mark:
-    """Stands for `collate_fn`: the marks of a sample, and equal random numbers for the next one."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __call__(self, sample: Any) -> Marks:
-        marks: Marks = []
-        for piece in _pieces(sample, []):
-            if isinstance(piece, np.ndarray) and piece.dtype.kind == "f":
-                marks.append(np.nan_to_num(piece[:: max(1, len(piece) // MOST_NUMBERS)]).astype(float).tolist())
-            else:
-                marks.append(zlib.crc32(_raw(piece)))
-        seed_all(self._seed, 0)
-        return marks
+def _read_one(seed: int, sample: Any) -> Pieces:
+    """The parts of a sample, with equal random numbers for the next one; in place of `collate_fn`."""
+    parts = _pieces(sample, [])
+    seed_all(seed, 0)
+    return parts
 
 
-class _Begin:
-    """Stands for `worker_init_fn`: the script's own, and random numbers that are equal on all ranks."""
-
-    def __init__(self, seed: int, own: Callable[[int], None] | None) -> None:
-        self._seed = seed
-        self._own = own
-
-    def __call__(self, worker: int) -> None:
-        if self._own is not None:
-            self._own(worker)
-        seed_all(self._seed, 0)
+def _begin_worker(seed: int, own: Callable[[int], None] | None, worker: int) -> None:
+    if own is not None:
+        own(worker)
+    seed_all(seed, 0)
 
 
-def _are_alike(ours: Marks | None, theirs: Marks | None) -> bool:
-    """Whether a sample can be the same on two ranks; a random one can differ."""
-    if ours is None or theirs is None:
+def _are_alike(one: bytes | npt.NDArray[Any] | None, other: bytes | npt.NDArray[Any] | None) -> bool:
+    """Whether parts of a sample are the same, numbers with a fraction up to rounding: processors differ."""
+    if one is None or other is None:
         return True
-    return len(ours) == len(theirs) and all(
-        one is None or other is None or _is_same_part(one, other) for one, other in zip(ours, theirs, strict=True)
-    )
-
-
-def _is_same_part(one: int | list[float], other: int | list[float]) -> bool:
-    if isinstance(one, int) or isinstance(other, int) or len(one) != len(other):
-        return one == other
-    return np.allclose(one, other, rtol=1e-3, atol=1e-3 * max(map(abs, one), default=0.0))
-
-
-def divides_by_rank(stream: Any) -> str | None:
-    """The part of a stream that divides it by rank, where its class tells."""
-    if getattr(stream, "_distributed", None) is not None:  # of Hugging Face's datasets
-        return "split_dataset_by_node"
-    names = {getattr(stage, "__name__", "") for stage in stages_of(stream)}
-    return next((name for name in ("split_by_node", "single_node_only") if name in names), None)
-
-
-def makes_batches(stream: Any) -> bool:
-    """Whether a webdataset pipeline yields batches instead of samples."""
-    return any(getattr(getattr(stage, "f", None), "__name__", "") == "_batched" for stage in stages_of(stream))
-
-
-def seeds_of(stream: Any) -> list[Any]:
-    """The seeds of a webdataset pipeline's shuffles: orders of a few shards can differ and start alike."""
-    stages = stages_of(stream)
-    curried = [stage.kw for stage in stages if any(getattr(stage, "args", ()))]  # shuffle(0) shuffles nothing
-    return curried + [stage.seed for stage in stages if getattr(stage, "bufsize", 0)]
-
-
-def stages_of(stream: Any) -> list[Any]:
-    """The stages of a webdataset pipeline; of anything else none."""
-    stages = getattr(stream, "pipeline", None)
-    return stages if isinstance(stages, list) else []
+    if isinstance(one, bytes) or isinstance(other, bytes) or one.dtype.kind != "f":
+        return np.array_equal(one, other)
+    ours, theirs = np.nan_to_num(one), np.nan_to_num(other)
+    return ours.shape == theirs.shape and np.allclose(ours, theirs, 1e-3, 1e-3 * np.abs(ours).max(initial=0.0))
 
 
 def digest(value: Any, before: int = 0) -> int:
@@ -222,14 +181,11 @@ def digest(value: Any, before: int = 0) -> int:
 
     Of long ones it takes evenly spread elements, so that it costs microseconds.
     """
-    return zlib.crc32(b"\0".join([*map(_raw, _pieces(value, [])), b""]), before)
+    parts = [part.tobytes() if isinstance(part, np.ndarray) else part for part in _pieces(value, [])]
+    return zlib.crc32(b"\0".join([*parts, b""]), before)
 
 
-def _raw(piece: bytes | npt.NDArray[Any]) -> bytes:
-    return piece if isinstance(piece, bytes) else piece.tobytes()
-
-
-def _pieces(value: Any, found: list[bytes | npt.NDArray[Any]]) -> list[bytes | npt.NDArray[Any]]:
+def _pieces(value: Any, found: list[Any]) -> list[Any]:
     """Append the parts of a sample to `found`, of each at most twice `MOST_ELEMENTS` evenly spread elements."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         value = (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True)
@@ -257,8 +213,6 @@ def _pieces(value: Any, found: list[bytes | npt.NDArray[Any]]) -> list[bytes | n
     return found
 
 
-Order = npt.NDArray[np.int64]
-
 OwnSampler = Callable[[int], Sequence[int]] | Sampler[int]
 """A script's own: a function of the epoch's number, or a sampler of torch."""
 
@@ -283,16 +237,6 @@ class DataIdentity(NamedTuple):
         return self.num_samples if self.num_tokens is None else self.num_tokens
 
 
-class OrderExchange(ObjectExchange, Protocol):
-    """How ranks receive rank 0's numbers and agree on the end of a stream."""
-
-    def gather_numbers(self, mine: Sequence[int], meanwhile: Callable[[], None]) -> list[tuple[int, ...]]:
-        """Numbers of each rank; `meanwhile` is called again and again until all have come."""
-
-    def share_order(self, order: Order, *, waits: bool = True) -> Order:
-        """Receive rank 0's order; the other ranks pass its length."""
-
-
 class Orders(ABC):
     """The orders of all epochs, equal on all ranks."""
 
@@ -308,13 +252,13 @@ class Orders(ABC):
         """Samples of an epoch."""
         return self.identity.num_samples
 
-    def connect(self, exchange: OrderExchange, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
+    def connect(self, ranks: Ranks, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
         """Communicate with the other ranks from now on; a collective call.
 
         Raises:
             ValueError: on all ranks, when their data sets are seen to differ.
         """
-        compare_samples(dataset, self.identity.seed, exchange, loader_options)
+        compare_samples(dataset, self.identity.seed, ranks, loader_options)
 
     def count_by_tokens(self, token_counts: Sequence[int], dataset: object, *, most: int) -> None:
         """Count each sample of a data set by its tokens instead of as one.
@@ -406,16 +350,16 @@ class SampledOrders(Orders):
             )
         self._sampler = sampler
         self._seed = seed
-        self._exchange: OrderExchange | None = None
+        self._ranks: Ranks | None = None
         num_samples = len(sampler) if isinstance(sampler, Sized) else len(self._draw(0))
         if num_samples < 1:
             raise ValueError(f"sampler: {self._name} draws no sample")
         super().__init__(DataIdentity(num_samples, seed, shuffle=True, sampler=self._name))
 
-    def connect(self, exchange: OrderExchange, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
+    def connect(self, ranks: Ranks, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
         """Share orders with all ranks from now on."""
-        super().connect(exchange, dataset, loader_options)
-        self._exchange = exchange
+        super().connect(ranks, dataset, loader_options)
+        self._ranks = ranks
 
     def digest_of(self, epoch: int) -> int | None:
         """Digest of the newest epoch drawn."""
@@ -440,35 +384,34 @@ class SampledOrders(Orders):
         return order
 
     def _make_order(self, epoch: int) -> Order:
-        assert self._exchange is not None, "not connected"
+        assert self._ranks is not None, "not connected"
         failed = np.full(self.num_samples, NOT_DRAWN)
-        if self._exchange.rank == 0:
-            try:
-                order = self._checked(epoch)
-            except BaseException:
-                self._exchange.share_order(failed)
-                raise
-            return self._exchange.share_order(order, waits=False)  # it may be the only one to look at a batch now
-        order = self._exchange.share_order(failed)
-        if order[0] == NOT_DRAWN:
-            raise RuntimeError(f"rank 0 could not draw the order of epoch {epoch}: its error says why")
-        return order
+        if self._ranks.rank > 0:
+            order = self._ranks.share_order(failed)
+            if order[0] == NOT_DRAWN:
+                raise RuntimeError(f"rank 0 could not draw the order of epoch {epoch}: its error says why")
+            return order
+        try:
+            order = self._draw(epoch, self.num_samples)
+        except BaseException:
+            self._ranks.share_order(failed)
+            raise
+        return self._ranks.share_order(order, waits=False)  # it may be the only one to look at a batch now
 
-    def _checked(self, epoch: int) -> Order:
-        order = self._draw(epoch)
-        if len(order) != self.num_samples:
-            raise ValueError(
-                f"sampler: {self._name} draws {len(order)} samples in epoch {epoch}, but {self.num_samples} at first: "
-                "all epochs must have the same number"
-            )
-        return order
-
-    def _draw(self, epoch: int) -> Order:
-        sampler = self._sampler
-        with _seeded(self._seed, epoch, getattr(sampler, "generator", None)):
+    def _draw(self, epoch: int, num_expected: int | None = None) -> Order:
+        """The sampler's indices, by random numbers that are seeded for it and put back afterwards."""
+        sampler, before = self._sampler, RandomNumbers.capture()
+        own = getattr(sampler, "generator", None)
+        generator = own if isinstance(own, torch.Generator) else torch.Generator()
+        own_before = generator.get_state()
+        try:
+            generator.manual_seed(seed_all(self._seed, epoch))
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             drawn = sampler(epoch) if callable(sampler) else list(sampler)
+        finally:
+            before.restore()
+            generator.set_state(own_before)
         try:
             order = np.asarray(drawn)
         except ValueError:  # batches of unequal lengths
@@ -477,6 +420,11 @@ class SampledOrders(Orders):
             raise ValueError(
                 f"sampler: {self._name} must yield indices, one whole number after the other; session.loader makes the "
                 "batches: of a batch sampler pass the sampler inside it"
+            )
+        if num_expected is not None and len(order) != num_expected:
+            raise ValueError(
+                f"sampler: {self._name} draws {len(order)} samples in epoch {epoch}, but {num_expected} at first: all "
+                "epochs must have the same number"
             )
         return order.astype(np.int64)
 
@@ -487,16 +435,3 @@ def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> Or
     if shuffle:
         np.random.default_rng((seed, epoch)).shuffle(order)
     return order
-
-
-@contextmanager
-def _seeded(seed: int, epoch: int, generator: object) -> Iterator[None]:
-    """Seed all random numbers that a sampler may use, and put them back afterwards."""
-    before, own = RandomNumbers.capture(), generator if isinstance(generator, torch.Generator) else torch.Generator()
-    of_own = own.get_state()
-    try:
-        own.manual_seed(seed_all(seed, epoch))
-        yield
-    finally:
-        before.restore()
-        own.set_state(of_own)

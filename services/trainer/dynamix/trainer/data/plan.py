@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import itemgetter
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 from torch.utils.data import Sampler
 
@@ -363,14 +363,6 @@ MOST_PLANNED_SAMPLES = 8192
 """This rank's samples in them, some 32 bytes each."""
 
 
-class SamplerOptions(TypedDict):
-    """Options of a sampler."""
-
-    division: Division
-    drop_last: bool
-    shares_tail: bool
-
-
 class PlanSampler(Sampler[list[int]]):
     """A batch sampler for `torch.utils.data.DataLoader`; it runs in the training process, ahead of the training.
 
@@ -415,21 +407,20 @@ class PlanSampler(Sampler[list[int]]):
         self._planned.clear()
 
     def __iter__(self) -> Iterator[list[int]]:
-        while (planned := self._next_planned()) is not None:
+        while True:
+            if self._planned_for != self._schedule.num_changes:
+                self._planned.clear()
+                self._planned_for, self._num_planned = self._schedule.num_changes, 1
+            if not self._planned:
+                self._plan_ahead()
+            if not self._planned:
+                return
+            planned = self._planned.popleft()
             self._position = planned.after  # before the yield: a saved state must not repeat the batch
             self.last_drawn_step = max(self.last_drawn_step, planned.after.step - 1)
             for micro_batch, indices in planned.batches:
                 self.drawn.append(micro_batch)
                 yield indices
-
-    def _next_planned(self) -> _Planned | None:
-        """The step that is drawn next; `None` at the end of the epoch."""
-        if self._planned_for != self._schedule.num_changes:
-            self._planned.clear()
-            self._planned_for, self._num_planned = self._schedule.num_changes, 1
-        if not self._planned:
-            self._plan_ahead()
-        return self._planned.popleft() if self._planned else None
 
     def _plan_ahead(self) -> None:
         """Plan steps of the epoch: each time twice as many, as long as no size changes."""
@@ -482,7 +473,11 @@ class PlanSampler(Sampler[list[int]]):
         step = position.step
         while left > 0:
             counts = self._schedule.counts_at(step)
-            num_full = self._num_full_steps(step, left, counts.total)
+            num_full = left // counts.total
+            if self._shares_tail and left % counts.total and num_full:
+                num_full -= 1  # the last two steps share what is left
+            if (change := self._schedule.next_change(step)) is not None:
+                num_full = min(num_full, change - step)
             num_batches += num_full * self.division.num_parts(counts)
             step, left = step + num_full, left - num_full * counts.total
             if num_full == 0:
@@ -503,14 +498,6 @@ class PlanSampler(Sampler[list[int]]):
             num_batches += len(self._parts(plan))
             position = position.after(plan)
         return num_batches
-
-    def _num_full_steps(self, step: int, left: int, size: int) -> int:
-        """Steps of `size` samples until a size changes, or the end of the epoch needs another."""
-        num_full = left // size
-        if self._shares_tail and left % size and num_full:
-            num_full -= 1
-        change = self._schedule.next_change(step)
-        return num_full if change is None else min(num_full, change - step)
 
     def _num_taken(self, scheduled: int, left: int) -> int:
         """Samples of a step that is to have `scheduled` of the `left` ones of its epoch."""

@@ -2,9 +2,10 @@
 
 import hashlib
 import logging
+import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -32,28 +33,23 @@ from dynamix.schemas.policies import (
     EXCHANGE_POLICIES,
     KEEPS_GLOBAL_BATCH,
     OUR_POLICIES,
+    POLICY_OPTIONS,
     RECURRING,
     SPLIT_POLICY,
     STIGMERGY,
     PolicyOptions,
+    check_options,
     initial_exchange,
     initial_split,
+    option_value,
 )
 from dynamix.schemas.spelling import nearest
 from dynamix.schemas.subjects import is_token
-from dynamix.trainer.arguments import (
-    check_choice,
-    check_policy_options,
-    checked,
-    names_of,
-    policy_options_of,
-    sizes_of,
-    whole_number,
-)
+from dynamix.trainer.arguments import AtLeast0, AtLeast1, checked
 from dynamix.trainer.exchange.codecs import CODECS, GROUP, exchange_codec
 from dynamix.trainer.exchange.rows import table_share
 from dynamix.trainer.exchange.servers import split_address
-from dynamix.trainer.gradient.hook import BaseHook, Reduction
+from dynamix.trainer.gradient.hook import Reduction
 from dynamix.trainer.gradient.learning_rate import Rule
 from dynamix.trainer.gradient.models import Averaging
 
@@ -64,9 +60,6 @@ MIN_WINDOW_S = 1.0
 """Windows of a script that does not say how long they shall be, with divisors for periods of local steps. Their end
 costs some 6 ms of a processor on each host, 1 to 2 % of a second on half of one (docs/measurements.md)."""
 
-AtLeast0 = Annotated[int, Meta(ge=0)]
-AtLeast1 = Annotated[int, Meta(ge=1)]
-
 ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "adafactor", "lamb", "novograd", "shampoo", "yogi")
 """Parts of class names of optimizers that divide by a running gradient norm."""
 
@@ -75,7 +68,7 @@ ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "adafactor", "lamb", "novo
 class JobOptions:
     """The steering of a job; all ranks hold the same."""
 
-    local_batch_sizes: tuple[int, ...]
+    local_batch_sizes: tuple[AtLeast0, ...]
     base_global_batch_size: AtLeast1
     window_steps: AtLeast1
     """Optimizer steps of a window, or of a part of it."""
@@ -145,7 +138,6 @@ class JobOptions:
         """Check all options.
 
         Raises:
-            TypeError: for what is of another type than the option.
             ValueError: for what cannot work; each text names the value, the limit and how to fix it.
         """
         for name, hint in get_type_hints(JobOptions, include_extras=True).items():
@@ -169,16 +161,17 @@ class JobOptions:
                 "micro_batch_size and gradient_accumulation_steps exclude each other: drop gradient_accumulation_steps "
                 "and do not divide the loss, or drop micro_batch_size and divide it by gradient_accumulation_steps"
             )
-        if not (isinstance(self.policy, str) and is_token(self.policy)):
+        shortest = 1 + -(-self.margin_steps // self.window_steps)  # an action is known one window after its own
+        if shortest > self.max_lag_windows:
+            spare = 2 if self.exchange == "exact" else 3
             raise ValueError(
-                f"policy={self.policy!r}: a policy's name has 1 to 63 of the characters a-z, 0-9 and '-'; pass its "
-                "options as policy_options={...}"
+                f"window_steps={self.window_steps} is too short for a loader that draws {self.margin_steps - spare} "
+                f"batches ahead: an action would be {shortest} windows old, max_lag_windows={self.max_lag_windows}; "
+                "use longer windows or less num_workers * prefetch_factor"
             )
-        check_policy_options(self.policy, self.policy_options)
+        self._check_policy()
         self._check_explores()
         self._check_exchange()
-        self._check_lag()
-        self._check_traces()
 
     @property
     def fingerprint(self) -> dict[str, object]:
@@ -189,9 +182,35 @@ class JobOptions:
             "policy_options": dict(self.policy_options),
         }
 
+    def _check_policy(self) -> None:
+        if not is_token(self.policy):
+            raise ValueError(
+                f"policy={self.policy!r}: a policy's name has 1 to 63 of the characters a-z, 0-9 and '-'; pass its "
+                "options as policy_options={...}"
+            )
+        for name, value in self.policy_options.items():
+            if not (is_token(value) if isinstance(value, str) else math.isfinite(value)):
+                raise ValueError(
+                    f"policy_options[{name!r}]={value!r}: pass a finite number, or a name of 1 to 63 of the characters "
+                    "a-z, 0-9 and '-'"
+                )
+        if (known := POLICY_OPTIONS.get(self.policy)) is not None:
+            check_options(self.policy, known, self.policy_options)
+        if self.policy != STIGMERGY:
+            return
+        if not self.supports_tracking and len(self.local_batch_sizes) > 1:
+            raise ValueError(
+                f"policy {STIGMERGY!r} needs the compute time of each rank, which only our own communication hook "
+                'measures: use weighting="hook" on a DistributedDataParallel model, without base_hook, or '
+                "another policy"
+            )
+        if self.policy_options.get("learned") == 1 and self.global_batch == "fixed":
+            raise ValueError(
+                f"option learned=1 of policy {STIGMERGY!r} only changes the global batch, which is fixed: add "
+                'global_batch="adaptive", or leave the option out'
+            )
+
     def _check_explores(self) -> None:
-        for each in self.explores:
-            check_choice("explores", each, get_args(Explored))
         if self.explores and not self.family:
             raise ValueError(
                 f"explores={list(self.explores)} is between the runs of a family: add family='auto', or a name"
@@ -211,8 +230,15 @@ class JobOptions:
                     f"policy option codec={name}: it rounds gradients, which this job does not permit: "
                     'attach(exchange="lossy")'
                 )
-        first = self.initial_allocation.exchange
-        self._check_asked(first)
+        first, asked = self.initial_allocation.exchange, initial_exchange(self.policy, self.policy_options)
+        if self.fixed_exchange is not None and asked not in (EXACT, first):
+            raise ValueError(
+                f"policy {self.policy!r} with its options asks for gradients {asked.label}, but they travel "
+                f"{first.label} in the whole run: leave these options out, or use another policy"
+            )
+        outer = self.policy_options.keys() & {"outer_rate", "outer_momentum"}
+        if self.policy in EXCHANGE_POLICIES and asked.every == 1 and outer:
+            raise ValueError("options outer_rate and outer_momentum are of rounds of local steps: add every=2 or more")
         if first.shares and first.route not in ("shares", SERVERS):
             raise ValueError(f"shares={list(first.shares)[:16]} are of the route 'shares': add route='shares'")
         if first == EXACT:
@@ -234,48 +260,6 @@ class JobOptions:
                 f" and {num_servers} servers: one per rank, then one per server" if is_served else ": one per rank"
             )
             raise ValueError(f"{len(first.shares)} shares for {num_ranks} ranks{servers}, or none")
-
-    def _check_asked(self, first: Exchange) -> None:
-        """Check what the options ask for, and that it is not something else than what lasts."""
-        asked = initial_exchange(self.policy, self.policy_options)
-        if self.fixed_exchange is not None and asked not in (EXACT, first):
-            raise ValueError(
-                f"policy {self.policy!r} with its options asks for gradients {asked.label}, but they travel "
-                f"{first.label} in the whole run: leave these options out, or use another policy"
-            )
-        if (
-            self.policy in EXCHANGE_POLICIES
-            and asked.every == 1
-            and self.policy_options.keys() & {"outer_rate", "outer_momentum"}
-        ):
-            raise ValueError("options outer_rate and outer_momentum are of rounds of local steps: add every=2 or more")
-
-    def _check_traces(self) -> None:
-        """Check that compute times are measured separately, which agents need."""
-        if self.policy != STIGMERGY:
-            return
-        if not self.supports_tracking and len(self.local_batch_sizes) > 1:
-            raise ValueError(
-                f"policy {STIGMERGY!r} needs the compute time of each rank, which only our own communication hook "
-                'measures: use weighting="hook" on a DistributedDataParallel model, without base_hook, or '
-                "another policy"
-            )
-        if self.policy_options.get("learned") == 1 and self.global_batch == "fixed":
-            raise ValueError(
-                f"option learned=1 of policy {STIGMERGY!r} only changes the global batch, which is fixed: add "
-                'global_batch="adaptive", or leave the option out'
-            )
-
-    def _check_lag(self) -> None:
-        """An action of window t is known one window later and broadcast `margin_steps` before it starts."""
-        shortest = 1 + -(-self.margin_steps // self.window_steps)
-        if shortest > self.max_lag_windows:
-            spare = 2 if self.exchange == "exact" else 3
-            raise ValueError(
-                f"window_steps={self.window_steps} is too short for a loader that draws {self.margin_steps - spare} "
-                f"batches ahead: an action would be {shortest} windows old, max_lag_windows={self.max_lag_windows}; "
-                "use longer windows or less num_workers * prefetch_factor"
-            )
 
 
 def options_of(
@@ -302,34 +286,36 @@ def options_of(
         gradient_servers: addresses from the environment.
 
     Raises:
-        TypeError: for what is of another type than the option.
         ValueError: for what cannot work.
     """
     exchange, servers = served_exchange(given["exchange"], gradient_servers)
-    base_hook, in_batches = given["base_hook"], given["count_tokens"] is not None
-    check_hook_options(averaging, len(models), base_hook)
-    check_exchange_options(averaging, exchange, base_hook)
-    check_local_options(exchange, optimizers, counts_in_batches=in_batches)
-    sizes, global_batch = sizes_of(given["local_batch_size"], world_size), given["global_batch"]
-    num_batches = whole_number("gradient_accumulation_steps", given["gradient_accumulation_steps"])
-    lower, upper = bounds_of(
-        *(sizes, global_batch, (given["min_local_batch_size"], given["max_local_batch_size"])),
-        fewest_samples(models, num_batches),
+    _check_hooks(given, averaging, len(models), optimizers, exchange)
+    sizes = _local_batch_sizes(given["local_batch_size"], world_size)
+    global_batch, base_global_batch_size = given["global_batch"], given["base_global_batch_size"]
+    num_batches = checked("gradient_accumulation_steps", given["gradient_accumulation_steps"], AtLeast1)
+    lower, upper, window_steps = (
+        given[name] for name in ("min_local_batch_size", "max_local_batch_size", "window_steps")
     )
+    if lower is None:  # no size is too small for speed: policies that fit times do not go below what pays
+        lower = min(*sizes, fewest_samples(models, num_batches))
+    if upper is None:  # with a fixed global batch the memory that the script was written for is near
+        upper = max(*sizes, 1024) if global_batch == "adaptive" else 2 * max(sizes)
     margin_steps += exchange in ("lossy", "local")
-    window_steps, base = given["window_steps"], given["base_global_batch_size"]
-    is_ours = averaging == "hook" and base_hook is None
+    is_ours = averaging == "hook" and given["base_hook"] is None
+    policy_options = checked("policy_options", given["policy_options"] or {}, dict[str, float | str])
     derived = {
         "local_batch_sizes": sizes,
-        "base_global_batch_size": sum(sizes) if base is None else base,
+        "base_global_batch_size": sum(sizes) if base_global_batch_size is None else base_global_batch_size,
         "window_steps": WINDOW_STEPS * -(-margin_steps // WINDOW_STEPS) if window_steps is None else window_steps,
         "min_window_s": MIN_WINDOW_S if window_steps is None else 0.0,
         "min_local_batch_size": lower,
         "max_local_batch_size": upper,
         "margin_steps": margin_steps,
         "policy": policy or given["policy"] or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
-        "policy_options": policy_options_of(given["policy_options"]),
-        "optimizer_family": given["optimizer_family"] or family_of(optimizers[0]),
+        "policy_options": {
+            name: option_value(value) if isinstance(value, str) else value for name, value in policy_options.items()
+        },
+        "optimizer_family": given["optimizer_family"] or _family_of(optimizers[0]),
         "supports_tracking": is_ours,
         "supports_exchange": is_ours,
         "exchange": "exact" if isinstance(exchange, Exchange) else exchange,
@@ -337,23 +323,19 @@ def options_of(
         "gradient_servers": servers,
         "table_share": table_share(models),
         "family": job_family(given["family"], models, optimizers, given["dataset"], given["learning_rate_rule"]),
-        "explores": names_of("explores", given["explores"], "learning_rate"),
     }
     return JobOptions(**{each.name: given[each.name] for each in fields(JobOptions) if each.name in given} | derived)
 
 
-def bounds_of(
-    sizes: tuple[int, ...], global_batch: GlobalBatch, given: tuple[int | None, int | None], least: int
-) -> tuple[int, int]:
-    """The bounds of decisions as they were given, or what suits the initial sizes.
-
-    No size is too small for speed: below what a rank's own times show to be pointless no policy that fits them goes.
-    So the lower bound is `least`, which the model needs. With a fixed global batch the memory that the script was
-    written for is near: a rank gets at most twice its samples.
-    """
-    low, largest = min(*sizes, least), max(sizes)
-    high = max(largest, 1024) if global_batch == "adaptive" else 2 * largest
-    return low if given[0] is None else given[0], high if given[1] is None else given[1]
+def _local_batch_sizes(given: Any, world_size: int) -> tuple[int, ...]:
+    """One size per rank, from one for all or a list."""
+    sizes = checked("local_batch_size", given, AtLeast0 | tuple[AtLeast0, ...])
+    sizes = (sizes,) * world_size if isinstance(sizes, int) else sizes
+    if len(sizes) != world_size:
+        raise ValueError(f"local_batch_size holds {len(sizes)} sizes for {world_size} ranks")
+    if sum(sizes) < 1:
+        raise ValueError(f"local_batch_size={given!r}: pass at least 1; in a list a rank may have 0 beside others")
+    return sizes
 
 
 def fewest_samples(models: Iterable[torch.nn.Module], num_batches: int) -> int:
@@ -364,19 +346,36 @@ def fewest_samples(models: Iterable[torch.nn.Module], num_batches: int) -> int:
     return num_batches * (2 if has_batch_norm else 1)
 
 
-def family_of(optimizer: torch.optim.Optimizer) -> OptimizerFamily:
+def _family_of(optimizer: torch.optim.Optimizer) -> OptimizerFamily:
     """The reward's optimizer family, from the names of the optimizer's classes."""
     names = " ".join(cls.__name__.lower() for cls in type(optimizer).__mro__)
     return "adam" if any(name in names for name in ADAPTIVE) else "sgd"
 
 
-def check_local_options(
-    exchange: ExchangePermission | Exchange, optimizers: Iterable[torch.optim.Optimizer], *, counts_in_batches: bool
+def _check_hooks(
+    given: Mapping[str, Any],
+    averaging: Averaging,
+    num_models: int,
+    optimizers: Iterable[torch.optim.Optimizer],
+    exchange: ExchangePermission | Exchange,
 ) -> None:
-    """Raise ValueError where ranks cannot make steps of their own, saying how to fix it."""
+    """Raise ValueError for what the communication hook cannot carry out, saying how to fix it."""
+    base_hook = given["base_hook"]
+    if averaging != "hook" and base_hook is not None:
+        raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
+    if base_hook is not None and num_models > 1:
+        raise ValueError("base_hook and its state belong to one model: attach one model with it, without a list")
+    what = f"exchange={exchange.label if isinstance(exchange, Exchange) else exchange!r}"
+    if exchange not in ("exact", EXACT) and averaging == "loss":
+        raise ValueError(
+            f'{what} needs weighting="hook" on a DistributedDataParallel model: FSDP and frameworks that '
+            "average gradients exchange them on their own"
+        )
+    if exchange not in ("exact", EXACT) and base_hook is not None:
+        raise ValueError(f"{what} and a base_hook exclude each other: what the hook sends is its own")
     if not (exchange == "local" or (isinstance(exchange, Exchange) and exchange.every > 1)):
         return
-    if counts_in_batches:
+    if given["count_tokens"] is not None:
         raise ValueError(
             "local steps and count_tokens exclude each other, since all ranks must know what counts: pass token_counts"
         )
@@ -387,45 +386,6 @@ def check_local_options(
                 f"local steps need optimizers that update all parameters on every rank, not {names[0]}: use the "
                 'optimizer itself, or exchange="lossy"'
             )
-
-
-def warn_of_two_momenta(exchange: Exchange, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Warn where outer steps add momentum to that of the optimizer."""
-    if exchange.outer_momentum and any(group.get("momentum") for each in optimizers for group in each.param_groups):
-        _log.warning(
-            "outer_momentum=%g adds to the momentum of the optimizer, and both together train much worse than one of "
-            "them: use outer_rate=1 and outer_momentum=0, or an optimizer without momentum such as AdamW",
-            exchange.outer_momentum,
-        )
-
-
-def check_exchange_options(
-    averaging: Averaging, exchange: ExchangePermission | Exchange, base_hook: BaseHook | None
-) -> None:
-    """Raise ValueError where nothing but an exact exchange can be carried out, saying how to fix it."""
-    if exchange in ("exact", EXACT) or averaging == "none":
-        return
-    what = f"exchange={exchange.label if isinstance(exchange, Exchange) else exchange!r}"
-    if averaging == "loss":
-        raise ValueError(
-            f'{what} needs weighting="hook" on a DistributedDataParallel model: FSDP and frameworks that '
-            "average gradients exchange them on their own"
-        )
-    if base_hook is not None:
-        raise ValueError(f"{what} and a base_hook exclude each other: what the hook sends is its own")
-
-
-def check_hook_options(
-    averaging: Averaging,
-    num_models: int,
-    base_hook: BaseHook | None,
-) -> None:
-    """Raise ValueError for options of the communication hook that cannot work, saying how to fix it."""
-    if averaging != "hook":
-        if base_hook is not None:
-            raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
-    elif base_hook is not None and num_models > 1:
-        raise ValueError("base_hook and its state belong to one model: attach one model with it, without a list")
 
 
 def warn_of_policy(options: JobOptions) -> None:
@@ -461,43 +421,30 @@ SERVED_CODECS = ("none", "rows")
 VARIABLE = "DYNAMIX_TRAINER_GRADIENT_SERVERS"
 
 
-def server_addresses(text: str) -> tuple[str, ...]:
-    """The servers that the environment names.
-
-    Raises:
-        ValueError: for what is no list of addresses, or names one twice.
-    """
-    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
-    for address in addresses:
-        split_address(address)
-    if len(set(addresses)) < len(addresses):
-        raise ValueError(f"{VARIABLE}={text}: each server once")
-    return addresses
-
-
 def served_exchange(
     exchange: ExchangePermission | Exchange, named: str
 ) -> tuple[ExchangePermission | Exchange, tuple[str, ...]]:
-    """The requested exchange, over the servers of this job, and their addresses.
+    """The requested exchange, over the servers that the environment has `named`, and their addresses.
 
     Raises:
-        ValueError: when it asks for something that servers cannot do, or for servers without any.
+        ValueError: for a bad address, or when the exchange asks for something that servers cannot do, or for servers
+            without any.
     """
-    servers = server_addresses(named)
-    return _checked(exchange, servers), servers
-
-
-def _checked(exchange: ExchangePermission | Exchange, servers: tuple[str, ...]) -> ExchangePermission | Exchange:
+    servers = tuple(part.strip() for part in named.split(",") if part.strip())
+    for address in servers:
+        split_address(address)
+    if len(set(servers)) < len(servers):
+        raise ValueError(f"{VARIABLE}={named}: each server once")
     asks = isinstance(exchange, Exchange) and exchange.route == SERVERS
+    if not servers and asks:
+        raise ValueError(
+            f"the route {SERVERS!r} needs gradient servers: start `dynamix serve-gradients` and name the "
+            f"addresses in {VARIABLE}=HOST:PORT,..."
+        )
     if not servers:
-        if asks:
-            raise ValueError(
-                f"the route {SERVERS!r} needs gradient servers: start `dynamix serve-gradients` and name the "
-                f"addresses in {VARIABLE}=HOST:PORT,..."
-            )
-        return exchange
+        return exchange, servers
     if exchange == "exact":
-        return Exchange(route=SERVERS)
+        return Exchange(route=SERVERS), servers
     if not isinstance(exchange, Exchange) or not asks:
         shown = exchange.label if isinstance(exchange, Exchange) else repr(exchange)
         raise ValueError(
@@ -510,13 +457,12 @@ def _checked(exchange: ExchangePermission | Exchange, servers: tuple[str, ...]) 
             f"exchange={exchange.label}: {reason}; use one of the codecs {', '.join(SERVED_CODECS)}, or the route "
             "'shares'"
         )
-    return exchange
+    return exchange, servers
 
 
 AUTO = "auto"
 MOST_LETTERS = 48
 """Most of the script's name in the family's."""
-_NUMBERS = (bool, int, float, tuple)
 
 
 def job_family(
@@ -540,25 +486,16 @@ def job_family(
         if isinstance(family, str) and is_token(family):
             return family
         raise ValueError(f"family={family!r}: use {AUTO!r}, or 1 to 63 of the characters a-z, 0-9 and '-'")
-    parts = (*map(_of_model, models), *map(_of_optimizer, optimizers), _of_data(dataset), *further)
-    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+    parts: list[object] = []
+    for model in models:
+        inner = model.module if isinstance(getattr(model, "module", None), torch.nn.Module) else model
+        assert isinstance(inner, torch.nn.Module), "a model is one"
+        shapes = [tuple(parameter.shape) for parameter in inner.parameters() if parameter.requires_grad]
+        parts.append((type(inner).__qualname__, *shapes))
+    for optimizer in optimizers:
+        settings = [(k, v) for k, v in sorted(optimizer.defaults.items()) if isinstance(v, bool | int | float | tuple)]
+        parts.append((type(optimizer).__qualname__, *settings))
+    parts.append((type(dataset).__qualname__, len(dataset) if isinstance(dataset, Sized) else None))
+    digest = hashlib.sha256(repr((*parts, *further)).encode()).hexdigest()[:8]
     script = re.sub("[^a-z0-9]+", "-", Path(sys.argv[0]).stem.lower()).strip("-")[:MOST_LETTERS]
     return f"{script or 'training'}-{digest}"
-
-
-def _of_model(model: torch.nn.Module) -> tuple[object, ...]:
-    inner = model.module if isinstance(getattr(model, "module", None), torch.nn.Module) else model
-    assert isinstance(inner, torch.nn.Module), "a model is one"
-    shapes = [tuple(parameter.shape) for parameter in inner.parameters() if parameter.requires_grad]
-    return (type(inner).__qualname__, *shapes)
-
-
-def _of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[object, ...]:
-    settings: dict[str, Any] = optimizer.defaults
-    known = [(name, value) for name, value in sorted(settings.items()) if isinstance(value, _NUMBERS)]
-    return (type(optimizer).__qualname__, *known)
-
-
-def _of_data(dataset: object) -> tuple[object, ...]:
-    length = len(dataset) if hasattr(dataset, "__len__") else None
-    return (type(dataset).__qualname__, length)

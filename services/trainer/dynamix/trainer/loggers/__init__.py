@@ -198,7 +198,7 @@ def _place_of(metrics: Mapping[str, float | str]) -> tuple[int, int]:
 MAX_RANKS_APART = 16
 """Most ranks that are logged singly; larger jobs log minimum, mean and maximum."""
 
-_TIMES = {"data_time_s": "data_s", "compute_time_s": "compute_s", "sync_time_s": "sync_s", "update_time_s": "update_s"}
+_TIMES = ("data_time_s", "compute_time_s", "sync_time_s", "update_time_s")
 _NOT_SPLIT = ("compute_time_s", "sync_time_s")
 
 
@@ -227,9 +227,9 @@ def window_metrics(rows: Sequence[Row], totals: JobTotals, sizes: Sequence[int])
     if totals.drift is not None:
         found["local_drift"] = totals.drift.ratio
     found.update(_by_rank("local_batch_size", sizes))
-    for name, part in _TIMES.items():
-        if name not in _NOT_SPLIT or all(row.times_split for row in rows):
-            found.update(_by_rank(name, [getattr(row.times, part) / max(totals.num_steps, 1) for row in rows]))
+    for name in _TIMES:
+        if name not in _NOT_SPLIT or all(row.rank.times_split for row in rows):
+            found.update(_by_rank(name, [getattr(row.rank, name) / max(totals.num_steps, 1) for row in rows]))
     return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
 

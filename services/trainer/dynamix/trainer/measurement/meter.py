@@ -15,8 +15,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import torch
 
-from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, RankRow, SocketCounters
-from dynamix.trainer.arguments import number
+from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, RankRow
+from dynamix.trainer.arguments import checked
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.gradient.hook import Reduction, SquaredNorms
@@ -31,29 +31,16 @@ from .sockets import PeerSockets, ProcessIdentity, this_process
 class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Measurements of one rank in one window; all ranks gather them. Floats that are not finite count as unknown."""
 
-    local_rank: int
-    process: ProcessIdentity
-    num_samples: int
-    loss_sum: float | None
-    num_correct: float | None
-    times: StepTimes
-    """Sums over the steps."""
-    times_split: bool
-    """Whether compute and sync were measured separately."""
+    rank: RankRow
+    """As its node's report has it; `run.Reporter` adds the sizes, the cookies and what is of the window before."""
     noise: NoiseSums
     """The rank's part of the noise estimate."""
-    sockets: SocketCounters | None
-    """`None` without sockets that can be read."""
     held_out_accuracy: float | None
-    device: tuple[int, int] | None = None
-    """Memory of the device in bytes, used and in all."""
     drift: tuple[float, float] = (0.0, 0.0)
     """The rank's addend, and what all ranks know (`RoundDrift`); 0 without local steps."""
     learning_rate: float | None = None
     coded: CodedSquares = CodedSquares()
     """Squares of what codecs with loss should have sent and of what they sent."""
-    link: tuple[float, int] | None = None
-    """Bytes per second while it sent to the rank with which it was fastest, and that rank."""
     energy_j: float | None = None
     """Joules of the devices that this rank counts; 0 where another one counts them."""
     wall_s: float | None = None
@@ -63,75 +50,52 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     def __post_init__(self) -> None:
         """Forget what is not finite, such as the loss of a run that diverged."""
-        for name in ("loss_sum", "num_correct", "held_out_accuracy", "learning_rate", "energy_j", "wall_s"):
-            value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                msgspec.structs.force_setattr(self, name, None)
+        own = ("held_out_accuracy", "learning_rate", "energy_j", "wall_s")
+        for struct, names in ((self, own), (self.rank, ("loss_sum", "num_correct"))):
+            for name in names:
+                value = getattr(struct, name)
+                if value is not None and not math.isfinite(value):
+                    msgspec.structs.force_setattr(struct, name, None)
 
     @property
     def accuracy(self) -> float | None:
         """Mean training accuracy of the rank; `None` without samples or when the script does not count."""
-        return None if self.num_correct is None or self.num_samples == 0 else self.num_correct / self.num_samples
+        correct, num_samples = self.rank.num_correct, self.rank.num_samples
+        return None if correct is None or num_samples == 0 else correct / num_samples
 
 
-def rank_row(
-    rank: int,
-    row: Row,
-    before: Row | None,
-    *,
-    local_batch_size: int,
-    pending_local_batch_size: int,
-    cookies: tuple[int, ...] = (),
-) -> RankRow:
-    """The message's row of a rank, with what is needed of its row one window earlier; sockets count since attach."""
-    nothing = None if row.sockets is None else SocketCounters(tx_bytes=0, rx_bytes=0, retransmits=0)
-    memory, memory_total = row.device or (None, None)
-    link_bytes_per_s, link_peer = row.link or (None, None)
-    return RankRow(
-        rank=rank,
-        local_rank=row.local_rank,
-        pid=row.process.pid,
-        pid_start_ticks=row.process.start_ticks,
-        pid_namespace=row.process.namespace,
-        uid=row.process.uid,
-        local_batch_size=local_batch_size,
-        pending_local_batch_size=pending_local_batch_size,
-        num_samples=row.num_samples,
-        loss_sum=row.loss_sum,
-        num_correct=row.num_correct,
-        data_time_s=row.times.data_s,
-        compute_time_s=row.times.compute_s,
-        sync_time_s=row.times.sync_s,
-        update_time_s=row.times.update_s,
-        sockets=row.sockets,
-        sockets_before=nothing if before is None else before.sockets,
-        accuracy_before=None if before is None else before.accuracy,
-        device_memory_bytes=memory,
-        device_memory_total_bytes=memory_total,
-        times_split=row.times_split,
-        cookies=cookies,
-        link_bytes_per_s=link_bytes_per_s,
-        link_peer=link_peer,
-    )
+ROWS = msgspec.msgpack.Decoder(Row)
+"""Made once: to make one takes longer than to decode."""
 
 
 def job_totals(
     rows: Sequence[Row], *, window: int, num_steps: int, global_batch_size: int, noise: GradientNoise | None = None
 ) -> JobTotals:
     """Sums over all ranks, in rank order: the same numbers wherever they are computed."""
+    ranks = [row.rank for row in rows]
+    drift, gradient_norm, coding_gain = None, None, None
+    own, moved = sum(row.drift[0] for row in rows), rows[0].drift[1]  # on mixed processors its last bits may differ
+    if 0.0 < moved < math.inf and own < math.inf:
+        drift = ParameterDrift(spread=max(own - moved, 0.0), moved=moved)
+    if noise is not None and global_batch_size > 0:
+        squared = noise.squared_norm + noise.trace / global_batch_size  # E|g|^2 = |G_true|^2 + S / B
+        gradient_norm = math.sqrt(squared) if 0 < squared < math.inf else None
+    wanted, sent = sum(row.coded.wanted for row in rows), sum(row.coded.sent for row in rows)
+    if 0 < wanted < math.inf and sent < math.inf:  # else no codec with loss was active
+        coding_gain = sent / wanted
     return JobTotals(
         window=window,
         num_steps=num_steps,
-        num_samples=sum(row.num_samples for row in rows),
+        num_samples=sum(each.num_samples for each in ranks),
         global_batch_size=global_batch_size,
-        loss_sum=_total([row.loss_sum for row in rows]),
-        num_correct=_total([row.num_correct for row in rows]),
-        time_s=max(row.times.step_s for row in rows),
+        loss_sum=_total([each.loss_sum for each in ranks]),
+        num_correct=_total([each.num_correct for each in ranks]),
+        time_s=max(each.data_time_s + each.compute_time_s + each.sync_time_s + each.update_time_s for each in ranks),
         noise=noise,
-        drift=_drift(rows),
+        drift=drift,
         learning_rate=rows[0].learning_rate,
-        gradient_norm=_gradient_norm(noise, global_batch_size),
-        coding_gain=_coding_gain(rows),
+        gradient_norm=gradient_norm,
+        coding_gain=coding_gain,
     )
 
 
@@ -148,34 +112,6 @@ def wall_s(rows: Sequence[Row]) -> float:
 def held_out_accuracy(rows: Sequence[Row]) -> float | None:
     """The newest evaluation, as the lowest rank that has one knows it."""
     return next((row.held_out_accuracy for row in rows if row.held_out_accuracy is not None), None)
-
-
-def _drift(rows: Sequence[Row]) -> ParameterDrift | None:
-    """The drift of all ranks; |d|^2 is rank 0's, since on mixed processors its last bits may differ."""
-    moved, own = rows[0].drift[1], sum(row.drift[0] for row in rows)
-    if not (0.0 < moved < math.inf and own < math.inf):
-        return None
-    return ParameterDrift(spread=max(own - moved, 0.0), moved=moved)
-
-
-def _gradient_norm(noise: GradientNoise | None, global_batch_size: int) -> float | None:
-    """Norm of a step's gradient: E|g|^2 = |G_true|^2 + S / B; unknown where the estimate of it is not positive."""
-    if noise is None or global_batch_size < 1:
-        return None
-    squared = noise.squared_norm + noise.trace / global_batch_size
-    return math.sqrt(squared) if 0 < squared < math.inf else None
-
-
-def _coding_gain(rows: Sequence[Row]) -> float | None:
-    """Squared norm of what was sent, over what should have been; unknown without a lossy codec."""
-    wanted, sent = sum(row.coded.wanted for row in rows), sum(row.coded.sent for row in rows)
-    return sent / wanted if 0 < wanted < math.inf and sent < math.inf else None
-
-
-def _total(values: Sequence[float | None]) -> float | None:
-    """Their sum; unknown where one of them is."""
-    known = [value for value in values if value is not None]
-    return float(sum(known)) if len(known) == len(values) else None
 
 
 NO_TIMES = StepTimes(0.0, 0.0, 0.0, 0.0)
@@ -254,34 +190,46 @@ class RankMeter:
         taken_s, self._taken_s = self._taken_s, time.perf_counter()
         batches, self._batches = self._batches, []
         drifts, self._drifts = self._drifts, []
+        parts = StepTimes(*(float(sum(part)) for part in zip(*times, strict=True))) if times else NO_TIMES
+        sockets, link = self.sockets.read(), self.sockets.take_link()
+        memory_bytes, memory_total_bytes = device_memory(self.device) or (None, None)
+        coded_before, self._coded_before = self._coded_before, self.coded()
         return Row(
-            local_rank=self.local_rank,
-            process=self.process,
-            num_samples=sum(each.batch.size for each in batches),
-            loss_sum=_sum_if_known([each.loss_sum for each in batches]),
-            num_correct=_sum_if_known([each.num_correct for each in batches]),
-            times=StepTimes(*(float(sum(part)) for part in zip(*times, strict=True))) if times else NO_TIMES,
-            times_split=self.times_split,
+            rank=RankRow(
+                rank=self.rank,
+                local_rank=self.local_rank,
+                pid=self.process.pid,
+                pid_start_ticks=self.process.start_ticks,
+                pid_namespace=self.process.namespace,
+                uid=self.process.uid,
+                local_batch_size=0,
+                pending_local_batch_size=0,
+                num_samples=sum(each.batch.size for each in batches),
+                loss_sum=_total([each.loss_sum for each in batches]),
+                num_correct=_total([each.num_correct for each in batches]),
+                data_time_s=parts.data_s,
+                compute_time_s=parts.compute_s,
+                sync_time_s=parts.sync_s,
+                update_time_s=parts.update_s,
+                sockets=sockets,
+                device_memory_bytes=memory_bytes,
+                device_memory_total_bytes=memory_total_bytes,
+                times_split=self.times_split,
+                link_bytes_per_s=None if link is None else link.bytes_per_s,
+                link_peer=None if link is None else link.peer,
+            ),
             noise=self._noise(batches),
             drift=(
                 float(sum(_to_floats([value for each in drifts for value in each.own]))),
                 float(sum(_to_floats([value for each in drifts for value in each.mean]))),
             ),
-            sockets=self.sockets.read(),
-            link=self.sockets.take_link(),
-            device=device_memory(self.device),
             held_out_accuracy=held_out_accuracy,
             learning_rate=self.learning_rate(),
-            coded=self._take_coded(),
+            coded=self._coded_before.since(coded_before),
             energy_j=self.energy_j(),
             wall_s=self._taken_s - taken_s,
             data_digest=self._data_digest,
         )
-
-    def _take_coded(self) -> CodedSquares:
-        """Squared norms of lossy codecs since the last call."""
-        before, self._coded_before = self._coded_before, self.coded()
-        return self._coded_before.since(before)
 
     def _noise(self, batches: Sequence[_Batch]) -> NoiseSums:
         values = iter(_to_floats([value for each in batches for value in (*each.norms.local, *each.norms.reduced)]))
@@ -302,21 +250,23 @@ def device_memory(device: torch.device) -> tuple[int, int] | None:
     return total - free, total
 
 
-def _sum_if_known(values: Sequence[Scalar | None]) -> float | None:
+def _total(values: Sequence[Scalar | None]) -> float | None:
+    """Their sum; unknown where one of them is."""
     known = [value for value in values if value is not None]
     return float(sum(_to_floats(known))) if len(known) == len(values) else None
 
 
 def _detached(name: str, value: Scalar) -> Scalar:
     """A number that the user's code cannot change afterwards: at once on the CPU, a copy on the device elsewhere."""
-    if not isinstance(value, torch.Tensor):
-        return number(f"session.step({name})", value)
-    if value.numel() != 1:
-        raise TypeError(
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ValueError(
             f"session.step({name}): a tensor of shape {tuple(value.shape)}: pass one number, as the criterion reduces "
             "it over the batch"
         )
-    return value.detach().clone().float() if value.is_cuda else value.item()
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().float() if value.is_cuda else value.item()
+    number: float = checked(f"session.step({name})", value, float)
+    return number
 
 
 def _to_floats(values: Sequence[Scalar]) -> list[float]:

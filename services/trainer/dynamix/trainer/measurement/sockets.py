@@ -6,7 +6,6 @@ connections. A kernel probe finds the same connections by their socket cookies.
 
 import ctypes
 import ipaddress
-import logging
 import operator
 import os
 import socket
@@ -175,8 +174,6 @@ LEAST_SENDING_US = 10_000
 SEVERAL = -1
 """Placeholder of a rank: one of several that share an address."""
 
-_log = logging.getLogger("dynamix.trainer")
-
 
 class _Counted(NamedTuple):
     """A connection that is counted."""
@@ -235,25 +232,26 @@ class PeerSockets:
             if connection.local.port not in self._excluded and connection.remote.port not in self._excluded
         )
 
-    def match(self, listings: Sequence[Collection[Connection]], rank: int, node_ranks: Iterable[int]) -> None:
+    def match(self, listings: Sequence[Collection[Connection]], rank: int, node_ranks: Collection[int]) -> None:
         """Count and name the connections that two ranks listed from both ends; linear in their number.
 
         `listings` holds the candidates of all ranks, in rank order. `rank` is this one, whose connections are counted
         from now on; those of `node_ranks`, it among them, are named.
         """
-        mutual = mutual_connections(listings, node_ranks)
-        self._count(mutual[rank], near={*mutual, SEVERAL})
-        for named, connections in mutual.items():
-            found = {connection.cookie for connection in connections if connection.cookie is not None}
+        owners: dict[tuple[Endpoint, Endpoint], int] = {}
+        for owner, listed in enumerate(listings):
+            for each in listed:
+                ends = (each.remote, each.local)
+                if owners.setdefault(ends, owner) != owner:  # both have this address, in namespaces of their own
+                    owners[ends] = SEVERAL
+        near = {*node_ranks, SEVERAL}
+        for named in node_ranks:
+            peers = {each: owners.get((each.local, each.remote), named) for each in listings[named]}
+            mutual = {each: peer for each, peer in peers.items() if peer != named}  # not within one process
+            found = {each.cookie for each in mutual if each.cookie is not None}
             self._cookies[named] = tuple(sorted(found.union(self._cookies.get(named, ()))))
-        if not self._can_name and rank == min(mutual):
-            _log.warning(
-                "the ranks of this node have %d sockets to others, more than a report can name (%d, and %d per rank): "
-                "their network metrics come from TCP_INFO, not from a kernel probe",
-                sum(map(len, self._cookies.values())),
-                MAX_NODE_SOCKETS,
-                MAX_SOCKETS,
-            )
+            if named == rank:
+                self._count(mutual, near)
 
     @property
     def cookies(self) -> Mapping[int, tuple[int, ...]]:
@@ -262,7 +260,8 @@ class PeerSockets:
         Empty when there are too many to name: a part of the sockets would be a part of the traffic and look like all
         of it, while TCP_INFO, to which nameless ranks are left, counts them all.
         """
-        return self._cookies if self._can_name else {}
+        counts = [len(cookies) for cookies in self._cookies.values()]
+        return self._cookies if max(counts, default=0) <= MAX_SOCKETS and sum(counts) <= MAX_NODE_SOCKETS else {}
 
     def read(self) -> SocketCounters | None:
         """The counters since `match` first saw each connection; `None` when there never was one."""
@@ -283,11 +282,6 @@ class PeerSockets:
         self._counted = {each: counted._replace(rated=counted.newest) for each, counted in self._counted.items()}
         return max(found, default=None)
 
-    @property
-    def _can_name(self) -> bool:
-        counts = [len(cookies) for cookies in self._cookies.values()]
-        return max(counts, default=0) <= MAX_SOCKETS and sum(counts) <= MAX_NODE_SOCKETS
-
     def _count(self, connections: Mapping[Connection, int], near: Collection[int]) -> None:
         descriptors = own_connections()
         for connection, peer in connections.items():
@@ -306,25 +300,3 @@ class PeerSockets:
                 continue
             part = self._counted.pop(connection).difference
             self._closed = TcpInfo(*map(operator.add, self._closed, part))._replace(srtt_us=0)
-
-
-def mutual_connections(
-    listings: Sequence[Collection[Connection]], ranks: Iterable[int]
-) -> dict[int, dict[Connection, int]]:
-    """The connections of each of `ranks` that another rank listed from the other end, with that rank.
-
-    A connection between two sockets of one process is none; two ranks with the same addresses, in network namespaces
-    of their own, do not hide each other, but which of them it is is not known: `SEVERAL`.
-    """
-    owners: dict[tuple[Endpoint, Endpoint], int] = {}
-    for rank, listed in enumerate(listings):
-        for connection in listed:
-            ends = (connection.remote, connection.local)
-            if owners.setdefault(ends, rank) != rank:
-                owners[ends] = SEVERAL
-    return {
-        rank: {
-            found: peer for found in listings[rank] if (peer := owners.get((found.local, found.remote), rank)) != rank
-        }
-        for rank in ranks
-    }

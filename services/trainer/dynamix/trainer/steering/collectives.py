@@ -1,6 +1,7 @@
 """The collectives of the job: on a gloo group of their own, so that they never mix with the user's.
 
-Its time-out is that of the script's default group: torch would give it half an hour, whatever the script said.
+Its time-out is that of the script's default group: torch would give it half an hour, whatever the script said. A single
+process needs no default group.
 
 Two per window, a few hundred bytes each: one gather at its end, one broadcast `margin` steps before the next boundary.
 Where agents leave traces, a sum of numbers goes out beside the broadcast.
@@ -11,24 +12,24 @@ arguments first, 0.1 ms in a process that has just trained.
 
 import contextlib
 import pickle
-import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from datetime import timedelta
+from typing import TypeVar, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, ProcessGroupGloo  # public, missing in the stubs of dist
 
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.orders import Order
 from dynamix.trainer.exchange.transport import LentTensor, keep_for_ever, timeout_of
-from dynamix.trainer.measurement.meter import Row
 
 T = TypeVar("T")
 
+SOLO_TIMEOUT = timedelta(minutes=30)
 LENGTH_BYTES = 4
 HEAD_BYTES = 256
-MEETING_POLL_S = 0.002
 SIZE_BYTES = 18
 """Most bytes of a broadcast decision: 9 each per size and share in msgpack, and room for every other lever."""
 
@@ -36,7 +37,6 @@ ROW_BYTES = 640
 """Most bytes of a row: some forty numbers of 9 bytes, and the names of the noise's sums."""
 
 _decisions: msgspec.msgpack.Decoder[Allocation | None] = msgspec.msgpack.Decoder(Allocation | None)
-_rows = msgspec.msgpack.Decoder(Row)
 """Made once: to make one takes longer than to decode."""
 
 
@@ -56,11 +56,13 @@ class Collectives:
     """All ranks must call the same methods in the same order."""
 
     def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        whole = dist.group.WORLD
-        assert whole is not None, "the ranks have no group"
-        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout_of(whole))
+        self.rank, self.world_size = 0, 1
+        self._group: dist.ProcessGroup | None
+        if (whole := dist.group.WORLD) is None:
+            self._group = cast("dist.ProcessGroup", ProcessGroupGloo(HashStore(), 0, 1, SOLO_TIMEOUT))
+        else:
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            self._group = dist.new_group(backend="gloo", timeout=timeout_of(whole))
         self._rows = [LentTensor(torch.zeros(ROW_BYTES, dtype=torch.uint8)) for _ in range(self.world_size)]
         self._mine = LentTensor(torch.zeros(ROW_BYTES, dtype=torch.uint8))
         self._decision = LentTensor(torch.zeros(HEAD_BYTES + SIZE_BYTES * self.world_size, dtype=torch.uint8))
@@ -70,7 +72,6 @@ class Collectives:
         self._sharing: tuple[dist.Work, LentTensor] | None = None
         self._numbers = LentTensor(torch.zeros(0, dtype=torch.float64))
         self._summing: dist.Work | None = None
-        self._meeting: dist.Work | None = None
 
     def close(self) -> None:
         """Leave the group, if nothing is under way in it: its threads and connections end. No collective.
@@ -82,25 +83,25 @@ class Collectives:
         if group is None:
             return
         sharing = self._sharing and self._sharing[0]
-        under_way = (self._gathering, self._broadcasting, self._summing, self._meeting, sharing)
+        under_way = (self._gathering, self._broadcasting, self._summing, sharing)
         if all(work is None or work.is_completed() for work in under_way):
-            with contextlib.suppress(ValueError):  # the script has destroyed it, with all others
+            with contextlib.suppress(ValueError):  # destroyed with all others by the script, or of a single process
                 dist.destroy_process_group(group)
         else:
             keep_for_ever(group)
 
-    def post_row(self, row: Row) -> None:
+    def post_row(self, row: msgspec.Struct) -> None:
         """Send this rank's row to all others."""
         assert self._gathering is None, "a gather is under way"
         _write(self._mine, row)
         self._gathering = self._gather(self._rows, self._mine)
 
-    def take_rows(self) -> list[Row]:
+    def take_rows(self, decoder: msgspec.msgpack.Decoder[T]) -> list[T]:
         """The rows of all ranks, in rank order, as they were posted last."""
         assert self._gathering is not None, "no gather is under way"
         self._gathering.wait()
         self._gathering = None
-        return [_rows.decode(_read(each)) for each in self._rows]
+        return [decoder.decode(_read(each)) for each in self._rows]
 
     def post_decision(self, decision: Allocation | None) -> None:
         """Send rank 0's decision, or none, to all ranks."""
@@ -139,7 +140,8 @@ class Collectives:
         if self._sharing is not None:
             self._sharing[0].wait()
         lent = LentTensor(torch.from_numpy(order))
-        self._sharing = (dist.broadcast(lent.alias, src=0, group=self._group, async_op=True), lent)
+        assert self._group is not None, "left"
+        self._sharing = (self._group.broadcast(lent.alias, 0), lent)
         if waits:
             self._sharing[0].wait()
         return order
@@ -147,7 +149,8 @@ class Collectives:
     def post_total(self, mine: int) -> Callable[[], int]:
         """Begin to add up a number over all ranks; call what is returned for the sum."""
         self._total.tensor.fill_(mine)
-        work = dist.all_reduce(self._total.alias, group=self._group, async_op=True)
+        assert self._group is not None, "left"
+        work = self._group.allreduce([self._total.alias])
 
         def total() -> int:
             work.wait()
@@ -162,17 +165,6 @@ class Collectives:
         padded = bytearray(payload).ljust(max(int(size) for size in sizes), b"\0")
         found = self._gather_now(torch.frombuffer(padded, dtype=torch.uint8))
         return [pickle.loads(bytes(each.tolist())) for each in found]  # noqa: S301 - from the ranks of this job
-
-    def gather_numbers(self, mine: Sequence[int], meanwhile: Callable[[], None]) -> list[tuple[int, ...]]:
-        """Equally many whole numbers of each rank; `meanwhile` is called until all have come, and may raise."""
-        lent = LentTensor(torch.tensor(mine))
-        found = [LentTensor(torch.empty_like(lent.tensor)) for _ in range(self.world_size)]
-        self._meeting = work = self._gather(found, lent)
-        while not work.is_completed():
-            meanwhile()
-            time.sleep(MEETING_POLL_S)
-        work.wait()
-        return [tuple(each.tensor.tolist()) for each in found]
 
     def agree(self, what: str, mine: Sequence[object]) -> None:
         """Make sure that all ranks hold the same, as plain numbers and tuples of them.
@@ -194,69 +186,3 @@ class Collectives:
     def _gather(self, found: Sequence[LentTensor], mine: LentTensor) -> dist.Work:
         assert self._group is not None, "left"
         return self._group.allgather([each.alias for each in found], mine.alias)
-
-
-class SoloCollectives:
-    """The same for a world of one process, which needs no process group."""
-
-    rank, world_size = 0, 1
-
-    def __init__(self) -> None:
-        self._row: Row | None = None
-        self._decision: Allocation | None = None
-        self._numbers: list[float] = []
-
-    def close(self) -> None:
-        """Do nothing: there is no group."""
-
-    def post_row(self, row: Row) -> None:
-        """Keep the row."""
-        self._row = row
-
-    def take_rows(self) -> list[Row]:
-        """Return the row that was posted last."""
-        assert self._row is not None, "no row was posted"
-        return [self._row]
-
-    def post_decision(self, decision: Allocation | None) -> None:
-        """Keep the decision."""
-        self._decision = decision
-
-    def take_decision(self) -> Allocation | None:
-        """The decision as it was posted last."""
-        return self._decision
-
-    def post_numbers(self, mine: Sequence[float]) -> None:
-        """Keep the numbers."""
-        self._numbers = list(mine)
-
-    def take_numbers(self) -> list[float]:
-        """The numbers, as they were posted last."""
-        return self._numbers
-
-    def share_order(self, order: Order, *, waits: bool = True) -> Order:  # noqa: ARG002 - as with several
-        """Return the order unchanged."""
-        return order
-
-    def post_total(self, mine: int) -> Callable[[], int]:
-        """Return the number unchanged."""
-        return lambda: mine
-
-    def gather_objects(self, mine: T) -> list[T]:
-        """Return the object in a list."""
-        return [mine]
-
-    def gather_numbers(self, mine: Sequence[int], _meanwhile: Callable[[], None]) -> list[tuple[int, ...]]:
-        """Return the numbers in a list."""
-        return [tuple(mine)]
-
-    def agree(self, what: str, mine: Sequence[object]) -> None:
-        """Return: there is no other rank to differ from."""
-
-
-AnyCollectives = Collectives | SoloCollectives
-
-
-def join_ranks() -> AnyCollectives:
-    """The collectives of this job: a collective call where torch.distributed is initialised, else a world of one."""
-    return Collectives() if dist.is_available() and dist.is_initialized() else SoloCollectives()

@@ -69,7 +69,7 @@ class TraceField:
         numbers = [0.0] * self.num_numbers
         for name, trace in traces.items():
             index = self._index.get(name)
-            if index is None or not self._fits(trace, index):
+            if index is None or trace.ranks != self._nodes[index].ranks or len(trace.activity) != len(trace.ranks):
                 continue
             for rank, activity in zip(trace.ranks, trace.activity, strict=True):
                 numbers[rank] = activity
@@ -83,7 +83,11 @@ class TraceField:
         for index, node in enumerate(self._nodes):
             at = self._num_ranks + PER_CELL * index
             appetite, waiting_s, after = numbers[at : at + PER_CELL]
-            strength = self._strength(window - LAG_WINDOWS - (int(after) - 1)) if after > 0 else 0.0
+            strength, left = float(after > 0), 1.0 - self._options["evaporation"]
+            for _ in range(window - LAG_WINDOWS - (int(after) - 1)):  # a power differs in its last bit between machines
+                if strength < GONE:
+                    break
+                strength *= left
             self._cells[index] = _Cell(strength, appetite, waiting_s) if strength >= GONE else None
             if strength < GONE:
                 for rank in node.ranks:
@@ -124,18 +128,6 @@ class TraceField:
             options=self._options,
             base_global_batch_size=self._base_global_batch_size,
         )
-
-    def _fits(self, trace: Trace, index: int) -> bool:
-        return trace.ranks == self._nodes[index].ranks and len(trace.activity) == len(trace.ranks)
-
-    def _strength(self, age: int) -> float:
-        """By products: a power is not the same to the last bit on every machine."""
-        strength, left = 1.0, 1.0 - self._options["evaporation"]
-        for _ in range(age):
-            strength *= left
-            if strength < GONE:
-                break
-        return strength
 
     def _weights(self, sizes: Sequence[int]) -> list[float] | None:
         """Weights of the division: activities; ranks without one keep their share."""

@@ -7,13 +7,12 @@ its sizes, and counted as `tracking`.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from dynamix.schemas.messages import Action
-from dynamix.schemas.messages.allocation import EXACT, Exchange, Split, is_permitted
+from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, Split, is_permitted
 from dynamix.trainer.job.identity import JobIdentity
 from dynamix.trainer.job.options import JobOptions
 
@@ -23,10 +22,10 @@ Refusal = Literal["job", "generation", "length", "bounds", "sum", "lever", "stal
 class Offers:
     """Keeps the newest action that may be adopted."""
 
-    def __init__(self, identity: JobIdentity, options: JobOptions, *, global_batch_size: int | None = None) -> None:
-        """Accept what fits a job: with a `global_batch_size` only sizes that add up to it."""
+    def __init__(self, identity: JobIdentity, options: JobOptions, first: Allocation) -> None:
+        """Accept what fits a job that begins with an allocation: with a fixed global batch, only sizes of its sum."""
         self._identity = identity
-        self._global_batch_size = global_batch_size
+        self._global_batch_size = first.global_batch_size if options.global_batch == "fixed" else None
         self._options = options
         self._lasting = options.fixed_exchange
         self._newest: Action | None = None
@@ -84,7 +83,10 @@ class Offers:
             return "lever"
         if self._global_batch_size not in (None, sum(action.local_batch_sizes)):
             return "sum"
-        return None if self._within_bounds(action.local_batch_sizes) else "bounds"
+        low, sizes = self._options.min_local_batch_size, action.local_batch_sizes
+        highs = self._identity.max_local_batch_sizes
+        fits = sum(sizes) > 0 and all(low <= size <= high for size, high in zip(sizes, highs, strict=True))
+        return None if fits else "bounds"
 
     def _can_travel(self, exchange: Exchange) -> bool:
         """Whether the job permits this exchange."""
@@ -102,10 +104,6 @@ class Offers:
             return action
         self.num_refused["tracking"] += 1
         return _with(action, split="fixed")
-
-    def _within_bounds(self, sizes: Sequence[int]) -> bool:
-        low, highs = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
-        return sum(sizes) > 0 and all(low <= size <= high for size, high in zip(sizes, highs, strict=True))
 
 
 def _with(action: Action, **levers: Any) -> Action:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from dynamix.schemas.apportion import apportion
-from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals, Report
+from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals, Report, SocketCounters
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.schemas.policies import RATE_EXPONENTS, STIGMERGY, STIGMERGY_OPTIONS
 from dynamix.trainer.data.orders import DataIdentity
@@ -21,11 +22,10 @@ from dynamix.trainer.data.plan import Counts, Position, ReferenceSteps, Schedule
 from dynamix.trainer.gradient.noise import NoiseAverage
 from dynamix.trainer.job.identity import JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
-from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy, rank_row
+from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy
 
 from .fast_loop import FastLoop, Tracker
 from .field import TraceField
-from .offers import Decisions
 
 FIRST_WINDOWS = 8
 """Windows that are never stretched."""
@@ -150,8 +150,21 @@ class Reporter:
         """The report of this node on the window that ended at `position`.
 
         `cookies` are those of the sockets of its ranks; they need no place in the rows, since they hardly ever change.
-        `view` is for this node's agent, where agents rule. The window lasted `stretch` times the job's `window_steps`.
+        `view` is for this node's agent, where there is one. The window lasted `stretch` times the job's `window_steps`.
         """
+        ranks = []
+        for rank in self._place.node_ranks:
+            row, before = rows[rank].rank, None if self._rows_before is None else self._rows_before[rank]
+            uncounted = None if row.sockets is None else SocketCounters(tx_bytes=0, rx_bytes=0, retransmits=0)
+            known = msgspec.structs.replace(
+                row,
+                local_batch_size=sizes.values[rank],
+                pending_local_batch_size=pending.local_batch_sizes[rank],
+                sockets_before=uncounted if before is None else before.rank.sockets,
+                accuracy_before=None if before is None else before.accuracy,
+                cookies=cookies.get(rank, ()),
+            )
+            ranks.append(known)
         return Report(
             job=self._identity.job,
             generation=self._identity.generation,
@@ -161,17 +174,7 @@ class Reporter:
             first_step=position.step - totals.num_steps,
             epoch=position.epoch,
             samples_seen=position.samples_seen,
-            rows=tuple(
-                rank_row(
-                    rank,
-                    rows[rank],
-                    None if self._rows_before is None else self._rows_before[rank],
-                    local_batch_size=sizes.values[rank],
-                    pending_local_batch_size=pending.local_batch_sizes[rank],
-                    cookies=cookies.get(rank, ()),
-                )
-                for rank in self._place.node_ranks
-            ),
+            rows=tuple(ranks),
             totals=totals,
             totals_before=self._totals_before,
             total_samples=total_samples,
@@ -230,15 +233,12 @@ class Run:
     traces: TraceField | None = field(init=False)
     """The traces of the agents of all nodes, under `stigmergy`."""
     reporter: Reporter = field(init=False)
-    decisions: Decisions = field(default_factory=Decisions)
     windows: Windows = field(init=False)
     """Counted from the generation's first step."""
     started: bool = False
     ended: bool = False
     held_out_accuracy: float | None = None
     """The newest that the script reported."""
-    num_epochs: int | None = None
-    """Number of epochs of `session.epochs`, in this script or in the saved run; `None` without it."""
     total_samples: int | None = None
     """Samples of the whole planned run, all epochs; `None` when the end is open."""
 
