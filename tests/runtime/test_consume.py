@@ -217,7 +217,6 @@ async def test_a_slow_core_reader_loses_the_oldest_messages_counted(bus: Bus, ca
     async with bus.subscribe(subject) as messages:
         for number in range(3000):
             await publish_unstored(bus, subject, b"%d" % number)
-        await until(lambda: messages.num_dropped == 3000 - 1024)
+        await until(lambda: bus.counters["dropped_received"] == 3000 - 1024)
         assert numbers([await anext(messages) for _ in range(1024)]) == list(range(1976, 3000))
-    assert bus.counters["dropped_received"] == 1976
     assert sum("too slow" in record.message for record in caplog.records) == 1

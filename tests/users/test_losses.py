@@ -80,7 +80,7 @@ CASES = {
     "falsely declared sum": _Case(_mean, _mean, {"reduction": "sum"}, is_exact=False, warning="reduction='sum'"),
     "class weights": _Case(_weighted, _weighted, {}, is_exact=False, warning="count_tokens"),
     "counted class weights": _Case(_weighted, _weighted, {"count_tokens": _count_weights}, is_exact=True),
-    "count of all ranks": _Case(_per_box_of_all_ranks, _per_box, {}, is_exact=False, warning="reduction='sum'"),
+    "count of all ranks": _Case(_per_box_of_all_ranks, _per_box, {}, is_exact=False, warning="count_tokens"),
     "declared sum over it": _Case(_per_box_of_all_ranks, _per_box, {"reduction": "sum"}, is_exact=True),
     "own count": _Case(_per_box, _per_box, {"count_tokens": _count_boxes}, is_exact=True),
     "negatives of the batch": _Case(_contrastive, None, {}, is_exact=False, warning='policy="static"'),

@@ -181,7 +181,7 @@ class JobView(msgspec.Struct):
     """The newest specification of each generation."""
     windows: dict[WindowKey, Window] = {}
     adopted_in: dict[WindowKey, set[WindowKey]] = {}
-    """The window of each decision, by the window in which it took effect."""
+    """The windows that decisions were made on, by the window in which they took effect."""
     generation: int = 0
     """The newest generation seen."""
     window: int = -1

@@ -30,7 +30,6 @@ from dynamix.recording.capture import (
     first_generation,
     read_header,
 )
-from dynamix.recording.comparison import Difference
 from dynamix.recording.decisions import OtherPolicy, PolicyComparison, ReplayError, WindowComparison
 from dynamix.recording.fingerprint import differences, fingerprint
 from dynamix.recording.replay import Player, ReplayOutcome, ReplayRequest, replay
@@ -72,7 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
             expected = "captured by another build or processor: expect equal decisions, not equal bytes"
             print_lines([expected, *(f"  {line}" for line in found)], stderr=to_stderr)
         outcome = asyncio.run(_replayed(request))
-    _show(outcome, strict=strict, stderr=to_stderr)
+    print_lines(lines(outcome, strict=strict), stderr=to_stderr)
+    if outcome.what_if is not None:
+        _print_windows(outcome.what_if, stderr=to_stderr)
+    elif first := outcome.counts.first_disagreeing or outcome.counts.first:
+        at = "" if first.sequence is None else f", recorded at {first.sequence}"
+        difference = f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}"
+        print_lines([difference], stderr=to_stderr)
+        if first.fields:
+            _print_fields(first.fields, stderr=to_stderr)
     with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
         write_json(_document(outcome, strict=strict), arguments.json)
     if outcome.interrupted:
@@ -130,18 +137,6 @@ async def _replayed(request: ReplayRequest) -> ReplayOutcome:
             )
 
         return await replay(request, stop=stop, on_progress=show)
-
-
-def _show(outcome: ReplayOutcome, *, strict: bool, stderr: bool) -> None:
-    """Print the verdict, what was compared, and the first difference."""
-    print_lines(lines(outcome, strict=strict), stderr=stderr)
-    first = outcome.counts.first_disagreeing or outcome.counts.first
-    if outcome.what_if is not None:
-        _print_windows(outcome.what_if, stderr=stderr)
-    elif first is not None:
-        print_lines([_difference(first)], stderr=stderr)
-        if first.fields:
-            _print_fields(first.fields, stderr=stderr)
 
 
 def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
@@ -215,11 +210,6 @@ def _cells(row: WindowComparison, *, several: bool) -> tuple[str, ...]:
         sizes_text(row.recorded),
         sizes_text(row.other),
     )
-
-
-def _difference(first: Difference) -> str:
-    at = "" if first.sequence is None else f", recorded at {first.sequence}"
-    return f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}"
 
 
 def _print_fields(fields: dict[str, tuple[str, str]], *, stderr: bool) -> None:

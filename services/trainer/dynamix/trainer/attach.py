@@ -305,6 +305,7 @@ def _gradients(
         losses = LossWarnings(
             is_sum=options.reduction == "sum",
             weighs_samples=by_samples,
+            is_joint=needs_equal_steps(models),
             has_equal_data=options.shuffle
             and given["sampler"] is None
             and not isinstance(loader.dataset, IterableDataset),
@@ -323,6 +324,7 @@ def _gradients(
             base_hook=base_hook,
             base_state=base_state,
             exchange=exchanges.of_model(covered),
+            losses=losses,
         )
 
     weights = StepWeights(
@@ -335,6 +337,7 @@ def _gradients(
         weights,
         exchanges,
         weighs_alone=weighs_alone,
+        losses=losses,
     )
     schedulers = Schedulers()
 

@@ -49,7 +49,7 @@ from dynamix.schemas.streams import FEED
 NUM_TRAINING_IMAGES = 60_000
 LOOKS = 3
 """Evaluations in a row whose mean must be at the target: a single one differs from the next by about a percent."""
-MAX_WINDOWS, MAX_PACE_S, MAX_SLOWDOWN = 100_000, 10.0, 1000.0
+MAX_WINDOWS, MAX_PACE_S = 100_000, 10.0
 """Beyond these a typing error is more likely than a wish."""
 LAST_MESSAGES_TIMEOUT_S = 5.0
 MAX_ERROR_CHARACTERS = 3000
@@ -213,8 +213,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what = "least number of windows per run"
     add_option(parser, "--windows", plan.min_windows, what, type=count(1, MAX_WINDOWS))
     add_option(parser, "--pace", plan.pace_s_per_sample, "seconds per sample of a rank", type=number(0, MAX_PACE_S))
-    what = "how many times slower rank 3 is"
-    add_option(parser, "--slowdown", plan.slowdown, what, type=number(0, MAX_SLOWDOWN, above=True))
     what = "of the order of the samples and of the model's parameters"
     add_option(parser, "--seed", plan.seed, what, type=seed)
 
@@ -244,7 +242,6 @@ def run(arguments: argparse.Namespace) -> int:
             min_windows=arguments.windows,
             max_windows=max(DemoPlan().max_windows, arguments.windows),
             pace_s_per_sample=arguments.pace,
-            slowdown=arguments.slowdown,
             seed=arguments.seed,
         )
         compared = variants(arguments.policy)

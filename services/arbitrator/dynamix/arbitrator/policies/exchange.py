@@ -117,7 +117,7 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
     """Knowledge of the ways of exchange in effect so far."""
 
     ruling: tuple[Exchange, ...] = (EXACT,) * LAG
-    """The exchanges of the window that closed, of the one after it, and of the newest decision."""
+    """The exchange of the window that closed, and of the one after it, which is the newest decision."""
     exact_s: float = math.nan
     """I, in seconds per step."""
     overlap: float = 0.0

@@ -10,8 +10,6 @@ import logging
 import re
 from typing import Self
 
-from nats.aio.subscription import Subscription as NatsSubscription
-
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.schemas.subjects import announced, covers
 
@@ -46,7 +44,7 @@ class _Listener:
     async def __aenter__(self) -> Self:
         self._stack.callback(self._connection.when_denied(self._on_denied))
         self._stack.callback(self._connection.when_closed(self.end))
-        subscription: NatsSubscription = await self._connection.subscribe(self._heard_on, self._on_message)
+        subscription = await self._connection.subscribe(self._heard_on, self._on_message)
         self._stack.push_async_callback(self._connection.unsubscribe, subscription)
         return self
 
@@ -96,27 +94,21 @@ class _Listener:
 
 
 class Subscription(_Listener):
-    """`async with bus.subscribe(subject) as messages: async for message in messages: ...`, for core NATS.
-
-    Attributes:
-        num_dropped: messages lost because the reader was slow; nats-py itself would drop the newest.
-    """
+    """`async with bus.subscribe(subject) as messages: async for message in messages: ...`, for core NATS."""
 
     def __init__(self, connection: BrokerConnection, counters: dict[str, int], subject: str) -> None:
         super().__init__(connection, subject, MAX_UNREAD)
         self._counters = counters
-        self.num_dropped = 0
 
     def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
         is_stored = b"\r\nnats-stream:" in (headers or b"").lower()
         if is_stored or not covers(self._heard_on, subject.decode(errors="replace")):
             self._warn_of_stranger(subject)
             return
-        if len(self._messages) == MAX_UNREAD:
-            self.num_dropped += 1
+        if len(self._messages) == MAX_UNREAD:  # nats-py itself would drop the newest
             self._counters["dropped_received"] += 1
             if self._limit.allow("slow"):
-                logger.warning("too slow for %s: %d messages dropped so far", self._heard_on, self.num_dropped)
+                logger.warning("too slow for %s: the oldest messages are dropped", self._heard_on)
         self._queue(BusMessage(subject.decode(), payload, 0, 0, 0))
 
 

@@ -184,13 +184,6 @@ async def send_heartbeats(
         if subject == ours and not denied.done():
             denied.set_result(denial)
 
-    def heartbeat() -> Live:
-        shown = {f"bus_{name}": value for name, value in bus.counters.items()} | dict(counters())
-        shown["loop_lag_ms"] = int(1000 * watchdog.take_max_lag_s())
-        shown["max_loop_lag_ms"] = int(1000 * watchdog.max_lag_s)
-        uptime_s = time.monotonic() - started_s
-        return Live(service=service, instance=instance, node=node, uptime_s=uptime_s, counters=shown)
-
     forget, warn_at = bus.when_denied(note), 0.0
     try:
         while True:
@@ -199,8 +192,14 @@ async def send_heartbeats(
                 warn_at = time.monotonic() + DAY_S
                 fix = "replace its file by a new one of `dynamix keys create`"
                 logger.warning("the credential of this %s expires in %.1f days: %s", service, left / DAY_S, fix)
+            shown = {f"bus_{name}": value for name, value in bus.counters.items()} | dict(counters())
+            shown["loop_lag_ms"] = int(1000 * watchdog.take_max_lag_s())
+            shown["max_loop_lag_ms"] = int(1000 * watchdog.max_lag_s)
+            uptime_s = time.monotonic() - started_s
             with contextlib.suppress(BusError):
-                await bus.publish_live(heartbeat())
+                await bus.publish_live(
+                    Live(service=service, instance=instance, node=node, uptime_s=uptime_s, counters=shown)
+                )
             if (await asyncio.wait([denied], timeout=HEARTBEAT_S))[0]:
                 limit = {"collector": f" --node {node}", "reward": f" --instance {instance}"}.get(service, "")
                 raise PermissionDeniedError(

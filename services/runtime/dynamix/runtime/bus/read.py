@@ -21,7 +21,6 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any, Literal, Self
 
 import msgspec
-from nats.aio.subscription import Subscription as NatsSubscription
 
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.schemas.subjects import ANY, ROOT, announced, covers
@@ -207,7 +206,7 @@ class Reader(ABC):
         """Receive the requested messages."""
 
     async def _listen(self, subject: str, handler: Callable[[bytes, bytes, bytes, bytes | None], None]) -> None:
-        subscription: NatsSubscription = await self._connection.subscribe(subject, handler)
+        subscription = await self._connection.subscribe(subject, handler)
         self._stack.push_async_callback(self._connection.unsubscribe, subscription)
 
     async def _keep_reading(self) -> None:

@@ -28,7 +28,7 @@ from dynamix.schemas.streams import ACTIONS, JOBS
 INBOX_ACTIONS = 64
 """Only the newest action counts; the rest is slack for one window."""
 INBOX_REWARDS = 4096
-"""Reports: one per node and window; of more the oldest are dropped."""
+"""Rewards: one message per node and window; of more the oldest are dropped."""
 
 
 class Transport:
@@ -145,7 +145,7 @@ M = TypeVar("M", bound=Message)
 class BusClient(Transport):
     """The transport over the bus: publishes this rank's messages; global rank 0 gets its job's actions and rewards.
 
-    Where agents rule, the first rank of each node gets the traces of the agent of that node.
+    Under `stigmergy` the first rank of each node gets the traces of the agent of that node.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class BusClient(Transport):
             )
 
     async def _listen(self, bus: Bus, subject: str) -> None:
-        """Take actions, also those of while the bus was away."""
+        """Receive actions, also those sent while the bus was away."""
         dead_letters = DeadLetters(bus, SERVICE, self._counters)
         while True:
             try:

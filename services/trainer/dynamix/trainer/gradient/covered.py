@@ -32,6 +32,7 @@ from dynamix.trainer.gradient.hook import (
     loss_weight,
 )
 
+from .losses import LossWarnings
 from .models import set_gradient_sync
 from .noise import NormSketch
 
@@ -90,12 +91,14 @@ class CoveredModels:
         exchange: ExchangePlan,
         *,
         weighs_alone: bool = False,
+        losses: LossWarnings | None = None,
     ) -> None:
         """`make_hook` is `None` where losses are scaled, or there is nothing to exchange; else `exchange` says how.
 
         With `weighs_alone`, in a world of one process, gradients are weighed as they come.
         """
         self._weighs_alone = weighs_alone
+        self._losses = losses
         self._weights = weights
         self._reduction: Reduction = reduction
         self._exchange = exchange
@@ -244,6 +247,8 @@ class CoveredModels:
             self._rescale(before, self._weights.newest)
         if batch.is_last:
             exchange = self._exchange.of_step(batch.plan.step)
+            if self._losses is not None:
+                self._losses.begin_step()
             for hook in self._hooks:
                 hook.begin(batch, shares_times=shares_times, exchange=exchange, sketches=sketches)
 
@@ -290,8 +295,11 @@ class CoveredModels:
         return gradient if factor == 1.0 else gradient * factor
 
     def note_forward(self, model: torch.nn.Module, _inputs: Any) -> None:
-        """Note a forward pass under the script's own `no_sync`."""
+        """Note a forward pass under the script's own `no_sync`, and the collectives before it."""
         batch = self._batch
+        # a compiled model's hooks are compiled too: what they read would be compiled for each of its values
+        if self._losses is not None and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self._losses.forward_begins(model)
         if batch is not None and batch.is_last and not model.require_backward_grad_sync and torch.is_grad_enabled():
             self._saw_no_sync = True
 

@@ -22,6 +22,7 @@ from dynamix.trainer.data.plan import Counts, MicroBatch
 from dynamix.trainer.exchange.codec import BucketPart, BucketView
 from dynamix.trainer.exchange.plan import ModelExchange, Sent, StepExchange
 from dynamix.trainer.exchange.transport import LentTensor, launched
+from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.noise import HALF, NormSketch, is_measured
 
 Reduction = Literal["mean", "sum"]
@@ -315,6 +316,7 @@ class GradientHook:
         base_hook: BaseHook | None = None,
         base_state: object = None,
         exchange: ModelExchange,
+        losses: LossWarnings | None = None,
     ) -> None:
         """`exchange` sends buckets in steps whose exchange is not DDP's own all-reduce."""
         self._group = group
@@ -325,6 +327,7 @@ class GradientHook:
         self._clock = clock
         self._weights = weights
         self._reduction = reduction
+        self._losses = losses
         self._base_hook = base_hook
         self._base_state = base_state
         self._noise_every = noise_every
@@ -404,6 +407,8 @@ class GradientHook:
         known = self._buckets.get(number)
         if known is None or known.buffer is not buffer:
             known = self._buckets[number] = ModelBucket(buffer, is_in_place=self._base_hook is None)
+        if self._losses is not None:
+            self._losses.gradient_begins()
         if is_last and step.in_step:
             self._clock.gradient_ready()
             self._weights.post()

@@ -120,7 +120,7 @@ MAX_IDLE_STEPS = 20
 """Steps without any update, from the first one on, until the session's optimizers count as not the script's."""
 
 _covered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Snapshots of all sessions of this process, whose steps belong to no checkpoint."""
+"""Optimizers of all sessions of this process, whose steps come from no checkpoint."""
 
 
 class Updates:
@@ -153,7 +153,7 @@ class Updates:
         self._covered: list[weakref.ref[torch.optim.Optimizer]] = []
         """In the order they were given; a session ends with its last name, so it keeps none alive."""
         self._scalers: dict[int, LearningRateScaler] = {}
-        """Gradient scalers by the optimizer's id."""
+        """Learning-rate scalers by the optimizer's id."""
         self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that no earlier session of this process had."""
         self._updated: set[int] = set()

@@ -1,10 +1,12 @@
 """Losses that are not a mean over the rank's samples: found in the first steps, and warned about in rank 0.
 
 Ranks are weighed by their samples. With unequal batches the gradient is then another one than that of one big batch
-where the loss is weighted by class, or changes with the size of the batch, as a sum does, or one with negatives from
-the batch. Nothing is called or changed to find out: it shows in the autograd graph and in the reported losses.
+where the loss is weighted by class, contains what a collective brought from other ranks, or changes with the size of
+the batch, as a sum or negatives taken from the batch do. Nothing is called or changed to find out: it shows in the
+autograd graph, in the process group's count of collectives, and in the losses that the ranks report anyway.
 """
 
+import contextlib
 import logging
 import math
 import statistics
@@ -12,7 +14,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import distributed as dist
+from torch._C import _distributed_c10d as c10d
 
+COUNTED_STEP = 3
+"""The step whose collectives are counted. By then DDP has made its buckets: its forward pass only sends buffers."""
 MAX_NODES = 100
 """Nodes of the autograd graph that are looked at, from the loss on."""
 MIN_SIZE_RATIO = 1.25
@@ -21,21 +27,31 @@ MIN_WINDOWS = 8
 MAX_WINDOWS = 20
 """The most windows that are looked at, of those whose largest batch is so many times the smallest."""
 
+EQUAL_SIZES = 'keep all batches equal, attach(policy="static", drop_last=True)'
+
 _log = logging.getLogger("dynamix.trainer")
 
 
 class LossWarnings:
     """Looks at the losses of a job whose ranks may have unequal batches."""
 
-    def __init__(self, *, is_sum: bool, weighs_samples: bool, has_equal_data: bool, is_in_parts: bool) -> None:
+    def __init__(
+        self, *, is_sum: bool, weighs_samples: bool, is_joint: bool, has_equal_data: bool, is_in_parts: bool
+    ) -> None:
         """`is_sum` and `weighs_samples` are the script's settings.
 
-        Where the ranks have `equal_data`, only the sizes of their batches tell their losses apart. A step that
-        `is_in_parts` has batches of about one size.
+        The forward pass of a model that `is_joint` has collectives of its own. Where the ranks have `equal_data`, only
+        the sizes of their batches tell their losses apart. A step that `is_in_parts` has batches of about one size.
         """
         self._is_sum = is_sum
         self._has_equal_data = has_equal_data
         self._may_be_weighted = weighs_samples and not is_sum
+        self._may_be_joint = self._may_be_weighted and not is_joint
+        self._num_steps = 0
+        self._group: dist.ProcessGroup | None = None
+        """That of the model whose forward pass has begun, until its gradient comes."""
+        self._num_before = 0
+        """Collectives of that group before the forward pass, and DDP's own in it."""
         self._slopes = [0.0] * MAX_WINDOWS if is_in_parts else []
         """Slope of log loss over log size, by window: 0 for a mean, 1 for a sum."""
 
@@ -68,6 +84,39 @@ class LossWarnings:
                 "batch's targets added up, as a whole number (times 1000, for example)"
             )
 
+    def begin_step(self) -> None:
+        """Begin a step, with its last batch."""
+        self._num_steps += 1
+        self._group = None
+
+    def forward_begins(self, model: Any) -> None:
+        """Note how many collectives there were, and how many DDP is about to add."""
+        if not self._may_be_joint or self._num_steps != COUNTED_STEP:
+            return
+        if self._group is None:
+            with contextlib.suppress(RuntimeError):  # of a back end that does not count
+                self._num_before = _num_collectives(model.process_group)
+                self._group = model.process_group
+        if model.will_sync_module_buffers():
+            broadcasts = c10d._compute_bucket_assignment_by_size(  # noqa: SLF001 - as DDP does
+                model.modules_buffers, [model.broadcast_bucket_size]
+            )
+            self._num_before += len(broadcasts[0])
+
+    def gradient_begins(self) -> None:
+        """Warn of collectives since the forward pass began."""
+        group, self._group = self._group, None
+        number = 0 if group is None else _num_collectives(group) - self._num_before
+        if number > 0:
+            self._may_be_joint = False
+            _log.warning(
+                "collectives ran (%d) between the beginning of the forward pass and backward(): if the loss depends on "
+                "them, unequal batches change the gradient; divide the loss by a count of this rank alone and pass "
+                "that as attach(count_tokens=...), or, with features of other ranks, %s",
+                number,
+                EQUAL_SIZES,
+            )
+
     def observe_window(self, sizes: Sequence[float], loss_sums: Sequence[float]) -> None:
         """Warn of losses that change with the size of the batch, by those of a window's ranks and by their samples."""
         if len(self._slopes) >= MAX_WINDOWS or not 0 < MIN_SIZE_RATIO * min(sizes) <= max(sizes):
@@ -90,12 +139,17 @@ class LossWarnings:
         elif self._has_equal_data and not self._is_sum and 0.5 > mean > 0.1 + 5 * error:
             self._warn_of_size(
                 "grows with its batch, as with negatives taken from the batch, so unequal batches change the "
-                'gradient: keep all batches equal, attach(policy="static", drop_last=True)'
+                f"gradient: {EQUAL_SIZES}"
             )
 
     def _warn_of_size(self, what: str) -> None:
         _log.warning("the loss of a rank %s", what)
         self._slopes = [0.0] * MAX_WINDOWS  # once
+
+
+def _num_collectives(group: Any) -> int:
+    """How many collectives a group has begun."""
+    return int(group._get_sequence_number_for_group())  # noqa: SLF001 - no public name
 
 
 def _had_weight(node: Any) -> bool:

@@ -44,7 +44,7 @@ class Ended(NamedTuple, Generic[Moment]):
     waits: tuple[tuple[Moment, Moment], ...] = ()
     """While computing, from the last bucket of a gradient to having it reduced."""
     averaging: tuple[Moment, Moment] | None = None
-    """Time after the update, from the end of a round of local steps until the mean is there."""
+    """Start and end of the averaging after the update, at the end of a round of local steps."""
 
     @property
     def all_moments(self) -> Iterator[Moment]:
