@@ -106,3 +106,22 @@ def test_a_job_that_loses_a_rank_keeps_its_global_batch_and_its_place_in_the_dat
     assert len(set(results[0]["used"]) | set(results[1]["used"])) == 120
     assert results[0]["steps"] == 5  # counted in the batch that the script was written for
     assert all(sum(result["first"]) == 60 for result in run_ranks(_resume_smaller, 2, results[0]["state"]))
+
+
+def test_a_resumed_run_that_is_asked_for_the_epochs_that_are_left_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, session = _start(torch.optim.SGD)
+    for epoch in session.epochs(6):
+        _two_steps(model, optimizer, session)
+        if epoch == 1:
+            break
+    state = session.state_dict()
+    session.close()
+    left = {}
+    for asked in (6, 4, 1):
+        again = _start(torch.optim.SGD)[2]
+        again.load_state_dict(state)
+        left[asked] = [len(list(again.epochs(asked))), len(caplog.messages)]
+        again.close()
+    assert left == {6: [5, 0], 4: [3, 1], 1: [0, 2]}
+    assert "session.epochs(4) after a resume trains 3 more epochs" in caplog.text
+    assert "pass session.epochs(6)" in caplog.text

@@ -197,3 +197,15 @@ def _unseeded(_rank: int) -> str:
 
 def test_resuming_in_another_order_is_refused() -> None:
     assert len(set(run_ranks(_unseeded, 2))) == 1
+
+
+def test_shuffle_false_copied_from_beside_a_distributed_sampler_is_warned_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """This module knows a `DistributedSampler`, as such a script does."""
+    for shuffle in (True, False):
+        assert "leave shuffle=False out of attach" not in caplog.text
+        model, data = make_model(), Numbered(64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        dynamix.attach(model, optimizer, data, local_batch_size=8, shuffle=shuffle, connect=False).close()
+    assert "leave shuffle=False out of attach" in caplog.text

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, ge
 
 from dynamix import trainer as dynamix
 from dynamix.trainer import Session
+from dynamix.trainer.data import stream
 from dynamix.trainer.data.orders import RandomNumbers
 
 SIZES = [(9, 4), (13, 0), (3, 20), (17, 17)]
@@ -231,14 +232,23 @@ class InOrder(Stream):
         return (self.data[index] for index in range(self.num_samples))
 
 
-def _read_to_unequal_ends(rank: int) -> None:
-    session, model, optimizer = _attach(InOrder(80 + 3 * rank), local_batch_size=4, global_batch="fixed")
+def _read_to_unequal_ends(rank: int, more: int) -> None:
+    stream.WAIT_S = 2.0
+    session, model, optimizer = _attach(InOrder(80 + more * rank), local_batch_size=4, global_batch="fixed")
     _train_epoch(session, model, optimizer)
 
 
-def test_streams_that_end_after_different_numbers_of_samples_are_refused() -> None:
-    with pytest.raises(RankError, match="rank 1 has read 83 samples in epoch 0 of the stream, and rank 0 other ones"):
-        run_ranks(_read_to_unequal_ends, 2, timeout=timedelta(seconds=60))
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (3, "rank 1 has read 83 samples in epoch 0 of the stream, and rank 0 other ones"),
+        (15, "the stream ends after 80 samples of epoch 0 on rank 0, and other ranks still read"),
+    ],
+    ids=["in the same step", "one waits for a gradient"],
+)
+def test_streams_that_end_after_different_numbers_of_samples_are_refused(more: int, error: str) -> None:
+    with pytest.raises(RankError, match=error):
+        run_ranks(_read_to_unequal_ends, 2, more, timeout=timedelta(seconds=60))
 
 
 class Counting(Stream):

@@ -1,5 +1,7 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -7,7 +9,7 @@ from typing import Any, Literal, Unpack
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
@@ -59,6 +61,8 @@ from .settings import read_environment
 
 Connect = BusSettings | Transport | Literal[False] | None
 """Values of `attach(connect=...)`."""
+
+_log = logging.getLogger("dynamix.trainer")
 
 SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""
@@ -226,6 +230,22 @@ def attach(
         energy=None if objective == "time" else energy_meter(device, Path(environment.trainer.powercap)),
     )
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
+    if met.place.rank == 0:
+        caller, no_order = sys._getframe(1), not (shuffle or orders.identity.sampler)  # noqa: SLF001 - the script
+        names = (*caller.f_globals.values(), *caller.f_locals.values())
+        if no_order and any(DistributedSampler in (name, type(name)) for name in names):
+            _log.warning(
+                "shuffle=False uses the samples in the data set's order in every epoch, but this script knows a "
+                "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave "
+                "shuffle=False out of attach to shuffle as it does"
+            )
+        outer_momentum = options.initial_allocation.exchange.outer_momentum
+        if outer_momentum and any(group.get("momentum") for each in optimizers for group in each.param_groups):
+            _log.warning(
+                "outer_momentum=%g adds to the momentum of the optimizer, and both together train much worse than one "
+                "of them: use outer_rate=1 and outer_momentum=0, or an optimizer without momentum such as AdamW",
+                outer_momentum,
+            )
     orders.connect(met.collectives, dataset, loader_options)
     plan_sampler = sampler_of(
         *(orders, run.schedule),

@@ -45,6 +45,7 @@ def save(
         "attempt": run.identity.attempt._asdict(),
         "data": run.data._asdict(),
         "position": position._asdict(),
+        "num_epochs": run.num_epochs,
         "world_size": len(run.options.local_batch_sizes),
         "schedule": [
             [step, *msgspec.to_builtins(allocation)] for step, allocation in run.schedule.entries_since(position.step)
@@ -104,6 +105,7 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         run.fast_loop.tracker.filter.restore(FilterState(*map(tuple, state["speeds"])))
         run.fast_loop.pace = LoopPace(*state["pace"])
     run.noise = NoiseAverage(*state["noise"])
+    run.num_epochs = state["num_epochs"]
     return position
 
 

@@ -140,7 +140,16 @@ class Session:
         num_epochs = checked("session.epochs(num_epochs)", num_epochs, AtLeast0)
         self._run.total_samples = num_epochs * self._run.data.size or None
         loader = self._loader
-        for epoch in range(loader.position.epoch + (1 if loader.epoch_is_over else 0), num_epochs):
+        first = loader.position.epoch + (1 if loader.epoch_is_over else 0)
+        planned = max(self._run.num_epochs or 0, first)
+        if self._state_loaded and num_epochs < planned and self._run.place.rank == 0:
+            _log.warning(
+                "session.epochs(%d) after a resume trains %d more epochs, since it counts from the start of the run, "
+                "of which %d are done: for the rest of the %d that the saved run had, pass session.epochs(%d)",
+                *(num_epochs, max(num_epochs - first, 0), first, planned, planned),
+            )
+        self._run.num_epochs = num_epochs
+        for epoch in range(first, num_epochs):
             loader.begin_epoch(epoch)
             yield epoch
         self._end("completed")

@@ -4,6 +4,7 @@ A thin shell over `torch.utils.data.DataLoader`, which may run workers and prefe
 done, not when a batch is drawn, so that a saved state never counts what was only prefetched.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypedDict
@@ -17,6 +18,8 @@ from dynamix.trainer.arguments import AtLeast0, checked
 from .orders import Orders, OwnSampler, Permutations, SampledOrders
 from .plan import MicroBatch, PlanSampler, Position, Schedule
 from .stream import StreamOrders, StreamReader, StreamSampler
+
+_log = logging.getLogger("dynamix.trainer")
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -36,6 +39,8 @@ class LoaderOptions(TypedDict, total=False):
 CountTokens = Callable[[Any], int | torch.Tensor]
 """The number of tokens of a batch that count in its loss."""
 
+MOST_LEFT = 4
+"""Loops without a step after which a rank warns."""
 PREFETCH_FACTOR = 2
 """`DataLoader`'s own, when none is given."""
 
@@ -81,6 +86,8 @@ class Loader:
         self._num_trained = 0
         """Batches of the steps that ended since the loop over this loader began."""
         self._num_in_step = 0
+        self._num_left = 0
+        """Loops that began since a batch was finished."""
         self._held: deque[MicroBatch] = deque()
         """Batches that were handed out and not trained yet, oldest first; more than one if the script looks ahead."""
         self._is_exhausted = False
@@ -147,6 +154,13 @@ class Loader:
             self.position = self._next_start()
             self._held.clear()
             self._sampler.rewind(self.position)
+            self._num_left += 1
+            if self._num_left == MOST_LEFT:
+                _log.warning(
+                    "the loop over session.loader began %d times without a session.step(), so that the same batch is "
+                    "repeated: call session.step(loss) once after each optimizer.step()",
+                    MOST_LEFT,
+                )
         self._num_trained = self._num_in_step = 0
         self._is_exhausted = False
         try:
@@ -245,6 +259,7 @@ class Loader:
         """Be done with the current batch; with a step's last one the position moves past the step."""
         self.last_finished = done = self._held.popleft()
         self._num_in_step += 1
+        self._num_left = 0
         if done.is_last:
             self.position, self._digest = self.position.after(done.plan), done.plan.digest
             self._num_trained, self._num_in_step = self._num_trained + self._num_in_step, 0

@@ -34,8 +34,8 @@ class Ranks(Protocol):
     rank: int
     world_size: int
 
-    def gather_objects(self, mine: T) -> list[T]:
-        """One object of each rank."""
+    def gather_objects(self, mine: T, *, within_s: float | None = None) -> list[T]:
+        """One object of each rank; raises RuntimeError when one does not come within the time."""
 
     def share_order(self, order: Order, *, waits: bool = True) -> Order:
         """Rank 0's order; what the others pass says how long it is."""

@@ -8,8 +8,6 @@ Every sample is digested where it is read. Each step goes on from the digest of 
 the saved run; the ranks compare theirs with each window's rows, and where an epoch ends.
 """
 
-import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -25,10 +23,8 @@ from .plan import Counts, Division, PlanSampler, Position, Schedule, StepPlan, d
 ENDLESS = 1 << 62
 """Samples of an epoch whose end was not found yet."""
 
-WAIT_S = 30.0
-"""How long a rank at the end of a stream waits for the others before it logs that they still read."""
-
-_log = logging.getLogger("dynamix.trainer")
+WAIT_S = 60.0
+"""How long a rank at the end of a stream waits for the others, which are in the same step, before it fails."""
 
 
 class StreamRead(NamedTuple):
@@ -82,13 +78,10 @@ class StreamOrders(Orders):
         self._end = (epoch, num_samples)
         assert self._ranks is not None, "not connected"
         at = f"the stream ends after {num_samples} samples of epoch {epoch} on rank {self._ranks.rank}"
-        waiting = threading.Timer(WAIT_S, _log.error, ("%s, and other ranks still read: it %s", at, ONE_PART))
-        waiting.daemon = True
-        waiting.start()
         try:
-            ends = self._ranks.gather_objects((num_samples, read))
-        finally:
-            waiting.cancel()
+            ends = self._ranks.gather_objects((num_samples, read), within_s=WAIT_S)
+        except RuntimeError as error:
+            raise ValueError(f"{at}, and other ranks still read {WAIT_S:g} s later: it {ONE_PART}") from error
         for rank, end in enumerate(ends):
             if end != ends[0]:
                 raise ValueError(

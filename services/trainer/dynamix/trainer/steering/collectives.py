@@ -158,10 +158,14 @@ class Collectives:
 
         return total
 
-    def gather_objects(self, mine: T) -> list[T]:
-        """Gather one object from each rank, in rank order: for attaching, not for steps."""
+    def gather_objects(self, mine: T, *, within_s: float | None = None) -> list[T]:
+        """Gather one object from each rank, in rank order: for attaching, not for steps.
+
+        Raises:
+            RuntimeError: when another rank does not come within the time, if one is given.
+        """
         payload = pickle.dumps(mine)
-        sizes = self._gather_now(torch.tensor([len(payload)]))
+        sizes = self._gather_now(torch.tensor([len(payload)]), within_s)
         padded = bytearray(payload).ljust(max(int(size) for size in sizes), b"\0")
         found = self._gather_now(torch.frombuffer(padded, dtype=torch.uint8))
         return [pickle.loads(bytes(each.tolist())) for each in found]  # noqa: S301 - from the ranks of this job
@@ -177,10 +181,11 @@ class Collectives:
             if theirs != everybody[0]:
                 raise RuntimeError(f"{what}: rank {rank} has {theirs}, rank 0 has {everybody[0]}; load the same state")
 
-    def _gather_now(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _gather_now(self, mine: torch.Tensor, within_s: float | None = None) -> list[torch.Tensor]:
         """Such a tensor of each rank; all have one size."""
         found = [LentTensor(torch.empty_like(mine)) for _ in range(self.world_size)]
-        self._gather(found, LentTensor(mine)).wait()
+        work = self._gather(found, LentTensor(mine))
+        work.wait() if within_s is None else work.wait(timedelta(seconds=within_s))
         return [each.tensor for each in found]
 
     def _gather(self, found: Sequence[LentTensor], mine: LentTensor) -> dist.Work:

@@ -239,6 +239,8 @@ class Run:
     ended: bool = False
     held_out_accuracy: float | None = None
     """The newest that the script reported."""
+    num_epochs: int | None = None
+    """As passed to `session.epochs`, by this script or in the saved run."""
     total_samples: int | None = None
     """Samples of the whole planned run, all epochs; `None` when the end is open."""
 
