@@ -62,8 +62,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     what = "policies with which all others are compared, as for --policies; or `against = true` in FILE"
     parser.add_argument("--against", metavar="LIST", help=what)
-    what = "run every policy seed under every scenario seed; by default each scenario seed runs with one, in turn"
-    parser.add_argument("--crossed", action="store_true", help=what)
     parser.add_argument("--tuned", metavar="FILE", help="the baselines' settings (default: scenarios/tuned.toml)")
     _add_run_arguments(parser, "dynamix-evaluate.jsonl")
     add_json_argument(parser)

@@ -104,7 +104,7 @@ def planned(arguments: argparse.Namespace) -> PlannedComparison:
     of_exchanges = scenario_root() / TUNED_EXCHANGE_FILE
     if arguments.exchange is not None and not arguments.tuned and of_exchanges.exists():
         tuned = tuned.with_choices(read_tuned(of_exchanges))
-    cells = plan(suite, rows, range(arguments.seeds), tuned, crossed=arguments.crossed)
+    cells = plan(suite, rows, range(arguments.seeds), tuned)
     labels = [row.label for row in (*asked, *against) if row.against or row in against]
     return PlannedComparison(suite, rows, tuned, cells, list(dict.fromkeys(labels)))
 
