@@ -57,7 +57,7 @@ def test_different_is_one_and_shows_both_sides(tmp_path: Path, capsys: pytest.Ca
     assert row.split() == ["allocation.local_batch_sizes[3]", "54", "53"]
     document = json.loads(target.read_text())
     assert (document["equal"], document["bytes_equal"], document["decisions_equal"]) == (False, False, False)
-    assert document["counts"]["first"]["window"] == 5
+    assert document["counts"]["differences"][0]["window"] == 5
 
 
 def test_equal_decisions_are_enough_for_another_processor_unless_bytes_are_asked_for(

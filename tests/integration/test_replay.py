@@ -44,7 +44,7 @@ async def test_a_job_with_crashes_and_a_restart_replays_byte_for_byte(tmp_path: 
     compared: dict[ReplayTarget, tuple[int, int, int]] = {}
     for into in ("collector", "reward", "arbitrator"):
         outcome = replay(path, into)
-        assert outcome.bytes_equal, outcome.counts.first
+        assert outcome.bytes_equal, outcome.counts.differences
         compared[into] = (outcome.counts.num_compared, outcome.counts.num_equal, outcome.counts.num_uncompared)
     assert compared == {
         "collector": (4 * NUM_WINDOWS, 4 * NUM_WINDOWS, 0),

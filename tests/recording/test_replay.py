@@ -35,7 +35,7 @@ def test_the_demo_replays_byte_for_byte(into: ReplayTarget, num_outputs: int) ->
     counts = outcome.counts
     assert (counts.num_compared, counts.num_equal, counts.num_outside) == (num_outputs, num_outputs, 0)
     assert outcome.bytes_equal
-    assert counts.first is None
+    assert counts.differences == []
 
 
 @pytest.mark.parametrize("is_learned", [0.0, 1.0])
@@ -201,8 +201,7 @@ def test_a_changed_action_is_the_first_difference_with_both_sides(tmp_path: Path
         return record._replace(payload=codec.encode(other))
 
     outcome = into_arbitrator(changed(DEMO, tmp_path / "other.dxc", change))
-    first = outcome.counts.first
-    assert first is not None
+    first = outcome.counts.differences[0]
     assert (first.kind, first.window, first.reason, first.agrees) == ("action", 7, "other bytes", False)
     assert [(path, int(recorded) - int(replayed)) for path, (recorded, replayed) in first.fields.items()] == [
         ("allocation.local_batch_sizes[0]", 1)
@@ -231,8 +230,7 @@ def test_an_arbitrator_that_stops_deciding_is_a_difference_also_with_until(
 
 def test_other_weights_give_other_rewards_and_the_term_is_listed() -> None:
     outcome = replay(DEMO, "reward", reward=RewardSettings(beta=0.2))
-    first = outcome.counts.first
-    assert first is not None
+    first = outcome.counts.differences[0]
     assert (first.kind, first.window) == ("reward", 0)
     assert "ranks[0].terms.iteration_time" in first.fields
     assert "ranks[0].terms.accuracy" not in first.fields
@@ -292,8 +290,7 @@ def test_a_changed_feature_is_listed_by_its_name(tmp_path: Path) -> None:
         return record._replace(payload=bytes(payload))
 
     outcome = replay(changed(DEMO, tmp_path / "other.dxc", change), "collector")
-    first = outcome.counts.first
-    assert first is not None
+    first = outcome.counts.differences[0]
     assert (first.kind, first.window) == ("state", 5)
     assert [path[:5] for path in first.fields] == ["rank "]
 

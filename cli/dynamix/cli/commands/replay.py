@@ -70,7 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     print_lines(lines(outcome, strict=strict), stderr=to_stderr)
     if outcome.what_if is not None:
         _print_windows(outcome.what_if, stderr=to_stderr)
-    elif first := outcome.counts.first_disagreeing or outcome.counts.first:
+    elif listed := outcome.counts.differences:
+        first = next((one for one in listed if not one.agrees), listed[0])
         at = "" if first.sequence is None else f", recorded at {first.sequence}"
         difference = f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}"
         print_lines([difference], stderr=to_stderr)
@@ -158,8 +159,8 @@ def _compared(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
         )
     if counts.num_outside:
         yield f"{counts.num_outside} replayed ones have no counterpart: the capture ends about there"
-    if counts.differing:
-        named = [f"{window} ({kind})" for _, window, kind in counts.differing[:12]]
+    if counts.differences:
+        named = [f"{one.window} ({one.kind})" for one in counts.differences[:12]]
         more = " ..." if counts.num_agreeing + counts.num_different > len(named) else ""
         yield f"windows that differ: {', '.join(named)}{more}"
 
