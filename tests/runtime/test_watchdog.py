@@ -21,7 +21,7 @@ def started(server: ConfiguredServer, *arguments: str) -> AbstractAsyncContextMa
 
 async def beat(bus: Bus) -> Live:
     """The next heartbeat."""
-    async with asyncio.timeout(20), bus.subscribe("dynamix.v1.live.reward.*") as messages:
+    async with bus.subscribe("dynamix.v1.live.reward.*") as messages:
         message = await anext(messages)
     return codec.decode(Live, message.subject, message.payload)
 
@@ -33,8 +33,7 @@ async def test_a_process_whose_loop_is_stuck_ends_with_1_and_says_where(
     async with started(server, "--trigger", str(trigger), "--stuck-after-s", "1") as process:
         assert (await beat(bus)).counters["loop_lag_ms"] < 1000
         trigger.touch()
-        async with asyncio.timeout(30):
-            _, stderr = await process.communicate()
+        _, stderr = await process.communicate()
     assert process.returncode == 1
     assert b"in sit_still" in stderr
     assert b"this process ends, so that it is started again" in stderr
