@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from tests.support import examples
 from tests.support.brokers import connected, until
-from tests.support.deployed_broker import DEPLOY, STORE, make_authority, wait_for_ports
+from tests.support.deployed_broker import DEPLOY, STORE, certificate, make_authority, wait_for_ports
 from tests.support.reading import read
 from tests.support.server_cluster import free_ports
 
@@ -40,7 +40,7 @@ class Deployment:
         self._directory = directory
         self._secrets = directory / "secrets"
         self._ports = free_ports(3)
-        self._certificate = certificate(directory)
+        self._certificate = certificate(directory, "localhost")
         make_authority(directory)
         addresses = [f"localhost:{port}" for port in self._ports]
         self.said = make_cluster(self._secrets, *addresses).stdout
@@ -84,16 +84,6 @@ class Deployment:
                 yield process
             finally:
                 process.kill()
-
-
-def certificate(directory: Path) -> Path:
-    """A certificate of its own authority for this machine, and its key beside it."""
-    path = directory / "server.pem"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    files = ["-keyout", str(path.with_suffix(".key")), "-out", str(path)]
-    subprocess.run(["openssl", "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
-    return path
 
 
 def make_cluster(directory: Path, *servers: str) -> subprocess.CompletedProcess[str]:
@@ -159,7 +149,7 @@ async def test_three_servers_keep_acknowledged_messages_and_revoke_keys_with_one
 async def test_a_server_with_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path)
     (tmp_path / "other").mkdir()
-    other = certificate(tmp_path / "other")
+    other = certificate(tmp_path / "other", "localhost")
     changed = {"CERTIFICATE": other, "KEY": other.with_suffix(".key")}
     with deployment.server(1), deployment.server(2, **{f"NATS_TLS_{key}": str(file) for key, file in changed.items()}):
         await until(lambda: "tls handshake failure" in deployment.log(1).lower())

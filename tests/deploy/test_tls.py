@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.support.deployed_broker import DeployedBroker, deployed_broker
+from tests.support.deployed_broker import DeployedBroker, certificate, deployed_broker
 
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, connection
 from dynamix.runtime.settings import BusSettings, check_bus, tls_context
@@ -16,16 +16,6 @@ from dynamix.runtime.settings import BusSettings, check_bus, tls_context
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="openssl is missing: no certificate can be made, TLS is not tested here"
 )
-
-
-def certificate(directory: Path, name: str) -> Path:
-    """A self-signed certificate for `name`, and its key beside it."""
-    path = directory / f"{name}.pem"
-    names = ["-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}"]
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    files = ["-keyout", str(path.with_suffix(".key")), "-out", str(path)]
-    subprocess.run(["openssl", "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
-    return path
 
 
 def signed_certificate(directory: Path, name: str, authority: Path, *, days: int = 2) -> Path:

@@ -193,14 +193,12 @@ def test_every_family_and_row_is_drawn(suite: Suite, tmp_path: Path, monkeypatch
     assert pixels.std() > 0.05  # something is on it
 
 
-def test_families_count_alike_whatever_their_number_of_scenarios() -> None:
+def test_families_count_alike_and_only_complete_pairs_count() -> None:
     times = np.array([[[4.0, 4.0], [4.0, 4.0], [1.0, 1.0]]])
     found = verdict.paired_ratio(times, np.ones((3, 2)), ["a", "a", "b"])
     assert found is not None
     assert found.value == pytest.approx(2.0, rel=1e-12)
 
-
-def test_only_complete_pairs_count() -> None:
     times = np.array([[[2.0, np.nan, 8.0], [np.nan, np.nan, np.nan]]])
     base = np.array([[1.0, 1.0, np.nan], [1.0, 1.0, 1.0]])
     found = verdict.paired_ratio(times, base)

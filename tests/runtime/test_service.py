@@ -22,8 +22,8 @@ def started(server: ConfiguredServer, *arguments: str, **environ: str) -> Abstra
     return service_process(server, "tests.support.small_service", *arguments, **environ)
 
 
-async def heartbeat(bus: Bus) -> Live:
-    async with bus.subscribe("dynamix.v1.live.collector.*") as messages:
+async def heartbeat(bus: Bus, service: str = "collector") -> Live:
+    async with bus.subscribe(f"dynamix.v1.live.{service}.*") as messages:
         message = await anext(messages)
     live = codec.decode_any(message.subject, message.payload)
     assert isinstance(live, Live)

@@ -102,6 +102,16 @@ def deployed_broker(
             process.terminate()
 
 
+def certificate(directory: Path, name: str) -> Path:
+    """A self-signed certificate for `name`, and its key beside it."""
+    path = directory / f"{name}.pem"
+    names = ["-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    files = ["-keyout", str(path.with_suffix(".key")), "-out", str(path)]
+    subprocess.run(["openssl", "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
+    return path
+
+
 def become(monkeypatch: pytest.MonkeyPatch, broker: DeployedBroker, user: str) -> None:
     """Let the environment be that of a user of the broker."""
     monkeypatch.setenv("DYNAMIX_NATS_URL", broker.url)
