@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import examples
-from tests.support.captured_proc import CAPTURED, Clock, captured_row, copy_with
 
 from dynamix.collector.observation import reason_to_refuse
 from dynamix.collector.procfs import (
@@ -26,6 +25,7 @@ from dynamix.collector.procfs import (
 )
 from dynamix.schemas.messages import NodeMetrics, RankRow, SystemMetrics
 
+CAPTURED = Path(__file__).parents[1] / "data" / "proc"
 GIB = 1 << 30
 TASKS = [f"{pid}/task/{tid}/schedstat" for pid, tid in ((4242, 4242), (4242, 4250), (4242, 4251), (4243, 4243))]
 
@@ -37,6 +37,40 @@ begin = time.process_time()
 while time.process_time() < begin + 0.2: pass
 print(flush=True), input()
 """
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def captured_row(**changes: object) -> RankRow:
+    """The row of the captured process 4242."""
+    fields = {
+        "pid": 4242,
+        "pid_start_ticks": 8812345,
+        "pid_namespace": Proc(CAPTURED).owner(4242).pid_namespace,
+        "uid": 1000,
+    }
+    return examples.row(0, **(fields | changes))
+
+
+def copy_with(target: Path, changes: dict[str, tuple[str, str]], without: tuple[str, ...] = ()) -> Path:
+    """The captured tree at `target`, in the named files the first `old` changed to `new`, and without some files."""
+    for source in CAPTURED.rglob("*"):
+        name = str(source.relative_to(CAPTURED))
+        if not source.is_file() or name.startswith(without):
+            continue
+        text = source.read_text()
+        old, new = changes.get(name, ("", ""))
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_text(text.replace(old, new, 1) if old else text)
+    return target
 
 
 def at(window: int, job: str = "job", generation: int = 0) -> WindowId:

@@ -76,6 +76,6 @@ async def test_every_service_counts_undecodable_messages_and_continues(figure: F
                 assert counted() == count
         assert all(service.exit_code() is None for service in plane.services.values())
         await check_decisions(plane.bus, job, num_windows=window)
-        letters = [letter for _, letter in await plane.messages(DEAD.name, f"{subjects.ROOT}.dead.>")]
+        letters = await plane.messages(DEAD.name, f"{subjects.ROOT}.dead.>")
         assert {letter.service for letter in letters if isinstance(letter, Dead) and letter.reason} == set(sent)
     figure("undecodable_messages", sum(sent.values()))

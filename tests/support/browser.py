@@ -104,7 +104,7 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait_for(self, expression: str, timeout_s: float = 60.0) -> Any:
+    def wait_for(self, expression: str, timeout_s: float = 180.0) -> Any:
         """Wait until an expression is true; its value."""
         end_s = time.monotonic() + timeout_s
         while not (value := self.evaluate(f"(() => {{ try {{ return {expression} }} catch {{ return null }} }})()")):
