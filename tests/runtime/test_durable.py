@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
@@ -88,38 +89,36 @@ async def test_a_second_process_of_a_name_goes_on_where_the_first_one_ends(serve
             assert numbers(await read(first, 2)) == [2, 3]
 
 
+async def delete_stream(server: ConfiguredServer) -> None:
+    async with connected(server.settings) as operator:
+        await operate(operator, "STREAM.DELETE.FEED")
+
+
+async def empty_store(server: ConfiguredServer) -> None:
+    await server.kill()
+    shutil.rmtree(server._directory / "store")
+    await server.start()
+
+
+@pytest.mark.parametrize("lose", [delete_stream, empty_store])
 @pytest.mark.parametrize("durable", [None, "d"])
 async def test_a_stream_that_is_made_again_is_read_from_its_beginning(
-    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, durable: str | None
+    server: ConfiguredServer,
+    bus: Bus,
+    monkeypatch: pytest.MonkeyPatch,
+    lose: Callable[[ConfiguredServer], Awaitable[None]],
+    durable: str | None,
 ) -> None:
     monkeypatch.setattr(reader_module, "CHECK_EVERY_S", 0.2)
     monkeypatch.setattr(reader_module, "LOOK_EVERY_S", 0.1)
     await publish_states(bus, range(10))
-    async with bus.consume("FEED", STATES, start="new" if durable is None else "all", durable=durable) as reader:
-        if durable is not None:
-            await reader.ack((await read(reader, 10))[-1])
-        async with connected(server.settings, "operator") as operator:
-            await operate(operator, "STREAM.DELETE.FEED")
-            await asyncio.sleep(0.5)
+    async with bus.consume("FEED", STATES, start="all", durable=durable) as reader:
+        assert len(await read(reader, 10)) == 10
+        await lose(server)
+        async with connected(server.settings) as operator:
             await provision(operator)
-        await publish_states(bus, range(20, 23))
+            await publish_states(operator, range(20, 23))
         assert numbers(await read(reader, 3)) == [20, 21, 22]
-
-
-@pytest.mark.parametrize("durable", [None, "d"])
-async def test_an_empty_broker_in_place_of_the_old_one_is_read_from_its_beginning(durable: str | None) -> None:
-    async with ConfiguredServer() as server, connected(server.settings) as bus:
-        await provision(bus)
-        await publish_states(bus, range(10))
-        async with bus.consume("FEED", STATES, start="all", durable=durable) as reader:
-            assert len(await read(reader, 10)) == 10
-            await server.kill()
-            shutil.rmtree(server._directory / "store")
-            await server.start()
-            async with connected(server.settings) as operator:
-                await provision(operator)
-                await publish_states(operator, range(20, 23))
-            assert numbers(await read(reader, 3)) == [20, 21, 22]
 
 
 @pytest.mark.parametrize("num_replicas", [3, 1])
