@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.support.brokers import ConfiguredServer, publish_states
 from tests.support.service_processes import service_process
+from tests.support.small_service import SmallSettings, main
 
 from dynamix.runtime import service as frame
 from dynamix.runtime.bus import Bus
@@ -96,17 +97,6 @@ async def test_a_closed_connection_ends_the_process_with_1(server: ConfiguredSer
     assert "ends because the connection is closed" in [line["event"] for line in lines]
 
 
-async def test_a_signal_ends_a_service_that_still_waits_for_the_broker(server: ConfiguredServer) -> None:
-    await server.stop()
-    async with started(server) as process:
-        assert process.stderr is not None
-        line = await process.stderr.readline()
-        assert "waiting for the broker" in line.decode()
-        process.send_signal(signal.SIGINT)
-        code, _, _ = await end(process)
-    assert code == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "environ", "message"),
     [
@@ -126,8 +116,6 @@ async def test_settings_that_cannot_be_used_exit_with_2(
 
 
 def test_help_is_printed_without_a_broker(capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.support.small_service import SmallSettings, main  # noqa: PLC0415 - a module of processes
-
     assert frame.run("collector", SmallSettings, main, ["--help"]) == 0
     assert "consume, fail, refuse, finish or ignore-stop." in capsys.readouterr().out
 
@@ -136,8 +124,6 @@ async def test_a_service_that_ignores_the_signal_is_ended(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frame, "STOP_TIMEOUT_S", 0.2)
-    from tests.support.small_service import SmallSettings, main  # noqa: PLC0415 - a module of processes
-
     loaded = frame.Loaded(
         frame.load("collector", SmallSettings, []).shared, server.settings, SmallSettings(mode="ignore-stop")
     )
