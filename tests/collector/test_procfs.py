@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -278,34 +278,31 @@ def test_the_memory_of_a_gpu_counts_where_there_is_one(machine: Machine) -> None
     assert (metrics.memory_bytes, metrics.memory_ratio) == (GIB // 2, 0.25)
 
 
-@pytest.fixture
-def busy() -> Iterator[list[subprocess.Popen[str]]]:
-    """Two processes on one processor: told to, each wants 0.2 s of it, and then waits to be told to end."""
-    command = [sys.executable, "-c", BUSY]
-    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    yield children
-    for child in children:
-        child.kill()
-        child.communicate()
-
-
 @pytest.mark.skipif(
     not Path("/proc/self/schedstat").exists(), reason="this kernel counts no waiting (CONFIG_SCHED_INFO)"
 )
-def test_two_processes_that_share_a_processor_are_both_seen_to_wait_for_it(busy: list[subprocess.Popen[str]]) -> None:
+def test_two_processes_that_share_a_processor_are_both_seen_to_wait_for_it() -> None:
+    """Told to, each wants 0.2 s of it, and then waits to be told to end."""
+    command = [sys.executable, "-c", BUSY]
     readings = Readings(Proc())
-    rows = [examples.row(rank, pid=child.pid, pid_start_ticks=1) for rank, child in enumerate(busy)]
-    for window in (0, 1):
-        for child in busy:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            if window:
-                child.stdin.write("\n")
-                child.stdin.flush()
-        for child in busy:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "\n"
-        metrics = [readings.process(row, at(window)) for row in rows]
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            for _ in range(2)
+        ]
+        for child in children:
+            stack.callback(child.kill)
+        rows = [examples.row(rank, pid=child.pid, pid_start_ticks=1) for rank, child in enumerate(children)]
+        for window in (0, 1):
+            for child in children:
+                assert child.stdin is not None
+                if window:
+                    child.stdin.write("\n")
+                    child.stdin.flush()
+            for child in children:
+                assert child.stdout is not None
+                assert child.stdout.readline() == "\n"
+            metrics = [readings.process(row, at(window)) for row in rows]
     for one in metrics:
         assert (one.cpu_time_ratio or 0) > 0
         assert (one.run_queue_wait_ratio or 0) > 0
