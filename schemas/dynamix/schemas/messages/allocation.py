@@ -113,7 +113,7 @@ def is_permitted(exchange: Exchange, permission: ExchangePermission, named: Coll
 RateFactor = Annotated[float, Meta(ge=0.1, le=10)]
 """Bounds of a decision's factor on a learning rate."""
 
-Explored = Literal["learning_rate", "noise_multiplier", "exchange"]
+Explored = Literal["learning_rate"]
 """Choices that runs of a job's family may explore: a factor on its learning rate, one on the noise scale that the
 policy decides by, and whether to use what `ExchangePermission` permits at all."""
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
-from dynamix.schemas.messages import MAX_STRETCH, ArmRecord, Job, JobProfile, NoisePoint
+from dynamix.schemas.messages import MAX_STRETCH, ArmRecord, Job, JobProfile
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, is_permitted
 from dynamix.schemas.policies import Options
 
@@ -102,8 +102,6 @@ class Knowledge(NamedTuple):
 
     memory: bytes
     """Times and links, in the policy's own bytes; empty when nothing was measured."""
-    noise: tuple[NoisePoint, ...] = ()
-    """The noise scale by samples seen: of this run and, where it began with a profile, of those before."""
     tried: ArmRecord | None = None
     """Result of this run and its trial; `None` without exploration or without a result."""
     is_changed: bool = False
