@@ -444,12 +444,9 @@ class State(Message, frozen=True, kw_only=True, array_like=True):
     feature_version: Count
     ranks: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
     features: bytes
-    """float32, little-endian, ranks x features, row by row; 0 where unknown."""
-    known: bytes
-    """One bit per value of `features`, most significant first: 0 marks an unknown value."""
+    """float32, little-endian, ranks x features, row by row; NaN where unknown."""
     global_features: bytes
     """float32, little-endian; equal in all nodes' messages of one window."""
-    global_known: bytes
 
 
 class Trace(Message, frozen=True, kw_only=True, array_like=True):
