@@ -114,8 +114,7 @@ RateFactor = Annotated[float, Meta(ge=0.1, le=10)]
 """Bounds of a decision's factor on a learning rate."""
 
 Explored = Literal["learning_rate"]
-"""Choices that runs of a job's family may explore: a factor on its learning rate, one on the noise scale that the
-policy decides by, and whether to use what `ExchangePermission` permits at all."""
+"""Choice that runs of a job's family may explore: a factor on its learning rate."""
 
 Objective = Literal["time", "energy"]
 """Measure by which such runs are compared: seconds, or joules, until the held-out error fell below some levels."""

@@ -10,7 +10,8 @@ from itertools import zip_longest
 
 from msgspec.structs import replace
 
-from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
+from dynamix.arbitrator.policies.policy import MISTAKES
+from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import MAX_ARMS, MAX_PROFILE_BYTES, Action, ArmRecord, Job, JobProfile
@@ -39,7 +40,7 @@ class UnusableProfileError(ValueError):
     """This program cannot use the profile; the message has the reason."""
 
 
-def usable_profile(job: Job, policy: RecurringPolicy, payload: bytes) -> JobProfile:
+def usable_profile(job: Job, policy: Rule, payload: bytes) -> JobProfile:
     """The profile in a stored message, once it is certain that a generation can begin with it.
 
     Raises:
@@ -58,7 +59,7 @@ def usable_profile(job: Job, policy: RecurringPolicy, payload: bytes) -> JobProf
 
 
 def profile_after(
-    job: Job, last: Action, policy: RecurringPolicy, earlier: JobProfile | None, *, ended_sequence: int = 0
+    job: Job, last: Action, policy: Rule, earlier: JobProfile | None, *, ended_sequence: int = 0
 ) -> JobProfile | None:
     """The family's profile after a run with this last action; `None` if the run has nothing to store.
 

@@ -61,10 +61,6 @@ class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
             return SeenTimes(replace(runs, cold=cold), warm, deciding, off or "", is_first)
         return SeenTimes(replace(runs, cold=None), deciding, deciding, off or "", is_first)
 
-    def with_unknown_sync(self) -> "EarlierRuns":
-        """State if the next window does not pair with this one."""
-        return self if self.cold is None else replace(self, cold=replace(self.cold, sync_s=math.nan))
-
     def _judged(self, *, agrees: bool) -> "EarlierRuns":
         """After a window that agreed, or did not."""
         seen = replace(self, num_agreeing=self.num_agreeing + agrees, num_off=self.num_off + (not agrees))

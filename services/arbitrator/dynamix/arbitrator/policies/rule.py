@@ -1,13 +1,13 @@
 """The policy `rule`."""
 
 import math
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from dynamix.schemas.messages import MAX_PROFILE_BYTES, Job, JobProfile
+from dynamix.schemas.messages import MAX_PROFILE_BYTES, ArmRecord, Job, JobProfile
 from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options
 from dynamix.schemas.progress import most_worthwhile, progress
 
@@ -28,7 +28,6 @@ from .exploration import Exploration
 from .policy import (
     Array32,
     Decision,
-    Knowledge,
     NoiseMemory,
     allocation_of,
     decided_sizes,
@@ -65,6 +64,17 @@ class _Memory(msgspec.Struct, array_like=True):
     """Local batch size that the job's bounds allowed."""
     fit: StepTimeFit | None = None
     exchange: ExchangeMemory | None = None
+
+
+class Knowledge(NamedTuple):
+    """Lessons of a run, for the next one of its family."""
+
+    memory: bytes
+    """Times and links, in the policy's own bytes; empty when nothing was measured."""
+    tried: ArmRecord | None = None
+    """Result of this run and its trial; `None` without exploration or without a result."""
+    is_changed: bool = False
+    """Whether the cluster is another than that of the profile that it began with, as its first windows showed."""
 
 
 class Rule:
@@ -120,7 +130,8 @@ class Rule:
                 memory = memory.with_links(link_rates(obs_WF)) if can_share(job) else memory
             memory, model = self._exchange(job, memory, model, scale)
         if memory.ruling[0] != ruled:  # what the next window exposes is no pair with what this one did
-            fit, runs = replace(fit, sync_s=math.nan), runs.with_unknown_sync()
+            fit = replace(fit, sync_s=math.nan)
+            runs = runs if runs.cold is None else replace(runs, cold=replace(runs.cold, sync_s=math.nan))
 
         # the global batch, and its division
         current = state.global_batch_size or float(sum(job.initial_local_batch_sizes))
