@@ -230,9 +230,10 @@ def attach(
     )
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
     if met.place.rank == 0:
-        caller, no_order = sys._getframe(1), not (shuffle or orders.identity.sampler)  # noqa: SLF001 - the script
-        names = (*caller.f_globals.values(), *caller.f_locals.values())
-        if no_order and any(DistributedSampler in (name, type(name)) for name in names):
+        caller = sys._getframe(1)  # noqa: SLF001 - the script; reading its f_locals keeps what is in them alive
+        if not (shuffle or orders.identity.sampler) and any(
+            DistributedSampler in (name, type(name)) for name in (*caller.f_globals.values(), *caller.f_locals.values())
+        ):
             _log.warning(
                 "shuffle=False uses the samples in the data set's order in every epoch, but this script knows a "
                 "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave "
