@@ -25,7 +25,7 @@ from dynamix.runtime.bus import Bus, PermissionDeniedError
 from dynamix.runtime.embedded import server_binary
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
-from dynamix.schemas.streams import FEED, STREAMS
+from dynamix.schemas.streams import REPORTS, STREAMS
 
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="openssl is MISSING: no certificate can be made, the cluster is NOT checked"
@@ -165,7 +165,7 @@ async def test_three_servers_keep_acknowledged_messages_and_revoke_keys_with_one
                 await Bus.connect(msgspec.structs.replace(alice, url=url), name="trainer-1")
         async with connected(deployment.settings("collector-node-a"), "collector-1") as reader:
             wanted = [subjects.of("report", subjects.ANY, "node-a")]
-            async with reader.consume(FEED.name, wanted, start="all", durable="collector-node-a") as consumer:
+            async with reader.consume(REPORTS.name, wanted, start="all", durable="collector-node-a") as consumer:
                 assert [message.sequence for message in await read(consumer, 40)] == sequences
 
 
