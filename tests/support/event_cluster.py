@@ -18,7 +18,7 @@ from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURE
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.plan import Schedule
-from dynamix.trainer.steering.fast_loop import FastLoop, Tracker
+from dynamix.trainer.steering.fast_loop import FastLoop
 
 LAG = 2
 """The action of window t rules window t + 2."""
@@ -77,7 +77,7 @@ class EventCluster:
     def run(self, policy: Policy, job: Job, num_windows: int) -> list[int]:
         """The global batch that the policy decides after each window."""
         schedule = Schedule(job.initial_allocation)
-        loop = FastLoop(schedule, Tracker(job.min_local_batch_size, job.max_local_batch_sizes))
+        loop = FastLoop(schedule, job.min_local_batch_size, job.max_local_batch_sizes)
         decided, carry, totals, pending = job.initial_local_batch_sizes, b"", [], [job.initial_allocation] * LAG
         for window in range(num_windows):
             loop.adopt(window * job.window_steps, pending.pop(0))

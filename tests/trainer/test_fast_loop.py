@@ -18,7 +18,7 @@ from dynamix.schemas.messages import Applied, Job, Report
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.plan import Schedule
 from dynamix.trainer.measurement import clock as clock_module
-from dynamix.trainer.steering.fast_loop import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop, Tracker
+from dynamix.trainer.steering.fast_loop import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop
 
 HELD_FROM = 100
 SLOW_FROM = 300
@@ -27,7 +27,7 @@ SLOW_RANK = 2
 
 def _loop(sizes: tuple[int, ...] = (30, 30)) -> tuple[FastLoop, Schedule]:
     schedule = Schedule(Allocation(sizes))
-    return FastLoop(schedule, Tracker(1, [100] * len(sizes))), schedule
+    return FastLoop(schedule, 1, [100] * len(sizes)), schedule
 
 
 def _entries(schedule: Schedule) -> list[tuple[Any, ...]]:

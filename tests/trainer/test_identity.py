@@ -13,7 +13,6 @@ from dynamix.trainer.job.identity import (
     attempt_of,
     generation_after,
     generation_of,
-    is_fresh,
     propose_job,
 )
 from dynamix.trainer.measurement.sockets import ProcessIdentity
@@ -40,9 +39,6 @@ def test_without_a_launcher_every_run_has_its_own_id() -> None:
     ids = {propose_job("mnist", "", Launch()) for _ in range(20)}
     assert len(ids) == 20
     assert all(job.startswith("mnist-") and len(job) == len("mnist-") + 8 for job in ids)
-    assert is_fresh("", Launch())
-    assert not is_fresh("run-17", Launch())
-    assert not is_fresh("", Launch(elastic=True))
 
 
 def _workers_of_an_agent(answers: Connection, run_id: str) -> None:

@@ -1,4 +1,5 @@
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -106,7 +107,7 @@ def test_averages_continue_where_they_were_saved() -> None:
         moments = GradientNoise(trace=float(number % 7), squared_norm=1 / number)
         whole.observe_window(moments)
         part.observe_window(moments)
-        part = NoiseAverage(*part.state)
+        part = NoiseAverage(*astuple(part))
     assert part == whole
 
 

@@ -38,7 +38,7 @@ def test_each_sample_is_drawn_exactly_once_whatever_changes(
     schedule, step = Schedule(Allocation((8, 16, 4))), 0
     for gap, sizes in changes:
         step += gap
-        schedule.schedule(step, Allocation(sizes))
+        schedule.revise(step, Allocation(sizes))
     used: list[int] = []
     for number, (plan, indices) in enumerate(_draw_epoch(num_samples, schedule, Position())):
         assert plan.step == number
@@ -58,7 +58,7 @@ def test_the_number_of_steps_left_is_what_is_drawn(
     schedule, step = Schedule(Allocation((8, 16, 4))), 0
     for gap, sizes in changes:
         step += gap
-        schedule.schedule(step, Allocation(sizes))
+        schedule.revise(step, Allocation(sizes))
     sampler = PlanSampler(
         Permutations(num_samples, 0, shuffle=False), schedule, division=Division(0), drop_last=drop_last
     )

@@ -15,7 +15,7 @@ def test_the_newest_entry_that_has_begun_rules_a_step(gaps: list[tuple[int, tupl
     schedule, rules, step = Schedule(Allocation((4, 4))), {0: (4, 4)}, 0
     for gap, sizes in gaps:
         step += gap
-        schedule.schedule(step, Allocation(sizes))
+        schedule.revise(step, Allocation(sizes))
         rules[step] = sizes
     expected = [rules[max(start for start in rules if start <= at)] for at in range(step + 3)]
     assert [schedule.counts_at(at).values for at in range(step + 3)] == expected
@@ -30,13 +30,13 @@ def test_the_newest_entry_that_has_begun_rules_a_step(gaps: list[tuple[int, tupl
 
 def test_what_comes_too_late_or_does_not_fit_is_refused() -> None:
     schedule = Schedule(Allocation((4, 4)))
-    schedule.schedule(10, Allocation((1, 2)))
-    with pytest.raises(ValueError, match="an allocation for step 10 comes too late"):
-        schedule.schedule(10, Allocation((2, 1)))
+    schedule.revise(10, Allocation((1, 2)))
+    with pytest.raises(ValueError, match="an allocation for step 9 comes too late"):
+        schedule.revise(9, Allocation((2, 1)))
     with pytest.raises(ValueError, match="3 sizes for 2 ranks"):
-        schedule.schedule(11, Allocation((1, 2, 3)))
+        schedule.revise(11, Allocation((1, 2, 3)))
     with pytest.raises(ValueError, match="without samples"):
-        schedule.schedule(11, Allocation((0, 0)))
+        schedule.revise(11, Allocation((0, 0)))
     with pytest.raises(ValueError, match="before the schedule's first step"):
         Schedule(Allocation((1,)), first_step=5).counts_at(4)
     assert schedule.entries_since(0) == [(0, Allocation((4, 4))), (10, Allocation((1, 2)))]

@@ -7,12 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamix.trainer.steering.fast_loop import RateFilter, Tracker
+from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer.data.plan import Schedule
+from dynamix.trainer.steering.fast_loop import FastLoop, RateFilter
 
 TIMES = st.lists(st.tuples(*[st.one_of(st.just(0.0), st.floats(1e-6, 1.0))] * 4), max_size=60)
 
 
-def _settle(tracker: Tracker, sizes: tuple[int, ...], time_s: Callable[[int, int], float], steps: int) -> list[float]:
+def _tracking(fewest: int, upper: list[int]) -> FastLoop:
+    return FastLoop(Schedule(Allocation((1,) * len(upper))), fewest, upper)
+
+
+def _settle(tracker: FastLoop, sizes: tuple[int, ...], time_s: Callable[[int, int], float], steps: int) -> list[float]:
     """Run a virtual job of `steps` steps; the slowest rank's time on each."""
     slowest = []
     for _ in range(steps):
@@ -46,7 +52,7 @@ def test_what_is_not_measured_is_kept_and_what_never_was_counts_as_the_slowest()
 
 def _step_s(noise: float, costs: Callable[[int, int], float], seed: int) -> float:
     """Mean over 300 steps of four ranks of what the slowest would take without its noise; 1 with equal sizes."""
-    generator, tracker, sizes, total = Random(seed), Tracker(1, [1024] * 4), (32,) * 4, 0.0
+    generator, tracker, sizes, total = Random(seed), _tracking(1, [1024] * 4), (32,) * 4, 0.0
     shape = noise**-2
     for step in range(300):
         times = [costs(step, rank) * size for rank, size in enumerate(sizes)]
@@ -69,7 +75,7 @@ def test_a_change_is_followed_through_noise_that_hides_it_in_a_single_step() -> 
 def test_every_split_keeps_the_global_batch_and_the_bounds(
     times: list[tuple[float, ...]], total: int, low: int, upper: tuple[int, ...]
 ) -> None:
-    tracker = Tracker(low, upper)
+    tracker = _tracking(low, upper)
     total = min(max(total, 4 * low), sum(upper))
     sizes = tracker.divide((total, 0, 0, 0))
     assert sizes == (total, 0, 0, 0)  # as decided, while nothing is known
@@ -84,7 +90,7 @@ def test_every_split_keeps_the_global_batch_and_the_bounds(
 
 
 def test_a_rank_that_slows_down_by_three_is_followed_after_two_steps() -> None:
-    tracker, sizes = Tracker(8, [1024] * 4), (64,) * 4
+    tracker, sizes = _tracking(8, [1024] * 4), (64,) * 4
     assert tracker.better_split([1e-3] * 4, sizes) is None
     assert tracker.better_split([1e-3, 1e-3, 3e-3, 1e-3], sizes) is None
     sizes = tracker.better_split([1e-3, 1e-3, 3e-3, 1e-3], sizes) or sizes
@@ -100,7 +106,7 @@ def test_equal_times_are_approached_without_overshooting_whatever_the_overhead(o
     """Times o + b c: the best split has all at once; the slowest rank's time only falls, to within the dead band."""
     costs_s = (1e-3, 1e-3, 2e-3, 8e-3)
     slowest = _settle(
-        Tracker(1, [1024] * 4), (100,) * 4, lambda rank, size: overhead_s + size * costs_s[rank], steps=80
+        _tracking(1, [1024] * 4), (100,) * 4, lambda rank, size: overhead_s + size * costs_s[rank], steps=80
     )
     best = overhead_s + 400 / sum(1 / cost for cost in costs_s)
     assert all(after <= before for before, after in pairwise(slowest))
@@ -110,7 +116,7 @@ def test_equal_times_are_approached_without_overshooting_whatever_the_overhead(o
 
 @pytest.mark.parametrize(("noise", "most_changes", "widest"), [(0.02, 1, 2), (0.05, 90, 8)])
 def test_noise_hardly_moves_the_split(noise: float, most_changes: int, widest: int) -> None:
-    generator, tracker, sizes, changes = Random(3), Tracker(8, [1024] * 8), (64,) * 8, 0
+    generator, tracker, sizes, changes = Random(3), _tracking(8, [1024] * 8), (64,) * 8, 0
     for _ in range(300):
         proposed = tracker.better_split([generator.lognormvariate(-7, noise) for _ in range(8)], sizes)
         changes += proposed is not None

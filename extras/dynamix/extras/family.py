@@ -1,7 +1,7 @@
 """List, show and forget what the runs of job families learned.
 
-A job that names its family (`attach(..., family=...)`) starts from what earlier runs learned: times by rank, links, the
-noise scale. In a deployment `forget` needs the key of `provision`; the other actions `watcher`.
+A job that names its family (`attach(..., family=...)`) starts from what earlier runs learned: times by rank, links,
+and which learning rate was best. In a deployment `forget` needs the key of `provision`; the other actions `watcher`.
 """
 
 import argparse
@@ -142,20 +142,14 @@ def document(one: StoredFamily) -> dict[str, Any]:
     found |= {"num_bytes": one.num_bytes, "stored_at_ns": one.stored_at_ns}
     if (profile := one.profile) is not None:
         named = {name: getattr(profile, name) for name in profile.__struct_fields__ if name not in ("memory", "family")}
-        noise = [msgspec.structs.asdict(point) for point in profile.noise]
         found |= {
             **named,
-            "noise": noise,
-            "arms": _arms(profile.arms),
-            "energy_arms": _arms(profile.energy_arms),
+            "arms": [msgspec.structs.asdict(each) for each in profile.arms],
+            "energy_arms": [msgspec.structs.asdict(each) for each in profile.energy_arms],
             "exchange": profile.allocation.exchange.label,
             "memory_bytes": len(profile.memory),
         }
     return found
-
-
-def _arms(records: Sequence[ArmRecord]) -> list[dict[str, Any]]:
-    return [msgspec.structs.asdict(each) | {"arm": msgspec.structs.asdict(each.arm)} for each in records]
 
 
 def details(one: StoredFamily) -> str:
@@ -164,7 +158,6 @@ def details(one: StoredFamily) -> str:
     profile = one.profile
     if profile is not None:
         last = profile.allocation
-        curve = [f"{point.noise_scale:.3g} at {point.num_samples:.3g}" for point in profile.noise]
         lines += [
             _line("runs", str(profile.run)),
             _line("newest run", f"{profile.job}, generation {profile.generation}, {profile.num_windows} windows"),
@@ -172,7 +165,6 @@ def details(one: StoredFamily) -> str:
             _line("ranks", str(profile.world_size)),
             _line("last allocation", f"{_sizes(profile)} ({last.split}), {last.exchange.label}"),
             _line("times", f"{len(profile.memory):,} bytes" if profile.memory else "none"),
-            _line("noise scale", f"{', '.join(curve)} samples seen" if curve else "unknown"),
             *(_line("tried", text) for text in _records(profile.arms, "s")),
             *(_line("tried, by energy", text) for text in _records(profile.energy_arms, "J")),
         ]
@@ -215,7 +207,7 @@ def _row(one: StoredFamily) -> tuple[str, ...]:
 
 def _records(records: Sequence[ArmRecord], unit: str) -> Iterator[str]:
     """Times of each arm, and their ratio to the first run's."""
-    first = next((record for record in records if record.arm == FIRST), None)
+    first = next((record for record in records if record.rate_factor == FIRST), None)
     for record in records:
         ratio = math.nan if first is None or record is first else score(record, first)
         yield _record(record, unit) + ("" if math.isnan(ratio) else f", {ratio:.2f} of the first")
@@ -225,7 +217,7 @@ def _record(record: ArmRecord, unit: str) -> str:
     ended = f", {record.num_stopped} stopped" if record.num_stopped else ""
     reached = [cost for cost in record.milestones if cost]
     until = f", {reached[-1]:.4g} {unit} to the last of {len(reached)} levels" if reached else ""
-    return f"{record.arm.label}: {record.num_runs} runs{ended}{until}"
+    return f"{record.label}: {record.num_runs} runs{ended}{until}"
 
 
 def _sizes(profile: JobProfile) -> str:

@@ -25,7 +25,7 @@ REL_TOLERANCE = 1e-6
 """Numbers that differ by less are the same number from another processor: float32 has 1.2e-7 between neighbours."""
 MAX_SHOWN_BYTES = 16
 _DECISION_FIELDS = ("generation", "window", "allocation", "gap")
-_PACKED_FIELDS = ("features", "known", "global_features", "global_known")
+_PACKED_FIELDS = ("features", "global_features")
 _ABSENT = "-"
 
 

@@ -27,7 +27,7 @@ from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured,
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.measurement.meter import Row, job_totals
-from dynamix.trainer.steering.fast_loop import FastLoop, Tracker
+from dynamix.trainer.steering.fast_loop import FastLoop
 from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.run import Reporter, field_of
 
@@ -325,8 +325,8 @@ class VirtualCluster:
         self._field = field_of(self._options, self._identity)
         self._traces: list[Trace] = []
         self._newest_traces: dict[str, Trace] = {}
-        tracker = Tracker(self._options.min_local_batch_size, self._identity.max_local_batch_sizes)
-        self._fast_loop = FastLoop(self._schedule, tracker)
+        fewest, most = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
+        self._fast_loop = FastLoop(self._schedule, fewest, most)
         self._decided = False
         """Whether the next step is the first one with another allocation."""
         self._reporters = [

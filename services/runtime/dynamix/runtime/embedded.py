@@ -106,15 +106,10 @@ class EmbeddedServer:
         Raises:
             EmbeddedServerError: when it does not come up; with the end of its log.
         """
-        config = self._write_config()
-        # the kernel ends the server with this process
-        guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
+        command = self._command(self._write_config())
         with (self._directory / "stderr").open("wb") as complaints:  # what it says before it has a log
             self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
-                [*guard, str(server_binary()), "-c", str(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=complaints,
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints
             )
         # it writes its port to this file once it listens: no other process can take it in between
         ports_file, url = self._directory / f"nats-server_{self._process.pid}.ports", ""
@@ -157,6 +152,11 @@ class EmbeddedServer:
         except subprocess.TimeoutExpired:
             process.kill()
             await asyncio.to_thread(process.wait)
+
+    def _command(self, config: Path) -> list[str]:
+        """The server's command: the kernel ends it with this process."""
+        guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
+        return [*guard, str(server_binary()), "-c", str(config)]
 
     def _write_config(self) -> Path:
         for stale in self._directory.glob("*.ports"):

@@ -44,12 +44,11 @@ from dynamix.trainer.gradient.models import (
     unwrapped_optimizer,
     world_size_of,
 )
-from dynamix.trainer.job.identity import MemoryCaps
 from dynamix.trainer.job.options import options_of
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import Loggers, MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
-from dynamix.trainer.measurement.energy import energy_meter, unmeasured
+from dynamix.trainer.measurement.energy import energy_meter
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
 from dynamix.trainer.steering.collectives import Collectives
 from dynamix.trainer.steering.run import Run
@@ -58,9 +57,6 @@ from dynamix.trainer.steering.steering import Steering
 from .rendezvous import meet_ranks
 from .session import ExitRules, Gradients, Session
 from .settings import read_environment
-
-Connect = BusSettings | Transport | Literal[False] | None
-"""Values of `attach(connect=...)`."""
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -104,7 +100,7 @@ def attach(
     count_tokens: CountTokens | None = None,
     noise_every: int = 10,
     memory_caps_path: str | Path | None = None,
-    connect: Connect = None,
+    connect: BusSettings | Transport | Literal[False] | None = None,
     loggers: Sequence[str | MetricLogger] = (),
     **loader_options: Unpack[LoaderOptions],
 ) -> Session:
@@ -135,10 +131,9 @@ def attach(
         family: name of a family of recurring runs, or `auto` for a fingerprint of script, model, optimizer and data. A
             run starts from what earlier runs of its family learned, if the policy supports it (`rule`), and drops it
             when its first windows disagree. Default: no family.
-        explores: what runs of the family may try out, one thing per run and in two runs at most: `learning_rate` (a
-            factor on the optimizer's), `noise_multiplier` (a factor on the noise scale in the policy), `exchange`
-            (exact gradients although more is permitted). Runs are compared by `session.evaluated`; a run that falls
-            behind by a quarter returns to the best known setting.
+        explores: what runs of the family may try out, in two runs at most: `learning_rate` (a factor on the
+            optimizer's). Runs are compared by `session.evaluated`; a run that falls behind by a quarter returns to the
+            best known factor.
         objective: quantity by which these runs are compared: `time`, or `energy`, the joules of the ranks' GPUs, or on
             CPUs of their machines' processors. If a rank cannot read its energy, attaching fails.
         window_steps: k, the steps of a window. Default: 10, or a multiple if the loader draws further ahead; after the
@@ -212,7 +207,7 @@ def attach(
     accumulates = micro_batch_size is not None or gradient_accumulation_steps > 1
     if accumulates:
         check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
-    caps = MemoryCaps(None if memory_caps_path is None else Path(memory_caps_path))
+    caps_path = None if memory_caps_path is None else Path(memory_caps_path)
     if not (connect is None or connect is False or isinstance(connect, BusSettings | Transport)):
         raise TypeError(
             f"connect={connect!r} is of type {type(connect).__name__}: leave connect out and set DYNAMIX_NATS_URL, "
@@ -224,16 +219,17 @@ def attach(
         name=name,
         options=options,
         data=orders.identity,
-        caps=caps,
+        caps_path=caps_path,
         environment=environment,
         bus=bus,
         energy=None if objective == "time" else energy_meter(device, Path(environment.trainer.powercap)),
     )
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
     if met.place.rank == 0:
-        caller, no_order = sys._getframe(1), not (shuffle or orders.identity.sampler)  # noqa: SLF001 - the script
-        names = (*caller.f_globals.values(), *caller.f_locals.values())
-        if no_order and any(DistributedSampler in (name, type(name)) for name in names):
+        caller = sys._getframe(1)  # noqa: SLF001 - the script; reading its f_locals keeps what is in them alive
+        if not (shuffle or orders.identity.sampler) and any(
+            DistributedSampler in (name, type(name)) for name in (*caller.f_globals.values(), *caller.f_locals.values())
+        ):
             _log.warning(
                 "shuffle=False uses the samples in the data set's order in every epoch, but this script knows a "
                 "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave "
@@ -274,7 +270,7 @@ def attach(
         times_split=averaging == "hook",
         learning_rate=while_it_lives(gradients.updates.newest_rate, None),
         coded=while_it_lives(gradients.models.coded, CodedSquares()),
-        energy_j=unmeasured if met.energy is None else met.energy.take_j,
+        energy=met.energy,
     )
     transport = connect if isinstance(connect, Transport) else Transport()
     if bus is not None and met.place.local_rank == 0:  # the first rank of each node reports, rank 0 also listens
@@ -300,7 +296,7 @@ def attach(
         close_timeout_s=environment.trainer.close_timeout_s,
         may_restart=environment.launch.restart_count < environment.launch.max_restarts,
     )
-    return Session(steering, loader, gradients, caps, exit_rules)
+    return Session(steering, loader, gradients, caps_path, exit_rules)
 
 
 def _gradients(

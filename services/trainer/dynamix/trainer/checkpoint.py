@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import msgspec
@@ -50,9 +50,9 @@ def save(
         "schedule": [
             [step, *msgspec.to_builtins(allocation)] for step, allocation in run.schedule.entries_since(position.step)
         ],
-        "speeds": [list(part) for part in run.fast_loop.tracker.filter.state],
+        "speeds": [list(part) for part in run.fast_loop.filter.state],
         "pace": list(run.fast_loop.pace),
-        "noise": list(run.noise.state),
+        "noise": list(astuple(run.noise)),
         "local_batch_sizes": list(run.options.local_batch_sizes),
         "base_global_batch_size": run.options.base_global_batch_size,
         "memory_caps": list(run.identity.max_local_batch_sizes),
@@ -102,7 +102,7 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         sizes = apportion(sum(saved), now.local_batch_sizes, [min(lower, cap) for cap in caps], caps)
         run.schedule.reset(position.step, now.with_sizes(sizes))
     if is_same_world:
-        run.fast_loop.tracker.filter.restore(FilterState(*map(tuple, state["speeds"])))
+        run.fast_loop.filter.restore(FilterState(*map(tuple, state["speeds"])))
         run.fast_loop.pace = LoopPace(*state["pace"])
     run.noise = NoiseAverage(*state["noise"])
     run.num_epochs = state["num_epochs"]
@@ -150,7 +150,7 @@ def _restore_schedule(run: Run, saved: list[ScheduleEntry], *, is_same_policy: b
     (first_step, first), *later = [(step, restored(allocation)) for step, allocation in saved]
     run.schedule.reset(max(first_step, 0), first)
     for step, allocation in later:
-        run.schedule.schedule(step, allocation)
+        run.schedule.revise(step, allocation)
 
 
 def warn_of_missing_state(run: Run, *, from_snapshot: bool) -> None:

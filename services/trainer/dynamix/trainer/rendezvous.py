@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -16,7 +17,7 @@ from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.messages.fields import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, JOBS
-from dynamix.trainer.job.identity import MemoryCaps, merge_caps
+from dynamix.trainer.job.identity import merge_caps, read_caps
 from dynamix.trainer.job.options import warn_of_policy
 from dynamix.trainer.measurement.sockets import this_process
 
@@ -29,7 +30,6 @@ from .job.identity import (
     attempt_of,
     check_alike,
     generation_of,
-    is_fresh,
     nodes_of,
     place_of,
     propose_job,
@@ -64,7 +64,7 @@ def meet_ranks(
     name: str | None,
     options: JobOptions,
     data: DataIdentity,
-    caps: MemoryCaps,
+    caps_path: Path | None,
     environment: Environment,
     bus: BusSettings | None,
     energy: EnergyMeter | None = None,
@@ -79,7 +79,8 @@ def meet_ranks(
     job = propose_job(name or trainer.name, environment.shared.job, launch, trainer.run_id)
     collectives = Collectives()
     last = None
-    if bus is not None and collectives.rank == 0 and not is_fresh(environment.shared.job or trainer.run_id, launch):
+    may_be_known = environment.shared.job or trainer.run_id or launch.elastic  # else `propose_job` makes a new id
+    if bus is not None and collectives.rank == 0 and may_be_known:
         last = last_generation(bus, job, name=f"{SERVICE}-{node_name(environment.shared)}")
     sockets = PeerSockets(_foreign_ports(bus))
     peers = collectives.gather_objects(
@@ -92,7 +93,7 @@ def meet_ranks(
             max_restarts=launch.max_restarts,
             last_generation=last,
             connections=sockets.candidates(),
-            memory_caps=caps.read(),
+            memory_caps={} if caps_path is None else read_caps(caps_path),
             options=options.fingerprint | data._asdict(),
             energy=None if energy is None else energy.offer,
         )

@@ -4,6 +4,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Self
 
@@ -21,7 +22,7 @@ from dynamix.trainer.gradient.hook import NOT_MEASURED
 from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
-from dynamix.trainer.job.identity import MemoryCaps
+from dynamix.trainer.job.identity import lower_cap
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import Scalar
@@ -94,7 +95,7 @@ class Session:
         steering: Steering,
         loader: Loader,
         gradients: Gradients,
-        memory_caps: MemoryCaps,
+        caps_path: Path | None,
         exit_rules: ExitRules,
     ) -> None:
         """Made by `attach`."""
@@ -109,7 +110,7 @@ class Session:
         self._schedulers = gradients.schedulers
         self._losses = gradients.losses
         self._needs_scaling = gradients.needs_scaling
-        self._memory_caps = memory_caps
+        self._caps_path = caps_path
         self._exit_rules = exit_rules
         loader.bind(
             on_start=call_while_alive(self._on_start),
@@ -371,7 +372,7 @@ class Session:
         self._require_average("each rank has parameters of its own")
         self._steering.complete_posted()
         residuals = [each.residuals() for each in self._models.exchanges]
-        outer = self._local.outer.state(self._models.exchanges)
+        outer = self._local.outer_momentum()
         return save(self._run, self._loader.position, residuals, outer) | {"order": self._loader.order_digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -389,7 +390,7 @@ class Session:
             self._models.exchanges, residuals_of(self._run, state, position.step), strict=False
         ):
             exchange.load_residuals(residuals)
-        self._local.outer.load_state(self._models.exchanges, outer_momentum_of(self._run, state, position.step))
+        self._local.load_outer_momentum(outer_momentum_of(self._run, state, position.step))
         self._state_loaded = True
 
     def close(self) -> None:
@@ -406,9 +407,9 @@ class Session:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             rank = self._run.place.rank
             size, fewest = self.local_batch_sizes[rank], self._run.options.min_local_batch_size
-            cap = self._memory_caps.lower(rank, size, fewest)
             advice = "attach with memory_caps_path to start again below it"
-            if cap is not None:
+            if self._caps_path is not None:
+                cap = lower_cap(self._caps_path, rank, size, fewest)
                 advice = f"a restarted job gives this rank at most {cap}"
             _log.error("out of memory at a local batch of %d: %s", size, advice)
         if error is None:

@@ -55,29 +55,20 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         SettingsError: for a key that is misspelt or a value that does not fit.
     """
     source = os.environ if environ is None else environ
+    run_id = source.get("TORCHELASTIC_RUN_ID", "")
+    # <directory of the launch>/attempt_<n>/<local rank>/error.json
+    attempt = Path(source.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return Environment(
         trainer=read_settings(TrainerSettings, "trainer", source),
         shared=read_settings(SharedSettings, "", source),
         bus=read_settings(BusSettings, "nats", source),
-        launch=_launch(source),
+        launch=Launch(
+            run_id="" if run_id == "none" else run_id,
+            restart_count=int(source.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            max_restarts=int(source.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+            world_size=int(source.get("WORLD_SIZE", "1")),
+            elastic="TORCHELASTIC_RUN_ID" in source,
+            connects_late=source.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "true", "yes", "on"),
+            log_directory=str(attempt.parent) if attempt.name.startswith("attempt_") else "",
+        ),
     )
-
-
-def _launch(environ: Mapping[str, str]) -> Launch:
-    """Variables that `torchrun` exports to its workers."""
-    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
-    return Launch(
-        run_id="" if run_id == "none" else run_id,
-        restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        max_restarts=int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
-        world_size=int(environ.get("WORLD_SIZE", "1")),
-        elastic="TORCHELASTIC_RUN_ID" in environ,
-        connects_late=environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "true", "yes", "on"),
-        log_directory=_log_directory(environ.get("TORCHELASTIC_ERROR_FILE", "")),
-    )
-
-
-def _log_directory(error_file: str) -> str:
-    """The launch's part of `<directory of the launch>/attempt_<n>/<local rank>/error.json`; empty for anything else."""
-    attempt = Path(error_file).parent.parent
-    return str(attempt.parent) if attempt.name.startswith("attempt_") else ""

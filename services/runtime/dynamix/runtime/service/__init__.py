@@ -311,8 +311,6 @@ class _Life(Generic[S]):
         self._main = main
         self._node = node_name(loaded.shared)
         self._instance = loaded.shared.instance or self._node
-        # of this process's context and not of one logger: those of the bus and of the standard library say it, too
-        structlog.contextvars.bind_contextvars(service=service, instance=self._instance)
         self._log: structlog.stdlib.BoundLogger = structlog.get_logger(f"dynamix.{service}")
         self._stop = asyncio.Event()
         self._closed: asyncio.Future[str]
@@ -324,6 +322,8 @@ class _Life(Generic[S]):
 
     async def live(self) -> int:
         """Connect, work, drain; returns the exit code."""
+        # in the context of the loop's tasks, not in one logger: lines of the bus and of libraries have them, too
+        structlog.contextvars.bind_contextvars(service=self._service, instance=self._instance)
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
         loop = asyncio.get_running_loop()
         self._closed = loop.create_future()

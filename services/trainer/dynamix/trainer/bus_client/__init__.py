@@ -40,17 +40,15 @@ class Transport:
     num_malformed = 0
     """Messages on the job's action subject that were not valid actions."""
 
+    num_reports_dropped = 0
+    """Reports dropped so far because the bus was away for too long."""
+
     newest_trace: Trace | None = None
     """The newest trace of this node's agent, in the first rank of each node under `stigmergy`."""
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque(maxlen=INBOX_ACTIONS)
         self._rewards: deque[Reward] = deque(maxlen=INBOX_REWARDS)
-
-    @property
-    def num_reports_dropped(self) -> int:
-        """Reports dropped so far because the bus was away for too long."""
-        return 0
 
     def publish(self, message: Message) -> None:
         """Hand a message over."""
@@ -82,45 +80,6 @@ class Transport:
 
     def close(self, timeout_s: float) -> None:
         """End it: wait at most `timeout_s` for the last messages, and a little for the connection."""
-
-
-class Outbox:
-    """Holds messages until the bus has acknowledged them.
-
-    Full, it gives up its oldest report: a fresh window is worth more than an old one, and a job's specification or an
-    adoption is needed always. The lock guards a few list operations and is never held over I/O.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._messages: deque[Message] = deque()
-        self._lock = threading.Lock()
-        self.num_dropped = 0
-        """Reports given up so far."""
-
-    def put(self, message: Message) -> None:
-        """Add a message at the end."""
-        with self._lock:
-            if len(self._messages) >= self._capacity:
-                reports = (n for n, each in enumerate(self._messages) if n > 0 and isinstance(each, Report))
-                if (oldest := next(reports, None)) is not None:  # the first message may be on its way
-                    del self._messages[oldest]
-                    self.num_dropped += 1
-            self._messages.append(message)
-
-    def oldest(self) -> Message | None:
-        """The message that is to leave next; it stays until `remove`."""
-        with self._lock:
-            return self._messages[0] if self._messages else None
-
-    def remove(self, message: Message) -> None:
-        """Take out the message that `oldest` returned: it has left."""
-        with self._lock:
-            assert self._messages[0] is message, "a message left the outbox that was not its oldest"
-            self._messages.popleft()
-
-    def __len__(self) -> int:
-        return len(self._messages)
 
 
 SERVICE = "trainer"
@@ -159,7 +118,11 @@ class BusClient(Transport):
     ) -> None:
         """Make the client without connecting; `traces_of` names the job whose traces are received."""
         super().__init__()
-        self.outbox = Outbox(outbox_messages)
+        self.outbox: deque[Message] = deque()
+        """Messages that the bus has not acknowledged yet."""
+        self._outbox_messages = outbox_messages
+        self._lock = threading.Lock()
+        """Guards the outbox over a few operations, never over I/O."""
         self._settings = settings
         self._node = node
         self._started_s = time.monotonic()
@@ -181,16 +144,21 @@ class BusClient(Transport):
         """Start the thread, which connects and reconnects in the background."""
         self._thread.start()
 
-    @property
-    def num_reports_dropped(self) -> int:
-        """Reports dropped so far because the bus was away for too long."""
-        return self.outbox.num_dropped
-
     def publish(self, message: Message) -> None:
-        """Hand a message over; returns at once."""
+        """Hand a message over; returns at once.
+
+        A full outbox gives up its oldest report: a fresh window is worth more than an old one, and a job's
+        specification or an adoption is needed always.
+        """
         if isinstance(message, Job):
             self._specification = message if message.phase == "running" else None
-        self.outbox.put(message)
+        with self._lock:
+            if len(self.outbox) >= self._outbox_messages:
+                reports = (n for n, each in enumerate(self.outbox) if n > 0 and isinstance(each, Report))
+                if (oldest := next(reports, None)) is not None:  # the first message may be on its way
+                    del self.outbox[oldest]
+                    self.num_reports_dropped += 1
+            self.outbox.append(message)
         self._call(self._wake.set)
 
     def begin_close(self, timeout_s: float) -> None:
@@ -222,7 +190,7 @@ class BusClient(Transport):
             self._closing.set()
         work = asyncio.create_task(self._work())
         await self._closing.wait()
-        if len(self.outbox):
+        if self.outbox:
             self._emptied.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._close_timeout_s):
@@ -274,11 +242,11 @@ class BusClient(Transport):
 
     async def _publish_all(self, bus: Bus) -> None:
         while True:
-            message = self.outbox.oldest()
-            if message is None:
+            if not self.outbox:
                 await self._wake.wait()
                 self._wake.clear()
                 continue
+            message = self.outbox[0]
             try:
                 await bus.publish(message)
             except MalformedMessageError as error:
@@ -287,8 +255,9 @@ class BusClient(Transport):
                 self._complain("the bus does not take it; trying again", error)
                 await asyncio.sleep(RETRY_S)  # a stream that is full refuses at once: without a pause we would spin
                 continue
-            self.outbox.remove(message)
-            if not len(self.outbox):
+            with self._lock:
+                self.outbox.popleft()
+            if not self.outbox:
                 self._emptied.set()
 
     async def _keep_specification(self, bus: Bus) -> None:
@@ -299,7 +268,7 @@ class BusClient(Transport):
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             ours = self._specification
-            if ours is None or len(self.outbox):
+            if ours is None or self.outbox:
                 continue
             try:
                 stored = await bus.newest(JOBS.name, subjects.subject_of(ours))
@@ -316,7 +285,7 @@ class BusClient(Transport):
             await send_heartbeats(
                 bus,
                 lag,
-                lambda: {**self._counters, "reports_dropped": self.outbox.num_dropped},
+                lambda: {**self._counters, "reports_dropped": self.num_reports_dropped},
                 service=SERVICE,
                 instance=self._node,
                 node=self._node,

@@ -98,10 +98,10 @@ class Loader:
         self._sampler = sampler
         self._look_ahead = look_ahead
         self._count_tokens = count_tokens
-        self._on_start: Callable[[], None] = _nothing
-        self._on_ask: Callable[[], None] = _nothing
-        self._on_exhausted: Callable[[], None] = _nothing
-        self._on_batch: Callable[[MicroBatch], None] = _nothing
+        self._on_start: Callable[[], None]
+        self._on_ask: Callable[[], None]
+        self._on_exhausted: Callable[[], None]
+        self._on_batch: Callable[[MicroBatch], None]
         if isinstance(sampler, StreamSampler):
             assert isinstance(dataset, IterableDataset), "as its orders"
             collate_fn = options.get("collate_fn")
@@ -272,10 +272,6 @@ class Loader:
 
     def _next_start(self) -> Position:
         return self.position.at_epoch(self.position.epoch + 1) if self.epoch_is_over else self.position
-
-
-def _nothing(*_: object) -> None:
-    """Default callback; does nothing."""
 
 
 def _as_it_is(read: Any) -> Any:

@@ -44,9 +44,6 @@ class Counts:
     def __hash__(self) -> int:
         return hash(self.values)
 
-    def __repr__(self) -> str:
-        return f"Counts({list(self.values)})"
-
 
 class ScheduleEntry(NamedTuple):
     """The allocation in effect from one step on."""
@@ -73,27 +70,21 @@ class Schedule:
         self._counts.clear()
         self._append(first_step, allocation)
 
-    def schedule(self, effective_step: int, allocation: Allocation) -> None:
-        """Activate an allocation from `effective_step` on.
+    def revise(self, effective_step: int, allocation: Allocation) -> None:
+        """Activate an allocation from a step on, in place of one for that very step: nothing may be drawn by it yet.
 
         Raises:
-            ValueError: when the step is not after the last entry's, the number of sizes is not the world's, or no rank
-                would have a sample.
+            ValueError: when a later step is scheduled, the number of sizes is not the world's, or no rank would have a
+                sample.
         """
         newest = self._entries[-1].effective_step
-        if effective_step <= newest:
+        if effective_step < newest:
             raise ValueError(
                 f"an allocation for step {effective_step} comes too late: step {newest} is already scheduled"
             )
-        self._append(effective_step, allocation)
-
-    def revise(self, effective_step: int, allocation: Allocation) -> None:
-        """The same, also in place of what was scheduled for that very step: nothing may have been drawn by it yet."""
-        if effective_step == self._entries[-1].effective_step:
+        if effective_step == newest:
             del self._entries[-1], self._counts[-1]
-            self._append(effective_step, allocation)
-        else:
-            self.schedule(effective_step, allocation)
+        self._append(effective_step, allocation)
 
     def counts_at(self, step: int) -> Counts:
         """Samples per rank of a step, by its allocation.

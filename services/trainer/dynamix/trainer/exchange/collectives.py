@@ -69,6 +69,11 @@ Leg = Generator[Collective, None, None]
 """A generator of collectives; each is complete when the generator continues."""
 
 
+def just(collective: Collective) -> Leg:
+    """A generator of one collective."""
+    yield collective
+
+
 def run_alike(legs: Sequence[Leg]) -> None:
     """Run the generators of all ranks of one process in lockstep, summing in rank order.
 

@@ -14,7 +14,7 @@ from dynamix.trainer.data.plan import Schedule
 from dynamix.trainer.exchange.codec import BucketView, CodedSquares, ErrorFeedback, ExchangeCodec, Member, legs_of
 
 from .codecs import exchange_codec
-from .collectives import Leg, Sum
+from .collectives import Sum, just
 from .pipeline import Pipeline, UnderWay
 from .servers import GradientServers
 from .transport import timeout_of
@@ -161,7 +161,7 @@ class ModelExchange:
     def send_plainly(self, numbers: Tensor) -> Sent:
         """Begin to add up numbers over ranks, in place and without a codec, behind the buckets sent so far."""
         host = _host_copy(numbers)
-        return Sent([self._pipeline().send(_sum(numbers if host is None else host))], numbers, host)
+        return Sent([self._pipeline().send(just(Sum(numbers if host is None else host)))], numbers, host)
 
     def coded(self) -> CodedSquares:
         """Squared norms of what lossy codecs have sent and should have sent."""
@@ -197,7 +197,3 @@ class ModelExchange:
 def _host_copy(flat: Tensor) -> Tensor | None:
     """A tensor of a GPU in the memory of its host, once the device has computed it; `None` for one of the CPU."""
     return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat) if flat.is_cuda else None
-
-
-def _sum(numbers: Tensor) -> Leg:
-    yield Sum(numbers)

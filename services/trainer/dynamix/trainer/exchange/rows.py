@@ -108,15 +108,19 @@ class RowsExchange:
         """Sum as `ExchangeCodec.reduce`: the union of the touched rows, then their sum."""
         if member.world_size == 1:
             return
-        tables = [part for part in bucket.parts if len(part.shape) > 1 and self._is_open(part)]
+        tables = [
+            part
+            for part in bucket.parts
+            if len(part.shape) > 1 and part.stop > part.start and part.key not in self._dense
+        ]
         if not tables:
             yield from sum_over_ranks(bucket.flat, member)
             self._leave_alone(bucket, [])
             return
-        masks = [_touched(bucket.flat[part.start : part.stop], part.shape[0]) for part in tables]
-        skips_zeros = any(mask.skips_zeros for mask in masks)
+        touched = [_touched(bucket.flat[part.start : part.stop], part.shape[0]) for part in tables]
+        skips_zeros = any(skips for _, skips in touched)
         head = bucket.flat.new_tensor([not skips_zeros], dtype=torch.uint8)
-        said = torch.cat([head, pack_bits(torch.cat([mask.rows for mask in masks]))])
+        said = torch.cat([head, pack_bits(torch.cat([mask for mask, _ in touched]))])
         yield Union(said)
         lengths = [part.shape[0] for part in tables]
         union = torch.split(unpack_bits(said[1:], sum(lengths)), lengths)
@@ -130,9 +134,6 @@ class RowsExchange:
         else:
             yield from sum_over_ranks(bucket.flat, member)
         self._leave_alone(bucket, dense)
-
-    def _is_open(self, part: BucketPart) -> bool:
-        return part.stop > part.start and part.key not in self._dense
 
     def _leave_alone(self, bucket: BucketView, dense: list[BucketPart]) -> None:
         """Count a step for the parameters that are excluded, and exclude further ones."""
@@ -175,17 +176,11 @@ def _sum_pieces(flat: Tensor, pieces: list[_Piece], member: Member, zeros: Tenso
             whole.view(piece.num_rows, -1).index_copy_(0, piece.rows, place.view(len(piece.rows), -1))
 
 
-class _Touched(NamedTuple):
-    """Rows of a table that this rank touched."""
+def _touched(table: Tensor, num_rows: int) -> tuple[Tensor, bool]:
+    """Mask of the rows that were touched, and whether another row may have a -0.0.
 
-    rows: Tensor
-    """Mask of the rows, one bool each."""
-    skips_zeros: bool = False
-    """Whether another row may have a -0.0."""
-
-
-def _touched(table: Tensor, num_rows: int) -> _Touched:
-    """The rows that were touched, by their bits, or by value where that makes a difference to many rows."""
+    Rows are told by their bits, or by value where that makes a difference to many rows.
+    """
     row_bytes = len(table) // num_rows * table.element_size()
     width = gcd(8, row_bytes, table.storage_offset() * table.element_size())
     rows = _any_of_row(table.view(INTEGERS[width]) != 0, num_rows)
@@ -193,8 +188,8 @@ def _touched(table: Tensor, num_rows: int) -> _Touched:
     if count > MANY * num_rows:
         valued = _any_of_row(table != 0, num_rows)  # twice the time
         if int(valued.count_nonzero()) < count:
-            return _Touched(valued, skips_zeros=True)
-    return _Touched(rows)
+            return valued, True
+    return rows, False
 
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)

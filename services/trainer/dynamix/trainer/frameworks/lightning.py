@@ -118,11 +118,9 @@ class DynamixCallback(Callback):
         )
 
     def _attached(self, trainer: Any) -> Session:
-        if self.session is None:
-            self.session = self._attach(trainer)
-        return self.session
-
-    def _attach(self, trainer: Any) -> Session:
+        """The session, attached at the first call."""
+        if self.session is not None:
+            return self.session
         assert self._traits is not None, "Lightning trains without having asked for its loader"
         if not trainer.optimizers:
             raise RuntimeError(
@@ -145,4 +143,5 @@ class DynamixCallback(Callback):
         if self._saved is not None:
             session.load_state_dict(self._saved)
             self._saved = None
+        self.session = session
         return session

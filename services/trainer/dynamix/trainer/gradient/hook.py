@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
 
 from dynamix.trainer.data.plan import Counts, MicroBatch
-from dynamix.trainer.exchange.codec import BucketPart, BucketView
+from dynamix.trainer.exchange.codec import HALF_TYPES, BucketPart, BucketView
 from dynamix.trainer.exchange.plan import ModelExchange, Sent, StepExchange
 from dynamix.trainer.exchange.transport import LentTensor, launched
 from dynamix.trainer.gradient.losses import LossWarnings
-from dynamix.trainer.gradient.noise import HALF, NormSketch, is_measured
+from dynamix.trainer.gradient.noise import NormSketch, is_measured
 
 Reduction = Literal["mean", "sum"]
 """How the user's loss combines the samples of its batch."""
@@ -31,15 +31,16 @@ Reduction = Literal["mean", "sum"]
 BaseHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 """A DDP communication hook that averages over ranks, as torch's own do."""
 
-PostTotal = Callable[[int], Callable[[], int]]
-"""Begins to add up a number over all ranks; what it returns waits for the sum."""
-
 
 class StepWeights:
     """The weights of the current step on this rank."""
 
-    def __init__(self, post_total: PostTotal | None = None, *, base_size: float | None = None) -> None:
-        """`post_total` is `None` where the plan knows all weights.
+    def __init__(
+        self, post_total: Callable[[int], Callable[[], int]] | None = None, *, base_size: float | None = None
+    ) -> None:
+        """`post_total` begins to add up a number over all ranks, and returns what waits for the sum.
+
+        It is `None` where the plan knows all weights.
 
         `base_size`, for losses that are a sum, is a batch of the script as it was written for: plain DDP divides by the
         ranks, and the script by its accumulation steps, so a gradient stays as large as with that batch.
@@ -121,8 +122,9 @@ class TimeSlots:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._lent = LentTensor(torch.zeros(world_size))
-        self._received: _Received | None = None
-        self._before: _Received | None = None
+        self._received: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        """The slots that came back; from a GPU on their way to the host, until the event."""
+        self._before: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
     def write(self, seconds_per_sample: float, device: torch.device | None = None) -> LentTensor:
         """The slots to be summed over ranks in place, on the host unless a `device` is named."""
@@ -134,7 +136,12 @@ class TimeSlots:
 
     def receive(self) -> None:
         """Take what `write` returned, now summed."""
-        self._received = _Received(self._lent.tensor)
+        slots, arrived = self._lent.tensor, None
+        if slots.is_cuda:
+            slots = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        self._received = slots, arrived
 
     def take_seconds(self) -> list[float] | None:
         """Seconds per sample by rank, 0 where unknown, at the end of a step; `None` when none came back.
@@ -143,27 +150,15 @@ class TimeSlots:
         this one is queued: nothing is waited for that would leave it idle, and no rank can be a step ahead of another.
         """
         received, self._received = self._received, None
-        if received is None or received.arrived is not None:
+        if received is None or received[1] is not None:
             received, self._before = self._before, received
-        return None if received is None else received.seconds()
-
-
-class _Received:
-    """Slots that came back; from a GPU on their way to the host."""
-
-    def __init__(self, slots: torch.Tensor) -> None:
-        self._slots = slots
-        self.arrived: torch.cuda.Event | None = None
-        if slots.is_cuda:
-            self._slots = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
-            self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.arrived.record()
-
-    def seconds(self) -> list[float]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        found: list[float] = self._slots.tolist()
-        return found
+        if received is None:
+            return None
+        slots, arrived = received
+        if arrived is not None:
+            arrived.synchronize()
+        seconds: list[float] = slots.tolist()
+        return seconds
 
 
 class SquaredNorms(NamedTuple):
@@ -199,7 +194,7 @@ class StepSketches(NamedTuple):
 
 def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
     """|gradient|^2, in float32 where half precision would overflow; a number on the CPU, on a GPU still a tensor."""
-    if gradient.dtype in HALF:
+    if gradient.dtype in HALF_TYPES:
         norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         squared = norm * norm
     else:
@@ -282,7 +277,7 @@ class _Step:
 
 
 class GradientClock(Protocol):
-    """The clock that the hook reports times of a step to, and asks (`measurement.clock`)."""
+    """The clock that the hook reports times of a step to, and asks: `measurement` imports this folder."""
 
     def gradient_ready(self) -> None:
         """This rank's last bucket is ready to be reduced."""

@@ -25,46 +25,34 @@ FACTORS: Mapping[Rule, Callable[[float], float]] = MappingProxyType(
 """Factor on the learning rate, from the scheduled global batch size over the one the user's rate was chosen for."""
 
 
-class LearningRateScaler:
-    """Scales the learning rates of one optimizer for the length of each step."""
-
-    def __init__(self) -> None:
-        self._saved: list[float | torch.Tensor] | None = None
-
-    def scale(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Before `optimizer.step`: scale the learning rates."""
-        self.restore(optimizer)  # where the last step raised
-        if factor == 1.0:
-            return
-        rates = [group["lr"] for group in optimizer.param_groups]
-        self._saved = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
-        for group in optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].mul_(factor)  # in place: captured graphs hold on to it
-            else:
-                group["lr"] *= factor
-
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """After `optimizer.step`: restore the learning rates exactly."""
-        if self._saved is None:
-            return
-        for group, saved in zip(optimizer.param_groups, self._saved, strict=False):
-            if isinstance(saved, torch.Tensor):
-                group["lr"].copy_(saved)
-            else:
-                group["lr"] = saved
-        self._saved = None
-
-
 def scale_every_step(
     optimizer: torch.optim.Optimizer, factor: Callable[[], float]
 ) -> tuple[RemovableHandle, RemovableHandle]:
-    """Scale whenever the optimizer steps; the handles' `remove` leaves it as it was."""
-    scaler = LearningRateScaler()
-    return (
-        optimizer.register_step_pre_hook(lambda each, *_: scaler.scale(each, factor())),
-        optimizer.register_step_post_hook(lambda each, *_: scaler.restore(each)),
-    )
+    """Scale the learning rates for the length of each step; the handles' `remove` leaves the optimizer as it was."""
+    saved: list[float | torch.Tensor] = []
+
+    def restore(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        for group, rate in zip(stepped.param_groups, saved, strict=False):
+            if isinstance(rate, torch.Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate
+        saved.clear()
+
+    def scale(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        restore(stepping)  # where the last step raised
+        if (by := factor()) == 1.0:
+            return
+        for group in stepping.param_groups:
+            rate = group["lr"]
+            if isinstance(rate, torch.Tensor):
+                saved.append(rate.clone())
+                rate.mul_(by)  # in place: captured graphs hold on to it
+            else:
+                saved.append(rate)
+                group["lr"] = rate * by
+
+    return optimizer.register_step_pre_hook(scale), optimizer.register_step_post_hook(restore)
 
 
 _log = logging.getLogger("dynamix.trainer")
@@ -152,8 +140,6 @@ class Updates:
         self._handles: list[RemovableHandle] = []
         self._covered: list[weakref.ref[torch.optim.Optimizer]] = []
         """In the order they were given; a session ends with its last name, so it keeps none alive."""
-        self._scalers: dict[int, LearningRateScaler] = {}
-        """Learning-rate scalers by the optimizer's id."""
         self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that no earlier session of this process had."""
         self._updated: set[int] = set()
@@ -163,11 +149,11 @@ class Updates:
 
     def cover(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the learning rates of one more optimizer."""
-        self._scalers[id(optimizer)] = LearningRateScaler()
         self._covered.append(weakref.ref(optimizer))
         self._handles += [
             optimizer.register_step_pre_hook(self.before_step),
-            optimizer.register_step_post_hook(self.after_step),
+            *scale_every_step(optimizer, lambda: self._factor),
+            optimizer.register_step_post_hook(lambda each, *_: self._updated.add(id(each))),
         ]
         if optimizer not in _covered:
             self._new.add(optimizer)
@@ -211,7 +197,7 @@ class Updates:
 
     def end_step(self) -> None:
         """End a step."""
-        self._left_out = self._scalers.keys() - self._updated
+        self._left_out = {id(each) for each in self.optimizers} - self._updated
         if self._num_idle is not None:
             self._num_idle = None if self._updated else self._num_idle + 1
             if self._num_idle == MAX_IDLE_STEPS:
@@ -224,7 +210,7 @@ class Updates:
         self._updated.clear()
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Hook before `optimizer.step`: everything must be ready for it, then its learning rates are scaled.
+        """Hook before `optimizer.step`: everything must be ready for it.
 
         Raises:
             RuntimeError: when the step is not, for `session.step` or `optimizer.step` was called at the wrong place.
@@ -242,7 +228,6 @@ class Updates:
         self._before_update()
         if self._schedulers is not None and not self._schedulers.drives(optimizer):
             self._watch_rates(optimizer)
-        self._scalers[id(optimizer)].scale(optimizer, self._factor)
 
     def _watch_rates(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn once of a learning rate that follows the number of steps although these differ in length."""
@@ -260,8 +245,3 @@ class Updates:
                     "in length: call session.schedule(scheduler) once and scheduler.step() no more, or compute the "
                     "rate from session.progress instead of a step counter"
                 )
-
-    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Hook after `optimizer.step`."""
-        self._scalers[id(optimizer)].restore(optimizer)
-        self._updated.add(id(optimizer))

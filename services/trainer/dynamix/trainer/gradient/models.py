@@ -57,7 +57,12 @@ def averaging_of(models: Sequence[torch.nn.Module], weighting: Weighting, world_
             weigh them on its own.
     """
     for model in models:
-        _refuse_engine(model)
+        if any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__):
+            raise ValueError(
+                f"{type(model).__name__}: DeepSpeed's engine accumulates, averages and updates by a batch size of its "
+                "own, the same for every rank, so unequal batches would get wrong weights: train with "
+                "DistributedDataParallel or FSDP2 (fully_shard)"
+            )
     are_ddp = [isinstance(model, DistributedDataParallel) for model in models]
     if weighting == "hook" and not all(are_ddp):
         raise ValueError('weighting="hook" needs a DistributedDataParallel model: use weighting="loss"')
@@ -74,15 +79,6 @@ def averaging_of(models: Sequence[torch.nn.Module], weighting: Weighting, world_
         'DistributedDataParallel(model), or, where a framework averages them, attach with weighting="loss" and call '
         "session.scale_loss(loss).backward()"
     )
-
-
-def _refuse_engine(model: torch.nn.Module) -> None:
-    if any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__):
-        raise ValueError(
-            f"{type(model).__name__}: DeepSpeed's engine accumulates, averages and updates by a batch size of its own, "
-            "the same for every rank, so unequal batches would get wrong weights: train with DistributedDataParallel "
-            "or FSDP2 (fully_shard)"
-        )
 
 
 def _refuse_sparse_gradients(models: Sequence[torch.nn.Module]) -> None:

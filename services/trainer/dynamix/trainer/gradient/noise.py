@@ -18,8 +18,6 @@ import torch
 from dynamix.schemas.messages import GradientNoise
 from dynamix.trainer.data.plan import Counts
 
-HALF = (torch.float16, torch.bfloat16)
-"""Types in which squared norms overflow."""
 NUM_FIRST_MEASURED = 20
 """Steps of a job that are all measured: the first decisions go furthest, and a single step tells them little."""
 
@@ -132,11 +130,6 @@ class NoiseAverage:
         if self.num_windows == 0:
             return None
         return GradientNoise(trace=self.trace, squared_norm=self.squared_norm)
-
-    @property
-    def state(self) -> tuple[float, float, int]:
-        """The arguments that continue it."""
-        return self.trace, self.squared_norm, self.num_windows
 
 
 SKETCH_CELLS = 8192

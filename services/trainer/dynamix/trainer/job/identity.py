@@ -117,11 +117,6 @@ def propose_job(name: str, configured: str, launch: Launch, run_id: str = "") ->
     return f"{name}-{_digest(launch.run_id or named)[:8]}"
 
 
-def is_fresh(configured: str, launch: Launch) -> bool:
-    """Whether `propose_job` makes an id that was never used."""
-    return not configured and not launch.elastic
-
-
 def attempt_of(peers: Sequence[Peer]) -> Attempt:
     """The start that all ranks have in common.
 
@@ -202,38 +197,28 @@ CAP_FACTOR = 0.8
 _log = logging.getLogger("dynamix.trainer")
 
 
-class MemoryCaps:
-    """Upper bounds by rank, in one small file per rank: `<path>.rank<r>.json`.
+def read_caps(path: Path) -> dict[int, int]:
+    """Upper bounds by rank, from one small file per rank, `<path>.rank<r>.json`, as far as they are seen from here.
 
     A rank writes only its own, when it dies of a lack of memory; all ranks read what they can see, and the lowest
     bound holds for all when they attach again.
     """
+    caps: dict[int, int] = {}
+    for file in path.parent.glob(f"{path.name}.rank*.json"):
+        try:
+            content = json.loads(file.read_text())
+            caps[int(content["rank"])] = int(content["max_local_batch_size"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("%s holds no memory cap (%s): delete it", file, error)
+    return caps
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
 
-    def read(self) -> dict[int, int]:
-        """The bounds that can be seen from here."""
-        if self._path is None:
-            return {}
-        caps: dict[int, int] = {}
-        for file in self._path.parent.glob(f"{self._path.name}.rank*.json"):
-            try:
-                content = json.loads(file.read_text())
-                caps[int(content["rank"])] = int(content["max_local_batch_size"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                _log.warning("%s holds no memory cap (%s): delete it", file, error)
-        return caps
-
-    def lower(self, rank: int, failed_size: int, minimum: int) -> int | None:
-        """Write a rank's new bound after it ran out of memory at `failed_size`; returns it, `None` without a path."""
-        cap = max(minimum, int(failed_size * CAP_FACTOR), 1)
-        if self._path is None:
-            return None
-        file = self._path.with_name(f"{self._path.name}.rank{rank}.json")
-        content = json.dumps({"rank": rank, "max_local_batch_size": cap, "failed_at": failed_size}) + "\n"
-        output_files.write(file, content.encode(), make_parents=True)
-        return cap
+def lower_cap(path: Path, rank: int, failed_size: int, minimum: int) -> int:
+    """Write a rank's new bound after it ran out of memory at `failed_size`; returns it."""
+    cap = max(minimum, int(failed_size * CAP_FACTOR), 1)
+    content = json.dumps({"rank": rank, "max_local_batch_size": cap, "failed_at": failed_size}) + "\n"
+    output_files.write(path.with_name(f"{path.name}.rank{rank}.json"), content.encode(), make_parents=True)
+    return cap
 
 
 def merge_caps(per_rank: Iterable[Mapping[int, int]], world_size: int, maximum: int, minimum: int) -> tuple[int, ...]:

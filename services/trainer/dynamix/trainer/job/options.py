@@ -218,8 +218,6 @@ class JobOptions:
                 f"objective={self.objective!r} is what runs that try something out are compared by: add "
                 'explores=["learning_rate"], for example, and a family'
             )
-        if "exchange" in self.explores and self.exchange == "exact":
-            raise ValueError("explores='exchange' has nothing to explore: use it with exchange='lossy' or 'local'")
 
     def _check_exchange(self) -> None:
         for name in self.named_codecs:
@@ -273,15 +271,8 @@ def options_of(
 ) -> JobOptions:
     """The options that `attach` was `given` by its argument's names, with what follows from models and environment.
 
-    Args:
-        given: the arguments.
-        models: without wrappers.
-        optimizers: likewise.
-        averaging: who averages gradients.
-        world_size: number of ranks.
-        margin_steps: steps between a broadcast and its effect that prefetching demands.
-        policy: overrules the argument where it is not empty.
-        gradient_servers: addresses from the environment.
+    `margin_steps` are those between a broadcast and its effect that prefetching demands; `policy` and
+    `gradient_servers` are the environment's.
 
     Raises:
         ValueError: for what cannot work.
@@ -301,6 +292,8 @@ def options_of(
     margin_steps += exchange in ("lossy", "local")
     is_ours = averaging == "hook" and given["base_hook"] is None
     policy_options = checked("policy_options", given["policy_options"] or {}, dict[str, float | str])
+    names = " ".join(cls.__name__.lower() for cls in type(optimizers[0]).__mro__)
+    is_adaptive = any(name in names for name in ADAPTIVE)
     derived = {
         "local_batch_sizes": sizes,
         "base_global_batch_size": sum(sizes) if base_global_batch_size is None else base_global_batch_size,
@@ -313,7 +306,7 @@ def options_of(
         "policy_options": {
             name: option_value(value) if isinstance(value, str) else value for name, value in policy_options.items()
         },
-        "optimizer_family": given["optimizer_family"] or _family_of(optimizers[0]),
+        "optimizer_family": given["optimizer_family"] or ("adam" if is_adaptive else "sgd"),
         "supports_tracking": is_ours,
         "supports_exchange": is_ours,
         "exchange": "exact" if isinstance(exchange, Exchange) else exchange,
@@ -342,12 +335,6 @@ def fewest_samples(models: Iterable[torch.nn.Module], num_batches: int) -> int:
     batch_norm = torch.nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - what all kinds of it share
     has_batch_norm = any(isinstance(module, batch_norm) for module in modules)
     return num_batches * (2 if has_batch_norm else 1)
-
-
-def _family_of(optimizer: torch.optim.Optimizer) -> OptimizerFamily:
-    """The reward's optimizer family, from the names of the optimizer's classes."""
-    names = " ".join(cls.__name__.lower() for cls in type(optimizer).__mro__)
-    return "adam" if any(name in names for name in ADAPTIVE) else "sgd"
 
 
 def _check_hooks(

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Residuals
-from dynamix.trainer.exchange.collectives import Collective, Largest, Leg, Sum
+from dynamix.trainer.exchange.collectives import Largest, Sum, just
 from dynamix.trainer.exchange.pipeline import Pipeline
 from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange, keeps_residuals
 from dynamix.trainer.gradient.covered import CoveredModels
@@ -60,35 +60,6 @@ def outer_step(exchange: Exchange, moved: Tensor, velocity: Tensor | None) -> Te
         velocity.mul_(exchange.outer_momentum).add_(moved)
         step = velocity.mul(exchange.outer_momentum).add_(moved)
     return step.mul(exchange.outer_rate)
-
-
-class OuterOptimizer:
-    """The outer steps of all models of a session; in memory as much as the models, where there is momentum."""
-
-    def __init__(self) -> None:
-        self._velocities: dict[ModelExchange, Residuals] = {}
-        """Laid out as buckets are, and kept by parameter, as residuals are."""
-
-    def step(self, exchange: Exchange, model: ModelExchange, bucket: BucketView) -> Tensor:
-        """The movement of a bucket's parameters; `bucket` has their mean movement."""
-        velocity = self._velocities.setdefault(model, Residuals()).of(bucket) if exchange.outer_momentum else None
-        return outer_step(exchange, bucket.flat, velocity)
-
-    def end_round(self, following: Exchange) -> None:
-        """Forget the momentum where no other round with momentum follows."""
-        if not following.outer_momentum:
-            self._velocities.clear()
-
-    def state(self, models: Sequence[ModelExchange]) -> list[dict[str, Tensor]]:
-        """The momentum of these models, by parameter; the same on all ranks, copied to the CPU."""
-        kept = [self._velocities[each].by_key() if each in self._velocities else {} for each in models]
-        return [{key: part.cpu().clone() for key, part in parts.items()} for parts in kept]
-
-    def load_state(self, models: Sequence[ModelExchange], saved: Sequence[Mapping[str, Tensor]]) -> None:
-        """Go on from what `state` returned."""
-        for model, parts in zip(models, saved, strict=False):
-            if parts:
-                self._velocities.setdefault(model, Residuals()).load(parts)
 
 
 BUCKET_BYTES = 25 * 2**20
@@ -216,14 +187,10 @@ def average_states(
         value = tensor.detach().to("cpu", torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=True)
         if place.shape:
             value = value.mul_(weight) if weight else value.zero_()
-        under_way.append((tensor, value, pipeline.send(_ask(Sum(value) if place.shape else Largest(value)))))
+        under_way.append((tensor, value, pipeline.send(just(Sum(value) if place.shape else Largest(value)))))
     for tensor, value, sent in under_way:
         sent.wait()
         tensor.copy_(value)
-
-
-def _ask(collective: Collective) -> Leg:
-    yield collective
 
 
 def _state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], place: StatePlace) -> Tensor:
@@ -295,7 +262,8 @@ class LocalSteps:
         self._num_steps = 0
         self._sketches: StepSketches | None = None
         """Those of the first step of the round, where its noise is measured."""
-        self.outer = OuterOptimizer()
+        self._velocities: dict[ModelExchange, Residuals] = {}
+        """Momentum of the outer steps: laid out as buckets are, kept by parameter as residuals are."""
 
     @property
     def is_begun(self) -> bool:
@@ -306,6 +274,17 @@ class LocalSteps:
     def is_averaged(self) -> bool:
         """Whether all ranks have the same parameters."""
         return self._num_steps == 0
+
+    def outer_momentum(self) -> list[dict[str, Tensor]]:
+        """The momentum of each model's outer steps, by parameter; the same on all ranks, copied to the CPU."""
+        kept = [self._velocities[each].by_key() if each in self._velocities else {} for each in self._models.exchanges]
+        return [{key: part.cpu().clone() for key, part in parts.items()} for parts in kept]
+
+    def load_outer_momentum(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+        """Go on from what `outer_momentum` returned."""
+        for model, parts in zip(self._models.exchanges, saved, strict=False):
+            if parts:
+                self._velocities.setdefault(model, Residuals()).load(parts)
 
     def begin(self, step: int) -> None:
         """Begin a step; the first one of a round notes where it begins, the first of all shares rank 0's buffers."""
@@ -392,9 +371,11 @@ class LocalSteps:
             share_buffers(buffers, model, weight, is_first=self._exchange.rank == 0)
         for model, bucket, view, under_way in sent:
             under_way.wait()
-            bucket.move(self.outer.step(exchange, model, view))
+            velocity = self._velocities.setdefault(model, Residuals()).of(view) if exchange.outer_momentum else None
+            bucket.move(outer_step(exchange, view.flat, velocity))
             drift.mean.append(torch.dot(view.flat, view.flat))
-        self.outer.end_round(following)
+        if not following.outer_momentum:
+            self._velocities.clear()
         for each in sketches:
             each.wait()
         if numbers is not None:

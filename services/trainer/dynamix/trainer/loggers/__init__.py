@@ -174,7 +174,10 @@ class MetricHistory:
 
     def _take_rewards(self) -> None:
         """Add the means of the rewards that have come, each term over the ranks that have it."""
-        awaited = {_place_of(metrics): metrics for _, metrics in list(self._windows)[-AWAITED_WINDOWS:]}
+        awaited = {
+            (int(metrics["generation"]), int(metrics["window"])): metrics
+            for _, metrics in list(self._windows)[-AWAITED_WINDOWS:]
+        }
         changed = [*awaited][-1:]  # its rewards may have come before it ended here
         for reward in self._transport.take_rewards():
             place = reward.generation, reward.window
@@ -189,10 +192,6 @@ class MetricHistory:
                 awaited[place].update({f"reward/{name}": sum(each) / len(each) for name, each in terms.items()})
         for place in sorted(self._rewards)[:-AWAITED_WINDOWS]:
             del self._rewards[place]
-
-
-def _place_of(metrics: Mapping[str, float | str]) -> tuple[int, int]:
-    return int(metrics["generation"]), int(metrics["window"])
 
 
 MAX_RANKS_APART = 16

@@ -46,11 +46,6 @@ class Ended(NamedTuple, Generic[Moment]):
     averaging: tuple[Moment, Moment] | None = None
     """Start and end of the averaging after the update, at the end of a round of local steps."""
 
-    @property
-    def all_moments(self) -> Iterator[Moment]:
-        """Every moment of the step; some stand for two."""
-        return itertools.chain(self.moments, *self.fetches, *self.waits, self.averaging or ())
-
 
 class Clock(ABC, Generic[Moment]):
     """Takes the moments of each step as they come, in the training thread."""
@@ -241,7 +236,9 @@ class DeviceClock(Clock[torch.cuda.Event]):
             self._unreturned = self._rate(ended[-1])
         self._num_returned = 0
         times = super().take_times()
-        self._free += {id(event): event for step in ended for event in step.all_moments}.values()
+        for step in ended:
+            moments = itertools.chain(step.moments, *step.fetches, *step.waits, step.averaging or ())
+            self._free += {id(event): event for event in moments}.values()  # some stand for two moments
         return times
 
     def _now(self, replaced: torch.cuda.Event | None) -> torch.cuda.Event:

@@ -88,11 +88,6 @@ class EnergyMeter:
             return math.nan
 
 
-def unmeasured() -> float:
-    """The joules of a rank in a job without energy measurement: unknown."""
-    return math.nan
-
-
 def energy_meter(device: torch.device, powercap: Path) -> EnergyMeter:
     """The meter of a rank that computes on a device; missing counters are reported when ranks agree."""
     make = load_extension("dynamix.energy", device.type, _counter)

@@ -24,7 +24,7 @@ from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.local_steps import RoundDrift
 
 from .clock import AnyClock, StepTimes
-from .energy import unmeasured
+from .energy import EnergyMeter
 from .sockets import PeerSockets, ProcessIdentity, this_process
 
 
@@ -156,8 +156,8 @@ class RankMeter:
     """Learning rate of the newest step."""
     coded: Callable[[], CodedSquares] = CodedSquares
     """Squared norms of what lossy codecs sent and should have sent, since the start."""
-    energy_j: Callable[[], float] = unmeasured
-    """Joules since the last call."""
+    energy: EnergyMeter | None = None
+    """Where the job measures energy."""
     _taken_s: float = field(default_factory=time.perf_counter, init=False)
     """Time of the last row."""
     _coded_before: CodedSquares = field(default=CodedSquares(), init=False)
@@ -192,7 +192,10 @@ class RankMeter:
         drifts, self._drifts = self._drifts, []
         parts = StepTimes(*(float(sum(part)) for part in zip(*times, strict=True))) if times else NO_TIMES
         sockets, link = self.sockets.read(), self.sockets.take_link()
-        memory_bytes, memory_total_bytes = device_memory(self.device) or (None, None)
+        memory_bytes = memory_total_bytes = None  # on a CPU the collector reads it
+        if self.device.type == "cuda":  # of the whole GPU, by other processes too
+            free_bytes, memory_total_bytes = torch.cuda.mem_get_info(self.device)
+            memory_bytes = memory_total_bytes - free_bytes
         coded_before, self._coded_before = self._coded_before, self.coded()
         return Row(
             rank=RankRow(
@@ -226,7 +229,7 @@ class RankMeter:
             held_out_accuracy=held_out_accuracy,
             learning_rate=self.learning_rate(),
             coded=self._coded_before.since(coded_before),
-            energy_j=self.energy_j(),
+            energy_j=None if self.energy is None else self.energy.take_j(),
             wall_s=self._taken_s - taken_s,
             data_digest=self._data_digest,
         )
@@ -240,14 +243,6 @@ class RankMeter:
             if each.norms.reduced:
                 sums.add_step(each.norms.counts or each.batch.plan.counts, self.rank, local, reduced)
         return sums
-
-
-def device_memory(device: torch.device) -> tuple[int, int] | None:
-    """Bytes in use of a whole GPU, by other processes too, and in all; `None` on the CPU, which the collector reads."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free, total
 
 
 def _total(values: Sequence[Scalar | None]) -> float | None:

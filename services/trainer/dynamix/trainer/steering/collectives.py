@@ -136,7 +136,7 @@ class Collectives:
         return numbers
 
     def share_order(self, order: Order, *, waits: bool = True) -> Order:
-        """Receive rank 0's order. A rank that does not wait does so at the next call."""
+        """Receive rank 0's order; the others pass one as long. A rank that does not wait does so at the next call."""
         if self._sharing is not None:
             self._sharing[0].wait()
         lent = LentTensor(torch.from_numpy(order))
@@ -169,17 +169,6 @@ class Collectives:
         padded = bytearray(payload).ljust(max(int(size) for size in sizes), b"\0")
         found = self._gather_now(torch.frombuffer(padded, dtype=torch.uint8))
         return [pickle.loads(bytes(each.tolist())) for each in found]  # noqa: S301 - from the ranks of this job
-
-    def agree(self, what: str, mine: Sequence[object]) -> None:
-        """Make sure that all ranks hold the same, as plain numbers and tuples of them.
-
-        Raises:
-            RuntimeError: on all ranks, naming the first that differs from rank 0.
-        """
-        everybody = self.gather_objects(tuple(mine))
-        for rank, theirs in enumerate(everybody):
-            if theirs != everybody[0]:
-                raise RuntimeError(f"{what}: rank {rank} has {theirs}, rank 0 has {everybody[0]}; load the same state")
 
     def _gather_now(self, mine: torch.Tensor, within_s: float | None = None) -> list[torch.Tensor]:
         """Such a tensor of each rank; all have one size."""

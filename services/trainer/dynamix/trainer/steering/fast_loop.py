@@ -354,23 +354,17 @@ class RateFilter:
         )
 
     def restore(self, state: FilterState) -> None:
-        """Go on from a saved state.
-
-        Raises:
-            ValueError: when it is of another number of ranks.
-        """
-        if len(state.fixed) != len(self._rates):
-            raise ValueError(f"rates of {len(state.fixed)} ranks for a world of {len(self._rates)}")
+        """Go on from a saved state of as many ranks."""
         self._rates = [RankRate(*numbers) for numbers in state.rates]
         self.fixed, self._is_fitted = list(state.fixed), list(state.is_fitted)
         self._fits = [FixedCost(*numbers) for numbers in state.fits]
 
 
 FAR = 0.1
-"""Share of a size by which it must be off for that."""
+"""Share of a size by which it is far from equal times."""
 
 SETTLE_STEPS = 8
-"""Steps between two checks."""
+"""Steps between two looks for such sizes."""
 
 SHORT_S = 0.02
 """Compute time of the slowest rank below which not every step is measured."""
@@ -389,81 +383,6 @@ DEAD_BAND = 0.03
 """A new split must shorten the slowest rank's predicted time by more than this share: batches keep their shapes."""
 
 
-class Tracker:
-    """Divides a global batch in proportion to filtered speeds, within each rank's bounds."""
-
-    def __init__(self, min_local_batch_size: int, max_local_batch_sizes: Sequence[int]) -> None:
-        self.filter = RateFilter(len(max_local_batch_sizes))
-        self._min_local_batch_size = min_local_batch_size
-        self._upper = tuple(max_local_batch_sizes)
-        self._no_saturations = (0,) * len(self._upper)
-        self._num_kept = 0
-        """Steps since the split was changed."""
-
-    def better_split(
-        self, seconds_per_sample: Sequence[float], sizes: Sequence[int], counts: tuple[int, ...] = ()
-    ) -> tuple[int, ...] | None:
-        """Take in one step's compute times and return the sizes that shall replace `sizes`, or `None`.
-
-        Args:
-            seconds_per_sample: compute time over samples, by rank; 0 where a rank had no samples or knows no time.
-            sizes: the newest split, in force or scheduled; a new one has the same sum.
-            counts: samples by rank of the step that was measured, without which fixed costs are not learned.
-        """
-        self.filter.observe(seconds_per_sample, counts)
-        rates = self.filter.rates
-        if rates is None:
-            return None
-        better = self._faster_split(sizes, rates) or self._settled_split(sizes, rates)
-        self._num_kept = 0 if better else self._num_kept + 1
-        return better
-
-    def divide(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The first split of a global batch that was decided as `sizes`; `sizes` until a rate is known."""
-        rates = self.filter.rates
-        return tuple(sizes) if rates is None else self._divide(sum(sizes), rates)
-
-    def longest_s(self, sizes: Sequence[int]) -> float:
-        """The slowest rank's predicted compute time; infinite until all ranks' speeds are known."""
-        rates = self.filter.rates
-        return math.inf if rates is None else max(self._times_s(sizes, rates))
-
-    def _faster_split(self, sizes: Sequence[int], rates: Sequence[float]) -> tuple[int, ...] | None:
-        """A split by which the slowest rank is predicted to be faster by more than the dead band."""
-        times = self._times_s(sizes, rates)
-        enough = (1.0 - DEAD_BAND) * max(times)
-        if min(times) >= enough:  # samples taken from one rank go to another, which then takes longer than the fastest
-            return None
-        proposed = self._divide(sum(sizes), rates)
-        return proposed if max(self._times_s(proposed, rates)) < enough else None
-
-    def _settled_split(self, sizes: Sequence[int], rates: Sequence[float]) -> tuple[int, ...] | None:
-        """The split into equal times, where sizes that cost next to nothing are far from it."""
-        if self._num_kept % SETTLE_STEPS != SETTLE_STEPS - 1 or not any(self.filter.fixed):
-            return None
-        proposed = self._divide(sum(sizes), rates)
-        is_far = any(abs(size - new) > FAR * size + 1.0 for size, new in zip(sizes, proposed, strict=True))
-        return proposed if is_far else None
-
-    def _divide(self, total: int, rates: Sequence[float]) -> tuple[int, ...]:
-        """Every rank gets a sample where there are enough: one that had none would never be measured again.
-
-        A saturation needs no fit here: below it a rank takes as long with fewer samples, so that it has few, and the
-        others have as many as they can take in that time. The step is as short as it can be.
-        """
-        fewest, fixed = self._min_local_batch_size, self.filter.fixed
-        if fewest == 0 and total >= len(rates):
-            fewest = 1
-        lower = [min(fewest, most) for most in self._upper]
-        return divide_by_time(
-            *(total, [1.0 / rate for rate in rates], lower, self._upper), fixed=fixed, saturations=self._no_saturations
-        )
-
-    def _times_s(self, sizes: Sequence[int], rates: Sequence[float]) -> list[float]:
-        """Predicted compute times; only their extremes are used, which have neither rounding nor order."""
-        return [(size + more) * rate for size, more, rate in zip(sizes, self.filter.fixed, rates, strict=True)]
-
-
 class LoopPace(NamedTuple):
     """Which steps are measured; plain numbers for a checkpoint."""
 
@@ -476,14 +395,18 @@ class LoopPace(NamedTuple):
 class FastLoop:
     """Writes allocations into a schedule: decisions, and better splits between them.
 
-    The slow loop decides sizes (`fixed`), or a global batch (`tracking`) that is divided again whenever measurements
-    say so, until the slow loop decides again.
+    The slow loop decides sizes (`fixed`), or a global batch (`tracking`) that is divided in proportion to filtered
+    speeds, within each rank's bounds, again whenever measurements say so, until the slow loop decides again.
     """
 
-    def __init__(self, schedule: Schedule, tracker: Tracker) -> None:
-        self.tracker = tracker
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule, min_local_batch_size: int, max_local_batch_sizes: Sequence[int]) -> None:
+        self.filter = RateFilter(len(max_local_batch_sizes))
         self.pace = LoopPace()
+        self._schedule = schedule
+        self._min_local_batch_size = min_local_batch_size
+        self._upper = tuple(max_local_batch_sizes)
+        self._num_kept = 0
+        """Steps since the split was changed."""
 
     def measures(self, step: int) -> bool:
         """Whether the ranks exchange their times in a step with `tracking`.
@@ -506,7 +429,7 @@ class FastLoop:
             decided = decided.with_sizes(newest.local_batch_sizes)
         if decided.split == "tracking":
             kept = newest.split == "tracking" and decided.global_batch_size == newest.global_batch_size
-            sizes = newest.local_batch_sizes if kept else self.tracker.divide(decided.local_batch_sizes)
+            sizes = newest.local_batch_sizes if kept else self.divide(decided.local_batch_sizes)
             decided = decided.with_sizes(sizes)
         if decided != newest:
             self._schedule.revise(effective_step, decided)
@@ -521,10 +444,69 @@ class FastLoop:
         """
         newest = self._schedule.newest
         if newest.split != "tracking":
-            self.tracker.filter.observe(seconds_per_sample, counts)
+            self.filter.observe(seconds_per_sample, counts)
             return
-        better = self.tracker.better_split(seconds_per_sample, newest.local_batch_sizes, counts)
+        better = self.better_split(seconds_per_sample, newest.local_batch_sizes, counts)
         if better is not None:
             self._schedule.revise(effective_step, newest.with_sizes(better))
-        is_short = self.tracker.longest_s(better or newest.local_batch_sizes) < SHORT_S
+        is_short = self.longest_s(better or newest.local_batch_sizes) < SHORT_S
         self.pace = LoopPace(min(self.pace.num_measured + 1, FIRST_MEASURED), is_short)
+
+    def better_split(
+        self, seconds_per_sample: Sequence[float], sizes: Sequence[int], counts: tuple[int, ...] = ()
+    ) -> tuple[int, ...] | None:
+        """Take in one step's compute times and return the sizes that shall replace `sizes`, or `None`.
+
+        Args:
+            seconds_per_sample: compute time over samples, by rank; 0 where a rank had no samples or knows no time.
+            sizes: the newest split, in force or scheduled; a new one has the same sum.
+            counts: samples by rank of the step that was measured, without which fixed costs are not learned.
+        """
+        self.filter.observe(seconds_per_sample, counts)
+        rates = self.filter.rates
+        if rates is None:
+            return None
+        self._num_kept += 1
+        times = self._times_s(sizes, rates)
+        enough = (1.0 - DEAD_BAND) * max(times)
+        may_be_faster = min(times) < enough  # samples taken from one rank make another one slower than the fastest
+        may_settle = self._num_kept % SETTLE_STEPS == 0 and any(self.filter.fixed)
+        if not (may_be_faster or may_settle):
+            return None
+        proposed = self._divide(sum(sizes), rates)
+        is_faster = may_be_faster and max(self._times_s(proposed, rates)) < enough
+        is_far = may_settle and any(
+            abs(size - new) > FAR * size + 1.0 for size, new in zip(sizes, proposed, strict=True)
+        )
+        if not (is_faster or is_far):
+            return None
+        self._num_kept = 0
+        return proposed
+
+    def divide(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The first split of a global batch that was decided as `sizes`; `sizes` until a rate is known."""
+        rates = self.filter.rates
+        return tuple(sizes) if rates is None else self._divide(sum(sizes), rates)
+
+    def longest_s(self, sizes: Sequence[int]) -> float:
+        """The slowest rank's predicted compute time; infinite until all ranks' speeds are known."""
+        rates = self.filter.rates
+        return math.inf if rates is None else max(self._times_s(sizes, rates))
+
+    def _divide(self, total: int, rates: Sequence[float]) -> tuple[int, ...]:
+        """Every rank gets a sample where there are enough: one that had none would never be measured again.
+
+        A saturation needs no fit here: below it a rank takes as long with fewer samples, so that it has few, and the
+        others have as many as they can take in that time. The step is as short as it can be.
+        """
+        fewest, fixed = self._min_local_batch_size, self.filter.fixed
+        if fewest == 0 and total >= len(rates):
+            fewest = 1
+        lower = [min(fewest, most) for most in self._upper]
+        return divide_by_time(
+            *(total, [1.0 / rate for rate in rates], lower, self._upper), fixed=fixed, saturations=(0,) * len(rates)
+        )
+
+    def _times_s(self, sizes: Sequence[int], rates: Sequence[float]) -> list[float]:
+        """Predicted compute times; only their extremes are used, which have neither rounding nor order."""
+        return [(size + more) * rate for size, more, rate in zip(sizes, self.filter.fixed, rates, strict=True)]

@@ -12,7 +12,6 @@ trace nothing changes.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import FieldView, NodeRanks, SeenTrace, Trace
@@ -28,12 +27,6 @@ LAG_WINDOWS = 2
 
 PER_CELL = 3
 """Numbers of a cell besides its ranks' activities: appetite, waiting, and window + 1, where 0 stands for no trace."""
-
-
-class _Cell(NamedTuple):
-    strength: float
-    appetite: float
-    waiting_s: float
 
 
 class TraceField:
@@ -57,16 +50,11 @@ class TraceField:
         self._rate_exponent = rate_exponent
         self._base_global_batch_size = base_global_batch_size
         self._activity = [0.0] * self._num_ranks
-        self._cells: list[_Cell | None] = [None] * len(self._nodes)
-
-    @property
-    def num_numbers(self) -> int:
-        """Length of what the ranks sum up."""
-        return self._num_ranks + PER_CELL * len(self._nodes)
+        self._cells: list[SeenTrace | None] = [None] * len(self._nodes)
 
     def numbers_of(self, traces: Mapping[str, Trace]) -> list[float]:
         """The numbers of these traces, by node, and zero for missing or unusable traces."""
-        numbers = [0.0] * self.num_numbers
+        numbers = [0.0] * (self._num_ranks + PER_CELL * len(self._nodes))
         for name, trace in traces.items():
             index = self._index.get(name)
             if index is None or trace.ranks != self._nodes[index].ranks or len(trace.activity) != len(trace.ranks):
@@ -88,10 +76,12 @@ class TraceField:
                 if strength < GONE:
                     break
                 strength *= left
-            self._cells[index] = _Cell(strength, appetite, waiting_s) if strength >= GONE else None
-            if strength < GONE:
-                for rank in node.ranks:
-                    self._activity[rank] = 0.0
+            if strength >= GONE:
+                self._cells[index] = SeenTrace(strength=strength, appetite=appetite, waiting_s=waiting_s)
+                continue
+            self._cells[index] = None
+            for rank in node.ranks:
+                self._activity[rank] = 0.0
 
     def revise(self, schedule: Schedule, effective_step: int, fewest: int, upper: Sequence[int]) -> None:
         """Activate better sizes from a step on, if the policy uses traces and there are any."""
@@ -121,8 +111,8 @@ class TraceField:
         beside = sorted({(index + step) % len(self._cells) for step in (-1, 1)} - {index})
         return FieldView(
             activity=tuple(self._activity[rank] for rank in self._nodes[index].ranks),
-            own=_seen(self._cells[index]),
-            around=tuple(seen for each in beside if (seen := _seen(self._cells[each])) is not None),
+            own=self._cells[index],
+            around=tuple(seen for each in beside if (seen := self._cells[each]) is not None),
             keeps_global_batch=self._keeps_global_batch,
             rate_exponent=self._rate_exponent,
             options=self._options,
@@ -151,10 +141,6 @@ class TraceField:
         if not abs(mean - in_force) > self._options["dead_band"] * in_force or mean >= 2.0**52:
             return in_force
         return max(int(mean + 0.5), 1)
-
-
-def _seen(cell: _Cell | None) -> SeenTrace | None:
-    return None if cell is None else SeenTrace(**cell._asdict())
 
 
 def _slowest(sizes: Sequence[int], weights: Sequence[float]) -> float:

@@ -30,10 +30,12 @@ class Offers:
         self._lasting = options.fixed_exchange
         self._newest: Action | None = None
         self._adopted_window = -1
-        self.last_refused: tuple[Action, Refusal] | None = None
-        """The newest action that was refused, and why; for the caller to clear."""
+        self._last_refused: tuple[Action, Refusal] | None = None
+        """The newest action that was refused since the last boundary, and why."""
         self.num_refused: Counter[str] = Counter()
         """Refused so far, by reason; under `tracking` actions of which only the split was."""
+        self._explained: dict[int, dict[str, float | str]] = {}
+        """Metrics of the decision for each window to come."""
 
     def consider(self, action: Action, effective_window: int) -> Refusal | None:
         """Consider an action to start at `effective_window`; returns why it was refused, or `None`."""
@@ -50,19 +52,41 @@ class Offers:
         One decided more than `max_lag_windows` windows earlier is refused as stale.
         """
         action, self._newest = self._newest, None
-        if action is None:
-            return None
-        if effective_window - action.window > self._options.max_lag_windows:
+        if action is not None and effective_window - action.window > self._options.max_lag_windows:
             self._refuse(action, "stale")
-            return None
-        self._adopted_window = action.window
+            action = None
+        if action is not None:
+            self._adopted_window = action.window
+            what = f"{sum(action.local_batch_sizes)} samples per step"
+            divided, exchange = DIVISIONS[action.allocation.split], action.allocation.exchange
+            travels = "" if exchange == EXACT else f", gradients {exchange.label}"
+            self._explained[effective_window] = {
+                "decision": "adopted",
+                "decided_window": action.window,
+                "policy": action.policy,
+                "reason": f"policy {action.policy} decided {what} on window {action.window}{divided}{travels}",
+            }
+        elif self._last_refused is not None:
+            refused, reason = self._last_refused
+            self._explained[effective_window] = {
+                "decision": "refused",
+                "reason": f"the action of window {refused.window} was refused: {REFUSALS[reason]}",
+            }
+        self._last_refused = None
         return action
+
+    def take_explanation(self, window: int) -> dict[str, float | str]:
+        """Metrics of the decision for a window that has ended; earlier ones are forgotten."""
+        found = self._explained.get(window, {"decision": "none", "reason": "no action came for this window"})
+        self._explained = {later: noted for later, noted in self._explained.items() if later > window}
+        return found
 
     def _refuse(self, action: Action, reason: Refusal) -> None:
         self.num_refused[reason] += 1
-        self.last_refused = action, reason
+        self._last_refused = action, reason
 
     def _refusal(self, action: Action, effective_window: int) -> Refusal | None:
+        """Reason why an action does not fit this job, or `None`."""
         if action.job != self._identity.job:
             return "job"
         if action.generation != self._identity.generation:
@@ -74,12 +98,10 @@ class Offers:
         return self._misfit(action)
 
     def _misfit(self, action: Action) -> Refusal | None:
-        """Reason why the content does not fit this job, or `None`."""
         if len(action.local_batch_sizes) != len(self._identity.max_local_batch_sizes):
             return "length"
-        if not self._can_travel(action.allocation.exchange):
-            return "lever"
-        if action.allocation.rate_factor != 1.0 and "learning_rate" not in self._options.explores:
+        explores_rate = action.allocation.rate_factor == 1.0 or "learning_rate" in self._options.explores
+        if not (explores_rate and self._can_travel(action.allocation.exchange)):
             return "lever"
         if self._global_batch_size not in (None, sum(action.local_batch_sizes)):
             return "sum"
@@ -128,35 +150,3 @@ DIVISIONS: dict[Split, str] = {
     "tracking": ", divided by the ranks",
     "traces": ", until the traces of the nodes' agents say another sum and division",
 }
-
-
-class Decisions:
-    """Decisions for windows to come."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, dict[str, float | str]] = {}
-
-    def note(self, window: int, adopted: Action | None, refused: tuple[Action, Refusal] | None) -> None:
-        """Record the action that is active from a window on, or the one that was refused last."""
-        if adopted is not None:
-            what = f"{sum(adopted.local_batch_sizes)} samples per step"
-            divided, exchange = DIVISIONS[adopted.allocation.split], adopted.allocation.exchange
-            travels = "" if exchange == EXACT else f", gradients {exchange.label}"
-            self._found[window] = {
-                "decision": "adopted",
-                "decided_window": adopted.window,
-                "policy": adopted.policy,
-                "reason": f"policy {adopted.policy} decided {what} on window {adopted.window}{divided}{travels}",
-            }
-        elif refused is not None:
-            action, reason = refused
-            self._found[window] = {
-                "decision": "refused",
-                "reason": f"the action of window {action.window} was refused: {REFUSALS[reason]}",
-            }
-
-    def take(self, window: int) -> dict[str, float | str]:
-        """Take the decision for a window that has ended; earlier ones are forgotten."""
-        found = self._found.get(window, {"decision": "none", "reason": "no action came for this window"})
-        self._found = {later: noted for later, noted in self._found.items() if later > window}
-        return found

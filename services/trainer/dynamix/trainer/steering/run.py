@@ -24,7 +24,7 @@ from dynamix.trainer.job.identity import JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy
 
-from .fast_loop import FastLoop, Tracker
+from .fast_loop import FastLoop
 from .field import TraceField
 
 FIRST_WINDOWS = 8
@@ -71,8 +71,10 @@ class Windows:
         forgotten = window - self._first
         del self._starts[:forgotten]
         self._first += forgotten
-        is_first = window + 1 < FIRST_WINDOWS
-        self._plan(end, 1 if is_first else stretch_to(self._min_window_s, self._window_steps * step_time_s))
+        stretch, window_s = 1, self._window_steps * step_time_s
+        if window + 1 >= FIRST_WINDOWS and 0.0 < window_s < self._min_window_s:  # not an unknown time either
+            stretch = min(math.ceil(self._min_window_s / window_s), MOST_STRETCH)
+        self._plan(end, stretch)
 
     def _plan(self, end: int, stretch: int) -> None:
         """Set the length of the window that begins at `end`, and of all that may start before the next plan."""
@@ -82,13 +84,6 @@ class Windows:
         following = starts[bisect_right(starts, end)]
         while starts[-1] + shortest <= following + self._margin_steps:
             starts.append(starts[-1] + shortest * stretch)
-
-
-def stretch_to(min_window_s: float, window_s: float) -> int:
-    """Number of windows of `window_s` in one of `min_window_s`; 1 if unknown."""
-    if not 0.0 < window_s < min_window_s:
-        return 1
-    return min(math.ceil(min_window_s / window_s), MOST_STRETCH)
 
 
 MAX_REASON = 1024
@@ -233,6 +228,7 @@ class Run:
     traces: TraceField | None = field(init=False)
     """The traces of the agents of all nodes, under `stigmergy`."""
     reporter: Reporter = field(init=False)
+    """Once the generation has begun."""
     windows: Windows = field(init=False)
     """Counted from the generation's first step."""
     started: bool = False
@@ -255,10 +251,9 @@ class Run:
     def use_identity(self, identity: JobIdentity) -> None:
         """Take another generation or other upper bounds; speeds tracked so far are dropped."""
         self.identity = identity
-        tracker = Tracker(self.options.min_local_batch_size, identity.max_local_batch_sizes)
-        self.fast_loop = FastLoop(self.schedule, tracker)
+        fewest, most = self.options.min_local_batch_size, identity.max_local_batch_sizes
+        self.fast_loop = FastLoop(self.schedule, fewest, most)
         self.traces = field_of(self.options, identity)
-        self.reporter = Reporter(self.options, identity, self.place, self.schedule.newest)
 
     @property
     def reference_steps(self) -> ReferenceSteps:

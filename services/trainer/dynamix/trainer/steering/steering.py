@@ -20,11 +20,10 @@ from dynamix.trainer.data.plan import Counts, PlanSampler, Position
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.noise import window_moments
 from dynamix.trainer.loggers import MetricHistory, window_metrics
-from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import ROWS, RankMeter, job_totals, wall_s
 
 from .collectives import Collectives
-from .offers import REFUSALS, Decisions, Offers
+from .offers import REFUSALS, Offers
 from .run import Run
 
 _log = logging.getLogger("dynamix.trainer")
@@ -53,7 +52,6 @@ class Steering:
         self._losses = losses
         self.offers: Offers | None = None
         """In rank 0, which alone takes actions."""
-        self._decisions = Decisions()
         self._posted_window: tuple[Position, Counts, Allocation] | None = None
         """Where the window ended whose rows are under way, and the sizes and the allocation of its last step."""
         self._posted_decision: tuple[int, Action | None] | None = None
@@ -71,7 +69,7 @@ class Steering:
             RuntimeError: on all ranks, when they do not.
         """
         run = self.run
-        speeds = run.fast_loop.tracker.filter.state, run.fast_loop.pace
+        speeds = run.fast_loop.filter.state, run.fast_loop.pace
         stands = (run.identity.generation, *position, *run.schedule.entries_since(position.step), *speeds)
         everybody = self.collectives.gather_objects(stands)
         for rank, theirs in enumerate(everybody):
@@ -122,9 +120,13 @@ class Steering:
         if seconds_per_sample is not None:  # after `complete_posted`, which may have run before this step on all ranks
             self._track(position, seconds_per_sample, counts)
         if self._sockets_due:
-            self._match_sockets()
-        if ends:
-            self._post_window(position, times)
+            self._sockets_due = False
+            sockets, place = self.meter.sockets, self.run.place
+            sockets.match(self.collectives.gather_objects(sockets.candidates()), place.rank, place.node_ranks)
+        if ends:  # send this rank's row of the window
+            self.collectives.post_row(self.meter.take_row(times, self.run.held_out_accuracy))
+            schedule, last = self.run.schedule, position.step - 1
+            self._posted_window = position, schedule.counts_at(last), schedule.allocation_at(last)
         if adopts:
             self._post_decision(ahead)
         clock.charge(time.perf_counter() - began)
@@ -137,12 +139,6 @@ class Steering:
             self._complete_decision(*self._posted_decision)
 
     # --- windows -----------------------------------------------------------------------------------------------
-
-    def _post_window(self, position: Position, times: list[StepTimes]) -> None:
-        """Send this rank's row of the window that ended at `position`."""
-        self.collectives.post_row(self.meter.take_row(times, self.run.held_out_accuracy))
-        schedule, last = self.run.schedule, position.step - 1
-        self._posted_window = position, schedule.counts_at(last), schedule.allocation_at(last)
 
     def _complete_window(self, position: Position, sizes: Counts, allocation: Allocation) -> None:
         """Report the window whose rows have arrived."""
@@ -187,7 +183,7 @@ class Steering:
             **window_metrics(rows, totals, sizes.values),
             "split": allocation.split,
             "exchange": allocation.exchange.label,
-            **(self._decisions.take(window) if run.place.rank == 0 else {}),
+            **({} if self.offers is None else self.offers.take_explanation(window)),
         }
         self.history.add_window(position.step, metrics)
         run.reporter.keep_window(rows, totals)
@@ -196,11 +192,6 @@ class Steering:
     def expect_sockets(self) -> None:
         """Match the sockets of all ranks again after this step, because there are new ones."""
         self._sockets_due = True
-
-    def _match_sockets(self) -> None:
-        self._sockets_due = False
-        sockets, place = self.meter.sockets, self.run.place
-        sockets.match(self.collectives.gather_objects(sockets.candidates()), place.rank, place.node_ranks)
 
     # --- decisions ---------------------------------------------------------------------------------------------
 
@@ -213,8 +204,6 @@ class Steering:
                 if (reason := self.offers.consider(offered, window)) is not None:
                     _log.info("refused the action of window %d: %s", offered.window, REFUSALS[reason])
             action = self.offers.adopt(window)
-            self._decisions.note(window, action, self.offers.last_refused)
-            self.offers.last_refused = None
         self.collectives.post_decision(None if action is None else action.allocation)
         self._posted_decision = effective_step, action
         if run.traces is not None:
