@@ -47,13 +47,24 @@ def modules(package: str) -> Iterator[tuple[str, Path]]:
         yield ".".join(path.relative_to(top).with_suffix("").parts), path
 
 
+def module_name(path: Path) -> str:
+    """The name that a module is imported by; the package for its `__init__.py`."""
+    top = next((top for top in ROOTS.values() if path.is_relative_to(top)), ROOT)
+    return ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__init__")
+
+
 def imports(path: Path) -> Iterator[str]:
-    """Absolute names of everything a module imports, relative imports of its own package left out."""
+    """Absolute names of everything a module imports."""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package.pop()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            where = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{where}.{alias.name}" for alias in node.names)
 
 
 def test_no_root_closes_the_namespace() -> None:
@@ -113,27 +124,13 @@ def test_nothing_happens_on_import(package: str) -> None:
             )
 
 
-# --- what keeps the folders easy to enter ----------------------------------------------------------------------------
-
-
-def product_files() -> list[Path]:
-    """Every module of the product."""
-    return [path for top in ROOTS.values() for path in sorted(top.rglob("*.py"))]
-
-
-def module_name(path: Path) -> str:
-    """The name that a module is imported by; the package for its `__init__.py`."""
-    top = next((top for top in ROOTS.values() if path.is_relative_to(top)), ROOT)
-    return ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__init__")
-
-
 def folder_edges() -> dict[str, set[str]]:
     """Which folders a folder's modules import from; what an `__init__.py` re-exports from below is left out."""
-    modules = {module_name(path): path for path in product_files()}
+    modules = {module_name(path): path for top in ROOTS.values() for path in sorted(top.rglob("*.py"))}
     edges: dict[str, set[str]] = {}
     for name, path in modules.items():
         own = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for imported in absolute_imports(name, path):
+        for imported in imports(path):
             module = imported if imported in modules else imported.rpartition(".")[0]
             if module not in modules:
                 continue
@@ -142,16 +139,6 @@ def folder_edges() -> dict[str, set[str]]:
             if folder != own and not reexported:
                 edges.setdefault(own, set()).add(folder)
     return edges
-
-
-def absolute_imports(name: str, path: Path) -> Iterator[str]:
-    """Absolute names of everything a module imports from, relative imports resolved."""
-    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            where = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{where}.{alias.name}" for alias in node.names)
 
 
 def test_folders_never_import_each_other_in_a_circle() -> None:

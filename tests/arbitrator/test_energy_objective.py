@@ -67,8 +67,8 @@ def next_run(
         explores=("learning_rate",),
         objective=objective,
     )
-    tried = Exploration.of_records(() if earlier is None else earlier.arms_of(objective), job).tried
-    gain, window_j = GAINS_AND_JOULES[tried.rate_factor]
+    tried = Exploration.of_records(() if earlier is None else earlier.arms_of(objective), is_restart=False).tried
+    gain, window_j = GAINS_AND_JOULES[tried]
     cluster = Progressing(
         np.array([4000.0, 4000.0, 1000.0, 1000.0]),
         tracking=True,

@@ -13,8 +13,9 @@ from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, PolicyFile, shipped_names, shipped_policy
 from dynamix.arbitrator.learning.service import LearnerSettings
 from dynamix.arbitrator.policies.baselines import DELTAS, Proportional, Random
-from dynamix.arbitrator.policies.policy import Array32, NamedPolicy, RecurringPolicy, allocation_of
+from dynamix.arbitrator.policies.policy import Array32, NamedPolicy, allocation_of
 from dynamix.arbitrator.policies.registry import POLICIES, policy_named, policy_names
+from dynamix.arbitrator.policies.rule import Rule
 from dynamix.lab.learning import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
@@ -47,7 +48,7 @@ def observe(sizes: tuple[int, ...], throughput: tuple[float, ...], *, age: int =
 def test_trainers_know_the_names_of_all_our_policies() -> None:
     assert {*POLICIES, *EXTRAS, *shipped_names()} == OUR_POLICIES
     assert {*EXTRAS} <= {*policy_names()}
-    assert {name for name, policy in POLICIES.items() if isinstance(policy, RecurringPolicy)} == RECURRING
+    assert {Rule.name} == RECURRING
 
 
 def test_static_sets_the_exchange_that_its_options_name_where_the_job_permits_it() -> None:

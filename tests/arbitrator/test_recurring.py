@@ -9,7 +9,7 @@ from tests.support.toy_cluster import ToyCluster
 from dynamix.arbitrator.deciding.profiles import profile_after
 from dynamix.arbitrator.policies.policy import Array32, Decision
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.schemas.messages import ArmRecord, ExploredArm, Job, JobProfile
+from dynamix.schemas.messages import ArmRecord, Job, JobProfile
 
 RATES = np.array([4000.0, 4000.0, 1000.0, 1000.0])
 FAMILY = "mnist-0a1b2c3d"
@@ -76,7 +76,7 @@ def test_the_second_run_begins_with_the_times_of_the_first(first: list[Decision]
 def test_another_cluster_is_noticed_within_three_windows_and_decided_as_if_cold(
     first: list[Decision], change: dict[str, float]
 ) -> None:
-    profile = msgspec.structs.replace(profile_of(first), noise=())
+    profile = profile_of(first)
     cold, warm = (cluster(**change).run(policy, job_of(), 20) for policy in (Rule(), Begun(profile)))
     notes = [one.note for one in warm]
     assert [window for window, note in enumerate(notes) if note.startswith("dropped its profile: ")] in ([1], [2])
@@ -86,10 +86,8 @@ def test_another_cluster_is_noticed_within_three_windows_and_decided_as_if_cold(
 
 def test_what_was_tried_on_another_cluster_is_neither_taken_nor_kept(first: list[Decision]) -> None:
     """Their times say nothing here, whichever arm they were of."""
-    arms = tuple(
-        ArmRecord(ExploredArm(rate), 1, 0, (1.0, took)) for rate, took in ((1.0, 2.0), (1.5, 1.6), (2.25, 1.4))
-    )
-    profile = msgspec.structs.replace(profile_of(first), noise=(), arms=arms, energy_arms=arms[:1])
+    arms = tuple(ArmRecord(rate, 1, 0, (1.0, took)) for rate, took in ((1.0, 2.0), (1.5, 1.6), (2.25, 1.4)))
+    profile = msgspec.structs.replace(profile_of(first), arms=arms, energy_arms=arms[:1])
     job = job_of(explores=("learning_rate",), job="mnist-11112222")
     same = cluster().run(Begun(profile), job, 20)
     assert {one.allocation.rate_factor for one in same} == {2.25}
@@ -101,13 +99,6 @@ def test_what_was_tried_on_another_cluster_is_neither_taken_nor_kept(first: list
     assert (kept.arms, kept.energy_arms, kept.run) == ((), (), 2)
     fewer = msgspec.structs.replace(replace_ranks(2), explores=("learning_rate",))
     assert {one.allocation.rate_factor for one in ToyCluster(RATES[:2]).run(Begun(profile), fewer, 6)} == {1.0}
-
-
-def test_a_curve_of_other_noise_scales_is_dropped_and_times_are_kept(first: list[Decision]) -> None:
-    warm = cluster(noise_scale=20.0).run(Begun(profile_of(first)), job_of(), 6)
-    notes = "; ".join(one.note for one in warm[:3])
-    assert "the first windows agree with its profile" in notes
-    assert "dropped its noise scales: 1e+03 samples by now, another was measured" in notes
 
 
 def replace_ranks(count: int) -> Job:
@@ -122,4 +113,4 @@ def test_profiles_count_runs_and_keep_what_a_run_could_not_measure(first: list[D
     two = profile_of(first, job_of(job="mnist-11112222"), earlier=one)
     assert (two.run, two.job) == (2, "mnist-11112222")
     again = profile_of(first, job_of(job="mnist-11112222", generation=1), earlier=two)
-    assert (again.run, again.noise) == (2, two.noise)
+    assert (again.run, again.memory) == (2, two.memory)

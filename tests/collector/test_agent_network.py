@@ -118,14 +118,13 @@ def test_the_network_that_comes_with_the_package_is_one_of_agents() -> None:
     assert left(report(is_learned=True)).appetite > 0
 
 
-def _foreign(metadata: dict[str, Any]) -> dict[str, Any]:
-    return metadata | {"action_set": "global"}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_foreign, "not a network of agents, as `dynamix learn --policy stigmergy` writes it: Invalid enum value"),
+        (
+            lambda metadata: metadata | {"action_set": "global"},
+            "not a network of agents, as `dynamix learn --policy stigmergy` writes it: Invalid enum value",
+        ),
         (lambda metadata: metadata | {"inputs": ["ping_ms"]}, r"its inputs are not those of this program \(ping_ms\)"),
         (lambda metadata: metadata | {"actions": [2.0, 1.0]}, "its actions are not those of this program"),
     ],

@@ -23,16 +23,12 @@ def build_tree(directory: Path, *, sources: bool = True, architecture: str = "x8
     return directory
 
 
-def link_as_own(root: Path, tree: Path) -> None:
-    own = root / "lib/modules" / SYSTEM.release
-    own.mkdir(parents=True)
-    (own / "build").symlink_to(tree)
-
-
 def test_the_running_kernels_headers_come_first(tmp_path: Path) -> None:
     own = build_tree(tmp_path / "usr/src/linux-headers-6.1.0-30")
     build_tree(tmp_path / "usr/src/linux-headers-6.12.0")
-    link_as_own(tmp_path, own)
+    modules = tmp_path / "lib/modules" / SYSTEM.release
+    modules.mkdir(parents=True)
+    (modules / "build").symlink_to(own)
     assert find_headers(tmp_path, SYSTEM) == Headers(own, own, own=True)
 
 

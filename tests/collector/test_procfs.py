@@ -3,14 +3,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import examples
-from tests.support.captured_proc import CAPTURED, Clock, captured_row, copy_with
 
 from dynamix.collector.observation import reason_to_refuse
 from dynamix.collector.procfs import (
@@ -26,6 +25,7 @@ from dynamix.collector.procfs import (
 )
 from dynamix.schemas.messages import NodeMetrics, RankRow, SystemMetrics
 
+CAPTURED = Path(__file__).parents[1] / "data" / "proc"
 GIB = 1 << 30
 TASKS = [f"{pid}/task/{tid}/schedstat" for pid, tid in ((4242, 4242), (4242, 4250), (4242, 4251), (4243, 4243))]
 
@@ -37,6 +37,40 @@ begin = time.process_time()
 while time.process_time() < begin + 0.2: pass
 print(flush=True), input()
 """
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def captured_row(**changes: object) -> RankRow:
+    """The row of the captured process 4242."""
+    fields = {
+        "pid": 4242,
+        "pid_start_ticks": 8812345,
+        "pid_namespace": Proc(CAPTURED).owner(4242).pid_namespace,
+        "uid": 1000,
+    }
+    return examples.row(0, **(fields | changes))
+
+
+def copy_with(target: Path, changes: dict[str, tuple[str, str]], without: tuple[str, ...] = ()) -> Path:
+    """The captured tree at `target`, in the named files the first `old` changed to `new`, and without some files."""
+    for source in CAPTURED.rglob("*"):
+        name = str(source.relative_to(CAPTURED))
+        if not source.is_file() or name.startswith(without):
+            continue
+        text = source.read_text()
+        old, new = changes.get(name, ("", ""))
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_text(text.replace(old, new, 1) if old else text)
+    return target
 
 
 def at(window: int, job: str = "job", generation: int = 0) -> WindowId:
@@ -244,34 +278,31 @@ def test_the_memory_of_a_gpu_counts_where_there_is_one(machine: Machine) -> None
     assert (metrics.memory_bytes, metrics.memory_ratio) == (GIB // 2, 0.25)
 
 
-@pytest.fixture
-def busy() -> Iterator[list[subprocess.Popen[str]]]:
-    """Two processes on one processor: told to, each wants 0.2 s of it, and then waits to be told to end."""
-    command = [sys.executable, "-c", BUSY]
-    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    yield children
-    for child in children:
-        child.kill()
-        child.communicate()
-
-
 @pytest.mark.skipif(
     not Path("/proc/self/schedstat").exists(), reason="this kernel counts no waiting (CONFIG_SCHED_INFO)"
 )
-def test_two_processes_that_share_a_processor_are_both_seen_to_wait_for_it(busy: list[subprocess.Popen[str]]) -> None:
+def test_two_processes_that_share_a_processor_are_both_seen_to_wait_for_it() -> None:
+    """Told to, each wants 0.2 s of it, and then waits to be told to end."""
+    command = [sys.executable, "-c", BUSY]
     readings = Readings(Proc())
-    rows = [examples.row(rank, pid=child.pid, pid_start_ticks=1) for rank, child in enumerate(busy)]
-    for window in (0, 1):
-        for child in busy:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            if window:
-                child.stdin.write("\n")
-                child.stdin.flush()
-        for child in busy:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "\n"
-        metrics = [readings.process(row, at(window)) for row in rows]
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            for _ in range(2)
+        ]
+        for child in children:
+            stack.callback(child.kill)
+        rows = [examples.row(rank, pid=child.pid, pid_start_ticks=1) for rank, child in enumerate(children)]
+        for window in (0, 1):
+            for child in children:
+                assert child.stdin is not None
+                if window:
+                    child.stdin.write("\n")
+                    child.stdin.flush()
+            for child in children:
+                assert child.stdout is not None
+                assert child.stdout.readline() == "\n"
+            metrics = [readings.process(row, at(window)) for row in rows]
     for one in metrics:
         assert (one.cpu_time_ratio or 0) > 0
         assert (one.run_queue_wait_ratio or 0) > 0

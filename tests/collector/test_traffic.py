@@ -3,8 +3,8 @@
 from typing import cast
 
 import pytest
+from tests.collector.test_procfs import Clock
 from tests.support import examples
-from tests.support.captured_proc import Clock
 
 from dynamix.collector.ebpf.probe import Counters, SocketProbe
 from dynamix.collector.traffic import SocketTraffic

@@ -1,10 +1,8 @@
 """A broker with the deployed configuration, one for all tests of a module."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.deployed_broker import DeployedBroker, deployed_broker
@@ -27,16 +25,3 @@ async def _provision(broker: DeployedBroker) -> None:
     bus = await Bus.connect(broker.settings("provision"), name="test-1")
     await provision(bus)
     await bus.close()
-
-
-@pytest.fixture
-async def connect(broker: DeployedBroker) -> AsyncIterator[Any]:
-    """`await connect(user)`: a bus as that user."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def connect_as(user: str, name: str = "test-1") -> Bus:
-            bus = await Bus.connect(broker.settings(user), name=name)
-            stack.push_async_callback(bus.close)
-            return bus
-
-        yield connect_as

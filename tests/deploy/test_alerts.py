@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import yaml
 from tests.support import examples
-from tests.support.brokers import publish_unstored
+from tests.support.brokers import publish_unstored, until
 from tests.support.control_plane import NODE, one_node_job, report_of
 from tests.support.prometheus import RULES, eventually, grafana_queries, needs
 from tests.support.services_here import services_here
@@ -127,7 +127,7 @@ async def test_services_show_each_fault_in_the_numbers_that_alerts_and_the_dashb
         await shows("job_reports_dropped", 3, training_job=again.job)
         await train(again, 3, begin=1)
         await publish_unstored(bus, subjects.of("state", "job-1", NODE), b"no message")
-        await eventually_counted(services["arbitrator"].context.counters, "dead_letters")
+        await until(lambda: services["arbitrator"].context.counters.get("dead_letters"))
 
         with log.open("a") as lines:
             lines.write('[INF] something else\n[ERR] Publish Violation - JWT User "U1", Subject "x"\n')
@@ -143,10 +143,3 @@ async def test_services_show_each_fault_in_the_numbers_that_alerts_and_the_dashb
         for name in re.findall(r"\bdynamix_\w+", re.sub(r'"[^"]*"', "", query))
     }
     assert asked - shown == set(NOT_SHOWN_HERE)
-
-
-async def eventually_counted(counters: Any, name: str) -> None:
-    async def is_counted() -> bool:
-        return bool(counters.get(name))
-
-    await eventually(is_counted)

@@ -93,7 +93,7 @@ async def test_services_that_read_further_than_an_old_copy_end_and_go_on_after_a
         await plane.server.stop()
         plane.server._store_dir = restored(file, tmp_path / "old")
         await plane.server.start()
-        await until(lambda: all(service.exit_code() == 1 for service in plane.services.values()), 60)
+        await until(lambda: all(service.exit_code() == 1 for service in plane.services.values()))
         await plane.start(*SERVICES)
         await feed_windows(plane, job, range(30, 45))
         actions = await plane.wait_for_actions(45, job.job)

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import msgspec
 import pytest
 from tests.support import examples
 from tests.support.brokers import connected, until
-from tests.support.deployed_broker import DEPLOY, STORE, make_authority
+from tests.support.deployed_broker import DEPLOY, STORE, certificate, make_authority, wait_for_ports
 from tests.support.reading import read
 from tests.support.server_cluster import free_ports
 
@@ -31,7 +30,6 @@ pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="openssl is MISSING: no certificate can be made, the cluster is NOT checked"
 )
 
-START_TIMEOUT_S = 60.0
 LISTEN = '"0.0.0.0:6222"'
 
 
@@ -42,7 +40,7 @@ class Deployment:
         self._directory = directory
         self._secrets = directory / "secrets"
         self._ports = free_ports(3)
-        self._certificate = certificate(directory)
+        self._certificate = certificate(directory, "localhost")
         make_authority(directory)
         addresses = [f"localhost:{port}" for port in self._ports]
         self.said = make_cluster(self._secrets, *addresses).stdout
@@ -81,21 +79,11 @@ class Deployment:
         command = [str(server_binary()), "-c", str(home / "nats-cluster.conf"), *options]
         with subprocess.Popen(command, env=environ) as process:
             try:
-                port = ports_of(home, process)["nats"][0].rpartition(":")[2]
+                port = wait_for_ports(home, process, home / "log")["nats"][0].rpartition(":")[2]
                 self.urls[number] = f"tls://localhost:{port}"
                 yield process
             finally:
                 process.kill()
-
-
-def certificate(directory: Path) -> Path:
-    """A certificate of its own authority for this machine, and its key beside it."""
-    path = directory / "server.pem"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    files = ["-keyout", str(path.with_suffix(".key")), "-out", str(path)]
-    subprocess.run(["openssl", "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
-    return path
 
 
 def make_cluster(directory: Path, *servers: str) -> subprocess.CompletedProcess[str]:
@@ -106,17 +94,6 @@ def make_cluster(directory: Path, *servers: str) -> subprocess.CompletedProcess[
 def variables_of(file: Path) -> dict[str, str]:
     pairs = (line.partition("=") for line in file.read_text().splitlines())
     return {key: value for key, _, value in pairs}
-
-
-def ports_of(home: Path, process: subprocess.Popen[bytes]) -> dict[str, list[str]]:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, StopIteration):
-            found: dict[str, list[str]] = json.loads(next(home.glob("*.ports")).read_text())
-            return found
-        time.sleep(0.01)
-    log = home / "log"
-    raise AssertionError(f"nats-server did not start: {log.read_text() if log.exists() else 'no log'}")
 
 
 def provision(settings: BusSettings) -> dict[str, Any]:
@@ -169,16 +146,13 @@ async def test_three_servers_keep_acknowledged_messages_and_revoke_keys_with_one
                 assert [message.sequence for message in await read(consumer, 40)] == sequences
 
 
-def test_a_server_with_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
+async def test_a_server_with_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path)
     (tmp_path / "other").mkdir()
-    other = certificate(tmp_path / "other")
+    other = certificate(tmp_path / "other", "localhost")
     changed = {"CERTIFICATE": other, "KEY": other.with_suffix(".key")}
     with deployment.server(1), deployment.server(2, **{f"NATS_TLS_{key}": str(file) for key, file in changed.items()}):
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while "tls handshake failure" not in deployment.log(1).lower() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert "tls handshake failure" in deployment.log(1).lower()
+        await until(lambda: "tls handshake failure" in deployment.log(1).lower())
 
 
 def test_the_files_of_the_three_differ_in_their_name_only(tmp_path: Path) -> None:

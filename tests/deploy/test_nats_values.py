@@ -53,15 +53,6 @@ def configuration(directory: Path) -> str:
     return re.sub(r'"<<\s+(.*?)\s+>>"', r"\1", text)
 
 
-def write_config_map(directory: Path) -> None:
-    """The files of the chart's ConfigMap that the command in the values' head adds."""
-    named = dict(
-        re.findall(r"configMap\.merge\.data\.(\w+)\\\.conf=(\S+)'", (KUBERNETES / "nats-values.yaml").read_text())
-    )
-    assert named == {"dynamix": "deploy/nats.conf", "accounts": "deploy/kubernetes/base/secrets/accounts.conf"}
-    shutil.copy(DEPLOY / "nats.conf", directory / "dynamix.conf")
-
-
 def test_the_values_follow_the_schema() -> None:
     jsonschema.validate(VALUES, SCHEMA)
 
@@ -87,7 +78,10 @@ def test_a_real_server_takes_the_configuration_that_the_chart_makes(tmp_path: Pa
         check=True,
         capture_output=True,
     )
-    write_config_map(tmp_path)
+    merged = r"configMap\.merge\.data\.(\w+)\\\.conf=(\S+)'"  # by the command in the values' head
+    named = dict(re.findall(merged, (KUBERNETES / "nats-values.yaml").read_text()))
+    assert named == {"dynamix": "deploy/nats.conf", "accounts": "deploy/kubernetes/base/secrets/accounts.conf"}
+    shutil.copy(DEPLOY / "nats.conf", tmp_path / "dynamix.conf")
     certificates = "/etc/nats-certs/nats"
     text = configuration(tmp_path).replace('"/data', f'"{tmp_path}/data')
     (tmp_path / "chart.conf").write_text(text.replace(certificates, str(tmp_path / "tls")))

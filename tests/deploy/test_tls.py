@@ -3,12 +3,11 @@
 import shutil
 import ssl
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from tests.support.deployed_broker import DeployedBroker, deployed_broker
+from tests.support.deployed_broker import DeployedBroker, certificate, deployed_broker
 
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, connection
 from dynamix.runtime.settings import BusSettings, check_bus, tls_context
@@ -16,16 +15,6 @@ from dynamix.runtime.settings import BusSettings, check_bus, tls_context
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="openssl is missing: no certificate can be made, TLS is not tested here"
 )
-
-
-def certificate(directory: Path, name: str) -> Path:
-    """A self-signed certificate for `name`, and its key beside it."""
-    path = directory / f"{name}.pem"
-    names = ["-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}"]
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    files = ["-keyout", str(path.with_suffix(".key")), "-out", str(path)]
-    subprocess.run(["openssl", "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
-    return path
 
 
 def signed_certificate(directory: Path, name: str, authority: Path, *, days: int = 2) -> Path:
@@ -63,28 +52,6 @@ async def connect(settings: BusSettings) -> str:
     return str(socket.version())
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Path:
-    """An authority's certificate; it signed a server's (`localhost`) and a client's (`client`)."""
-    path = certificate(tmp_path, "authority")
-    for name in ("localhost", "client"):
-        signed_certificate(tmp_path, name, path)
-    return path
-
-
-@pytest.fixture
-def mutual(tmp_path: Path, authority: Path) -> Iterator[DeployedBroker]:
-    """A broker that demands certificates of its clients."""
-
-    def demand_certificates(directory: Path) -> None:
-        file = directory / "nats.conf"
-        file.write_text(file.read_text().replace("# ca_file:", "ca_file:").replace("# verify:", "verify:"))
-
-    environ = environ_of(tmp_path / "localhost.pem") | {"NATS_TLS_CA": str(authority)}
-    with deployed_broker(tmp_path, environ=environ, prepare=demand_certificates) as running:
-        yield running
-
-
 async def test_a_client_checks_the_authority_and_the_name_of_the_broker(tmp_path: Path) -> None:
     own = certificate(tmp_path, "localhost")
     with deployed_broker(tmp_path, environ=environ_of(own)) as broker:
@@ -105,16 +72,15 @@ async def test_an_expired_certificate_is_refused_with_the_fix(tmp_path: Path) ->
 
 
 async def test_a_broker_that_demands_certificates_takes_those_of_its_authority_and_a_credential(
-    mutual: DeployedBroker, authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without = settings(mutual, authority)
-    ours = with_certificate(without, tmp_path / "client.pem")
-    assert await connect(ours) == "TLSv1.3"
-    for refused in (without, with_certificate(without, certificate(tmp_path, "mallory"))):
-        with pytest.raises(BusError):
-            await connect(refused)
-    with pytest.raises(PermissionDeniedError):  # a certificate does not replace the credential
-        await connect(msgspec.structs.replace(ours, creds_file="", password="pwrong"))
+    authority = certificate(tmp_path, "authority")
+    for name in ("localhost", "client"):
+        signed_certificate(tmp_path, name, authority)
+
+    def demand_certificates(directory: Path) -> None:
+        file = directory / "nats.conf"
+        file.write_text(file.read_text().replace("# ca_file:", "ca_file:").replace("# verify:", "verify:"))
 
     def older(settings: BusSettings) -> ssl.SSLContext | None:
         context = tls_context(settings)
@@ -122,9 +88,19 @@ async def test_a_broker_that_demands_certificates_takes_those_of_its_authority_a
         context.maximum_version = ssl.TLSVersion.TLSv1_2
         return context
 
-    monkeypatch.setattr(connection, "tls_context", older)
-    with pytest.raises(BusError, match=r"(?i)protocol version"):
-        await connect(ours)
+    environ = environ_of(tmp_path / "localhost.pem") | {"NATS_TLS_CA": str(authority)}
+    with deployed_broker(tmp_path, environ=environ, prepare=demand_certificates) as broker:
+        without = settings(broker, authority)
+        ours = with_certificate(without, tmp_path / "client.pem")
+        assert await connect(ours) == "TLSv1.3"
+        for refused in (without, with_certificate(without, certificate(tmp_path, "mallory"))):
+            with pytest.raises(BusError):
+                await connect(refused)
+        with pytest.raises(PermissionDeniedError):  # a certificate does not replace the credential
+            await connect(msgspec.structs.replace(ours, creds_file="", password="pwrong"))
+        monkeypatch.setattr(connection, "tls_context", older)
+        with pytest.raises(BusError, match=r"(?i)protocol version"):
+            await connect(ours)
 
 
 def test_a_certificate_without_its_own_readable_key_is_refused_before_anything_connects(tmp_path: Path) -> None:

@@ -189,12 +189,12 @@ def test_a_job_that_trains_fills_every_panel_and_nothing_moves(bench: Bench, bro
     assert "mnist-0a1b2c3d" in browser.text()
     assert browser.evaluate("document.querySelectorAll('.bar').length") == 4
     bench.publish(examples.action(7, local_batch_sizes=(150, 150, 150, 62), deltas=(22, 22, 22, -66)))
-    browser.wait_for("document.querySelector('tbody td').textContent === '7'", 60)
+    browser.wait_for("document.querySelector('tbody td').textContent === '7'")
     row = browser.evaluate("document.querySelector('tbody tr').innerText")
     assert "+22 +22 +22 -66" in row
     assert "not yet" in row
     bench.publish(applied(7, 9))
-    browser.wait_for("document.querySelector('tbody tr').innerText.includes('window 9')", 60)
+    browser.wait_for("document.querySelector('tbody tr').innerText.includes('window 9')")
     bench.publish(event(2))
     browser.wait_for("document.querySelector('#alarms').textContent.includes('size-stuck')")
     assert browser.errors() == []

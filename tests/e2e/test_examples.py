@@ -29,14 +29,6 @@ def test_attaching_writes_five_lines() -> None:
     )
 
 
-def test_the_readme_shows_these_five_lines() -> None:
-    readme = (EXAMPLES.parent / "README.md").read_text()
-    for part in ("from dynamix.trainer import attach", "attach(model, optimizer, dataset, local_batch_size=128"):
-        assert f"+{part}" in readme or f"+session = {part}" in readme
-    for part in ("for epoch in session.epochs(", "for inputs, targets in session.loader:", "session.step(loss)"):
-        assert part in readme
-
-
 def torchrun(directory: Path, script: Path, *arguments: str) -> str:
     """What two ranks of the script print; there is no broker at the address."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DYNAMIX_")}

@@ -6,7 +6,6 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support import examples
@@ -23,10 +22,6 @@ from dynamix.runtime.embedded import EmbeddedServer
 def exported(path: Path, *arguments: str) -> bytes:
     assert main(["export", str(DEMO), "-o", str(path), *arguments]) == 0
     return path.read_bytes()
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_json_lines_are_the_rows_of_the_table(tmp_path: Path) -> None:
@@ -63,8 +58,8 @@ async def test_a_job_on_the_broker_is_exported_as_it_is_stored(tmp_path: Path, m
         await bus.publish(examples.window(window=3))
         await bus.publish(examples.action(3, local_batch_sizes=(150, 150, 150, 62)))
         await bus.close()
-        target = str(tmp_path / "job.jsonl")
-        assert await asyncio.to_thread(main, ["export", "mnist", "-o", target]) == 0
-        assert await asyncio.to_thread(main, ["export", "nosuch", "-o", target]) == 1
-    rows = read_rows(Path(target))
+        target = tmp_path / "job.jsonl"
+        assert await asyncio.to_thread(main, ["export", "mnist", "-o", str(target)]) == 0
+        assert await asyncio.to_thread(main, ["export", "nosuch", "-o", str(target)]) == 1
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [(row["rank"], row["window"], row["decided_local_batch_size"]) for row in rows] == [(0, 3, 150), (1, 3, 150)]

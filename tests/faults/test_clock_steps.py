@@ -4,7 +4,6 @@ import json
 from collections.abc import AsyncIterator
 from datetime import datetime
 from pathlib import Path
-from typing import IO
 
 import pytest
 from tests.support.bus_watch import watching
@@ -38,7 +37,10 @@ async def test_clock_steps_of_an_hour_change_no_decision(
     plane.environ |= {"PYTHONPATH": str(STEPPED_CLOCK), "STEPPED_CLOCK": str(clock), "DYNAMIX_LOG_LEVEL": "debug"}
     await plane.bus.publish(job)
     with logs.open("wb") as output:
-        await _start(plane, output)
+        for name in NAMES:
+            plane.services[name] = ServiceProcess(name, plane.environ, output)
+            plane.services[name].start()
+        await wait_until_ready(plane.bus, NAMES, 180.0)
         async with watching(plane.bus, job.job) as watch:
             for number, offset_s in enumerate(steps_s):
                 clock.write_text(str(offset_s))
@@ -51,13 +53,6 @@ async def test_clock_steps_of_an_hour_change_no_decision(
     await check_decisions(plane.bus, job, num_windows=num_windows)
     assert _clock_range_s(logs) >= 24 * HOUR_S  # the services' clocks did step
     figure("steps", len(steps_s))
-
-
-async def _start(plane: ControlPlane, output: IO[bytes]) -> None:
-    for name in NAMES:
-        plane.services[name] = ServiceProcess(name, plane.environ, output)
-        plane.services[name].start()
-    await wait_until_ready(plane.bus, NAMES, 180.0)
 
 
 def _clock_range_s(logs: Path) -> float:

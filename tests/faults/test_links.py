@@ -44,7 +44,7 @@ async def test_an_arbitrator_behind_a_half_open_link_is_replaced_and_returns(
             if not scale.is_full:
                 proxy.cut()
             reconnects = watch.counter(behind, "bus_reconnects")
-            await watch.until(lambda before=reconnects: watch.counter(behind, "bus_reconnects") > before, 60)
+            await watch.until(lambda before=reconnects: watch.counter(behind, "bus_reconnects") > before)
         await watch.until(lambda: watch.counter(behind, "adopted") > 0)  # it tried, and was refused
         num_windows = await feeding.finish()
         await watch.until_decided(num_windows)

@@ -62,7 +62,7 @@ async def test_training_continues_while_services_and_broker_are_killed(tmp_path:
         actions = await check_decisions(plane.bus, specification)
         sizes = {action.window: action.local_batch_sizes for action in actions}
         adopted = await plane.messages(FEED.name, subjects.of("applied", JOB))
-        for _, message in adopted:
+        for message in adopted:
             assert isinstance(message, Applied)
             assert message.local_batch_sizes == sizes[message.decided_window]
             assert message.effective_step % 10 == 0

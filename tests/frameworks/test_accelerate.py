@@ -11,11 +11,13 @@ from tests.support.training import Numbered, make_model
 from torch import nn
 from torch.utils.data import DataLoader
 
+from dynamix.trainer import Session
+
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 
-def _train(directory: Path, *, resume: bool, num_batches: int) -> list[int]:
-    """Train from the start or from the checkpoint, and save one; the samples used."""
+def _attached() -> tuple[Any, nn.Module, Any, Session, Any]:
+    """The accelerator, model, optimizer, session and loader of an attached script."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from accelerate import Accelerator  # noqa: PLC0415 - where it is installed
@@ -24,10 +26,15 @@ def _train(directory: Path, *, resume: bool, num_batches: int) -> list[int]:
 
     accelerator = Accelerator(cpu=True)
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     plain: DataLoader[Any] = DataLoader(Numbered(100), batch_size=16, shuffle=True)
     session, loader = attach(accelerator, model, optimizer, plain, connect=False)
+    return accelerator, model, optimizer, session, loader
+
+
+def _train(directory: Path, *, resume: bool, num_batches: int) -> list[int]:
+    """Train from the start or from the checkpoint, and save one; the samples used."""
+    accelerator, model, optimizer, session, loader = _attached()
     accelerator.register_for_checkpointing(session)
     if resume:
         accelerator.load_state(str(directory))
@@ -46,13 +53,7 @@ def _train(directory: Path, *, resume: bool, num_batches: int) -> list[int]:
 
 def test_skipping_batches_of_a_session_is_refused_with_what_to_write() -> None:
     accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-frameworks")
-    from dynamix.trainer.frameworks.accelerate import attach  # noqa: PLC0415 - where it is installed
-
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    plain: DataLoader[Any] = DataLoader(Numbered(100), batch_size=16, shuffle=True)
-    session, loader = attach(accelerator, model, optimizer, plain, connect=False)
+    _, _, _, session, loader = _attached()
     with pytest.raises(AttributeError, match=r"in place of skip_first_batches call accelerator.register_for_checkpo"):
         accelerate.skip_first_batches(loader, 3)
     session.close()

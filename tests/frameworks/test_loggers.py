@@ -160,6 +160,3 @@ def test_a_restarted_job_goes_on_in_its_mlflow_run(mlflow: Any) -> None:
     assert mlflow_points(mlflow, run.info.run_id, "loss") == [(20, 1.5), (40, 0.5)]
     assert mlflow_points(mlflow, run.info.run_id, "local_batch_size/rank_0") == [(20, 96.0), (40, 64.0)]
     assert run.data.tags["dynamix.reason"] == "no action came"
-
-
-# --- a whole job -----------------------------------------------------------------------------------------------------

@@ -26,16 +26,17 @@ async def test_windows_use_the_kernel_probe_unless_the_collector_starts_after_th
         collector = await started(plane)
         try:
             async with training(plane, tmp_path, num_epochs=100) as job:  # outlives a slow start of the second one
-                await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), 4, timeout_s=240)
+                await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), 4)
                 collector.kill()
                 before = await windows_of(plane)
                 collector = await started(plane)
                 await job.more_steps(1)
-                await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), len(before) + 2, timeout_s=240)
+                await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), len(before) + 2)
                 after = (await windows_of(plane))[len(before) :]
         finally:
             collector.stop()
-        reports = {report.window: report for report in await reports_of(plane)}
+        stored: list[Report] = await plane.messages(REPORTS.name, subjects.of("report", JOB, NODE))  # type: ignore[assignment]
+        reports = {report.window: report for report in stored}
 
     first, *rest = before
     assert (first.probe, first.probe_note) == ("tcp_info", "ebpf: nothing was read before a job's first window")
@@ -59,10 +60,4 @@ async def test_windows_use_the_kernel_probe_unless_the_collector_starts_after_th
 
 
 async def windows_of(plane: ControlPlane) -> list[MetricWindow]:
-    found = await plane.messages(FEED.name, subjects.of("window", JOB, NODE))
-    return [window for _, window in found]  # type: ignore[misc]
-
-
-async def reports_of(plane: ControlPlane) -> list[Report]:
-    found = await plane.messages(REPORTS.name, subjects.of("report", JOB, NODE))
-    return [report for _, report in found]  # type: ignore[misc]
+    return await plane.messages(FEED.name, subjects.of("window", JOB, NODE))  # type: ignore[return-value]

@@ -1,6 +1,5 @@
 """What the services log: every line says which service it is of, and what it concerns."""
 
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support.brokers import until
 from tests.support.control_plane import NODE, control_plane, one_node_job, report_of
 
 from dynamix.cli.services import SERVICES, ServiceProcess, wait_until_ready
@@ -33,10 +33,8 @@ class WrittenLogs:
 
     async def first(self, service: str, holds: Callable[[Line], bool]) -> Line:
         """Wait for a line."""
-        async with asyncio.timeout(60):
-            while not (found := [line for line in self.lines(service) if holds(line)]):  # noqa: ASYNC110 - a file
-                await asyncio.sleep(0.1)
-        return found[0]
+        await until(lambda: any(map(holds, self.lines(service))))
+        return next(filter(holds, self.lines(service)))
 
 
 async def test_a_line_names_its_service_and_its_job_window_or_message(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Comparisons with made-up outcomes: numbers known in advance."""
 
 import math
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.image
@@ -13,9 +13,8 @@ from tests.support.small_suites import made_up, tuned_for, write_suite
 
 from dynamix.lab.comparison import verdict
 from dynamix.lab.comparison.figure import draw
-from dynamix.lab.comparison.rows import Tuned, parse_rows, with_references
+from dynamix.lab.comparison.rows import parse_rows, with_references
 from dynamix.lab.comparison.runs import (
-    ComparisonCell,
     ComparisonProgress,
     Ledger,
     RunTask,
@@ -44,15 +43,19 @@ def known_time_s(task: RunTask) -> float | None:
 
 
 def compared(
-    suite: Suite, rows: str, seeds: int, monkeypatch: pytest.MonkeyPatch, tuned: Tuned = TUNED
-) -> tuple[Verdict, list[ComparisonCell]]:
-    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(known_time_s))
+    suite: Suite,
+    rows: str,
+    seeds: int,
+    monkeypatch: pytest.MonkeyPatch,
+    time_s: Callable[[RunTask], float | None] = known_time_s,
+) -> tuple[Verdict, OutcomeTable]:
+    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(time_s))
     monkeypatch.setattr("dynamix.lab.comparison.rows.shipped_files", lambda _: [])
     rows = with_references(parse_rows(rows))
-    cells = plan(suite, rows, range(seeds), tuned)
+    cells = plan(suite, rows, range(seeds), TUNED)
     with Ledger() as ledger:
         fill(cells, ledger)
-        return judge(suite, rows, cells, ledger, tuned)[0], cells
+        return judge(suite, rows, cells, ledger, TUNED)
 
 
 def row(rows: list[VerdictRow], policy: str) -> VerdictRow:
@@ -99,12 +102,7 @@ def test_the_headline_counts_the_control_among_all_families_and_shows_it_apart(
 def test_runs_of_one_row_that_differ_too_much_are_a_failure_signature(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(lambda task: 0.1 if task.seed % 2 else 1.9))
-    rows = parse_rows("best-static,goodput,rule")
-    cells = plan(suite, rows, range(6), TUNED)
-    with Ledger() as ledger:
-        fill(cells, ledger)
-        verdict, _ = judge(suite, rows, cells, ledger, TUNED)
+    verdict, _ = compared(suite, "rule", 6, monkeypatch, lambda task: 0.1 if task.seed % 2 else 1.9)
     (found,) = row(verdict.families["mixed"].policies, "rule").signatures
     assert found.startswith("spread-between-runs in mixed-2")
 
@@ -144,18 +142,16 @@ def test_what_is_known_is_not_run_again_and_equal_runs_run_once(suite: Suite, mo
     ]
 
 
-def test_each_scenario_seed_meets_one_policy_seed_in_turn_unless_they_are_crossed(suite: Suite, tmp_path: Path) -> None:
+def test_each_scenario_seed_meets_one_policy_seed_in_turn(suite: Suite, tmp_path: Path) -> None:
     files = [tmp_path / f"mine-{number}.safetensors" for number in range(3)]
     for number, file in enumerate(files):
         file.write_bytes(bytes([number]))
     rows = parse_rows("mine,static", {"mine": [str(file) for file in files]})
-    crossed = plan(suite, rows, range(4), TUNED)
-    assert Counter(cell.policy_seed for cell in crossed if cell.label == "mine") == {0: 8, 1: 8, 2: 8}
-    in_turn = plan(suite, rows, range(4), TUNED, crossed=False)
-    assert [(cell.task.seed, cell.policy_seed) for cell in in_turn if cell.label == "mine"] == [
+    cells = plan(suite, rows, range(4), TUNED)
+    assert [(cell.task.seed, cell.policy_seed) for cell in cells if cell.label == "mine"] == [
         (seed, seed % 3) for seed in range(4) for _ in suite.scenarios
     ]
-    assert sum(cell.label == "static" for cell in in_turn) == sum(cell.label == "static" for cell in crossed)
+    assert sum(cell.label == "static" for cell in cells) == 4 * len(suite.scenarios)
 
 
 def time_by_rate_s(task: RunTask) -> float | None:
@@ -186,31 +182,20 @@ def test_the_best_of_some_rows_is_chosen_by_scenario_over_all_seeds(
     assert found.value == pytest.approx(0.5)
 
 
-def test_every_family_and_row_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "dynamix.lab.comparison.runs.outcomes", made_up(lambda task: None if task.setting.policy == "random" else 1.0)
-    )
-    suite = write_suite(tmp_path / "suite", mixed=1000, alike=4000)
-    rows = with_references(parse_rows("rule"))
-    tuned = tuned_for(mixed=64)
-    cells = plan(suite, rows, range(2), tuned)
-    with Ledger() as ledger:
-        fill(cells, ledger)
-        verdict, table = judge(suite, rows, cells, ledger, tuned)
+def test_every_family_and_row_is_drawn(suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict, table = compared(suite, "rule", 2, monkeypatch)
     draw(verdict, table, "mixed-2", tmp_path / "figure.png")
     pixels = matplotlib.image.imread(tmp_path / "figure.png")
     assert pixels.shape[1] > pixels.shape[0] > 400
     assert pixels.std() > 0.05  # something is on it
 
 
-def test_families_count_alike_whatever_their_number_of_scenarios() -> None:
+def test_families_count_alike_and_only_complete_pairs_count() -> None:
     times = np.array([[[4.0, 4.0], [4.0, 4.0], [1.0, 1.0]]])
     found = verdict.paired_ratio(times, np.ones((3, 2)), ["a", "a", "b"])
     assert found is not None
     assert found.value == pytest.approx(2.0, rel=1e-12)
 
-
-def test_only_complete_pairs_count() -> None:
     times = np.array([[[2.0, np.nan, 8.0], [np.nan, np.nan, np.nan]]])
     base = np.array([[1.0, 1.0, np.nan], [1.0, 1.0, 1.0]])
     found = verdict.paired_ratio(times, base)

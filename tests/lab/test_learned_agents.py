@@ -7,7 +7,6 @@ from tests.support import learned, learning, virtual
 
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.collector.agent import Chooser
-from dynamix.collector.agent_network import AgentNetwork
 from dynamix.lab.learning import LearningPlan
 from dynamix.lab.learning.episodes import EpisodeTask, ExploringAgents, play
 from dynamix.lab.simulator.episode import Episode, run_episode
@@ -37,14 +36,6 @@ def run(options: dict[str, float], choose: Chooser | None = None) -> Episode:
 
 def plan(**changes: object) -> LearningPlan:
     return learning.plan("stigmergy", **({"curriculum": (2, 4, 6)} | changes))
-
-
-def test_an_untrained_network_is_the_fixed_rule_to_the_bit() -> None:
-    fixed, untrained = run({}), run({"learned": 1.0}, AgentNetwork(FILE.to_bytes(), "made up").factor)
-    assert untrained.windows == fixed.windows
-    assert untrained.evaluations == fixed.evaluations
-    favoured = AgentNetwork(learned.policy_file("appetite", favour=5).to_bytes(), "made up")
-    assert run({"learned": 1.0}, favoured.factor).windows != fixed.windows
 
 
 def test_every_agent_earns_minus_the_time_from_where_its_first_choice_ruled_to_the_target() -> None:

@@ -138,14 +138,11 @@ def observe(sizes: tuple[int, ...], throughput: tuple[float, ...]) -> Array32:
     return obs_WF
 
 
-def test_omnilearn_divides_the_global_batch_by_throughput_and_begins_to_smooth_again() -> None:
+def test_omnilearn_divides_by_throughput_and_smooths_until_a_size_leaves_its_dead_band() -> None:
     decision = OmniLearn().decide(JOB, 0, observe((128,) * 4, (3000.0, 3000.0, 3000.0, 1000.0)), GLOBAL_F, b"")
     assert decision.allocation.local_batch_sizes == (154, 154, 153, 51)
     assert decision.allocation.split == "fixed"
     assert decision.carry == b""
-
-
-def test_omnilearn_smooths_until_a_size_leaves_its_dead_band() -> None:
     first = OmniLearn().decide(JOB, 0, observe((128,) * 4, (1000.0, 1000.0, 1000.0, 960.0)), GLOBAL_F, b"")
     assert first.allocation.local_batch_sizes == (128,) * 4  # 124 would be off by 3 %
     slower = observe((128,) * 4, (1000.0, 1000.0, 1000.0, 840.0))

@@ -1,4 +1,4 @@
-"""Inputs that say which sample they are."""
+"""The virtual cluster: steps, windows and evaluations by known numbers, and against real ranks."""
 
 from typing import Any
 

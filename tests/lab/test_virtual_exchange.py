@@ -155,11 +155,6 @@ def test_codecs_without_loss_train_as_exact_training_does(name: str) -> None:
             assert found.totals.loss_sum == pytest.approx(expected.totals.loss_sum, rel=1e-9)
 
 
-def kept(run: VirtualCluster) -> float:
-    """The largest number that a rank has not sent yet."""
-    return max(each.largest_residual for each in run.exchange._stacked.values())
-
-
 @pytest.mark.parametrize("num_ranks", [2, 9])
 @pytest.mark.parametrize("shares", [(), (1.0, 0.0, 2.0, 1.0, 1.0, 1.0, 5.0, 1.0, 0.0)])
 def test_stacked_codecs_have_the_same_bits_and_bytes_as_one_per_rank(num_ranks: int, shares: tuple[float, ...]) -> None:
@@ -185,21 +180,6 @@ def test_stacked_codecs_have_the_same_bits_and_bytes_as_one_per_rank(num_ranks: 
             assert torch.equal(rows, expected)
     largest = [float(each.abs().max()) for codec in codecs for each in codec.residuals.by_key().values()]  # type: ignore[attr-defined]
     assert stacked.largest_residual == max(largest) > 0
-
-
-def test_what_is_kept_goes_out_in_the_last_step_before_another_codec_rules() -> None:
-    run = virtual.cluster(lossy(window_steps=5, lag_windows=1))
-    for decided in (INT8, INT8, EXACT):
-        run.run_window()
-        run.offer(virtual.action(run.job, run.window - 1, (32,) * 4, exchange=decided))
-    run.run_window()
-    assert [applied.exchange for applied in run.applied] == [INT8, INT8, EXACT]
-    assert [applied.effective_step for applied in run.applied] == [10, 15, 20]
-    assert run.position.step == 20
-    assert kept(run) == 0.0
-    run = start_with(INT8, lossy())
-    run.run_window()
-    assert kept(run) > 0.0
 
 
 def test_jobs_with_parameter_servers_or_without_a_lag_permit_no_codec() -> None:

@@ -92,13 +92,8 @@ def test_a_byte_is_predicted_from_earlier_bytes_only() -> None:
     assert not torch.allclose(before[:, 9], after[:, 9])
 
 
-@pytest.fixture(scope="module")
-def small_images() -> Data:
-    return workload_named("fashion-14-mlp").load(DATA)
-
-
-def test_fashion_mnist_is_split_scaled_and_pooled_as_stated(small_images: Data) -> None:
-    small, large = small_images, workload_named("fashion-28-mlp").load(DATA)
+def test_fashion_mnist_is_split_scaled_and_pooled_as_stated() -> None:
+    small, large = (workload_named(f"fashion-{width}-mlp").load(DATA) for width in (14, 28))
     for part, other, count in zip(small, large, (50_000, 10_000, 10_000), strict=True):
         assert part.inputs.shape == (count, 1, 14, 14)
         assert other.inputs.shape == (count, 1, 28, 28)

@@ -20,11 +20,6 @@ def action(window: int) -> Action:
     return examples.action(window, hash=bytes([window]) * 32)
 
 
-async def without_announcements(bus: Bus) -> None:
-    config: dict[str, Any] = await bus.requests.stream_config(ACTIONS.name)
-    await bus.requests.write_stream("UPDATE", {**config, "republish": None})
-
-
 async def test_the_newest_comes_first_and_each_further_one_as_it_is_stored(bus: Bus) -> None:
     await bus.publish(action(0))
     await bus.publish(action(1))
@@ -63,7 +58,8 @@ async def test_what_was_stored_while_the_broker_was_away_is_found_after_it(serve
 
 async def test_what_is_not_announced_is_found_by_looking(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "LOOK_EVERY_S", 0.05)
-    await without_announcements(bus)
+    config: dict[str, Any] = await bus.requests.stream_config(ACTIONS.name)
+    await bus.requests.write_stream("UPDATE", {**config, "republish": None})
     async with bus.follow(ACTIONS.name, SUBJECT) as messages:
         for number in range(2):
             await bus.publish(action(number))

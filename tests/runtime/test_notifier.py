@@ -1,13 +1,15 @@
 """What services tell systemd, over a real socket: ready, alive, stopping. Real processes."""
 
+import asyncio
+import contextlib
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.brokers import ConfiguredServer
-from tests.support.notifications import NotificationSocket
 from tests.support.service_processes import service_process
 
 from dynamix.cli.services import SERVICES
@@ -17,10 +19,47 @@ from dynamix.runtime.settings import read_supervisor
 STUCK = "tests.support.stuck_service"
 
 
+class NotificationSocket:
+    """systemd's notification socket."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.setblocking(False)
+        self.socket.bind(str(path))
+        self._lines: list[str] = []
+
+    def environ(self, watchdog_s: float = 0.0) -> dict[str, str]:
+        """What systemd sets for a unit with `Type=notify` and, perhaps, `WatchdogSec=`."""
+        usec = {"WATCHDOG_USEC": f"{watchdog_s * 1e6:.0f}"} if watchdog_s else {}
+        return {"NOTIFY_SOCKET": str(self._path), **usec}
+
+    async def line(self) -> str:
+        if not self._lines:
+            datagram = await asyncio.get_running_loop().sock_recv(self.socket, 4096)
+            self._lines = datagram.decode().split("\n")
+        return self._lines.pop(0)
+
+    async def lines_until(self, last: str) -> list[str]:
+        """All lines before this one."""
+        found = []
+        while (line := await self.line()) != last:
+            found.append(line)
+        return found
+
+    async def silence(self, seconds: float) -> None:
+        """Wait until nothing came for so long; what comes before is dropped."""
+        self._lines = []
+        with contextlib.suppress(TimeoutError):
+            while True:
+                await asyncio.wait_for(self.line(), seconds)
+
+
 @pytest.fixture
 def systemd(tmp_path: Path) -> Iterator[NotificationSocket]:
-    with NotificationSocket(tmp_path / "notify") as held:
-        yield held
+    found = NotificationSocket(tmp_path / "notify")
+    yield found
+    found.socket.close()
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import logging
-from collections.abc import Iterator
 
 import pytest
 import structlog
@@ -87,18 +86,8 @@ def test_a_rate_limit_lets_a_burst_and_then_so_many_a_second_through(monkeypatch
     assert limit.suppressed("a") == 0
 
 
-@pytest.fixture
-def stream() -> Iterator[io.StringIO]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+def test_secrets_never_reach_the_log() -> None:
     stream = io.StringIO()
-    yield stream
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
-
-
-def test_secrets_never_reach_the_log(stream: io.StringIO) -> None:
     log.configure("info", stream)
     structlog.get_logger("test").info("connect to nats://me:hush@host", password="hush", nats_token="hush")
     logging.getLogger("x").info("nats://me:hush@host", extra={"url": "nats://me:hush@host"})

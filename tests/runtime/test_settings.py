@@ -73,36 +73,26 @@ def test_text_becomes_the_type_of_the_field(field: str, text: str, value: object
     assert getattr(reward({}, **{field: text}), field) == value
 
 
-@pytest.mark.parametrize(
-    ("key", "nearest"),
-    [
-        ("DYNAMIX_REWARD_ALHPA", "DYNAMIX_REWARD_ALPHA"),
-        ("DYNAMIX_REWRAD_ALPHA", "DYNAMIX_REWARD_ALPHA"),
-        ("DYNAMIX_NOED", "DYNAMIX_NODE"),
-    ],
-)
-def test_a_misspelt_key_is_an_error_that_names_the_nearest(key: str, nearest: str) -> None:
-    with pytest.raises(SettingsError, match=f"unknown setting {key}: did you mean {nearest}"):
-        reward({key: "1"})
-
-
 def test_keys_of_other_components_and_programs_are_left_alone() -> None:
     environ = {"DYNAMIX_TRAINER_ANYTHING": "1", "DYNAMIX_NODE": "a", "DYNAMIX_NATS_URL": "nats://x", "PATH": "/bin"}
     assert reward(environ) == RewardSettings()
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "expected"),
+    ("key", "text", "message"),
     [
-        ("ALPHA", "many", "DYNAMIX_REWARD_ALPHA='many': Expected `float`"),
-        ("WINDOW_STEPS", "0", "DYNAMIX_REWARD_WINDOW_STEPS='0': Expected `int` >= 1"),
-        ("FORMULA", "rmsprop", "DYNAMIX_REWARD_FORMULA='rmsprop': Invalid enum value"),
-        ("SIZES", "1,x", "DYNAMIX_REWARD_SIZES='1,x': Expected `int`"),
+        ("DYNAMIX_REWARD_ALHPA", "1", "unknown setting DYNAMIX_REWARD_ALHPA: did you mean DYNAMIX_REWARD_ALPHA"),
+        ("DYNAMIX_REWRAD_ALPHA", "1", "unknown setting DYNAMIX_REWRAD_ALPHA: did you mean DYNAMIX_REWARD_ALPHA"),
+        ("DYNAMIX_NOED", "1", "unknown setting DYNAMIX_NOED: did you mean DYNAMIX_NODE"),
+        ("DYNAMIX_REWARD_ALPHA", "many", "DYNAMIX_REWARD_ALPHA='many': Expected `float`"),
+        ("DYNAMIX_REWARD_WINDOW_STEPS", "0", "DYNAMIX_REWARD_WINDOW_STEPS='0': Expected `int` >= 1"),
+        ("DYNAMIX_REWARD_FORMULA", "rmsprop", "DYNAMIX_REWARD_FORMULA='rmsprop': Invalid enum value"),
+        ("DYNAMIX_REWARD_SIZES", "1,x", "DYNAMIX_REWARD_SIZES='1,x': Expected `int`"),
     ],
 )
-def test_a_bad_value_names_its_key_itself_and_what_was_expected(key: str, text: str, expected: str) -> None:
-    with pytest.raises(SettingsError, match=expected):
-        reward({f"DYNAMIX_REWARD_{key}": text})
+def test_a_wrong_key_or_value_is_an_error_that_names_it(key: str, text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        reward({key: text})
 
 
 def test_values_that_contradict_each_other_are_a_settings_error() -> None:

@@ -1,11 +1,9 @@
-"""A headless Chromium on a pipe: pages opened, scripts evaluated, screenshots; nothing is installed but the browser.
+"""A headless Chromium on a pipe: pages opened, scripts evaluated; nothing is installed but the browser.
 
 It speaks the DevTools protocol over two descriptors (`--remote-debugging-pipe`), so that no port is open and no
 WebSocket client is needed.
 """
 
-import base64
-import contextlib
 import json
 import os
 import shutil
@@ -13,7 +11,6 @@ import subprocess
 import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import Any, Self
 
 NAMES = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
@@ -107,7 +104,7 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait_for(self, expression: str, timeout_s: float = 60.0) -> Any:
+    def wait_for(self, expression: str, timeout_s: float = 180.0) -> Any:
         """Wait until an expression is true; its value."""
         end_s = time.monotonic() + timeout_s
         while not (value := self.evaluate(f"(() => {{ try {{ return {expression} }} catch {{ return null }} }})()")):
@@ -119,11 +116,10 @@ class Browser:
         """All text of the page."""
         return str(self.evaluate("document.body.innerText"))
 
-    def resize(self, width: int, height: int, *, dark: bool = False, scale: float = 1) -> None:
+    def resize(self, width: int, height: int, *, dark: bool) -> None:
         """Set the viewport in CSS pixels, and the colour scheme."""
-        is_phone = width < 600
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=is_phone
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -145,22 +141,6 @@ class Browser:
         )
         for kind, x in places:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=top, button="left", buttons=1, clickCount=1)
-
-    def processes(self) -> dict[int, str]:
-        """The browser's processes by id, and what each is: `renderer` runs the page."""
-        parents = {}
-        for directory in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it ended
-                parents[int(directory.name)] = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
-        found = {self.process.pid}
-        while more := {pid for pid, parent in parents.items() if parent in found} - found:
-            found |= more
-        return {pid: _kind_of(pid) for pid in found}
-
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """Write a PNG of the page, all of it or what the viewport shows."""
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
 
     def requests(self) -> list[str]:
         """The URLs that were asked for so far."""
@@ -186,12 +166,3 @@ class Browser:
                     else:
                         self.events.append(message)
                     self._arrived.notify_all()
-
-
-def _kind_of(pid: int) -> str:
-    """What a process of the browser is for, as its command line says."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-    except OSError:
-        return "ended"
-    return words.partition("--type=")[2].partition(" ")[0] or "browser"

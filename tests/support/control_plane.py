@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from tests.support import examples
+from tests.support.bus_watch import stored_messages
 
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.collector.procfs import Proc
-from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.schemas import subjects
@@ -41,26 +42,14 @@ class ControlPlane:
         """A further process of a service, not started."""
         return ServiceProcess(name, {**self.environ, **environ})
 
-    async def messages(self, stream: str, *wanted: str) -> list[tuple[BusMessage, Message]]:
-        """All stored messages on some subjects, in order."""
-        found: list[tuple[BusMessage, Message]] = []
-        last = (await self.bus.stream_state(stream)).last_sequence
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.5 if last else 0), self.bus.consume(stream, wanted, start="all") as consumer:
-                async for batch in consumer:
-                    found += [(message, decode_any(message.subject, message.payload)) for message in batch]
-                    if batch[-1].num_pending == 0:
-                        break
-        return found
+    async def messages(self, stream: str, subject: str) -> list[Message]:
+        """All messages that are stored on a subject now, in order."""
+        return [decode_any(one.subject, one.payload) for one in await stored_messages(self.bus, stream, subject)]
 
-    async def actions(self, job: str = examples.JOB) -> list[Action]:
-        """The job's actions so far."""
-        return [message for _, message in await self.messages(ACTIONS.name, subjects.of("action", job))]  # type: ignore[misc]
-
-    async def wait_for(self, stream: str, subject: str, count: int, timeout_s: float = 120.0) -> list[Message]:
+    async def wait_for(self, stream: str, subject: str, count: int) -> list[Message]:
         """The first `count` messages on a subject, once they are there."""
         found: list[Message] = []
-        async with asyncio.timeout(timeout_s), self.bus.consume(stream, [subject], start="all") as consumer:
+        async with self.bus.consume(stream, [subject], start="all") as consumer:
             async for batch in consumer:
                 found += [decode_any(message.subject, message.payload) for message in batch]
                 if len(found) >= count:

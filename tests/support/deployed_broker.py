@@ -96,10 +96,20 @@ def deployed_broker(
         [str(server_binary()), "-c", str(directory / config), *ports], env={**os.environ, **(environ or {})}
     ) as process:
         try:
-            found = _wait_for_ports(directory, process, log)
+            found = wait_for_ports(directory, process, log)
             yield DeployedBroker(found["nats"][0], found["monitoring"][0], directory, process.pid)
         finally:
             process.terminate()
+
+
+def certificate(directory: Path, name: str) -> Path:
+    """A self-signed certificate for `name`, and its key beside it."""
+    path = directory / f"{name}.pem"
+    names = ["-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    files = ["-keyout", str(path.with_suffix(".key")), "-out", str(path)]
+    subprocess.run(["openssl", "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
+    return path
 
 
 def become(monkeypatch: pytest.MonkeyPatch, broker: DeployedBroker, user: str) -> None:
@@ -108,7 +118,7 @@ def become(monkeypatch: pytest.MonkeyPatch, broker: DeployedBroker, user: str) -
     monkeypatch.setenv("DYNAMIX_NATS_CREDS_FILE", str(broker.credential(user)))
 
 
-def _wait_for_ports(directory: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, list[str]]:
+def wait_for_ports(directory: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, list[str]]:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, StopIteration):

@@ -10,7 +10,6 @@ from dynamix.schemas.messages import (
     Applied,
     ArmRecord,
     Event,
-    ExploredArm,
     GlobalMetrics,
     GradientNoise,
     Job,
@@ -20,7 +19,6 @@ from dynamix.schemas.messages import (
     NetworkMetrics,
     NodeMetrics,
     NodeRanks,
-    NoisePoint,
     RankMetrics,
     RankReward,
     RankRow,
@@ -235,8 +233,7 @@ def profile(**changes: Any) -> JobProfile:
         "num_windows": 30,
         "allocation": Allocation((128, 128, 64, 64), "tracking"),
         "memory": b"\x01\x02",
-        "noise": (NoisePoint(1024.0, 50.0), NoisePoint(2048.0, 75.0)),
-        "arms": (ArmRecord(ExploredArm(), 1, 0, (1.5, 4.0)), ArmRecord(ExploredArm(1.5), 1, 1, (1.25,))),
+        "arms": (ArmRecord(1.0, 1, 0, (1.5, 4.0)), ArmRecord(1.5, 1, 1, (1.25,))),
     }
     return JobProfile(**(fields | changes))
 

@@ -12,7 +12,7 @@ def free_port() -> int:
     return port
 
 
-async def get(port: int, path: str, timeout_s: float = 20.0) -> tuple[int, str]:
+async def get(port: int, path: str, timeout_s: float = 120.0) -> tuple[int, str]:
     """Status and body."""
 
     def fetch() -> tuple[int, str]:

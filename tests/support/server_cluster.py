@@ -75,10 +75,6 @@ class HostServer(ClusterServer):
         return self.place.command(str(server_binary()), "-c", str(config))
 
 
-class CopiesMissingError(RuntimeError):
-    """Not every copy of every stream was current in time; the text names streams, servers and how far they lag."""
-
-
 class ThreeServers:
     """`async with ThreeServers() as servers: ...`; streams are made by the caller.
 
@@ -88,7 +84,9 @@ class ThreeServers:
 
     def __init__(self, servers: Sequence[ClusterServer] = ()) -> None:
         """With none given they are on loopback."""
-        self.servers = {server.name: server for server in servers or _on_loopback()}
+        routes, password = [f"{LOOPBACK}:{port}" for port in free_ports(NUM_SERVERS)], secrets.token_urlsafe(24)
+        default = [ClusterServer(number, routes, password) for number in range(NUM_SERVERS)]
+        self.servers = {server.name: server for server in servers or default}
         self._open = contextlib.AsyncExitStack()
 
     @property
@@ -121,45 +119,28 @@ class ThreeServers:
 
     async def leader_of(self, bus: Bus, stream: str) -> ClusterServer:
         """The server that stores a stream's messages first."""
-        try:
-            async with asyncio.timeout(CURRENT_TIMEOUT_S):
-                while not (leader := (await bus.stream_state(stream)).copies.leader):  # noqa: ASYNC110 - no event tells
-                    await asyncio.sleep(0.1)
-        except TimeoutError:
-            raise CopiesMissingError(f"{stream} has had no leader for {CURRENT_TIMEOUT_S:g} s") from None
+        async with asyncio.timeout(CURRENT_TIMEOUT_S):
+            while not (leader := (await bus.stream_state(stream)).copies.leader):  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.1)
         return self.servers[leader]
 
     async def until_current(self, bus: Bus, streams: Sequence[Stream] = STREAMS) -> None:
-        """Wait until every stream has all its copies, and no copy lags."""
-        await until_current(bus, streams)
-
-
-def _on_loopback() -> list[ClusterServer]:
-    routes, password = [f"{LOOPBACK}:{port}" for port in free_ports(NUM_SERVERS)], secrets.token_urlsafe(24)
-    return [ClusterServer(number, routes, password) for number in range(NUM_SERVERS)]
-
-
-async def until_current(bus: Bus, streams: Sequence[Stream] = STREAMS) -> None:
-    """Wait until each of these streams has all its copies, and no copy lags. Raises CopiesMissingError."""
-    waits_for = ""
-    try:
-        async with asyncio.timeout(CURRENT_TIMEOUT_S):
-            for stream in streams:
-                waits_for = f"{stream.name}: no answer yet"
-                while (missing := await _missing(bus, stream.name)) is not None:
-                    waits_for = f"{stream.name}: {missing}"
-                    await asyncio.sleep(0.25)
-    except TimeoutError:
-        raise CopiesMissingError(f"not all copies are current after {CURRENT_TIMEOUT_S:g} s: {waits_for}") from None
-
-
-async def _missing(bus: Bus, stream: str) -> str | None:
-    """What a stream has not; `None` when it is whole."""
-    try:
-        copies = (await bus.stream_state(stream)).copies
-    except BusError as error:  # it has no leader at the moment
-        return str(error)
-    return None if copies.are_whole(NUM_SERVERS) else str(copies)
+        """Wait until each of these streams has all its copies, and no copy lags."""
+        waits_for = ""
+        try:
+            async with asyncio.timeout(CURRENT_TIMEOUT_S):
+                for stream in streams:
+                    while True:
+                        try:
+                            copies = (await bus.stream_state(stream.name)).copies
+                            waits_for = f"{stream.name}: {copies}"
+                            if copies.are_whole(NUM_SERVERS):
+                                break
+                        except BusError as error:  # it has no leader at the moment
+                            waits_for = f"{stream.name}: {error}"
+                        await asyncio.sleep(0.25)
+        except TimeoutError:
+            raise AssertionError(f"copies are missing after {CURRENT_TIMEOUT_S:g} s: {waits_for}") from None
 
 
 def free_ports(count: int) -> list[int]:

@@ -82,7 +82,7 @@ def test_gradients_travel_only_as_the_job_permits(permission: str, exchange: Exc
 
 
 def test_a_learning_rate_is_changed_only_where_the_job_lets_its_runs_explore_it() -> None:
-    for explores, reason in (((), "lever"), (("noise_multiplier",), "lever"), (("learning_rate",), None)):
+    for explores, reason in (((), "lever"), (("learning_rate",), None)):
         offers = _offers(family="mnist", explores=explores)
         offers.consider(_with(rate_factor=1.5), 6)
         assert (offers.adopt(6) is None) == (reason is not None)

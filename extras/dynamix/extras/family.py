@@ -1,10 +1,11 @@
 """List, show and forget what the runs of job families learned.
 
-A job that names its family (`attach(..., family=...)`) starts from what earlier runs learned: times by rank, links, the
-noise scale. In a deployment `forget` needs the key of `provision`; the other actions `watcher`.
+A job that names its family (`attach(..., family=...)`) starts from what earlier runs learned: times by rank, links,
+and which learning rate was best. In a deployment `forget` needs the key of `provision`; the other actions `watcher`.
 """
 
 import argparse
+import asyncio
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -13,12 +14,13 @@ from typing import Any
 import msgspec
 
 from dynamix.arbitrator.policies.exploration import FIRST, score
-from dynamix.cli.actions import ActionResult, adding_actions, run_action
-from dynamix.cli.arguments import add_json_argument
+from dynamix.cli.arguments import add_action, add_json_argument
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, explained
+from dynamix.cli.output import ActionResult, write_result
 from dynamix.cli.terminal import in_columns
 from dynamix.runtime.bus import Bus, BusError, BusMessage, StreamMissingError
+from dynamix.runtime.log import configure as configure_log
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import ArmRecord, JobProfile
@@ -35,11 +37,11 @@ Act = Callable[[Bus, argparse.Namespace], Awaitable[ActionResult]]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
-    add = adding_actions(parser)
-    listing = add("list", _list, "all families", "List all families, with their newest runs.")
-    showing = add("show", _show, "what one family learned", "Show what the runs of one family learned.")
-    description = "Forget a family: its next run starts cold. Running jobs are not affected."
-    forgetting = add("forget", _forget, "remove one", description)
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    listing = add_action(actions, "list", _list, "List all families, with their newest runs.")
+    showing = add_action(actions, "show", _show, "Show what the runs of one family learned.")
+    what = "Forget a family: its next run starts cold. Running jobs are not affected."
+    forgetting = add_action(actions, "forget", _forget, what)
     for one in (showing, forgetting):
         one.add_argument("family", metavar="FAMILY", type=family_name, help="the family's name, as `list` shows it")
     for one in (listing, showing, forgetting):
@@ -48,7 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
-    return run_action(_act(arguments), arguments)
+    configure_log("critical")  # errors are shown in a sentence
+    text, result = asyncio.run(_act(arguments))
+    write_result(result, text, arguments.json)
+    return 0
 
 
 def family_name(text: str) -> str:
@@ -137,20 +142,14 @@ def document(one: StoredFamily) -> dict[str, Any]:
     found |= {"num_bytes": one.num_bytes, "stored_at_ns": one.stored_at_ns}
     if (profile := one.profile) is not None:
         named = {name: getattr(profile, name) for name in profile.__struct_fields__ if name not in ("memory", "family")}
-        noise = [msgspec.structs.asdict(point) for point in profile.noise]
         found |= {
             **named,
-            "noise": noise,
-            "arms": _arms(profile.arms),
-            "energy_arms": _arms(profile.energy_arms),
+            "arms": [msgspec.structs.asdict(each) for each in profile.arms],
+            "energy_arms": [msgspec.structs.asdict(each) for each in profile.energy_arms],
             "exchange": profile.allocation.exchange.label,
             "memory_bytes": len(profile.memory),
         }
     return found
-
-
-def _arms(records: Sequence[ArmRecord]) -> list[dict[str, Any]]:
-    return [msgspec.structs.asdict(each) | {"arm": msgspec.structs.asdict(each.arm)} for each in records]
 
 
 def details(one: StoredFamily) -> str:
@@ -159,7 +158,6 @@ def details(one: StoredFamily) -> str:
     profile = one.profile
     if profile is not None:
         last = profile.allocation
-        curve = [f"{point.noise_scale:.3g} at {point.num_samples:.3g}" for point in profile.noise]
         lines += [
             _line("runs", str(profile.run)),
             _line("newest run", f"{profile.job}, generation {profile.generation}, {profile.num_windows} windows"),
@@ -167,7 +165,6 @@ def details(one: StoredFamily) -> str:
             _line("ranks", str(profile.world_size)),
             _line("last allocation", f"{_sizes(profile)} ({last.split}), {last.exchange.label}"),
             _line("times", f"{len(profile.memory):,} bytes" if profile.memory else "none"),
-            _line("noise scale", f"{', '.join(curve)} samples seen" if curve else "unknown"),
             *(_line("tried", text) for text in _records(profile.arms, "s")),
             *(_line("tried, by energy", text) for text in _records(profile.energy_arms, "J")),
         ]
@@ -210,7 +207,7 @@ def _row(one: StoredFamily) -> tuple[str, ...]:
 
 def _records(records: Sequence[ArmRecord], unit: str) -> Iterator[str]:
     """Times of each arm, and their ratio to the first run's."""
-    first = next((record for record in records if record.arm == FIRST), None)
+    first = next((record for record in records if record.rate_factor == FIRST), None)
     for record in records:
         ratio = math.nan if first is None or record is first else score(record, first)
         yield _record(record, unit) + ("" if math.isnan(ratio) else f", {ratio:.2f} of the first")
@@ -220,7 +217,7 @@ def _record(record: ArmRecord, unit: str) -> str:
     ended = f", {record.num_stopped} stopped" if record.num_stopped else ""
     reached = [cost for cost in record.milestones if cost]
     until = f", {reached[-1]:.4g} {unit} to the last of {len(reached)} levels" if reached else ""
-    return f"{record.arm.label}: {record.num_runs} runs{ended}{until}"
+    return f"{record.label}: {record.num_runs} runs{ended}{until}"
 
 
 def _sizes(profile: JobProfile) -> str:

@@ -1,7 +1,7 @@
 """The state: a versioned list of named features, and pure functions from a metric window to packed float32 and back.
 
-Values are in the units that their names carry; a policy normalises what it wants normalised. What is not known is never
-a silent zero: it has its own bit on the wire and is NaN in the arrays that a policy sees.
+Values are in the units that their names carry; a policy normalises what it wants normalised. What is not known is NaN,
+never a silent zero.
 """
 
 import math
@@ -84,8 +84,6 @@ GLOBAL_FEATURES = (
 )
 """Features of the whole job, equal on all ranks; new ones go to the end."""
 
-_NUM_RANK, _NUM_GLOBAL = len(RANK_FEATURES), len(GLOBAL_FEATURES)
-
 RANK_INDEX = {feature.name: index for index, feature in enumerate(RANK_FEATURES)}
 GLOBAL_INDEX = {feature.name: index for index, feature in enumerate(GLOBAL_FEATURES)}
 
@@ -114,8 +112,6 @@ _COLUMNS = [_KNOWN.index(feature.name) if feature.name in _KNOWN else len(_KNOWN
 
 def state_of(window: MetricWindow) -> State:
     """The state vectors of a metric window: computed in float64, rounded once to float32, packed little-endian."""
-    features, known = _pack(np.array(_rank_values(window), dtype=np.float64)[:, _COLUMNS])
-    global_features, global_known = _pack(np.array(_OF_JOB(window), dtype=np.float64))
     return State(
         job=window.job,
         generation=window.generation,
@@ -123,10 +119,8 @@ def state_of(window: MetricWindow) -> State:
         node=window.node,
         feature_version=FEATURE_VERSION,
         ranks=tuple(rank.rank for rank in window.ranks),
-        features=features,
-        known=known,
-        global_features=global_features,
-        global_known=global_known,
+        features=_pack(np.array(_rank_values(window), dtype=np.float64)[:, _COLUMNS]),
+        global_features=_pack(np.array(_OF_JOB(window), dtype=np.float64)),
     )
 
 
@@ -135,12 +129,18 @@ def check_state(state: State) -> None:
 
     Raises:
         MalformedMessageError: when the version is another, the bytes do not fit the number of ranks, or a feature is
-            not finite.
+            infinite.
     """
     if state.feature_version != FEATURE_VERSION:
         raise MalformedMessageError(f"features of version {state.feature_version}, this program has {FEATURE_VERSION}")
-    _check(state.features, state.known, len(state.ranks), _NUM_RANK)
-    _check(state.global_features, state.global_known, 1, _NUM_GLOBAL)
+    for features, num_rows, num_columns in (
+        (state.features, len(state.ranks), len(RANK_FEATURES)),
+        (state.global_features, 1, len(GLOBAL_FEATURES)),
+    ):
+        if len(features) != 4 * num_rows * num_columns:
+            raise MalformedMessageError(f"{len(features)} feature bytes do not fit {(num_rows, num_columns)}")
+        if np.isinf(np.frombuffer(features, dtype="<f4")).any():
+            raise MalformedMessageError("a feature is infinite")
 
 
 def unpack_ranks(state: State) -> Array32:
@@ -154,13 +154,14 @@ def unpack_ranks(state: State) -> Array32:
 
 def stack_ranks(states: Sequence[State]) -> Array32:
     """Unpack the ranks of several checked states, one below the other, in one pass."""
-    return _unpack(b"".join(s.features for s in states), [(s.known, len(s.ranks)) for s in states], _NUM_RANK)
+    values = np.frombuffer(b"".join(state.features for state in states), dtype="<f4")
+    return values.astype(np.float32).reshape(-1, len(RANK_FEATURES))
 
 
 def unpack_global(state: State) -> Array32:
     """Features of the job: float32, one per `GLOBAL_FEATURES`; NaN where unknown. Raises as `check_state`."""
     check_state(state)
-    return _unpack(state.global_features, [(state.global_known, 1)], _NUM_GLOBAL).reshape(-1)
+    return np.frombuffer(state.global_features, dtype="<f4").astype(np.float32)
 
 
 def _rank_values(window: MetricWindow) -> list[Values]:
@@ -186,31 +187,9 @@ def _traffic(network: NetworkMetrics | None, time_s: float) -> Values:
     return network.tx_bytes / time_s, network.rx_bytes / time_s, network.retransmits, network.srtt_us
 
 
-def _pack(values: npt.NDArray[np.float64]) -> tuple[bytes, bytes]:
-    """Values and mask; what float32 cannot hold is as little known as what was not measured, which is NaN."""
+def _pack(values: npt.NDArray[np.float64]) -> bytes:
+    """The values as float32; what float32 cannot hold is as little known as what was not measured."""
     with np.errstate(over="ignore"):
         rounded = values.astype("<f4")
-    known = np.isfinite(rounded)
-    rounded[~known] = 0.0
-    return rounded.tobytes(), np.packbits(known.reshape(-1)).tobytes()
-
-
-def _check(features: bytes, known: bytes, num_rows: int, num_columns: int) -> None:
-    count = num_rows * num_columns
-    if len(features) != 4 * count or len(known) != (count + 7) // 8:
-        raise MalformedMessageError(
-            f"{len(features)} feature bytes and {len(known)} mask bytes do not fit {(num_rows, num_columns)}"
-        )
-    if b"\0" in np.isfinite(np.frombuffer(features, dtype="<f4")).tobytes():
-        raise MalformedMessageError("a feature is not finite")
-
-
-def _unpack(features: bytes, masks: Sequence[tuple[bytes, int]], num_columns: int) -> Array32:
-    """All rows, with NaN where a mask has no bit; each mask is of so many rows, and padded to whole bytes."""
-    values = np.frombuffer(features, dtype="<f4").astype(np.float32)
-    bits = np.unpackbits(np.frombuffer(b"".join(mask for mask, _ in masks), dtype=np.uint8))
-    if len(bits) != len(values):  # some are padded: a node of eight ranks has no odd bits
-        parts = [np.unpackbits(np.frombuffer(mask, np.uint8), count=rows * num_columns) for mask, rows in masks]
-        bits = np.concatenate(parts)
-    values[bits == 0] = np.nan
-    return values.reshape(-1, num_columns)
+    rounded[~np.isfinite(rounded)] = np.nan
+    return rounded.tobytes()

@@ -18,7 +18,8 @@ import torch
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.deciding.profiles import profile_after
-from dynamix.arbitrator.policies.policy import Policy, RecurringPolicy
+from dynamix.arbitrator.policies.policy import Policy
+from dynamix.arbitrator.policies.rule import Rule
 from dynamix.collector.agent import Chooser, trace_of
 from dynamix.collector.window import simulated_window
 from dynamix.lab.workloads import Data, workload_named
@@ -210,13 +211,8 @@ def run_episode(
         for trace in filter(None, (trace_of(report, choose) for report in reports)):
             cluster.leave_trace(trace)
     after = None
-    if family and actions and isinstance(policy, RecurringPolicy):
+    if family and actions and isinstance(policy, Rule):
         after = profile_after(cluster.job, actions[-1], policy, profile)
-    return episode_of(cluster, actions, windows=windows, states=states, rewards=rewards, profile=after)
-
-
-def episode_of(cluster: VirtualCluster, actions: list[Action], **kept: Any) -> Episode:
-    """The outcome of a run that is over, with the messages and the profile that were `kept`."""
     fixed_time_s = cluster.scenario.fixed_time_s + GRID_TOLERANCE_S
     until = [evaluation.accuracy for evaluation in cluster.evaluations if evaluation.time_s <= fixed_time_s]
     return Episode(
@@ -232,5 +228,8 @@ def episode_of(cluster: VirtualCluster, actions: list[Action], **kept: Any) -> E
         job=cluster.job,
         actions=actions,
         applied=cluster.applied,
-        **kept,
+        windows=windows,
+        states=states,
+        rewards=rewards,
+        profile=after,
     )

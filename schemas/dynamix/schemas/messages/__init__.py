@@ -444,12 +444,9 @@ class State(Message, frozen=True, kw_only=True, array_like=True):
     feature_version: Count
     ranks: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
     features: bytes
-    """float32, little-endian, ranks x features, row by row; 0 where unknown."""
-    known: bytes
-    """One bit per value of `features`, most significant first: 0 marks an unknown value."""
+    """float32, little-endian, ranks x features, row by row; NaN where unknown."""
     global_features: bytes
     """float32, little-endian; equal in all nodes' messages of one window."""
-    global_known: bytes
 
 
 class Trace(Message, frozen=True, kw_only=True, array_like=True):
@@ -476,7 +473,6 @@ class Trace(Message, frozen=True, kw_only=True, array_like=True):
 MAX_PROFILE_BYTES = 96 * 1024
 """The first action of a job that starts from a profile holds it, beside the carry."""
 
-MAX_CURVE_POINTS = 64
 MAX_MILESTONES = 128
 MAX_ARMS = 8
 
@@ -561,50 +557,27 @@ class Applied(Message, frozen=True, kw_only=True, array_like=True):
 # --- recurring jobs
 
 
-class NoisePoint(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The gradient noise scale at one point of a training."""
+class ArmRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Results of the runs with one factor on the learning rate; 1 is the script's own rate."""
 
-    num_samples: Annotated[float, Meta(ge=0)]
-    """Samples that the run had seen."""
-    noise_scale: Annotated[float, Meta(gt=0)]
-    """B_noise in samples: geometric mean over the windows around it, and over runs."""
-
-
-class ExploredArm(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A setting that is tried out between runs; the default is a run without exploration."""
-
-    rate_factor: RateFactor = 1.0
-    noise_multiplier: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
-    exact: bool = False
-    """Gradients are exchanged exactly, though the job permits more."""
+    rate_factor: RateFactor
+    num_runs: Annotated[int, Meta(ge=1)]
+    num_stopped: Count
+    """Runs that gave up this factor because they were too far behind."""
+    milestones: Annotated[tuple[Annotated[float, Meta(ge=0)], ...], Meta(max_length=MAX_MILESTONES)] = ()
+    """Seconds of training, or joules, until the held-out error first fell below each of a row of levels, mean over
+    runs; 0: never."""
 
     @property
     def label(self) -> str:
         """Description for people."""
-        parts = [
-            f"learning rate x {self.rate_factor:.3g}" if self.rate_factor != 1.0 else "",
-            f"noise scale x {self.noise_multiplier:.3g}" if self.noise_multiplier != 1.0 else "",
-            "exact gradients" if self.exact else "",
-        ]
-        return ", ".join(filter(None, parts)) or "nothing changed"
-
-
-class ArmRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Results of the runs with an arm."""
-
-    arm: ExploredArm
-    num_runs: Annotated[int, Meta(ge=1)]
-    num_stopped: Count
-    """Runs that left the arm, since they were too far behind."""
-    milestones: Annotated[tuple[Annotated[float, Meta(ge=0)], ...], Meta(max_length=MAX_MILESTONES)] = ()
-    """Seconds of training, or joules, until the held-out error first fell below each of a row of levels, mean over
-    runs; 0: never."""
+        return "nothing changed" if self.rate_factor == 1.0 else f"learning rate x {self.rate_factor:.3g}"
 
 
 class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     """Lessons of a job family's runs: the arbitrator writes them at the end of each, and reads them at the next start.
 
-    Times are those of the newest run; the curve of the noise scale is a mean over runs.
+    Times are those of the newest run.
     """
 
     family: Token
@@ -625,9 +598,6 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     """The last decision of the newest run."""
     memory: Annotated[bytes, Meta(max_length=MAX_PROFILE_BYTES)] = b""
     """The policy's model of times and links: rates and fixed times by rank, saturation, communication."""
-    noise: Annotated[tuple[NoisePoint, ...], Meta(max_length=MAX_CURVE_POINTS)] = ()
-    """By samples seen, ascending."""
-
     arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()
     """Arms of runs that were compared by time, in the order of their first runs; milestones are in seconds."""
     energy_arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()

@@ -113,9 +113,8 @@ def is_permitted(exchange: Exchange, permission: ExchangePermission, named: Coll
 RateFactor = Annotated[float, Meta(ge=0.1, le=10)]
 """Bounds of a decision's factor on a learning rate."""
 
-Explored = Literal["learning_rate", "noise_multiplier", "exchange"]
-"""Choices that runs of a job's family may explore: a factor on its learning rate, one on the noise scale that the
-policy decides by, and whether to use what `ExchangePermission` permits at all."""
+Explored = Literal["learning_rate"]
+"""Choice that runs of a job's family may explore: a factor on its learning rate."""
 
 Objective = Literal["time", "energy"]
 """Measure by which such runs are compared: seconds, or joules, until the held-out error fell below some levels."""

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 COUNTERS = {
     "decided": "actions stored",
     "adopted": "actions of another arbitrator, or of an earlier start, that were adopted",
-    "late_states": "states that came after their window was decided",
     "halted": "generations of jobs without decisions, each with its reason in the log",
     "refused_logs": "of those, since the stored actions cannot be trusted",
     "jobs_put_off": "states of jobs that could not wait to be opened, since too many did",
@@ -258,7 +257,6 @@ def _show_stream(scrape: Scrape, name: str, state: StreamState) -> None:
             scrape.gauge("stream_span_seconds", "from oldest to newest message of a stream", state.span_s, stream=name)
     stored = "messages that a stream has taken since it was made, of all senders"
     scrape.counter("stream_stored", stored, state.last_sequence, stream=name)
-    scrape.gauge("stream_consumers", "what the broker keeps for readers of a stream", state.num_consumers, stream=name)
     for copy in state.copies.behind:
         scrape.gauge(
             "stream_copy_lag",

@@ -131,10 +131,9 @@ def attach(
         family: name of a family of recurring runs, or `auto` for a fingerprint of script, model, optimizer and data. A
             run starts from what earlier runs of its family learned, if the policy supports it (`rule`), and drops it
             when its first windows disagree. Default: no family.
-        explores: what runs of the family may try out, one thing per run and in two runs at most: `learning_rate` (a
-            factor on the optimizer's), `noise_multiplier` (a factor on the noise scale in the policy), `exchange`
-            (exact gradients although more is permitted). Runs are compared by `session.evaluated`; a run that falls
-            behind by a quarter returns to the best known setting.
+        explores: what runs of the family may try out, in two runs at most: `learning_rate` (a factor on the
+            optimizer's). Runs are compared by `session.evaluated`; a run that falls behind by a quarter returns to the
+            best known factor.
         objective: quantity by which these runs are compared: `time`, or `energy`, the joules of the ranks' GPUs, or on
             CPUs of their machines' processors. If a rank cannot read its energy, attaching fails.
         window_steps: k, the steps of a window. Default: 10, or a multiple if the loader draws further ahead; after the

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from structlog.stdlib import BoundLogger
 
-from dynamix.arbitrator.policies.policy import MISTAKES, Policy, RecurringPolicy
+from dynamix.arbitrator.policies.policy import MISTAKES, Policy
 from dynamix.arbitrator.policies.registry import POLICIES
+from dynamix.arbitrator.policies.rule import Rule
 from dynamix.runtime.bus import Bus, FailoverWait, PermissionDeniedError, StaleWriterError, StreamMissingError
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
@@ -77,7 +78,7 @@ class FamilyEnds:
         if newest is None or newest.action.generation != job.generation:
             return "nothing was decided in its last start"
         policy: Policy | None = POLICIES.get(newest.action.policy)
-        if not isinstance(policy, RecurringPolicy) or policy.version != newest.action.policy_version:
+        if not isinstance(policy, Rule) or policy.version != newest.action.policy_version:
             return f"policy {newest.action.policy!r} keeps nothing for later runs"
         known = None if earlier is None or earlier.is_forgotten else earlier
         profile = profile_after(job, newest.action, policy, known, ended_sequence=sequence)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamix.arbitrator.policies.policy import MAX_REASON, Policy, RecurringPolicy, digest_of
+from dynamix.arbitrator.policies.policy import MAX_REASON, Policy, digest_of
+from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas import subjects
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.chain import seal
@@ -62,7 +63,7 @@ class Fold:
         self.next_window = 0
         self.watermark = 0
         self._profile, self._carry = b"", b""
-        if profile and isinstance(policy, RecurringPolicy):
+        if profile and isinstance(policy, Rule):
             known = decode(JobProfile, subjects.of("profile", job.family), profile)
             self._profile, self._carry = profile, policy.begin(job, known)
         self.note = ""
@@ -72,14 +73,14 @@ class Fold:
         if last is not None:
             self.adopt(last)
 
-    def add_state(self, sequence: int, state: State) -> bool:
-        """Add one recorded state of this generation; false when its window was already closed.
+    def add_state(self, sequence: int, state: State) -> None:
+        """Add one recorded state of this generation.
 
         Raises:
             MalformedMessageError: when it does not fit the job's specification.
         """
         if sequence <= self.watermark:
-            return True
+            return
         if self._ranks.get(state.node) != state.ranks:
             raise MalformedMessageError(
                 f"node {state.node!r} with ranks {state.ranks} is not in the job's specification"
@@ -89,7 +90,7 @@ class Fold:
         if state.window > max(self.next_window, self._newest_window) + MAX_SKIP_WINDOWS:
             if confirmed is None or state.window != confirmed[1].window + 1:
                 self._ahead[state.node] = (sequence, state)
-                return True
+                return
             self.next_window = state.window
             self._gap = True
         rows, window = self._rows[state.node], state.window
@@ -99,7 +100,6 @@ class Fold:
             self._newest_window = max(self._newest_window, window)
             if window < self.next_window:
                 self._drop_closed(rows)
-        return window >= self.next_window
 
     def start_after_gap(self, watermark: int) -> None:
         """Continue after `watermark`, with the next window that all nodes report, since inputs are lost."""

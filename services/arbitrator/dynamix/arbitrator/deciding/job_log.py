@@ -17,7 +17,8 @@ from structlog.stdlib import BoundLogger
 
 from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicySource
 from dynamix.arbitrator.policies.baselines import Static
-from dynamix.arbitrator.policies.policy import MISTAKES, Policy, RecurringPolicy, digest_of
+from dynamix.arbitrator.policies.policy import MISTAKES, Policy, digest_of
+from dynamix.arbitrator.policies.rule import Rule
 from dynamix.runtime.bus import (
     Bus,
     BusMessage,
@@ -352,8 +353,7 @@ class JobLog:
             # no action is stored, nor the states that one would be made from: the streams were made again meanwhile
             self._fold.start_after_gap(sequence - 1)
         self._has_begun = True
-        if not self._fold.add_state(sequence, state):
-            self._around.count("late_states")
+        self._fold.add_state(sequence, state)
         while not self._superseded and (action := self._fold.close()) is not None:
             await self._publish(action)
 
@@ -436,7 +436,7 @@ class JobLog:
 
 async def _profile_for(job: Job, policy: Policy, around: Surroundings) -> bytes:
     """The stored profile that a generation without decisions begins with; empty for none, or an unusable one."""
-    if not job.family or not isinstance(policy, RecurringPolicy):
+    if not job.family or not isinstance(policy, Rule):
         return b""
     log = around.log.bind(job=job.job, generation=job.generation, family=job.family)
     if job.explores and job.generation > 0:

@@ -10,10 +10,11 @@ from itertools import zip_longest
 
 from msgspec.structs import replace
 
-from dynamix.arbitrator.policies.policy import MISTAKES, RecurringPolicy
+from dynamix.arbitrator.policies.policy import MISTAKES
+from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import MAX_ARMS, MAX_PROFILE_BYTES, Action, ArmRecord, ExploredArm, Job, JobProfile
+from dynamix.schemas.messages import MAX_ARMS, MAX_PROFILE_BYTES, Action, ArmRecord, Job, JobProfile
 
 FEWEST_WINDOWS = 5
 """Runs with fewer decided windows teach nothing."""
@@ -39,7 +40,7 @@ class UnusableProfileError(ValueError):
     """This program cannot use the profile; the message has the reason."""
 
 
-def usable_profile(job: Job, policy: RecurringPolicy, payload: bytes) -> JobProfile:
+def usable_profile(job: Job, policy: Rule, payload: bytes) -> JobProfile:
     """The profile in a stored message, once it is certain that a generation can begin with it.
 
     Raises:
@@ -58,7 +59,7 @@ def usable_profile(job: Job, policy: RecurringPolicy, payload: bytes) -> JobProf
 
 
 def profile_after(
-    job: Job, last: Action, policy: RecurringPolicy, earlier: JobProfile | None, *, ended_sequence: int = 0
+    job: Job, last: Action, policy: Rule, earlier: JobProfile | None, *, ended_sequence: int = 0
 ) -> JobProfile | None:
     """The family's profile after a run with this last action; `None` if the run has nothing to store.
 
@@ -68,7 +69,7 @@ def profile_after(
         return None
     knowledge = policy.knowledge(job, last.carry)
     known = earlier if earlier is not None and earlier.policy == policy.name else None
-    if not (knowledge.memory or knowledge.noise):
+    if not knowledge.memory and knowledge.tried is None:
         return None
     is_again = earlier is not None and earlier.job == job.job  # a restarted run has ended once more
     has_times = bool(knowledge.memory) or known is None
@@ -88,7 +89,6 @@ def profile_after(
         num_windows=last.window + 1,
         allocation=replace(last.allocation, rate_factor=1.0),
         memory=knowledge.memory if has_times or known is None else known.memory,
-        noise=knowledge.noise or (() if known is None else known.noise),
         arms=with_record(by_time, tried if job.objective == "time" else None),
         energy_arms=with_record(by_energy, tried if job.objective == "energy" else None),
     )
@@ -103,7 +103,7 @@ def judged(newest: ArmRecord | None, end_reason: str) -> ArmRecord | None:
     end = class_of_end(end_reason) if end_reason else COMPLETED  # virtual runs give none
     if newest is None or end in {COMPLETED, LEFT}:
         return newest
-    return replace(newest, num_stopped=1) if end == ERROR and newest.arm != ExploredArm() else None
+    return replace(newest, num_stopped=1) if end == ERROR and newest.rate_factor != 1.0 else None
 
 
 def with_record(records: tuple[ArmRecord, ...], newest: ArmRecord | None) -> tuple[ArmRecord, ...]:
@@ -111,10 +111,11 @@ def with_record(records: tuple[ArmRecord, ...], newest: ArmRecord | None) -> tup
     if newest is None:
         return records
     for index, record in enumerate(records):
-        if record.arm == newest.arm:
+        if record.rate_factor == newest.rate_factor:
             count, means = record.num_runs, []
             for before, now in zip_longest(record.milestones, newest.milestones, fillvalue=0.0):
                 means.append((count * before + now) / (count + 1) if before and now else before or now)
-            merged = ArmRecord(record.arm, count + 1, record.num_stopped + newest.num_stopped, tuple(means))
+            num_stopped = record.num_stopped + newest.num_stopped
+            merged = ArmRecord(record.rate_factor, count + 1, num_stopped, tuple(means))
             return (*records[:index], merged, *records[index + 1 :])
     return (*records, newest)[:MAX_ARMS]

@@ -197,11 +197,7 @@ class RunTimes:
         for kind, ended in list(self._ended.items()):
             runs = [run for run in list(ended) if run]
             if len(runs) >= MIN_RUNS:
-                found[kind] = variation_between(times_to_common_accuracy(runs))
+                common = min(run[-1].accuracy for run in runs)  # the best accuracy that all of them reached
+                times = [next(point.time_s for point in run if point.accuracy >= common) for run in runs]
+                found[kind] = variation_between(times)
         return found
-
-
-def times_to_common_accuracy(runs: list[list[Improvement]]) -> list[float]:
-    """Training time of each run to the best accuracy that all of them reached."""
-    common = min(run[-1].accuracy for run in runs)
-    return [next(point.time_s for point in run if point.accuracy >= common) for run in runs]

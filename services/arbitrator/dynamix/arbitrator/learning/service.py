@@ -57,6 +57,8 @@ NUM_KEPT_UPDATES = 4
 """Lessons for so many updates are kept while nothing can be stored on the bus."""
 MAX_REMEMBERED = 1000
 """Names of generations learned from that a policy file keeps, so that a restarted learner learns from none twice."""
+MAX_STALENESS = 2
+"""Generations decided by a version further behind the newest than this are left out."""
 STALL_TIMEOUT_S = 60.0
 """A broker that restarts is waited for as long as a request waits."""
 
@@ -88,8 +90,6 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Which jobs to learn from: a pattern of their names, with `*` and `?`."""
     generations_per_update: Annotated[int, Meta(ge=1)] = 4
     """Generations in a batch; each update makes a new version."""
-    max_staleness: Annotated[int, Meta(ge=0)] = 2
-    """Generations decided by a version further behind the newest than this are left out."""
     grace_s: Annotated[float, Meta(gt=0)] = 10.0
     """Seconds to wait for the last rewards of a generation that has ended."""
     reward_formula: Literal["auto", "paper-sgd", "paper-adam", "time-aware"] = "auto"
@@ -98,8 +98,6 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """For a new policy: one choice per rank, or one for the job."""
     objective: Literal["clipped", "simplified"] = "clipped"
     """For a new policy: PPO's, or the paper's."""
-    seed: Annotated[int, Meta(ge=0)] = 0
-    """For a new policy: the seed of its initial parameters."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a name that cannot be a policy's."""
@@ -155,14 +153,12 @@ def generation_name(job: Job) -> str:
     return f"{job.job}:{job.generation}"
 
 
-def first_version(
-    policy: str, action_set: ActionSetName, objective: Objective, seed: int, reward_formula: str
-) -> bytes:
+def first_version(policy: str, action_set: ActionSetName, objective: Objective, reward_formula: str) -> bytes:
     """The file of an untrained policy."""
     from .ppo import Agent  # noqa: PLC0415 - torch: only in the process of updates
 
     settings = PPOSettings(objective=objective)
-    metadata = metadata_of(action_set, policy=policy, settings=settings, reward_formula=reward_formula, seeds=(seed,))
+    metadata = metadata_of(action_set, policy=policy, settings=settings, reward_formula=reward_formula, seeds=(0,))
     return Agent.new(metadata).file().to_bytes()
 
 
@@ -381,7 +377,7 @@ class _Learner:
         elif (shipped := shipped_policy(name)) is not None:
             self._take(SHIPPED_VERSION, shipped)
         else:
-            wanted = (name, new.action_set, new.objective, new.seed, new.reward_formula)
+            wanted = (name, new.action_set, new.objective, new.reward_formula)
             await self._put(await self._in_process(first_version, *wanted))
 
     async def on_finished(self, finished: Finished) -> None:
@@ -421,7 +417,7 @@ class _Learner:
         own = f"paper-{job.optimizer_family}" if own == "auto" else own
         foreign = sorted({reward.formula for reward in recording.rewards} - {own})
         behind = self._version - max((action.policy_version for action in recording.actions), default=0)
-        if not recording.actions or not 0 <= behind <= self._settings.max_staleness:
+        if not recording.actions or not 0 <= behind <= MAX_STALENESS:
             self._context.log.info("left out", job=job.job, generation=job.generation, versions_behind=behind)
         elif foreign:
             self._context.count("generations_of_other_rewards")

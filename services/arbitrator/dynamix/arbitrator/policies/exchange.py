@@ -168,9 +168,10 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
 
     def observe(self, seen: WindowExposure, loss: float, drift: float, num_ranks: int) -> "ExchangeMemory":
         """The memory after one more window, in which the first of `ruling` was active."""
-        aged = replace(self, age=self.age + 1, blocked=max(self.blocked - 1, 0))
-        known = aged.with_loss(loss).with_bytes(seen.sent_bytes, num_ranks)
-        ruled = self.ruling[0]
+        ruled, known = self.ruling[0], replace(self, age=self.age + 1, blocked=max(self.blocked - 1, 0)).with_loss(loss)
+        if way_of(ruled) == EXACT.codec and seen.sent_bytes > 0.0 and num_ranks > 1:  # gradients as they are
+            num_bytes = seen.sent_bytes * ruled.every * num_ranks / (2 * (num_ranks - 1))
+            known = replace(known, gradient_bytes=num_bytes)
         known = known.with_drift(drift if ruled.every > 1 else math.nan, num_ranks)
         if ruled.every > 1 and math.isnan(known.drift) and known.age > LAG + DWELL:
             known = replace(known, blocked=BLOCKED)  # nothing says what local steps cost here
@@ -178,7 +179,11 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
             return known
         if ruled.every == 1:
             return known.with_step(seen)
-        return known.with_time(seen.exposed_s * ruled.every).with_overlap()
+        known = known.with_time(seen.exposed_s * ruled.every)
+        hidden = (known.exact_s - known.exposed_s) / known.hidden_s  # by computing, of an exchange in each step
+        if not 0.0 <= hidden <= MOST_OVERLAP:  # these links cannot have taken so long
+            return known
+        return replace(known, overlap=hidden, exposed_s=math.nan)
 
     def decided(self, exchange: Exchange) -> "ExchangeMemory":
         """The memory with one more decision."""
@@ -225,7 +230,7 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         return float(DRIFT_SCALES[job.optimizer_family] * drift**DRIFT_POWER)
 
     def with_loss(self, loss: float) -> "ExchangeMemory":
-        """The memory after a window with this drift R, NaN without one."""
+        """The memory after a window of this loss, NaN without one."""
         if not math.isfinite(loss):
             return self
         smoothed = loss if math.isnan(self.loss) else self.loss + LOSS_SMOOTHING * (loss - self.loss)
@@ -254,13 +259,6 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         ratios = rates / self.rates  # a rank with a busy processor shows less than its link can, never more
         believed = np.where(ratios < 1.0, ratios**SMOOTHING, ratios)
         return replace(self, rates=self.rates * believed, num_link_windows=number)
-
-    def with_bytes(self, sent_bytes: float, num_ranks: int) -> "ExchangeMemory":
-        """The memory with the gradient's bytes, from a window in which it travelled as it is."""
-        ruled = self.ruling[0]
-        if way_of(ruled) != EXACT.codec or not sent_bytes > 0.0 or num_ranks < 2:
-            return self
-        return replace(self, gradient_bytes=sent_bytes * ruled.every * num_ranks / (2 * (num_ranks - 1)))
 
     def with_step(self, seen: WindowExposure) -> "ExchangeMemory":
         """After a window with an exchange in each step."""
@@ -294,13 +292,6 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         elif way == OVER_OWNERS:
             return replace(self, exact_s=plain_s, age=max(self.age, LOOK_AGAIN))
         return replace(self, exact_s=plain_s)
-
-    def with_overlap(self) -> "ExchangeMemory":
-        """The memory with what computing hid of an exchange in each step, if these links can have taken so long."""
-        hidden = (self.exact_s - self.exposed_s) / self.hidden_s
-        if not 0.0 <= hidden <= MOST_OVERLAP:
-            return self
-        return replace(self, overlap=hidden, exposed_s=math.nan)
 
     def begun_again(self, first: "ExchangeMemory") -> "ExchangeMemory":
         """The memory at the start of another run, which starts with the exchange `first`."""

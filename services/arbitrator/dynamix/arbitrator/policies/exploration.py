@@ -1,4 +1,4 @@
-"""Exploration over the runs of a family, one arm per run: a small bandit over facts that no run alone can show. Pure.
+"""Exploration over the runs of a family: a small bandit over factors on the learning rate, one arm per run. Pure.
 
 Runs are compared by the times at which the held-out error first fell below levels of a fixed row: the mean logarithm of
 their ratios over the last `NUM_COMPARED` levels that both reached; an arm that ended more than `MAX_SHORT` levels short
@@ -12,13 +12,13 @@ time, with eta = 1. Idle devices draw power, too, so that time has its price alr
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from dynamix.schemas.messages import ArmRecord, ExploredArm, Job
+from dynamix.schemas.messages import ArmRecord
 from dynamix.schemas.messages.allocation import Objective
 
 from .policy import Array32, Array64, job_value
@@ -36,17 +36,17 @@ FEWEST_WINDOWS = 6
 """Windows before which no run is stopped: a decision takes effect two windows later, and shows after some more."""
 SMOOTHING = 0.5
 """Weight of the newest held-out accuracy."""
-RATE_STEP, NOISE_STEP = 1.5, 0.5
-
-FIRST = ExploredArm()
+RATE_STEP = 1.5
+FIRST = 1.0
+"""The arm of the first run: the script's own learning rate."""
 
 
 class Exploration(msgspec.Struct, frozen=True, array_like=True):
     """The arm that this run tries out, and its progress."""
 
-    tried: ExploredArm = FIRST
+    tried: float = FIRST
     """The trial with which the run began."""
-    best: ExploredArm = FIRST
+    best: float = FIRST
     """To go back to."""
     reference: Array64 = msgspec.field(default_factory=lambda: np.zeros(NUM_LEVELS))
     """Milestones of the best arm so far; 0 where unknown."""
@@ -60,13 +60,12 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
     """Whether the arm that it began with was given up; its milestones end there."""
 
     @classmethod
-    def of_records(cls, records: Sequence[ArmRecord], job: Job) -> "Exploration":
+    def of_records(cls, records: Sequence[ArmRecord], *, is_restart: bool) -> "Exploration":
         """State at the beginning of a run. A restarted run tries nothing: its time would count for no arm."""
-        best = _best(_permitted(records, job))
-        known = next((record for record in records if record.arm == best), None)
+        best = _best(records)
+        known = _record_of(best, records)
         reference = np.zeros(NUM_LEVELS) if known is None else _levels(known)
-        tried = next_arm(records, job) if job.generation == 0 else best
-        return cls(tried=tried, best=best, reference=reference)
+        return cls(tried=best if is_restart else next_arm(records), best=best, reference=reference)
 
     def without_records(self) -> "Exploration":
         """On another cluster than that of the records: nothing is tried, and what the run takes is compared with none.
@@ -76,9 +75,14 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
         return replace(self, tried=FIRST, best=FIRST, reference=np.zeros(NUM_LEVELS), stopped=False)
 
     @property
-    def arm(self) -> ExploredArm:
-        """The current trial."""
+    def rate_factor(self) -> float:
+        """The factor on the learning rate that is in effect."""
         return self.best if self.stopped else self.tried
+
+    @property
+    def label(self) -> str:
+        """Description of the factor for people."""
+        return f"learning rate x {self.rate_factor:.3g}"
 
     @property
     def record(self) -> ArmRecord | None:
@@ -109,19 +113,19 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
         return replace(known, num_windows=self.num_windows + 1)
 
 
-def next_arm(records: Sequence[ArmRecord], job: Job) -> ExploredArm:
-    """The arm of the next run, or the best arm when enough was tried; only arms that the job permits."""
-    records = _permitted(records, job)
-    first = next((record for record in records if record.arm == FIRST), None)
+def next_arm(records: Sequence[ArmRecord]) -> float:
+    """The arm of the next run, or the best arm when enough was tried."""
+    first = _record_of(FIRST, records)
     if first is None or not any(first.milestones):
         return FIRST
-    tried = [record for record in records if record.arm != FIRST]
-    if len(tried) < MOST_EXPLORING:
-        known = {record.arm for record in records}
-        for arm in _candidates(tried, first, job):
-            if arm not in known:
-                return arm
-    return _best(records)
+    tried = [record for record in records if record.rate_factor != FIRST]
+    if not tried:
+        return RATE_STEP
+    if len(tried) >= MOST_EXPLORING:
+        return _best(records)
+    newest = tried[-1]
+    was_better = not newest.num_stopped and score(newest, first) <= WORTH
+    return newest.rate_factor * RATE_STEP if was_better else 1.0 / RATE_STEP
 
 
 def score(record: ArmRecord, first: ArmRecord) -> float:
@@ -133,16 +137,8 @@ def score(record: ArmRecord, first: ArmRecord) -> float:
     return float(np.exp(np.log(ours[both] / theirs[both]).mean())) if both.size else math.nan
 
 
-def _permitted(records: Sequence[ArmRecord], job: Job) -> list[ArmRecord]:
-    """The arms that this job permits: earlier runs of the family may have permitted others."""
-    rate, noise = "learning_rate" in job.explores, "noise_multiplier" in job.explores
-    exact = "exchange" in job.explores and job.exchange != "exact"
-    arms = [(record, record.arm) for record in records]
-    return [
-        record
-        for record, arm in arms
-        if (rate or arm.rate_factor == 1.0) and (noise or arm.noise_multiplier == 1.0) and (exact or not arm.exact)
-    ]
+def _record_of(arm: float, records: Sequence[ArmRecord]) -> ArmRecord | None:
+    return next((record for record in records if record.rate_factor == arm), None)
 
 
 def _last(levels: Array64) -> int:
@@ -150,35 +146,14 @@ def _last(levels: Array64) -> int:
     return int(np.flatnonzero(levels).max(initial=-1))
 
 
-def _best(records: Sequence[ArmRecord]) -> ExploredArm:
+def _best(records: Sequence[ArmRecord]) -> float:
     """The arm that took least; the first one where none is clearly better. Those that were stopped do not count."""
-    first = next((record for record in records if record.arm == FIRST), None)
+    first = _record_of(FIRST, records)
     if first is None:
         return FIRST
-    found = [(score(record, first), record.arm) for record in records if 2 * record.num_stopped < record.num_runs]
-    good = [(value, arm) for value, arm in found if value <= WORTH]
-    return min(good, key=lambda pair: pair[0])[1] if good else FIRST
-
-
-def _candidates(tried: Sequence[ArmRecord], first: ArmRecord, job: Job) -> Iterator[ExploredArm]:
-    """Arms in the order in which they are worth a run."""
-    further = [record.arm for record in tried if not record.num_stopped and score(record, first) <= WORTH]
-    for arm in further:
-        if arm.rate_factor > 1.0:
-            yield replace(arm, rate_factor=arm.rate_factor * RATE_STEP)
-        elif arm.noise_multiplier < 1.0:
-            yield replace(arm, noise_multiplier=arm.noise_multiplier * NOISE_STEP)
-    base = further[-1] if further else FIRST
-    if "learning_rate" in job.explores and base.rate_factor == 1.0:
-        yield replace(base, rate_factor=RATE_STEP)
-    if "exchange" in job.explores and job.exchange != "exact":
-        yield replace(base, exact=True)
-    if "noise_multiplier" in job.explores and base.noise_multiplier == 1.0:
-        yield replace(base, noise_multiplier=NOISE_STEP)
-    if "learning_rate" in job.explores:
-        yield replace(base, rate_factor=1.0 / RATE_STEP)
-    if "noise_multiplier" in job.explores:
-        yield replace(base, noise_multiplier=1.0 / NOISE_STEP)
+    kept = [record for record in records if 2 * record.num_stopped < record.num_runs]
+    good = [(value, record.rate_factor) for record in kept if (value := score(record, first)) <= WORTH]
+    return min(good, default=(WORTH, FIRST))[1]
 
 
 def _levels(record: ArmRecord) -> Array64:

@@ -4,14 +4,14 @@ A policy is a pure function of the knowledge about one job at one closed window.
 """
 
 import math
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
-from dynamix.schemas.messages import MAX_STRETCH, ArmRecord, Job, JobProfile, NoisePoint
+from dynamix.schemas.messages import MAX_STRETCH, Job
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, is_permitted
 from dynamix.schemas.policies import Options
 
@@ -95,33 +95,6 @@ class NamedPolicy(Policy, Protocol):
     @property
     def options(self) -> Options:
         """The options of `Job.policy_options` that it understands."""
-
-
-class Knowledge(NamedTuple):
-    """Lessons of a run, for the next one of its family."""
-
-    memory: bytes
-    """Times and links, in the policy's own bytes; empty when nothing was measured."""
-    noise: tuple[NoisePoint, ...] = ()
-    """The noise scale by samples seen: of this run and, where it began with a profile, of those before."""
-    tried: ArmRecord | None = None
-    """Result of this run and its trial; `None` without exploration or without a result."""
-    is_changed: bool = False
-    """Whether the cluster is another than that of the profile that it began with, as its first windows showed."""
-
-
-@runtime_checkable
-class RecurringPolicy(Policy, Protocol):
-    """A policy that can start from what earlier runs of a job's family learned."""
-
-    def begin(self, job: Job, profile: JobProfile) -> bytes:
-        """The carry of a generation that begins with a profile.
-
-        It checks the profile against the first windows; of what does not fit the job's shape, nothing is in the carry.
-        """
-
-    def knowledge(self, job: Job, carry: bytes) -> Knowledge:
-        """Lessons of the run behind the last decision's carry."""
 
 
 def digest_of(policy: Policy) -> bytes:

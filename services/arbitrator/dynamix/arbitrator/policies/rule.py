@@ -1,13 +1,13 @@
 """The policy `rule`."""
 
 import math
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from dynamix.schemas.messages import MAX_PROFILE_BYTES, ExploredArm, Job, JobProfile
+from dynamix.schemas.messages import MAX_PROFILE_BYTES, ArmRecord, Job, JobProfile
 from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options
 from dynamix.schemas.progress import most_worthwhile, progress
 
@@ -28,7 +28,6 @@ from .exploration import Exploration
 from .policy import (
     Array32,
     Decision,
-    Knowledge,
     NoiseMemory,
     allocation_of,
     decided_sizes,
@@ -67,6 +66,17 @@ class _Memory(msgspec.Struct, array_like=True):
     exchange: ExchangeMemory | None = None
 
 
+class Knowledge(NamedTuple):
+    """Lessons of a run, for the next one of its family."""
+
+    memory: bytes
+    """Times and links, in the policy's own bytes; empty when nothing was measured."""
+    tried: ArmRecord | None = None
+    """Result of this run and its trial; `None` without exploration or without a result."""
+    is_changed: bool = False
+    """Whether the cluster is another than that of the profile that it began with, as its first windows showed."""
+
+
 class Rule:
     """`rule`: the global batch that buys the most progress per second, divided by the training processes.
 
@@ -98,20 +108,18 @@ class Rule:
         # what earlier runs taught, while the first windows agree with it
         seen = before.observe_times(job, StepTimeFit.of(state.fit, job), window_of(job, obs_WF, global_F))
         fit, exploration = seen.fit, tried
-        if seen.runs.times.standing is Standing.DROPPED is not before.times.standing:
+        runs = seen.runs
+        if runs.standing is Standing.DROPPED is not before.standing:
             memory = replace(  # of another cluster only what was decided is known
                 ExchangeMemory.of(job), ruling=memory.ruling, age=memory.age, shares=memory.shares
             )
             exploration = tried = tried.without_records()
-        runs = seen.runs.observe_noise(obs_WF, noise_scale)
-        disagrees = runs.times.standing is Standing.ON_TRIAL and bool(seen.disagreement)
+        disagrees = runs.standing is Standing.ON_TRIAL and bool(seen.disagreement)
 
         # what this run tries out
         if job.explores:
             exploration = tried.observe(global_F, steps_of(job, global_F), job.objective)
-        arm = exploration.arm
-        scale = runs.noise_scale(noise.noise_scale) * option(self.options, job, "noise_multiplier")
-        scale *= arm.noise_multiplier
+        scale = noise.noise_scale * option(self.options, job, "noise_multiplier")
 
         # how gradients are exchanged
         model, ruled = seen.deciding.model(job), memory.ruling[0]
@@ -120,15 +128,16 @@ class Rule:
                 loss, drift = job_value(global_F, "loss"), job_value(global_F, "local_drift")
                 memory = memory.observe(exposure_of(seen.deciding, model, obs_WF), loss, drift, job.world_size)
                 memory = memory.with_links(link_rates(obs_WF)) if can_share(job) else memory
-            memory, model = self._exchange(replace(job, exchange="exact") if arm.exact else job, memory, model, scale)
+            memory, model = self._exchange(job, memory, model, scale)
         if memory.ruling[0] != ruled:  # what the next window exposes is no pair with what this one did
-            fit, runs = replace(fit, sync_s=math.nan), runs.with_unknown_sync()
+            fit = replace(fit, sync_s=math.nan)
+            runs = runs if runs.cold is None else replace(runs, cold=replace(runs.cold, sync_s=math.nan))
 
         # the global batch, and its division
         current = state.global_batch_size or float(sum(job.initial_local_batch_sizes))
         wanted, reason = self._next(job, current, model, scale)
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
-        allocation = replace(allocation_of(self.options, job, sizes), rate_factor=arm.rate_factor)
+        allocation = replace(allocation_of(self.options, job, sizes), rate_factor=exploration.rate_factor)
         if is_decided(job):
             if way_of(memory.newest) == OVER_OWNERS:
                 reason += f"; {slowest_in_words(memory.rates.tolist())}"
@@ -138,7 +147,9 @@ class Rule:
         if note or disagrees:
             remarks = [note or f"not by its profile: {seen.disagreement}"]
         else:
-            remarks = ["begins with its profile"] * seen.is_first + [arm.label] * (arm != ExploredArm())
+            remarks = ["begins with its profile"] * seen.is_first + [exploration.label] * (
+                exploration.rate_factor != 1.0
+            )
         kept = _kept(job, _State(wanted, noise, fit, None, runs, exploration), memory)
         return Decision(allocation, carry=pack(kept), reason="; ".join((reason, *remarks)), note=note)
 
@@ -171,24 +182,22 @@ class Rule:
                     sync_intercept_s=model.sync_intercept_s,
                     sync_slope=model.sync_slope,
                 )
-        runs = EarlierRuns.of_profile(profile, has_times=fit is not None, first_start=job.generation == 0)
+        runs = EarlierRuns(Standing.ABSENT if fit is None else Standing.ON_TRIAL)
         records = profile.arms_of(job.objective) if is_of_these else ()
-        exploration = Exploration.of_records(records, job) if is_of_these else Exploration()
+        exploration = Exploration.of_records(records, is_restart=job.generation > 0)
         return pack(_kept(job, _State(noise=NoiseMemory(), fit=fit, runs=runs, exploration=exploration), memory))
 
     def knowledge(self, job: Job, carry: bytes) -> Knowledge:
-        """Lessons of the run behind a carry, without the curve of a restarted run, which begins in mid-training."""
+        """Lessons of the run behind a carry; a restarted run, which begins in mid-training, has no result."""
         state = unpack(_State, carry)
         fit, runs = StepTimeFit.of(state.fit, job), state.runs or EarlierRuns()
         memory = pack(_Memory(max(job.max_local_batch_sizes), fit.kept(), state.exchange))
         is_kept = len(memory) <= MAX_MEMORY_BYTES and fit.model(job) is not None
-        curve = runs.own.with_earlier(runs.earlier) if runs.noise.standing.is_used else runs.own
         exploration = state.exploration or Exploration()
         return Knowledge(
             memory if is_kept else b"",
-            curve.points if job.generation == 0 else (),
             exploration.record if job.explores and job.generation == 0 else None,
-            runs.times.standing is Standing.DROPPED,
+            runs.standing is Standing.DROPPED,
         )
 
     def _exchange(
@@ -232,16 +241,13 @@ def _kept(job: Job, state: _State, memory: ExchangeMemory) -> _State:
 
 
 def _note(before: EarlierRuns, runs: EarlierRuns, seen: SeenTimes, tried: Exploration, now: Exploration) -> str:
-    """Log message on dropped or accepted parts of the profile and stopped trials; empty in other windows."""
+    """Log message on a dropped or accepted profile and on stopped trials; empty in other windows."""
     found = []
-    if runs.times.standing is not before.times.standing:
+    if runs.standing is not before.standing:
         dropped = f"dropped its profile: {seen.disagreement}"
         found.append(dropped if seen.disagreement else "the first windows agree with its profile")
-    if runs.noise.standing is Standing.DROPPED is not before.noise.standing:
-        expected = runs.earlier.at(runs.num_samples)
-        found.append(f"dropped its noise scales: {expected:.3g} samples by now, another was measured")
     if now.stopped and not tried.stopped:
-        found.append(f"stopped trying {tried.arm.label}: too far behind earlier runs")
+        found.append(f"stopped trying {tried.label}: too far behind earlier runs")
     if math.isnan(now.cost) and not math.isnan(tried.cost):
         found.append("a window's energy is unknown: with what this run spends from here on nothing is compared")
     return "; ".join(found)

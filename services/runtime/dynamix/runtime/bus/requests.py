@@ -111,7 +111,6 @@ class StreamState(NamedTuple):
     num_bytes: int = 0
     span_s: float = 0.0
     """Time between the oldest and the newest message."""
-    num_consumers: int = 0
     num_replicas: int = 1
     copies: StreamCopies = StreamCopies()
     """Empty where there is no cluster."""
@@ -150,7 +149,6 @@ class _State(msgspec.Struct):
     bytes: int = 0
     first_ts: str = ""
     last_ts: str = ""
-    consumer_count: int = 0
 
 
 class _StreamInfo(Answer):
@@ -253,7 +251,6 @@ class Requests:
             state.messages,
             state.bytes,
             span_ns / 1e9,
-            num_consumers=state.consumer_count,
             num_replicas=info.config.get("num_replicas", 1),
             copies=info.cluster,
             created=info.created,

@@ -218,8 +218,6 @@ class JobOptions:
                 f"objective={self.objective!r} is what runs that try something out are compared by: add "
                 'explores=["learning_rate"], for example, and a family'
             )
-        if "exchange" in self.explores and self.exchange == "exact":
-            raise ValueError("explores='exchange' has nothing to explore: use it with exchange='lossy' or 'local'")
 
     def _check_exchange(self) -> None:
         for name in self.named_codecs:
