@@ -49,7 +49,8 @@ def test_the_notebook_of_the_documents_draws_the_demos_picture(tmp_path: Path, m
     document = (ROOT / "docs" / "export.md").read_text()
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", document, flags=re.DOTALL | re.MULTILINE):
-        exec(block, names)
+        if "attach(" not in block:  # that one is a line of a training script
+            exec(block, names)
     assert (tmp_path / "runs" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert [len(axes.get_lines()) for axes in names["figure"].axes] == [3, 4, 3]
     assert len(names["runs"]["rule"]) == 120
