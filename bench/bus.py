@@ -55,7 +55,7 @@ from nats.aio.msg import Msg
 
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.collector.procfs import Proc
-from dynamix.recording.replay import ReplayRequest, ReplayTarget, replay
+from dynamix.recording.replay import ReplayTarget, replay
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.settings import BusSettings
@@ -431,7 +431,7 @@ def replays(num_workers: int, num_windows: int) -> Report:
             taken_s = []
             for _ in range(3):
                 with Timed() as done:
-                    outcome = asyncio.run(replay(ReplayRequest(path, service)))
+                    outcome = replay(path, service)
                 taken_s.append(done.timing.wall_s)
                 equal &= outcome.bytes_equal
             times = outcome.recorded_s / min(taken_s)

@@ -37,7 +37,6 @@ REFUSED = [
     ("simulate nowhere", "scenario 'nowhere' is neither a file nor among those that are shipped: heldout/adam, "),
     ("simulate n32", "scenario 'n32' could be heldout/n32 or train/n32: name one of them"),
     ("simulate train/mixed-8 --policy oracle", "'oracle' stands for several runs: use `dynamix evaluate"),
-    ("simulate train/mixed-8 --bus --policy-file x", "on the bus, policies come from there"),
     ("learn --set clip_coeff=0.1", "there is no such setting: did you mean clip_coef?"),
     ("learn --set clip_coef", "write NAME=VALUE"),
     ("learn --set num_episodes=100001", "num_episodes=100001: at most 100000"),

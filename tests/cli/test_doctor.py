@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.cli.commands.doctor import DoctorCheck, checks, report
-from dynamix.cli.commands.doctor.checks import bus, credential, is_alive
+from dynamix.cli.commands import doctor as checks
+from dynamix.cli.commands.doctor import DoctorCheck, bus, credential, is_alive, report
 from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
@@ -77,7 +77,7 @@ async def test_a_broker_that_was_asked_for_and_is_away_is_fatal_otherwise_it_is_
 
 
 async def test_a_broker_without_streams_lacks_them(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamix.cli.commands.doctor.checks.LISTEN_S", 0.2)
+    monkeypatch.setattr("dynamix.cli.commands.doctor.LISTEN_S", 0.2)
     found = by_name(await bus(server.settings, configured=True))
     assert found["broker"].present
     assert found["streams"].fix == "run `dynamix provision`"
@@ -132,7 +132,7 @@ async def test_streams_services_and_their_complaints_are_found(server: EmbeddedS
 async def test_a_service_is_alive_when_this_very_one_beats_and_listens(
     server: EmbeddedServer, connection: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamix.cli.commands.doctor.checks.ALIVE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dynamix.cli.commands.doctor.ALIVE_TIMEOUT_S", 0.5)
     async with beating(connection, "reward"):
         assert await is_alive(server.settings, "reward", {"DYNAMIX_NODE": "node-a"})
         assert not await is_alive(server.settings, "reward", {"DYNAMIX_INSTANCE": "another"})

@@ -8,8 +8,7 @@ import pytest
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer
 
-from dynamix.cli.commands.doctor import DoctorCheck
-from dynamix.cli.commands.doctor.checks import actions
+from dynamix.cli.commands.doctor import DoctorCheck, actions
 from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
@@ -76,7 +75,7 @@ def test_the_exit_code_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pr
     async def found(_settings: BusSettings, job: str) -> DoctorCheck:
         return DoctorCheck("actions", "training", job, "" if present else "fix")
 
-    monkeypatch.setattr("dynamix.cli.commands.doctor.checks.actions", found)
+    monkeypatch.setattr("dynamix.cli.commands.doctor.actions", found)
     assert main(["doctor", "--actions", examples.JOB, "--json", str(tmp_path / "found.json")]) == code
     (written,) = json.loads((tmp_path / "found.json").read_text())["findings"]
     assert (written["name"], written["found"]) == ("actions", examples.JOB)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from dynamix.cli.commands import doctor as checks
 from dynamix.cli.commands.doctor import DoctorCheck
-from dynamix.cli.commands.doctor import ebpf as checks
 from dynamix.collector.window import WantedProbe
 
 ROOT = Path(__file__).parents[2]

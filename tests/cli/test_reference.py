@@ -3,13 +3,13 @@
 import re
 from pathlib import Path
 
-from dynamix.cli.reference.__main__ import document
+from docs.reference import document
 
 
 def test_the_page_is_what_the_code_says_and_everything_has_a_meaning() -> None:
     page = document()
     assert (Path(__file__).parents[2] / "docs/reference.md").read_text() == page, (
-        "run `python -m dynamix.cli.reference > docs/reference.md`"
+        "run `python docs/reference.py > docs/reference.md`"
     )
     assert "| `-o, --output FILE` | where to write the capture |" in page
     assert r"| `--format parquet\|csv\|jsonl` |" in page

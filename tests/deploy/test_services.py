@@ -8,8 +8,8 @@ import pytest
 from tests.support.control_plane import NODE, one_node_job, report_of
 from tests.support.deployed_broker import INSTANCE, DeployedBroker
 
-from dynamix.cli.commands.doctor.checks import HOW_TO_LOOK, is_alive
-from dynamix.cli.commands.doctor.checks import bus as bus_checks
+from dynamix.cli.commands.doctor import HOW_TO_LOOK, is_alive
+from dynamix.cli.commands.doctor import bus as bus_checks
 from dynamix.cli.commands.top import stored as stored_view
 from dynamix.cli.fleet import Fleet
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready

@@ -14,7 +14,7 @@ import pytest
 from tests.support.brokers import ConfiguredServer, connected, until
 from tests.support.http_get import free_port, get
 
-from dynamix.cli.commands.doctor.checks import bus as broker_checks
+from dynamix.cli.commands.doctor import bus as broker_checks
 from dynamix.cli.commands.up import AGAIN_AFTER_S, MIN_ROOM_BYTES, PATIENCE_S, StoreJudge
 from dynamix.cli.connection import find
 from dynamix.runtime.bus import Bus, publish, requests

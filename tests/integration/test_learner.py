@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from tests.support import virtual
 from tests.support.control_plane import ControlPlane, control_plane
+from tests.support.lockstep import run_lockstep
 
 from dynamix.arbitrator.learned.policy import GlobalLever, LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
@@ -14,7 +15,6 @@ from dynamix.arbitrator.learning.rollout import End, Recording, Trajectory, traj
 from dynamix.cli.services import wait_until_ready
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.episode import run_episode
-from dynamix.lab.simulator.lockstep import run_lockstep
 from dynamix.reward.formula import Weights
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import PolicyVersion

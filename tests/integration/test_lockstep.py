@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator
 
 from tests.support import virtual
 from tests.support.control_plane import ControlPlane, control_plane
+from tests.support.lockstep import run_lockstep
 
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.collector.agent import trace_of
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.episode import Episode, run_episode
-from dynamix.lab.simulator.lockstep import run_lockstep
 from dynamix.lab.simulator.scenario import Scenario, Stragglers
 from dynamix.reward.formula import Weights
 from dynamix.schemas import subjects

@@ -7,7 +7,7 @@ import pytest
 from tests.support.capture_files import capture_job
 from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
 
-from dynamix.recording.replay import ReplayRequest, ReplayTarget, replay
+from dynamix.recording.replay import ReplayTarget, replay
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import FEED
@@ -43,8 +43,8 @@ async def test_a_job_with_crashes_and_a_restart_replays_byte_for_byte(tmp_path: 
         await capture_job(plane.bus, job.job, path, past=True)
     compared: dict[ReplayTarget, tuple[int, int, int]] = {}
     for into in ("collector", "reward", "arbitrator"):
-        outcome = await replay(ReplayRequest(path, into))
-        assert outcome.bytes_equal, outcome.counts.first
+        outcome = replay(path, into)
+        assert outcome.bytes_equal, outcome.counts.differences
         compared[into] = (outcome.counts.num_compared, outcome.counts.num_equal, outcome.counts.num_uncompared)
     assert compared == {
         "collector": (4 * NUM_WINDOWS, 4 * NUM_WINDOWS, 0),

@@ -11,7 +11,7 @@ from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record, read_header, records
-from dynamix.recording.replay import ReplayOutcome, ReplayRequest, replay
+from dynamix.recording.replay import ReplayOutcome, replay
 from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages import Action, Job, Message, State
 
@@ -51,9 +51,9 @@ def without(source: Path, target: Path, matching: Matching) -> Path:
     return changed(source, target, lambda record: None if matching(record) else record)
 
 
-async def into_arbitrator(path: Path) -> ReplayOutcome:
+def into_arbitrator(path: Path) -> ReplayOutcome:
     """Replay a capture into the arbitrator."""
-    return await replay(ReplayRequest(path, "arbitrator"))
+    return replay(path, "arbitrator")
 
 
 class JobRecording:

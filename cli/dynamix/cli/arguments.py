@@ -121,6 +121,13 @@ def add_list(parser: argparse._ActionsContainer, flag: str, metavar: str, what: 
     parser.add_argument(flag, metavar=metavar, action="append", default=[], help=what)
 
 
+def add_action(actions: Any, name: str, act: Callable[..., Any], what: str) -> argparse.ArgumentParser:
+    """Declare an action of a command, as `create` in `dynamix keys create`; the chosen one is `arguments.act`."""
+    one: argparse.ArgumentParser = actions.add_parser(name, help=what, description=what)
+    one.set_defaults(act=act)
+    return one
+
+
 def _add_output(parser: argparse.ArgumentParser, *flags: str, **options: Any) -> None:
     parser.add_argument(*flags, metavar="FILE", **options)
     if "--force" not in parser._option_string_actions:  # noqa: SLF001 - argparse has no other way to ask

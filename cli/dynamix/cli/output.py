@@ -18,6 +18,8 @@ from .errors import CommandError
 
 Document = dict[str, Any]
 """An object of JSON."""
+ActionResult = tuple[str, Document]
+"""The result of a command's action: text for people, data for `--json`."""
 
 CAPTURE = FileKind("an empty file", lambda _: False)
 """A capture cannot be made again, so that an existing one needs --force."""

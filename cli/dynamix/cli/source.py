@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from dynamix.recording.capture import CaptureHeader, CaptureWriter, EndReason, Record, RecordMerge
+from dynamix.recording.capture import FOREVER_NS, CaptureHeader, CaptureWriter, EndReason, Record, RecordMerge
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -112,33 +112,25 @@ class Source:
     async def read(self) -> list[Record]:
         """The next records in order, as soon as their order is known; empty when there are no more."""
         while not self._is_over:
-            ready = await (self._finish() if self._reached(self._feed) else self._go_on())
-            if ready:
-                return ready
+            before, up_to = self._feed.sequence, FOREVER_NS
+            is_last = bool(self._ends) and before >= self._ends[FEED.name]
+            if not is_last:
+                if not await self._hear(self._feed, self._jobs) or self._feed.sequence == before:
+                    continue
+                up_to = self._merge.newest_ns(FEED.name)
+            if await self._read_up_to(up_to):
+                self._is_over = is_last
+                if ready := list(self._merge.pop_until(up_to)):
+                    return ready
         return []
 
-    async def _go_on(self) -> list[Record]:
-        """Messages up to FEED's next batch."""
-        before = self._feed.sequence
-        if not await self._hear(self._feed, self._jobs) or self._feed.sequence == before:
-            return []
-        up_to = self._merge.newest_ns(FEED.name)
-        return list(self._merge.pop_until(up_to)) if await self._read_up_to(up_to) else []
-
-    async def _finish(self) -> list[Record]:
-        """Remaining messages, once FEED was read to its end."""
-        if not await self._read_up_to(None):
-            return []
-        self._is_over = True
-        return list(self._merge.pop_until())
-
-    async def _read_up_to(self, time_ns: int | None) -> bool:
-        """Have the other streams read up to a time, `None` for all there is; False when told to stop meanwhile."""
+    async def _read_up_to(self, time_ns: int) -> bool:
+        """Have the other streams read up to a time, or to their ends; False when told to stop meanwhile."""
         for tail in (self._jobs, self._reports, self._actions):
-            if time_ns is not None and tail.newest_ns > time_ns:
+            if tail.newest_ns > time_ns:
                 continue
             end = self._ends[tail.stream] if self._ends else await tail.stored()
-            while tail.sequence < end and (time_ns is None or tail.newest_ns <= time_ns):
+            while tail.sequence < end and tail.newest_ns <= time_ns:
                 if not await self._hear(tail):
                     return False
         return True
@@ -153,24 +145,18 @@ class Source:
             return False
         heard = [tail for tail in tails if tail.waiting.done()]
         for tail in heard:
-            self._take(tail)
+            for record in tail.take_records():
+                self._merge.add_record(record)
+                if tail is self._jobs:
+                    self._job_ended = False
+                    with contextlib.suppress(MalformedMessageError):
+                        self._job_ended = decode(Job, record.subject, record.payload).phase == "ended"
         if not heard:
             self._ends = await self._stored()
         return bool(heard)
 
-    def _take(self, tail: Tail) -> None:
-        for record in tail.take_records():
-            self._merge.add_record(record)
-            if tail is self._jobs:
-                self._job_ended = False
-                with contextlib.suppress(MalformedMessageError):
-                    self._job_ended = decode(Job, record.subject, record.payload).phase == "ended"
-
     async def _stored(self) -> dict[str, int]:
         return {tail.stream: await tail.stored() for tail in self._tails}
-
-    def _reached(self, tail: Tail) -> bool:
-        return bool(self._ends) and tail.sequence >= self._ends[tail.stream]
 
 
 async def capture_stored(bus: Bus, job: str, path: Path) -> None:

@@ -5,6 +5,7 @@ and which learning rate was best. In a deployment `forget` needs the key of `pro
 """
 
 import argparse
+import asyncio
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -13,12 +14,13 @@ from typing import Any
 import msgspec
 
 from dynamix.arbitrator.policies.exploration import FIRST, score
-from dynamix.cli.actions import ActionResult, adding_actions, run_action
-from dynamix.cli.arguments import add_json_argument
+from dynamix.cli.arguments import add_action, add_json_argument
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, explained
+from dynamix.cli.output import ActionResult, write_result
 from dynamix.cli.terminal import in_columns
 from dynamix.runtime.bus import Bus, BusError, BusMessage, StreamMissingError
+from dynamix.runtime.log import configure as configure_log
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import ArmRecord, JobProfile
@@ -35,11 +37,11 @@ Act = Callable[[Bus, argparse.Namespace], Awaitable[ActionResult]]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
-    add = adding_actions(parser)
-    listing = add("list", _list, "all families", "List all families, with their newest runs.")
-    showing = add("show", _show, "what one family learned", "Show what the runs of one family learned.")
-    description = "Forget a family: its next run starts cold. Running jobs are not affected."
-    forgetting = add("forget", _forget, "remove one", description)
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    listing = add_action(actions, "list", _list, "List all families, with their newest runs.")
+    showing = add_action(actions, "show", _show, "Show what the runs of one family learned.")
+    what = "Forget a family: its next run starts cold. Running jobs are not affected."
+    forgetting = add_action(actions, "forget", _forget, what)
     for one in (showing, forgetting):
         one.add_argument("family", metavar="FAMILY", type=family_name, help="the family's name, as `list` shows it")
     for one in (listing, showing, forgetting):
@@ -48,7 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
-    return run_action(_act(arguments), arguments)
+    configure_log("critical")  # errors are shown in a sentence
+    text, result = asyncio.run(_act(arguments))
+    write_result(result, text, arguments.json)
+    return 0
 
 
 def family_name(text: str) -> str:

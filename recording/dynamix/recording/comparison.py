@@ -42,7 +42,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int | None = None
     """Sequence of the recorded message in its stream."""
     fields: dict[str, tuple[str, str]] = {}
-    """Of the first difference: what differs, recorded and replayed, by path."""
+    """What differs, recorded and replayed, by path."""
 
     @property
     def key(self) -> WindowKey:
@@ -66,12 +66,8 @@ class OutputCounts(msgspec.Struct, kw_only=True):
     """Recorded outputs that were not compared: what they follow from is not in the capture, or cannot be decoded."""
     num_outside: int = 0
     """Replayed outputs at the edges of the capture, whose counterparts it may have been ended before."""
-    first: Difference | None = None
-    """The first difference."""
-    first_disagreeing: Difference | None = None
-    """The first that is more than a difference of bytes."""
-    differing: list[tuple[int, int, str]] = []
-    """Generation, window and kind of the first `MAX_LISTED` differences."""
+    differences: list[Difference] = []
+    """The first `MAX_LISTED`, and in any case the first that is more than a difference of bytes."""
     notes: list[str] = []
 
     def count_pair(self, record: Record, key: WindowKey, replayed: bytes) -> bool:
@@ -80,23 +76,15 @@ class OutputCounts(msgspec.Struct, kw_only=True):
         if record.payload == replayed:
             self.num_equal += 1
             return True
-        sides = [_decode_or_reason(record.subject, payload) for payload in (record.payload, replayed)]
-        agrees = agree(*sides)
-        is_first = self.first is None or (not agrees and self.first_disagreeing is None)
-        self._add_difference(
-            Difference(
-                kind=record.kind,
-                subject=record.subject,
-                generation=key.generation,
-                window=key.window,
-                reason="other bytes",
-                agrees=agrees,
-                sequence=record.sequence,
-                fields={path: (_shown(left), _shown(right)) for path, (left, right) in _differing(*sides).items()}
-                if is_first
-                else {},
-            )
-        )
+        sides: list[Message | str] = []
+        for payload in (record.payload, replayed):
+            try:
+                sides.append(codec.decode_any(record.subject, payload))
+            except MalformedMessageError as error:
+                sides.append(str(error))
+        fields = {path: (_shown(left), _shown(right)) for path, (left, right) in _differing(*sides).items()}
+        where = {"kind": record.kind, "subject": record.subject, "sequence": record.sequence, **key._asdict()}
+        self._add_difference(Difference(**where, reason="other bytes", agrees=agree(*sides), fields=fields))
         return False
 
     def count_missing(self, reason: Reason, subject: str, key: WindowKey, sequence: int | None = None) -> None:
@@ -110,14 +98,11 @@ class OutputCounts(msgspec.Struct, kw_only=True):
             self.notes.append(text)
 
     def _add_difference(self, difference: Difference) -> None:
-        self.first = self.first or difference
-        if difference.agrees:
-            self.num_agreeing += 1
-        else:
-            self.num_different += 1
-            self.first_disagreeing = self.first_disagreeing or difference
-        if len(self.differing) < MAX_LISTED:
-            self.differing.append((difference.generation, difference.window, difference.kind))
+        self.num_agreeing += difference.agrees
+        self.num_different += not difference.agrees
+        is_first = self.num_different == 1 and not difference.agrees
+        if is_first or len(self.differences) < MAX_LISTED:
+            self.differences.append(difference)
 
 
 def agree(recorded: Message | str, replayed: Message | str) -> bool:
@@ -138,15 +123,8 @@ def _differing(recorded: Message | str, replayed: Message | str) -> dict[str, tu
     """The fields that differ; a text stands for a message that cannot be decoded, and gives the reason."""
     left, right = _values_of(recorded), _values_of(replayed)
     pairs = {path: (left.get(path, _ABSENT), right.get(path, _ABSENT)) for path in [*left, *right]}
-    return {path: pair for path, pair in pairs.items() if not _is_same(*pair)}
-
-
-def _decode_or_reason(subject: str, payload: bytes) -> Message | str:
-    """Decode a message; the reason in words when it cannot be decoded."""
-    try:
-        return codec.decode_any(subject, payload)
-    except MalformedMessageError as error:
-        return str(error)
+    # a number is unknown on both sides where neither equals itself
+    return {path: (one, two) for path, (one, two) in pairs.items() if one != two and (one == one or two == two)}  # noqa: PLR0124
 
 
 def _values_of(message: Message | str) -> dict[str, Any]:
@@ -177,11 +155,6 @@ def _values(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _values(f"{path}[{index}]", item)
     else:
         yield path, value
-
-
-def _is_same(left: Any, right: Any) -> bool:
-    both_unknown = isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
-    return both_unknown or bool(left == right)
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Replay: give a capture's messages to the functions that the services call, and compare each output byte for byte.
 
-    outcome = await replay(ReplayRequest(path, "arbitrator"))
+    outcome = replay(path, "arbitrator")
     outcome.is_equal()
 
 collector: reports in; metric windows, states and traces out. The kernel's counters come from the recorded windows.
@@ -10,12 +10,11 @@ arbitrator: specifications and states in, actions out by the arbitrator's `Fold`
 No broker and no service process takes part. `decisions` has the arbitrator's part.
 """
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -35,27 +34,10 @@ from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Message, MetricWindow, Report
 
 ReplayTarget = Literal["collector", "reward", "arbitrator"]
-Speed = Literal["original", "max"]
-OnProgress = Callable[["Player"], None]
-BATCH = 512
-"""Records after which signals are handled and progress is shown, at full speed."""
+PROGRESS_EVERY = 512
+"""Records between two reports of progress."""
 READ_ON_WINDOWS = 3
 """Windows read after the last requested one: no rank is further ahead, since each window ends at a barrier."""
-
-
-class ReplayRequest(NamedTuple):
-    """A request: which capture to replay into which service."""
-
-    path: Path
-    into: ReplayTarget
-    speed: Speed = "max"
-    until: WindowKey | None = None
-    """The last window."""
-    other: OtherPolicy | None = None
-    policy_files: tuple[Path, ...] = ()
-    """Learned policies that are not in the package."""
-    collector: CollectorSettings = CollectorSettings()
-    reward: RewardSettings = RewardSettings()
 
 
 class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +55,6 @@ class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
     num_records: int
     cut_off: str = ""
     """Reason why the file ends early."""
-    interrupted: bool = False
     what_if: PolicyComparison | None = None
 
     @property
@@ -97,57 +78,28 @@ class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.decisions_equal if self.fingerprint_differences and not strict else self.bytes_equal
 
 
-class Player:
-    """Reads a capture once, at full speed or at the recorded pace.
-
-    Attributes:
-        stop: ends it.
-        num_records: records returned so far.
-        recorded_s: seconds of the broker's time from the first record to the last one returned.
-        cut_off: why the file ends early; empty when it is complete.
-    """
-
-    def __init__(self, path: Path, *, speed: Speed, stop: asyncio.Event, on_progress: OnProgress | None) -> None:
-        self.stop = stop
-        self.num_records = 0
-        self.recorded_s = 0.0
-        self.cut_off = ""
-        self._path = path
-        self._is_paced = speed == "original"
-        self._on_progress = on_progress
-
-    async def __aiter__(self) -> AsyncIterator[Record]:
-        begun_s, begun_ns = time.monotonic(), 0
-        try:
-            for record in records(self._path):
-                begun_ns = begun_ns or record.timestamp_ns
-                at_s = (record.timestamp_ns - begun_ns) / 1e9
-                if self._is_paced:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(max(0.0, begun_s + at_s - time.monotonic())):
-                            await self.stop.wait()
-                if self._is_paced or self.num_records % BATCH == 0:
-                    await asyncio.sleep(0)
-                    if self._on_progress is not None:
-                        self._on_progress(self)
-                if self.stop.is_set():
-                    return
-                self.num_records += 1
-                self.recorded_s = max(self.recorded_s, at_s)
-                yield record
-        except CutOffError as error:
-            self.cut_off = str(error)
-
-
-async def replay(
-    request: ReplayRequest, *, stop: asyncio.Event | None = None, on_progress: OnProgress | None = None
+def replay(
+    path: Path,
+    into: ReplayTarget,
+    *,
+    until: WindowKey | None = None,
+    other: OtherPolicy | None = None,
+    policy_files: Sequence[Path] = (),
+    collector: CollectorSettings | None = None,
+    reward: RewardSettings | None = None,
+    on_progress: Callable[[int, float], None] = lambda *_: None,
 ) -> ReplayOutcome:
     """Replay a capture into a service and compare its outputs with the recorded ones.
 
     Args:
-        request: what to replay.
-        stop: ends the replay at the next message; the outcome holds what was compared by then.
-        on_progress: called with the player now and then.
+        path: the capture.
+        into: the service.
+        until: the last window.
+        other: a policy that decides instead of the recorded one.
+        policy_files: learned policies that are not in the package.
+        collector: settings of the replayed collector.
+        reward: settings of the replayed reward service.
+        on_progress: called now and then with the records so far, and their seconds by the broker's clock.
 
     Raises:
         ReplayError: when the capture lacks what this replay needs.
@@ -155,45 +107,46 @@ async def replay(
         ValueError: when a policy file or the file of an agents' network is invalid.
         OSError: when the capture cannot be read.
     """
-    header, counts = read_header(request.path), OutputCounts()
-    player = Player(request.path, speed=request.speed, stop=stop or asyncio.Event(), on_progress=on_progress)
-    begun_s, what_if = time.perf_counter(), None
+    header, counts, begun_s = read_header(path), OutputCounts(), time.perf_counter()
     service: ArbitratorReplay | _Reward | _Collector
-    if request.into == "arbitrator":
-        service = ArbitratorReplay(
-            request.path, counts, until=request.until, other=request.other, policy_files=request.policy_files
-        )
+    if into == "arbitrator":
+        service = ArbitratorReplay(path, counts, until=until, other=other, policy_files=policy_files)
+    elif into == "reward":
+        service = _Reward(counts, until, reward or RewardSettings())
     else:
-        service = _Reward(request, counts) if request.into == "reward" else _Collector(request, counts)
-    async for record in player:
-        service.add_record(record)
-        if service.is_over:
-            break
-    if not player.stop.is_set():
-        service.finish()
-    if isinstance(service, ArbitratorReplay) and request.other is not None:
-        what_if = service.comparison()
-    outcome = ReplayOutcome(
-        file=str(request.path),
+        service = _Collector(counts, until, collector or CollectorSettings())
+    num_records, begun_ns, recorded_s, cut_off = 0, 0, 0.0, ""
+    try:
+        for record in records(path):
+            begun_ns = begun_ns or record.timestamp_ns
+            recorded_s = max(recorded_s, (record.timestamp_ns - begun_ns) / 1e9)
+            if num_records % PROGRESS_EVERY == 0:
+                on_progress(num_records, recorded_s)
+            num_records += 1
+            service.add_record(record)
+            if service.is_over:
+                break
+    except CutOffError as error:
+        cut_off = str(error)
+    service.finish()
+    what_if = service.comparison() if isinstance(service, ArbitratorReplay) else None
+    if other is not None and what_if is None:
+        raise ReplayError(": ".join(["no window was decided by both policies", "; ".join(counts.notes)]))
+    if other is None and not counts.num_compared and not counts.num_different:
+        reasons = "; ".join(counts.notes) or f"it has no output of the {into} together with its input"
+        raise ReplayError(f"nothing in the capture can be compared: {reasons}")
+    return ReplayOutcome(
+        file=str(path),
         job=header.job,
-        into=request.into,
+        into=into,
         fingerprint_differences=differences(header.fingerprint, fingerprint()),
         counts=counts,
-        recorded_s=player.recorded_s,
+        recorded_s=recorded_s,
         wall_s=time.perf_counter() - begun_s,
-        num_records=player.num_records,
-        cut_off=player.cut_off,
-        interrupted=player.stop.is_set(),
+        num_records=num_records,
+        cut_off=cut_off,
         what_if=what_if,
     )
-    if outcome.interrupted:
-        return outcome
-    if request.other is not None and what_if is None:
-        raise ReplayError(": ".join(["no window was decided by both policies", "; ".join(counts.notes)]))
-    if request.other is None and not counts.num_compared and not counts.num_different:
-        reasons = "; ".join(counts.notes) or f"it has no output of the {request.into} together with its input"
-        raise ReplayError(f"nothing in the capture can be compared: {reasons}")
-    return outcome
 
 
 # --- collector and reward service: each output follows from one message ---------------------------------------------
@@ -202,8 +155,8 @@ async def replay(
 class _Service:
     """Takes each output once from both sides, the replayed one first; by identity, since the order may differ."""
 
-    def __init__(self, request: ReplayRequest, counts: OutputCounts) -> None:
-        self._until = request.until
+    def __init__(self, counts: OutputCounts, until: WindowKey | None) -> None:
+        self._until = until
         self._counts = counts
         self._unpaired: dict[str, tuple[str, bytes]] = {}
         """Subject and payload of replayed outputs, by identity."""
@@ -263,9 +216,9 @@ class _Service:
 
 
 class _Reward(_Service):
-    def __init__(self, request: ReplayRequest, counts: OutputCounts) -> None:
-        super().__init__(request, counts)
-        self._weights = request.reward
+    def __init__(self, counts: OutputCounts, until: WindowKey | None, settings: RewardSettings) -> None:
+        super().__init__(counts, until)
+        self._weights = settings
 
     def _add(self, record: Record) -> None:
         kind = record.kind
@@ -285,9 +238,8 @@ class _Collector(_Service):
     dropped cannot be made again, and is not compared.
     """
 
-    def __init__(self, request: ReplayRequest, counts: OutputCounts) -> None:
-        super().__init__(request, counts)
-        settings = request.collector
+    def __init__(self, counts: OutputCounts, until: WindowKey | None, settings: CollectorSettings) -> None:
+        super().__init__(counts, until)
         self._probe = settings.probe
         self._choose: Chooser | None = AgentNetwork.read(Path(settings.agents)).factor if settings.agents else None
         self._waiting: dict[str, list[Record]] = {}

@@ -12,13 +12,13 @@ import argparse
 import asyncio
 import contextlib
 import os
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from dynamix.cli.arguments import add_json_argument, add_output_argument, count
 from dynamix.cli.connection import connected, find
+from dynamix.cli.errors import first_of_group
 from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.output import CAPTURE, Document, write_result, writing
 from dynamix.cli.source import Source
@@ -86,26 +86,23 @@ async def capture(
         CaptureWriter(path, CaptureHeader.of(job)) as writer,
         ProgressLine(PLAIN_EVERY_S, keep=True) as progress,
     ):
-        async with Source(bus, job, past=past, stop=stop) as source:
+        async with Source(bus, job, past=past, stop=stop) as source, _flushing(writer):
             if not past:
                 progress.write_line(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.")
-            async with contextlib.aclosing(_flushing(source, writer)) as batches:
-                async for batch in batches:
-                    for record in batch:
-                        kind, window = _described(record)
-                        if window is not None and window not in windows and len(windows) == most:
-                            is_full = True
-                            break
-                        windows |= {window} if window is not None else set()
-                        kinds[kind] += 1
-                        num_bytes += len(record.payload)
-                        writer.write_record(record)
-                    progress.show(
-                        f"{len(windows)} windows, {writer.num_records} messages, "
-                        f"{num_bytes / 1024:.0f} KiB ({writer.num_bytes / 1024:.0f} in the file)"
-                    )
-                    if is_full:
+            while not is_full and (batch := await source.read()):
+                for record in batch:
+                    kind, window = _described(record)
+                    if window is not None and window not in windows and len(windows) == most:
+                        is_full = True
                         break
+                    windows |= {window} if window is not None else set()
+                    kinds[kind] += 1
+                    num_bytes += len(record.payload)
+                    writer.write_record(record)
+                progress.show(
+                    f"{len(windows)} windows, {writer.num_records} messages, "
+                    f"{num_bytes / 1024:.0f} KiB ({writer.num_bytes / 1024:.0f} in the file)"
+                )
         end = writer.finish("windows" if is_full else source.reason)
     return {
         "file": str(path),
@@ -129,21 +126,17 @@ def _described(record: Record) -> tuple[str, tuple[int, int] | None]:
     return kind, None
 
 
-async def _flushing(source: Source, writer: CaptureWriter) -> AsyncGenerator[list[Record], None]:
-    """The batches of the source; the file is flushed every few seconds, also while no batch comes."""
-    due_s = time.monotonic() + FLUSH_EVERY_S
-    reading = asyncio.create_task(source.read())
-    try:
+@contextlib.asynccontextmanager
+async def _flushing(writer: CaptureWriter) -> AsyncGenerator[None, None]:
+    """Flush the file every few seconds, also while no batch comes. Raises OSError when it cannot be written."""
+
+    async def flush() -> None:
         while True:
-            await asyncio.wait([reading], timeout=max(0.0, due_s - time.monotonic()))
-            if time.monotonic() >= due_s:
-                writer.flush()
-                due_s = time.monotonic() + FLUSH_EVERY_S
-            if reading.done():
-                if not (batch := reading.result()):
-                    return
-                reading = asyncio.create_task(source.read())
-                yield batch
-    finally:
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+            await asyncio.sleep(FLUSH_EVERY_S)
+            writer.flush()
+
+    with first_of_group():
+        async with asyncio.TaskGroup() as group:
+            flushing = group.create_task(flush())
+            yield
+            flushing.cancel()

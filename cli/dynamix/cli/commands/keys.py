@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamix.cli.arguments import add_json_argument, add_list, add_option, add_output_argument
+from dynamix.cli.arguments import add_action, add_json_argument, add_list, add_option, add_output_argument
 from dynamix.cli.connection import connected
 from dynamix.cli.errors import MISUSED, CommandError, explained, reading
 from dynamix.cli.output import write_result, writing
@@ -50,8 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
 
     def add(name: str, act: Callable[[argparse.Namespace], None], what: str) -> argparse.ArgumentParser:
-        one: argparse.ArgumentParser = actions.add_parser(name, help=what, description=what)
-        one.set_defaults(act=act)
+        one = add_action(actions, name, act, what)
         add_option(one, "--authority", AUTHORITY, "the file of the authority", metavar="FILE", type=Path)
         return one
 

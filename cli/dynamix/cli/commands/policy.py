@@ -5,6 +5,7 @@ keeps it until it is restarted. In a deployment `import` needs the key of `learn
 """
 
 import argparse
+import asyncio
 import contextlib
 import hashlib
 import os
@@ -24,14 +25,14 @@ from dynamix.arbitrator.learned.policy_file import (
     shipped_policy,
 )
 from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy
-from dynamix.cli.actions import ActionResult, adding_actions, run_action
-from dynamix.cli.arguments import add_json_argument, add_output_argument
+from dynamix.cli.arguments import add_action, add_json_argument, add_output_argument
 from dynamix.cli.connection import HOW_TO_START, NoBrokerError, connected, find
 from dynamix.cli.errors import CommandError, explained, reading
-from dynamix.cli.output import POLICY, Document, write_file
+from dynamix.cli.output import POLICY, ActionResult, Document, write_file, write_result
 from dynamix.cli.terminal import in_columns
 from dynamix.runtime.bus import StreamMissingError
 from dynamix.runtime.input_files import read_regular
+from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import redact_url
 from dynamix.schemas.streams import POLICIES
 
@@ -43,13 +44,11 @@ LONG_LISTS = ("inputs",)
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
-    add = adding_actions(parser)
-    listing = add("list", _list, "all available versions", "List all versions of all policies.")
-    what = "show origin, scores and format of one version"
-    showing = add("show", _show, what, "Show origin, scores and format of one version.")
-    exporting = add("export", _export, "write one to a file", "Write one version to a file, as it is stored.")
-    what = "store a file as the next version"
-    importing = add("import", _import, what, "Store a file on the bus as the next version.")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    listing = add_action(actions, "list", _list, "List all versions of all policies.")
+    showing = add_action(actions, "show", _show, "Show origin, scores and format of one version.")
+    exporting = add_action(actions, "export", _export, "Write one version to a file, as it is stored.")
+    importing = add_action(actions, "import", _import, "Store a file on the bus as the next version.")
     for one in (showing, exporting):
         one.add_argument(
             "policy", metavar="NAME[:VERSION]", type=reference, help="a policy (default: its newest version)"
@@ -64,7 +63,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
-    return run_action(_act(arguments), arguments)
+    configure_log("critical")  # errors are shown in a sentence
+    text, result = asyncio.run(_act(arguments))
+    write_result(result, text, arguments.json)
+    return 0
 
 
 def reference(text: str) -> tuple[str, int | None]:

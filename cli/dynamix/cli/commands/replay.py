@@ -1,7 +1,7 @@
 """Replay a capture: give a service's functions the recorded inputs, and compare each output byte for byte.
 
-  dynamix replay FILE                              into the arbitrator, at full speed
-  dynamix replay FILE --into collector --speed original
+  dynamix replay FILE                              into the arbitrator
+  dynamix replay FILE --into collector
   dynamix replay FILE --policy rule --policy-option noise_multiplier=2
 
 It shows the first difference field by field. With another policy it shows what that policy would have decided. Settings
@@ -12,17 +12,15 @@ replayed; 130 interrupted.
 """
 
 import argparse
-import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_list, add_option, window_key
-from dynamix.cli.errors import INTERRUPTED, CommandError, explained, reading
+from dynamix.cli.errors import CommandError, explained, reading
 from dynamix.cli.output import Document, write_json
-from dynamix.cli.terminal import ProgressLine, print_lines, print_table, sizes_text, stop_event
+from dynamix.cli.terminal import ProgressLine, print_lines, print_table, sizes_text
 from dynamix.collector.observation import CollectorSettings
 from dynamix.recording.capture import (
     CaptureError,
@@ -30,9 +28,9 @@ from dynamix.recording.capture import (
     first_generation,
     read_header,
 )
-from dynamix.recording.decisions import OtherPolicy, PolicyComparison, ReplayError, WindowComparison
+from dynamix.recording.decisions import OtherPolicy, PolicyComparison, ReplayError
 from dynamix.recording.fingerprint import differences, fingerprint
-from dynamix.recording.replay import Player, ReplayOutcome, ReplayRequest, replay
+from dynamix.recording.replay import ReplayOutcome, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.runtime.settings import load
 from dynamix.schemas.policies import option_value
@@ -49,7 +47,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a capture, written by `dynamix capture JOB -o FILE`")
     services = ("collector", "reward", "arbitrator")
     add_option(parser, "--into", "arbitrator", "the service whose outputs are computed again", choices=services)
-    add_option(parser, "--speed", "max", "the recording's pace, or as fast as possible", choices=("original", "max"))
     what = "the last window, as N or GENERATION:N (default: all)"
     parser.add_argument("--until", metavar="WINDOW", type=window_key, help=what)
     parser.add_argument("--policy", metavar="NAME", help="show what another policy would have decided")
@@ -65,31 +62,33 @@ def run(arguments: argparse.Namespace) -> int:
     to_stderr, strict = arguments.json == STANDARD_OUTPUT, arguments.strict
     unusable = explained(CaptureError, ReplayError, ValueError, exit_code=UNUSABLE)
     with unusable, reading(arguments.file, exit_code=UNUSABLE):
-        request = _request(arguments)
-        found = differences(read_header(request.path).fingerprint, fingerprint())
-        if found:
+        path = Path(arguments.file)
+        if found := differences(read_header(path).fingerprint, fingerprint()):
             expected = "captured by another build or processor: expect equal decisions, not equal bytes"
             print_lines([expected, *(f"  {line}" for line in found)], stderr=to_stderr)
-        outcome = asyncio.run(_replayed(request))
+        outcome = _replayed(path, arguments)
     print_lines(lines(outcome, strict=strict), stderr=to_stderr)
     if outcome.what_if is not None:
         _print_windows(outcome.what_if, stderr=to_stderr)
-    elif first := outcome.counts.first_disagreeing or outcome.counts.first:
+    elif listed := outcome.counts.differences:
+        first = next((one for one in listed if not one.agrees), listed[0])
         at = "" if first.sequence is None else f", recorded at {first.sequence}"
         difference = f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}"
         print_lines([difference], stderr=to_stderr)
         if first.fields:
-            _print_fields(first.fields, stderr=to_stderr)
+            headings = ("field", "recorded", "replayed")
+            rows = [(name, *pair) for name, pair in first.fields.items()][:MAX_FIELDS]
+            more = len(first.fields) - len(rows)
+            caption = f"{more} more fields differ" if more else ""
+            print_table(headings, rows, left=headings, caption=caption, stderr=to_stderr)
     with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
         write_json(_document(outcome, strict=strict), arguments.json)
-    if outcome.interrupted:
-        return INTERRUPTED
     return EQUAL if outcome.what_if is not None or outcome.is_equal(strict=strict) else DIFFERENT
 
 
 def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
-    """The result as a document; `equal` is `null` if another policy was asked or the replay was interrupted."""
-    asked = outcome.what_if is not None or outcome.interrupted
+    """The result as a document; `equal` is `null` if another policy was asked."""
+    asked = outcome.what_if is not None
     return {
         "equal": None if asked else outcome.is_equal(strict=strict),
         "bytes_equal": None if asked else outcome.bytes_equal,
@@ -99,8 +98,8 @@ def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
     }
 
 
-def _request(arguments: argparse.Namespace) -> ReplayRequest:
-    path, options = Path(arguments.file), {}
+def _replayed(path: Path, arguments: argparse.Namespace) -> ReplayOutcome:
+    options = {}
     for text in arguments.policy_option:
         name, _, value = text.partition("=")
         if not value:
@@ -113,30 +112,20 @@ def _request(arguments: argparse.Namespace) -> ReplayRequest:
     asks_another = arguments.policy is not None or bool(options)
     if asks_another and arguments.into != "arbitrator":
         raise CommandError(f"--policy asks the arbitrator, not the {arguments.into}", exit_code=UNUSABLE)
-    return ReplayRequest(
-        path=path,
-        into=arguments.into,
-        speed=arguments.speed,
-        until=until,
-        other=OtherPolicy(arguments.policy, options) if asks_another else None,
-        policy_files=tuple(Path(file) for file in arguments.policy_file),
-        collector=load("collector", CollectorSettings, []).own,
-        reward=load("reward", RewardSettings, []).own,
-    )
-
-
-async def _replayed(request: ReplayRequest) -> ReplayOutcome:
-    with stop_event() as stop, ProgressLine() as progress:
-        progress.write_line(f"replaying {request.path} into the {request.into}")
-        begun_s = time.monotonic()
-
-        def show(player: Player) -> None:
-            pace = player.recorded_s / max(1e-9, time.monotonic() - begun_s)
-            progress.show(
-                f"{player.num_records} messages, {player.recorded_s:.0f} s of the recording, {pace:.1f} times its pace"
-            )
-
-        return await replay(request, stop=stop, on_progress=show)
+    with ProgressLine() as progress:
+        progress.write_line(f"replaying {path} into the {arguments.into}")
+        return replay(
+            path,
+            arguments.into,
+            until=until,
+            other=OtherPolicy(arguments.policy, options) if asks_another else None,
+            policy_files=[Path(file) for file in arguments.policy_file],
+            collector=load("collector", CollectorSettings, []).own,
+            reward=load("reward", RewardSettings, []).own,
+            on_progress=lambda num_records, recorded_s: progress.show(
+                f"{num_records} messages, {recorded_s:.0f} s of the recording"
+            ),
+        )
 
 
 def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
@@ -149,8 +138,6 @@ def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
     if outcome.cut_off:
         yield f"cut off: {outcome.cut_off}"
     yield from (f"note: {note}" for note in outcome.counts.notes)
-    if outcome.interrupted:
-        yield "interrupted: what follows is of the part before"
     yield from _compared(outcome, strict=strict) if outcome.what_if is None else _asked(outcome.what_if)
 
 
@@ -172,8 +159,8 @@ def _compared(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
         )
     if counts.num_outside:
         yield f"{counts.num_outside} replayed ones have no counterpart: the capture ends about there"
-    if counts.differing:
-        named = [f"{window} ({kind})" for _, window, kind in counts.differing[:12]]
+    if counts.differences:
+        named = [f"{one.window} ({one.kind})" for one in counts.differences[:12]]
         more = " ..." if counts.num_agreeing + counts.num_different > len(named) else ""
         yield f"windows that differ: {', '.join(named)}{more}"
 
@@ -194,26 +181,19 @@ def _print_windows(comparison: PolicyComparison, *, stderr: bool) -> None:
     headings = ("window", "recorded batch", "its batch", "change", "a rank, mean", *sizes)
     chosen = [row for row in comparison.windows if row.recorded != row.other] or comparison.windows
     several = len({row.generation for row in comparison.windows}) > 1
-    rows = [_cells(row, several=several) for row in chosen[:MAX_WINDOWS]]
+    rows = []
+    for row in chosen[:MAX_WINDOWS]:
+        recorded, other = sum(row.recorded), sum(row.other)
+        rows.append(
+            (
+                f"{row.generation}:{row.window}" if several else str(row.window),
+                str(recorded),
+                str(other),
+                f"{100 * (other / max(1, recorded) - 1):+.1f} %",
+                f"{row.mean_difference:.1f}",
+                sizes_text(row.recorded),
+                sizes_text(row.other),
+            )
+        )
     caption = f"{len(chosen) - MAX_WINDOWS} more: --json FILE has all" if len(chosen) > MAX_WINDOWS else None
     print_table(headings, rows, left=sizes, caption=caption, stderr=stderr)
-
-
-def _cells(row: WindowComparison, *, several: bool) -> tuple[str, ...]:
-    recorded, other = sum(row.recorded), sum(row.other)
-    return (
-        f"{row.generation}:{row.window}" if several else str(row.window),
-        str(recorded),
-        str(other),
-        f"{100 * (other / max(1, recorded) - 1):+.1f} %",
-        f"{row.mean_difference:.1f}",
-        sizes_text(row.recorded),
-        sizes_text(row.other),
-    )
-
-
-def _print_fields(fields: dict[str, tuple[str, str]], *, stderr: bool) -> None:
-    headings = ("field", "recorded", "replayed")
-    rows = [(path, *pair) for path, pair in fields.items()][:MAX_FIELDS]
-    caption = f"{len(fields) - MAX_FIELDS} more fields differ" if len(fields) > MAX_FIELDS else ""
-    print_table(headings, rows, left=headings, caption=caption, stderr=stderr)

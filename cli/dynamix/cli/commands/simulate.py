@@ -3,15 +3,12 @@
   dynamix simulate train/mixed-8 --policy rule --png run.png
   dynamix simulate mine.toml --policy static:local_batch_size=128 --seed 3 --json -
 
-SCENARIO is a file (scenarios/README.md), or the name of one that comes with the package. With --bus the services on the
-bus make the decisions: reward and arbitrator must run (`dynamix up`).
+SCENARIO is a file (scenarios/README.md), or the name of one that comes with the package.
 """
 
 import argparse
-import asyncio
-import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,25 +21,18 @@ from dynamix.cli.arguments import (
     add_png_argument,
     seed,
 )
-from dynamix.cli.connection import connected, find
-from dynamix.cli.errors import MISUSED, MisuseError, explained, reading
+from dynamix.cli.errors import MISUSED, explained, reading
 from dynamix.cli.output import Document, write_json
-from dynamix.cli.services import ServiceProcess, bus_environment, hear
 from dynamix.cli.terminal import ProgressLine, formatted, print_table, sizes_text
-from dynamix.runtime.bus import Bus
-from dynamix.runtime.settings import BusSettings
-from dynamix.schemas.messages import Job, Report
-from dynamix.schemas.subjects import MAX_NAME, new_run_id
+from dynamix.schemas.messages import Report
 
 if TYPE_CHECKING:
     from dynamix.lab.comparison.rows import Row
     from dynamix.lab.simulator.episode import Episode
     from dynamix.lab.simulator.scenario import Scenario
-    from dynamix.lab.workloads import Data
 
 SINGLE_RANKS = 16
 """The range of more ranks is drawn, since their lines would hide each other."""
-COLLECTORS_READY_S = 60.0
 MAX_SHOWN = 64
 """Characters of a wrong name that an error repeats."""
 
@@ -71,17 +61,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--seed", 0, "of weights, order of the data and disturbances", type=seed)
     add_data_argument(parser)
     parser.add_argument("--windows", action="store_true", help="show a line for each window")
-    parser.add_argument("--bus", action="store_true", help="let the services on the bus decide")
     add_json_argument(parser)
     add_png_argument(parser, "draw accuracy, batch sizes and step time over virtual time")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and show its result."""
-    if arguments.bus and arguments.policy_file:
-        raise MisuseError("--policy-file: on the bus, policies come from there (`dynamix policy import`)")
     import torch
 
+    from dynamix.lab.comparison.runs import policy_of
+    from dynamix.lab.simulator.episode import run_episode
     from dynamix.lab.workloads import workload_named
 
     with reading(arguments.scenario, exit_code=MISUSED), explained(ValueError, exit_code=MISUSED):
@@ -103,10 +92,15 @@ def run(arguments: argparse.Namespace) -> int:
             )
             (progress.write_line if arguments.windows else progress.show)(text)
 
-        if arguments.bus:
-            episode = asyncio.run(_on_bus(scenario, row, data, arguments.seed, record))
-        else:
-            episode = _in_process(scenario, row, data, arguments.seed, record)
+        episode = run_episode(
+            scenario,
+            policy_of(row),
+            data=data,
+            seed=arguments.seed,
+            policy_options=row.options,
+            initial_local_batch_size=row.local_batch_size,
+            on_window=record,
+        )
     last, reached = windows[-1], episode.time_to_target_s
     rows = [
         (f"time to {scenario.target_accuracy:.1%}", "missed" if reached is None else f"{reached:g} s"),
@@ -176,61 +170,6 @@ def _window(reports: Sequence[Report], started_s: float) -> SimulatedWindow:
         accuracy=None if totals.num_correct is None else totals.num_correct / samples,
         held_out_accuracy=reports[0].held_out_accuracy,
     )
-
-
-OnReports = Callable[[Sequence[Report]], None]
-
-
-def _in_process(scenario: "Scenario", row: "Row", data: "Data", seed: int, record: OnReports) -> "Episode":
-    from dynamix.lab.comparison.runs import policy_of
-    from dynamix.lab.simulator.episode import run_episode
-
-    return run_episode(
-        scenario,
-        policy_of(row),
-        data=data,
-        seed=seed,
-        policy_options=row.options,
-        initial_local_batch_size=row.local_batch_size,
-        on_window=record,
-    )
-
-
-async def _on_bus(scenario: "Scenario", row: "Row", data: "Data", seed: int, record: OnReports) -> "Episode":
-    from dynamix.lab.simulator.cluster import VirtualCluster
-    from dynamix.lab.simulator.episode import episode_of
-    from dynamix.lab.simulator.lockstep import NoActionError, run_lockstep
-
-    settings = find(os.environ)
-    cluster = VirtualCluster(
-        scenario,
-        data,
-        seed=seed,
-        policy=row.policy,
-        policy_options=row.options,
-        initial_local_batch_size=row.local_batch_size,
-        job=f"{scenario.name[:MAX_NAME]}-{new_run_id()}",
-    )
-    async with connected(settings, "simulate") as bus, _collectors(bus, settings, cluster.job):
-        with explained(NoActionError):
-            actions = await run_lockstep(cluster, bus, on_window=record)
-    return episode_of(cluster, actions)
-
-
-@contextlib.asynccontextmanager
-async def _collectors(bus: Bus, settings: BusSettings, job: Job) -> AsyncIterator[None]:
-    """Run a collector for each virtual node: that of this machine serves its own node only."""
-    names = [f"{job.job}-{number}"[-63:].lstrip("-") for number in range(len(job.nodes))]
-    with contextlib.ExitStack() as stack:
-        for name, node in zip(names, job.nodes, strict=True):
-            place = {"DYNAMIX_NODE": node.node, "DYNAMIX_INSTANCE": name, "DYNAMIX_LOG_LEVEL": "warning"}
-            service = ServiceProcess("collector", bus_environment(settings) | place)
-            stack.callback(service.stop)
-            service.start()
-        with contextlib.suppress(TimeoutError):  # without them there is no action, which `run_lockstep` reports
-            async with asyncio.timeout(COLLECTORS_READY_S):
-                await asyncio.gather(*(hear(bus, lambda _: True, "collector", name) for name in names))
-        yield
 
 
 def _document(policy: str, seed: int, episode: "Episode", windows: list[SimulatedWindow]) -> Document:

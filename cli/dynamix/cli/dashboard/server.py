@@ -70,13 +70,6 @@ class DashboardServer:
         self._token = token
         self._stopping = asyncio.Event()
         self._num_readers = 0
-        self._round = asyncio.Event()
-        """Set when a new round of events is due, and replaced; in a round all readers get what is encoded once."""
-        self._overview, self._overview_due_s = b"", 0.0
-        self._revisions: dict[str, int] = {}
-        """Revision of each job's view in this round."""
-        self._changes: dict[tuple[str, int], bytes] = {}
-        """The events of this round, by job and by the revision that its reader has."""
         self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         where = f"[{host}]" if ":" in host else host
         self.port: int = self._socket.getsockname()[1]
@@ -97,15 +90,12 @@ class DashboardServer:
         )
         self._server = _QuietServer(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="dashboard")
-        self._beginning = asyncio.create_task(self._begin_rounds(), name="rounds of events")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._stopping.set()
-        self._round.set()
-        self._beginning.cancel()
         self._server.should_exit = True
-        await asyncio.gather(self._serving, self._beginning, return_exceptions=True)
+        await asyncio.gather(self._serving, return_exceptions=True)
         self._socket.close()
 
     def _routes(self) -> Starlette:
@@ -156,40 +146,23 @@ class DashboardServer:
     def _leave(self) -> None:
         self._num_readers -= 1
 
-    async def _begin_rounds(self) -> None:
-        """Begin a round of events with news, at most every `MIN_INTERVAL_S`, and each second for the ages in them."""
-        while self._fleet is not None:
-            news = self._fleet.news
-            self._revisions.clear()
-            self._changes.clear()
-            before, self._round = self._round, asyncio.Event()
-            before.set()
+    async def _event_stream(self, fleet: Fleet, name: str) -> AsyncIterator[bytes]:
+        """What changed since the reader's last event, at most every `MIN_INTERVAL_S`; the overview each second."""
+        yield b"retry: 1000\n\n"
+        overview_due_s, since = 0.0, 0
+        while not self._stopping.is_set():
+            news = fleet.news
+            if (now_s := time.monotonic()) >= overview_due_s:
+                overview_due_s = now_s + OVERVIEW_EVERY_S
+                yield _overview(fleet)
+            view = fleet.opened(name)  # without waiting: the page shows that the broker is away
+            if view is not None and view.revision != since:
+                change, since = _event("job", _job_event(view, since)), view.revision
+                yield change
             await asyncio.sleep(MIN_INTERVAL_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(OVERVIEW_EVERY_S - MIN_INTERVAL_S):
                     await news.wait()
-
-    async def _event_stream(self, fleet: Fleet, name: str) -> AsyncIterator[bytes]:
-        """Changes since the reader's last event, one round after the other."""
-        yield b"retry: 1000\n\n"
-        overview, since = b"", 0
-        while not self._stopping.is_set():
-            begun = self._round
-            if (now_s := time.monotonic()) >= self._overview_due_s:
-                self._overview, self._overview_due_s = _overview(fleet), now_s + OVERVIEW_EVERY_S
-            if overview is not self._overview:
-                overview = self._overview
-                yield overview
-            view = fleet.opened(name)  # without waiting: a broker that is away is to be said
-            if view is not None:
-                revision = self._revisions.setdefault(name, view.revision)
-                if revision != since:
-                    if (name, since) not in self._changes:
-                        self._changes[name, since] = _event("job", _job_event(view, since))
-                    change = self._changes[name, since]
-                    since = revision  # before a slow reader lets time pass
-                    yield change
-            await begun.wait()
 
 
 @contextlib.asynccontextmanager

@@ -216,15 +216,13 @@ class ComparisonCell(NamedTuple):
         return f"{self.label} #{self.policy_seed} in {self.task.scenario.name}, seed {self.task.seed}"
 
 
-def plan(
-    suite: Suite, rows: Sequence[Row], seeds: Sequence[int], tuned: Tuned, *, crossed: bool = True
-) -> list[ComparisonCell]:
+def plan(suite: Suite, rows: Sequence[Row], seeds: Sequence[int], tuned: Tuned) -> list[ComparisonCell]:
     """Every cell of a comparison: rows, policy seeds, scenarios and seeds, in the order to run them.
 
     A row that is the best of others has no cells itself; theirs are run. All rows of a seed come before the next seed,
-    so that an interrupted comparison is complete for the first seeds. Without `crossed` each scenario seed is run under
-    one policy seed, in turn: as many runs per row as for a policy that is not learned. The interval then covers 99 %
-    instead of 95 % (simulated, 5 x 12 seeds).
+    so that an interrupted comparison is complete for the first seeds. Each scenario seed is run under one policy seed,
+    in turn: as many runs per row as for a policy that is not learned. The interval then covers 99 % instead of 95 %
+    (simulated, 5 x 12 seeds).
 
     Raises:
         ValueError: when a row lacks what it needs, or asks for what a job does not permit.
@@ -239,7 +237,7 @@ def plan(
         for scenario in suite.scenarios
         for label in parts
         for index, setting in enumerate(settings[label, scenario.family])
-        if crossed or index == turn % len(settings[label, scenario.family])
+        if index == turn % len(settings[label, scenario.family])
     ]
     for cell in cells:
         if cell.task.seed == seeds[0]:

@@ -213,11 +213,6 @@ def run_episode(
     after = None
     if family and actions and isinstance(policy, Rule):
         after = profile_after(cluster.job, actions[-1], policy, profile)
-    return episode_of(cluster, actions, windows=windows, states=states, rewards=rewards, profile=after)
-
-
-def episode_of(cluster: VirtualCluster, actions: list[Action], **kept: Any) -> Episode:
-    """The outcome of a run that is over, with the messages and the profile that were `kept`."""
     fixed_time_s = cluster.scenario.fixed_time_s + GRID_TOLERANCE_S
     until = [evaluation.accuracy for evaluation in cluster.evaluations if evaluation.time_s <= fixed_time_s]
     return Episode(
@@ -233,5 +228,8 @@ def episode_of(cluster: VirtualCluster, actions: list[Action], **kept: Any) -> E
         job=cluster.job,
         actions=actions,
         applied=cluster.applied,
-        **kept,
+        windows=windows,
+        states=states,
+        rewards=rewards,
+        profile=after,
     )

@@ -11,9 +11,6 @@ rule:exchange=exact is a row without them. Interrupted, it shows the finished ru
 """
 
 import argparse
-import shlex
-import time
-from typing import TYPE_CHECKING
 
 from dynamix.cli.arguments import (
     add_data_argument,
@@ -25,11 +22,7 @@ from dynamix.cli.arguments import (
     output_path,
 )
 from dynamix.cli.output import TUNED
-from dynamix.cli.terminal import ProgressLine, bar, duration
 from dynamix.lab.comparison import LEDGER
-
-if TYPE_CHECKING:
-    from dynamix.lab.comparison.runs import ComparisonProgress
 
 POLICIES = ",".join(
     (
@@ -39,7 +32,6 @@ POLICIES = ",".join(
     )
 )
 """Compared with the references; the last is Pollux's rule as published, with a split by measured speed."""
-BAR_WIDTH = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +54,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     what = "policies with which all others are compared, as for --policies; or `against = true` in FILE"
     parser.add_argument("--against", metavar="LIST", help=what)
-    what = "run every policy seed under every scenario seed; by default each scenario seed runs with one, in turn"
-    parser.add_argument("--crossed", action="store_true", help=what)
     parser.add_argument("--tuned", metavar="FILE", help="the baselines' settings (default: scenarios/tuned.toml)")
     _add_run_arguments(parser, "dynamix-evaluate.jsonl")
     add_json_argument(parser)
@@ -73,23 +63,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "all. Writes the file that `dynamix evaluate` reads them from. Held-out scenarios are never read."
     )
     actions = parser.add_subparsers(metavar="tune", dest="action")
-    _configure_tune(actions.add_parser("tune", help="choose the baselines' settings", description=description))
-
-
-def _configure_tune(parser: argparse.ArgumentParser) -> None:
+    tuning = actions.add_parser("tune", help="choose the baselines' settings", description=description)
     what = "a directory of scenario files (default: the train scenarios)"
-    parser.add_argument("--scenarios", metavar="DIR", help=what)
-    parser.add_argument("--baselines", metavar="LIST", help="baselines to tune, separated by commas (default: all)")
+    tuning.add_argument("--scenarios", metavar="DIR", help=what)
+    tuning.add_argument("--baselines", metavar="LIST", help="baselines to tune, separated by commas (default: all)")
     what = "tune the baselines that decide the gradient exchange, in jobs that permit this"
-    parser.add_argument("--exchange", choices=("lossy", "local"), help=what)
-    add_option(parser, "--seeds", 3, "seeds per scenario")
+    tuning.add_argument("--exchange", choices=("lossy", "local"), help=what)
+    add_option(tuning, "--seeds", 3, "seeds per scenario")
     what = (
         "the file to write (default, for all baselines only: tuned.toml beside the train scenarios, or "
         "tuned-exchange.toml with --exchange)"
     )
-    add_output_argument(parser, TUNED, what)
-    _add_run_arguments(parser, "dynamix-tune.jsonl")
-    add_json_argument(parser)
+    add_output_argument(tuning, TUNED, what)
+    _add_run_arguments(tuning, "dynamix-tune.jsonl")
+    add_json_argument(tuning)
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser, results: str) -> None:
@@ -107,24 +94,3 @@ def run(arguments: argparse.Namespace) -> int:
     from .comparison import evaluate, tune_baselines
 
     return tune_baselines(arguments) if arguments.action == "tune" else evaluate(arguments)
-
-
-def command_line(*words: str | int) -> str:
-    """A command line that makes the same numbers again, for the result."""
-    return shlex.join(["dynamix", "evaluate", *map(str, words)])
-
-
-class RunsProgress(ProgressLine):
-    """Progress: runs that are done, that are left, and the last one."""
-
-    def __init__(self) -> None:
-        super().__init__(keep=True)
-        self._begun_s = time.monotonic()
-
-    def show_run(self, progress: "ComparisonProgress") -> None:
-        """Show a run that has ended."""
-        done, total = progress.num_done, progress.num_total
-        passed = duration(time.monotonic() - self._begun_s)
-        left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"
-        text = f"{bar(done / total, BAR_WIDTH)} {done}/{total} runs, {passed}{left}: {progress.newest}"
-        self.show(text, now=done == total)

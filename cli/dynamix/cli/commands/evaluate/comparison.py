@@ -1,6 +1,8 @@
 """An evaluation: the runs that it takes, reasons to doubt its verdict, its tables; and the tuning of the baselines."""
 
 import argparse
+import shlex
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +10,7 @@ from typing import NamedTuple
 from dynamix.cli.arguments import STANDARD_OUTPUT
 from dynamix.cli.errors import INTERRUPTED, MisuseError, explained
 from dynamix.cli.output import TUNED, write_file, write_json
-from dynamix.cli.terminal import UNKNOWN, formatted, print_lines, print_table
+from dynamix.cli.terminal import UNKNOWN, ProgressLine, bar, duration, formatted, print_lines, print_table
 from dynamix.lab.comparison.figure import draw
 from dynamix.lab.comparison.rows import (
     Choice,
@@ -21,7 +23,7 @@ from dynamix.lab.comparison.rows import (
     untuned_families,
     with_references,
 )
-from dynamix.lab.comparison.runs import ComparisonCell, Ledger, estimate, fill, plan
+from dynamix.lab.comparison.runs import ComparisonCell, ComparisonProgress, Ledger, estimate, fill, plan
 from dynamix.lab.comparison.tuning import EXCHANGE_GRID, FIRST_SEED, GRID, tune
 from dynamix.lab.comparison.verdict import Interval, Verdict, VerdictRow, judge, note_on
 from dynamix.lab.simulator.episode import EpisodeError, code_digest
@@ -36,10 +38,25 @@ from dynamix.lab.simulator.scenario import (
 )
 from dynamix.runtime import output_files
 
-from . import RunsProgress, command_line
-
 HEADINGS = ("median", "missed", "runs", "vs best static", "vs goodput", "at fixed time", "test")
+BAR_WIDTH = 20
 HOW_TO_FIX = "run `dynamix evaluate tune`"
+
+
+class RunsProgress(ProgressLine):
+    """Progress: runs that are done, that are left, and the last one."""
+
+    def __init__(self) -> None:
+        super().__init__(keep=True)
+        self._begun_s = time.monotonic()
+
+    def show_run(self, progress: ComparisonProgress) -> None:
+        """Show a run that has ended."""
+        done, total = progress.num_done, progress.num_total
+        passed = duration(time.monotonic() - self._begun_s)
+        left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"
+        text = f"{bar(done / total, BAR_WIDTH)} {done}/{total} runs, {passed}{left}: {progress.newest}"
+        self.show(text, now=done == total)
 
 
 class PlannedComparison(NamedTuple):
@@ -62,7 +79,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     which += [word for text in arguments.policy_file for word in ("--policy-file", text)]
     which += ["--exchange", arguments.exchange] if arguments.exchange else []
     which += ["--against", arguments.against] if arguments.against else []
-    command = command_line(*which, "--seeds", arguments.seeds)
+    command = shlex.join(["dynamix", "evaluate", *which, "--seeds", str(arguments.seeds)])
     with explained(OSError, ValueError, EpisodeError):
         comparison = planned(arguments)
         suite, rows, tuned, cells, against = comparison
@@ -104,7 +121,7 @@ def planned(arguments: argparse.Namespace) -> PlannedComparison:
     of_exchanges = scenario_root() / TUNED_EXCHANGE_FILE
     if arguments.exchange is not None and not arguments.tuned and of_exchanges.exists():
         tuned = tuned.with_choices(read_tuned(of_exchanges))
-    cells = plan(suite, rows, range(arguments.seeds), tuned, crossed=arguments.crossed)
+    cells = plan(suite, rows, range(arguments.seeds), tuned)
     labels = [row.label for row in (*asked, *against) if row.against or row in against]
     return PlannedComparison(suite, rows, tuned, cells, list(dict.fromkeys(labels)))
 
@@ -222,7 +239,7 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
                 seeds=range(FIRST_SEED, FIRST_SEED + arguments.seeds),
                 baselines=tuple(arguments.baselines.split(",")) if arguments.baselines else tuple(grid),
                 exchange=arguments.exchange,
-                command=command_line("tune", *words, "--seeds", arguments.seeds),
+                command=shlex.join(["dynamix", "evaluate", "tune", *words, "--seeds", str(arguments.seeds)]),
                 jobs=arguments.jobs,
                 data=arguments.data,
                 on_estimate=progress.write_line,

@@ -231,7 +231,7 @@ class Division(NamedTuple):
         most = self.micro_batch_size
         if most is None:
             parts = _equal_parts(first, last, self.gradient_accumulation_steps)
-            return [(start, stop, _tokens_between(ends, start, stop)) for start, stop, _ in parts]
+            return [(start, stop, _tokens_before(ends, stop) - _tokens_before(ends, start)) for start, stop, _ in parts]
         parts = _parts_in_tokens(ends, first, last, most)
         number = max(len(parts), 1)
         if self.equal_micro_steps:
@@ -260,7 +260,7 @@ def divide_tokens(ends: Order, offset: int, wanted: Counts, sizes: Counts) -> tu
             enough = min(int(ends.searchsorted(offset + target)), len(ends) - 1)
             stop = min(stop, int(ends.searchsorted(ends[enough], "right")))
         stop = max(stop, starts[-1])
-        end = int(ends[stop - 1]) if stop else 0
+        end = _tokens_before(ends, stop)
         starts.append(stop)
         tokens.append(end - used)
         used = end
@@ -283,13 +283,13 @@ def _equal_parts(first: int, last: int, number: int) -> list[Part]:
     return parts
 
 
-def _tokens_between(ends: Order, start: int, stop: int) -> int:
-    return int(ends[stop - 1] - (ends[start - 1] if start else 0)) if stop > start else 0
+def _tokens_before(ends: Order, index: int) -> int:
+    return int(ends[index - 1]) if index else 0
 
 
 def _parts_in_tokens(ends: Order, start: int, stop: int, most: int) -> list[Part]:
     """Samples in parts of at most so many tokens."""
-    parts, used = [], int(ends[start - 1]) if start else 0
+    parts, used = [], _tokens_before(ends, start)
     while start < stop:
         end = min(max(int(ends.searchsorted(used + most, "right")), start + 1), stop)
         parts.append((start, end, int(ends[end - 1]) - used))

@@ -59,7 +59,12 @@ class NarrowExchange(ErrorFeedback):
         for owned, message in plan.others(pushed):
             self._narrowing.write(values[owned.start : owned.stop], message)
         if self._num_reduced[bucket.number] % MEASURED_EVERY == 0:
-            self._measure(torch.add(residual, bucket.flat), values, mine)
+            wanted = torch.add(residual, bucket.flat)
+            sent = wanted - values[:length]
+            wanted[mine.start : mine.stop] = sent[mine.start : mine.stop] = 0  # an owner sends itself nothing
+            squares = CodedSquares(float(torch.dot(wanted, wanted)), float(torch.dot(sent, sent)))
+            if all(map(math.isfinite, squares)):
+                self.coded = self.coded.and_more(squares)
         self._num_reduced[bucket.number] += 1
         yield Trade(addends, pushed, plan.mine, plan.theirs)
 
@@ -84,16 +89,6 @@ class NarrowExchange(ErrorFeedback):
             ends = slice(mine.start, min(mine.stop, len(bucket.flat)))
             values[ends].sub_(bucket.flat[ends]).nan_to_num_(0.0, 0.0, 0.0)  # float16 may overflow, as in an all-reduce
         self.residuals.put(bucket, values[:length])
-
-    def _measure(self, wanted: Tensor, left: Tensor, mine: OwnedRange) -> None:
-        """Add what was to be sent, and what was, which is that but for what is left; an owner sends itself nothing."""
-        sent = wanted - left[: len(wanted)]
-        found = []
-        for each in (wanted, sent):
-            each[mine.start : mine.stop] = 0
-            found.append(float(torch.dot(each, each)))
-        if all(map(math.isfinite, found)):
-            self.coded = self.coded.and_more(CodedSquares(*found))
 
     def _total(self, own: Tensor, addends: tuple[Tensor, ...]) -> Tensor:
         """The sum of an owner, in rank order; an empty message is this rank's own addend."""

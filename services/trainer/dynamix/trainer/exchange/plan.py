@@ -47,7 +47,7 @@ class ExchangePlan:
         """The exchange of a model's buckets; its group's time-out is that of the exchange."""
         self._timeout = self._timeout or timeout_of(model.process_group)
         keys = {parameter: name for name, parameter in model.module.named_parameters()}
-        return ModelExchange(self.rank, self.world_size, keys, self.pipeline, len(self._servers.addresses))
+        return ModelExchange(self, keys)
 
     def of_step(self, step: int) -> StepExchange | None:
         """The exchange of a step, `None` for DDP's own all-reduce; a collective call on the first other step.
@@ -60,6 +60,10 @@ class ExchangePlan:
             return None
         self.connect()
         return StepExchange(exchange, flushes=not keeps_residuals(exchange, self.at(step + 1)))
+
+    def member(self, exchange: Exchange) -> Member:
+        """This rank in an exchange."""
+        return member_of(exchange, self.rank, self.world_size, len(self._servers.addresses))
 
     def connect(self) -> None:
         """Make the pipeline if there is none yet; a collective."""
@@ -122,28 +126,18 @@ class ModelExchange:
     Codecs are made when they are first in effect, and kept with what they learned.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        keys: Mapping[Tensor, str],
-        pipeline: Callable[[], Pipeline],
-        num_servers: int = 0,
-    ) -> None:
-        """`keys` names the parameters; `pipeline` is called whenever something is sent."""
+    def __init__(self, plan: ExchangePlan, keys: Mapping[Tensor, str]) -> None:
+        """`keys` names the parameters."""
         self.keys = keys
-        self._rank = rank
-        self._world_size = world_size
-        self._num_servers = num_servers
-        self._pipeline = pipeline
+        self._plan = plan
         self._codecs: dict[str, ExchangeCodec] = {}
         self._step: StepExchange | None = None
-        self._member = Member(rank, world_size)
+        self._member = plan.member(EXACT)
 
     def begin(self, step: StepExchange) -> None:
         """Begin a step: the buckets that follow are sent by its exchange."""
         if self._step is None or step.exchange != self._step.exchange:
-            self._member = member_of(step.exchange, self._rank, self._world_size, self._num_servers)
+            self._member = self._plan.member(step.exchange)
         self._step = step
 
     def send(self, bucket: BucketView) -> Sent:
@@ -156,12 +150,12 @@ class ModelExchange:
             legs = [codec.residuals.flush(sent, self._member)]
         else:
             legs = legs_of(codec, sent, self._member)
-        return Sent([self._pipeline().send(leg) for leg in legs], bucket.flat, host)
+        return Sent([self._plan.pipeline().send(leg) for leg in legs], bucket.flat, host)
 
     def send_plainly(self, numbers: Tensor) -> Sent:
         """Begin to add up numbers over ranks, in place and without a codec, behind the buckets sent so far."""
         host = _host_copy(numbers)
-        return Sent([self._pipeline().send(just(Sum(numbers if host is None else host)))], numbers, host)
+        return Sent([self._plan.pipeline().send(just(Sum(numbers if host is None else host)))], numbers, host)
 
     def coded(self) -> CodedSquares:
         """Squared norms of what lossy codecs have sent and should have sent."""

@@ -36,8 +36,6 @@ from .losses import LossWarnings
 from .models import set_gradient_sync
 from .noise import NormSketch
 
-MakeHook = Callable[[DistributedDataParallel, StepWeights], GradientHook]
-
 DROPPED = (
     "the gradients of this step's earlier micro-batches are gone: call optimizer.zero_grad() only where "
     "session.sync_gradients is true, after optimizer.step()"
@@ -85,7 +83,7 @@ class CoveredModels:
 
     def __init__(
         self,
-        make_hook: MakeHook | None,
+        make_hook: Callable[[DistributedDataParallel, StepWeights], GradientHook] | None,
         reduction: Reduction,
         weights: StepWeights,
         exchange: ExchangePlan,

@@ -11,14 +11,13 @@ from collections.abc import Callable
 
 import msgspec
 
+from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Report, Trace
 from dynamix.schemas.policies import STIGMERGY
 from dynamix.schemas.streams import ACTIONS, FEED
-
-from .cluster import VirtualCluster
 
 ACTION_TIMEOUT_S = 60.0
 """The longest wait for an action. The services need milliseconds; a broker that restarts, seconds."""

