@@ -84,9 +84,10 @@ class ThreeServers:
 
     def __init__(self, servers: Sequence[ClusterServer] = ()) -> None:
         """With none given they are on loopback."""
-        routes, password = [f"{LOOPBACK}:{port}" for port in free_ports(NUM_SERVERS)], secrets.token_urlsafe(24)
-        default = [ClusterServer(number, routes, password) for number in range(NUM_SERVERS)]
-        self.servers = {server.name: server for server in servers or default}
+        if not servers:
+            routes, password = [f"{LOOPBACK}:{port}" for port in free_ports(NUM_SERVERS)], secrets.token_urlsafe(24)
+            servers = [ClusterServer(number, routes, password) for number in range(NUM_SERVERS)]
+        self.servers = {server.name: server for server in servers}
         self._open = contextlib.AsyncExitStack()
 
     @property
