@@ -1,6 +1,6 @@
 """The reward formulas by name: two published ones and a time-aware one; pure functions of one metric window.
 
-`paper-sgd`   r = w A_mean + alpha max(0, dA) - beta T_iter - delta (log2 b - 5)          (method section IV-D)
+`paper-sgd`   r = w A_mean + alpha max(0, dA) - beta T_iter - delta (log2 b - 5)   (arXiv:2510.08522, section IV-D)
 `paper-adam`  the same, - eta (sigma_norm^2 + sigma_norm)
 `time-aware`  r = alpha dA - beta T_window
 

@@ -143,8 +143,8 @@ Source = Callable[[Scrape], None]
 class ServiceMetrics:
     """The metrics of one service, computed at each scrape.
 
-    A service declares the counters that it may count, so that they are shown as 0 before: what appears with 1 is no
-    increase to Prometheus.
+    A service declares the counters that it may count, so that they start at 0: otherwise `rate()` misses the first
+    increment.
 
     Attributes:
         counters: the service's own, by name.
@@ -166,7 +166,7 @@ class ServiceMetrics:
         self._gauges |= set(gauges or {})
 
     def add(self, source: Source) -> None:
-        """Ask a function, too."""
+        """Register a function that is called at each scrape."""
         self._sources.append(source)
 
     def collect(self) -> Iterable[Metric]:

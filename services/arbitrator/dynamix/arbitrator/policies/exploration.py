@@ -29,7 +29,7 @@ STEP = 2.0**-0.125
 NUM_COMPARED = 8
 MOST_EXPLORING = 2
 WORTH = 0.93
-"""An arm must take at most so much of what the first one took: equal runs of other seeds are a seventh apart."""
+"""An arm is better if it costs at most this share of the first one: equal runs differ by a seventh between seeds."""
 TOO_SLOW = 1.25
 MAX_SHORT = 4
 FEWEST_WINDOWS = 6

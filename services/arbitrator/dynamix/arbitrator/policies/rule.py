@@ -129,7 +129,7 @@ class Rule:
                 memory = memory.observe(exposure_of(seen.deciding, model, obs_WF), loss, drift, job.world_size)
                 memory = memory.with_links(link_rates(obs_WF)) if can_share(job) else memory
             memory, model = self._exchange(job, memory, model, scale)
-        if memory.ruling[0] != ruled:  # what the next window exposes is no pair with what this one did
+        if memory.ruling[0] != ruled:  # the next window's communication time is that of another exchange
             fit = replace(fit, sync_s=math.nan)
             runs = runs if runs.cold is None else replace(runs, cold=replace(runs.cold, sync_s=math.nan))
 

@@ -195,7 +195,7 @@ JUMP = math.exp(0.2)
 SMOOTHING = 0.3
 """Weight of the newest value while nothing jumps."""
 CERTAIN = 3.0
-"""Noises by which a value must change to be believed at once, and which leave a pair as it is."""
+"""Changes above this many standard deviations are adopted at once; also the least tolerance for a pair."""
 PRIOR = 0.01
 """Weight of "as the other ranks" and of "no overlap", as squared relative changes: one change by 10 % equals it."""
 

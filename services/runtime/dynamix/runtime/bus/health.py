@@ -29,8 +29,6 @@ from .requests import BusMessage
 
 logger = logging.getLogger(__name__)
 
-logger = logging.getLogger(__name__)
-
 TICK_S = 0.1
 LAG_LOGGED_S = 1.0
 LOOKS = 20

@@ -193,7 +193,7 @@ class SystemdNotifier:
     """Notifies systemd between `async with` and the end of the block, by datagrams of `KEY=value` lines: sd_notify(3).
 
     It works in the service's own event loop, like `/livez`: one that is stuck sends no `WATCHDOG=1`, and systemd ends
-    the process and starts it again (`WatchdogSec=`). That also covers what `health.watchdog` cannot see: code that
+    the process and starts it again (`WatchdogSec=`). That also covers what `bus.health.Watchdog` cannot see: code that
     keeps the interpreter lock, and a process that was stopped. `READY=1` is sent once, when `/readyz` would answer 200.
 
     Args:

@@ -1,4 +1,4 @@
-"""Exact weighting: g = sum_i (b_i / B) g_i, whatever the local batch sizes (method section 5.1).
+"""Exact weighting: g = sum_i (b_i / B) g_i, whatever the local batch sizes.
 
 Under DDP a communication hook does it, so that the user's loss stays what it was. Each bucket is weighed, measured
 (|g_i|^2, on some steps) and sent: over all ranks, by an exchange, or nowhere in a local step. The last bucket's hook
@@ -58,7 +58,7 @@ class StepWeights:
         self._total: int | None = None
 
     def begin(self, batch: MicroBatch) -> int | None:
-        """Begin a batch; returns in which weight the gradients are that were added up before it, `None` if none."""
+        """Begin a batch; returns the weight of the gradients accumulated so far, `None` if there are none."""
         before = self.newest
         if batch.is_first:
             self._size = batch.plan.counts.total
@@ -170,7 +170,7 @@ class SquaredNorms(NamedTuple):
     local: list[float | torch.Tensor]
     reduced: list[float | torch.Tensor]
     counts: Counts | None = None
-    """Sizes of the step that they are of, where that is not the step which they were known after."""
+    """Sizes of the measured step; `None` if it is the step that just ended."""
 
 
 NOT_MEASURED = SquaredNorms([], [])

@@ -62,7 +62,7 @@ MAX_UNSCHEDULED_CHANGES = 2
 
 
 class Schedulers:
-    """Schedulers of the user that advance by reference steps (`data.reference_steps`)."""
+    """Schedulers of the user that advance by reference steps (`data.plan.ReferenceSteps`)."""
 
     def __init__(self) -> None:
         self._schedulers: list[LRScheduler] = []

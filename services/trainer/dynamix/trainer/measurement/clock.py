@@ -51,7 +51,7 @@ class Clock(ABC, Generic[Moment]):
     """Takes the moments of each step as they come, in the training thread."""
 
     late_steps: ClassVar[int] = 0
-    """Steps for which counts must stand still so that `seconds_per_sample`, exchanged, is certainly of such a step."""
+    """Steps by which a timing may be late: `seconds_per_sample` holds only after so many steps of equal sizes."""
 
     def __init__(self) -> None:
         self._ended: list[Ended[Moment]] = []

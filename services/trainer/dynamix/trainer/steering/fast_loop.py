@@ -13,7 +13,7 @@ when a sample costs clearly more on a larger size, or less on a smaller one.
 A split is replaced at once where that shortens the step by more than the dead band. Where fixed costs dominate, sizes
 far from equal times cost next to nothing: such a split is replaced every few steps.
 
-Carrying and filtering times costs half a millisecond of a processor per step (docs/overhead.md). So where all ranks
+Carrying and filtering times costs half a millisecond of a processor per step (docs/measurements.md). So where all ranks
 compute for less than `SHORT_S`, only one of `SHORT_EVERY` steps is measured, after the first ones.
 """
 
