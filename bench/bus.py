@@ -159,7 +159,9 @@ class Arms:
     def unseen(self, count: int) -> list[State]:
         """States that the stream has not: an equal identity would be dropped as a duplicate, and cost less."""
         state = msgspec.structs.replace(self.first, generation=next(self._numbers))
-        return [msgspec.structs.replace(state, window=window) for window in range(count)]
+        # a stream keeps the newest 4,096 of a subject
+        nodes = [f"{state.node}-{state.generation}-{window // 4096}" for window in range(count)]
+        return [msgspec.structs.replace(state, window=window, node=node) for window, node in enumerate(nodes)]
 
     async def run(self, row: str, arm: str) -> Timing:
         """One run; what it needs is made before its time begins."""
