@@ -107,7 +107,7 @@ def test_the_sync_period_is_that_of_the_closed_form(communication_s: float) -> N
 
 def test_a_rising_loss_ends_local_steps_for_some_windows() -> None:
     local = Exchange(codec="int8", every=5)
-    memory = ExchangeMemory(ruling=(local, local), exact_s=0.02, num_seen=(3, 0, 0, 3, 0))
+    memory = ExchangeMemory(active=(local, local), exact_s=0.02, num_seen=(3, 0, 0, 3, 0))
     job, model = job_of("local"), model_of(0.02)
     assert choose(job, model, after(memory, 0.001), worth, max_every=16).every > 1
     for loss in (1.0, 1.5):
@@ -117,7 +117,7 @@ def test_a_rising_loss_ends_local_steps_for_some_windows() -> None:
 
 def test_what_computing_hides_is_known_from_the_first_round_of_local_steps() -> None:
     local = Exchange(every=5)
-    memory = after(ExchangeMemory(ruling=(EXACT, local)), 0.015)
+    memory = after(ExchangeMemory(active=(EXACT, local)), 0.015)
     assert memory.exact_s == pytest.approx(0.015)  # what is hidden cannot be seen
     memory = after(memory.decided(local), 0.020 / 5)
     assert memory.exact_s == pytest.approx(0.020)

@@ -53,7 +53,7 @@ def attached(local_batch_size: Any, model: torch.nn.Module = LINEAR, **given: An
                 "fixed_exchange": Exchange(route="servers"),
                 "gradient_servers": ("a:1",),
             },
-            "asks for gradients rows over all-reduce, but they travel none over servers in the whole run",
+            "asks for gradients rows over all-reduce, but the whole run exchanges them none over servers",
         ),
         ({"fixed_exchange": Exchange(shares=(1.0, 2.0))}, "are of the route 'shares': add route='shares'"),
         ({"window_steps": 5, "margin_steps": 16}, "draws 14 batches ahead: an action would be 5 windows old"),

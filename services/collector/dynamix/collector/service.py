@@ -180,7 +180,10 @@ class _Collector:
             async for batch in consumer:
                 self._waiting.add(batch)
                 self._num_pending = self._context.counters["reports_pending"] = batch[-1].num_pending
-                (self._is_behind.set if self._num_pending >= BEHIND else self._is_behind.clear)()
+                if self._num_pending >= BEHIND:
+                    self._is_behind.set()
+                else:
+                    self._is_behind.clear()
                 self._has_changed.set()
                 while not self._waiting.has_room:
                     self._has_room.clear()

@@ -331,7 +331,7 @@ def check_url(settings: BusSettings) -> None:
         parts = urlsplit(url if "://" in url else f"nats://{url}")
         try:
             is_url = bool(parts.hostname) and parts.port != 0 and ("://" in url or re.search(r"[.:]|^localhost$", url))
-        except ValueError:  # a port that is no number, or none that there is
+        except ValueError:  # the port is not a number, or out of range
             is_url = False
         if not is_url:
             raise ValueError(f"DYNAMIX_NATS_URL: {redact_url(url)!r} is no URL: write nats://host:port")

@@ -114,9 +114,9 @@ class WindowExposure(NamedTuple):
 
 
 class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Knowledge of the ways of exchange in effect so far."""
+    """Costs and effects of the ways of exchange, learned from the windows so far."""
 
-    ruling: tuple[Exchange, ...] = (EXACT,) * LAG
+    active: tuple[Exchange, ...] = (EXACT,) * LAG
     """The exchange of the window that closed, and of the one after it, which is the newest decision."""
     exact_s: float = math.nan
     """I, in seconds per step."""
@@ -145,20 +145,20 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
     num_link_windows: int = 0
     """Windows that showed them, up to `LINK_WINDOWS`."""
     shares: tuple[float, ...] = ()
-    """Shares of the newest decision for them; exchanges in `ruling` have none."""
+    """Shares of the newest decision for them; exchanges in `active` have none."""
 
     @classmethod
     def of(cls, job: Job) -> "ExchangeMemory":
         """Before the first window."""
         first = job.initial_exchange
         is_known = first.codec in CODECS and (way_of(first) == OVER_OWNERS or not first.shares)
-        ruling = (replace(first, shares=()) if is_known else EXACT,) * LAG
-        return cls(ruling, table_share=job.table_share, shares=first.shares if is_known else ())
+        active = (replace(first, shares=()) if is_known else EXACT,) * LAG
+        return cls(active, table_share=job.table_share, shares=first.shares if is_known else ())
 
     @property
     def newest(self) -> Exchange:
         """The newest decision."""
-        return self.ruling[-1]
+        return self.active[-1]
 
     @property
     def newest_with_shares(self) -> Exchange:
@@ -167,19 +167,22 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         return newest if way_of(newest) != OVER_OWNERS else replace(newest, shares=self.shares)
 
     def observe(self, seen: WindowExposure, loss: float, drift: float, num_ranks: int) -> "ExchangeMemory":
-        """The memory after one more window, in which the first of `ruling` was active."""
-        ruled, known = self.ruling[0], replace(self, age=self.age + 1, blocked=max(self.blocked - 1, 0)).with_loss(loss)
-        if way_of(ruled) == EXACT.codec and seen.sent_bytes > 0.0 and num_ranks > 1:  # gradients as they are
-            num_bytes = seen.sent_bytes * ruled.every * num_ranks / (2 * (num_ranks - 1))
+        """The memory after one more window, whose exchange was the first of `active`."""
+        current, known = (
+            self.active[0],
+            replace(self, age=self.age + 1, blocked=max(self.blocked - 1, 0)).with_loss(loss),
+        )
+        if way_of(current) == EXACT.codec and seen.sent_bytes > 0.0 and num_ranks > 1:  # gradients as they are
+            num_bytes = seen.sent_bytes * current.every * num_ranks / (2 * (num_ranks - 1))
             known = replace(known, gradient_bytes=num_bytes)
-        known = known.with_drift(drift if ruled.every > 1 else math.nan, num_ranks)
-        if ruled.every > 1 and math.isnan(known.drift) and known.age > LAG + DWELL:
+        known = known.with_drift(drift if current.every > 1 else math.nan, num_ranks)
+        if current.every > 1 and math.isnan(known.drift) and known.age > LAG + DWELL:
             known = replace(known, blocked=BLOCKED)  # nothing says what local steps cost here
         if not (0.0 < seen.exposed_s < math.inf and 0.0 < seen.compute_s < math.inf):
             return known
-        if ruled.every == 1:
+        if current.every == 1:
             return known.with_step(seen)
-        known = known.with_time(seen.exposed_s * ruled.every)
+        known = known.with_time(seen.exposed_s * current.every)
         hidden = (known.exact_s - known.exposed_s) / known.hidden_s  # by computing, of an exchange in each step
         if not 0.0 <= hidden <= MOST_OVERLAP:  # these links cannot have taken so long
             return known
@@ -187,17 +190,17 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
 
     def decided(self, exchange: Exchange) -> "ExchangeMemory":
         """The memory with one more decision."""
-        following = replace(self, ruling=(*self.ruling[1:], exchange))
+        following = replace(self, active=(*self.active[1:], exchange))
         if exchange != self.newest:
             following = replace(following, age=0)
             if way_of(exchange) == OVER_OWNERS:
                 following = replace(following, shares=shares_of(self.rates.tolist()))
-        if following.ruling[0] == self.ruling[0]:
+        if following.active[0] == self.active[0]:
             return following
-        begins = way_of(following.ruling[0])
+        begins = way_of(following.active[0])
         index = WAYS.index(begins)  # another one begins to rule: its loss, and its time, are new
         num_seen = (*self.num_seen[:index], 0, *self.num_seen[index + 1 :])
-        is_other = begins != way_of(self.ruling[0])
+        is_other = begins != way_of(self.active[0])
         return replace(following, loss=math.nan, least_loss=math.nan, num_seen=num_seen if is_other else self.num_seen)
 
     def communication_s(self, way: str) -> float:
@@ -235,7 +238,7 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
             return self
         smoothed = loss if math.isnan(self.loss) else self.loss + LOSS_SMOOTHING * (loss - self.loss)
         least = smoothed if math.isnan(self.least_loss) else min(self.least_loss, smoothed)
-        rises = smoothed > (1.0 + LOSS_RISE) * least and self.ruling[0].every > 1
+        rises = smoothed > (1.0 + LOSS_RISE) * least and self.active[0].every > 1
         if rises:
             return replace(self, loss=smoothed, least_loss=smoothed, blocked=BLOCKED)
         return replace(self, loss=smoothed, least_loss=least)
@@ -251,7 +254,7 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
 
     def with_links(self, rates: Array64 | None) -> "ExchangeMemory":
         """The memory after a window with these link rates, if the links were being measured."""
-        if rates is None or way_of(self.ruling[0]) not in RINGS:
+        if rates is None or way_of(self.active[0]) not in RINGS:
             return self
         number = min(self.num_link_windows + 1, LINK_WINDOWS)
         if len(self.rates) != len(rates):
@@ -262,19 +265,19 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
 
     def with_step(self, seen: WindowExposure) -> "ExchangeMemory":
         """After a window with an exchange in each step."""
-        ruled = way_of(self.ruling[0])
-        expected_s = math.nan if math.isnan(self.exact_s) else self.communication_s(ruled)
+        current = way_of(self.active[0])
+        expected_s = math.nan if math.isnan(self.exact_s) else self.communication_s(current)
         may_take_s = seen.exposed_s + self.overlap * seen.compute_s
         if expected_s <= may_take_s and seen.exposed_s <= MOST_HIDDEN * expected_s:  # how much is hidden cannot be seen
             may_take_s = min(expected_s, seen.exposed_s / LEAST_EXPOSED)
         known = self.with_time(may_take_s)
-        if ruled != EXACT.codec:
+        if current != EXACT.codec:
             return known
         return replace(known, exposed_s=seen.exposed_s, hidden_s=seen.compute_s)
 
     def with_time(self, taken_s: float) -> "ExchangeMemory":
         """After a window in which an exchange took so long."""
-        way = way_of(self.ruling[0])
+        way = way_of(self.active[0])
         index, prior = WAYS.index(way), self.prior(way)
         coding_s = prior.coding_s_per_byte * self.gradient_bytes
         if way != EXACT.codec and self.num_seen[index] < LEARNED_FROM and math.isfinite(self.exact_s):
@@ -295,7 +298,7 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
 
     def begun_again(self, first: "ExchangeMemory") -> "ExchangeMemory":
         """The memory at the start of another run, which starts with the exchange `first`."""
-        known = replace(self, ruling=first.ruling, shares=first.shares, table_share=first.table_share, age=DWELL)
+        known = replace(self, active=first.active, shares=first.shares, table_share=first.table_share, age=DWELL)
         return replace(known, exposed_s=math.nan, blocked=0, loss=math.nan, least_loss=math.nan)
 
 
@@ -389,13 +392,13 @@ def model_under(exchange: Exchange, model: StepTime, memory: ExchangeMemory) -> 
     return dataclasses.replace(model, sync_intercept_s=communication_s / exchange.every, sync_slope=slope)
 
 
-def model_after(ruled: Exchange, chosen: Exchange, model: StepTime, memory: ExchangeMemory) -> StepTime:
-    """The step-time model for the next decision, from the model of windows up to `ruled`.
+def model_after(current: Exchange, chosen: Exchange, model: StepTime, memory: ExchangeMemory) -> StepTime:
+    """The step-time model for the next decision, from the model of windows up to `current`.
 
     Steps in which all gradients travel as they are show all that B needs themselves, also what computing hides.
     """
-    ways = way_of(ruled), way_of(chosen)
-    if not (ruled.every == chosen.every == 1 and all(way in (EXACT.codec, OVER_OWNERS) for way in ways)):
+    ways = way_of(current), way_of(chosen)
+    if not (current.every == chosen.every == 1 and all(way in (EXACT.codec, OVER_OWNERS) for way in ways)):
         return model_under(chosen, model, memory)
     if ways[0] == ways[1] or math.isnan(memory.exact_s):
         return model

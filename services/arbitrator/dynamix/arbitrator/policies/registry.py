@@ -47,7 +47,7 @@ def extension_policy(name: str) -> NamedPolicy | None:
     """The policy that another package registers under a name; `None` when none does.
 
     Raises:
-        ExtensionError: when it cannot be loaded, or is no policy; the message names what is missing.
+        ExtensionError: when it cannot be loaded, or is not a policy; the message names what is missing.
     """
     return load_extension("dynamix.policies", name, partial(_checked_policy, name))
 

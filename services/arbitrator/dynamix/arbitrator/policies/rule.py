@@ -102,7 +102,7 @@ class Rule:
         state = unpack(_State, carry)
         memory, before = state.exchange or ExchangeMemory.of(job), state.runs or EarlierRuns()
         tried, noise, noise_scale = state.exploration or Exploration(), state.noise, job_value(global_F, "noise_scale")
-        if memory.ruling[0].every == 1 or math.isfinite(noise_scale):  # not each round of local steps measures it
+        if memory.active[0].every == 1 or math.isfinite(noise_scale):  # not each round of local steps measures it
             noise = noise.observe(noise_scale)
 
         # what earlier runs taught, while the first windows agree with it
@@ -111,7 +111,7 @@ class Rule:
         runs = seen.runs
         if runs.standing is Standing.DROPPED is not before.standing:
             memory = replace(  # of another cluster only what was decided is known
-                ExchangeMemory.of(job), ruling=memory.ruling, age=memory.age, shares=memory.shares
+                ExchangeMemory.of(job), active=memory.active, age=memory.age, shares=memory.shares
             )
             exploration = tried = tried.without_records()
         disagrees = runs.standing is Standing.ON_TRIAL and bool(seen.disagreement)
@@ -122,14 +122,14 @@ class Rule:
         scale = noise.noise_scale * option(self.options, job, "noise_multiplier")
 
         # how gradients are exchanged
-        model, ruled = seen.deciding.model(job), memory.ruling[0]
+        model, measured = seen.deciding.model(job), memory.active[0]
         if is_decided(job):
             if not disagrees:
                 loss, drift = job_value(global_F, "loss"), job_value(global_F, "local_drift")
                 memory = memory.observe(exposure_of(seen.deciding, model, obs_WF), loss, drift, job.world_size)
                 memory = memory.with_links(link_rates(obs_WF)) if can_share(job) else memory
             memory, model = self._exchange(job, memory, model, scale)
-        if memory.ruling[0] != ruled:  # the next window's communication time is that of another exchange
+        if memory.active[0] != measured:  # the next window's communication time is that of another exchange
             fit = replace(fit, sync_s=math.nan)
             runs = runs if runs.cold is None else replace(runs, cold=replace(runs.cold, sync_s=math.nan))
 
@@ -168,9 +168,9 @@ class Rule:
                 fit = None
             else:
                 if is_decided(job):
-                    theirs, first = known.exchange or memory, memory.ruling[0]
-                    if theirs.ruling[0] != first:
-                        model = model_after(theirs.ruling[0], first, model, theirs)
+                    theirs, first = known.exchange or memory, memory.active[0]
+                    if theirs.active[0] != first:
+                        model = model_after(theirs.active[0], first, model, theirs)
                     memory = theirs.begun_again(memory)
                 unknown = np.full(job.world_size, math.nan)
                 fit = replace(
@@ -212,7 +212,7 @@ class Rule:
                 job, model, memory, lambda sizes: progress(sizes, noise_scale, exponent, most), max_every=max_every
             )
         if model is not None:
-            model = model_after(memory.ruling[0], chosen, model, memory)
+            model = model_after(memory.active[0], chosen, model, memory)
         return memory.decided(chosen), model
 
     def _exponent(self, job: Job) -> float:

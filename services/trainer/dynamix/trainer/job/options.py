@@ -229,8 +229,8 @@ class JobOptions:
         first, asked = self.initial_allocation.exchange, initial_exchange(self.policy, self.policy_options)
         if self.fixed_exchange is not None and asked not in (EXACT, first):
             raise ValueError(
-                f"policy {self.policy!r} with its options asks for gradients {asked.label}, but they travel "
-                f"{first.label} in the whole run: leave these options out, or use another policy"
+                f"policy {self.policy!r} with its options asks for gradients {asked.label}, but the whole run "
+                f"exchanges them {first.label}: leave these options out, or use another policy"
             )
         outer = self.policy_options.keys() & {"outer_rate", "outer_momentum"}
         if self.policy in EXCHANGE_POLICIES and asked.every == 1 and outer:

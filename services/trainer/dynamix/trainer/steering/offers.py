@@ -59,12 +59,12 @@ class Offers:
             self._adopted_window = action.window
             what = f"{sum(action.local_batch_sizes)} samples per step"
             divided, exchange = DIVISIONS[action.allocation.split], action.allocation.exchange
-            travels = "" if exchange == EXACT else f", gradients {exchange.label}"
+            exchanged = "" if exchange == EXACT else f", gradients {exchange.label}"
             self._explained[effective_window] = {
                 "decision": "adopted",
                 "decided_window": action.window,
                 "policy": action.policy,
-                "reason": f"policy {action.policy} decided {what} on window {action.window}{divided}{travels}",
+                "reason": f"policy {action.policy} decided {what} on window {action.window}{divided}{exchanged}",
             }
         elif self._last_refused is not None:
             refused, reason = self._last_refused
@@ -101,7 +101,7 @@ class Offers:
         if len(action.local_batch_sizes) != len(self._identity.max_local_batch_sizes):
             return "length"
         explores_rate = action.allocation.rate_factor == 1.0 or "learning_rate" in self._options.explores
-        if not (explores_rate and self._can_travel(action.allocation.exchange)):
+        if not (explores_rate and self._is_permitted(action.allocation.exchange)):
             return "lever"
         if self._global_batch_size not in (None, sum(action.local_batch_sizes)):
             return "sum"
@@ -110,7 +110,7 @@ class Offers:
         fits = sum(sizes) > 0 and all(low <= size <= high for size, high in zip(sizes, highs, strict=True))
         return None if fits else "bounds"
 
-    def _can_travel(self, exchange: Exchange) -> bool:
+    def _is_permitted(self, exchange: Exchange) -> bool:
         """Whether the job permits this exchange."""
         if exchange == EXACT or self._lasting is not None:
             return exchange in (EXACT, self._lasting)
