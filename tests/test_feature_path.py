@@ -29,7 +29,7 @@ from dynamix.schemas.messages import (
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.plan import Counts, Position
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
-from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy, job_totals, wall_s
+from dynamix.trainer.measurement.meter import Row, held_out_accuracy, job_totals, wall_s
 from dynamix.trainer.steering.run import Reporter
 
 Metrics = TrainingMetrics | SystemMetrics | NetworkMetrics | NodeMetrics
@@ -104,7 +104,7 @@ def _state(changed: Metrics) -> State:
 def test_every_column_of_a_row_reaches_a_message(column: str) -> None:
     def messages(one: Row) -> Any:
         totals = job_totals([one], window=0, num_steps=1, global_batch_size=64)
-        return totals, held_out_accuracy([one]), energy_j([one]), wall_s([one]), one.noise
+        return totals, held_out_accuracy([one]), wall_s([one]), one.noise
 
     assert messages(row(**{column: _changed(getattr(row(), column))})) != messages(row()), column
 

@@ -107,7 +107,7 @@ def test_a_past_capture_with_the_specification_last_replays_equal(tmp_path: Path
 
 
 def test_a_capture_from_the_middle_of_a_job_continues_from_an_action(tmp_path: Path) -> None:
-    middle = next(record.sequence for record in records(DEMO) if Matching("report", 10)(record))
+    middle = next(record.sequence for record in records(DEMO) if Matching("state", 10)(record))
 
     def later(record: Record) -> bool:
         return record.stream != FEED.name or record.sequence >= middle

@@ -85,7 +85,7 @@ def test_a_slow_logger_loses_the_oldest_windows_and_training_does_not_wait() -> 
 def test_metrics_have_units_in_their_names_and_leave_out_what_is_not_known() -> None:
     totals = examples.totals(num_steps=10, num_samples=1000, time_s=2.0, loss_sum=500.0, num_correct=None)
     rows = [
-        row(num_samples=500, held_out_accuracy=0.75, energy_j=6.25, data_time_s=0.2, update_time_s=0.3, **times)
+        row(num_samples=500, held_out_accuracy=0.75, data_time_s=0.2, update_time_s=0.3, **times)
         for times in (
             {"compute_time_s": 1.0, "sync_time_s": 0.5},
             {"compute_time_s": 1.5, "sync_time_s": 0.0},
@@ -99,7 +99,6 @@ def test_metrics_have_units_in_their_names_and_leave_out_what_is_not_known() -> 
         "step_time_s": 0.2,
         "samples_per_s": 500.0,
         "held_out_accuracy": 0.75,
-        "energy_j": 12.5,
         "noise_scale": 2000.0,
         **{f"local_batch_size/{name}": value for name, value in by_rank(40, 60).items()},
         **{f"data_time_s/{name}": value for name, value in by_rank(0.02, 0.02).items()},

@@ -59,7 +59,6 @@ def attached(local_batch_size: Any, model: torch.nn.Module = LINEAR, **given: An
         ({"window_steps": 5, "margin_steps": 16}, "draws 14 batches ahead: an action would be 5 windows old"),
         ({"explores": ("learning_rate",)}, "between the runs of a family: add family='auto'"),
         ({"family": "mnist", "explores": ("rate",)}, "explores="),
-        ({"family": "mnist", "objective": "energy"}, "what runs that try something out are compared by: add"),
         (
             {
                 "policy": "stigmergy",

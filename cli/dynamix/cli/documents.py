@@ -119,7 +119,6 @@ def window_document(window: Window, *, most_ranks: int | None = None) -> Documen
         "started_unix_s": window.started_ns / 1e9 or None,
         "measured_unix_s": window.measured_ns / 1e9 or None,
         "metrics": document_of(window.metrics),
-        "energy_j": window.energy_j,
         "local_batch_sizes": sizes,
         "nodes": {
             name: {

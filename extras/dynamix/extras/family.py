@@ -145,7 +145,6 @@ def document(one: StoredFamily) -> dict[str, Any]:
         found |= {
             **named,
             "arms": [msgspec.structs.asdict(each) for each in profile.arms],
-            "energy_arms": [msgspec.structs.asdict(each) for each in profile.energy_arms],
             "exchange": profile.allocation.exchange.label,
             "memory_bytes": len(profile.memory),
         }
@@ -165,8 +164,7 @@ def details(one: StoredFamily) -> str:
             _line("ranks", str(profile.world_size)),
             _line("last allocation", f"{_sizes(profile)} ({last.split}), {last.exchange.label}"),
             _line("times", f"{len(profile.memory):,} bytes" if profile.memory else "none"),
-            *(_line("tried", text) for text in _records(profile.arms, "s")),
-            *(_line("tried, by energy", text) for text in _records(profile.energy_arms, "J")),
+            *(_line("tried", text) for text in _records(profile.arms)),
         ]
     return "\n".join(lines)
 
@@ -205,19 +203,16 @@ def _row(one: StoredFamily) -> tuple[str, ...]:
     return (one.family, str(profile.run), profile.job, policy, *counts, _sizes(profile), size)
 
 
-def _records(records: Sequence[ArmRecord], unit: str) -> Iterator[str]:
+def _records(records: Sequence[ArmRecord]) -> Iterator[str]:
     """Times of each arm, and their ratio to the first run's."""
     first = next((record for record in records if record.rate_factor == FIRST), None)
     for record in records:
         ratio = math.nan if first is None or record is first else score(record, first)
-        yield _record(record, unit) + ("" if math.isnan(ratio) else f", {ratio:.2f} of the first")
-
-
-def _record(record: ArmRecord, unit: str) -> str:
-    ended = f", {record.num_stopped} stopped" if record.num_stopped else ""
-    reached = [cost for cost in record.milestones if cost]
-    until = f", {reached[-1]:.4g} {unit} to the last of {len(reached)} levels" if reached else ""
-    return f"{record.label}: {record.num_runs} runs{ended}{until}"
+        ended = f", {record.num_stopped} stopped" if record.num_stopped else ""
+        reached = [time_s for time_s in record.milestones if time_s]
+        until = f", {reached[-1]:.4g} s to the last of {len(reached)} levels" if reached else ""
+        compared = "" if math.isnan(ratio) else f", {ratio:.2f} of the first"
+        yield f"{record.label}: {record.num_runs} runs{ended}{until}{compared}"
 
 
 def _sizes(profile: JobProfile) -> str:

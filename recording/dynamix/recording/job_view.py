@@ -92,8 +92,6 @@ class Window(msgspec.Struct):
     window: int
     metrics: GlobalMetrics | None = None
     """The whole job, from any node's metric window."""
-    energy_j: float | None = None
-    """Joules of all ranks' devices, in jobs that measure them."""
     num_steps: int = 0
     """Optimizer steps, 0 when unknown."""
     nodes: dict[str, NodeWindow] = {}
@@ -270,8 +268,7 @@ class JobView(msgspec.Struct):
                 self._fold_reward(window, node, message, is_current=is_current)
 
     def _fold_metrics(self, window: Window, node: NodeWindow, message: MetricWindow) -> None:
-        window.metrics, window.energy_j = message.job_metrics, message.energy_j
-        window.num_steps = message.num_steps
+        window.metrics, window.num_steps = message.job_metrics, message.num_steps
         window.local_batch_sizes |= {rank.rank: rank.training.local_batch_size for rank in message.ranks}
         node.metrics, node.probe = message.node_metrics, message.probe
         duration_s = message.num_steps * message.job_metrics.step_time_s

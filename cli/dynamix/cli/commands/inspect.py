@@ -310,7 +310,6 @@ def window_lines(view: JobView, window: Window) -> Iterator[str]:
             f"{where}: global batch {metrics.global_batch_size}, step {metrics.step_time_s * 1000:.1f} ms, "
             f"{formatted(metrics.throughput, '{:.0f}')} samples/s, "
             f"noise scale {formatted(metrics.noise_scale, '{:.0f}')}, mean reward {formatted(window.mean_reward())}"
-            + ("" if window.energy_j is None else f", {window.energy_j:.4g} J")
         )
     yield f"decided: {_action(window.action)}" if window.action else f"no action for {where}"
     for adopted in view.adopted(window):

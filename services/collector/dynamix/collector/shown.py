@@ -78,8 +78,6 @@ def _show_window(scrape: Scrape, window: MetricWindow, age_s: float) -> None:
     scrape.gauge("job_window_age_seconds", "since this collector made it", age_s, **job)
     for field, (name, meaning) in JOB_METRICS.items():
         scrape.gauge(name, meaning, getattr(window.job_metrics, field), **job)
-    energy = "joules of all ranks' devices in the newest window, in jobs that measure them"
-    scrape.gauge("job_energy_joules", energy, window.energy_j, **job)
     dropped = "reports that this node's ranks dropped without a broker, in this generation"
     scrape.gauge("job_reports_dropped", dropped, window.num_reports_dropped, **job)
     shares = [

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, GlobalBatch, Objective
+from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, GlobalBatch
 from dynamix.trainer.bus_client import BusClient, Transport
 from dynamix.trainer.data.loader import (
     CountTokens,
@@ -48,7 +48,6 @@ from dynamix.trainer.job.options import options_of
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import Loggers, MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
-from dynamix.trainer.measurement.energy import energy_meter
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
 from dynamix.trainer.steering.collectives import Collectives
 from dynamix.trainer.steering.run import Run
@@ -77,7 +76,6 @@ def attach(
     name: str | None = None,
     family: str | None = None,
     explores: Sequence[Explored] = (),
-    objective: Objective = "time",
     window_steps: int | None = None,
     min_local_batch_size: int | None = None,
     max_local_batch_size: int | None = None,
@@ -134,8 +132,6 @@ def attach(
         explores: what runs of the family may try out, in two runs at most: `learning_rate` (a factor on the
             optimizer's). Runs are compared by `session.evaluated`; a run that falls behind by a quarter returns to the
             best known factor.
-        objective: quantity by which these runs are compared: `time`, or `energy`, the joules of the ranks' GPUs, or on
-            CPUs of their machines' processors. If a rank cannot read its energy, attaching fails.
         window_steps: k, the steps of a window. Default: 10, or a multiple if the loader draws further ahead; after the
             first windows up to 16 times that, so that they last a second.
         min_local_batch_size: lower bound of decisions; 0 permits ranks without samples. Default: one sample in each
@@ -222,7 +218,6 @@ def attach(
         caps_path=caps_path,
         environment=environment,
         bus=bus,
-        energy=None if objective == "time" else energy_meter(device, Path(environment.trainer.powercap)),
     )
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
     if met.place.rank == 0:
@@ -270,7 +265,6 @@ def attach(
         times_split=averaging == "hook",
         learning_rate=while_it_lives(gradients.updates.newest_rate, None),
         coded=while_it_lives(gradients.models.coded, CodedSquares()),
-        energy=met.energy,
     )
     transport = connect if isinstance(connect, Transport) else Transport()
     if bus is not None and met.place.local_rank == 0:  # the first rank of each node reports, rank 0 also listens

@@ -35,7 +35,6 @@ from .job.identity import (
     propose_job,
 )
 from .job.options import JobOptions
-from .measurement.energy import EnergyMeter
 from .measurement.sockets import PeerSockets
 from .settings import Environment
 from .steering.collectives import Collectives
@@ -56,7 +55,6 @@ class Rendezvous(NamedTuple):
     sockets: PeerSockets
     identity: JobIdentity
     place: Place
-    energy: EnergyMeter | None
 
 
 def meet_ranks(
@@ -67,12 +65,11 @@ def meet_ranks(
     caps_path: Path | None,
     environment: Environment,
     bus: BusSettings | None,
-    energy: EnergyMeter | None = None,
 ) -> Rendezvous:
     """Exchange identities, places and options with all other ranks; a collective call.
 
     Raises:
-        ValueError: on all ranks alike, when they attached with different options, or one cannot read its `energy`.
+        ValueError: on all ranks alike, when they attached with different options.
     """
     launch = environment.launch
     trainer = environment.trainer
@@ -95,15 +92,11 @@ def meet_ranks(
             connections=sockets.candidates(),
             memory_caps={} if caps_path is None else read_caps(caps_path),
             options=options.fingerprint | data._asdict(),
-            energy=None if energy is None else energy.offer,
         )
     )
     if launch.elastic and not launch.connects_late and collectives.rank == 0 and collectives.world_size > 1:
         _forget_addresses()  # after the gather: all ranks are connected
     check_alike(peers)
-    if energy is not None:
-        offers = [peer.energy for peer in peers if peer.energy is not None]
-        energy.agree(offers, [peer.node for peer in peers], collectives.rank)
     place = place_of(peers, collectives.rank)
     sockets.match([peer.connections for peer in peers], place.rank, place.node_ranks)
     identity = JobIdentity(
@@ -127,7 +120,7 @@ def meet_ranks(
                 len(identity.nodes),
                 identity.job,
             )
-    return Rendezvous(collectives, sockets, identity, place, energy)
+    return Rendezvous(collectives, sockets, identity, place)
 
 
 def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None:

@@ -26,8 +26,6 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Messages kept while the bus is away; beyond it the oldest report is given up."""
     gradient_servers: str = ""
     """Addresses of gradient servers, HOST:PORT with commas between them: they sum the job's gradients."""
-    powercap: str = "/sys/class/powercap"
-    """Folder of the processors' energy counters (RAPL), where a container has the host's at another place."""
     close_timeout_s: float = 2.0
     """How long the end of training may wait until the last messages are sent."""
 

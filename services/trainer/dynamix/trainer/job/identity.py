@@ -20,7 +20,6 @@ from typing import NamedTuple
 from dynamix.runtime import output_files
 from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.subjects import MAX_NAME, check_token, is_token, new_run_id
-from dynamix.trainer.measurement.energy import EnergyOffer
 from dynamix.trainer.measurement.sockets import Connection, ProcessIdentity, boot_id, fingerprint
 
 
@@ -73,8 +72,6 @@ class Peer(NamedTuple):
     """Upper bounds of local batch sizes by rank, as far as this rank can read them."""
     options: dict[str, object]
     """Options that must be equal on all ranks."""
-    energy: EnergyOffer | None = None
-    """Energy counters that the rank could read, in a job that measures energy."""
 
 
 class Place(NamedTuple):

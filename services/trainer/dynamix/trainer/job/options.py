@@ -24,7 +24,6 @@ from dynamix.schemas.messages.allocation import (
     ExchangePermission,
     Explored,
     GlobalBatch,
-    Objective,
     is_permitted,
 )
 from dynamix.schemas.policies import (
@@ -109,8 +108,6 @@ class JobOptions:
     """The family of the job's runs; empty if none."""
     explores: tuple[Explored, ...] = ()
     """Quantities that runs of the family may try out."""
-    objective: Objective = "time"
-    """Quantity by which runs are compared."""
     min_window_s: float = 0.0
     """A window that would last less is several times as long, after the first ones."""
 
@@ -212,11 +209,6 @@ class JobOptions:
         if self.explores and not self.family:
             raise ValueError(
                 f"explores={list(self.explores)} is between the runs of a family: add family='auto', or a name"
-            )
-        if self.objective != "time" and not self.explores:
-            raise ValueError(
-                f"objective={self.objective!r} is what runs that try something out are compared by: add "
-                'explores=["learning_rate"], for example, and a family'
             )
 
     def _check_exchange(self) -> None:

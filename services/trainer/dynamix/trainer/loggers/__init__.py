@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 from dynamix.runtime.extensions import extension_names, load_extension
 from dynamix.schemas.messages import JobTotals, Reward
 from dynamix.trainer.bus_client import Transport
-from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy
+from dynamix.trainer.measurement.meter import Row, held_out_accuracy
 
 QUEUED_WINDOWS = 64
 KEPT_WINDOWS = 4096
@@ -216,7 +216,6 @@ def window_metrics(rows: Sequence[Row], totals: JobTotals, sizes: Sequence[int])
         "step_time_s": totals.time_s / max(totals.num_steps, 1),
         "samples_per_s": totals.num_samples / totals.time_s if totals.time_s > 0 else None,
         "held_out_accuracy": held_out_accuracy(rows),
-        "energy_j": energy_j(rows),
     }
     if totals.num_samples > 0:
         found["loss"] = None if totals.loss_sum is None else totals.loss_sum / totals.num_samples

@@ -24,7 +24,6 @@ from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.local_steps import RoundDrift
 
 from .clock import AnyClock, StepTimes
-from .energy import EnergyMeter
 from .sockets import PeerSockets, ProcessIdentity, this_process
 
 
@@ -41,8 +40,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     learning_rate: float | None = None
     coded: CodedSquares = CodedSquares()
     """Squares of what codecs with loss should have sent and of what they sent."""
-    energy_j: float | None = None
-    """Joules of the devices that this rank counts; 0 where another one counts them."""
     wall_s: float | None = None
     """Since the row before was taken, also between steps."""
     data_digest: int = 0
@@ -50,7 +47,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     def __post_init__(self) -> None:
         """Forget what is not finite, such as the loss of a run that diverged."""
-        own = ("held_out_accuracy", "learning_rate", "energy_j", "wall_s")
+        own = ("held_out_accuracy", "learning_rate", "wall_s")
         for struct, names in ((self, own), (self.rank, ("loss_sum", "num_correct"))):
             for name in names:
                 value = getattr(struct, name)
@@ -97,11 +94,6 @@ def job_totals(
         gradient_norm=gradient_norm,
         coding_gain=coding_gain,
     )
-
-
-def energy_j(rows: Sequence[Row]) -> float | None:
-    """Joules of all ranks' devices; unknown where one of them is."""
-    return _total([row.energy_j for row in rows])
 
 
 def wall_s(rows: Sequence[Row]) -> float:
@@ -156,8 +148,6 @@ class RankMeter:
     """Learning rate of the newest step."""
     coded: Callable[[], CodedSquares] = CodedSquares
     """Squared norms of what lossy codecs sent and should have sent, since the start."""
-    energy: EnergyMeter | None = None
-    """Where the job measures energy."""
     _taken_s: float = field(default_factory=time.perf_counter, init=False)
     """Time of the last row."""
     _coded_before: CodedSquares = field(default=CodedSquares(), init=False)
@@ -229,7 +219,6 @@ class RankMeter:
             held_out_accuracy=held_out_accuracy,
             learning_rate=self.learning_rate(),
             coded=self._coded_before.since(coded_before),
-            energy_j=None if self.energy is None else self.energy.take_j(),
             wall_s=self._taken_s - taken_s,
             data_digest=self._data_digest,
         )

@@ -22,7 +22,7 @@ from dynamix.trainer.data.plan import Counts, Position, ReferenceSteps, Schedule
 from dynamix.trainer.gradient.noise import NoiseAverage
 from dynamix.trainer.job.identity import JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
-from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy
+from dynamix.trainer.measurement.meter import Row, held_out_accuracy
 
 from .fast_loop import FastLoop
 from .field import TraceField
@@ -176,7 +176,6 @@ class Reporter:
             held_out_accuracy=held_out_accuracy(rows),
             num_reports_dropped=num_reports_dropped,
             field=view,
-            energy_j=energy_j(rows),
             stretch=stretch,
         )
 
