@@ -7,7 +7,6 @@ keeps it until it is restarted. In a deployment `import` needs the key of `learn
 import argparse
 import asyncio
 import contextlib
-import hashlib
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -16,15 +15,13 @@ from typing import Any, NamedTuple
 
 from dynamix.arbitrator.learned.policy import action_set_of
 from dynamix.arbitrator.learned.policy_file import (
-    SHIPPED_VERSION,
     SUFFIX,
     PolicyFile,
     PolicyFileError,
     PolicyMetadata,
     shipped_names,
-    shipped_policy,
 )
-from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy
+from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy, shipped_version
 from dynamix.cli.arguments import add_action, add_json_argument, add_output_argument
 from dynamix.cli.connection import HOW_TO_START, NoBrokerError, connected, find
 from dynamix.cli.errors import CommandError, explained, reading
@@ -107,10 +104,7 @@ class PolicyCatalogue(NamedTuple):
 @contextlib.asynccontextmanager
 async def opened() -> AsyncIterator[PolicyCatalogue]:
     """The catalogue; without a broker, or before it is provisioned, of the shipped policies only."""
-    shipped = []
-    for name in sorted(shipped_names()):
-        data = shipped_policy(name) or b""
-        shipped.append(StoredPolicy(name, SHIPPED_VERSION, hashlib.sha256(data).digest(), data))
+    shipped = [one for name in shipped_names() if (one := shipped_version(name)) is not None]
     settings = find(os.environ)
     where = redact_url(settings.url)
     try:
@@ -180,7 +174,7 @@ async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
     if catalogue.store is None:
         raise CommandError(catalogue.absence)
     stored = await catalogue.store.put(arguments.name or metadata.policy, data)
-    stored = await catalogue.store.get(stored.name, stored.version)  # with the time
+    stored = await catalogue.store.find(stored.name, stored.version) or stored  # with the time
     return _done(stored, "stored on the bus: jobs of this policy that start from now on take it", {})
 
 

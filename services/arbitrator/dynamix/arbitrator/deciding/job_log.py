@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 
 from structlog.stdlib import BoundLogger
 
-from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicySource
+from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicyStore
 from dynamix.arbitrator.policies.baselines import Static
 from dynamix.arbitrator.policies.policy import MISTAKES, Policy, digest_of
 from dynamix.arbitrator.policies.rule import Rule
@@ -272,7 +272,7 @@ class Surroundings:
     """Shared by all jobs of an arbitrator: the bus, the policies, the log and the counters."""
 
     bus: Bus
-    policies: PolicySource
+    policies: PolicyStore
     log: BoundLogger
     count: Callable[[str], None]
 
