@@ -152,6 +152,9 @@ def test_a_collector_takes_the_file_that_its_settings_name(tmp_path: Path) -> No
     assert trace.appetite == 256.0
     assert _chooser(CollectorSettings()) is None
     path.write_bytes(path.read_bytes()[:-100])
-    for file, reason in ((path, "its tensors cannot be read"), (tmp_path / "none", "cannot be read: No such file")):
+    for file, reason in (
+        (path, "its tensors or metadata cannot be read"),
+        (tmp_path / "none", "cannot be read: No such file"),
+    ):
         with pytest.raises(StartError, match=f"DYNAMIX_COLLECTOR_AGENTS={file}: {reason}"):
             _chooser(CollectorSettings(agents=str(file)))

@@ -25,7 +25,7 @@ from typing import Literal
 
 import msgspec
 
-from dynamix.arbitrator.deciding.job_log import ActionStoreError, check_receipt, newest_action, newest_receipt
+from dynamix.arbitrator.deciding.job_log import ActionStoreError, checked_action
 from dynamix.cli.arguments import add_json_argument
 from dynamix.cli.connection import connected, find, is_configured
 from dynamix.cli.errors import CommandError, explained
@@ -426,9 +426,7 @@ async def _check_actions(connection: Bus, name: str) -> DoctorCheck:
     if message is None:
         return DoctorCheck("actions", "training", f"no job is called {name!r}", "`dynamix top` shows the jobs")
     job = decode(Job, message.subject, message.payload)
-    receipt = await newest_receipt(connection, job)
-    newest = await newest_action(connection, job)
-    await check_receipt(connection, job, newest, receipt)
+    newest, _ = await checked_action(connection, job)
     if newest is None:
         return DoctorCheck("actions", "training", f"none yet of {name}")
     check = ChainCheck()

@@ -17,7 +17,6 @@ from dynamix.arbitrator.learned.policy import action_set_of
 from dynamix.arbitrator.learned.policy_file import (
     SUFFIX,
     PolicyFile,
-    PolicyFileError,
     PolicyMetadata,
     shipped_names,
 )
@@ -31,6 +30,7 @@ from dynamix.runtime.bus import StreamMissingError
 from dynamix.runtime.input_files import read_regular
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import redact_url
+from dynamix.schemas.networks import NetworkFileError
 from dynamix.schemas.streams import POLICIES
 
 CONNECT_TIMEOUT_S = 20.0
@@ -154,7 +154,7 @@ async def _show(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> Ac
     try:
         metadata = PolicyFile.from_bytes(found.data, "the file").metadata
         action_set_of(metadata)
-    except PolicyFileError as error:
+    except NetworkFileError as error:
         metadata, fault = None, str(error)
     result = {"policy": _document(found), "usable": not fault, "reason": fault, "metadata": metadata}
     return details(found, metadata, fault), result
@@ -167,7 +167,7 @@ async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
 
 
 async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
-    with reading(arguments.file), explained(PolicyFileError):
+    with reading(arguments.file), explained(NetworkFileError):
         data = read_regular(arguments.file)
         metadata = PolicyFile.from_bytes(data, str(arguments.file)).metadata
         action_set_of(metadata)

@@ -22,14 +22,13 @@ from dynamix.schemas import sight
 from dynamix.schemas.networks import (
     Array64,
     Forward,
+    Metadata,
     NetworkFileError,
     Normalisation,
-    check_format,
     check_same,
     check_tensors,
-    metadata_text,
     network_shapes,
-    read_tensors,
+    read_network,
 )
 from dynamix.schemas.policies import MULTIPLIERS
 from dynamix.schemas.sight import Sight
@@ -43,14 +42,11 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     hidden_sizes: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(max_length=8)]
 
 
-class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
+class AgentMetadata(Metadata, frozen=True, kw_only=True):
     """Metadata that an agent needs of its network; the file has more (`arbitrator.learned.policy_file`)."""
 
-    format: int
     action_set: Literal["appetite"]
     settings: AgentSettings
-    inputs: tuple[str, ...]
-    actions: tuple[float, ...]
 
 
 class AgentNetwork:
@@ -63,8 +59,10 @@ class AgentNetwork:
             NetworkFileError: naming `source` and what does not fit.
         """
         try:
-            metadata = _metadata(data)
-            tensors = read_tensors(data)
+            what = "a network of agents, as `dynamix learn --policy stigmergy` writes it"
+            metadata, tensors = read_network(data, AgentMetadata, what)
+            check_same("inputs", metadata.inputs, sight.INPUTS)
+            check_same("actions", metadata.actions, MULTIPLIERS)
             shapes = network_shapes(len(metadata.inputs), metadata.settings.hidden_sizes, len(metadata.actions))
             check_tensors(tensors, shapes)
         except NetworkFileError as error:
@@ -102,17 +100,3 @@ def shipped_network() -> AgentNetwork:
     """The network that comes with the package, read once per process."""
     data = resources.files("dynamix.collector").joinpath(SHIPPED).read_bytes()
     return AgentNetwork(data, SHIPPED)
-
-
-def _metadata(data: bytes) -> AgentMetadata:
-    text = metadata_text(data)
-    try:
-        metadata = msgspec.json.decode(text, type=AgentMetadata)
-    except (ValueError, RecursionError) as error:  # a text of half characters cannot even be encoded
-        raise NetworkFileError(
-            f"not a network of agents, as `dynamix learn --policy stigmergy` writes it: {error}"
-        ) from error
-    check_format(metadata.format)
-    check_same("inputs", metadata.inputs, sight.INPUTS)
-    check_same("actions", metadata.actions, MULTIPLIERS)
-    return metadata
