@@ -18,7 +18,7 @@ from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, window_key
 from dynamix.cli.documents import window_document
 from dynamix.cli.errors import MisuseError, explained, reading
 from dynamix.cli.output import document_of, write_json
-from dynamix.cli.terminal import UNKNOWN, formatted, print_lines, print_table, ranges, sizes_text
+from dynamix.cli.terminal import UNKNOWN, formatted, print_table, ranges, sizes_text
 from dynamix.recording.capture import (
     CaptureEnd,
     CaptureError,
@@ -80,21 +80,22 @@ def run(arguments: argparse.Namespace) -> int:
     with explained(CaptureError), reading(arguments.file):
         keep_ranks = arguments.window is not None or arguments.json is not None
         inspection = inspect(Path(arguments.file), keep_ranks=keep_ranks)
-    here, stderr = fingerprint(), arguments.json == STANDARD_OUTPUT
+    here, shows = fingerprint(), arguments.json != STANDARD_OUTPUT
     windows = inspection.view.history
-    if arguments.window is None:
-        print_lines(lines(inspection, here), stderr=stderr)
-        _print_windows(inspection, stderr=stderr)
-        events = (f"{one.signature} at window {one.window}: {one.explanation}" for one in inspection.events)
-        print_lines(events, stderr=stderr)
-    else:
+    if arguments.window is not None:
         generation, number = arguments.window
         found = [one for one in windows if one.window == number and generation in (None, one.generation)]
         if not found:
             held = f"{windows[0].window} to {windows[-1].window}" if windows else "none"
             raise MisuseError(f"the capture has no such window; it has {held}")
         windows = found[-1:]
-        _print_window(inspection.view, windows[0], stderr=stderr)
+        if shows:
+            _print_window(inspection.view, windows[0])
+    elif shows:
+        print(*lines(inspection, here), sep="\n")
+        _print_windows(inspection)
+        for one in inspection.events:
+            print(f"{one.signature} at window {one.window}: {one.explanation}")
     if arguments.json is not None:
         fields = msgspec.structs.asdict(inspection)
         document = {name: document_of(value) for name, value in fields.items() if name not in ("view", "chain")}
@@ -241,7 +242,7 @@ def _gaps(inspection: Inspection) -> Iterator[str]:
         yield "gaps: none, every window has all its messages"
 
 
-def _print_windows(inspection: Inspection, *, stderr: bool) -> None:
+def _print_windows(inspection: Inspection) -> None:
     windows = inspection.view.history
     several = len({window.generation for window in windows}) > 1
     rows = []
@@ -266,7 +267,7 @@ def _print_windows(inspection: Inspection, *, stderr: bool) -> None:
         )
         rows.append(row)
     if rows:
-        print_table(HEADINGS, rows, left=LEFT, stderr=stderr)
+        print_table(HEADINGS, rows, left=LEFT)
 
 
 def _decided(action: Action | None) -> str:
@@ -276,7 +277,7 @@ def _decided(action: Action | None) -> str:
     return sizes_text(action.local_batch_sizes) + ("" if exchange == EXACT else f", {exchange.label}")
 
 
-def _print_window(view: JobView, window: Window, *, stderr: bool) -> None:
+def _print_window(view: JobView, window: Window) -> None:
     """Print the window's ranks and metrics, the decision made on it, and the decisions adopted in it."""
     measured = {rank.rank: rank for node in window.nodes.values() for rank in node.ranks}
     rewards = {rank.rank: rank for node in window.nodes.values() for rank in node.rewards}
@@ -291,7 +292,7 @@ def _print_window(view: JobView, window: Window, *, stderr: bool) -> None:
         for rank in sorted(measured | rewards)
     ]
     if rows:
-        print_table(("rank", *DETAIL_COLUMNS, "reward", *terms), rows, stderr=stderr)
+        print_table(("rank", *DETAIL_COLUMNS, "reward", *terms), rows)
     where = f"window {window.window} of generation {window.generation}"
     found = []
     if (metrics := window.metrics) is not None:
@@ -318,4 +319,4 @@ def _print_window(view: JobView, window: Window, *, stderr: bool) -> None:
             + ("" if applied.exchange == EXACT else f", gradients {applied.exchange.label}")
             + (f"; refused so far: {refused}" if refused else "")
         )
-    print_lines(found, stderr=stderr)
+    print(*found, sep="\n")

@@ -12,6 +12,7 @@ replayed; 130 interrupted.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import msgspec
 from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_list, add_option, window_key
 from dynamix.cli.errors import CommandError, explained, reading
 from dynamix.cli.output import Document, write_json
-from dynamix.cli.terminal import ProgressLine, print_lines, print_table, sizes_text
+from dynamix.cli.terminal import ProgressLine, print_table, sizes_text
 from dynamix.collector.observation import CollectorSettings
 from dynamix.recording.capture import (
     CaptureError,
@@ -59,31 +60,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay and show the result; the exit code is 0 when it is equal."""
-    to_stderr, strict = arguments.json == STANDARD_OUTPUT, arguments.strict
     unusable = explained(CaptureError, ReplayError, ValueError, exit_code=UNUSABLE)
     with unusable, reading(arguments.file, exit_code=UNUSABLE):
         path = Path(arguments.file)
         if found := differences(read_header(path).fingerprint, fingerprint()):
             expected = "captured by another build or processor: expect equal decisions, not equal bytes"
-            print_lines([expected, *(f"  {line}" for line in found)], stderr=to_stderr)
+            print(expected, *(f"  {line}" for line in found), sep="\n", file=sys.stderr)
         outcome = _replayed(path, arguments)
-    print_lines(lines(outcome, strict=strict), stderr=to_stderr)
-    if outcome.what_if is not None:
-        _print_windows(outcome.what_if, stderr=to_stderr)
-    elif listed := outcome.counts.differences:
-        first = next((one for one in listed if not one.agrees), listed[0])
-        at = "" if first.sequence is None else f", recorded at {first.sequence}"
-        difference = f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}"
-        print_lines([difference], stderr=to_stderr)
-        if first.fields:
-            headings = ("field", "recorded", "replayed")
-            rows = [(name, *pair) for name, pair in first.fields.items()][:MAX_FIELDS]
-            more = len(first.fields) - len(rows)
-            caption = f"{more} more fields differ" if more else ""
-            print_table(headings, rows, left=headings, caption=caption, stderr=to_stderr)
+    if arguments.json != STANDARD_OUTPUT:
+        _show(outcome, strict=arguments.strict)
     with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
-        write_json(_document(outcome, strict=strict), arguments.json)
-    return EQUAL if outcome.what_if is not None or outcome.is_equal(strict=strict) else DIFFERENT
+        write_json(_document(outcome, strict=arguments.strict), arguments.json)
+    return EQUAL if outcome.what_if is not None or outcome.is_equal(strict=arguments.strict) else DIFFERENT
 
 
 def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
@@ -126,6 +114,22 @@ def _replayed(path: Path, arguments: argparse.Namespace) -> ReplayOutcome:
                 f"{num_records} messages, {recorded_s:.0f} s of the recording"
             ),
         )
+
+
+def _show(outcome: ReplayOutcome, *, strict: bool) -> None:
+    """Print the outcome in sentences; then the first difference field by field, or what another policy decided."""
+    print(*lines(outcome, strict=strict), sep="\n")
+    if outcome.what_if is not None:
+        _print_windows(outcome.what_if)
+    elif listed := outcome.counts.differences:
+        first = next((one for one in listed if not one.agrees), listed[0])
+        at = "" if first.sequence is None else f", recorded at {first.sequence}"
+        print(f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}")
+        if first.fields:
+            headings = ("field", "recorded", "replayed")
+            rows = [(name, *pair) for name, pair in first.fields.items()][:MAX_FIELDS]
+            more = len(first.fields) - len(rows)
+            print_table(headings, rows, left=headings, caption=f"{more} more fields differ" if more else "")
 
 
 def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
@@ -175,7 +179,7 @@ def _asked(comparison: PolicyComparison) -> Iterator[str]:
     yield "open loop: it saw what was recorded, not what its own sizes would have led to"
 
 
-def _print_windows(comparison: PolicyComparison, *, stderr: bool) -> None:
+def _print_windows(comparison: PolicyComparison) -> None:
     """Print windows that differ, else the first ones."""
     sizes = ("recorded sizes", "its sizes")
     headings = ("window", "recorded batch", "its batch", "change", "a rank, mean", *sizes)
@@ -196,4 +200,4 @@ def _print_windows(comparison: PolicyComparison, *, stderr: bool) -> None:
             )
         )
     caption = f"{len(chosen) - MAX_WINDOWS} more: --json FILE has all" if len(chosen) > MAX_WINDOWS else None
-    print_table(headings, rows, left=sizes, caption=caption, stderr=stderr)
+    print_table(headings, rows, left=sizes, caption=caption)

@@ -113,8 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
         ("last batch", f"{last.global_batch_size} = {sizes_text(last.local_batch_sizes)}"),
     ]
     title = f"{scenario.name}: {scenario.workload} on {scenario.world_size} workers under {arguments.policy}"
-    stderr = arguments.json == STANDARD_OUTPUT
-    print_table(("result", f"seed {arguments.seed}"), rows, left=("result",), title=title, stderr=stderr)
+    if arguments.json != STANDARD_OUTPUT:
+        print_table(("result", f"seed {arguments.seed}"), rows, left=("result",), title=title)
     write_json(_document(arguments.policy, arguments.seed, episode, windows), arguments.json)
     if arguments.png is not None:
         _draw(title, episode, windows, arguments.png)

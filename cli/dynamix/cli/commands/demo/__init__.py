@@ -212,7 +212,8 @@ def run(arguments: argparse.Namespace) -> int:
             except asyncio.CancelledError:
                 raise CommandError("ended by SIGTERM", exit_code=128 + signal.SIGTERM) from None
     draw(runs, plan, arguments.png)
-    show(runs, stderr=arguments.json == STANDARD_OUTPUT)
+    if arguments.json != STANDARD_OUTPUT:
+        show(runs)
     print(f"Picture: {arguments.png}", file=sys.stderr)
     write_json({"runs": runs}, arguments.json)
     return 0 if all(run.time_to_target_s is not None for run in runs) else 1
@@ -376,7 +377,7 @@ def show_window(progress: ProgressLine, policy: str, view: JobView, final_accura
     )
 
 
-def show(runs: Sequence[DemoRun], *, stderr: bool) -> None:
+def show(runs: Sequence[DemoRun]) -> None:
     """Print a line for each run, with ratios to the first."""
 
     def with_ratio(value: float | None, first: float | None, form: str) -> str:
@@ -397,7 +398,7 @@ def show(runs: Sequence[DemoRun], *, stderr: bool) -> None:
         )
         for run in runs
     ]
-    print_table(headings, rows, left=("policy",), title="Same seed, same data, same target", stderr=stderr)
+    print_table(headings, rows, left=("policy",), title="Same seed, same data, same target")
 
 
 def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: str) -> None:
