@@ -20,7 +20,7 @@ import msgspec
 
 from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_list, add_option, window_key
 from dynamix.cli.errors import CommandError, explained, reading
-from dynamix.cli.output import Document, write_json
+from dynamix.cli.output import write_json
 from dynamix.cli.terminal import ProgressLine, print_table, sizes_text
 from dynamix.collector.observation import CollectorSettings
 from dynamix.recording.capture import (
@@ -69,21 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
         outcome = _replayed(path, arguments)
     if arguments.json != STANDARD_OUTPUT:
         _show(outcome, strict=arguments.strict)
-    with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
-        write_json(_document(outcome, strict=arguments.strict), arguments.json)
-    return EQUAL if outcome.what_if is not None or outcome.is_equal(strict=arguments.strict) else DIFFERENT
-
-
-def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
-    """The result as a document; `equal` is `null` if another policy was asked."""
-    asked = outcome.what_if is not None
-    return {
-        "equal": None if asked else outcome.is_equal(strict=strict),
+    asked, equal = outcome.what_if is not None, outcome.is_equal(strict=arguments.strict)
+    document = {
+        "equal": None if asked else equal,
         "bytes_equal": None if asked else outcome.bytes_equal,
         "decisions_equal": None if asked else outcome.decisions_equal,
-        "times_real_time": outcome.recorded_s / outcome.wall_s if outcome.wall_s > 0 else None,
         **msgspec.to_builtins(outcome),
     }
+    with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
+        write_json(document, arguments.json)
+    return EQUAL if asked or equal else DIFFERENT
 
 
 def _replayed(path: Path, arguments: argparse.Namespace) -> ReplayOutcome:
@@ -141,12 +136,17 @@ def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
     )
     if outcome.cut_off:
         yield f"cut off: {outcome.cut_off}"
-    yield from (f"note: {note}" for note in outcome.counts.notes)
-    yield from _compared(outcome, strict=strict) if outcome.what_if is None else _asked(outcome.what_if)
-
-
-def _compared(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
     counts, what = outcome.counts, CONCERNED[outcome.into]
+    yield from (f"note: {note}" for note in counts.notes)
+    if (asked := outcome.what_if) is not None:
+        yield (
+            f"{asked.policy} (version {asked.policy_version}) would have decided otherwise in "
+            f"{asked.num_windows_different} of {asked.num_windows} windows: {asked.mean_difference:.1f} samples a rank "
+            f"on average, {asked.p95_difference:.1f} at the 95th percentile; its global batch is "
+            f"{asked.mean_global_batch_size_ratio:.2f} times the recorded one"
+        )
+        yield "open loop: it saw what was recorded, not what its own sizes would have led to"
+        return
     verdict = "EQUAL" if outcome.is_equal(strict=strict) else "DIFFERENT"
     if counts.num_uncompared and not counts.num_different:
         verdict = "INCOMPLETE"
@@ -169,35 +169,18 @@ def _compared(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
         yield f"windows that differ: {', '.join(named)}{more}"
 
 
-def _asked(comparison: PolicyComparison) -> Iterator[str]:
-    yield (
-        f"{comparison.policy} (version {comparison.policy_version}) would have decided otherwise in "
-        f"{comparison.num_windows_different} of {comparison.num_windows} windows: {comparison.mean_difference:.1f} "
-        f"samples a rank on average, {comparison.p95_difference:.1f} at the 95th percentile; its global batch is "
-        f"{comparison.mean_global_batch_size_ratio:.2f} times the recorded one"
-    )
-    yield "open loop: it saw what was recorded, not what its own sizes would have led to"
-
-
 def _print_windows(comparison: PolicyComparison) -> None:
     """Print windows that differ, else the first ones."""
     sizes = ("recorded sizes", "its sizes")
-    headings = ("window", "recorded batch", "its batch", "change", "a rank, mean", *sizes)
+    headings = ("window", "recorded batch", "its batch", "a rank, mean", *sizes)
     chosen = [row for row in comparison.windows if row.recorded != row.other] or comparison.windows
-    several = len({row.generation for row in comparison.windows}) > 1
-    rows = []
-    for row in chosen[:MAX_WINDOWS]:
-        recorded, other = sum(row.recorded), sum(row.other)
-        rows.append(
-            (
-                f"{row.generation}:{row.window}" if several else str(row.window),
-                str(recorded),
-                str(other),
-                f"{100 * (other / max(1, recorded) - 1):+.1f} %",
-                f"{row.mean_difference:.1f}",
-                sizes_text(row.recorded),
-                sizes_text(row.other),
-            )
+    rows = [
+        (
+            f"{row.generation}:{row.window}",
+            *(str(sum(row.recorded)), str(sum(row.other)), f"{row.mean_difference:.1f}"),
+            *(sizes_text(row.recorded), sizes_text(row.other)),
         )
+        for row in chosen[:MAX_WINDOWS]
+    ]
     caption = f"{len(chosen) - MAX_WINDOWS} more: --json FILE has all" if len(chosen) > MAX_WINDOWS else None
     print_table(headings, rows, left=sizes, caption=caption)
