@@ -76,10 +76,10 @@ def test_equal_decisions_are_enough_for_another_processor_unless_bytes_are_asked
         for record in records(DEMO):
             writer.write_record(with_other_carry(record))
     assert played(path) == 0
-    output = capsys.readouterr().out
-    assert "captured by another build or processor" in output
-    assert "cpu: another/1/1 there" in output
-    assert "EQUAL: of 30 actions 0 are equal byte for byte, 30 in what they say only" in output
+    said = capsys.readouterr()
+    assert "captured by another build or processor" in said.err
+    assert "cpu: another/1/1 there" in said.err
+    assert "EQUAL: of 30 actions 0 are equal byte for byte, 30 in what they say only" in said.out
     assert played(path, "--strict") == 1
 
 

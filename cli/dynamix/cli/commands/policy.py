@@ -11,13 +11,14 @@ import os
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from dynamix.arbitrator.learned.policy import action_set_of
 from dynamix.arbitrator.learned.policy_file import (
     SUFFIX,
     PolicyFile,
-    PolicyMetadata,
     shipped_names,
 )
 from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy, shipped_version
@@ -35,8 +36,6 @@ from dynamix.schemas.streams import POLICIES
 
 CONNECT_TIMEOUT_S = 20.0
 HEADINGS = ("policy", "version", "from", "size", "stored", "sha256")
-LONG_LISTS = ("inputs",)
-"""Left out here; `--json` has them."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +60,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
     configure_log("critical")  # errors are shown in a sentence
-    text, result = asyncio.run(_act(arguments))
-    write_result(result, text, arguments.json)
+
+    async def act() -> ActionResult:
+        async with opened() as catalogue:
+            result: ActionResult = await arguments.act(catalogue, arguments)
+            return result
+
+    text, document = asyncio.run(act())
+    write_result(document, text, arguments.json)
     return 0
 
 
@@ -123,12 +128,6 @@ async def opened() -> AsyncIterator[PolicyCatalogue]:
         yield PolicyCatalogue(shipped, None, f"no broker at {where}: {HOW_TO_START}")
 
 
-async def _act(arguments: argparse.Namespace) -> ActionResult:
-    async with opened() as catalogue:
-        result: ActionResult = await arguments.act(catalogue, arguments)
-        return result
-
-
 async def _list(catalogue: PolicyCatalogue, _: argparse.Namespace) -> ActionResult:
     if catalogue.absence:
         print(f"{catalogue.absence}; these come with the package", file=sys.stderr)
@@ -138,7 +137,7 @@ async def _list(catalogue: PolicyCatalogue, _: argparse.Namespace) -> ActionResu
             str(one.version),
             "the bus" if one.stored_at else "the package",
             f"{len(one.data) / 1024:.0f} KB",
-            _when(one.stored_at) or "-",
+            one.stored_at[:19].replace("T", " ") or "-",
             one.digest.hex()[:12],
         )
         for one in catalogue.versions
@@ -150,14 +149,18 @@ async def _list(catalogue: PolicyCatalogue, _: argparse.Namespace) -> ActionResu
 
 async def _show(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
     found = catalogue.find(*arguments.policy)
-    metadata, fault = None, ""
+    fault = ""
     try:
         metadata = PolicyFile.from_bytes(found.data, "the file").metadata
         action_set_of(metadata)
     except NetworkFileError as error:
         metadata, fault = None, str(error)
     result = {"policy": _document(found), "usable": not fault, "reason": fault, "metadata": metadata}
-    return details(found, metadata, fault), result
+    shown = {**_document(found), "usable here": f"no: {fault}" if fault else "yes"}
+    shown |= {} if metadata is None else msgspec.structs.asdict(metadata)
+    shown.pop("inputs", None)  # a long list; `--json` has it
+    text = "\n".join(f"  {name.replace('_', ' '):20}{msgspec.to_builtins(value)}" for name, value in shown.items())
+    return f"{found.name} version {found.version}\n{text}", result
 
 
 async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
@@ -192,31 +195,3 @@ def _document(policy: StoredPolicy) -> Document:
         "sha256": policy.digest.hex(),
         "stored_at": policy.stored_at,
     }
-
-
-def details(policy: StoredPolicy, metadata: PolicyMetadata | None, fault: str) -> str:
-    """One version, a property per line."""
-    place = f"on the bus since {_when(policy.stored_at)}" if policy.stored_at else "comes with the package"
-    properties = [
-        ("size", f"{len(policy.data):,} bytes"),
-        ("sha256", policy.digest.hex()),
-        ("usable here", f"no: {fault}" if fault else "yes"),
-    ]
-    if metadata is not None:
-        shown = [name for name in metadata.__struct_fields__ if name not in LONG_LISTS]
-        properties += [(name.replace("_", " "), _text(getattr(metadata, name))) for name in shown]
-    lines = (f"  {name:20}{value}" for name, value in properties)
-    return "\n".join([f"{policy.name} version {policy.version}, {place}", *lines])
-
-
-def _when(time: str) -> str:
-    """A time cut to the second: `2026-11-20 17:22:03`."""
-    return time[:19].replace("T", " ")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_text(item)}" for key, item in value.items()) or "-"
-    if isinstance(value, (tuple, list)):
-        return ", ".join(_text(item) for item in value) or "-"
-    return f"{value:g}" if isinstance(value, float) else str(value) or "-"

@@ -12,6 +12,7 @@ replayed; 130 interrupted.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +20,8 @@ import msgspec
 
 from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_list, add_option, window_key
 from dynamix.cli.errors import CommandError, explained, reading
-from dynamix.cli.output import Document, write_json
-from dynamix.cli.terminal import ProgressLine, print_lines, print_table, sizes_text
+from dynamix.cli.output import write_json
+from dynamix.cli.terminal import ProgressLine, print_table, sizes_text
 from dynamix.collector.observation import CollectorSettings
 from dynamix.recording.capture import (
     CaptureError,
@@ -59,43 +60,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay and show the result; the exit code is 0 when it is equal."""
-    to_stderr, strict = arguments.json == STANDARD_OUTPUT, arguments.strict
     unusable = explained(CaptureError, ReplayError, ValueError, exit_code=UNUSABLE)
     with unusable, reading(arguments.file, exit_code=UNUSABLE):
         path = Path(arguments.file)
         if found := differences(read_header(path).fingerprint, fingerprint()):
             expected = "captured by another build or processor: expect equal decisions, not equal bytes"
-            print_lines([expected, *(f"  {line}" for line in found)], stderr=to_stderr)
+            print(expected, *(f"  {line}" for line in found), sep="\n", file=sys.stderr)
         outcome = _replayed(path, arguments)
-    print_lines(lines(outcome, strict=strict), stderr=to_stderr)
-    if outcome.what_if is not None:
-        _print_windows(outcome.what_if, stderr=to_stderr)
-    elif listed := outcome.counts.differences:
-        first = next((one for one in listed if not one.agrees), listed[0])
-        at = "" if first.sequence is None else f", recorded at {first.sequence}"
-        difference = f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}"
-        print_lines([difference], stderr=to_stderr)
-        if first.fields:
-            headings = ("field", "recorded", "replayed")
-            rows = [(name, *pair) for name, pair in first.fields.items()][:MAX_FIELDS]
-            more = len(first.fields) - len(rows)
-            caption = f"{more} more fields differ" if more else ""
-            print_table(headings, rows, left=headings, caption=caption, stderr=to_stderr)
-    with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
-        write_json(_document(outcome, strict=strict), arguments.json)
-    return EQUAL if outcome.what_if is not None or outcome.is_equal(strict=strict) else DIFFERENT
-
-
-def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
-    """The result as a document; `equal` is `null` if another policy was asked."""
-    asked = outcome.what_if is not None
-    return {
-        "equal": None if asked else outcome.is_equal(strict=strict),
+    if arguments.json != STANDARD_OUTPUT:
+        _show(outcome, strict=arguments.strict)
+    asked, equal = outcome.what_if is not None, outcome.is_equal(strict=arguments.strict)
+    document = {
+        "equal": None if asked else equal,
         "bytes_equal": None if asked else outcome.bytes_equal,
         "decisions_equal": None if asked else outcome.decisions_equal,
-        "times_real_time": outcome.recorded_s / outcome.wall_s if outcome.wall_s > 0 else None,
         **msgspec.to_builtins(outcome),
     }
+    with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
+        write_json(document, arguments.json)
+    return EQUAL if asked or equal else DIFFERENT
 
 
 def _replayed(path: Path, arguments: argparse.Namespace) -> ReplayOutcome:
@@ -128,6 +111,22 @@ def _replayed(path: Path, arguments: argparse.Namespace) -> ReplayOutcome:
         )
 
 
+def _show(outcome: ReplayOutcome, *, strict: bool) -> None:
+    """Print the outcome in sentences; then the first difference field by field, or what another policy decided."""
+    print(*lines(outcome, strict=strict), sep="\n")
+    if outcome.what_if is not None:
+        _print_windows(outcome.what_if)
+    elif listed := outcome.counts.differences:
+        first = next((one for one in listed if not one.agrees), listed[0])
+        at = "" if first.sequence is None else f", recorded at {first.sequence}"
+        print(f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}")
+        if first.fields:
+            headings = ("field", "recorded", "replayed")
+            rows = [(name, *pair) for name, pair in first.fields.items()][:MAX_FIELDS]
+            more = len(first.fields) - len(rows)
+            print_table(headings, rows, left=headings, caption=f"{more} more fields differ" if more else "")
+
+
 def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
     """The outcome in sentences."""
     ratio = outcome.recorded_s / max(1e-9, outcome.wall_s)
@@ -137,12 +136,17 @@ def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
     )
     if outcome.cut_off:
         yield f"cut off: {outcome.cut_off}"
-    yield from (f"note: {note}" for note in outcome.counts.notes)
-    yield from _compared(outcome, strict=strict) if outcome.what_if is None else _asked(outcome.what_if)
-
-
-def _compared(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
     counts, what = outcome.counts, CONCERNED[outcome.into]
+    yield from (f"note: {note}" for note in counts.notes)
+    if (asked := outcome.what_if) is not None:
+        yield (
+            f"{asked.policy} (version {asked.policy_version}) would have decided otherwise in "
+            f"{asked.num_windows_different} of {asked.num_windows} windows: {asked.mean_difference:.1f} samples a rank "
+            f"on average, {asked.p95_difference:.1f} at the 95th percentile; its global batch is "
+            f"{asked.mean_global_batch_size_ratio:.2f} times the recorded one"
+        )
+        yield "open loop: it saw what was recorded, not what its own sizes would have led to"
+        return
     verdict = "EQUAL" if outcome.is_equal(strict=strict) else "DIFFERENT"
     if counts.num_uncompared and not counts.num_different:
         verdict = "INCOMPLETE"
@@ -165,35 +169,18 @@ def _compared(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
         yield f"windows that differ: {', '.join(named)}{more}"
 
 
-def _asked(comparison: PolicyComparison) -> Iterator[str]:
-    yield (
-        f"{comparison.policy} (version {comparison.policy_version}) would have decided otherwise in "
-        f"{comparison.num_windows_different} of {comparison.num_windows} windows: {comparison.mean_difference:.1f} "
-        f"samples a rank on average, {comparison.p95_difference:.1f} at the 95th percentile; its global batch is "
-        f"{comparison.mean_global_batch_size_ratio:.2f} times the recorded one"
-    )
-    yield "open loop: it saw what was recorded, not what its own sizes would have led to"
-
-
-def _print_windows(comparison: PolicyComparison, *, stderr: bool) -> None:
+def _print_windows(comparison: PolicyComparison) -> None:
     """Print windows that differ, else the first ones."""
     sizes = ("recorded sizes", "its sizes")
-    headings = ("window", "recorded batch", "its batch", "change", "a rank, mean", *sizes)
+    headings = ("window", "recorded batch", "its batch", "a rank, mean", *sizes)
     chosen = [row for row in comparison.windows if row.recorded != row.other] or comparison.windows
-    several = len({row.generation for row in comparison.windows}) > 1
-    rows = []
-    for row in chosen[:MAX_WINDOWS]:
-        recorded, other = sum(row.recorded), sum(row.other)
-        rows.append(
-            (
-                f"{row.generation}:{row.window}" if several else str(row.window),
-                str(recorded),
-                str(other),
-                f"{100 * (other / max(1, recorded) - 1):+.1f} %",
-                f"{row.mean_difference:.1f}",
-                sizes_text(row.recorded),
-                sizes_text(row.other),
-            )
+    rows = [
+        (
+            f"{row.generation}:{row.window}",
+            *(str(sum(row.recorded)), str(sum(row.other)), f"{row.mean_difference:.1f}"),
+            *(sizes_text(row.recorded), sizes_text(row.other)),
         )
+        for row in chosen[:MAX_WINDOWS]
+    ]
     caption = f"{len(chosen) - MAX_WINDOWS} more: --json FILE has all" if len(chosen) > MAX_WINDOWS else None
-    print_table(headings, rows, left=sizes, caption=caption, stderr=stderr)
+    print_table(headings, rows, left=sizes, caption=caption)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dynamix.cli.arguments import STANDARD_OUTPUT
 from dynamix.cli.errors import INTERRUPTED, MisuseError, explained
 from dynamix.cli.output import TUNED, write_file, write_json
-from dynamix.cli.terminal import UNKNOWN, ProgressLine, bar, duration, formatted, print_lines, print_table
+from dynamix.cli.terminal import UNKNOWN, ProgressLine, bar, duration, formatted, print_table
 from dynamix.lab.comparison.figure import draw
 from dynamix.lab.comparison.rows import (
     Choice,
@@ -94,7 +94,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
                     progress.write_line("Interrupted: the verdict is on the finished runs; --resume continues.")
                     exit_code = INTERRUPTED
             verdict, table = judge(suite, rows, cells, ledger, tuned, command=command, against=against)
-        show(verdict, stderr=arguments.json == STANDARD_OUTPUT)
+        if arguments.json != STANDARD_OUTPUT:
+            show(verdict)
         write_json(verdict, arguments.json)
         if arguments.png is not None:
             drawn = [*suite.heterogeneous_families, *suite.families][0]
@@ -148,23 +149,23 @@ def _warnings(comparison: PlannedComparison) -> Iterator[str]:
 # --- tables
 
 
-def show(verdict: Verdict, *, stderr: bool) -> None:
+def show(verdict: Verdict) -> None:
     """Print all tables, the most important last."""
     default = verdict.default_policy
     for name, family in verdict.families.items():
         what = "control: homogeneous" if family.control else "heterogeneous"
         size = family.best_static_local_batch_size
         best = "" if size is None else f"; best static is {size} per rank, chosen on {family.chosen_on}"
-        _print_policies(f"{name} ({what}{best})", family.policies, default, stderr=stderr)
+        _print_policies(f"{name} ({what}{best})", family.policies, default)
     names = ", ".join(verdict.heterogeneous_families) or "all families: none is heterogeneous"
-    _print_policies(f"Over {names}, each counted alike", verdict.policies, default, stderr=stderr)
+    _print_policies(f"Over {names}, each counted alike", verdict.policies, default)
     # the default policy against each baseline, the control family counted like any other in the first column
     headline = [
         (row.against, _interval(row.all_families), _interval(row.heterogeneous), _interval(row.control))
         for row in verdict.headline
     ]
     headings: tuple[str, ...] = ("against", "all families", "heterogeneous", "control")
-    print_table(headings, headline, left=("against",), title=f"{default}: time over", stderr=stderr)
+    print_table(headings, headline, left=("against",), title=f"{default}: time over")
     by_family = [{row.policy: row for row in family.policies} for family in verdict.families.values()]
     for base in verdict.against:
         rows = [
@@ -172,7 +173,7 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
             for row in verdict.policies
         ]
         headings = ("policy", *verdict.families, "heterogeneous")
-        print_table(headings, rows, left=("policy",), title=f"time over that of {base}", stderr=stderr)
+        print_table(headings, rows, left=("policy",), title=f"time over that of {base}")
     missing = f" {verdict.num_runs_missing} runs are missing." if verdict.num_runs_missing else ""
     about_ratios = (
         f"Time to target in virtual seconds, a miss counts as the time limit. Ratios: geometric mean of pairs of the "
@@ -183,10 +184,10 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
     for row in verdict.policies:
         about = [row.note] if row.note and row.num_runs else []
         notes += [f"{row.policy}: {text}" for text in (*about, *row.signatures)]
-    print_lines(notes, stderr=stderr)
+    print(*notes, sep="\n")
 
 
-def _print_policies(title: str, rows: Sequence[VerdictRow], default: str, *, stderr: bool) -> None:
+def _print_policies(title: str, rows: Sequence[VerdictRow], default: str) -> None:
     cells: list[tuple[str, ...]] = []
     for row in rows:
         name = f"{row.policy} (default)" if row.policy == default else row.policy
@@ -204,7 +205,7 @@ def _print_policies(title: str, rows: Sequence[VerdictRow], default: str, *, std
             formatted(row.test_accuracy, "{:.1%}"),
         )
         cells.append((name, *values))
-    print_table(("policy", *HEADINGS), cells, left=("policy",), title=title, stderr=stderr)
+    print_table(("policy", *HEADINGS), cells, left=("policy",), title=title)
 
 
 def _interval(found: Interval | None) -> str:
@@ -252,8 +253,9 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
 
     families = [*tuned.families.items(), ("all", tuned.overall)]
     rows = [(family, *(shown(name, choices[name]) for name in tuned.overall)) for family, choices in families]
-    headings, stderr = ("family", *tuned.overall), arguments.json == STANDARD_OUTPUT
+    headings = ("family", *tuned.overall)
     title = f"Best of {tuned.num_settings} settings each"
-    print_table(headings, rows, left=headings, title=title, stderr=stderr)
+    if arguments.json != STANDARD_OUTPUT:
+        print_table(headings, rows, left=headings, title=title)
     write_json(tuned, arguments.json)
     return 0
