@@ -31,7 +31,6 @@ REFUSED = [
     (f"inspect {DEMO} --window 30", "the capture has no such window; it has 0 to 29"),
     (f"replay {DEMO} --until soon", "write a window as N or GENERATION:N"),
     (f"replay {DEMO} --policy magic", "no policy is called 'magic': choose"),
-    (f"replay {DEMO} --policy rule --policy-option speed", "write NAME=VALUE"),
     (f"replay {DEMO} --policy rule --into reward", "asks the arbitrator, not the reward"),
     (f"replay {DEMO} --policy-file /none", "cannot read the policy file /none"),
     ("simulate nowhere", "scenario 'nowhere' is neither a file nor among those that are shipped: heldout/adam, "),

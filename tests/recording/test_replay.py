@@ -1,4 +1,4 @@
-"""Captures that replay equal, those that differ, and a job decided by another policy than its own."""
+"""Captures that replay equal, and those that differ."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from dynamix.collector.agent import trace_of
 from dynamix.collector.window import simulated_window
 from dynamix.recording.capture import CaptureError, Record, WindowKey, first_generation, records
 from dynamix.recording.comparison import agree
-from dynamix.recording.decisions import OtherPolicy, ReplayError
+from dynamix.recording.decisions import ReplayError
 from dynamix.recording.replay import ReplayTarget, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.schemas import codec
@@ -305,32 +305,3 @@ def test_close_numbers_agree_and_decisions_must_be_equal() -> None:
     assert agree(examples.action(carry=b"a", hash=b"b"), examples.action(carry=b"c", hash=b"d"))
     assert not agree(examples.action(), examples.action(local_batch_sizes=(128, 128, 128, 129)))
     assert not agree(examples.action(), "cannot be decoded")
-
-
-# --- another policy ------------------------------------------------------------------------------------------------
-
-
-def test_asking_the_recorded_policy_gives_the_recorded_decisions() -> None:
-    outcome = replay(DEMO, "arbitrator", other=OtherPolicy("proportional", {}))
-    assert outcome.what_if is not None
-    assert (outcome.what_if.num_windows, outcome.what_if.num_windows_different) == (30, 0)
-
-
-def test_asking_another_policy_gives_its_decisions() -> None:
-    initial = next(decode(Job, r.subject, r.payload) for r in records(DEMO) if r.stream == JOBS.name)
-    outcome = replay(DEMO, "arbitrator", other=OtherPolicy("static", {}))
-    asked = outcome.what_if
-    assert asked is not None
-    assert {row.other for row in asked.windows} == {initial.initial_local_batch_sizes}
-    recorded = [decode(Action, r.subject, r.payload) for r in records(DEMO) if r.stream == ACTIONS.name]
-    assert [row.recorded for row in asked.windows] == [action.local_batch_sizes for action in recorded]
-    assert asked.mean_difference == pytest.approx(
-        sum(abs(a - b) for row in asked.windows for a, b in zip(row.recorded, row.other, strict=True)) / (30 * 4)
-    )
-
-
-def test_an_unknown_policy_or_option_is_an_error_with_a_reason() -> None:
-    with pytest.raises(ReplayError, match="no policy is called 'magic'"):
-        replay(DEMO, "arbitrator", other=OtherPolicy("magic", {}))
-    with pytest.raises(ReplayError, match="has no option 'speed'"):
-        replay(DEMO, "arbitrator", other=OtherPolicy("rule", {"speed": 1.0}))

@@ -14,9 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-import numpy as np
-
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.deciding.job_log import reason_of
 from dynamix.arbitrator.learned.policy import LearnedPolicy
@@ -31,50 +28,12 @@ from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Action, Job, State
 from dynamix.schemas.messages.fields import MAX_GENERATION
-from dynamix.schemas.policies import PolicyOptions, check_options
+from dynamix.schemas.policies import check_options
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 
 class ReplayError(RuntimeError):
     """The capture cannot be replayed as requested; the message names what is missing and how to get it."""
-
-
-class OtherPolicy(NamedTuple):
-    """The policy that decides instead of the recorded one."""
-
-    name: str | None
-    """`None`: the recorded one, with other options."""
-    options: PolicyOptions
-
-
-class WindowComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision of one window, recorded and by the other policy."""
-
-    generation: int
-    window: int
-    recorded: tuple[int, ...]
-    """Local batch sizes, in rank order."""
-    other: tuple[int, ...]
-
-    @property
-    def mean_difference(self) -> float:
-        """Mean absolute difference between the two, in samples per rank."""
-        return float(np.abs(np.subtract(self.other, self.recorded)).mean())
-
-
-class PolicyComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The decisions of another policy over a whole capture."""
-
-    policy: str
-    policy_version: int
-    num_windows: int
-    num_windows_different: int
-    mean_difference: float
-    """Mean absolute difference in samples per rank, over all ranks and windows."""
-    p95_difference: float
-    mean_global_batch_size_ratio: float
-    """The other policy's global batch over the recorded one: geometric mean over windows."""
-    windows: list[WindowComparison]
 
 
 class _Recorded(NamedTuple):
@@ -90,16 +49,10 @@ class _Recorded(NamedTuple):
 
 
 class ArbitratorReplay:
-    """Decides one job as the recorded arbitrator did, or as another policy would, generation by generation."""
+    """Decides one job as the recorded arbitrator did, generation by generation."""
 
     def __init__(
-        self,
-        path: Path,
-        counts: OutputCounts,
-        *,
-        until: WindowKey | None,
-        other: OtherPolicy | None,
-        policy_files: Sequence[Path],
+        self, path: Path, counts: OutputCounts, *, until: WindowKey | None, policy_files: Sequence[Path]
     ) -> None:
         """Search the capture for where to begin.
 
@@ -109,7 +62,6 @@ class ArbitratorReplay:
         """
         self._counts = counts
         self._until = until
-        self._other = other
         self._files: list[bytes] = []
         """The content of learned policies."""
         for file in policy_files:
@@ -118,13 +70,16 @@ class ArbitratorReplay:
             except OSError as error:
                 raise ReplayError(f"cannot read the policy file {file}: {error.strerror}") from error
             PolicyFile.from_bytes(self._files[-1], str(file))
-        self._jobs, self._checkpoint = _find_start(path)
+        jobs, start = _find_start(path)
+        first_generation = 0 if start is None else start.generation
+        self._jobs = {generation: job for generation, job in jobs.items() if generation >= first_generation}
+        """The specifications of the generations to decide."""
+        self._start = 0 if start is None else start.record.sequence
+        """Sequence of the action to continue from."""
         self._actions = (_recorded(record) for record in _until_cut(path) if record.stream == ACTIONS.name)
         """Actions of the capture, read ahead of the states; memory holds one."""
         self._following = next(self._actions, None)
         """The recorded action after the newest one that was compared; `None` at the end."""
-        self._asked: list[tuple[Action, Action]] = []
-        """Recorded decisions with those of the other policy."""
         self._generation = -1
         """The newest one that was opened."""
         self._opened: set[int] = set()
@@ -139,9 +94,8 @@ class ArbitratorReplay:
         """Sequence of the recorded action before which the fold was started again."""
         self.is_over = False
         """Whether the last requested window is decided."""
-        if other is None and self._checkpoint is not None:
-            sequence = self._checkpoint.record.sequence
-            counts.add_note(f"begins after the action at {sequence}: what was before is not in the capture")
+        if self._start:
+            counts.add_note(f"begins after the action at {self._start}: what was before is not in the capture")
 
     def add_record(self, record: Record) -> None:
         """Decide what a state makes possible; other messages count only as recorded actions and specifications."""
@@ -163,67 +117,33 @@ class ArbitratorReplay:
 
     def finish(self) -> None:
         """Count the recorded actions that the fold did not reach, up to the last requested window."""
-        while self._other is None and (found := self._following) is not None:
+        while (found := self._following) is not None:
             if self._until is not None and found.action is not None and _window_of(found.action) > self._until:
                 break
             self._pass_over(found)
 
-    def comparison(self) -> PolicyComparison | None:
-        """The decisions of another policy; `None` when no window was decided by both."""
-        if not self._asked:
-            return None
-        windows = [
-            WindowComparison(
-                generation=other.generation,
-                window=other.window,
-                recorded=recorded.local_batch_sizes,
-                other=other.local_batch_sizes,
-            )
-            for recorded, other in self._asked
-        ]
-        differences = np.concatenate([np.abs(np.subtract(row.other, row.recorded)) for row in windows])
-        ratios = [sum(row.other) / max(1, sum(row.recorded)) for row in windows]
-        return PolicyComparison(
-            policy=self._asked[-1][1].policy,
-            policy_version=self._asked[-1][1].policy_version,
-            num_windows=len(windows),
-            num_windows_different=sum(row.recorded != row.other for row in windows),
-            mean_difference=float(differences.mean()),
-            p95_difference=float(np.percentile(differences, 95)),
-            mean_global_batch_size_ratio=float(np.exp(np.log(np.maximum(ratios, 1e-12)).mean())),
-            windows=windows,
-        )
-
     def _open(self, generation: int) -> None:
         """Start a generation as the arbitrator does: from the newest action, with the policy that decided next."""
-        checkpoint, job = self._checkpoint, self._jobs[generation]
-        if self._other is not None:
-            other = self._other
-            options = dict(other.options) if other.name is not None else {**job.policy_options, **other.options}
-            job = msgspec.structs.replace(job, policy=other.name or job.policy, policy_options=options)
-            if checkpoint is not None and checkpoint.action is not None and checkpoint.generation == generation:
-                job = msgspec.structs.replace(job, initial_local_batch_sizes=checkpoint.action.local_batch_sizes)
-        elif checkpoint is not None and generation < checkpoint.generation:
-            return
-        else:
-            last_skipped = 0 if checkpoint is None else checkpoint.record.sequence
-            while (found := self._following) is not None and (
-                found.record.sequence <= last_skipped or (found.action is not None and found.generation < generation)
-            ):
-                self._pass_over(found)
+        while (found := self._following) is not None and (
+            found.record.sequence <= self._start or (found.action is not None and found.generation < generation)
+        ):
+            self._pass_over(found)
         self._generation, self._fold = generation, None
         self._opened.add(generation)
         self._states.clear()
         self._num_after_last = 0
-        following = None if self._other is not None else self._following
-        decided = None if following is None or following.generation != generation else following.action
+        decided = None
         if self._newest is not None and self._newest.generation == generation:
             decided = self._newest
+        elif found is not None and found.generation == generation:
+            decided = found.action
+        job = self._jobs[generation]
         self._start_fold(job, self._policy(job, decided), b"" if decided is None else decided.profile)
 
-    def _start_fold(self, job: Job, policy: Policy, profile: bytes = b"") -> None:
+    def _start_fold(self, job: Job, policy: Policy, profile: bytes = b"") -> Fold:
         self._fold = Fold(job, policy, self._newest, profile)
         self._has_begun = False
+        return self._fold
 
     def _decide(self, sequence: int, state: State) -> None:
         """Fold a state, and compare every decision that it makes possible."""
@@ -240,15 +160,17 @@ class ArbitratorReplay:
             stored = self._stored(action)
             if stored is None:
                 return
-            self._adopt(stored)
+            fold.adopt(stored)
+            if not self._num_after_last:  # what was never stored is no predecessor of a later generation's first action
+                self._newest = stored
+            while self._states and self._states[0][0] <= stored.watermark:
+                self._states.popleft()
             self.is_over = self._until is not None and _window_of(stored) >= self._until
 
     def _stored(self, action: Action) -> Action | None:
         """The action that ACTIONS has at this place; `None` when the fold was started again instead."""
-        if self._other is not None:
-            self._ask(action)
-            return action
-        found = self._following
+        found, fold = self._following, self._fold
+        assert fold is not None, "it has decided"
         if found is None or found.generation > action.generation:  # the capture ends first, or the job was restarted
             self._num_after_last += 1
             if self._num_after_last > EDGE_WINDOWS:
@@ -259,9 +181,9 @@ class ArbitratorReplay:
         record, recorded = found
         if recorded is not None and recorded.gap and not action.gap and self._restarted_at != record.sequence:
             self._restarted_at = record.sequence  # once: if that does not help, it is a difference
-            self._restart_without(recorded)
+            self._restart_without(fold, recorded)
             return None
-        self._skip()
+        self._following = next(self._actions, None)
         if recorded is not None and _window_of(recorded) != _window_of(action):
             self._counts.count_missing("only replayed", record.subject, _window_of(action))
             self._counts.num_uncompared += 1
@@ -269,58 +191,30 @@ class ArbitratorReplay:
             return action
         if recorded is None or not is_intact(record.payload):
             return action
-        assert self._fold is not None, "it has decided"
-        if recorded.generation == self._generation and recorded.policy_digest != digest_of(self._fold.policy):
-            self._fold.policy = self._policy(self._fold.job, recorded)
+        if recorded.generation == self._generation and recorded.policy_digest != digest_of(fold.policy):
+            fold.policy = self._policy(fold.job, recorded)
         return recorded
 
-    def _adopt(self, action: Action) -> None:
-        assert self._fold is not None, "it has decided"
-        self._fold.adopt(action)
-        if not self._num_after_last:  # what was never stored is no predecessor of a later generation's first action
-            self._newest = action
-        while self._states and self._states[0][0] <= action.watermark:
-            self._states.popleft()
-
-    def _restart_without(self, recorded: Action) -> None:
+    def _restart_without(self, fold: Fold, recorded: Action) -> None:
         """Start the fold again without the states up to the watermark of the action that was recorded next."""
         self._counts.add_note(f"the recorded arbitrator restarted after a gap, before window {recorded.window}")
-        assert self._fold is not None, "it has decided"
-        self._start_fold(self._fold.job, self._fold.policy)
-        if self._fold.next_window:
-            self._fold.start_after_gap(recorded.watermark)
+        restarted = self._start_fold(fold.job, fold.policy)
+        if restarted.next_window:
+            restarted.start_after_gap(recorded.watermark)
         for sequence, state in list(self._states):
             if sequence > recorded.watermark:
                 self._decide(sequence, state)
 
     def _pass_over(self, found: _Recorded) -> None:
         """Adopt a recorded action uncompared; it is missing where the fold refused to decide its generation."""
-        self._skip()
+        self._following = next(self._actions, None)
         record, action = found
-        is_before = self._checkpoint is not None and record.sequence <= self._checkpoint.record.sequence
-        if action is None or is_before or action.generation not in self._opened:
+        if action is None or record.sequence <= self._start or action.generation not in self._opened:
             self._counts.num_uncompared += 1
         else:
             self._counts.count_missing("only recorded", record.subject, _window_of(action), record.sequence)
         if action is not None:
             self._newest = action
-
-    def _skip(self) -> None:
-        self._following = next(self._actions, None)
-
-    # Another policy: open loop. It sees what was recorded, but not what its sizes would have led to.
-
-    def _ask(self, action: Action) -> None:
-        """Note the other policy's decision if there is a recorded one for the same window."""
-        while (found := self._following) is not None:
-            if found.action is not None and _window_of(found.action) >= _window_of(action):
-                break
-            self._skip()
-        recorded = None if found is None else found.action
-        if recorded is None or _window_of(recorded) != _window_of(action):
-            return
-        if len(recorded.local_batch_sizes) == len(action.local_batch_sizes):
-            self._asked.append((recorded, action))
 
     def _policy(self, job: Job, decided: Action | None) -> Policy:
         """The policy that a specification names; in the version of the file that decided an action.
@@ -351,7 +245,7 @@ class ArbitratorReplay:
 
 
 def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
-    """Search for the first specification of each generation, and for the action to continue from, if any.
+    """The first specification of each generation, and the action to continue from, if any.
 
     An action is a checkpoint: the states after its watermark are all that later decisions need.
     """

@@ -24,7 +24,7 @@ from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.window import Observation, Traffic, metric_window, simulated_window
 from dynamix.recording.capture import CutOffError, Record, WindowKey, read_header, records, window_key_of
 from dynamix.recording.comparison import EDGE_WINDOWS, OutputCounts
-from dynamix.recording.decisions import ArbitratorReplay, OtherPolicy, PolicyComparison, ReplayError
+from dynamix.recording.decisions import ArbitratorReplay, ReplayError
 from dynamix.recording.fingerprint import differences, fingerprint
 from dynamix.reward.formula import reward_of
 from dynamix.reward.service import RewardSettings
@@ -55,7 +55,6 @@ class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
     num_records: int
     cut_off: str = ""
     """Reason why the file ends early."""
-    what_if: PolicyComparison | None = None
 
     @property
     def bytes_equal(self) -> bool:
@@ -83,7 +82,6 @@ def replay(
     into: ReplayTarget,
     *,
     until: WindowKey | None = None,
-    other: OtherPolicy | None = None,
     policy_files: Sequence[Path] = (),
     collector: CollectorSettings | None = None,
     reward: RewardSettings | None = None,
@@ -95,7 +93,6 @@ def replay(
         path: the capture.
         into: the service.
         until: the last window.
-        other: a policy that decides instead of the recorded one.
         policy_files: learned policies that are not in the package.
         collector: settings of the replayed collector.
         reward: settings of the replayed reward service.
@@ -110,7 +107,7 @@ def replay(
     header, counts, begun_s = read_header(path), OutputCounts(), time.perf_counter()
     service: ArbitratorReplay | _Reward | _Collector
     if into == "arbitrator":
-        service = ArbitratorReplay(path, counts, until=until, other=other, policy_files=policy_files)
+        service = ArbitratorReplay(path, counts, until=until, policy_files=policy_files)
     elif into == "reward":
         service = _Reward(counts, until, reward or RewardSettings())
     else:
@@ -129,10 +126,7 @@ def replay(
     except CutOffError as error:
         cut_off = str(error)
     service.finish()
-    what_if = service.comparison() if isinstance(service, ArbitratorReplay) else None
-    if other is not None and what_if is None:
-        raise ReplayError(": ".join(["no window was decided by both policies", "; ".join(counts.notes)]))
-    if other is None and not counts.num_compared and not counts.num_different:
+    if not counts.num_compared and not counts.num_different:
         reasons = "; ".join(counts.notes) or f"it has no output of the {into} together with its input"
         raise ReplayError(f"nothing in the capture can be compared: {reasons}")
     return ReplayOutcome(
@@ -145,7 +139,6 @@ def replay(
         wall_s=time.perf_counter() - begun_s,
         num_records=num_records,
         cut_off=cut_off,
-        what_if=what_if,
     )
 
 
@@ -198,7 +191,7 @@ class _Service:
 
     def _add_recorded(self, record: Record) -> None:
         """Add a recorded output, after the replay of what it follows from."""
-        identity, key = record.identity, record.key
+        identity, key = record.message_id, record.key
         if key is None:
             self._counts.add_note(f"{record.subject} at {record.sequence} is no output that a service can publish")
             return
@@ -246,7 +239,7 @@ class _Collector(_Service):
         """Reports by node and window, with states and traces that came before the metric window."""
 
     def _add(self, record: Record) -> None:
-        kind, node_window = record.kind, record.identity.partition(":")[2]
+        kind, node_window = record.kind, record.message_id.partition(":")[2]
         if kind == "report":
             self._waiting.setdefault(node_window, [record])
         elif kind in ("state", "trace") and node_window in self._waiting:
