@@ -41,8 +41,7 @@ def load(path: str | Path) -> "CaptureTable":
     collector's window is missing, the row has what the rank reported. Rows are in the order of generation, window and
     rank; what is not known is `None`.
 
-    Damaged blocks, what follows where the file is cut off, and messages that cannot be decoded are left out, each with
-    a warning.
+    What follows the first damage or the cut, and messages that cannot be decoded, are left out with a warning.
 
     Raises:
         CaptureError: when the file is no capture.
@@ -50,8 +49,8 @@ def load(path: str | Path) -> "CaptureTable":
     """
     with CaptureReader(path) as reader:
         table = table_of(reader.header.job, reader, str(path))
-    for fault in reader.faults:
-        warnings.warn(str(fault), stacklevel=2)
+    if reader.fault is not None:
+        warnings.warn(str(reader.fault), stacklevel=2)
     return table
 
 
