@@ -13,10 +13,9 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.policies.baselines import Proportional
 from dynamix.collector.agent import trace_of
 from dynamix.collector.window import simulated_window
-from dynamix.recording.capture import CaptureError, Record, WindowKey, first_generation, records
+from dynamix.recording.capture import CaptureError, Record, records
 from dynamix.recording.comparison import agree
-from dynamix.recording.decisions import ReplayError
-from dynamix.recording.replay import ReplayTarget, replay
+from dynamix.recording.replay import ReplayError, ReplayTarget, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.schemas import codec
 from dynamix.schemas.codec import decode
@@ -55,14 +54,6 @@ def test_the_traces_of_an_agent_are_replayed_with_its_windows(tmp_path: Path, is
                 recording.store(message)
     outcome = replay(path, "collector")
     assert (outcome.counts.num_compared, outcome.counts.num_equal) == (9, 9)
-
-
-def test_until_a_window_compares_no_later_one() -> None:
-    until = WindowKey(first_generation(DEMO), 12)
-    counts = {
-        into: replay(DEMO, into, until=until).counts.num_compared for into in ("collector", "reward", "arbitrator")
-    }
-    assert counts == {"collector": 26, "reward": 13, "arbitrator": 13}
 
 
 def test_a_capture_with_arbitrator_restarts_replays_equal(tmp_path: Path) -> None:
@@ -210,9 +201,7 @@ def test_a_changed_action_is_the_first_difference_with_both_sides(tmp_path: Path
     assert outcome.counts.num_equal == 29
 
 
-def test_an_arbitrator_that_stops_deciding_is_a_difference_also_with_until(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_arbitrator_that_stops_deciding_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     decide = Proportional.decide
 
     def fails(self: Proportional, job: Job, window: int, *observed: Any) -> Any:
@@ -221,11 +210,9 @@ def test_an_arbitrator_that_stops_deciding_is_a_difference_also_with_until(
         return decide(self, job, window, *observed)
 
     monkeypatch.setattr(Proportional, "decide", fails)
-    generation = first_generation(DEMO)
-    for until, num_missing in ((None, 25), (WindowKey(generation, 12), 8)):
-        outcome = replay(DEMO, "arbitrator", until=until)
-        assert not outcome.decisions_equal
-        assert outcome.counts.num_different == num_missing
+    outcome = replay(DEMO, "arbitrator")
+    assert not outcome.decisions_equal
+    assert outcome.counts.num_different == 25
 
 
 def test_other_weights_give_other_rewards_and_the_term_is_listed() -> None:

@@ -365,11 +365,6 @@ def records(path: Path | str) -> Iterator[Record]:
             raise reader.fault
 
 
-def first_generation(path: Path) -> int:
-    """The first generation that a capture has a message of, 0 when it has none. Raises as `records`."""
-    return next((key.generation for record in records(path) if (key := record.key) is not None), 0)
-
-
 class RecordMerge:
     """Takes records stream by stream and returns them in one order.
 

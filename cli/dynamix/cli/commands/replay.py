@@ -14,20 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_list, add_option, window_key
+from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_list, add_option
 from dynamix.cli.errors import CommandError, explained, reading
 from dynamix.cli.output import write_json
 from dynamix.cli.terminal import ProgressLine, print_lines, print_table
 from dynamix.collector.observation import CollectorSettings
-from dynamix.recording.capture import (
-    CaptureError,
-    WindowKey,
-    first_generation,
-    read_header,
-)
-from dynamix.recording.decisions import ReplayError
+from dynamix.recording.capture import CaptureError, read_header
 from dynamix.recording.fingerprint import differences, fingerprint
-from dynamix.recording.replay import ReplayOutcome, replay
+from dynamix.recording.replay import ReplayError, ReplayOutcome, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.runtime.settings import load
 
@@ -42,8 +36,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a capture, written by `dynamix capture JOB -o FILE`")
     services = ("collector", "reward", "arbitrator")
     add_option(parser, "--into", "arbitrator", "the service whose outputs are computed again", choices=services)
-    what = "the last window, as N or GENERATION:N (default: all)"
-    parser.add_argument("--until", metavar="WINDOW", type=window_key, help=what)
     add_list(parser, "--policy-file", "PATH", "a learned policy that is not in the package; may be repeated")
     parser.add_argument("--strict", action="store_true", help="require equal bytes on any build and processor")
     add_json_argument(parser)
@@ -84,16 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _replayed(path: Path, arguments: argparse.Namespace) -> ReplayOutcome:
-    until = None
-    if arguments.until is not None:
-        generation, window = arguments.until
-        until = WindowKey(first_generation(path) if generation is None else generation, window)
     with ProgressLine() as progress:
         progress.write_line(f"replaying {path} into the {arguments.into}")
         return replay(
             path,
             arguments.into,
-            until=until,
             policy_files=[Path(file) for file in arguments.policy_file],
             collector=load("collector", CollectorSettings, []).own,
             reward=load("reward", RewardSettings, []).own,
