@@ -29,7 +29,7 @@ from dynamix.cli.main import main as dynamix
 from dynamix.cli.terminal import ProgressLine
 from dynamix.lab.comparison.figure import CURVE_POINTS, mean_curve
 from dynamix.lab.comparison.rows import Tuned, parse_rows, read_tuned
-from dynamix.lab.comparison.runs import TYPICAL_RUN_S, ComparisonProgress, Ledger, as_published, estimate, fill, plan
+from dynamix.lab.comparison.runs import TYPICAL_RUN_S, Ledger, as_published, estimate, fill, plan
 from dynamix.lab.comparison.verdict import OutcomeTable, Verdict
 from dynamix.lab.learning import LearningUpdate, learn, plan_named
 from dynamix.lab.simulator.episode import code_digest
@@ -369,9 +369,8 @@ class Laboratory:
         cells = plan(suite, rows, seeds or range(self.scale.num_seeds), tuned or self._tuned)
         line = ProgressLine(30.0)
 
-        def show(progress: ComparisonProgress) -> None:
-            left = "" if progress.left_s is None else f", {progress.left_s / 60:.0f} minutes left"
-            line.show(f"  {progress.num_done}/{progress.num_total} runs{left}; newest: {progress.newest}")
+        def show(num_done: int, num_total: int, newest: str) -> None:
+            line.show(f"  {num_done}/{num_total} runs; newest: {newest}")
 
         with Ledger(self._directory / "runs.jsonl") as ledger:
             print(f"  {estimate(cells, ledger, jobs=self._jobs, typical_run_s=typical_run_s)}", flush=True)
@@ -570,9 +569,8 @@ def evaluated(name: str, options: argparse.Namespace) -> Result:
     rows: list[list[Cell]] = []
     for place, policies in places.items():
         for row in policies:
-            known = {"best-static": row.vs_best_static, "goodput": row.vs_goodput, **row.against}
             ratios = [
-                None if (one := known.get(base)) is None else Interval(one.value, one.low, one.high) for base in bases
+                None if (one := row.ratios[base]) is None else Interval(one.value, one.low, one.high) for base in bases
             ]
             rows.append(
                 [place, row.policy, row.median_time_to_target_s, row.misses, row.num_runs, row.test_accuracy, *ratios]

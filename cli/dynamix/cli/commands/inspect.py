@@ -114,9 +114,9 @@ class Inspection(msgspec.Struct):
     header: CaptureHeader
     view: JobView
     end: CaptureEnd | None = None
-    """`None` where the capture is cut off."""
-    faults: list[str] = []
-    """Faults of the file: damaged blocks, and where it is cut off."""
+    """`None` where the capture is damaged or cut off."""
+    fault: str = ""
+    """What is damaged, or where the file is cut off; empty for a whole file."""
     num_records: int = 0
     num_payload_bytes: int = 0
     kinds: Counter[str] = msgspec.field(default_factory=Counter)
@@ -134,7 +134,7 @@ class Inspection(msgspec.Struct):
     @property
     def is_sound(self) -> bool:
         """Whether the file is whole, and every message in it can be used."""
-        return not (self.faults or self.malformed or self.chain_fault)
+        return not (self.fault or self.malformed or self.chain_fault)
 
     def record(self, record: Record) -> None:
         """Take the next record into account."""
@@ -184,7 +184,7 @@ def inspect(path: Path, *, keep_ranks: bool = False) -> Inspection:
         inspection = Inspection(reader.header, view)
         for record in reader:
             inspection.record(record)
-        inspection.faults = [str(fault) for fault in reader.faults]
+        inspection.fault = "" if reader.fault is None else str(reader.fault)
         inspection.end = reader.end
     return inspection
 
@@ -197,12 +197,11 @@ def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
     header, end = inspection.header, inspection.end
     lasted_s = (inspection.last_ns - inspection.first_ns) / 1e9
     yield (
-        f"{header.job}, captured {header.created}: {ENDS[end.reason] if end else 'CUT OFF'}; {inspection.num_records} "
-        f"messages of {lasted_s:.1f} s, {inspection.num_payload_bytes / 1024:.0f} KiB"
+        f"{header.job}, captured {header.created}: {ENDS[end.reason] if end else 'INCOMPLETE'}; "
+        f"{inspection.num_records} messages of {lasted_s:.1f} s, {inspection.num_payload_bytes / 1024:.0f} KiB"
     )
-    yield from (f"damaged: {fault}" for fault in inspection.faults)
-    if end and end.num_records > inspection.num_records:
-        yield f"lost: {end.num_records - inspection.num_records} messages of damaged blocks"
+    if inspection.fault:
+        yield f"damaged: {inspection.fault}"
     for job in inspection.jobs:
         windows = inspection.view.history
         steps = {one.num_steps for one in windows if one.generation == job.generation and one.num_steps}

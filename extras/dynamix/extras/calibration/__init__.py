@@ -124,8 +124,8 @@ def from_capture(path: Path) -> CalibrationInput:
             ]
         except ValueError as error:  # of a subject or a message
             raise CommandError(f"{path} holds what cannot be decoded: {error}") from error
-    for fault in reader.faults:
-        print(f"{fault}; going on with what is good", file=sys.stderr)
+    if reader.fault is not None:
+        print(f"{reader.fault}; going on with what is good", file=sys.stderr)
     return _sorted_out(found)
 
 

@@ -13,6 +13,8 @@ from dynamix.cli.output import TUNED, write_file, write_json
 from dynamix.cli.terminal import UNKNOWN, ProgressLine, bar, duration, formatted, print_table
 from dynamix.lab.comparison.figure import draw
 from dynamix.lab.comparison.rows import (
+    BEST_STATIC,
+    GOODPUT,
     Choice,
     Row,
     Tuned,
@@ -23,7 +25,7 @@ from dynamix.lab.comparison.rows import (
     untuned_families,
     with_references,
 )
-from dynamix.lab.comparison.runs import ComparisonCell, ComparisonProgress, Ledger, estimate, fill, plan
+from dynamix.lab.comparison.runs import ComparisonCell, Ledger, estimate, fill, plan
 from dynamix.lab.comparison.tuning import EXCHANGE_GRID, FIRST_SEED, GRID, tune
 from dynamix.lab.comparison.verdict import Interval, Verdict, VerdictRow, judge, note_on
 from dynamix.lab.simulator.episode import EpisodeError, code_digest
@@ -49,13 +51,14 @@ class RunsProgress(ProgressLine):
     def __init__(self) -> None:
         super().__init__(keep=True)
         self._begun_s = time.monotonic()
+        self._num_here = 0
 
-    def show_run(self, progress: ComparisonProgress) -> None:
+    def show_run(self, done: int, total: int, newest: str) -> None:
         """Show a run that has ended."""
-        done, total = progress.num_done, progress.num_total
-        passed = duration(time.monotonic() - self._begun_s)
-        left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"
-        text = f"{bar(done / total, BAR_WIDTH)} {done}/{total} runs, {passed}{left}: {progress.newest}"
+        self._num_here += 1
+        passed_s = time.monotonic() - self._begun_s
+        left = duration(passed_s / self._num_here * (total - done))
+        text = f"{bar(done / total, BAR_WIDTH)} {done}/{total} runs, {duration(passed_s)}, {left} left: {newest}"
         self.show(text, now=done == total)
 
 
@@ -160,16 +163,13 @@ def show(verdict: Verdict) -> None:
     names = ", ".join(verdict.heterogeneous_families) or "all families: none is heterogeneous"
     _print_policies(f"Over {names}, each counted alike", verdict.policies, default)
     # the default policy against each baseline, the control family counted like any other in the first column
-    headline = [
-        (row.against, _interval(row.all_families), _interval(row.heterogeneous), _interval(row.control))
-        for row in verdict.headline
-    ]
-    headings: tuple[str, ...] = ("against", "all families", "heterogeneous", "control")
+    headline = [(base, *map(_interval, ratios.values())) for base, ratios in verdict.headline.items()]
+    headings: tuple[str, ...] = ("against", *next(iter(verdict.headline.values())))
     print_table(headings, headline, left=("against",), title=f"{default}: time over")
     by_family = [{row.policy: row for row in family.policies} for family in verdict.families.values()]
     for base in verdict.against:
         rows = [
-            (row.policy, *(_interval(one[row.policy].against[base]) for one in (*by_family, {row.policy: row})))
+            (row.policy, *(_interval(one[row.policy].ratios[base]) for one in (*by_family, {row.policy: row})))
             for row in verdict.policies
         ]
         headings = ("policy", *verdict.families, "heterogeneous")
@@ -199,8 +199,8 @@ def _print_policies(title: str, rows: Sequence[VerdictRow], default: str) -> Non
             f"{row.median_time_to_target_s:.1f} s",
             str(row.misses),
             f"{row.num_runs}{seeds}",
-            _interval(row.vs_best_static),
-            _interval(row.vs_goodput),
+            _interval(row.ratios[BEST_STATIC]),
+            _interval(row.ratios[GOODPUT]),
             formatted(row.accuracy_at_fixed_time, "{:.1%}"),
             formatted(row.test_accuracy, "{:.1%}"),
         )
