@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tests.support import examples, learned
 
-from dynamix.collector.agent import trace_of
-from dynamix.collector.agent_network import AgentNetwork, shipped_network
+from dynamix.collector.agent import AgentNetwork, shipped_network, trace_of
 from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.service import _chooser
 from dynamix.runtime.service import StartError

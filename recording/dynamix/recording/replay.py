@@ -18,8 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from dynamix.collector.agent import Chooser, trace_of
-from dynamix.collector.agent_network import AgentNetwork
+from dynamix.collector.agent import AgentNetwork, Chooser, trace_of
 from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.window import Observation, Traffic, metric_window, simulated_window
 from dynamix.recording.capture import CutOffError, Record, WindowKey, read_header, records, window_key_of
