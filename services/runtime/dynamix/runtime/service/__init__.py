@@ -73,7 +73,7 @@ class Context(Generic[S]):
 
     def count(self, name: str, num: int = 1) -> None:
         """Add to a counter."""
-        self.counters[name] = self.counters.get(name, 0) + num
+        self.counters[name] += num
 
     async def dead_letter(self, message: BusMessage, reason: str) -> None:
         """Set aside a message that cannot be used: counted, logged, published to `dead` at a limited rate.
@@ -186,7 +186,7 @@ class ServiceState:
 LOOK_S = 0.5
 """Interval of checks of the state; one without a change costs 5 us."""
 PER_WATCHDOG = 4
-"""Signs of life within the time after which systemd takes the service for stuck."""
+"""Least signs of life within the time after which systemd takes the service for stuck."""
 
 
 class SystemdNotifier:
@@ -199,22 +199,17 @@ class SystemdNotifier:
     Args:
         supervisor: where to, and how often; without a socket nothing is sent.
         not_ready: why the service cannot work now; empty when it can.
-        clock: seconds, monotonic.
     """
 
-    def __init__(
-        self, supervisor: Supervisor, not_ready: Callable[[], str], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, not_ready: Callable[[], str]) -> None:
         self._address = supervisor.notify_socket
         if self._address.startswith("@"):
             self._address = f"\0{self._address[1:]}"
-        self._sign_s = supervisor.watchdog_s / PER_WATCHDOG
-        self._look_s = min(LOOK_S, self._sign_s or LOOK_S)
+        self._signs = ["WATCHDOG=1"] if supervisor.watchdog_s else []
+        self._look_s = min(LOOK_S, supervisor.watchdog_s / PER_WATCHDOG or LOOK_S)
         self._not_ready = not_ready
-        self._clock = clock
         self._status: str | None = None
         self._was_ready = False
-        self._sign_due_s = clock()
         self._limit = RateLimit(per_s=1 / 60)
         self._socket: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -238,18 +233,13 @@ class SystemdNotifier:
 
     def _look(self) -> None:
         """Run in the loop, again and again; an error here would end the signs of life, and systemd would restart us."""
-        reason, now_s = self._not_ready(), self._clock()
-        lines = []
-        if reason != self._status:
-            lines.append(f"STATUS={reason or 'working'}")
+        reason = self._not_ready()
+        lines = [f"STATUS={reason or 'working'}"] if reason != self._status else []
         if not reason and not self._was_ready:
             lines.append("READY=1")
-        if self._sign_s and now_s >= self._sign_due_s:
-            lines.append("WATCHDOG=1")
+        lines += self._signs
         if lines and self._send("\n".join(lines)):
             self._status, self._was_ready = reason, self._was_ready or not reason
-            if "WATCHDOG=1" in lines:
-                self._sign_due_s = now_s + self._sign_s
         self._timer = asyncio.get_running_loop().call_later(self._look_s, self._look)
 
     def _send(self, text: str) -> bool:
@@ -354,7 +344,7 @@ class _Life(Generic[S]):
     async def _connect(self, stopped: asyncio.Task[bool]) -> Bus | None:
         """The connection; `None` when a signal came first."""
         connecting = asyncio.create_task(
-            Bus.connect(self._loaded.bus, name=f"{self._service}-{self._instance}", on_closed=self._on_closed)
+            Bus.connect(self._loaded.bus, name=f"{self._service}-{self._instance}", on_closed=self._closed.set_result)
         )
         await asyncio.wait({connecting, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if connecting.done():
@@ -428,10 +418,6 @@ class _Life(Generic[S]):
                 self._log.error("cannot go on", reason=str(error))
             else:
                 self._log.error("failed", exc_info=error)
-
-    def _on_closed(self, reason: str) -> None:
-        if not self._closed.done():
-            self._closed.set_result(reason)
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
