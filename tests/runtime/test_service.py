@@ -135,7 +135,7 @@ async def test_a_service_that_ignores_the_signal_is_ended(
     loaded = frame.Loaded(
         frame.load("collector", SmallSettings, []).shared, server.settings, SmallSettings(mode="ignore-stop")
     )
-    living = asyncio.create_task(frame._Life("collector", loaded, main).live())
+    living = asyncio.create_task(frame._live("collector", loaded, main))
     await heartbeat(bus)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await living == 1

@@ -163,13 +163,6 @@ class _StoredAnswer(Answer):
     message: _StoredMessage | None = None
 
 
-class _Reply(NamedTuple):
-    """An answer: payload and raw headers."""
-
-    payload: bytes
-    headers: bytes
-
-
 A = TypeVar("A", bound=Answer)
 T = TypeVar("T")
 
@@ -181,7 +174,7 @@ class Requests:
         self._connection = connection
         self._prefix = f"{connection.inbox}.r."
         self._tokens = itertools.count()
-        self._waiting: dict[bytes, tuple[str, asyncio.Future[_Reply | None]]] = {}
+        self._waiting: dict[bytes, tuple[str, asyncio.Future[tuple[bytes, bytes] | None]]] = {}
         self._inbox_denial: PermissionDeniedError | None = None
         self._asked_at: dict[int, float] = {}
         """Start of each request without a final answer, its repetitions included."""
@@ -226,7 +219,7 @@ class Requests:
             reply = await self._round_trip(API + operation, payload)
             if reply is None:
                 raise ApiError(f"{operation}: JetStream does not answer (is it enabled?)", UNAVAILABLE, 0)
-            result = msgspec.json.decode(reply.payload, type=answer)
+            result = msgspec.json.decode(reply[0], type=answer)
             if (error := result.error) is not None:
                 text = f"{operation}: {error.description} (code {error.code}, error {error.err_code})"
                 if error.err_code == STREAM_NOT_FOUND:
@@ -244,7 +237,7 @@ class Requests:
             reply = None
         if reply is None:
             raise NoAnswerError(f"no answer to {subject} within {REQUEST_TIMEOUT_S:g} s")
-        return reply.payload
+        return reply[0]
 
     async def stream_state(self, stream: str) -> StreamState:
         """The state of a stream. Raises StreamMissingError when there is none of this name."""
@@ -289,13 +282,14 @@ class Requests:
             reply = await self._round_trip(API + operation, b"")
             if reply is None:
                 raise ApiError(f"{operation}: no such stream answers (run `dynamix provision`)", UNAVAILABLE, 0)
-            status = parse_status(reply.headers)
+            payload, headers = reply
+            status = parse_status(headers)
             if status.code == NOT_FOUND:
                 return None
             if status.code:
                 raise ApiError(f"{operation}: {status.text} (code {status.code})", status.code, 0)
-            _, _, place = reply.headers.rpartition(b"\r\nNats-Sequence:")  # the sender may have written one before
-            return BusMessage(subject, reply.payload, int(place.partition(b"\r\n")[0]), 0, 0, reply.headers)
+            _, _, place = headers.rpartition(b"\r\nNats-Sequence:")  # the sender may have written one before
+            return BusMessage(subject, payload, int(place.partition(b"\r\n")[0]), 0, 0, headers)
 
         return await self._until_answered(operation, once, NO_STREAM_S)
 
@@ -315,12 +309,12 @@ class Requests:
         finally:
             del self._asked_at[number]
 
-    async def _round_trip(self, subject: str, payload: bytes) -> _Reply | None:
-        """The answer, `None` when no server listens."""
+    async def _round_trip(self, subject: str, payload: bytes) -> tuple[bytes, bytes] | None:
+        """Payload and raw headers of the answer, `None` when no server listens."""
         if self._inbox_denial is not None:
             raise self._inbox_denial
         token = b"%d" % next(self._tokens)
-        future: asyncio.Future[_Reply | None] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[tuple[bytes, bytes] | None] = asyncio.get_running_loop().create_future()
         self._waiting[token] = (subject.lower(), future)
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -335,7 +329,7 @@ class Requests:
         _, future = self._waiting.get(subject[len(self._prefix) :], ("", None))
         if future is not None and not future.done():
             missing = headers is not None and parse_status(headers).code == NO_RESPONDERS
-            future.set_result(None if missing else _Reply(payload, headers or b""))
+            future.set_result(None if missing else (payload, headers or b""))
 
     def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
         if subject == (self._prefix + "*").lower():
