@@ -26,8 +26,7 @@ from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy
 from dynamix.arbitrator.policies.policy import MISTAKES, NamedPolicy, Policy, digest_of
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.collector.agent import Chooser, trace_of
-from dynamix.collector.agent_network import AgentNetwork
+from dynamix.collector.agent import AgentNetwork, Chooser, trace_of
 from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.window import Observation, Traffic, metric_window, simulated_window
 from dynamix.reward.formula import reward_of

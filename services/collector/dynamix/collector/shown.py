@@ -54,8 +54,8 @@ class ShownWindows:
         scrape.gauge("processors", "processors of the machine", os.cpu_count())
         if self._probe is not None:
             _show_cost(scrape, self._probe)
-        for entry in self._windows.entries():
-            _show_window(scrape, entry.value, entry.age_s)
+        for _, window, age_s in self._windows.entries():
+            _show_window(scrape, window, age_s)
         scrape.counter("jobs_not_shown", "jobs left out since too many are active", self._windows.num_evicted)
 
 

@@ -331,7 +331,8 @@ class JobLog:
         A watermark behind FEED's end belongs to another FEED: the stream was made again.
         """
         if self.has_inputs and not feed.first_sequence - 1 <= self.watermark <= feed.last_sequence:
-            self._log.warning("inputs after the checkpoint are gone", watermark=self.watermark, **feed._asdict())
+            held = {"first_sequence": feed.first_sequence, "last_sequence": feed.last_sequence}
+            self._log.warning("inputs after the checkpoint are gone", watermark=self.watermark, **held)
             self._fold.start_after_gap(max(0, feed.first_sequence - 1))
 
     async def add_state(self, sequence: int, state: State) -> None:
