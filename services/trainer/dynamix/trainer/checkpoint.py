@@ -11,13 +11,12 @@ from msgspec.structs import replace as replace_fields
 
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages.allocation import Allocation, is_permitted
-from dynamix.trainer.data.plan import Position, ScheduleEntry
-from dynamix.trainer.job.identity import merge_caps
-from dynamix.trainer.steering.fast_loop import FilterState, LoopPace
 
 from .data.orders import DataIdentity
+from .data.plan import Position
 from .gradient.noise import NoiseAverage
-from .job.identity import Attempt, generation_after
+from .job.identity import Attempt, generation_after, merge_caps
+from .steering.fast_loop import FilterState, LoopPace
 from .steering.run import Run
 
 _log = logging.getLogger("dynamix.trainer")
@@ -82,7 +81,7 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         )
         raise ValueError(f"the session state was saved over other data or in another order ({differing}): attach alike")
     position = Position(**state["position"])
-    entries = [ScheduleEntry(step, msgspec.convert(parts, Allocation)) for step, *parts in state["schedule"]]
+    entries = [(step, msgspec.convert(parts, Allocation)) for step, *parts in state["schedule"]]
     generation, caps = run.identity.generation, run.identity.max_local_batch_sizes
     if state["job"] == run.identity.job:
         after = generation_after(state["generation"], Attempt(**state["attempt"]), run.identity.attempt)
@@ -97,7 +96,7 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
     if is_same_world and (is_same_script or run.options.global_batch == "adaptive"):
         _restore_schedule(run, entries, is_same_policy=state["decided_by"] == _policy_of(run))
     else:
-        saved = run.options.local_batch_sizes if is_same_world else entries[0].allocation.local_batch_sizes
+        saved = run.options.local_batch_sizes if is_same_world else entries[0][1].local_batch_sizes
         now, caps, lower = run.schedule.newest, run.identity.max_local_batch_sizes, run.options.min_local_batch_size
         sizes = apportion(sum(saved), now.local_batch_sizes, [min(lower, cap) for cap in caps], caps)
         run.schedule.reset(position.step, now.with_sizes(sizes))
@@ -132,7 +131,7 @@ def _policy_of(run: Run) -> list[Any]:
     return [run.options.policy, dict(run.options.policy_options)]
 
 
-def _restore_schedule(run: Run, saved: list[ScheduleEntry], *, is_same_policy: bool) -> None:
+def _restore_schedule(run: Run, saved: list[tuple[int, Allocation]], *, is_same_policy: bool) -> None:
     """Restore the saved sizes, none above its rank's bound.
 
     The split is that of the job now, which may have another policy, or a hook that cannot carry times. So is the

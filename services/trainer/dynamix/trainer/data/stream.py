@@ -152,7 +152,7 @@ class StreamSampler(PlanSampler):
         """
         if self.orders.size_of(position.epoch) == ENDLESS:
             raise TypeError("the stream has no length: give its class a __len__, or stop by session.progress")
-        return self._num_batches_by_plan(position)
+        return super().num_batches_left(position)
 
 
 class StreamReader(Dataset[Any]):
