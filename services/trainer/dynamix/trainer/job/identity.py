@@ -150,12 +150,6 @@ def generation_after(saved_generation: int, saved: Attempt, now: Attempt) -> int
     return max(saved_generation + 1, first + now.restarts)
 
 
-def place_of(peers: Sequence[Peer], rank: int) -> Place:
-    """The place of a rank, from the nodes of all ranks; the lowest rank of a node is its local rank 0."""
-    ranks = tuple(other for other, peer in enumerate(peers) if peer.node == peers[rank].node)
-    return Place(rank, ranks.index(rank), peers[rank].node, ranks)
-
-
 def nodes_of(peers: Sequence[Peer]) -> tuple[NodeRanks, ...]:
     """The nodes of the job with their ranks, in the order of their first rank."""
     ranks: dict[str, list[int]] = {}
