@@ -45,7 +45,7 @@ from dynamix.trainer.gradient.models import (
 )
 from dynamix.trainer.job.options import options_of
 from dynamix.trainer.local_steps import LocalSteps
-from dynamix.trainer.loggers import Loggers, MetricHistory, MetricLogger, find_loggers
+from dynamix.trainer.loggers import MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
 from dynamix.trainer.measurement.energy import energy_meter
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
@@ -198,7 +198,7 @@ def attach(
         policy=environment.trainer.policy,
         gradient_servers=environment.trainer.gradient_servers,
     )
-    metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0))
+    metric_loggers = find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0)
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
     if token_counts is not None:
         most = options.max_local_batch_size
