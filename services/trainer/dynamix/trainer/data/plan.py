@@ -412,14 +412,14 @@ class PlanSampler(Sampler[list[int]]):
         total = self._num_taken(sizes.total, left)
         counts = sizes if total == sizes.total else Counts(divide_tail(total, sizes.values))
         plan = StepPlan(position.step, position.epoch, position.offset, counts)
-        if not self.orders.has_tokens:
+        if (ends := self.orders.ends_of(position.epoch)) is None:
             return plan
-        starts, in_tokens = divide_tokens(self.orders.ends_of(position.epoch), position.offset, counts, sizes)
+        starts, in_tokens = divide_tokens(ends, position.offset, counts, sizes)
         return plan._replace(counts=in_tokens, starts=starts)
 
     def micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
         """This rank's part of a step."""
-        parts = self._parts(plan)
+        parts = self.division.parts(plan, self.orders.ends_of(plan.epoch))
         for index, (start, stop, size) in enumerate(parts):
             is_first, is_last = index == 0, index == len(parts) - 1
             yield MicroBatch(
@@ -429,10 +429,10 @@ class PlanSampler(Sampler[list[int]]):
     def num_batches_left(self, position: Position) -> int:
         """Batches that this rank draws to the end of the epoch, if no further size is scheduled."""
         num_batches, left = 0, self.orders.size_of(position.epoch) - position.offset
-        if self.orders.has_tokens:
+        if (ends := self.orders.ends_of(position.epoch)) is not None:
             while not self.is_over(position):
                 plan = self.plan_at(position)
-                num_batches += len(self._parts(plan))
+                num_batches += len(self.division.parts(plan, ends))
                 position = position.after(plan)
             return num_batches
         step, is_first = position.step, position.offset == 0
@@ -452,9 +452,6 @@ class PlanSampler(Sampler[list[int]]):
             num_batches += num_alike * self.division.num_parts(counts)
             step, left, is_first = step + num_alike, left - num_alike * taken, False
         return num_batches
-
-    def _parts(self, plan: StepPlan) -> list[Part]:
-        return self.division.parts(plan, self.orders.ends_of(plan.epoch) if self.orders.has_tokens else None)
 
     def _num_taken(self, scheduled: int, left: int) -> int:
         """Samples of a step that is to have `scheduled` of the `left` ones of its epoch."""

@@ -46,7 +46,6 @@ class StreamOrders(Orders):
         super().__init__(DataIdentity(num_samples, seed, shuffle=False, sampler="stream"))
         self._dataset = dataset
         self._end: tuple[int, int] | None = None
-        self._ranks: Ranks | None = None
 
     def connect(self, ranks: Ranks, _dataset: object, _loader_options: Mapping[str, Any]) -> None:
         """Read the first sample, and make sure that all ranks read the same stream; a collective call.
