@@ -1,6 +1,5 @@
 import multiprocessing
 from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,27 +11,10 @@ from dynamix.trainer.job.identity import (
     Peer,
     attempt_of,
     generation_after,
-    generation_of,
     propose_job,
 )
 from dynamix.trainer.measurement.sockets import ProcessIdentity
 from dynamix.trainer.settings import read_environment
-
-
-def _peer(node: str = "node-a", restart_count: int = 0, max_restarts: int = 3, **changes: Any) -> Peer:
-    peer = Peer(
-        node=node,
-        process=ProcessIdentity(1, 2, 3, 4),
-        job="mnist-0a1b2c3d",
-        launch="launch-a",
-        restart_count=restart_count,
-        max_restarts=max_restarts,
-        last_generation=None,
-        connections=(),
-        memory_caps={},
-        options={"local_batch_sizes": (32, 32), "window_steps": 20},
-    )
-    return peer._replace(**changes)
 
 
 def test_without_a_launcher_every_run_has_its_own_id() -> None:
@@ -90,9 +72,12 @@ def test_a_name_leaves_room_for_the_run_id() -> None:
 
 
 def test_the_generation_counts_the_failures_of_every_node() -> None:
-    peers = [_peer("node-a", 1), _peer("node-a", 1), _peer("node-b", 2), _peer("node-b", 2)]
-    assert generation_of(peers) == 3
-    assert generation_of(peers[:2]) == 1
+    def peer(node: str, restarts: int) -> Peer:
+        attempt = Attempt("launch-a", restarts, max_restarts=3)
+        return Peer(node, ProcessIdentity(1, 2, 3, 4), "mnist-0a1b2c3d", attempt, None, (), {}, {})
+
+    peers = [peer("node-a", 1), peer("node-a", 1), peer("node-b", 2), peer("node-b", 2)]
+    assert attempt_of(peers[:2]) == Attempt("launch-a", restarts=1, max_restarts=3)
     assert attempt_of(peers) == Attempt("launch-a", restarts=3, max_restarts=6)
 
 

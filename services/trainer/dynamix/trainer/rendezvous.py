@@ -26,7 +26,6 @@ from .job.identity import (
     Place,
     attempt_of,
     check_alike,
-    generation_of,
     merge_caps,
     nodes_of,
     propose_job,
@@ -89,9 +88,7 @@ def meet_ranks(
             node=node_name(environment.shared),
             process=this_process(),
             job=job,
-            launch=launch.id,
-            restart_count=launch.restart_count,
-            max_restarts=launch.max_restarts,
+            attempt=launch.attempt,
             last_generation=last,
             connections=sockets.candidates(),
             memory_caps={} if caps_path is None else read_caps(caps_path),
@@ -105,14 +102,14 @@ def meet_ranks(
     if energy is not None:
         offers = [peer.energy for peer in peers if peer.energy is not None]
         energy.agree(offers, [peer.node for peer in peers], collectives.rank)
-    nodes = nodes_of(peers)
+    attempt, nodes = attempt_of(peers), nodes_of(peers)
     node = next(each for each in nodes if collectives.rank in each.ranks)
     place = Place(collectives.rank, node.ranks.index(collectives.rank), node.node, node.ranks)
     sockets.match([peer.connections for peer in peers], place.rank, place.node_ranks)
     identity = JobIdentity(
         job=peers[0].job,
-        generation=generation_of(peers),
-        attempt=attempt_of(peers),
+        generation=max(attempt.restarts, 0 if peers[0].last_generation is None else peers[0].last_generation + 1),
+        attempt=attempt,
         nodes=nodes,
         max_local_batch_sizes=merge_caps(
             (peer.memory_caps for peer in peers),
