@@ -165,7 +165,7 @@ class Loader:
             self._num_trained = 0
 
     def _rest_of_epoch(self) -> Iterator[Any]:
-        drawn = self._draw()
+        drawn = self.sampler.take(self._batches, self._digest)
         while True:
             if len(self._held) > self._look_ahead:
                 raise RuntimeError(
@@ -189,22 +189,6 @@ class Loader:
             if is_next:
                 self.on_batch(self._held[0])
             yield batch
-
-    def _draw(self) -> Iterator[tuple[MicroBatch, Any]]:
-        """This rank's batches to the end of the epoch."""
-        if not isinstance(self.sampler, StreamSampler):
-            for batch in self._batches:
-                yield self.sampler.drawn.popleft(), batch
-            return
-        epoch, offset = self.sampler.start.epoch, self.sampler.start.offset
-        read_before = (self._digest or 0) if offset else 0
-        for read in self._batches:
-            plan = self.sampler.take_step(read, read_before)
-            if plan is None:
-                return
-            read_before, offset = read.digest, plan.offset + read.num_read
-            yield from zip(self.sampler.micro_batches(plan), read.batches, strict=True)
-        self.sampler.stream.end_epoch(epoch, offset, read_before)
 
     @property
     def current(self) -> MicroBatch | None:

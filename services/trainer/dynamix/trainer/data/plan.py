@@ -12,10 +12,10 @@ thousand (seen: validation accuracy from 0.86 to 0.70 by one such step).
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler
 
@@ -395,6 +395,11 @@ class PlanSampler(Sampler[list[int]]):
             for micro_batch, indices in batches:
                 self.drawn.append(micro_batch)
                 yield indices
+
+    def take(self, read: Iterable[Any], _digest: int | None) -> Iterator[tuple[MicroBatch, Any]]:
+        """This rank's batches to the end of the epoch, as a `DataLoader` has `read` what was drawn."""
+        for batch in read:
+            yield self.drawn.popleft(), batch
 
     def is_over(self, position: Position) -> bool:
         """Whether the epoch of the position has no further step."""

@@ -409,12 +409,12 @@ def served_exchange(
     if len(set(servers)) < len(servers):
         raise ValueError(f"{VARIABLE}={named}: each server once")
     asks = isinstance(exchange, Exchange) and exchange.route == SERVERS
-    if not servers and asks:
-        raise ValueError(
-            f"the route {SERVERS!r} needs gradient servers: start `dynamix serve-gradients` and name the "
-            f"addresses in {VARIABLE}=HOST:PORT,..."
-        )
     if not servers:
+        if asks:
+            raise ValueError(
+                f"the route {SERVERS!r} needs gradient servers: start `dynamix serve-gradients` and name the "
+                f"addresses in {VARIABLE}=HOST:PORT,..."
+            )
         return exchange, servers
     if exchange == "exact":
         return Exchange(route=SERVERS), servers
