@@ -37,13 +37,12 @@ def test_a_loop_that_was_left_goes_on_where_it_was_and_a_new_epoch_begins_at_its
     assert results[0]["epochs"] == [(1, 416), (2, 432)]
 
 
-def _normalise(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Two epochs at 2 x 32; of one sample, one rank has none."""
+def _normalise(_rank: int) -> dict[str, Any]:
+    """Two epochs of one sample: one rank has none."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     model = nn.parallel.DistributedDataParallel(layers)
-    data = Numbered(options.pop("num_samples"), torch.float32)
-    session, optimizer = attach_numbered(data, model, local_batch_size=32, **options)
+    session, optimizer = attach_numbered(Numbered(1, torch.float32), model)
     steps = []
     for epoch in session.epochs(2):
         for batch in session.loader:
@@ -57,7 +56,7 @@ def _normalise(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_rank_without_samples_can_normalise_its_dummy_batch() -> None:
-    results = run_ranks(_normalise, 2, {"num_samples": 1})
+    results = run_ranks(_normalise, 2)
     assert results[0]["steps"] == [(epoch, 1, 1) for epoch in (0, 1)]
     assert results[1]["steps"] == [(epoch, 0, 2) for epoch in (0, 1)]
     assert results[0]["position"] == 2

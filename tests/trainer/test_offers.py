@@ -75,7 +75,7 @@ def test_an_action_that_does_not_fit_is_refused_and_counted(action: Action, reas
 )
 def test_gradients_travel_only_as_the_job_permits(permission: str, exchange: Exchange, reason: str | None) -> None:
     action = _with(exchange=exchange)
-    offers = _offers(exchange=permission, supports_tracking=True)
+    offers = _offers(exchange=permission, supports_exchange=True)
     assert offers.consider(action, 7) == reason
     assert offers.adopt(7) == (None if reason else action)
     assert _offers(exchange=permission).consider(action, 7) == "lever"  # the ranks cannot

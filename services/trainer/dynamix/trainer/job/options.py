@@ -94,13 +94,15 @@ class JobOptions:
     gradient_accumulation_steps: AtLeast1 = 1
     """Gradients that a rank computes in a step, each of a loss divided by it."""
     supports_tracking: bool = False
-    """Whether the ranks can divide a global batch among themselves, and exchange gradients otherwise: our own hook."""
+    """Whether the ranks can divide a global batch among themselves, and exchange gradients in other ways."""
     exchange: ExchangePermission = "exact"
     """What decisions may do to the gradient exchange."""
     fixed_exchange: Exchange | None = None
     """The exchange of the whole run, if the script sets it."""
     gradient_servers: tuple[str, ...] = ()
     """Addresses of the servers that it was started with."""
+    supports_exchange: bool = False
+    """Whether the ranks carry out decisions on the gradient exchange."""
     table_share: float = 0.0
     """Share of the trained numbers that lie in embedding tables."""
     family: str = ""
@@ -118,11 +120,6 @@ class JobOptions:
         split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
         first = self.fixed_exchange or initial_exchange(self.policy, self.policy_options)
         return Allocation(self.local_batch_sizes, split, first)
-
-    @property
-    def supports_exchange(self) -> bool:
-        """Whether the ranks carry out decisions on the gradient exchange, as far as `exchange` permits."""
-        return self.supports_tracking and self.fixed_exchange is None
 
     @property
     def named_codecs(self) -> list[str]:
@@ -316,6 +313,7 @@ def options_of(
         },
         "optimizer_family": given["optimizer_family"] or ("adam" if is_adaptive else "sgd"),
         "supports_tracking": is_ours,
+        "supports_exchange": is_ours and not isinstance(exchange, Exchange),
         "exchange": "exact" if isinstance(exchange, Exchange) else exchange,
         "fixed_exchange": exchange if isinstance(exchange, Exchange) else None,
         "gradient_servers": servers,
