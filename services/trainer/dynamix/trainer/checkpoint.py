@@ -38,7 +38,6 @@ def save(run: Run, loader: Loader, exchanges: Sequence[ModelExchange], local: Lo
         "position": position._asdict(),
         "order": loader.order_digest,
         "num_epochs": run.num_epochs,
-        "world_size": len(run.options.local_batch_sizes),
         "schedule": [
             [step, *msgspec.to_builtins(allocation)] for step, allocation in run.schedule.entries_since(position.step)
         ],
@@ -80,7 +79,7 @@ def restore(
     if state["job"] == run.identity.job:
         after = generation_after(state["generation"], Attempt(**state["attempt"]), run.identity.attempt)
         generation = max(generation, after)
-    if is_same_world := state["world_size"] == len(run.options.local_batch_sizes):
+    if is_same_world := len(state["local_batch_sizes"]) == len(run.options.local_batch_sizes):
         known = (dict(enumerate(caps)), dict(enumerate(state["memory_caps"])))
         caps = merge_caps(known, len(caps), run.options.max_local_batch_size, run.options.min_local_batch_size)
     run.use_identity(run.identity._replace(generation=generation, max_local_batch_sizes=caps))

@@ -24,7 +24,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     """Overrules the policy that the script names."""
     outbox_messages: Annotated[int, Meta(ge=2)] = 256
-    """Messages kept while the bus is away; beyond it the oldest report is given up. One may be on its way."""
+    """Messages kept while the bus is away; beyond it the oldest report is given up. At least 2."""
     gradient_servers: str = ""
     """Addresses of gradient servers, HOST:PORT with commas between them: they sum the job's gradients."""
     powercap: str = "/sys/class/powercap"

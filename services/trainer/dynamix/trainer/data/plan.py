@@ -133,15 +133,10 @@ def largest_remainder(total: int, weights: Sequence[int]) -> tuple[int, ...]:
 
     In integers throughout, so that all ranks come to the same result. A weight of zero gets nothing, and with
     `total` at most the sum of the weights no rank gets more than its weight.
-
-    Raises:
-        ValueError: when the total is negative, a weight is negative, or there is something to divide and no weight.
     """
-    whole = sum(weights)
-    if total < 0 or min(weights, default=0) < 0 or (whole == 0 and total > 0):
-        raise ValueError(f"cannot divide {total} samples by the weights {list(weights)[:16]}")
     if total == 0:
         return (0,) * len(weights)
+    whole = sum(weights)
     shares = [total * weight // whole for weight in weights]
     by_remainder = sorted(range(len(weights)), key=lambda rank: (-(total * weights[rank] % whole), rank))
     for rank in by_remainder[: total - sum(shares)]:
