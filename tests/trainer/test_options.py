@@ -35,7 +35,6 @@ def attached(local_batch_size: Any, model: torch.nn.Module = LINEAR, **given: An
         ({"local_batch_sizes": (128, 16)}, r"local_batch_size=16 of rank 1 is outside \[32, 1024\]: pass min_local"),
         ({"window_steps": 0}, "window_steps=0: Expected `int` >= 1"),
         ({"min_local_batch_size": 64, "max_local_batch_size": 32}, r"bounds \[64, 32\] hold no batch size"),
-        ({"min_local_batch_size": 0, "local_batch_sizes": (0, 0)}, "at least one sample"),
         ({"learning_rate_rule": "cubic"}, "use one of none, linear, sqrt"),
         ({"policy": "Not a token"}, "policy='Not a token': a policy's name has 1 to 63 of the characters"),
         ({"shuffle": "no"}, "shuffle='no'"),

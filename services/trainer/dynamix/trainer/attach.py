@@ -22,7 +22,6 @@ from dynamix.trainer.data.loader import (
     check_loader_options,
     drawn_ahead,
     orders_of,
-    sampler_of,
 )
 from dynamix.trainer.data.orders import OwnSampler
 from dynamix.trainer.data.plan import Division
@@ -46,7 +45,7 @@ from dynamix.trainer.gradient.models import (
 )
 from dynamix.trainer.job.options import options_of
 from dynamix.trainer.local_steps import LocalSteps
-from dynamix.trainer.loggers import Loggers, MetricHistory, MetricLogger, find_loggers
+from dynamix.trainer.loggers import MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
 from dynamix.trainer.steering.collectives import Collectives
@@ -54,7 +53,7 @@ from dynamix.trainer.steering.run import Run
 from dynamix.trainer.steering.steering import Steering
 
 from .rendezvous import meet_ranks
-from .session import ExitRules, Gradients, Session
+from .session import Gradients, Session
 from .settings import read_environment
 
 _log = logging.getLogger("dynamix.trainer")
@@ -195,7 +194,7 @@ def attach(
         policy=environment.trainer.policy,
         gradient_servers=environment.trainer.gradient_servers,
     )
-    metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0))
+    metric_loggers = find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0)
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
     if token_counts is not None:
         most = options.max_local_batch_size
@@ -238,13 +237,15 @@ def attach(
                 outer_momentum,
             )
     orders.connect(met.collectives, dataset, loader_options)
-    plan_sampler = sampler_of(
-        *(orders, run.schedule),
+    loader = Loader(
+        *(dataset, orders, run.schedule),
         division=Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
         drop_last=drop_last,
         shares_tail=global_batch == "adaptive",
+        options=loader_options,
+        look_ahead=look_ahead,
+        count_tokens=count_tokens,
     )
-    loader = Loader(dataset, plan_sampler, options=loader_options, look_ahead=look_ahead, count_tokens=count_tokens)
     clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
     gradients = _gradients(
         *(given, models, optimizers),
@@ -279,18 +280,19 @@ def attach(
     steering = Steering(
         run,
         meter=meter,
-        sampler=plan_sampler,
+        sampler=loader.sampler,
         collectives=met.collectives,
         transport=transport,
         history=MetricHistory(metric_loggers, transport),
         losses=gradients.losses,
     )
     gradients.exchanges.on_connect = steering.expect_sockets
-    exit_rules = ExitRules(
+    return Session(
+        *(steering, loader, gradients),
+        caps_path=caps_path,
         close_timeout_s=environment.trainer.close_timeout_s,
         may_restart=environment.launch.restart_count < environment.launch.max_restarts,
     )
-    return Session(steering, loader, gradients, caps_path, exit_rules)
 
 
 def _gradients(
@@ -309,7 +311,7 @@ def _gradients(
     options, is_first = run.options, run.place.rank == 0
     by_samples = given["count_tokens"] is None and given["token_counts"] is None
     servers = GradientServers(options.gradient_servers, run.identity.job, run.place.rank, collectives.world_size)
-    exchanges = ExchangePlan(run.schedule, servers, is_decided=options.supports_exchange)
+    exchanges = ExchangePlan(run.schedule, servers, is_decided=options.supports_tracking)
     losses, sizes = None, options.local_batch_sizes
     if is_first and len(sizes) > 1 and (options.policy != "static" or len(set(sizes)) > 1):
         losses = LossWarnings(

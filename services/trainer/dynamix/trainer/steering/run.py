@@ -124,7 +124,6 @@ class Reporter:
             "end_reason": (end_reason or "")[:MAX_REASON],
             "initial_split": initial.split,
             "initial_exchange": initial.exchange,
-            "supports_exchange": options.supports_exchange and options.fixed_exchange is None,
         }
         return Job(**shared | own)
 
