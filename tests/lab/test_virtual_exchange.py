@@ -24,7 +24,7 @@ from dynamix.lab.simulator.exchange import (
 from dynamix.lab.simulator.scenario import Coding, Network, Scenario, Workers
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Allocation, Exchange
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Member
-from dynamix.trainer.exchange.codecs import exchange_codec
+from dynamix.trainer.exchange.plan import exchange_codec
 
 INT8 = Exchange(codec="int8")
 LONG = {"fixed_time_s": 1e3, "time_limit_s": 1e6, "evaluate_every_s": 1e6}

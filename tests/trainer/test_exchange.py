@@ -27,7 +27,7 @@ from tests.support.whole_numbers import (
 from torch import nn
 
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Exchange
-from dynamix.trainer.exchange.codecs import CODECS
+from dynamix.trainer.exchange.plan import CODECS
 
 ROUTES = {"all-reduce": Exchange(), "shares": Exchange(route="shares", shares=(1.0, 3.0))}
 

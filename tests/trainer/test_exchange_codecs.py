@@ -14,14 +14,20 @@ from dynamix.runtime.extensions import ExtensionError
 from dynamix.trainer.exchange.codec import (
     BucketView,
     CodedSquares,
+    Collective,
     ErrorFeedback,
+    Largest,
+    Leg,
     Member,
     PlainExchange,
     Residuals,
+    Sum,
+    Trade,
+    Union,
     legs_of,
+    run_alike,
 )
-from dynamix.trainer.exchange.codecs import CODECS, exchange_codec
-from dynamix.trainer.exchange.collectives import Collective, Largest, Leg, Sum, Trade, Union, run_alike
+from dynamix.trainer.exchange.plan import CODECS, exchange_codec
 from dynamix.trainer.exchange.rows import RowsExchange
 
 LOSSY = [name for name in CODECS if not exchange_codec(name).is_lossless]

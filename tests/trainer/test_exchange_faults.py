@@ -17,8 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.schemas.messages.allocation import EXACT, Exchange
-from dynamix.trainer.exchange.collectives import Leg, Sum
-from dynamix.trainer.exchange.pipeline import Pipeline
+from dynamix.trainer.exchange.codec import Leg, Sum
+from dynamix.trainer.exchange.plan import Pipeline
 
 TIMEOUT_S = 8.0
 

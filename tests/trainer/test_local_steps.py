@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 from dynamix import trainer
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.data.orders import epoch_order
-from dynamix.trainer.exchange.codecs import CODECS
+from dynamix.trainer.exchange.plan import CODECS
 
 STEPS = 22
 

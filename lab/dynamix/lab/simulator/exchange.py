@@ -36,15 +36,15 @@ from dynamix.trainer.exchange.codec import (
     CodedSquares,
     ErrorFeedback,
     ExchangeCodec,
+    Leg,
     Member,
-    OwnedRange,
+    Trade,
     num_chunks,
     owned_ranges,
+    run_alike,
 )
-from dynamix.trainer.exchange.codecs import exchange_codec
-from dynamix.trainer.exchange.collectives import Leg, Trade, run_alike
 from dynamix.trainer.exchange.narrow import BLOCK, Int8
-from dynamix.trainer.exchange.plan import keeps_residuals, member_of
+from dynamix.trainer.exchange.plan import exchange_codec, keeps_residuals, member_of
 
 from .scenario import Coding
 
@@ -304,9 +304,9 @@ class StackedInt8:
         return arrived.view(values.shape)
 
 
-def _traffic(narrowing: Int8, ranges: Sequence[OwnedRange]) -> tuple[CollectiveTraffic, ...]:
+def _traffic(narrowing: Int8, ranges: Sequence[range]) -> tuple[CollectiveTraffic, ...]:
     """Traffic to the owners, and back."""
-    sizes = np.array([narrowing.message_bytes(each.length) for each in ranges], dtype=np.float64)
+    sizes = np.array([narrowing.message_bytes(len(each)) for each in ranges], dtype=np.float64)
     away, home = sizes.sum() - sizes, (len(sizes) - 1) * sizes
     owners = (sizes > 0).astype(np.int64)
     num_messages = int((owners.sum() - owners + (len(sizes) - 1) * owners).max())

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore  # public, missing in the stubs of dist
 
-from dynamix.trainer.exchange.codec import sum_in_rank_order
-from dynamix.trainer.exchange.collectives import ServedSum, Trade
+from dynamix.trainer.exchange.codec import ServedSum, Trade, sum_in_rank_order
 from dynamix.trainer.exchange.transport import LentTensor, break_group, perform
 
 NUM_GROUPS = 2

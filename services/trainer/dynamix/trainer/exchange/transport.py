@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 
-from dynamix.trainer.exchange.collectives import Collective, Sum, Trade, Union
+from .codec import Collective, Sum, Trade, Union
 
 # Its functions have the default group as it was when they were defined for an argument, and torch imports it with the
 # first DDP model: defined before there is a group, they do not keep one, and its threads, past destroy_process_group.

@@ -11,6 +11,7 @@ samples at most once per step, since sizes differ by one. The whole is then in t
 import gc
 import weakref
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -223,10 +224,7 @@ class CoveredModels:
 
     def coded(self) -> CodedSquares:
         """Squared norms of what lossy codecs have sent and should have sent, of all models."""
-        found = CodedSquares()
-        for exchange in self.exchanges:
-            found = found.and_more(exchange.coded())
-        return found
+        return reduce(CodedSquares.and_more, (each.coded() for each in self.exchanges), CodedSquares())
 
     def begin(self, batch: MicroBatch, *, shares_times: bool, sketches: bool = False) -> None:
         """Prepare all models for a batch: what was added up before it, and whether gradients are exchanged after it.

@@ -21,10 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.data.plan import StepPlan
-from dynamix.trainer.exchange.codec import BucketPart, BucketView, Residuals
-from dynamix.trainer.exchange.collectives import Largest, Sum, just
-from dynamix.trainer.exchange.pipeline import Pipeline
-from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange, keeps_residuals
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, Largest, Residuals, Sum, just
+from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Pipeline, Sent, StepExchange, keeps_residuals
 from dynamix.trainer.gradient.covered import CoveredModels
 from dynamix.trainer.gradient.hook import NOT_MEASURED, SquaredNorms, StepSketches, TimeSlots
 from dynamix.trainer.gradient.learning_rate import Updates
@@ -290,7 +288,7 @@ class LocalSteps:
         """Begin a step; the first one of a round notes where it begins, the first of all shares rank 0's buffers."""
         if self._round is not None or self._exchange.at(step).every == 1:
             return
-        self._exchange.connect()
+        self._exchange.pipeline()
         pairs = list(zip(self._models.models, self._models.exchanges, strict=True))
         for model, exchange in pairs:
             assert isinstance(model, DistributedDataParallel), "others have no exchange"
