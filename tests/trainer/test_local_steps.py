@@ -190,11 +190,11 @@ def _noise(_rank: int, exchange: Exchange, wide: bool) -> list[tuple[int, float,
     with attach(model, optimizer, Whole(), exchange=exchange, noise_every=4) as session:
         record_batch = session._meter.record_batch
 
-        def listen(batch: Any, loss: Any, num_correct: Any, norms: Any) -> None:
+        def listen(batch: Any, loss: Any, num_correct: Any, norms: Any, drift: Any) -> None:
             if norms.reduced:
                 step = batch.plan.step if norms.counts is None else batch.plan.step - exchange.every + 1
                 found.append((step, sum(map(float, norms.local)), sum(map(float, norms.reduced))))
-            record_batch(batch, loss, num_correct, norms)
+            record_batch(batch, loss, num_correct, norms, drift)
 
         session._meter.record_batch = listen  # type: ignore[method-assign]
         for batch in session.loader:
@@ -208,9 +208,9 @@ def _drift(rank: int) -> list[tuple[float, float, torch.Tensor]]:
     """Both parts of each round's drift, and how far this rank had come by its end, times its weight."""
     model = distributed(Curved())
     optimizer = momentum_optimizer(model)
-    weight, found, drifts = SIZES[rank] / sum(SIZES), [], []
-    with attach(model, optimizer, Whole(whole=False), reduction="mean", exchange=Exchange(every=4)) as session:
-        session._meter.record_drift = drifts.append  # type: ignore[method-assign]
+    weight, found = SIZES[rank] / sum(SIZES), []
+    options: dict[str, Any] = {"reduction": "mean", "exchange": Exchange(every=4), "window_steps": 100}
+    with attach(model, optimizer, Whole(whole=False), **options) as session:
         begun = flat_parameters(model)
         for inputs, factors in session.loader:
             optimizer.zero_grad()
@@ -220,7 +220,8 @@ def _drift(rank: int) -> list[tuple[float, float, torch.Tensor]]:
             session.step()
             if session.is_averaged:
                 begun = flat_parameters(model)
-                found.append((sum(map(float, drifts[-1].own)), sum(map(float, drifts[-1].mean)), moved))
+                drift = session._meter._drifts[-1]
+                found.append((sum(map(float, drift.own)), sum(map(float, drift.mean)), moved))
             if session.step_index == 12:
                 break
     return found

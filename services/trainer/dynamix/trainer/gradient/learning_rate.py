@@ -212,6 +212,8 @@ class Updates:
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Hook before `optimizer.step`: everything must be ready for it.
 
+        Warns once of a learning rate that follows the number of steps although these differ in length.
+
         Raises:
             RuntimeError: when the step is not, for `session.step` or `optimizer.step` was called at the wrong place.
         """
@@ -226,11 +228,8 @@ class Updates:
                 "optimizer.zero_grad() only if session.sync_gradients"
             )
         self._before_update()
-        if self._schedulers is not None and not self._schedulers.drives(optimizer):
-            self._watch_rates(optimizer)
-
-    def _watch_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn once of a learning rate that follows the number of steps although these differ in length."""
+        if self._schedulers is None or self._schedulers.drives(optimizer):
+            return
         rates = [group["lr"] for group in optimizer.param_groups]
         if self._num_changes > MAX_UNSCHEDULED_CHANGES or any(isinstance(rate, torch.Tensor) for rate in rates):
             return  # reading a tensor could wait for a GPU

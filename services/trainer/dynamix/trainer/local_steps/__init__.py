@@ -17,16 +17,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Largest, Residuals, Sum, just
 from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Pipeline, Sent, StepExchange, keeps_residuals
-from dynamix.trainer.gradient.covered import CoveredModels
-from dynamix.trainer.gradient.hook import NOT_MEASURED, SquaredNorms, StepSketches, TimeSlots
+from dynamix.trainer.gradient.hook import CoveredModels, TimeSlots
 from dynamix.trainer.gradient.learning_rate import Updates
-from dynamix.trainer.gradient.noise import RoundMeasurement
+from dynamix.trainer.gradient.noise import NOT_MEASURED, RoundMeasurement, SquaredNorms, StepSketches
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -58,10 +58,6 @@ def outer_step(exchange: Exchange, moved: Tensor, velocity: Tensor | None) -> Te
         velocity.mul_(exchange.outer_momentum).add_(moved)
         step = velocity.mul(exchange.outer_momentum).add_(moved)
     return step.mul(exchange.outer_rate)
-
-
-BUCKET_BYTES = 25 * 2**20
-"""DDP's default, for models that set none."""
 
 
 class FlatBucket:
@@ -104,26 +100,6 @@ class FlatBucket:
     def _places(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for part, tensor in zip(self._parts, self._tensors, strict=True):
             yield flat[part.start : part.stop].view(tensor.shape), tensor
-
-
-def buckets_of(model: torch.nn.Module, exchange: ModelExchange) -> Iterator[FlatBucket]:
-    """The parameters of a model that are trained, in buckets as large as DDP's."""
-    most = getattr(model, "bucket_bytes_cap", BUCKET_BYTES)
-    number, size = 0, 0
-    held: list[tuple[str, Tensor]] = []
-    last: Tensor | None = None
-    for parameter, key in exchange.keys.items():
-        if not parameter.requires_grad:
-            continue
-        is_alike = last is None or (parameter.dtype, parameter.device) == (last.dtype, last.device)
-        if held and (size >= most or not is_alike):
-            yield FlatBucket(number, held)
-            number, held, size = number + 1, [], 0
-        held.append((key, parameter))
-        size += parameter.numel() * parameter.element_size()
-        last = parameter
-    if held:
-        yield FlatBucket(number, held)
 
 
 def share_buffers(tensors: Iterable[Tensor], exchange: ModelExchange, weight: float, *, is_first: bool) -> None:
@@ -289,15 +265,20 @@ class LocalSteps:
         if self._round is not None or self._exchange.at(step).every == 1:
             return
         self._exchange.pipeline()
-        pairs = list(zip(self._models.models, self._models.exchanges, strict=True))
-        for model, exchange in pairs:
+        buckets: list[tuple[ModelExchange, FlatBucket]] = []
+        for model, exchange in zip(self._models.models, self._models.exchanges, strict=True):
             assert isinstance(model, DistributedDataParallel), "others have no exchange"
             if model.broadcast_buffers and model.modules_buffers:
                 is_first = self._exchange.rank == 0
                 share_buffers(model.modules_buffers, exchange, float(is_first), is_first=is_first)
                 self._buffers.append((model.modules_buffers, exchange))
                 self._models.keep_buffers(model)
-        buckets = [(exchange, bucket) for model, exchange in pairs for bucket in buckets_of(model, exchange)]
+            trained = [(key, parameter) for parameter, key in exchange.keys.items() if parameter.requires_grad]
+            numbers, _ = c10d._compute_bucket_assignment_by_size(  # noqa: SLF001 - as DDP does, each of one type
+                [parameter for _, parameter in trained], [model.bucket_bytes_cap]
+            )
+            for number, indices in enumerate(numbers):
+                buckets.append((exchange, FlatBucket(number, [trained[index] for index in indices])))
         self._round = _Round(buckets, [0] * self._exchange.world_size)
 
     def measures(self, step: int) -> bool:

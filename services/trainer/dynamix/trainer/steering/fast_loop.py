@@ -141,7 +141,11 @@ class RankRate:
             self.begin(measured)
             self._newest = measured
             return measured / before
-        self._observe_noise(measured, MOST_OFF * noise_2)
+        self._num_seen += 1.0
+        off = 2.0 * (measured - self._newest) / (measured + self._newest)
+        weight = max(1.0 / (self._num_seen + 2.0), 1.0 / NOISE_WINDOW)
+        self.noise_2 += weight * (min(0.5 * off * off, MOST_OFF * noise_2) - self.noise_2)
+        self._newest = measured
         self._suspect = side
         if side:
             return 0.0
@@ -157,13 +161,6 @@ class RankRate:
     def error_2(self) -> float:
         """Square of the rate's standard error."""
         return self.value * self.value * self.noise_2 * max(1.0 / self._number, 0.5 * LONGEST)
-
-    def _observe_noise(self, measured: float, most_2: float) -> None:
-        self._num_seen += 1.0
-        off = 2.0 * (measured - self._newest) / (measured + self._newest)
-        weight = max(1.0 / (self._num_seen + 2.0), 1.0 / NOISE_WINDOW)
-        self.noise_2 += weight * (min(0.5 * off * off, most_2) - self.noise_2)
-        self._newest = measured
 
     def _is_change(self, noises: float, measured: float) -> bool:
         total = self._sum + noises
@@ -287,15 +284,12 @@ class RateFilter:
             if self._fits[rank].observe_jump(count, time_s, factor) and self.fixed[rank]:
                 self._forget_fixed(rank, count, time_s)
                 measured = rate.value
-        self._fit(rank, count, measured * (self.fixed[rank] + count))
-
-    def _fit(self, rank: int, count: int, time_s: float) -> None:
         fit, before = self._fits[rank], self.fixed[rank]
-        fit.observe(count, time_s)
+        fit.observe(count, measured * (before + count))
         found = fit.samples(self._most_fixed)
-        if self._rates[rank].noise_2 > MOST_NOISE_2:
+        if rate.noise_2 > MOST_NOISE_2:
             if before:
-                self._forget_fixed(rank, count, self._rates[rank].value * (before + count))
+                self._forget_fixed(rank, count, rate.value * (before + count))
             return
         if found is None or (self._is_fitted[rank] and abs(found - before) <= MIN_SPREAD * (before + count)):
             return
