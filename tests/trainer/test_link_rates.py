@@ -11,6 +11,8 @@ from tests.support.sockets import Pair
 from dynamix.trainer.measurement import sockets as sockets_module
 from dynamix.trainer.measurement.sockets import LEAST_SENDING_US, PeerSockets, TcpInfo
 
+NOTHING = (None, None)
+
 
 def _info(sent: int = 0, sending_us: int = 0) -> TcpInfo:
     return TcpInfo(acked_bytes=sent, received_bytes=0, retransmits=0, srtt_us=0, sending_us=sending_us)
@@ -24,7 +26,7 @@ def test_a_link_is_as_fast_as_the_fastest_connection_was_while_it_sent(monkeypat
     monkeypatch.setattr(sockets_module, "tcp_info", lambda fd, _: infos[fd])
     sockets = PeerSockets()
     sockets.match(listings, 1, (1,))
-    assert sockets.take_link() is None
+    assert sockets.take_link() == NOTHING
     to_3, to_2, to_0 = (fd for connection, fd in descriptors.items())
     assert [connection.remote.address for connection in descriptors] == ["10.0.0.3", "10.0.0.2", "10.0.0.0"]
     infos[to_2] = _info(4_000_000, 2_000_000)
@@ -36,10 +38,10 @@ def test_a_link_is_as_fast_as_the_fastest_connection_was_while_it_sent(monkeypat
     sockets.read()
     assert sockets.take_link() == (1e6 * 1_000_000 / LEAST_SENDING_US, 2)
     sockets.read()
-    assert sockets.take_link() is None
+    assert sockets.take_link() == NOTHING
     infos[to_0] = _info(9_000_000, -1)  # a kernel that does not count
     sockets.read()
-    assert sockets.take_link() is None
+    assert sockets.take_link() == NOTHING
 
 
 def test_the_time_of_sending_is_that_in_which_something_was_on_its_way(connection: Pair) -> None:
@@ -61,8 +63,8 @@ def test_the_time_of_sending_is_that_in_which_something_was_on_its_way(connectio
     taken_s = time.monotonic() - began_s
     sockets.read()
     near.read()
-    found = sockets.take_link()
-    assert found is not None
-    assert found.peer == 1
-    assert found.bytes_per_s > 0.9 * 8_000_000 / taken_s
-    assert near.take_link() is None, "between ranks of one node nothing is sent over a link"
+    bytes_per_s, peer = sockets.take_link()
+    assert peer == 1
+    assert bytes_per_s is not None
+    assert bytes_per_s > 0.9 * 8_000_000 / taken_s
+    assert near.take_link() == NOTHING, "between ranks of one node nothing is sent over a link"

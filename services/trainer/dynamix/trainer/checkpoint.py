@@ -13,7 +13,6 @@ from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages.allocation import Allocation, is_permitted
 from dynamix.trainer.data.plan import Position, ScheduleEntry
 from dynamix.trainer.job.identity import merge_caps
-from dynamix.trainer.steering.fast_loop import FilterState, LoopPace
 
 from .data.orders import DataIdentity
 from .gradient.noise import NoiseAverage
@@ -22,7 +21,7 @@ from .steering.run import Run
 
 _log = logging.getLogger("dynamix.trainer")
 
-VERSION = 7
+VERSION = 8
 
 Residuals = dict[str, dict[str, torch.Tensor]]
 """Rounding errors of one model on one rank that were not sent yet, by codec and parameter."""
@@ -50,8 +49,7 @@ def save(
         "schedule": [
             [step, *msgspec.to_builtins(allocation)] for step, allocation in run.schedule.entries_since(position.step)
         ],
-        "speeds": [list(part) for part in run.fast_loop.filter.state],
-        "pace": list(run.fast_loop.pace),
+        "fast_loop": run.fast_loop.state,
         "noise": list(astuple(run.noise)),
         "local_batch_sizes": list(run.options.local_batch_sizes),
         "base_global_batch_size": run.options.base_global_batch_size,
@@ -102,8 +100,7 @@ def restore(run: Run, state: dict[str, Any]) -> Position:
         sizes = apportion(sum(saved), now.local_batch_sizes, [min(lower, cap) for cap in caps], caps)
         run.schedule.reset(position.step, now.with_sizes(sizes))
     if is_same_world:
-        run.fast_loop.filter.restore(FilterState(*map(tuple, state["speeds"])))
-        run.fast_loop.pace = LoopPace(*state["pace"])
+        run.fast_loop.restore(state["fast_loop"])
     run.noise = NoiseAverage(*state["noise"])
     run.num_epochs = state["num_epochs"]
     return position

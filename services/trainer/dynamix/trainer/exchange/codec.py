@@ -37,15 +37,6 @@ class Largest(NamedTuple):
     tensor: Tensor
 
 
-class ServedSum(NamedTuple):
-    """The sum by gradient servers of pieces that they receive in one exchange and return in another."""
-
-    number: int
-    """The same in both trades of a rank, and in no others of it."""
-    sizes: tuple[int, ...]
-    """Elements that each server gets from every rank, of the type of the tensors that are traded."""
-
-
 class Trade(NamedTuple):
     """All-to-all: rank r's piece of `sent` goes to rank r, and what came from it is its piece of `received`.
 
@@ -57,10 +48,12 @@ class Trade(NamedTuple):
     sent: Tensor
     received_sizes: list[int]
     sent_sizes: list[int]
-    served: ServedSum | None = None
-    """What gradient servers do with it, if they take part."""
+    served_sizes: tuple[int, ...] = ()
+    """Elements that each gradient server gets from every rank, if servers take part."""
+    served_sum: int = 0
+    """Number of the servers' sum: the same where they receive its pieces and where they return it."""
     is_answer: bool = False
-    """Whether servers send the sums of an earlier exchange."""
+    """Whether servers return a sum."""
 
 
 Collective = Sum | Union | Largest | Trade
@@ -160,7 +153,7 @@ def owned_ranges(num_elements: int, member: Member, block: int = 1) -> list[rang
     return [range(start, stop) for start, stop in itertools.pairwise(ends)]
 
 
-_numbers = itertools.count()
+_served_sums = itertools.count()
 
 
 def sum_over_ranks(tensor: Tensor, member: Member) -> Leg:
@@ -172,12 +165,12 @@ def sum_over_ranks(tensor: Tensor, member: Member) -> Leg:
         return
     lengths = [len(each) for each in owned_ranges(len(tensor), member)]
     mine = [lengths[member.rank]] * member.world_size
-    served = ServedSum(next(_numbers), tuple(lengths[member.world_size :])) if member.num_servers else None
+    served = tuple(lengths[member.world_size :]), next(_served_sums)
     from_all = [*mine, *[0] * member.num_servers]
     addends = tensor.new_empty(sum(mine))
-    yield Trade(addends, tensor, from_all, lengths, served)
+    yield Trade(addends, tensor, from_all, lengths, *served)
     total = sum_in_rank_order(list(torch.split(addends, mine)))
-    yield Trade(tensor, total.repeat(member.world_size), lengths, from_all, served, is_answer=True)
+    yield Trade(tensor, total.repeat(member.world_size), lengths, from_all, *served, is_answer=True)
 
 
 def sum_in_rank_order(addends: list[Tensor]) -> Tensor:

@@ -45,7 +45,7 @@ from .codec import (
 from .narrow import Cast, Int8, NarrowExchange
 from .rows import RowsExchange
 from .servers import GradientServers, ServedGroup
-from .transport import LentTensor, break_group, keep_for_ever, perform, timeout_of
+from .transport import break_group, keep_for_ever, perform, timeout_of
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -287,9 +287,7 @@ class Pipeline:
         groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
         served: list[ServedGroup] | list[None] = [None, None]
         if servers is not None and servers.addresses:
-            announced = LentTensor(torch.tensor([servers.announce(timeout)]))
-            groups[0].broadcast(announced.alias, 0).wait()
-            served = servers.meet(int(announced.tensor.item()), timeout)
+            served = servers.join(groups[0], timeout)
         self._lanes = [_Lane(*both) for both in zip(groups, served, strict=True)]
         self._error: BaseException | None = None
         """The first error, in either thread; later ones are consequences."""
@@ -354,9 +352,9 @@ def _carry_out(task: _Task, lane: _Lane, following: _Lane | None) -> None:
     leg, under_way = task
     for collective in leg:
         group = lane.group
-        if isinstance(collective, Trade) and collective.served is not None:
+        if isinstance(collective, Trade) and collective.served_sizes:
             assert lane.served is not None, "there are no servers"
-            group = lane.served.trade(collective, collective.served)
+            group = lane.served.trade(collective)
         perform(collective, group)
         if following is not None:
             following.tasks.put(task)  # from here on it is the other lane's

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -186,10 +186,11 @@ def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
 class ModelBucket:
     """One bucket of the model, with everything that is the same in every step."""
 
-    __slots__ = ("buffer", "factor", "lent", "reduced", "scale", "view")
+    __slots__ = ("buffer", "factor", "lent", "number", "reduced", "scale", "view")
 
-    def __init__(self, buffer: torch.Tensor, *, is_in_place: bool) -> None:
+    def __init__(self, number: int, buffer: torch.Tensor, *, is_in_place: bool) -> None:
         """`is_in_place`: the reduced gradient will be in the buffer itself, as a base hook does not promise."""
+        self.number = number
         self.buffer = buffer
         self.scale = 0.0
         """The value of `factor`. As a tensor it saves torch a third of the time of scaling a small bucket."""
@@ -229,13 +230,6 @@ def view_of(bucket: GradBucket, buffer: torch.Tensor, keys: Mapping[torch.Tensor
 
 _UnderWay = dist.Work | torch.futures.Future[torch.Tensor] | Sent | None
 """A bucket that is sent; `None` for one that stays on this rank."""
-
-
-class _SentBucket(NamedTuple):
-    number: int
-    bucket: ModelBucket
-    under_way: _UnderWay
-    reduced: torch.futures.Future[torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -304,7 +298,8 @@ class GradientHook:
         self.slots = TimeSlots(self._rank, self._world_size)
         self._times: dist.Work | Sent | None = None
         """Time slots on their way beside the buckets."""
-        self._sent: list[_SentBucket] = []
+        self._sent: list[tuple[ModelBucket, _UnderWay, torch.futures.Future[torch.Tensor]]] = []
+        """The buckets of the current backward pass, and what DDP waits for."""
         self._buckets: dict[int, ModelBucket] = {}
         """Buckets by number: DDP makes them once, and again after the first step."""
         self._step: _Step
@@ -360,7 +355,7 @@ class GradientHook:
         buffer, number, is_last, step = bucket.buffer(), bucket.index(), bucket.is_last(), self._step
         known = self._buckets.get(number)
         if known is None or known.buffer is not buffer:
-            known = self._buckets[number] = ModelBucket(buffer, is_in_place=self._base_hook is None)
+            known = self._buckets[number] = ModelBucket(number, buffer, is_in_place=self._base_hook is None)
         if self._losses is not None:
             self._losses.gradient_begins()
         if is_last and step.in_step:
@@ -372,7 +367,7 @@ class GradientHook:
         under_way = self._send(bucket, known)
         # a future of its own for one step: on a GPU its streams wait for it, not the training thread
         reduced = known.reduced or torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-        self._sent.append(_SentBucket(number, known, under_way, reduced))
+        self._sent.append((known, under_way, reduced))
         if is_last:
             self._finish()
         return reduced
@@ -409,7 +404,7 @@ class GradientHook:
     def _finish(self) -> None:
         """Wait, with the last bucket, until every bucket is reduced; measure them and hand them to DDP."""
         step = self._step
-        results: list[Any] = [None if each.under_way is None else each.under_way.wait() for each in self._sent]
+        results: list[Any] = [None if under_way is None else under_way.wait() for _, under_way, _ in self._sent]
         if self._times is not None:
             self._times.wait()
             self._times = None
@@ -419,16 +414,16 @@ class GradientHook:
         if step.in_step:
             self._clock.reduced()
         correction = self._weights.correction() if step.in_step else 1.0
-        for sent, result in zip(self._sent, results, strict=True):
-            reduced = sent.bucket.buffer
+        for (bucket, _, future), result in zip(self._sent, results, strict=True):
+            reduced = bucket.buffer
             if self._base_hook is not None:
                 reduced = result if isinstance(result, torch.Tensor) else result[0]
             if correction != 1.0:
                 reduced.mul_(correction)
             if step.measures:
-                step.reduced[sent.number] = squared_norm(reduced)
-            if sent.reduced is not sent.bucket.reduced:
-                sent.reduced.set_result(reduced)
+                step.reduced[bucket.number] = squared_norm(reduced)
+            if future is not bucket.reduced:
+                future.set_result(reduced)
         self._sent.clear()
 
 
@@ -513,7 +508,8 @@ class CoveredModels:
         self._batch: MicroBatch | None = None
         self._handles: list[RemovableHandle] = []
         self._ignored: list[torch.nn.Module] = []
-        self._unshared: list[DistributedDataParallel] = []
+        self.unshared: list[DistributedDataParallel] = []
+        """Models whose buffers DDP does not broadcast until `broadcast_buffers`."""
         self._sketches: list[NormSketch] = []
         """Norms of the newest step, if it was local and measured, by model; their cells are not summed yet."""
 
@@ -592,16 +588,11 @@ class CoveredModels:
     def _covers(self, model: torch.nn.Module) -> bool:
         return any(model is each for each in (*self.models, *self._ignored))
 
-    def keep_buffers(self, model: DistributedDataParallel) -> None:
-        """Stop DDP's broadcasts of a model's buffers until `broadcast_buffers`."""
-        model.broadcast_buffers = False
-        self._unshared.append(model)
-
     def broadcast_buffers(self) -> None:
         """Restore DDP's broadcasts of buffers."""
-        for model in self._unshared:
+        for model in self.unshared:
             model.broadcast_buffers = True
-        self._unshared.clear()
+        self.unshared.clear()
 
     def remove(self) -> None:
         """Train the models without the session, as plain DDP does: communication hooks cannot be removed."""

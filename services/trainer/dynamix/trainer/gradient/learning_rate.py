@@ -3,8 +3,7 @@
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -15,13 +14,11 @@ from dynamix.trainer.data.loader import Loader
 
 Rule = Literal["none", "linear", "sqrt"]
 
-FACTORS: Mapping[Rule, Callable[[float], float]] = MappingProxyType(
-    {
-        "none": lambda ratio: 1.0,  # noqa: ARG005 - every rule takes the ratio
-        "linear": lambda ratio: ratio,
-        "sqrt": math.sqrt,
-    }
-)
+FACTORS: dict[Rule, Callable[[float], float]] = {
+    "none": lambda ratio: 1.0,  # noqa: ARG005 - every rule takes the ratio
+    "linear": lambda ratio: ratio,
+    "sqrt": math.sqrt,
+}
 """Factor on the learning rate, from the scheduled global batch size over the one the user's rate was chosen for."""
 
 

@@ -194,7 +194,7 @@ class RankMeter:
         taken_s, self._taken_s = self._taken_s, time.perf_counter()
         batches, self._batches = self._batches, []
         drifts, self._drifts = self._drifts, []
-        sockets, link = self.sockets.read(), self.sockets.take_link()
+        sockets, (link_bytes_per_s, link_peer) = self.sockets.read(), self.sockets.take_link()
         memory_bytes = memory_total_bytes = None  # on a CPU the collector reads it
         if self.device.type == "cuda":  # of the whole GPU, by other processes too
             free_bytes, memory_total_bytes = torch.cuda.mem_get_info(self.device)
@@ -204,10 +204,7 @@ class RankMeter:
             rank=RankRow(
                 rank=self.rank,
                 local_rank=self.local_rank,
-                pid=self.process.pid,
-                pid_start_ticks=self.process.start_ticks,
-                pid_namespace=self.process.namespace,
-                uid=self.process.uid,
+                **self.process._asdict(),
                 local_batch_size=0,
                 pending_local_batch_size=0,
                 num_samples=sum(each.batch.size for each in batches),
@@ -221,8 +218,8 @@ class RankMeter:
                 device_memory_bytes=memory_bytes,
                 device_memory_total_bytes=memory_total_bytes,
                 times_split=self.times_split,
-                link_bytes_per_s=None if link is None else link.bytes_per_s,
-                link_peer=None if link is None else link.peer,
+                link_bytes_per_s=link_bytes_per_s,
+                link_peer=link_peer,
             ),
             noise=self._noise(batches),
             drift=(

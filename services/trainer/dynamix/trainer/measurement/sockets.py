@@ -25,9 +25,9 @@ class ProcessIdentity(NamedTuple):
     """Identity of a process, with which a collector finds and verifies it."""
 
     pid: int
-    start_ticks: int
+    pid_start_ticks: int
     """Start time in clock ticks since boot."""
-    namespace: int
+    pid_namespace: int
     """Inode of the pid namespace in which `pid` counts."""
     uid: int
 
@@ -191,14 +191,6 @@ class _Counted(NamedTuple):
     """Time of the last rate."""
 
 
-class LinkRate(NamedTuple):
-    """Rate at which this rank sent to another one while it did: a lower bound for both links."""
-
-    bytes_per_s: float
-    peer: int
-    """The other rank."""
-
-
 class PeerSockets:
     """Cumulative counters over the connections to other ranks, and the cookies of the whole node's.
 
@@ -271,16 +263,19 @@ class PeerSockets:
             srtt_us=sum(part.srtt_us for part in parts) / len(parts) if parts else None,
         )
 
-    def take_link(self) -> LinkRate | None:
-        """The fastest connection since the last call, up to the newest `read`; `None` where none sent much."""
-        found = []
+    def take_link(self) -> tuple[float, int] | tuple[None, None]:
+        """Bytes per second over the fastest connection while it sent, and the rank at its other end.
+
+        From the last call to the newest `read`, a lower bound for both links; `None` where none sent much.
+        """
+        found: list[tuple[float, int]] = []
         for connection, counted in self._counted.items():
             since = counted.newest.since(counted.rated)
             self._counted[connection] = counted._replace(rated=counted.newest)
             if since.acked_bytes >= LEAST_SENT_BYTES and counted.newest.sending_us >= 0 and counted.peer is not None:
                 rate = 1e6 * since.acked_bytes / max(since.sending_us, LEAST_SENDING_US)
-                found.append(LinkRate(rate, counted.peer))
-        return max(found, default=None)
+                found.append((rate, counted.peer))
+        return max(found, default=(None, None))
 
     def _count(self, connections: Mapping[Connection, int], near: Collection[int]) -> None:
         descriptors = own_connections()

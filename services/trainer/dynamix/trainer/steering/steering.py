@@ -69,8 +69,8 @@ class Steering:
             RuntimeError: on all ranks, when they do not.
         """
         run = self.run
-        speeds = run.fast_loop.filter.state, run.fast_loop.pace
-        stands = (run.identity.generation, *position, *run.schedule.entries_since(position.step), *speeds)
+        entries = run.schedule.entries_since(position.step)
+        stands = (run.identity.generation, *position, *entries, *run.fast_loop.state)
         everybody = self.collectives.gather_objects(stands)
         for rank, theirs in enumerate(everybody):
             if theirs != everybody[0]:
