@@ -12,7 +12,7 @@ servers are owners behind the ranks.
 """
 
 import itertools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -320,12 +320,9 @@ def perform_alike(asked: Sequence[Collective]) -> None:
     if len({(type(each), each[0].shape) for each in asked}) > 1:
         raise RuntimeError(f"ranks ask for different collectives: {[type(each).__name__ for each in asked]}")
     total = tensors[0].clone()
+    combine: dict[type[Collective], Callable[..., Tensor]]
+    combine = {Sum: torch.add, Union: torch.bitwise_or, Largest: torch.maximum}
     for tensor in tensors[1:]:
-        if isinstance(asked[0], Sum):
-            total.add_(tensor)
-        elif isinstance(asked[0], Union):
-            total.bitwise_or_(tensor)
-        else:
-            torch.maximum(total, tensor, out=total)
+        combine[type(asked[0])](total, tensor, out=total)
     for tensor in tensors:
         tensor.copy_(total)

@@ -11,6 +11,7 @@ then send that bucket as it is, so that NaN and overflow end as in an all-reduce
 
 import math
 from collections import Counter
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ class NarrowExchange(ErrorFeedback):
         theirs = [self._narrowing.message_bytes(len(owned)) for owned in ranges]
         mine = [theirs[member.rank]] * member.world_size
         mine[member.rank] = theirs[member.rank] = 0
-        pushed, addends = _messages(values, theirs), _messages(values, mine)
+        room_for = partial(values.new_empty, dtype=torch.uint8)
+        pushed, addends = room_for(sum(theirs)), room_for(sum(mine))
         for owned, message in _by_owner(pushed, ranges, theirs):
             self._narrowing.write(values[owned.start : owned.stop], message)
         if self._num_reduced[bucket.number] % MEASURED_EVERY == 0:
@@ -69,9 +71,9 @@ class NarrowExchange(ErrorFeedback):
             else:
                 self._narrowing.read(message, addend)
             total.add_(addend)
-        answer = _messages(values, [self._narrowing.message_bytes(len(total))])
+        answer = room_for(self._narrowing.message_bytes(len(total)))
         self._narrowing.write(total, answer)
-        answers = _messages(values, theirs)
+        answers = room_for(sum(theirs))
         yield Trade(answers, answer.repeat(sum(1 for size in mine if size)), theirs, mine)
 
         come = [(ranges[member.rank], answer), *_by_owner(answers, ranges, theirs)]
@@ -95,11 +97,6 @@ def _by_owner(messages: Tensor, ranges: list[range], sizes: list[int]) -> list[t
     """The messages about other ranks' elements, each with these; empty ones left out."""
     pieces = zip(ranges, torch.split(messages, sizes), strict=True)
     return [(owned, message) for owned, message in pieces if len(message)]
-
-
-def _messages(like: Tensor, sizes: list[int]) -> Tensor:
-    """Room for messages, on the same device."""
-    return like.new_empty(sum(sizes), dtype=torch.uint8)
 
 
 SCALE_BYTES = 4

@@ -169,7 +169,6 @@ class ModelExchange:
     """
 
     def __init__(self, plan: ExchangePlan, keys: Mapping[Tensor, str]) -> None:
-        """`keys` names the parameters."""
         self.keys = keys
         self._plan = plan
         self._codecs: dict[str, ExchangeCodec] = {}

@@ -442,7 +442,6 @@ class _HookPlace:
         return _HookPlace, ()  # a copied model belongs to no session: DDP does not take its hook along
 
     def reduce(self, _state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The hook that DDP calls for each bucket."""
         assert self.hook is not None, "DDP registers no hook of a model that it copied"
         return self.hook.reduce(bucket)
 
@@ -460,7 +459,6 @@ class _SessionHook:
         self._function = function
 
     def __call__(self, *arguments: Any) -> None:
-        """Call the function, if the owner lives."""
         if (alive := self._owner()) is not None:
             self._function(alive, *arguments)
 

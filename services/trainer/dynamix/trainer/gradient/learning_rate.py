@@ -66,7 +66,6 @@ class Schedulers:
         self._num_done = 0
 
     def __bool__(self) -> bool:
-        """Whether there are any schedulers."""
         return bool(self._schedulers)
 
     def add(self, scheduler: LRScheduler, reference_steps: float) -> None:

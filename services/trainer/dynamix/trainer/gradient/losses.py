@@ -151,5 +151,4 @@ class LossWarnings:
 
 
 def _num_collectives(group: Any) -> int:
-    """How many collectives a group has begun."""
     return int(group._get_sequence_number_for_group())  # noqa: SLF001 - no public name

@@ -175,7 +175,6 @@ class Clock:
         return time.perf_counter()
 
     def _between(self, earlier: Moment, later: Moment) -> float:
-        """Seconds between two moments."""
         seconds: float = later - earlier
         return seconds
 

@@ -112,7 +112,6 @@ class Offers:
         return next((reason for reason, holds in misfits.items() if holds), None)
 
     def _is_permitted(self, exchange: Exchange) -> bool:
-        """Whether the job permits this exchange."""
         if exchange == EXACT or self._lasting is not None:
             return exchange in (EXACT, self._lasting)
         options = self._options
