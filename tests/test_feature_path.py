@@ -63,18 +63,18 @@ def _message_row(one: Row) -> RankRow:
     """The row of rank 1 in its node's report, one window after another row."""
     nodes, place = (NodeRanks(node="node-a", ranks=(0, 1)),), Place(1, 1, "node-a", (0, 1))
     reporter = Reporter(
-        job_options(), JobIdentity("job", 0, Attempt("", 0, 0), nodes, (9, 9)), place, Allocation((8, 8))
+        job_options(window_steps=1), JobIdentity("job", 0, Attempt("", 0, 0), nodes, (9, 9)), place, Allocation((8, 8))
     )
     totals = job_totals([one], window=0, num_steps=1, global_batch_size=64)
-    reporter.keep_window([row(), row()], totals)
-    report = reporter.report(
-        *(Position(), [row(), one], totals),
-        sizes=Counts((64, 64)),
-        pending=Allocation((96, 96)),
-        total_samples=None,
-        num_reports_dropped=0,
-        cookies={1: (7,)},
-    )
+    for rows in ([row(), row()], [row(), one]):
+        report = reporter.report(
+            *(Position(), rows, totals),
+            sizes=Counts((64, 64)),
+            pending=Allocation((96, 96)),
+            total_samples=None,
+            num_reports_dropped=0,
+            cookies={1: (7,)},
+        )
     return report.rows[1]
 
 

@@ -500,7 +500,6 @@ class VirtualCluster:
             )
             own = tuple(simulated[rank] for rank in node.ranks)
             reports.append(msgspec.structs.replace(report, simulated=own))
-            reporter.keep_window(rows, totals)
         return reports
 
 

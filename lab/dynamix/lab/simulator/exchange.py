@@ -36,12 +36,13 @@ from dynamix.trainer.exchange.codec import (
     CodedSquares,
     ErrorFeedback,
     ExchangeCodec,
+    Leg,
     Member,
+    Trade,
     num_chunks,
+    run_alike,
 )
-from dynamix.trainer.exchange.codecs import exchange_codec
-from dynamix.trainer.exchange.collectives import Leg, Trade, run_alike
-from dynamix.trainer.exchange.plan import keeps_residuals, member_of
+from dynamix.trainer.exchange.plan import exchange_codec, keeps_residuals, member_of
 
 from .scenario import Coding
 

@@ -29,8 +29,7 @@ from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.exchange.transport import forget_imports
-from dynamix.trainer.gradient.covered import CoveredModels
-from dynamix.trainer.gradient.hook import BaseHook, GradientHook, Reduction, StepWeights
+from dynamix.trainer.gradient.hook import BaseHook, CoveredModels, GradientHook, Reduction, StepWeights
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.models import (
@@ -46,7 +45,7 @@ from dynamix.trainer.gradient.models import (
 from dynamix.trainer.job.options import options_of
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import MetricHistory, MetricLogger, find_loggers
-from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
+from dynamix.trainer.measurement.clock import Clock, DeviceClock
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
 from dynamix.trainer.steering.collectives import Collectives
 from dynamix.trainer.steering.run import Run
@@ -246,7 +245,7 @@ def attach(
         look_ahead=look_ahead,
         count_tokens=count_tokens,
     )
-    clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
+    clock: Clock = DeviceClock() if device.type == "cuda" else Clock()
     gradients = _gradients(
         *(given, models, optimizers),
         run=run,
@@ -302,7 +301,7 @@ def _gradients(
     *,
     run: Run,
     loader: Loader,
-    clock: AnyClock,
+    clock: Clock,
     collectives: Collectives,
     averaging: Averaging,
     weighs_alone: bool,

@@ -18,12 +18,11 @@ from .exchange.plan import ModelExchange
 from .gradient.noise import NoiseAverage
 from .job.identity import Attempt, generation_after, merge_caps
 from .local_steps import LocalSteps
-from .steering.fast_loop import FilterState, LoopPace
 from .steering.run import Run
 
 _log = logging.getLogger("dynamix.trainer")
 
-VERSION = 7
+VERSION = 8
 
 
 def save(run: Run, loader: Loader, exchanges: Sequence[ModelExchange], local: LocalSteps) -> dict[str, Any]:
@@ -41,8 +40,7 @@ def save(run: Run, loader: Loader, exchanges: Sequence[ModelExchange], local: Lo
         "schedule": [
             [step, *msgspec.to_builtins(allocation)] for step, allocation in run.schedule.entries_since(position.step)
         ],
-        "speeds": [list(part) for part in run.fast_loop.filter.state],
-        "pace": list(run.fast_loop.pace),
+        "fast_loop": run.fast_loop.state,
         "noise": list(astuple(run.noise)),
         "local_batch_sizes": list(run.options.local_batch_sizes),
         "base_global_batch_size": run.options.base_global_batch_size,
@@ -88,8 +86,7 @@ def restore(
         run.options = replace(run.options, base_global_batch_size=state["base_global_batch_size"])
     _restore_schedule(run, state, position.step, is_same_world=is_same_world, is_same_script=is_same_script)
     if is_same_world:
-        run.fast_loop.filter.restore(FilterState(*map(tuple, state["speeds"])))
-        run.fast_loop.pace = LoopPace(*state["pace"])
+        run.fast_loop.restore(state["fast_loop"])
     run.noise = NoiseAverage(*state["noise"])
     run.num_epochs = state["num_epochs"]
     loader.go_to(position, state["order"])

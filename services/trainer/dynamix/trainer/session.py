@@ -17,8 +17,7 @@ from dynamix.trainer.arguments import AtLeast0, Share, checked
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.plan import ExchangePlan
-from dynamix.trainer.gradient.covered import CoveredModels
-from dynamix.trainer.gradient.hook import NOT_MEASURED
+from dynamix.trainer.gradient.hook import CoveredModels
 from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
@@ -179,13 +178,13 @@ class Session:
             self._losses.look_at_loss(loss)
         if not batch.is_last:
             self._loader.finish_batch()
-            self._meter.record_batch(batch, loss, num_correct, NOT_MEASURED)
+            self._meter.record_batch(batch, loss, num_correct)
             self._loader.begin_held()
             return
         norms = self._models.end_step(updated=self._updates.any_since_step)
         self._updates.end_step()
         self._loader.finish_batch()
-        clock, times, counts = self._meter.clock, self._models.take_times(), batch.plan.counts.values
+        clock, times, counts, drift = self._meter.clock, self._models.take_times(), batch.plan.counts.values, None
         if self._local.is_begun:
             tracks = self._run.schedule.allocation_at(batch.plan.step).split == "tracking"
             seconds = clock.seconds_per_sample() if tracks else None
@@ -193,9 +192,7 @@ class Session:
                 times, counts, norms, drift = self._local.end_step(
                     batch.plan, ends_epoch=self._loader.epoch_is_over, seconds_per_sample=seconds
                 )
-            if drift is not None:
-                self._meter.record_drift(drift)
-        self._meter.record_batch(batch, loss, num_correct, norms)
+        self._meter.record_batch(batch, loss, num_correct, norms, drift)
         clock.end()
         self._steering.after_step(self._loader.position, times, counts)
         if self._schedulers:

@@ -44,7 +44,7 @@ from dynamix.schemas.policies import (
 from dynamix.schemas.spelling import nearest
 from dynamix.schemas.subjects import is_token
 from dynamix.trainer.arguments import AtLeast0, AtLeast1, checked
-from dynamix.trainer.exchange.codecs import CODECS, GROUP, exchange_codec
+from dynamix.trainer.exchange.plan import CODECS, GROUP, exchange_codec
 from dynamix.trainer.exchange.rows import table_share
 from dynamix.trainer.exchange.servers import split_address
 from dynamix.trainer.gradient.hook import Reduction
