@@ -1,5 +1,4 @@
-import multiprocessing
-from multiprocessing.connection import Connection
+import os
 from pathlib import Path
 
 import pytest
@@ -27,46 +26,16 @@ def test_without_a_launcher_every_run_has_its_own_id() -> None:
     assert all(job.startswith("mnist-") and len(job) == len("mnist-") + 8 for job in ids)
 
 
-def _workers_of_an_agent(answers: Connection, run_id: str) -> None:
-    """Like torchrun: one process that starts its workers, and starts them again."""
-    context = multiprocessing.get_context("fork")
-    for restart_count in (0, 1):
-        worker = context.Process(target=_worker, args=(answers, run_id, restart_count))
-        worker.start()
-        worker.join()
+def test_the_id_survives_restarts_by_one_agent_and_never_returns_under_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def proposed(agent: int, run_id: str = "") -> set[str]:
+        """Ids in two starts under an agent."""
+        monkeypatch.setattr("os.getppid", lambda: agent)
+        return {propose_job("mnist", "", Launch(run_id, restarts, 3, elastic=True)) for restarts in (0, 1)}
 
-
-def _worker(answers: Connection, run_id: str, restart_count: int) -> None:
-    launch = Launch(run_id, restart_count, 3, elastic=True)
-    answers.send(propose_job("mnist", "", launch))
-
-
-def _ids_under_two_agents(run_id: str) -> list[list[str]]:
-    """The job's id in two starts under each of two agents."""
-    context = multiprocessing.get_context("forkserver")
-    ids = []
-    for _ in range(2):
-        ours, theirs = context.Pipe(duplex=False)
-        agent = context.Process(target=_workers_of_an_agent, args=(theirs, run_id))
-        agent.start()
-        theirs.close()
-        ids.append([ours.recv(), ours.recv()])
-        agent.join()
-        ours.close()
-    return ids
-
-
-def test_the_id_survives_restarts_by_one_agent_and_never_returns_under_another() -> None:
-    first, second = _ids_under_two_agents("")
-    assert first[0] == first[1]
-    assert second[0] == second[1]
-    assert first[0] != second[0]
-
-
-def test_a_run_id_names_the_job_whichever_agent_or_wrapper_starts_it() -> None:
-    first, second = _ids_under_two_agents("my-run")
-    assert {*first, *second} == {propose_job("mnist", "", Launch("my-run", elastic=True))}
-    assert propose_job("mnist", "", Launch("another-run", elastic=True)) != first[0]
+    one, another = os.getpid(), os.getppid()
+    assert len(proposed(one)) == len(proposed(another)) == 1
+    assert proposed(one) != proposed(another)
+    assert proposed(one, "my-run") == proposed(another, "my-run") != proposed(one, "another-run")
 
 
 def test_a_name_leaves_room_for_the_run_id() -> None:

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from tests.support import rows
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, attach_numbered, make_model, offer, train_step
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamix.trainer.exchange import transport
-from dynamix.trainer.exchange.transport import LentTensor
 from dynamix.trainer.measurement.meter import ROWS
 from dynamix.trainer.steering.collectives import Collectives
 
@@ -114,22 +111,6 @@ def test_closing_waits_for_no_other_rank() -> None:
     took_s, received = run_ranks(_close_under_way, 2)
     assert took_s < 10  # gloo itself would wait for half an hour
     assert received == 1.0
-
-
-def test_a_tensor_is_owned_until_no_thread_has_it() -> None:
-    data = torch.arange(3.0)
-    loan = LentTensor(data)
-    alias, held = weakref.ref(loan.alias), loan.alias.detach()
-    held.grad = loan.alias  # a thread of a group has a reference in C++ too
-    assert loan.alias.data_ptr() == data.data_ptr()
-    del loan
-    assert alias() is not None
-    assert alias()._use_count() == 3  # Python's, the keeper's and the thread's: whose goes last matters to none
-    held.grad = None
-    assert alias()._use_count() == 2
-    LentTensor(data)
-    assert alias() is None
-    assert not transport._late
 
 
 DEFAULT_GROUP = """

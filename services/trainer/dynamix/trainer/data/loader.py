@@ -84,6 +84,8 @@ class Loader:
         look_ahead: int = 0,
         count_tokens: CountTokens | None = None,
     ) -> None:
+        self.dataset = dataset
+        """The script's data set."""
         self.position = Position()
         """The position of the run; `finish_batch` advances it after the last micro-batch of a step."""
         self.last_finished: MicroBatch | None = None
@@ -106,7 +108,6 @@ class Loader:
         """Whether the newest loop over this loader reached the end of its epoch."""
         self._digest: int | None = None
         """The digest of a stream's samples in the position's epoch, up to the position."""
-        self._dataset = dataset
         self._look_ahead = look_ahead
         self._count_tokens = count_tokens
         how: Any = {"division": division, "drop_last": drop_last, "shares_tail": shares_tail}
@@ -119,11 +120,6 @@ class Loader:
         else:
             self.sampler = PlanSampler(orders, schedule, **how)
         self._batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.sampler, **options)
-
-    @property
-    def dataset(self) -> Dataset[Any]:
-        """The script's data set."""
-        return self._dataset
 
     def __len__(self) -> int:
         """Batches of the loop that runs, or else of the next one, if no further size is scheduled.

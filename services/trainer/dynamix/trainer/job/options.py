@@ -55,7 +55,7 @@ _log = logging.getLogger("dynamix.trainer")
 
 WINDOW_STEPS = 10
 MIN_WINDOW_S = 1.0
-"""Windows of a script that does not say how long they shall be, with divisors for periods of local steps. Their end
+"""Windows of a script that does not say how long they are, with divisors for periods of local steps. Their end
 costs some 6 ms of a processor on each host, 1 to 2 % of a second on half of one (docs/measurements.md)."""
 
 ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "adafactor", "lamb", "novograd", "shampoo", "yogi")
