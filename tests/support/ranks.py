@@ -1,35 +1,31 @@
-"""Real ranks for tests: processes that meet over gloo, forked from one server that has imported torch already.
+"""Real ranks for tests: processes that meet over gloo, forked from this one, which has imported torch already.
 
-A fresh interpreter needs seconds for `import torch`; a fork of the server needs milliseconds.
+A fresh interpreter needs ten seconds of processor time for what DDP imports; a fork needs milliseconds.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, thread
 from contextlib import nullcontext
-from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # what every DDP model would import
 import torch.distributed as dist
 from bench.hosts import Host, Namespace
 
 TIMEOUT_S = 240.0
-START = multiprocessing.get_context("forkserver")
-"""Starts processes that have imported torch already."""
-START.set_forkserver_preload(
-    [
-        *("torch", "torch.distributed", "torch.utils.data", "torch._dynamo", "torch.distributed.fsdp"),
-        *("dynamix.trainer", "tests.support.frozen"),
-    ]
-)
+START = multiprocessing.get_context("forkserver" if torch.cuda.is_available() else "fork")  # CUDA survives no fork
 
 
 class _RankStart(NamedTuple):
@@ -39,7 +35,6 @@ class _RankStart(NamedTuple):
     store: str
     environ: Mapping[str, str]
     network: Namespace | None
-    timeout: timedelta | None
 
 
 class RankError(AssertionError):
@@ -53,12 +48,11 @@ def run_ranks(
     environ: Mapping[str, str] | None = None,
     store: str = "file",
     hosts: Sequence[Host] = (),
-    timeout: timedelta | None = None,
 ) -> list[Any]:
     """Run `function(rank, *args)` in `world_size` processes of one gloo group; returns what they returned.
 
     `store` is "file", or "tcp" for a TCPStore on a free port; `hosts` are where the ranks live, here when there are
-    none; `timeout` is the group's.
+    none.
 
     Raises:
         RankError: when a rank raised or did not end in time.
@@ -69,7 +63,7 @@ def run_ranks(
         for rank in range(world_size):
             ours, theirs = START.Pipe(duplex=False)
             network = hosts[rank].namespace if hosts else None
-            start = _RankStart(rank, world_size, Path(directory), store, settings, network, timeout)
+            start = _RankStart(rank, world_size, Path(directory), store, settings, network)
             process = START.Process(target=_rank_main, args=(theirs, function, start, args))
             process.start()
             theirs.close()
@@ -77,7 +71,7 @@ def run_ranks(
             processes.append(process)
         try:
             with ThreadPoolExecutor(world_size) as pool:
-                outcomes = list(pool.map(_receive, ends))
+                outcomes = list(pool.map(_receive, ends, processes))
         finally:
             for process in processes:
                 process.join(5)
@@ -93,17 +87,23 @@ def run_ranks(
     return [value for _, value in outcomes]
 
 
-def _receive(end: Connection) -> tuple[bool, Any]:
+def _receive(end: Connection, process: BaseProcess) -> tuple[bool, Any]:
     if not end.poll(TIMEOUT_S):
         return False, f"no result within {TIMEOUT_S:g} s"
     try:
         outcome: tuple[bool, Any] = pickle.loads(end.recv_bytes())
     except EOFError:
         return False, "ended without a result"
+    if not outcome[0]:
+        process.join(2)
+        process.kill()  # gloo may keep a failed rank, and with it the others, until the time-out of the group
     return outcome
 
 
 def _rank_main(end: Connection, function: Callable[..., Any], start: _RankStart, args: tuple[Any, ...]) -> None:
+    gc.freeze()  # a collection that walks through all of torch copies every page of it
+    thread._threads_queues.clear()  # the threads of pools were not forked: the end must not wait for them
+    warnings.resetwarnings()
     os.environ.update(start.environ)
     multiprocessing.set_start_method("fork", force=True)  # workers of loaders as a script has them: forked, with torch
     torch.set_num_threads(1)
@@ -130,9 +130,7 @@ def _join(start: _RankStart) -> None:
         dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.world_size)
         return
     rendezvous = f"file://{start.directory}/store"
-    dist.init_process_group(
-        "gloo", init_method=rendezvous, rank=start.rank, world_size=start.world_size, timeout=start.timeout
-    )
+    dist.init_process_group("gloo", init_method=rendezvous, rank=start.rank, world_size=start.world_size)
 
 
 def _tcp_store(port_file: Path, rank: int, world_size: int) -> dist.TCPStore:
