@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.brokers import ConfiguredServer, publish_states
-from tests.support.service_processes import service_process
-from tests.support.small_service import SmallSettings, main
+from tests.support.small_service import SmallSettings, main, service_process
 
 from dynamix.runtime import service as frame
 from dynamix.runtime.bus import Bus
@@ -20,7 +19,7 @@ from dynamix.schemas.messages import Live
 
 
 def started(server: ConfiguredServer, *arguments: str, **environ: str) -> AbstractAsyncContextManager[Process]:
-    return service_process(server, "tests.support.small_service", *arguments, **environ)
+    return service_process(server, *arguments, **environ)
 
 
 async def heartbeat(bus: Bus, service: str = "collector") -> Live:

@@ -1,19 +1,20 @@
 """Real ranks for tests: processes that meet over gloo, forked from this one, which has imported torch already.
 
-A fresh interpreter needs ten seconds of processor time for what DDP imports; a fork needs milliseconds.
+A fresh interpreter needs six seconds of processor time for what DDP imports; a fork needs milliseconds.
 """
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
+import stat
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, thread
-from contextlib import nullcontext
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,6 +25,8 @@ import torch._dynamo  # what every DDP model would import
 import torch.distributed as dist
 from bench.hosts import Host, Namespace
 
+from .http_get import free_port
+
 TIMEOUT_S = 240.0
 START = multiprocessing.get_context("forkserver" if torch.cuda.is_available() else "fork")  # CUDA survives no fork
 
@@ -31,10 +34,10 @@ START = multiprocessing.get_context("forkserver" if torch.cuda.is_available() el
 class _RankStart(NamedTuple):
     rank: int
     world_size: int
-    directory: Path
-    store: str
+    meeting: str
     environ: Mapping[str, str]
     network: Namespace | None
+    timeout: timedelta | None
 
 
 class RankError(AssertionError):
@@ -48,22 +51,24 @@ def run_ranks(
     environ: Mapping[str, str] | None = None,
     store: str = "file",
     hosts: Sequence[Host] = (),
+    timeout: timedelta | None = None,
 ) -> list[Any]:
     """Run `function(rank, *args)` in `world_size` processes of one gloo group; returns what they returned.
 
-    `store` is "file", or "tcp" for a TCPStore on a free port; `hosts` are where the ranks live, here when there are
-    none.
+    They meet in a file, or over a TCP `store`; `hosts` are where the ranks live, here when there are none; `timeout` is
+    the group's.
 
     Raises:
         RankError: when a rank raised or did not end in time.
     """
     with tempfile.TemporaryDirectory() as directory:
         settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0" if hosts else "lo", **(environ or {})}
+        meeting = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{directory}/store"
         ends, processes = [], []
         for rank in range(world_size):
             ours, theirs = START.Pipe(duplex=False)
             network = hosts[rank].namespace if hosts else None
-            start = _RankStart(rank, world_size, Path(directory), store, settings, network)
+            start = _RankStart(rank, world_size, meeting, settings, network, timeout)
             process = START.Process(target=_rank_main, args=(theirs, function, start, args))
             process.start()
             theirs.close()
@@ -101,15 +106,16 @@ def _receive(end: Connection, process: BaseProcess) -> tuple[bool, Any]:
 
 
 def _rank_main(end: Connection, function: Callable[..., Any], start: _RankStart, args: tuple[Any, ...]) -> None:
-    gc.freeze()  # a collection that walks through all of torch copies every page of it
-    thread._threads_queues.clear()  # the threads of pools were not forked: the end must not wait for them
-    warnings.resetwarnings()
-    os.environ.update(start.environ)
-    multiprocessing.set_start_method("fork", force=True)  # workers of loaders as a script has them: forked, with torch
-    torch.set_num_threads(1)
+    begin_fork(start.environ)
     try:
-        with start.network.entered() if start.network else nullcontext():
-            _join(start)
+        with start.network.entered() if start.network else contextlib.nullcontext():
+            dist.init_process_group(
+                "gloo",
+                init_method=start.meeting,
+                rank=start.rank,
+                world_size=start.world_size,
+                timeout=start.timeout,
+            )
             _send(end, ok=True, value=function(start.rank, *args))
             dist.barrier()
             dist.destroy_process_group()
@@ -119,28 +125,20 @@ def _rank_main(end: Connection, function: Callable[..., Any], start: _RankStart,
         end.close()
 
 
+def begin_fork(environ: Mapping[str, str]) -> None:
+    """Leave behind what belongs to the process that this one is a fork of."""
+    gc.freeze()  # a collection that walks through all of torch copies every page of it
+    thread._threads_queues.clear()  # the threads of pools were not forked: the end must not wait for them
+    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        with contextlib.suppress(OSError):  # the one that has listed them is closed
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.dup2(2, descriptor, inheritable=False)  # an object that knows the number may still close it
+    warnings.resetwarnings()
+    os.environ.update(environ)
+    multiprocessing.set_start_method("fork", force=True)  # workers of loaders as a script has them: forked, with torch
+    torch.set_num_threads(1)
+
+
 def _send(end: Connection, *, ok: bool, value: Any) -> None:
     """Send by value: torch would leave tensors in the memory of a process that is about to end."""
     end.send_bytes(pickle.dumps((ok, value)))
-
-
-def _join(start: _RankStart) -> None:
-    if start.store == "tcp":
-        store = _tcp_store(start.directory / "port", start.rank, start.world_size)
-        dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.world_size)
-        return
-    rendezvous = f"file://{start.directory}/store"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=start.rank, world_size=start.world_size)
-
-
-def _tcp_store(port_file: Path, rank: int, world_size: int) -> dist.TCPStore:
-    """Rank 0's store listens on a port that the kernel chose; the others read it from a file."""
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
-        draft = port_file.with_suffix(".draft")
-        draft.write_text(str(store.port))
-        draft.rename(port_file)
-        return store
-    while not port_file.exists():
-        time.sleep(0.005)
-    return dist.TCPStore("127.0.0.1", int(port_file.read_text()), world_size, is_master=False)

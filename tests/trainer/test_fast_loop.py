@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ranks import run_ranks
-from tests.support.tracking import attach_tracked, hold_times
-from tests.support.training import Numbered, flat_parameters, gather, make_model, offer, train_step
+from tests.support.training import (
+    Numbered,
+    attach_tracked,
+    flat_parameters,
+    gather,
+    hold_times,
+    make_model,
+    offer,
+    train_step,
+)
 from torch import nn
 
 from dynamix import trainer as dynamix

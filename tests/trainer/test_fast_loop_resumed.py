@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ranks import run_ranks
-from tests.support.tracking import attach_tracked, hold_times
-from tests.support.training import Numbered, flat_parameters, offer, train_step
+from tests.support.training import Numbered, attach_tracked, flat_parameters, hold_times, offer, train_step
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 

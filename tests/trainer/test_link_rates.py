@@ -5,8 +5,7 @@ import threading
 import time
 
 import pytest
-from tests.support.rank_connections import mesh, told
-from tests.support.sockets import Pair
+from tests.support.sockets import Pair, mesh, told
 
 from dynamix.trainer.measurement import sockets as sockets_module
 from dynamix.trainer.measurement.sockets import LEAST_SENDING_US, PeerSockets, TcpInfo

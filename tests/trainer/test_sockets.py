@@ -1,7 +1,6 @@
 """What the sockets between ranks have sent and received, by the kernel's own count, on real connections."""
 
-from tests.support.rank_connections import match, told, transfer
-from tests.support.sockets import Pair, connected, tcp_info
+from tests.support.sockets import Pair, connected, match, tcp_info, told, transfer
 
 from dynamix.trainer.measurement.sockets import Connection, Endpoint, PeerSockets
 
