@@ -116,7 +116,7 @@ async def test_settings_that_cannot_be_used_exit_with_2(
 
 def test_help_is_printed_without_a_broker(capsys: pytest.CaptureFixture[str]) -> None:
     assert frame.run("collector", SmallSettings, main, ["--help"]) == 0
-    assert "consume, fail, refuse, finish or ignore-stop." in capsys.readouterr().out
+    assert "consume, fail, refuse, finish, ignore-stop or block." in capsys.readouterr().out
 
 
 async def test_a_service_that_ignores_the_signal_is_ended(
