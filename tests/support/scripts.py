@@ -1,10 +1,10 @@
 """Scripts as a user starts them, forked from this process, which has imported torch already."""
 
 import os
-import runpy
 import sys
 import tempfile
 from collections.abc import Mapping
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +50,9 @@ def _main(script: str | Path, arguments: tuple[str, ...], cwd: Path, environ: Ma
         file = (written / name).open("a", buffering=1)  # until the process ends
         os.dup2(file.fileno(), number)
         setattr(sys, name, file)
-    if isinstance(script, Path):
-        runpy.run_path(str(script), run_name="__main__")
-    else:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    by_path = isinstance(script, Path)
+    spec = spec_from_file_location("__main__", script) if by_path else find_spec(script)
+    module = module_from_spec(spec)
+    module.__name__ = "__main__"
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # what processes of its own call it in their messages
+    exec(spec.loader.get_code(spec.name), vars(module))
