@@ -30,14 +30,18 @@ def run_script(
     world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as written:
         processes = []
-        for rank in range(num_ranks or 1):
-            told = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks else {}
-            settings = {**os.environ, **told, **(environ or {})}
-            process = START.Process(target=_main, args=(script, arguments, cwd, settings, Path(written)))
-            process.start()
-            processes.append(process)
-        for process in processes:
-            process.join()
+        try:
+            for rank in range(num_ranks or 1):
+                told = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks else {}
+                settings = {**os.environ, **told, **(environ or {})}
+                process = START.Process(target=_main, args=(script, arguments, cwd, settings, Path(written)))
+                process.start()
+                processes.append(process)
+            for process in processes:
+                process.join()
+        finally:
+            for process in processes:
+                process.kill()
         codes = [abs(process.exitcode or 0) for process in processes]
         return Ended(max(codes), *(Path(written, name).read_text() for name in ("stdout", "stderr")))
 
