@@ -69,7 +69,7 @@ from dynamix.schemas.messages import Live
 from dynamix.schemas.streams import FEED, REPORTS
 from dynamix.trainer import attach
 
-WORKLOAD = "fashion-28-cnn"
+WORKLOAD, NUM_HOSTS = "fashion-28-cnn", 4
 SCRIPT_SIZE, BASE_GLOBAL_BATCH_SIZE, LEARNING_RATE = 32, 128, 0.02
 """Of the script as it was written: its rate is for four ranks of 32; other batches scale it by the square root rule."""
 T = TypeVar("T")
@@ -126,7 +126,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     title: str
-    num_hosts: int = 4
     cores: float = 0.4
     """Seconds of processor per second that each host has; what is left of two processors is for the services."""
     slow_cpus: dict[int, float] = {}
@@ -758,13 +757,13 @@ async def _with_runner(hosts: Hosts, work: Callable[[Runner], T], logs: Path, da
             runner.close()
 
 
-def with_runner(work: Callable[[Runner], T], logs: Path | None = None, data: str = "", num_hosts: int = 4) -> T:
+def with_runner(work: Callable[[Runner], T], logs: Path | None = None, data: str = "") -> T:
     """Do some work with hosts, services and a runner on them.
 
     Raises:
         HostsError: when there can be no such hosts here, or this user may not make them.
     """
-    with tempfile.TemporaryDirectory(prefix="dynamix-logs-") as directory, Hosts(num_hosts) as hosts, hosts.entered():
+    with tempfile.TemporaryDirectory(prefix="dynamix-logs-") as directory, Hosts(NUM_HOSTS) as hosts, hosts.entered():
         return asyncio.run(_with_runner(hosts, work, logs or Path(directory), data))
 
 

@@ -45,10 +45,8 @@ from dynamix.lab.simulator.scenario import Coding
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages.allocation import SERVERS
 from dynamix.schemas.owner_shares import balanced_shares
-from dynamix.trainer.exchange.codec import BucketPart, BucketView, ExchangeCodec, Member, legs_of
-from dynamix.trainer.exchange.codecs import CODECS, exchange_codec
-from dynamix.trainer.exchange.collectives import perform_alike
-from dynamix.trainer.exchange.pipeline import Pipeline, UnderWay
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, ExchangeCodec, Member, legs_of, perform_alike
+from dynamix.trainer.exchange.plan import CODECS, Pipeline, Sent, exchange_codec
 from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.gradient.hook import view_of
 from dynamix.trainer.job.options import SERVED_CODECS
@@ -244,7 +242,7 @@ class CodecHook:
     def __init__(self, codec: ExchangeCodec, member: Member, model: nn.Module, pipeline: Pipeline) -> None:
         self._codec, self._member, self._pipeline = codec, member, pipeline
         self._keys: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        self._under_way: list[UnderWay] = []
+        self._under_way: list[Sent] = []
 
     def average(self, bucket: GradBucket) -> Tensor:
         """Divide, then sum, which is DDP's own order; the last bucket of a step waits for all."""

@@ -172,9 +172,9 @@ class Hierarchies(NamedTuple):
         return (self.unified,) if self.cpu is None or self.cpu == self.unified else (self.unified, self.cpu)
 
 
-def find_hierarchies(mountinfo: Path = Path("/proc/self/mountinfo")) -> Hierarchies:
-    """The hierarchies of this machine, by /proc/<pid>/mountinfo (proc(5)). Raises HostsError without version 2."""
-    mounts = mountinfo.read_text()
+def find_hierarchies() -> Hierarchies:
+    """The hierarchies of this machine, by /proc/self/mountinfo (proc(5)). Raises HostsError without version 2."""
+    mounts = Path("/proc/self/mountinfo").read_text()
     unified = v2_mount(mounts)
     if unified is None:
         raise HostsError(

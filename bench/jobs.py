@@ -219,18 +219,18 @@ class StreamRecorder:
         return sequence
 
 
-def write_recording(path: Path, *, num_workers: int, num_windows: int, policy: str = "rule", seed: int = 0) -> None:
+def write_recording(path: Path, *, num_workers: int, num_windows: int) -> None:
     """Write a capture of a job from its start to its end.
 
     Every message is what the services' own functions give for the one before it: a replay of it must be equal.
     """
-    job = job_of("bench-0a1b2c3d", num_workers, policy)
-    generators = [np.random.default_rng((seed, index)) for index in range(len(job.nodes))]
+    job = job_of("bench-0a1b2c3d", num_workers, "rule")
+    generators = [np.random.default_rng((0, index)) for index in range(len(job.nodes))]
     variants = [
         [node_window(job, node, rng) for _ in range(NUM_VARIANTS)]
         for node, rng in zip(job.nodes, generators, strict=True)
     ]
-    fold, decided = Fold(job, policy_named(policy), None), list[Action]()
+    fold, decided = Fold(job, policy_named(job.policy), None), list[Action]()
     with CaptureWriter(path, CaptureHeader.of(job.job)) as writer:
         recorder = StreamRecorder(writer)
         recorder.store(job)

@@ -303,7 +303,7 @@ def measure_short_steps(num_seeds: int, seconds: float) -> Report:
                 first, last = next(one for one in points if one.trained_s >= WARM_UP_S), points[-1]
                 steps = last.num_steps - first.num_steps
                 passed[name].append(1e3 * case.cores * (last.trained_s - first.trained_s) / steps)
-                counted[name].append(1e3 * (last.processor_s - first.processor_s) / steps / case.num_hosts)
+                counted[name].append(1e3 * (last.processor_s - first.processor_s) / steps / cluster.NUM_HOSTS)
                 sys.stderr.write(f"  seed {seed}, {name}: {passed[name][-1]:.2f} ms\n")
 
     cluster.with_runner(train_all)

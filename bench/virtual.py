@@ -29,7 +29,7 @@ from dynamix.cli.main import main as dynamix
 from dynamix.cli.terminal import ProgressLine
 from dynamix.lab.comparison.figure import CURVE_POINTS, mean_curve
 from dynamix.lab.comparison.rows import Tuned, parse_rows, read_tuned
-from dynamix.lab.comparison.runs import TYPICAL_RUN_S, ComparisonProgress, Ledger, as_published, estimate, fill, plan
+from dynamix.lab.comparison.runs import TYPICAL_RUN_S, Ledger, as_published, estimate, fill, plan
 from dynamix.lab.comparison.verdict import OutcomeTable, Verdict
 from dynamix.lab.learning import LearningUpdate, learn, plan_named
 from dynamix.lab.simulator.episode import code_digest
@@ -135,10 +135,7 @@ class Experiment(NamedTuple):
     """Clusters whose accuracy is drawn over time."""
 
 
-def _on_images(policy: str = PAPER) -> Learning:
-    return Learning(policy, "image-sgd", IMAGE, reduced_episodes=100)  # 20, as in the paper, show no trend
-
-
+_ON_IMAGES = Learning(PAPER, "image-sgd", IMAGE, reduced_episodes=100)  # 20, as in the paper, show no trend
 _BOTH = (Learning(PAPER, "home"), Learning(OURS, "home", per_update=8))
 _HOME_ROWS = (PAPER, OURS, *LEARNED_ROWS)
 _WEIGHTS = Weights()
@@ -215,8 +212,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         "the policy learned with SGD, unchanged, on the same job with Adam",
         ("job",),
         [
-            Group(("SGD, as learned",), "image-sgd", (PAPER, *LEARNED_ROWS), IMAGE, (_on_images(),)),
-            Group(("Adam, unchanged",), "image-adam", (PAPER, *LEARNED_ROWS), {**IMAGE, **ADAM}, (_on_images(),)),
+            Group(("SGD, as learned",), "image-sgd", (PAPER, *LEARNED_ROWS), IMAGE, (_ON_IMAGES,)),
+            Group(("Adam, unchanged",), "image-adam", (PAPER, *LEARNED_ROWS), {**IMAGE, **ADAM}, (_ON_IMAGES,)),
         ],
     ),
     "workers": Experiment(
@@ -369,9 +366,8 @@ class Laboratory:
         cells = plan(suite, rows, seeds or range(self.scale.num_seeds), tuned or self._tuned)
         line = ProgressLine(30.0)
 
-        def show(progress: ComparisonProgress) -> None:
-            left = "" if progress.left_s is None else f", {progress.left_s / 60:.0f} minutes left"
-            line.show(f"  {progress.num_done}/{progress.num_total} runs{left}; newest: {progress.newest}")
+        def show(num_done: int, num_total: int, newest: str) -> None:
+            line.show(f"  {num_done}/{num_total} runs; newest: {newest}")
 
         with Ledger(self._directory / "runs.jsonl") as ledger:
             print(f"  {estimate(cells, ledger, jobs=self._jobs, typical_run_s=typical_run_s)}", flush=True)
@@ -468,17 +464,11 @@ def _cells(table: OutcomeTable, label: str, scenario: Scenario) -> list[Cell]:
         _interval(table.mean(label, families, lambda run: run.accuracy_at_fixed_time)),
         _interval(table.mean(label, families, lambda run: run.test_accuracy)),
         float(np.mean(sizes)),
-        _ratio(table, label, BASE, families),
+        _interval(table.ratio(label, BASE, families)),
     ]
 
 
 def _interval(found: Any) -> Interval | None:
-    return None if found is None else Interval(found.value, found.low, found.high)
-
-
-def _ratio(table: OutcomeTable, label: str, base: str, families: Sequence[str]) -> Interval | None:
-    """Time to target of a contender over that of another, in pairs."""
-    found = table.ratio(label, base, families)
     return None if found is None else Interval(found.value, found.low, found.high)
 
 
@@ -498,7 +488,7 @@ def _accuracy_panel(table: OutcomeTable, labels: Sequence[str], scenario: Scenar
 def learning(laboratory: Laboratory) -> Result:
     """Episodes of learning by the published method with the published reward, one curve per learning seed."""
     rows, curves = list[list[Cell]](), dict[str, Sequence[tuple[float, float]]]()
-    for seed, run in enumerate(laboratory.learned(_on_images())):
+    for seed, run in enumerate(laboratory.learned(_ON_IMAGES)):
         returns = [update.mean_return for update in run.history]
         times_s = [statistics.fmean(update.times_s) for update in run.history]
         ends = [statistics.fmean(some) for values in (returns, times_s) for some in (values[:5], values[-5:])]
@@ -541,9 +531,9 @@ def adaptdl(laboratory: Laboratory) -> Result:
         ]
         rows.append(
             [
-                *(label, *(_ratio(table, label, base, families) for base in ("best-static", "goodput+track"))),
+                *(label, *(_interval(table.ratio(label, base, families)) for base in ("best-static", "goodput+track"))),
                 *(f"{table.num_misses(label, families)} of {len(sizes)}", float(np.mean(sizes))),
-                *(_ratio(table, label, "best-static", [family]) for family in families),
+                *(_interval(table.ratio(label, "best-static", [family])) for family in families),
             ]
         )
     columns = ["policy", "vs best static", "vs goodput+track", "missed", "mean local batch", *families]
@@ -570,10 +560,7 @@ def evaluated(name: str, options: argparse.Namespace) -> Result:
     rows: list[list[Cell]] = []
     for place, policies in places.items():
         for row in policies:
-            known = {"best-static": row.vs_best_static, "goodput": row.vs_goodput, **row.against}
-            ratios = [
-                None if (one := known.get(base)) is None else Interval(one.value, one.low, one.high) for base in bases
-            ]
+            ratios = [_interval(row.ratios[base]) for base in bases]
             rows.append(
                 [place, row.policy, row.median_time_to_target_s, row.misses, row.num_runs, row.test_accuracy, *ratios]
             )

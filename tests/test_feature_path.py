@@ -29,7 +29,7 @@ from dynamix.schemas.messages import (
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.plan import Counts, Position
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
-from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy, job_totals, wall_s
+from dynamix.trainer.measurement.meter import Row, held_out_accuracy, job_totals, wall_s
 from dynamix.trainer.steering.run import Reporter
 
 Metrics = TrainingMetrics | SystemMetrics | NetworkMetrics | NodeMetrics
@@ -63,18 +63,18 @@ def _message_row(one: Row) -> RankRow:
     """The row of rank 1 in its node's report, one window after another row."""
     nodes, place = (NodeRanks(node="node-a", ranks=(0, 1)),), Place(1, 1, "node-a", (0, 1))
     reporter = Reporter(
-        job_options(), JobIdentity("job", 0, Attempt("", 0, 0), nodes, (9, 9)), place, Allocation((8, 8))
+        job_options(window_steps=1), JobIdentity("job", 0, Attempt("", 0, 0), nodes, (9, 9)), place, Allocation((8, 8))
     )
     totals = job_totals([one], window=0, num_steps=1, global_batch_size=64)
-    reporter.keep_window([row(), row()], totals)
-    report = reporter.report(
-        *(Position(), [row(), one], totals),
-        sizes=Counts((64, 64)),
-        pending=Allocation((96, 96)),
-        total_samples=None,
-        num_reports_dropped=0,
-        cookies={1: (7,)},
-    )
+    for rows in ([row(), row()], [row(), one]):
+        report = reporter.report(
+            *(Position(), rows, totals),
+            sizes=Counts((64, 64)),
+            pending=Allocation((96, 96)),
+            total_samples=None,
+            num_reports_dropped=0,
+            cookies={1: (7,)},
+        )
     return report.rows[1]
 
 
@@ -104,7 +104,7 @@ def _state(changed: Metrics) -> State:
 def test_every_column_of_a_row_reaches_a_message(column: str) -> None:
     def messages(one: Row) -> Any:
         totals = job_totals([one], window=0, num_steps=1, global_batch_size=64)
-        return totals, held_out_accuracy([one]), energy_j([one]), wall_s([one]), one.noise
+        return totals, held_out_accuracy([one]), wall_s([one]), one.noise
 
     assert messages(row(**{column: _changed(getattr(row(), column))})) != messages(row()), column
 

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "extras": {"schemas", "runtime", "collector", "reward", "arbitrator", "trainer", "recording", "lab", "cli"},
 }
 PURE_CORES = {
-    "collector": {"agent", "agent_network", "window", "traffic", "procfs", "ebpf"},
+    "collector": {"agent", "window", "procfs", "ebpf"},
     "reward": {"formula"},
     "schemas": {"apportion", "features", "networks", "progress", "sight"},
     "arbitrator": {

@@ -1,7 +1,5 @@
 """What runs of a family try out: at most two arms, the better direction, and back when a run falls behind."""
 
-import math
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,6 @@ from dynamix.arbitrator.deciding.profiles import judged
 from dynamix.arbitrator.policies.exploration import Exploration, next_arm
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX
 from dynamix.schemas.messages import ArmRecord
-from dynamix.schemas.messages.allocation import Objective
 
 FIRST, FASTER, FURTHER, SLOWER = 1.0, 1.5, 2.25, 1 / 1.5
 
@@ -18,21 +15,13 @@ def record(arm: float, factor: float, stopped: int = 0) -> ArmRecord:
     return ArmRecord(arm, 1, stopped, tuple(factor * level for level in range(1, 11)))
 
 
-def trained(
-    exploration: Exploration,
-    window_s: float,
-    num_windows: int,
-    *,
-    window_j: float = math.nan,
-    objective: Objective = "time",
-) -> Exploration:
+def trained(exploration: Exploration, window_s: float, num_windows: int) -> Exploration:
     """After windows in which the held-out error fell by a factor of 0.9 each."""
     for window in range(num_windows):
         global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
         global_F[GLOBAL_INDEX["step_time_s"]] = window_s / 10
         global_F[GLOBAL_INDEX["held_out_accuracy"]] = 1.0 - 0.9**window
-        global_F[GLOBAL_INDEX["energy_j"]] = window_j
-        exploration = exploration.observe(global_F, 10, objective)
+        exploration = exploration.observe(global_F, 10)
     return exploration
 
 

@@ -11,7 +11,7 @@ from tests.support.brokers import until
 from tests.support.extensions import register
 from tests.support.services_here import arbitrator_here
 
-from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
+from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.registry import POLICIES, extension_policy, policy_named, policy_names
 from dynamix.lab.comparison.rows import parse_rows
 from dynamix.runtime.bus import Bus
@@ -54,7 +54,7 @@ async def test_an_arbitrator_decides_with_an_installed_policy(bus: Bus) -> None:
 
 @pytest.mark.usefixtures("example_extension")
 async def test_a_job_is_held_to_the_options_and_the_version_of_an_installed_policy(bus: Bus) -> None:
-    source = PolicySource(PolicyStore(bus))
+    source = PolicyStore(bus)
     with pytest.raises(ValueError, match=r"policy 'halving' has no option 'track': known are divisor, version"):
         await source.choose(examples.job(policy="halving", policy_options={"track": 1.0}), None)
     with pytest.raises(ValueError, match=r"policy 'halving' has version 3, not 2"):

@@ -18,7 +18,7 @@ from tests.support.toy_cluster import ToyCluster
 
 from dynamix.arbitrator.deciding.family_ends import FamilyEnds
 from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
-from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
+from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.runtime.bus import Bus, requests
 from dynamix.schemas import subjects
@@ -148,7 +148,7 @@ async def test_an_action_that_its_policy_cannot_read_costs_one_profile_and_no_la
 
 async def opened(bus: Bus, job: Job) -> JobLog:
     """A job's log as an arbitrator opens it."""
-    return await JobLog.open(job, Surroundings(bus, PolicySource(PolicyStore(bus)), LOG, lambda _: None))
+    return await JobLog.open(job, Surroundings(bus, PolicyStore(bus), LOG, lambda _: None))
 
 
 async def test_a_broken_profile_is_not_used_but_replaced(bus: Bus) -> None:

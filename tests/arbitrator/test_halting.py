@@ -8,7 +8,7 @@ from tests.support import examples, learned
 from tests.support.brokers import until
 from tests.support.services_here import arbitrator_here
 
-from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
+from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.baselines import Static
 from dynamix.arbitrator.policies.policy import Decision, Policy
 from dynamix.runtime.bus import Bus
@@ -45,15 +45,15 @@ class Broken(Static):
 async def test_a_policy_that_cannot_decide_halts_its_own_generation_only(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, fault: str, is_there_first: bool
 ) -> None:
-    choose = PolicySource.choose
+    choose = PolicyStore.choose
 
-    async def broken(self: PolicySource, job: Job, recorded: Action | None) -> Policy:
+    async def broken(self: PolicyStore, job: Job, recorded: Action | None) -> Policy:
         if job.job == ODD.job and fault == "no policy":
             raise OverflowError("1e400")
         is_raising = job.job == ODD.job and fault == "a policy that raises"
         return Broken() if is_raising else await choose(self, job, recorded)
 
-    monkeypatch.setattr(PolicySource, "choose", broken)
+    monkeypatch.setattr(PolicyStore, "choose", broken)
     await PolicyStore(bus).put("odd", learned.with_metadata("\ud800"))
     await bus.publish(ODD)
     await bus.publish(OTHER)

@@ -14,7 +14,7 @@ from tests.support.stored_blocks import block_of, flip_in_header, flip_in_payloa
 
 from dynamix.arbitrator.deciding import job_log
 from dynamix.arbitrator.deciding.job_log import ActionStoreError, JobLog, Surroundings
-from dynamix.arbitrator.learned.policy_store import PolicySource, PolicyStore
+from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.runtime.bus.provision import provision
 from dynamix.schemas import subjects
@@ -39,7 +39,7 @@ async def opened(bus: Bus, job: Job = JOB, counts: Counter[str] | None = None) -
         found[name] += 1
 
     log = structlog.stdlib.get_logger()
-    return await JobLog.open(job, Surroundings(bus, PolicySource(PolicyStore(bus)), log, count))
+    return await JobLog.open(job, Surroundings(bus, PolicyStore(bus), log, count))
 
 
 def state(job: Job, window: int) -> State:

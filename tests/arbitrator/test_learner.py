@@ -14,17 +14,8 @@ from tests.support.old_server import OldServer
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learning import service
-from dynamix.arbitrator.learning.service import (
-    Collected,
-    Finished,
-    Generations,
-    LearnerSettings,
-    Lesson,
-    Outcome,
-    _Learner,
-    collect,
-    update,
-)
+from dynamix.arbitrator.learning.rollout import End, Recording
+from dynamix.arbitrator.learning.service import LearnerSettings, Outcome, _Learner, collect, ended_by, update
 from dynamix.runtime.bus import Bus, BusError, BusMessage, PermissionDeniedError, PublishError, requests
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
@@ -46,18 +37,21 @@ def reward_of(window: int, generation: int = 0, formula: str = "time-aware") -> 
 
 
 def test_a_generation_is_over_with_its_end_or_with_the_next_one() -> None:
-    watch = Generations("ppo", "mnist-*")
+    running: dict[str, Job] = {}
+
+    def over(job: Job) -> list[tuple[Job, bool]]:
+        return ended_by(job, running, "ppo", "mnist-*")
+
     first, ended = job_of(job="mnist-1"), job_of(2, "ended", job="mnist-1", end_reason="completed")
-    assert watch.observe_job(first) == []
+    assert over(first) == []
     second = job_of(1, job="mnist-1")
-    assert watch.observe_job(second) == [Finished(first, terminated=False)]
-    assert watch.observe_job(second) == watch.observe_job(first) == []
-    assert watch.observe_job(ended) == [Finished(second, terminated=False), Finished(ended, terminated=True)]
+    assert over(second) == [(first, False)]
+    assert over(second) == over(first) == []
+    assert over(ended) == [(second, False), (ended, True)]
     broken = job_of(0, "ended", job="mnist-2", end_reason="RuntimeError: out of memory")
-    assert watch.observe_job(broken) == [Finished(broken, terminated=False)]
+    assert over(broken) == [(broken, False)]
     for changes in ({"policy_options": {}}, {"policy": "rule"}, {"job": "cifar-1"}):
-        other = job_of(0, "ended", **({"job": "mnist-3"} | changes))
-        assert watch.observe_job(other) == []
+        assert over(job_of(0, "ended", **({"job": "mnist-3"} | changes))) == []
 
 
 async def refuse(message: BusMessage, reason: str) -> None:
@@ -111,9 +105,9 @@ class Updates:
     """Replaces learning: records the lessons and returns the next made-up version."""
 
     def __init__(self) -> None:
-        self.lessons: list[list[Lesson]] = []
+        self.lessons: list[list[tuple[Recording, End]]] = []
 
-    def __call__(self, content: bytes, lessons: Sequence[Lesson]) -> Outcome:
+    def __call__(self, content: bytes, lessons: Sequence[tuple[Recording, End]]) -> Outcome:
         assert PolicyFile.from_bytes(content)
         self.lessons.append(list(lessons))
         return Outcome(NEXT[len(self.lessons)], [1.0], 0.5, 0.0, [])
@@ -141,22 +135,20 @@ async def a_learner(bus: Bus, executor: Any) -> tuple[_Learner, Context[LearnerS
     return learner, context
 
 
-def collected(*formulas: str, generation: int = 0, num_states: int = 0) -> Collected:
-    found = Collected(None, job_of(generation, policy="mine"), refuse)  # type: ignore[arg-type]  # nothing is read
-    found.actions = [examples.action(generation=generation)]
-    found.rewards = [reward_of(window, generation, formula) for window, formula in enumerate(formulas)]
-    found.states = [(window, examples.state(window_index=window)) for window in range(num_states)]
-    return found
+def collected(*formulas: str, generation: int = 0, num_states: int = 0) -> Recording:
+    states = [(window, examples.state(window_index=window)) for window in range(num_states)]
+    rewards = [reward_of(window, generation, formula) for window, formula in enumerate(formulas)]
+    return Recording(job_of(generation, policy="mine"), states, [examples.action(generation=generation)], [], rewards)
 
 
-async def over(learner: _Learner, found: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
+async def over(learner: _Learner, found: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation is over, of which the bus holds this."""
 
-    async def collect(*_: object, **__: object) -> Collected:
+    async def collect(*_: object, **__: object) -> Recording:
         return found
 
     monkeypatch.setattr(service, "collect", collect)
-    await learner.on_finished(Finished(found.job, terminated=True))
+    await learner.learn_from(found.job, terminated=True)
 
 
 async def test_rewards_of_another_formula_are_left_out_and_missing_ones_cut_a_generation_off(
@@ -168,7 +160,7 @@ async def test_rewards_of_another_formula_are_left_out_and_missing_ones_cut_a_ge
     assert context.counters["generations_of_other_rewards"] == context.counters["generations_left_out"] == 1
     await over(learner, collected("time-aware", generation=1, num_states=3), monkeypatch)
     await over(learner, collected("time-aware", generation=2), monkeypatch)
-    assert [lesson.terminated for lessons in updates.lessons for lesson in lessons] == [False, True]
+    assert [end.terminated for lessons in updates.lessons for _, end in lessons] == [False, True]
     assert context.counters["generations_without_last_rewards"] == 1
 
 
@@ -189,10 +181,12 @@ async def test_a_version_that_the_bus_refuses_is_kept_and_so_are_later_lessons(
 
     monkeypatch.setattr(bus, "publish_next", put)
     await over(learner, collected("time-aware", generation=6), monkeypatch)
-    names = [[lesson.name.rpartition(":")[2] for lesson in lessons] for lessons in updates.lessons]
-    assert names == [["0"], ["2", "3", "4", "5", "6"]]
+    names = [[recording.job.generation for recording, _ in lessons] for lessons in updates.lessons]
+    assert names == [[0], [2, 3, 4, 5, 6]]
     assert [stored.version for stored in await PolicyStore(bus).versions("mine")] == [3, 2, 1]
-    assert (await PolicyStore(bus).get("mine", 2)).data == NEXT[1]
+    second = await PolicyStore(bus).find("mine", 2)
+    assert second is not None
+    assert second.data == NEXT[1]
 
     error = PermissionDeniedError("not yours")  # trying again cannot fix it
     monkeypatch.setattr(bus, "publish_next", fail)
@@ -205,13 +199,17 @@ def test_an_update_names_its_generations_and_is_refused_in_numbers_that_are_too_
 ) -> None:
     file = learned.policy_file(reward_weights={"beta": 1.0})
     monkeypatch.setattr(service, "trajectory_of", lambda *_: learned.trajectory(file.metadata))
-    lessons = [Lesson(collected("time-aware").recording, terminated=True)]
+    lessons = [(collected("time-aware"), End(terminated=True))]
     outcome = update(file.to_bytes(), lessons)
     assert outcome.content is not None
     metadata = PolicyFile.from_bytes(outcome.content).metadata
-    assert (metadata.reward_weights, metadata.learned_from, metadata.parent) == ({}, (lessons[0].name,), file.digest)
+    assert (metadata.reward_weights, metadata.learned_from, metadata.parent) == (
+        {},
+        (f"{examples.JOB}:0",),
+        file.digest,
+    )
     for learning_rate in (1e37, 1e39):
         hasty = learned.policy_file(settings=msgspec.structs.replace(learned.SMALL, learning_rate=learning_rate))
         outcome = update(hasty.to_bytes(), lessons)
         assert outcome.content is None
-        assert outcome.refused[0].startswith(f"{lessons[0].name}: ")
+        assert outcome.refused[0].startswith(f"{examples.JOB}:0: ")

@@ -10,7 +10,7 @@ from tests.support.services_here import arbitrator_here
 from dynamix.arbitrator import service
 from dynamix.arbitrator.deciding import job_log
 from dynamix.arbitrator.deciding.job_log import ActionsEndEarlyError
-from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicySource
+from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicyStore
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.runtime.bus import Bus, requests
 from dynamix.schemas import subjects
@@ -131,16 +131,16 @@ async def test_an_end_of_feed_before_the_watermark_forgets_no_inputs(bus: Bus) -
 async def test_a_policy_that_the_server_does_not_know_yet_is_looked_for_again(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, num_replicas: int
 ) -> None:
-    choose, num_asked = PolicySource.choose, 0
+    choose, num_asked = PolicyStore.choose, 0
 
-    async def old(self: PolicySource, job: Job, recorded: Action | None) -> Policy:
+    async def old(self: PolicyStore, job: Job, recorded: Action | None) -> Policy:
         nonlocal num_asked
         num_asked += 1
         if num_asked <= 3:
             raise PolicyAbsentError("version 7 of policy 'ppo', which decided this generation so far, is gone")
         return await choose(self, job, recorded)
 
-    monkeypatch.setattr(PolicySource, "choose", old)
+    monkeypatch.setattr(PolicyStore, "choose", old)
     await bus.publish(JOB)
     await bus.publish(state(JOB, 0))
     async with arbitrator_here(OldServer(bus, num_replicas)) as context:  # type: ignore[arg-type]

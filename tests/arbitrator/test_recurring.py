@@ -87,7 +87,7 @@ def test_another_cluster_is_noticed_within_three_windows_and_decided_as_if_cold(
 def test_what_was_tried_on_another_cluster_is_neither_taken_nor_kept(first: list[Decision]) -> None:
     """Their times say nothing here, whichever arm they were of."""
     arms = tuple(ArmRecord(rate, 1, 0, (1.0, took)) for rate, took in ((1.0, 2.0), (1.5, 1.6), (2.25, 1.4)))
-    profile = msgspec.structs.replace(profile_of(first), arms=arms, energy_arms=arms[:1])
+    profile = msgspec.structs.replace(profile_of(first), arms=arms)
     job = job_of(explores=("learning_rate",), job="mnist-11112222")
     same = cluster().run(Begun(profile), job, 20)
     assert {one.allocation.rate_factor for one in same} == {2.25}
@@ -96,7 +96,7 @@ def test_what_was_tried_on_another_cluster_is_neither_taken_nor_kept(first: list
     dropped = next(window for window, one in enumerate(slower) if one.note.startswith("dropped its profile"))
     assert [one.allocation.rate_factor for one in slower] == [2.25] * dropped + [1.0] * (20 - dropped)
     kept = profile_of(slower, job, profile)
-    assert (kept.arms, kept.energy_arms, kept.run) == ((), (), 2)
+    assert (kept.arms, kept.run) == ((), 2)
     fewer = msgspec.structs.replace(replace_ranks(2), explores=("learning_rate",))
     assert {one.allocation.rate_factor for one in ToyCluster(RATES[:2]).run(Begun(profile), fewer, 6)} == {1.0}
 

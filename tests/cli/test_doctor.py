@@ -37,8 +37,14 @@ def by_name(checks: list[DoctorCheck]) -> dict[str, DoctorCheck]:
         ("nats-server: v2.9.25", False),
     ],
 )
-def test_a_broker_with_known_holes_is_not_good_enough(shown: str, *, present: bool) -> None:
-    assert checks.server_version(shown, "/bin/nats-server", "fix").present is present
+def test_a_broker_with_known_holes_is_not_good_enough(
+    shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, present: bool
+) -> None:
+    binary = tmp_path / "nats-server"
+    binary.write_text(f"#!/bin/sh\necho '{shown}'\n")
+    binary.chmod(0o755)
+    monkeypatch.setattr(checks, "server_binary", lambda: binary)
+    assert checks.server().present is present
 
 
 def test_the_data_is_looked_for_where_the_trainer_looks() -> None:
@@ -57,8 +63,8 @@ def test_a_machine_without_proc_is_fatal(tmp_path: Path) -> None:
 
 def test_a_failed_check_is_followed_by_its_fix_and_a_verdict() -> None:
     torch = DoctorCheck("PyTorch", "training", "not installed", "pip install torch")
-    streams = DoctorCheck("streams", "always", "not permitted", "ask another user", permitted=False)
-    lines = report({"Software": [DoctorCheck("Python", "always", "3.11"), torch, streams]}, width=80).splitlines()
+    streams = DoctorCheck("streams", "everything", "not permitted", "ask another user", permitted=False)
+    lines = report({"Software": [DoctorCheck("Python", "everything", "3.11"), torch, streams]}).splitlines()
     assert [line.split() for line in lines[1:6]] == [
         ["ok", "Python", "3.11"],
         ["failed", "PyTorch", "not", "installed", "(for", "training)"],
@@ -151,13 +157,13 @@ def test_the_command_writes_json_and_says_by_its_code_that_nothing_fatal_is_miss
     assert checks["Python"] == {
         "name": "Python",
         "present": True,
-        "needed_for": "always",
+        "needed_for": "everything",
         "found": checks["Python"]["found"],
         "fix": "",
         "permitted": True,
         "fatal": False,
     }
-    needs = [check["present"] for check in written["findings"] if check["needed_for"] == "ebpf"]
+    needs = [check["present"] for check in written["findings"] if check["needed_for"] == "eBPF probes"]
     assert len(needs) == 6
     assert (written["probe"] == "ebpf") == all(needs)
 

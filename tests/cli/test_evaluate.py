@@ -21,7 +21,7 @@ from dynamix.lab.comparison.tuning import GRID
 from dynamix.lab.simulator.episode import RunOutcome, code_digest
 from dynamix.lab.simulator.scenario import Scenario, suite_named
 
-ROW = {"policy", "median_time_to_target_s", "misses", "vs_best_static", "vs_goodput"}
+ROW = {"policy", "median_time_to_target_s", "misses", "ratios"}
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def test_the_json_has_the_promised_shape(place: Path, monkeypatch: pytest.Monkey
     ]
     assert all(set(row) >= ROW for row in found["policies"])
     rule = next(row for row in found["policies"] if row["policy"] == "rule")
-    assert set(rule["vs_best_static"]) == {"value", "low", "high", "family_low", "family_high"}
-    assert rule["vs_best_static"]["value"] == pytest.approx(0.5)
+    assert set(rule["ratios"]["best-static"]) == {"value", "low", "high", "family_low", "family_high"}
+    assert rule["ratios"]["best-static"]["value"] == pytest.approx(0.5)
     assert found["families"]["mixed"]["best_static_local_batch_size"] == 64
     assert all(set(row) >= ROW for row in found["families"]["alike"]["policies"])
     assert (place / "figure.png").stat().st_size > 10_000
@@ -73,7 +73,7 @@ def test_rows_that_may_exchange_otherwise_are_compared_with_exact_ones(
     assert main(arguments(place, *rows, "--exchange", "local", "--seeds", "2", "--png", str(place / "a.png"))) == 0
     found = verdict(place)
     assert found["against"] == ["rule/exchange=exact"]
-    ratios = {row["policy"]: row["against"]["rule/exchange=exact"]["value"] for row in found["policies"]}
+    ratios = {row["policy"]: row["ratios"]["rule/exchange=exact"]["value"] for row in found["policies"]}
     assert ratios["rule"] == ratios["static:every=4,codec=int8@64"] == pytest.approx(0.5)
     assert ratios["goodput"] == pytest.approx(1.5)
     assert "time over that of rule/exchange=exact" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from tests.support import learning
 
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.cli.main import main
-from dynamix.collector.agent_network import AgentNetwork
+from dynamix.collector.agent import AgentNetwork
 from dynamix.schemas.policies import MULTIPLIERS
 
 TINY = ["--workers", "1"]

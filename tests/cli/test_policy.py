@@ -71,8 +71,8 @@ def test_what_is_imported_is_listed_shown_and_exported(
     assert (shown["policy"]["version"], shown["usable"], shown["metadata"]["seeds"]) == (3, True, [2])
     assert main(["policy", "show", "ppo:1"]) == 0
     text = capsys.readouterr().out
-    assert "ppo version 1, comes with the package" in text
-    assert "scores              vs_rule=0.93" in text
+    assert "origin              shipped" in text
+    assert "scores              {'vs_rule': 0.93}" in text
 
     for name, data in (("ppo:2", FIRST), ("ppo", SECOND), ("ppo:1", (package / "ppo.safetensors").read_bytes())):
         assert main(["policy", "export", name, "-o", str(tmp_path / "out")]) == 0

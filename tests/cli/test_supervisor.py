@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 
+import pytest
+
 from dynamix.cli.commands.up import Child, kept
 
 
 class Sleeper:
     """A child that sleeps, or fails to start when it is told to."""
-
-    name = "sleeper"
 
     def __init__(self, seconds: float = 600.0) -> None:
         self.seconds = seconds
@@ -42,12 +42,13 @@ class Sleeper:
         return self._process is not None and self._process.poll() is None
 
 
-async def test_a_killed_child_is_started_again_until_that_works_and_stopped_at_the_end() -> None:
+async def test_a_killed_child_is_started_again_until_that_works_and_stopped_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dynamix.cli.commands.up.MIN_WAIT_S", 0.01)
     child = Sleeper()
-    said: list[str] = []
     await child.start()
-    as_child = Child(child.name, child.pid, child.start, child.stop)
-    async with kept([as_child], lambda name, text: said.append(f"{name} {text}"), min_wait_s=0.01):
+    async with kept([Child("sleeper", child.pid, child.start, child.stop)]):
         for expected in (2, 3):
             child.fails = expected == 3
             child.started.clear()
@@ -56,4 +57,4 @@ async def test_a_killed_child_is_started_again_until_that_works_and_stopped_at_t
             assert child.num_starts == expected
         assert child.is_running()
     assert not child.is_running()
-    assert "sleeper does not start: no memory" in said
+    assert "sleeper    does not start: no memory" in capsys.readouterr().err

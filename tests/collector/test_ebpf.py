@@ -5,11 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.support.sockets import connected, cookie, read, send, tcp_info
+from bench.hosts import Hosts, Link
+from tests.support.sockets import connected, connected_over, cookie, read, send, tcp_info
 
 from dynamix.collector.ebpf import syscall
 from dynamix.collector.ebpf.probe import PROGRAMS, SocketProbe, open_probe, opened, v2_mount
@@ -139,3 +142,28 @@ def test_three_capabilities_are_enough_and_fewer_are_not() -> None:
 def test_a_path_that_is_no_control_group_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ProbeError, match="is no control group of version 2: DYNAMIX_COLLECTOR_CGROUP"):
         open_probe(str(tmp_path))
+
+
+def test_retransmitted_segments_equal_the_kernels_statistics_on_each_host(probe: SocketProbe) -> None:
+    """Three hosts in a ring; the link of one loses packets. The sockets are this process's."""
+    with Hosts(3) as hosts, ExitStack() as stack:
+        places = [host.namespace.entered for host in hosts]
+        ring = [
+            stack.enter_context(connected_over(places[rank], places[rank - 2], (hosts[rank - 2].address, 0)))
+            for rank in range(3)
+        ]
+        hosts[1].set_link(Link(rate=100e6, queue_limit_bytes=10_000))
+        before = [host.namespace.traffic().retransmits for host in hosts]
+        threads = [threading.Thread(target=send, args=(client, server, MIB // 4)) for client, server in ring]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        counted = [
+            read(probe, ring[rank][0]).retransmits + read(probe, ring[rank - 1][1]).retransmits for rank in range(3)
+        ]
+        after = [host.namespace.traffic().retransmits for host in hosts]
+        assert counted == [last - first for last, first in zip(after, before, strict=True)]
+        assert min(counted[:2]) > 10, "the link must have lost something"
+        assert [read(probe, server).received_bytes for _, server in ring] == [MIB // 4] * 3
+        assert read(probe, ring[1][0]).acked_bytes - 1 == MIB // 4  # the start of the stream has a place in it

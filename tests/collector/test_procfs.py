@@ -54,7 +54,7 @@ def captured_row(**changes: object) -> RankRow:
     fields = {
         "pid": 4242,
         "pid_start_ticks": 8812345,
-        "pid_namespace": Proc(CAPTURED).owner(4242).pid_namespace,
+        "pid_namespace": Proc(CAPTURED).owner(4242)[1],
         "uid": 1000,
     }
     return examples.row(0, **(fields | changes))
@@ -118,7 +118,7 @@ def test_the_running_kernels_proc_files_parse_like_the_captured_ones() -> None:
 def own_row(**changes: object) -> RankRow:
     pid, proc = os.getpid(), Proc()
     fields = {"pid": pid, "pid_start_ticks": proc.stat(pid).start_ticks, "uid": os.getuid()}
-    return examples.row(0, **(fields | {"pid_namespace": proc.owner(pid).pid_namespace} | changes))
+    return examples.row(0, **(fields | {"pid_namespace": proc.owner(pid)[1]} | changes))
 
 
 def test_a_process_is_believed_when_it_is_what_its_row_says(tmp_path: Path) -> None:

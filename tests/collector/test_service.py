@@ -2,49 +2,23 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
-from typing import Self
 
 import pytest
 import structlog
 from tests.support import control_plane, examples
-from tests.support.brokers import consumer_names
+from tests.support.brokers import ConfiguredServer, connected, consumer_names, until
 
 from dynamix.collector import observation, service
-from dynamix.collector.observation import CollectorSettings, KernelObserver
+from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.procfs import Proc
-from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.runtime.bus import Bus
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.messages import Message, MetricWindow
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import MetricWindow
 from dynamix.schemas.streams import FEED, REPORTS
 
 SIZES, THROUGHPUT = (128,) * 4, (1000.0,) * 4
-
-
-class Batches:
-    """A consumer of what a function returns."""
-
-    def __init__(self, next_batch: Callable[[], Awaitable[list[BusMessage]]]) -> None:
-        self._next_batch = next_batch
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        return None
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> list[BusMessage]:
-        if not (batch := await self._next_batch()):
-            raise StopAsyncIteration
-        return batch
-
-    async def ack(self, message: BusMessage) -> None:
-        """Do nothing: no message is delivered twice."""
 
 
 class SlowProc(Proc):
@@ -72,7 +46,7 @@ def collector(bus: Bus) -> asyncio.Task[None]:
     context = Context(
         "collector", "0", control_plane.NODE, bus, settings, asyncio.Event(), structlog.stdlib.get_logger()
     )
-    return asyncio.create_task(service.serve_observed(context, KernelObserver(context, "not wanted")))
+    return asyncio.create_task(service.serve(context))
 
 
 async def test_the_loop_runs_while_the_kernel_is_read(bus: Bus, slow: SlowProc) -> None:
@@ -102,8 +76,10 @@ async def test_a_cancelled_caller_waits_for_its_reading_thread(bus: Bus, slow: S
     assert task.cancelled()
 
 
-async def test_a_job_with_a_crowd_of_large_reports_delays_no_other(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest report of a job that trains is stored behind all of them, and its state comes before theirs."""
+async def test_a_job_with_a_crowd_of_large_reports_delays_no_other_also_while_nothing_is_stored(
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest report of a job that trains lies behind all of them, and no report waits for the one before it."""
     monkeypatch.setattr(service, "READ_SHARE", 20.0)
     task = collector(bus)
     await listening(bus)
@@ -111,77 +87,23 @@ async def test_a_job_with_a_crowd_of_large_reports_delays_no_other(bus: Bus, mon
     job, ranks = control_plane.one_node_job(), tuple(range(1024))
     await bus.publish(control_plane.report_of(job, 0, SIZES, THROUGHPUT))
     for number in range(12):
-        crowd = f"crowd{number % 3}"
-        await bus.publish(examples.report(control_plane.NODE, ranks, number, job=crowd))
+        await bus.publish(examples.report(control_plane.NODE, ranks, number, job=f"crowd{number % 3}"))
     await bus.publish(control_plane.report_of(job, 1, SIZES, THROUGHPUT))
-    order = []
-    states = subjects.of("state", subjects.ANY, control_plane.NODE)
-    async with bus.consume(FEED.name, [states], start="new") as stored:
-        task = collector(bus)
-        while len(order) < 14:
-            order += [subjects.parse(message.subject).tokens[0] for message in await anext(stored)]
-    await stopped(task)
+    order: list[str] = []
+
+    async def never_stored(_subject: str, _payload: bytes, message_id: str) -> asyncio.Future[int]:
+        kind, name, *_ = message_id.split(":")
+        order.extend([name] if kind == "state" else [])
+        return asyncio.get_running_loop().create_future()
+
+    async with connected(server.settings) as other:
+        monkeypatch.setattr(other, "publish_bytes_soon", never_stored)
+        task = collector(other)
+        await until(lambda: len(order) == 14)
+        await stopped(task)
     assert sorted(order) == sorted([*(2 * [job.job]), *(4 * ["crowd0", "crowd1", "crowd2"])])
     assert order[0] == job.job
     assert order.index(job.job, 1) <= 4
-
-
-class CrowdOnSlowBroker:
-    """A bus that stores nothing: an honest report, a crowd of jobs in one batch, then again the honest job's."""
-
-    NUM_CROWD = 40
-
-    def __init__(self) -> None:
-        self.handled: list[str] = []
-        self.is_over = asyncio.Event()
-        self._honest = control_plane.one_node_job()
-        self._num_batches = 0
-
-    def consume(self, *_: object, **__: object) -> Batches:
-        return Batches(self._next_batch)
-
-    async def _next_batch(self) -> list[BusMessage]:
-        number, self._num_batches = self._num_batches, self._num_batches + 1
-        for _ in range(4):  # from the socket over client and consumer
-            await asyncio.sleep(0)
-        if number == 1:
-            crowd = [examples.report(control_plane.NODE, job=f"crowd{one}") for one in range(self.NUM_CROWD)]
-            return [self._message(report, 2 + at) for at, report in enumerate(crowd)]
-        if number == 3:
-            await asyncio.Event().wait()
-        return [self._message(control_plane.report_of(self._honest, number // 2, SIZES, THROUGHPUT), 100 * number + 1)]
-
-    def _message(self, report: Message, sequence: int) -> BusMessage:
-        return BusMessage(subjects.subject_of(report), encode(report), sequence, 0, 0)
-
-    async def publish_bytes_soon(self, _subject: str, _payload: bytes, message_id: str) -> asyncio.Future[int]:
-        kind, job, *_ = message_id.split(":")
-        if kind == "state":
-            self.handled.append(job)
-        if len(self.handled) == self.NUM_CROWD + 2:
-            self.is_over.set()
-        return asyncio.get_running_loop().create_future()
-
-    async def newest(self, *_: str) -> None:
-        """Nothing is stored."""
-
-    async def publish(self, message: Message) -> int:
-        raise AssertionError(f"{message} waits for no room")
-
-
-async def test_a_known_jobs_report_is_next_after_the_one_that_is_handled_also_while_nothing_is_stored() -> None:
-    """What came meanwhile is read after each report, and no report waits until the one before it is stored."""
-    bus = CrowdOnSlowBroker()
-    context: Context[CollectorSettings] = Context(
-        *("collector", "0", control_plane.NODE, bus, CollectorSettings(probe="tcp_info")),
-        *(asyncio.Event(), structlog.stdlib.get_logger()),
-    )
-    task = asyncio.create_task(service.serve_observed(context, KernelObserver(context, "not wanted")))
-    await bus.is_over.wait()
-    await stopped(task)
-    honest = control_plane.one_node_job().job
-    assert bus.handled[0] == honest
-    assert bus.handled.index(honest, 1) <= 2
 
 
 async def test_what_was_read_and_not_handled_comes_again_after_a_restart(bus: Bus, slow: SlowProc) -> None:

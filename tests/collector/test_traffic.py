@@ -7,7 +7,7 @@ from tests.collector.test_procfs import Clock
 from tests.support import examples
 
 from dynamix.collector.ebpf.probe import Counters, SocketProbe
-from dynamix.collector.traffic import SocketTraffic
+from dynamix.collector.observation import SocketTraffic
 from dynamix.collector.window import Traffic
 from dynamix.schemas.messages import NetworkMetrics, Report
 

@@ -26,7 +26,7 @@ def take(reports: WaitingReports, count: int = 10_000) -> list[int]:
     """The sequences of those whose turns come next."""
     found = []
     while reports and len(found) < count:
-        found.append(reports.take().message.sequence)
+        found.append(reports.take()[0].sequence)
     return found
 
 
@@ -50,9 +50,9 @@ def test_every_report_has_its_turn_once_and_those_of_a_job_keep_their_order() ->
     for number in range(1, 2000):
         reports.add([message(chance.choice(names), number)])
         if number % 3 == 0:
-            handled.append(reports.take().message)
+            handled.append(reports.take()[0])
     while reports:
-        handled.append(reports.take().message)
+        handled.append(reports.take()[0])
     assert sorted(one.sequence for one in handled) == list(range(1, 2000))
     for name in names:
         own = [one.sequence for one in handled if one.subject == message(name, 0).subject]
@@ -62,7 +62,7 @@ def test_every_report_has_its_turn_once_and_those_of_a_job_keep_their_order() ->
 def test_the_newest_report_of_each_subject_is_known() -> None:
     reports = waiting(message("a", 1), message("b", 2), message("a", 3))
     found = [reports.take() for _ in range(3)]
-    assert {report.message.sequence: report.is_newest for report in found} == {1: False, 2: True, 3: True}
+    assert {message.sequence: is_newest for message, is_newest in found} == {1: False, 2: True, 3: True}
 
 
 def test_only_what_has_no_unhandled_one_before_it_is_acknowledged() -> None:
@@ -80,7 +80,7 @@ def test_reading_stops_while_too_much_waits_or_is_not_acknowledged(monkeypatch: 
     assert reports.has_room
     reports.add([message("a", 3)])
     assert not reports.has_room
-    taken = [reports.take().message for _ in range(3)]
+    taken = [reports.take()[0] for _ in range(3)]
     assert reports.has_room
     monkeypatch.setattr(turns, "MAX_READ", 3)
     assert not reports.has_room
@@ -112,4 +112,4 @@ def test_an_older_report_of_a_subject_has_its_turn_behind_one_that_was_added_ear
     reports.add_early(message("honest", 9))
     reports.add([message("honest", 5)])
     found = [reports.take() for _ in range(3)]
-    assert [(report.message.sequence, report.is_newest) for report in found] == [(1, False), (9, True), (5, False)]
+    assert [(message.sequence, is_newest) for message, is_newest in found] == [(1, False), (9, True), (5, False)]

@@ -1,4 +1,4 @@
-"""The systemd units: systemd itself accepts them, and every one is closed as far as its work allows."""
+"""The systemd units: systemd itself accepts them, and every one is closed as far as its work allows; their settings."""
 
 import re
 import shutil
@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.runtime.settings import SharedSettings
+from dynamix.arbitrator.learning.service import LearnerSettings
+from dynamix.arbitrator.service import ArbitratorSettings
+from dynamix.collector.observation import CollectorSettings
+from dynamix.reward.service import RewardSettings
+from dynamix.runtime.settings import BusSettings, SharedSettings
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 SERVICES = ("collector", "reward", "arbitrator", "learner")
@@ -97,3 +101,19 @@ def test_a_service_waits_for_its_broker_and_is_restarted_whenever_it_ends_or_han
     assert SharedSettings().stuck_after_s < 60, "it first ends by itself, and logs where it was stuck"
     (after,) = [line for line in lines if line.startswith("After=")]
     assert "multi-user.target" in after.split()
+
+
+def test_every_key_that_a_file_of_deploy_sets_is_one_that_some_component_reads() -> None:
+    files = [path for path in UNITS.parent.rglob("*") if path.is_file() and "secrets" not in path.parts]
+    used = {key for path in files for key in re.findall(r"\bDYNAMIX_[A-Z_]+\b", path.read_text())}
+    assert {"DYNAMIX_NATS_URL", "DYNAMIX_NATS_CREDS_FILE"} <= used
+    structs = {
+        "DYNAMIX_": SharedSettings,
+        "DYNAMIX_NATS_": BusSettings,
+        "DYNAMIX_COLLECTOR_": CollectorSettings,
+        "DYNAMIX_REWARD_": RewardSettings,
+        "DYNAMIX_ARBITRATOR_": ArbitratorSettings,
+        "DYNAMIX_LEARNER_": LearnerSettings,
+    }
+    known = {prefix + field.upper() for prefix, struct in structs.items() for field in struct.__struct_fields__}
+    assert used - known == set()

@@ -301,10 +301,10 @@ def test_a_capture_becomes_a_scenario_a_report_and_a_picture(
 ) -> None:
     scenario, picture = tmp_path / "mine.toml", tmp_path / "mine.png"
     arguments = ["--workload", "fashion-14-mlp", "--target", "0.7", "-o", str(scenario), "--png", str(picture)]
-    assert main(["calibrate", str(file), *arguments, "--json", "-"]) == 0
+    assert main(["calibrate", str(file), *arguments, "--json", str(tmp_path / "report.json")]) == 0
     output = capsys.readouterr()
-    report = json.loads(output.out)  # nothing else on standard output
-    assert "± " in output.err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert "± " in output.out
     assert report["median_error"] < 0.02
     assert len(report["comparisons"]) == report["num_windows"]
     read = Scenario.read(scenario)
@@ -312,7 +312,7 @@ def test_a_capture_becomes_a_scenario_a_report_and_a_picture(
     assert read.target_accuracy == 0.7
     assert [worker.samples_per_s for worker in read.workers] == pytest.approx([4000, 4000, 2000, 1000], rel=0.04)
     assert [worker.saturation for worker in read.workers] == pytest.approx([60, 60, 0, 48], abs=3)
-    assert "saturation, samples" in output.err
+    assert "saturation, samples" in output.out
     assert report["scenario"]["workers"][3]["samples_per_s"] == read.workers[3].samples_per_s
     assert scenario.read_text().startswith("# Fitted to ")
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -10,8 +10,7 @@ from tests.support.exchanges import VirtualRanks, dense_sum, make_parts, masked,
 
 from dynamix.extras.powersgd import RANK, LowRankExchange
 from dynamix.extras.sketch import LOOK_AGAIN, Peeling
-from dynamix.trainer.exchange.codec import BucketView, ErrorFeedback, Member
-from dynamix.trainer.exchange.collectives import Collective, Leg, Sum, Trade, perform_alike
+from dynamix.trainer.exchange.codec import BucketView, Collective, ErrorFeedback, Leg, Member, Sum, Trade, perform_alike
 
 LENGTH = 8000
 

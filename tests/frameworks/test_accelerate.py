@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ from torch.utils.data import DataLoader
 
 from dynamix.trainer import Session
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="Accelerate is not installed: make test-frameworks"),
+]
 
 
 def _attached() -> tuple[Any, nn.Module, Any, Session, Any]:
@@ -52,15 +57,15 @@ def _train(directory: Path, *, resume: bool, num_batches: int) -> list[int]:
 
 
 def test_skipping_batches_of_a_session_is_refused_with_what_to_write() -> None:
-    accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-frameworks")
+    from accelerate import skip_first_batches  # noqa: PLC0415
+
     _, _, _, session, loader = _attached()
     with pytest.raises(AttributeError, match=r"in place of skip_first_batches call accelerator.register_for_checkpo"):
-        accelerate.skip_first_batches(loader, 3)
+        skip_first_batches(loader, 3)
     session.close()
 
 
 def test_a_run_resumed_from_its_checkpoint_uses_what_is_left_of_the_epoch(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-frameworks")
     first = _train(tmp_path, resume=False, num_batches=3)
     second = _train(tmp_path, resume=True, num_batches=9)
     assert len(first) == 48

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ from tests.support.training import gather
 from torch import nn
 from torch.utils.data import Dataset
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    *(pytest.mark.slow, pytest.mark.timeout(200)),
+    pytest.mark.skipif(find_spec("transformers") is None, reason="Transformers is not installed: make test-frameworks"),
+]
 NUM_SAMPLES, NUM_LABELS, IGNORED = 150, 3, -100
 
 
@@ -99,14 +104,12 @@ def _errors(rank: int, directory: str) -> list[float]:
 
 
 def test_each_label_counts_alike_with_unequal_batches(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="Transformers is not installed: make test-frameworks")
     for errors in run_ranks(_errors, 2, str(tmp_path)):
         assert len(errors) == 5  # 150 samples, 32 to a step
         assert max(errors) < 1e-12
 
 
 def test_a_run_resumed_in_the_middle_of_an_epoch_uses_what_is_left(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="Transformers is not installed: make test-frameworks")
     first = _trainer(tmp_path, {}, num_train_epochs=2, save_strategy="steps", save_steps=12, logging_steps=19)
     used = first.model.used
 
@@ -126,6 +129,5 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_uses_what_is_left(tmp_path: Pat
 
 
 def test_an_adaptive_global_batch_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="Transformers is not installed: make test-frameworks")
     with pytest.raises(ValueError, match="computes in advance: use global_batch='fixed', the default"):
         _trainer(tmp_path, {"global_batch": "adaptive"}).train()

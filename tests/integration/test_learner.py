@@ -9,7 +9,6 @@ from tests.support.lockstep import run_lockstep
 
 from dynamix.arbitrator.learned.policy import GlobalLever, LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
-from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.arbitrator.learning.rollout import End, Recording, Trajectory, trajectory_of
 from dynamix.cli.services import wait_until_ready
@@ -77,16 +76,13 @@ async def test_a_learner_on_the_bus_gives_the_policies_of_learning_in_one_proces
         }
         await plane.start("collector")
         await start_learner(plane)
-        store = PolicyStore(plane.bus)
-        await versions(plane, 1)
-        first = PolicyFile.from_bytes((await store.get(POLICY, 1)).data)
+        first = PolicyFile.from_bytes((await versions(plane, 1))[0].content)
         assert await explore(plane, seed=1) == {1}
 
         plane.services["learner"].kill()  # what it had in hand is on the bus
         await start_learner(plane)
         assert await explore(plane, seed=2) == {1}
-        await versions(plane, 2)
-        second = PolicyFile.from_bytes((await store.get(POLICY, 2)).data)
+        second = PolicyFile.from_bytes((await versions(plane, 2))[1].content)
         assert second.metadata.learned_from == ("job-1:0", "job-2:0")
         assert (second.metadata.num_updates, second.metadata.num_episodes) == (1, 2)
         assert second.metadata.parent == first.digest

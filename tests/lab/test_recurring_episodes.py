@@ -1,34 +1,22 @@
 """Episodes of one family: each begins with what the one before it taught, by the code that services run."""
 
-import msgspec
-import pytest
 from tests.support import virtual
 
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.lab.simulator.episode import Episode, run_episode
-from dynamix.lab.simulator.scenario import Power
 from dynamix.schemas.messages import JobProfile
-from dynamix.schemas.messages.allocation import Objective
 
 LONG = virtual.scenario(target_accuracy=0.5, fixed_time_s=2.0)
-MEASURED = msgspec.structs.replace(LONG, power=(Power(busy_w=300.0, idle_w=60.0),) * 2)
 
 
-def episode(
-    profile: JobProfile | None = None,
-    *explores: str,
-    seed: int = 3,
-    family: str = "virtual",
-    objective: Objective = "time",
-) -> Episode:
+def episode(profile: JobProfile | None = None, *explores: str, seed: int = 3, family: str = "virtual") -> Episode:
     return run_episode(
-        *(LONG if objective == "time" else MEASURED, Rule()),
+        *(LONG, Rule()),
         data=virtual.data(),
         seed=seed,
         family=family,
         profile=profile,
         explores=explores,  # type: ignore[arg-type]
-        objective=objective,
         keep_messages=True,
     )
 
@@ -58,14 +46,3 @@ def test_a_learning_rate_is_tried_only_where_the_job_lets_it() -> None:
     assert rates[0] is not None
     assert rates[2] is not None
     assert rates[2] / (sizes[2] / sizes[0]) ** 0.5 / rates[0] > 1.4
-
-
-def test_energy_is_known_only_where_the_workers_power_is() -> None:
-    with pytest.raises(ValueError, match=r"has no energy to compare runs by: add a table \[\[power\]\] per"):
-        virtual.cluster(policy="rule", family="virtual", explores=("learning_rate",), objective="energy")
-    power = (Power(busy_w=300.0, idle_w=50.0), Power(busy_w=100.0, idle_w=20.0))
-    report = virtual.cluster(virtual.scenario(power=power)).run_window()[0]
-    busy_s = [row.compute_time_s for row in report.rows]
-    joules = 250.0 * (busy_s[0] + busy_s[1]) + 80.0 * (busy_s[2] + busy_s[3]) + 140.0 * report.totals.time_s
-    assert report.energy_j == pytest.approx(joules)
-    assert virtual.cluster().run_window()[0].energy_j is None

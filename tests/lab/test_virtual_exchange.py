@@ -15,16 +15,12 @@ from dynamix.lab.simulator.exchange import (
     ActiveExchange,
     BucketTraffic,
     CollectiveTraffic,
-    StackedInt8,
     StepTraffic,
     VirtualExchange,
-    run_counted,
     total_bytes,
 )
 from dynamix.lab.simulator.scenario import Coding, Network, Scenario, Workers
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Allocation, Exchange
-from dynamix.trainer.exchange.codec import BucketPart, BucketView, Member
-from dynamix.trainer.exchange.codecs import exchange_codec
 
 INT8 = Exchange(codec="int8")
 LONG = {"fixed_time_s": 1e3, "time_limit_s": 1e6, "evaluate_every_s": 1e6}
@@ -153,33 +149,6 @@ def test_codecs_without_loss_train_as_exact_training_does(name: str) -> None:
             assert expected.totals.noise is not None
             assert found.totals.noise.trace == pytest.approx(expected.totals.noise.trace, rel=1e-9)
             assert found.totals.loss_sum == pytest.approx(expected.totals.loss_sum, rel=1e-9)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 9])
-@pytest.mark.parametrize("shares", [(), (1.0, 0.0, 2.0, 1.0, 1.0, 1.0, 5.0, 1.0, 0.0)])
-def test_stacked_codecs_have_the_same_bits_and_bytes_as_one_per_rank(num_ranks: int, shares: tuple[float, ...]) -> None:
-    generator = torch.Generator().manual_seed(2)
-    members = [Member(rank, num_ranks, shares[:num_ranks]) for rank in range(num_ranks)]
-    stacked, codecs = StackedInt8(), [exchange_codec("int8") for _ in members]
-    parts = (BucketPart("weight", 0, 4000, torch.Size((4000,))),)
-    for step in range(6):
-        rows = torch.randn(num_ranks, 4000, generator=generator)
-        if step == 3:
-            rows[1, 70] = torch.inf
-        expected = rows.clone()
-        views = [BucketView(0, row, parts) for row in expected.unbind()]
-        seen = run_counted([codec.reduce(*of_rank) for codec, *of_rank in zip(codecs, views, members, strict=True)])
-        found, is_finite = stacked.reduce(rows, members[0])
-        assert is_finite == (step != 3)
-        assert is_finite == (len(seen) == 2)
-        for one, other in zip(found, seen, strict=is_finite):
-            assert one.sent.tolist() == other.sent.tolist()
-            assert one.received.tolist() == other.received.tolist()
-            assert one.num_messages == other.num_messages
-        if is_finite:
-            assert torch.equal(rows, expected)
-    largest = [float(each.abs().max()) for codec in codecs for each in codec.residuals.by_key().values()]  # type: ignore[attr-defined]
-    assert stacked.largest_residual == max(largest) > 0
 
 
 def test_jobs_with_parameter_servers_or_without_a_lag_permit_no_codec() -> None:

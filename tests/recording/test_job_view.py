@@ -41,7 +41,8 @@ def state(view: JobView) -> tuple[object, ...]:
     windows = [
         (one.metrics, one.sizes, sorted(one.nodes), one.action, one.applied, one.mean_reward()) for one in view.history
     ]
-    now = (view.job, view.generation, view.window, view.ranks, view.nodes, view.action, view.applied, view.event)
+    events = {one.window for _, one in view.events}
+    now = (view.job, view.generation, view.window, view.ranks, view.nodes, view.action, view.applied, events)
     return (*now, view.mean_reward(), view.reward_terms(), view.metrics, windows)
 
 
@@ -62,7 +63,7 @@ def test_the_newest_window_decision_and_reward_of_every_rank_are_known() -> None
         **dict.fromkeys((2, 3), ("node-b", 3)),
     }
     assert view.action is not None
-    assert (view.action.reason, view.event) == ("reason 3", event(3))
+    assert (view.action.reason, view.events[-1][1]) == ("reason 3", event(2))
     assert view.mean_reward() == pytest.approx(0.3)
     assert list(view.reward_terms()) == ["accuracy", "size"]
     assert view.curve("throughput") == [5120.0] * 5
@@ -86,7 +87,7 @@ def test_a_window_gathers_sizes_traffic_rewards_the_decision_and_its_adoption() 
 
 def test_a_restart_begins_anew_and_late_messages_of_the_old_generation_are_history() -> None:
     view = view_of(*whole_job(), examples.job(generation=1))
-    assert (view.window, view.ranks, view.action, view.applied, view.event) == (-1, {}, None, None, None)
+    assert (view.window, view.ranks, view.action, view.applied, list(view.events)) == (-1, {}, None, None, [])
     view.fold(examples.window("node-a", (0, 1), 8))
     assert view.ranks == {}
     view.fold(examples.window("node-a", (0, 1), 0, generation=1))

@@ -1,4 +1,4 @@
-"""Captures that replay equal, those that differ, and a job decided by another policy than its own."""
+"""Captures that replay equal, and those that differ."""
 
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.policies.baselines import Proportional
 from dynamix.collector.agent import trace_of
 from dynamix.collector.window import simulated_window
-from dynamix.recording.capture import CaptureError, Record, WindowKey, first_generation, records
+from dynamix.recording.capture import CaptureError, Record, records
 from dynamix.recording.comparison import agree
-from dynamix.recording.decisions import OtherPolicy, ReplayError
-from dynamix.recording.replay import ReplayTarget, replay
+from dynamix.recording.replay import ReplayError, ReplayTarget, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.schemas import codec
 from dynamix.schemas.codec import decode
@@ -55,14 +54,6 @@ def test_the_traces_of_an_agent_are_replayed_with_its_windows(tmp_path: Path, is
                 recording.store(message)
     outcome = replay(path, "collector")
     assert (outcome.counts.num_compared, outcome.counts.num_equal) == (9, 9)
-
-
-def test_until_a_window_compares_no_later_one() -> None:
-    until = WindowKey(first_generation(DEMO), 12)
-    counts = {
-        into: replay(DEMO, into, until=until).counts.num_compared for into in ("collector", "reward", "arbitrator")
-    }
-    assert counts == {"collector": 26, "reward": 13, "arbitrator": 13}
 
 
 def test_a_capture_with_arbitrator_restarts_replays_equal(tmp_path: Path) -> None:
@@ -107,7 +98,7 @@ def test_a_past_capture_with_the_specification_last_replays_equal(tmp_path: Path
 
 
 def test_a_capture_from_the_middle_of_a_job_continues_from_an_action(tmp_path: Path) -> None:
-    middle = next(record.sequence for record in records(DEMO) if Matching("report", 10)(record))
+    middle = next(record.sequence for record in records(DEMO) if Matching("state", 10)(record))
 
     def later(record: Record) -> bool:
         return record.stream != FEED.name or record.sequence >= middle
@@ -210,9 +201,7 @@ def test_a_changed_action_is_the_first_difference_with_both_sides(tmp_path: Path
     assert outcome.counts.num_equal == 29
 
 
-def test_an_arbitrator_that_stops_deciding_is_a_difference_also_with_until(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_arbitrator_that_stops_deciding_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     decide = Proportional.decide
 
     def fails(self: Proportional, job: Job, window: int, *observed: Any) -> Any:
@@ -221,11 +210,9 @@ def test_an_arbitrator_that_stops_deciding_is_a_difference_also_with_until(
         return decide(self, job, window, *observed)
 
     monkeypatch.setattr(Proportional, "decide", fails)
-    generation = first_generation(DEMO)
-    for until, num_missing in ((None, 25), (WindowKey(generation, 12), 8)):
-        outcome = replay(DEMO, "arbitrator", until=until)
-        assert not outcome.decisions_equal
-        assert outcome.counts.num_different == num_missing
+    outcome = replay(DEMO, "arbitrator")
+    assert not outcome.decisions_equal
+    assert outcome.counts.num_different == 25
 
 
 def test_other_weights_give_other_rewards_and_the_term_is_listed() -> None:
@@ -305,32 +292,3 @@ def test_close_numbers_agree_and_decisions_must_be_equal() -> None:
     assert agree(examples.action(carry=b"a", hash=b"b"), examples.action(carry=b"c", hash=b"d"))
     assert not agree(examples.action(), examples.action(local_batch_sizes=(128, 128, 128, 129)))
     assert not agree(examples.action(), "cannot be decoded")
-
-
-# --- another policy ------------------------------------------------------------------------------------------------
-
-
-def test_asking_the_recorded_policy_gives_the_recorded_decisions() -> None:
-    outcome = replay(DEMO, "arbitrator", other=OtherPolicy("proportional", {}))
-    assert outcome.what_if is not None
-    assert (outcome.what_if.num_windows, outcome.what_if.num_windows_different) == (30, 0)
-
-
-def test_asking_another_policy_gives_its_decisions() -> None:
-    initial = next(decode(Job, r.subject, r.payload) for r in records(DEMO) if r.stream == JOBS.name)
-    outcome = replay(DEMO, "arbitrator", other=OtherPolicy("static", {}))
-    asked = outcome.what_if
-    assert asked is not None
-    assert {row.other for row in asked.windows} == {initial.initial_local_batch_sizes}
-    recorded = [decode(Action, r.subject, r.payload) for r in records(DEMO) if r.stream == ACTIONS.name]
-    assert [row.recorded for row in asked.windows] == [action.local_batch_sizes for action in recorded]
-    assert asked.mean_difference == pytest.approx(
-        sum(abs(a - b) for row in asked.windows for a, b in zip(row.recorded, row.other, strict=True)) / (30 * 4)
-    )
-
-
-def test_an_unknown_policy_or_option_is_an_error_with_a_reason() -> None:
-    with pytest.raises(ReplayError, match="no policy is called 'magic'"):
-        replay(DEMO, "arbitrator", other=OtherPolicy("magic", {}))
-    with pytest.raises(ReplayError, match="has no option 'speed'"):
-        replay(DEMO, "arbitrator", other=OtherPolicy("rule", {"speed": 1.0}))

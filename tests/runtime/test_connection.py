@@ -21,11 +21,6 @@ ALLOWED = (
 )
 
 
-@pytest.fixture
-async def guarded() -> ConfiguredServer:
-    return ConfiguredServer(authorization=f"users: [{ALLOWED}]")
-
-
 async def test_a_wrong_password_is_raised_at_once_and_not_retried(server: ConfiguredServer) -> None:
     with pytest.raises(PermissionDeniedError, match=r"refuses user 'dynamix': check DYNAMIX_NATS_USER") as refused:
         await Bus.connect(server.user("dynamix", "wrong-password"), name="test")
@@ -160,8 +155,8 @@ async def test_a_handler_that_raises_leaves_the_connection_alive(bus: Bus, caplo
     assert await bus.publish(examples.state()) == 1
 
 
-async def test_a_missing_permission_is_an_error_that_names_the_subject(guarded: ConfiguredServer) -> None:
-    denied = PermissionDeniedError
+async def test_a_missing_permission_is_an_error_that_names_the_subject() -> None:
+    guarded, denied = ConfiguredServer(authorization=f"users: [{ALLOWED}]"), PermissionDeniedError
     async with guarded, connected(guarded.user("admin", "admin-pw")) as admin:
         await provision(admin)
         with pytest.raises(denied, match=r"'deaf' listen to _inbox.deaf.test"):

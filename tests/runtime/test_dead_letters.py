@@ -1,5 +1,7 @@
 """Messages that could not be used."""
 
+import collections
+
 import pytest
 from tests.support.brokers import ConfiguredServer, until
 
@@ -16,7 +18,7 @@ def message(subject: str = SUBJECT, payload: bytes = b"garbage", sequence: int =
 
 
 async def test_a_dead_letter_keeps_origin_reason_and_the_first_4_kb(bus: Bus) -> None:
-    counters: dict[str, int] = {}
+    counters: collections.Counter[str] = collections.Counter()
     await DeadLetters(bus, "arbitrator", counters).set_aside(message(payload=bytes(10_000)), "not a message of ours")
     assert await bus.flush()
     stored = await bus.last("DEAD", "dynamix.v1.dead.state.job.1")
@@ -32,7 +34,7 @@ async def test_all_are_counted_and_about_ten_a_second_of_a_kind_are_kept(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dynamix.runtime.rate_limit.time.monotonic", lambda: 100.0)
-    counters: dict[str, int] = {}
+    counters: collections.Counter[str] = collections.Counter()
     letters = DeadLetters(bus, "arbitrator", counters)
     for number in range(50):
         await letters.set_aside(message(sequence=number), "bad")
@@ -43,7 +45,7 @@ async def test_all_are_counted_and_about_ten_a_second_of_a_kind_are_kept(
 
 
 async def test_a_bus_that_cannot_keep_it_does_not_end_the_service(server: ConfiguredServer, bus: Bus) -> None:
-    counters: dict[str, int] = {}
+    counters: collections.Counter[str] = collections.Counter()
     letters = DeadLetters(bus, "arbitrator", counters)
     await server.kill()
     await until(lambda: not bus.is_connected)

@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from tests.support.brokers import ConfiguredServer, connected, operate, publish_states
 from tests.support.reading import STATES, numbers, read
 
-from dynamix.runtime.bus import Bus, BusMessage, SequenceRegressError, requests
+from dynamix.runtime.bus import Bus, SequenceRegressError, requests
 from dynamix.runtime.bus import read as reader_module
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.bus.read import LostError
@@ -24,24 +25,6 @@ async def test_a_durable_consumer_goes_on_behind_its_last_acknowledgement(bus: B
         await acknowledged_up_to(4, bus, "collector-a")
     async with bus.consume("FEED", STATES, start="all", durable="collector-a") as reader:
         assert numbers(await read(reader, 2)) == [4, 5]
-
-
-async def test_a_durable_consumer_loses_and_repeats_nothing_over_a_killed_broker(
-    server: ConfiguredServer, bus: Bus
-) -> None:
-    async with connected(server.settings, "writer") as writer:
-        async with bus.consume("FEED", STATES, start="all", durable="reward") as reader:
-            found: list[BusMessage] = []
-            for begin in range(0, 300, 100):
-                await publish_states(writer, range(begin, begin + 100))
-                found += await read(reader, 50)
-                await reader.ack(found[-1])
-                if begin < 200:
-                    await server.kill()
-                    await server.start()
-            while len(found) < 300:
-                found += await read(reader, 1)
-        assert [message.sequence for message in found] == list(range(1, 301))
 
 
 async def test_what_was_handled_and_comes_again_is_acknowledged(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,16 +60,15 @@ async def acknowledged_up_to(sequence: int, bus: Bus, durable: str) -> None:
 
 async def test_a_second_process_of_a_name_goes_on_where_the_first_one_ends(server: ConfiguredServer, bus: Bus) -> None:
     await publish_states(bus, range(4))
-    async with connected(server.settings, "second") as other:
-        async with other.consume("FEED", STATES, start="all", durable="d") as second:
-            async with bus.consume("FEED", STATES, start="all", durable="d") as first:
-                found = [*await read(second, 4)]
-                await second.ack(found[1])
-                await acknowledged_up_to(2, bus, "d")
-            await second.close()
-            assert first is not second
-        async with bus.consume("FEED", STATES, start="all", durable="d") as first:
-            assert numbers(await read(first, 2)) == [2, 3]
+    async with connected(server.settings, "first") as other:
+        async with other.consume("FEED", STATES, start="all", durable="d") as first:
+            found = await read(first, 4)
+            await first.ack(found[1])
+            await acknowledged_up_to(2, bus, "d")
+            async with bus.consume("FEED", STATES, start="all", durable="d"):
+                pass  # it waits, and disturbs nothing
+        async with bus.consume("FEED", STATES, start="all", durable="d") as second:
+            assert numbers(await read(second, 2)) == [2, 3]
 
 
 async def delete_stream(server: ConfiguredServer) -> None:
@@ -132,8 +114,8 @@ async def test_of_several_servers_one_that_says_less_than_was_read_is_asked_agai
     async def stale(requests: Requests, stream: str) -> StreamState:
         nonlocal num_asked
         num_asked += 1
-        state = (await real(requests, stream))._replace(num_replicas=num_replicas)
-        return state._replace(last_sequence=4) if num_asked < 3 else state
+        state = replace(await real(requests, stream), num_replicas=num_replicas)
+        return replace(state, last_sequence=4) if num_asked < 3 else state
 
     await publish_states(bus, range(10))
     async with bus.consume("FEED", STATES, start="all", durable=durable) as reader:
@@ -156,7 +138,7 @@ async def test_a_reader_that_has_read_nothing_yet_sees_that_its_stream_was_resto
     real = Requests.stream_state
 
     async def restored(requests: Requests, stream: str) -> StreamState:
-        return (await real(requests, stream))._replace(last_sequence=4)
+        return replace(await real(requests, stream), last_sequence=4)
 
     monkeypatch.setattr(reader_module, "CHECK_EVERY_S", 0.1)
     monkeypatch.setattr(reader_module, "LOOK_EVERY_S", 0.05)

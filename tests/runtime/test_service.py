@@ -9,13 +9,18 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from tests.support.brokers import ConfiguredServer, publish_states
+import structlog
+from msgspec.structs import replace
+from tests.support import examples
+from tests.support.brokers import ConfiguredServer, publish_states, until
 from tests.support.small_service import SmallSettings, main, service_process
 
 from dynamix.runtime import service as frame
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.provision import provision
 from dynamix.schemas import codec
 from dynamix.schemas.messages import Live
+from dynamix.schemas.streams import FEED
 
 
 def started(server: ConfiguredServer, *arguments: str, **environ: str) -> AbstractAsyncContextManager[Process]:
@@ -96,27 +101,30 @@ async def test_a_closed_connection_ends_the_process_with_1(server: ConfiguredSer
     assert "ends because the connection is closed" in [line["event"] for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environ", "message"),
-    [
-        (["--mdoe", "x"], {}, "dynamix collector: unknown argument '--mdoe': did you mean --mode?"),
-        ([], {"DYNAMIX_COLLECTOR_MDOE": "x"}, "unknown setting DYNAMIX_COLLECTOR_MDOE: did you mean"),
-        ([], {"DYNAMIX_LOG_LEVEL": "loud"}, "log_level must be one of"),
-    ],
-)
-async def test_settings_that_cannot_be_used_exit_with_2(
-    server: ConfiguredServer, arguments: list[str], environ: dict[str, str], message: str
+def test_settings_that_cannot_be_used_exit_with_2_and_help_is_printed_without_a_broker(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async with started(server, *arguments, **environ) as process:
-        code, text, _ = await end(process)
-    assert code == 2
-    assert message in text
-    assert "Traceback" not in text
-
-
-def test_help_is_printed_without_a_broker(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frame.run("collector", SmallSettings, main, ["--mdoe", "x"]) == 2
+    refused = capsys.readouterr().err
+    assert refused == "dynamix collector: unknown argument '--mdoe': did you mean --mode?\n"
     assert frame.run("collector", SmallSettings, main, ["--help"]) == 0
     assert "consume, fail, refuse, finish, ignore-stop or block." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_refused_message_waits_until_there_is_room_or_the_service_stops(bus: Bus, stops: bool) -> None:
+    context = frame.Context(
+        *("collector", "one", "node-a", bus, SmallSettings(), asyncio.Event(), structlog.stdlib.get_logger())
+    )
+    await provision(bus, [replace(FEED, max_bytes=100, discard="new")])
+    task = asyncio.create_task(context.publish_when_room(examples.state()))
+    await until(lambda: context.counters["waits_for_room"])
+    if stops:
+        context.stop.set()
+    else:
+        await provision(bus, [FEED])
+    assert await task is not stops
+    assert (await bus.stream_state(FEED.name)).num_messages == (0 if stops else 1)
 
 
 async def test_a_service_that_ignores_the_signal_is_ended(
@@ -126,7 +134,7 @@ async def test_a_service_that_ignores_the_signal_is_ended(
     loaded = frame.Loaded(
         frame.load("collector", SmallSettings, []).shared, server.settings, SmallSettings(mode="ignore-stop")
     )
-    living = asyncio.create_task(frame._Life("collector", loaded, main).live())
+    living = asyncio.create_task(frame._live("collector", loaded, main))
     await heartbeat(bus)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await living == 1

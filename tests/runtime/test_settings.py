@@ -130,19 +130,13 @@ def test_a_shared_name_that_cannot_be_a_token_is_refused(key: str, value: str) -
         read(SharedSettings, "", {f"DYNAMIX_{key}": value})
 
 
-@pytest.mark.parametrize("host", ["Worker_1.example.ORG", "a" * 100, "10.0.0.1", "---", "gpu01"])
-def test_any_host_name_gives_a_valid_and_stable_node_name(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    monkeypatch.setattr(settings.socket, "gethostname", lambda: host)
-    name = node_name(SharedSettings())
-    assert check_token(name) == name == node_name(SharedSettings())
-
-
-def test_hosts_that_look_alike_get_different_node_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_host_name_gives_a_valid_node_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ["Worker_1.example.ORG", "a" * 100, "10.0.0.1", "---", "gpu_1", "gpu-1", "gpu-1.site-a", "gpu-1.site-b"]
     names = set()
-    for host in ("gpu_1", "gpu-1", "gpu-1.site-a", "gpu-1.site-b"):
+    for host in hosts:
         monkeypatch.setattr(settings.socket, "gethostname", lambda host=host: host)
-        names.add(node_name(SharedSettings()))
-    assert len(names) == 4
+        names.add(check_token(node_name(SharedSettings())))
+    assert len(names) == len(hosts)
     assert node_name(SharedSettings(node="rack-3")) == "rack-3"
 
 

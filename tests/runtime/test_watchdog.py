@@ -11,7 +11,6 @@ from tests.support.brokers import ConfiguredServer
 from tests.support.small_service import service_process
 
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.health import Blocked
 
 
 def started(server: ConfiguredServer, *arguments: str) -> AbstractAsyncContextManager[Process]:
@@ -60,10 +59,3 @@ async def test_a_process_that_was_stopped_for_longer_than_the_limit_goes_on(
         while live.uptime_s < before + 4:  # more than the limit after it went on
             live = await heartbeat(bus)
         assert process.returncode is None
-
-
-def test_a_loop_is_blocked_for_as_long_as_the_watching_thread_itself_ran() -> None:
-    blocked = Blocked(0.5, now_s=100.0)
-    assert [blocked.look(0, now_s) for now_s in (100.5, 101.0)] == [0.5, 1.0]
-    assert blocked.look(1, 101.5) == 0.0
-    assert blocked.look(1, 3701.5) == 1.0, "an hour in which the thread did not run"

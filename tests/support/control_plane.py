@@ -92,7 +92,7 @@ def report_of(job: Job, window: int, sizes: tuple[int, ...], throughput: tuple[f
             rank,
             pid=pid,
             pid_start_ticks=Proc().stat(pid).start_ticks,
-            pid_namespace=Proc().owner(pid).pid_namespace,
+            pid_namespace=Proc().owner(pid)[1],
             uid=os.getuid(),
             local_batch_size=size,
             pending_local_batch_size=size,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tests.support.capture_files import capture_job
 
-from dynamix.cli.commands.demo import DemoPlan, DemoProgress, Variant, run_job, services
+from dynamix.cli.commands.demo import DemoPlan, Variant, run_job, services
+from dynamix.cli.terminal import ProgressLine
 from dynamix.recording.capture import CaptureEnd
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import JOBS
@@ -23,7 +24,7 @@ STEERED = Variant("proportional", {"policy": "proportional"}, "divided by decisi
 async def captured(path: Path, plan: DemoPlan) -> CaptureEnd:
     """Run the plan once, steered, and write all of it."""
     job = f"demo-{STEERED.policy}-{subjects.new_run_id()}"
-    with DemoProgress(plan) as progress:
+    with ProgressLine() as progress:
         async with services(progress.write_line) as running:
             training = asyncio.create_task(run_job(plan, STEERED, job, running, progress))
             async with running.bus.consume(JOBS.name, [subjects.of("job", job)], start="all") as consumer:

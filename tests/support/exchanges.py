@@ -5,9 +5,8 @@ from itertools import accumulate
 
 import torch
 
-from dynamix.trainer.exchange.codec import BucketPart, BucketView, ErrorFeedback, ExchangeCodec, Member
-from dynamix.trainer.exchange.codecs import exchange_codec
-from dynamix.trainer.exchange.collectives import run_alike
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, ErrorFeedback, ExchangeCodec, Member, run_alike
+from dynamix.trainer.exchange.plan import exchange_codec
 
 Shapes = dict[str, tuple[int, ...]]
 """Parameters of a bucket, by key, in order."""

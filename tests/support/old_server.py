@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from dynamix.runtime.bus import Bus, BusMessage, StaleWriterError, StreamState
 from dynamix.schemas.messages import Action
 
@@ -41,8 +43,8 @@ class OldServer:
 
     async def stream_state(self, stream: str) -> StreamState:
         """As of the bus, or old; of as many copies as are wanted."""
-        state = (await self._bus.stream_state(stream))._replace(num_replicas=self._num_replicas)
-        return state._replace(last_sequence=self._old[stream][1]) if self._is_old(stream) else state
+        state = replace(await self._bus.stream_state(stream), num_replicas=self._num_replicas)
+        return replace(state, last_sequence=self._old[stream][1]) if self._is_old(stream) else state
 
     async def publish_next(self, action: Action, *, expected_last: int) -> int:
         """As of the bus, or refused for another action than is expected."""

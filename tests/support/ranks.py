@@ -92,6 +92,11 @@ def run_ranks(
     return [value for _, value in outcomes]
 
 
+def each_case(rank: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Results of `function(rank, *case)` for one case after the other, to be run in the same ranks."""
+    return [function(rank, *case) for case in cases]
+
+
 def _receive(end: Connection, process: BaseProcess) -> tuple[bool, Any]:
     if not end.poll(TIMEOUT_S):
         return False, f"no result within {TIMEOUT_S:g} s"

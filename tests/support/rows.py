@@ -39,7 +39,6 @@ def row(**changes: Any) -> Row:
         "drift": (13.0, 14.0),
         "learning_rate": 0.25,
         "coded": CodedSquares(3.0, 2.0),
-        "energy_j": 17.0,
         "wall_s": 18.0,
         "data_digest": 19,
     }

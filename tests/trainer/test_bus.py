@@ -9,10 +9,10 @@ import msgspec
 import torch
 from tests.support.brokers import ConfiguredServer, until
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, gather, make_model
+from tests.support.training import Numbered, attach_numbered, distribute, gather, make_model
 from torch import nn
 
-from dynamix import trainer as dynamix
+from dynamix.cli.services import bus_environment
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
@@ -29,13 +29,7 @@ TARGET = (3, 21)
 
 
 def _environ(settings: BusSettings, **more: str) -> dict[str, str]:
-    return {
-        "DYNAMIX_NATS_URL": settings.url,
-        "DYNAMIX_NATS_USER": settings.user,
-        "DYNAMIX_NATS_PASSWORD": settings.password,
-        "DYNAMIX_NODE": "node-a",
-        **more,
-    }
+    return {**bus_environment(settings), "DYNAMIX_NODE": "node-a", **more}
 
 
 class Kept:
@@ -53,22 +47,20 @@ class Kept:
 
 def _attach(*loggers: Kept) -> tuple[Session, nn.Module, torch.optim.Optimizer]:
     model = distribute(make_model(torch.float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    session = dynamix.attach(
-        model,
-        optimizer,
+    session, optimizer = attach_numbered(
         Numbered(500, torch.float32),
-        local_batch_size=8,
+        model,
+        rate=0.01,
         min_local_batch_size=2,
         max_local_batch_size=64,
         name="steered",
         window_steps=WINDOW_STEPS,
         max_lag_windows=1000,
-        global_batch="adaptive",
         policy="proportional",
         policy_options={"dead_band": 0.1},
         seed=11,
         loggers=loggers,
+        connect=None,
     )
     return session, model, optimizer
 

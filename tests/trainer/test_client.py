@@ -1,7 +1,8 @@
 """The bus client's thread, on its own: what it does when the broker will not have it."""
 
 import asyncio
-import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Job
+from dynamix.schemas.messages import Job, Message
 from dynamix.schemas.streams import REPORTS
 from dynamix.trainer import bus_client as client_module
 from dynamix.trainer.bus_client import BusClient
@@ -23,10 +24,19 @@ from dynamix.trainer.bus_client import BusClient
 NODE = "node-a"
 
 
-def _client(settings: BusSettings) -> BusClient:
+@asynccontextmanager
+async def _client(settings: BusSettings, *messages: Message) -> AsyncIterator[BusClient]:
+    """A client that has started, with messages in its outbox; it is closed at once."""
     client = BusClient(settings, node=NODE, outbox_messages=16, actions_of=examples.JOB)
     client.start()
-    return client
+    for message in messages:
+        client.publish(message)
+    yield client
+    await asyncio.to_thread(client.close, 0.0)
+
+
+async def _has_left(client: BusClient) -> None:
+    await until(lambda: not client.outbox)
 
 
 def _users(password: str) -> str:
@@ -41,28 +51,23 @@ async def test_a_connection_that_the_broker_closed_for_good_is_made_anew(tmp_pat
         connected(server.user("operator", "open")) as operator,
     ):
         await provision(operator)
-        client = _client(BusSettings(url=server.settings.url, user="trainer", password_file=str(secret)))
-        client.publish(examples.job())
-        await until(lambda: not len(client.outbox))
-
-        server.authorization = _users("new")
-        secret.write_text("new")
-        server.reload()  # it closes the connections of users whose password changed
-        client.publish(examples.report(window=0))
-        await until(lambda: not len(client.outbox))
+        settings = BusSettings(url=server.settings.url, user="trainer", password_file=str(secret))
+        async with _client(settings, examples.job()) as client:
+            await _has_left(client)
+            server.authorization = _users("new")
+            secret.write_text("new")
+            server.reload()  # it closes the connections of users whose password changed
+            client.publish(examples.report(window=0))
+            await _has_left(client)
         assert await operator.last("JOBS", subjects.of("job", examples.JOB)) is not None
         assert await operator.last("REPORTS", subjects.of("report", examples.JOB, NODE)) is not None
-        await asyncio.to_thread(client.close, 1.0)
 
 
 async def test_a_refused_password_is_logged_and_stops_nothing(
     server: ConfiguredServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "dynamix.trainer"):
-        client = _client(server.user("dynamix", "wrong"))
-        client.publish(examples.job())
+    async with _client(server.user("dynamix", "wrong"), examples.job()) as client:
         await until(lambda: "cannot connect to the bus" in caplog.text)
-        await asyncio.to_thread(client.close, 0.0)
     assert len(client.outbox) == 1
     assert "wrong" not in caplog.text
 
@@ -70,24 +75,19 @@ async def test_a_refused_password_is_logged_and_stops_nothing(
 async def test_a_missing_broker_is_said_to_leave_training_alone_and_how_to_start_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.WARNING, "dynamix"):
-        client = _client(BusSettings(url="nats://127.0.0.1:1"))
+    async with _client(BusSettings(url="nats://127.0.0.1:1")):
         await until(lambda: "waiting for the broker at nats://127.0.0.1:1: " in caplog.text)
-        await asyncio.to_thread(client.close, 0.0)
     assert "training goes on without steering; start the services with `dynamix up`" in caplog.text
 
 
 async def test_streams_that_are_made_later_get_what_was_waiting(server: ConfiguredServer) -> None:
-    client = _client(server.settings)
-    client.publish(examples.job())
-    client.publish(examples.report(window=0))
-    await until(lambda: "run `dynamix provision`" in client._last_error)
-    async with connected(server.settings) as operator:
-        await provision(operator)
-        await until(lambda: not len(client.outbox))
-        assert await operator.last("JOBS", subjects.of("job", examples.JOB)) is not None
-        assert await operator.last("REPORTS", subjects.of("report", examples.JOB, NODE)) is not None
-    await asyncio.to_thread(client.close, 1.0)
+    async with _client(server.settings, examples.job(), examples.report(window=0)) as client:
+        await until(lambda: "run `dynamix provision`" in client._last_error)
+        async with connected(server.settings) as operator:
+            await provision(operator)
+            await _has_left(client)
+            assert await operator.last("JOBS", subjects.of("job", examples.JOB)) is not None
+            assert await operator.last("REPORTS", subjects.of("report", examples.JOB, NODE)) is not None
 
 
 async def test_a_full_stream_is_asked_again_after_a_pause_not_at_once(
@@ -104,14 +104,12 @@ async def test_a_full_stream_is_asked_again_after_a_pause_not_at_once(
     await provision(bus, [msgspec.structs.replace(REPORTS, max_bytes=100, discard="new")])
     monkeypatch.setattr(Bus, "publish", count)
     monkeypatch.setattr(client_module, "RETRY_S", 60.0)
-    client = _client(server.settings)
-    client.publish(examples.report(window=0))
-    await until(lambda: "maximum bytes exceeded" in client._last_error)
-    for _ in range(20):
-        await bus.stream_state(REPORTS.name)  # time enough for twenty more tries
-    assert tries == 1
-    assert len(client.outbox) == 1
-    await asyncio.to_thread(client.close, 0.0)
+    async with _client(server.settings, examples.report(window=0)) as client:
+        await until(lambda: "maximum bytes exceeded" in client._last_error)
+        for _ in range(20):
+            await bus.stream_state(REPORTS.name)  # time enough for twenty more tries
+        assert tries == 1
+        assert len(client.outbox) == 1
 
 
 @pytest.mark.parametrize("stored", ["nothing", "junk", "far too many starts"])
@@ -119,31 +117,25 @@ async def test_a_specification_that_the_broker_lost_is_published_again(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, stored: str
 ) -> None:
     monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.05)
-    client = _client(server.settings)
     ours, subject = examples.job(), subjects.of("job", examples.JOB)
-    client.publish(ours)
-    await until(lambda: not len(client.outbox))
-    if stored == "nothing":
-        await operate(bus, "STREAM.PURGE.JOBS")
-    elif stored == "junk":
-        await bus.publish_bytes(subject, b"junk", "junk")
-    else:
-        await bus.publish(msgspec.structs.replace(ours, generation=2**53 - 1))
-    await until(lambda: client._counters.get("specifications_again"))
+    async with _client(server.settings, ours) as client:
+        await _has_left(client)
+        if stored == "nothing":
+            await operate(bus, "STREAM.PURGE.JOBS")
+        elif stored == "junk":
+            await bus.publish_bytes(subject, b"junk", "junk")
+        else:
+            await bus.publish(msgspec.structs.replace(ours, generation=2**53 - 1))
+        await until(lambda: client._counters.get("specifications_again"))
     message = await bus.last("JOBS", subject)
     assert message is not None
     assert decode(Job, message.subject, message.payload) == ours
-    await asyncio.to_thread(client.close, 1.0)
 
 
 async def test_the_specification_of_a_later_start_is_left_alone(
     server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.05)
-    client = _client(server.settings)
-    client.publish(examples.job())
-    await until(lambda: not len(client.outbox))
-    await bus.publish(examples.job(generation=1))
     looks = 0
     newest = Bus.newest
 
@@ -152,9 +144,11 @@ async def test_the_specification_of_a_later_start_is_left_alone(
         looks += 1
         return await newest(self, stream, subject)
 
-    monkeypatch.setattr(Bus, "newest", counted)
-    await until(lambda: looks >= 3)
+    async with _client(server.settings, examples.job()) as client:
+        await _has_left(client)
+        await bus.publish(examples.job(generation=1))
+        monkeypatch.setattr(Bus, "newest", counted)
+        await until(lambda: looks >= 3)
     message = await bus.last("JOBS", subjects.of("job", examples.JOB))
     assert message is not None
     assert decode(Job, message.subject, message.payload).generation == 1
-    await asyncio.to_thread(client.close, 1.0)

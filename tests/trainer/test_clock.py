@@ -1,7 +1,7 @@
 import pytest
 
 from dynamix.trainer.measurement import clock as clock_module
-from dynamix.trainer.measurement.clock import DeviceClock, HostClock, StepTimes
+from dynamix.trainer.measurement.clock import Clock, DeviceClock, StepTimes
 
 
 @pytest.fixture
@@ -12,14 +12,14 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return moment
 
 
-def _step(clock: HostClock, now: list[float], *moments: tuple[float, str]) -> None:
+def _step(clock: Clock, now: list[float], *moments: tuple[float, str]) -> None:
     for seconds, name in moments:
         now[0] += seconds
         getattr(clock, name)()
 
 
 def test_the_parts_of_a_step_are_its_whole(now: list[float]) -> None:
-    clock = HostClock()
+    clock = Clock()
     _step(
         clock,
         now,
@@ -39,14 +39,14 @@ def test_the_parts_of_a_step_are_its_whole(now: list[float]) -> None:
 
 
 def test_what_lies_between_two_steps_counts_for_neither(now: list[float]) -> None:
-    clock = HostClock()
+    clock = Clock()
     _step(clock, now, (0, "asked"), (1, "handed_out"), (1, "gradient_ready"), (1, "reduced"), (1, "end"))
     _step(clock, now, (500, "asked"), (1, "handed_out"), (1, "gradient_ready"), (1, "reduced"), (1, "end"))
     assert clock.take_times() == [StepTimes(1, 1, 1, 1)] * 2
 
 
 def test_the_end_of_a_round_of_local_steps_is_waiting_for_others(now: list[float]) -> None:
-    clock = HostClock()
+    clock = Clock()
     _step(clock, now, (0, "asked"), (1, "handed_out"), (2, "gradient_ready"), (0, "reduced"), (4, "before_update"))
     with clock.averaging():
         now[0] += 8

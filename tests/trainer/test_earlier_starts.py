@@ -10,9 +10,9 @@ import torch
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, make_model
+from tests.support.training import Numbered, attach_numbered, distribute, make_model, train_step
 
-from dynamix import trainer as dynamix
+from dynamix.cli.services import bus_environment
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
@@ -72,15 +72,11 @@ async def test_a_broker_that_never_answers_is_waited_for_a_short_time_only(monke
 def _start(_rank: int, saved: dict[str, Any] | None) -> dict[str, Any]:
     """One start: attach, load what was saved, take a step, save."""
     model = distribute(make_model(torch.float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session = dynamix.attach(model, optimizer, Numbered(400, torch.float32), local_batch_size=32, policy="static")
+    session, optimizer = attach_numbered(Numbered(400, torch.float32), model, local_batch_size=32, connect=None)
     if saved is not None:
         session.load_state_dict(saved)
-    for inputs, targets, _ in session.loader:
-        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        session.step(loss)
+    for batch in session.loader:
+        train_step(session, model, optimizer, batch)
         break
     state = session.state_dict()
     session.close()
@@ -92,9 +88,7 @@ async def test_no_generation_of_a_job_is_used_twice_however_it_is_started_again(
     server: ConfiguredServer, bus: Bus
 ) -> None:
     environ = {
-        "DYNAMIX_NATS_URL": server.settings.url,
-        "DYNAMIX_NATS_USER": server.settings.user,
-        "DYNAMIX_NATS_PASSWORD": server.settings.password,
+        **bus_environment(server.settings),
         "DYNAMIX_JOB": "again",
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_MAX_RESTARTS": "3",

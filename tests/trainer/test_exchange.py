@@ -2,14 +2,15 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
-from functools import partial
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 from tests.support.training import flat_parameters, offer
 from tests.support.whole_numbers import (
     SIZES,
@@ -27,69 +28,65 @@ from tests.support.whole_numbers import (
 from torch import nn
 
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Exchange
-from dynamix.trainer.exchange.codecs import CODECS
-
-ROUTES = {"all-reduce": Exchange(), "shares": Exchange(route="shares", shares=(1.0, 3.0))}
+from dynamix.trainer.exchange.plan import CODECS
 
 
 def _trained(
-    _rank: int, options: dict[str, Any], plan: dict[int, Exchange], *, whole: bool = True, num_steps: int = 40
+    _rank: int, options: dict[str, Any], plan: dict[int, Exchange], num_steps: int, installed: Path | None = None
 ) -> dict[str, Any]:
     """Parameters after some steps, and the exchange of each; `plan` offers exchanges by step."""
+    if installed is not None:
+        sys.path.insert(0, str(installed))
     model = distributed()
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
-    with attach(model, optimizer, Whole(whole=whole), **options) as session:
-        ruled = []
+    with attach(model, optimizer, Whole(whole=False), **options) as session:
+        active = []
         for batch in session.loader:
-            ruled.append(session.allocation.exchange)
+            active.append(session.allocation.exchange)
             if session.step_index in plan:
                 offer(session, SIZES, exchange=plan[session.step_index])
             train_step(session, model, optimizer, batch)
-            if len(ruled) == num_steps:
+            if len(active) == num_steps:
                 break
         residuals = [each for part in session._models.exchanges for each in part.residuals().values()]
     shown = {row["exchange"] for row in session.metrics()}
-    return {"parameters": flat_parameters(model), "ruled": ruled, "residuals": residuals, "shown": shown}
+    return {"parameters": flat_parameters(model), "active": active, "residuals": residuals, "shown": shown}
 
 
-@pytest.fixture(scope="module", params=[True], ids=[""])
-def exact(request: pytest.FixtureRequest) -> torch.Tensor:
-    """The parameters after training as plain DDP does, with gradients weighed."""
-    first, second = run_ranks(partial(_trained, whole=request.param), 2, {}, {})
-    assert torch.equal(first["parameters"], second["parameters"])
-    assert set(first["ruled"]) == {EXACT}
-    parameters: torch.Tensor = first["parameters"]
-    assert 0 < parameters.abs().max() < 100
-    return parameters
+def test_what_a_codec_lost_has_arrived_when_the_next_one_begins() -> None:
+    coded = [Exchange(codec="int8", route="shares", shares=(1.0, 3.0)), Exchange(codec="bf16")]
+    lossy: dict[str, Any] = {"exchange": "lossy"}
+    plans = [plan for each in coded for plan in ({2: each, 20: EXACT}, {2: each})]
+    first, second = run_ranks(each_case, 2, _trained, [({}, {}, 40), *((lossy, plan, 40) for plan in plans)])
+    assert all(torch.equal(one["parameters"], other["parameters"]) for one, other in zip(first, second, strict=True))
+    exact, *results = first
+    assert 0 < exact["parameters"].abs().max() < 100
+    for exchange, ended, longer in zip(coded, results[::2], results[1::2], strict=True):
+        assert ended["active"] == [EXACT] * 6 + [exchange] * 18 + [EXACT] * 16
+        assert ended["shown"] == {EXACT.label, exchange.label}
+        assert ended["residuals"] == []
+        assert (ended["parameters"] - exact["parameters"]).abs().max() < 5e-6
+        assert longer["residuals"], "still to be sent"
+        assert 3e-5 < (longer["parameters"] - exact["parameters"]).abs().max() < 0.5
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("codec", sorted(set(CODECS) - LOSSY_CODECS))
-def test_gradients_of_whole_numbers_arrive_bit_for_bit(codec: str, route: str, exact: torch.Tensor) -> None:
-    exchange = Exchange(codec=codec, route=route, shares=ROUTES[route].shares)
-    for result in run_ranks(_trained, 2, {"exchange": exchange}, {}):
-        assert set(result["ruled"]) == {exchange}
-        assert result["shown"] == {exchange.label}
-        assert torch.equal(result["parameters"], exact)
-
-
-@pytest.mark.parametrize(("codec", "route"), [("int8", "shares"), ("bf16", "all-reduce")])
-@pytest.mark.parametrize("exact", [False], indirect=True, ids=[""])
-def test_what_a_codec_lost_has_arrived_when_the_next_one_begins(codec: str, route: str, exact: torch.Tensor) -> None:
-    lossy = Exchange(codec=codec, route=route, shares=ROUTES[route].shares)
-    plan = {2: lossy, 20: EXACT}
-    results = run_ranks(partial(_trained, whole=False), 2, {"exchange": "lossy"}, plan)
-    assert [result["ruled"] for result in results] == [[EXACT] * 6 + [lossy] * 18 + [EXACT] * 16] * 2
-    assert torch.equal(results[0]["parameters"], results[1]["parameters"])
-    assert [result["residuals"] for result in results] == [[], []]
-    flushed = (results[0]["parameters"] - exact).abs().max().item()
-
-    longer = run_ranks(partial(_trained, whole=False), 2, {"exchange": "lossy"}, {2: lossy})
-    assert all(result["residuals"] for result in longer), "still to be sent"
-    assert torch.equal(longer[0]["parameters"], longer[1]["parameters"])
-    lost = (longer[0]["parameters"] - exact).abs().max().item()
-    assert flushed < 5e-6
-    assert 3e-5 < lost < 0.5
+def test_decisions_choose_among_the_codecs_of_other_packages_that_the_job_names(example_extension: Path) -> None:
+    coarse, backwards = Exchange(codec="coarse"), Exchange(codec="reversed")
+    named = {"exchange": "lossy", "policy_options": {"codec": "coarse"}}
+    plan = {2: EXACT, 8: backwards, 10: coarse}
+    cases: list[tuple[Any, ...]] = [
+        ({}, {}, 20),
+        (named, plan, 20, example_extension),
+        ({"policy_options": {"codec": "reversed"}}, {}, 20),
+        ({"exchange": backwards}, {}, 20),
+    ]
+    (exact, decided, *lossless), (_, other, *_) = run_ranks(each_case, 2, _trained, cases)
+    assert decided["active"] == [coarse] * 6 + [EXACT] * 8 + [coarse] * 6, "it does not name `reversed`"
+    assert torch.equal(decided["parameters"], other["parameters"])
+    assert 0 < (decided["parameters"] - exact["parameters"]).abs().max() < 0.05
+    for found in lossless:
+        assert set(found["active"]) == {backwards}
+        assert torch.equal(found["parameters"], exact["parameters"])
 
 
 # --- every kind of step --------------------------------------------------------------------------------------------
@@ -148,47 +145,40 @@ KINDS: dict[str, tuple[Callable[[int], list[nn.Module]], dict[str, Any]]] = {
 }
 
 
-def _kind_of_step(rank: int, kind: str, exchanges: Sequence[Exchange]) -> list[tuple[torch.Tensor, int]]:
-    """Parameters after 12 steps of some kind with each of these, and how many codecs were used."""
+def _kind_of_step(rank: int, kind: str, exchange: Exchange) -> tuple[torch.Tensor, int]:
+    """Parameters after 12 steps of some kind, and how many codecs were used."""
     make_models, options = KINDS[kind]
-    found = []
-    for exchange in exchanges:
-        models = make_models(rank)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=2**-6) for model in models]
-        chosen: dict[str, Any] = {"exchange": exchange, "local_batch_size": 8} | options
-        with attach(models, optimizers, Whole(), **chosen) as session:  # type: ignore[arg-type]
-            train_models(session, models, optimizers, 12)
-            assert session.is_averaged
-            used = len(session._models.exchanges[0]._codecs)
-        found.append((torch.cat([flat_parameters(model) for model in models]), used))
-    return found
+    models = make_models(rank)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=2**-6) for model in models]
+    chosen: dict[str, Any] = {"exchange": exchange, "local_batch_size": 8} | options
+    with attach(models, optimizers, Whole(), **chosen) as session:  # type: ignore[arg-type]
+        train_models(session, models, optimizers, 12)
+        assert session.is_averaged
+        used = len(session._models.exchanges[0]._codecs)
+    return torch.cat([flat_parameters(model) for model in models]), used
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_step_can_be_exchanged(kind: str) -> None:
+def test_every_kind_of_step_can_be_exchanged_and_without_loss_bit_for_bit(kind: str) -> None:
     """The gradients do not depend on parameters, so that the mean of a round of local steps is that of single ones."""
-    exchanges = [Exchange(codec=codec, route="shares" if codec == "none" else "all-reduce") for codec in CODECS]
-    exchanges += [Exchange(every=3), Exchange(every=3, codec="rows")]
-    (plain, *firsts), (_, *seconds) = run_ranks(_kind_of_step, 2, kind, [EXACT, *exchanges])
-    assert plain[0].abs().max() > 0
-    for exchange, first, second in zip(exchanges, firsts, seconds, strict=True):
-        assert torch.equal(first[0], second[0])
-        assert (plain[1], first[1]) == (0, 1)
-        if exchange.codec in LOSSY_CODECS:
-            assert torch.allclose(first[0], plain[0], atol=0.05)
-        else:
-            assert torch.equal(first[0], plain[0])
+    codecs = [Exchange(codec=codec, route="shares" if codec == "none" else "all-reduce") for codec in CODECS]
+    exchanges = [*codecs, Exchange(codec="rows", route="shares"), Exchange(every=3), Exchange(every=3, codec="rows")]
+    first, second = run_ranks(each_case, 2, _kind_of_step, [(kind, exchange) for exchange in (EXACT, *exchanges)])
+    (plain, num_codecs), *coded = first
+    assert plain.abs().max() > 0
+    assert num_codecs == 0
+    for exchange, (parameters, used), (others, _) in zip(exchanges, coded, second[1:], strict=True):
+        assert torch.equal(parameters, others)
+        assert used == 1
+        is_lossy = exchange.codec in LOSSY_CODECS
+        assert torch.allclose(parameters, plain, rtol=0, atol=0.05 if is_lossy else 0.0), exchange.label
 
 
 # --- what is sent beside the gradient ------------------------------------------------------------------------------
 
 
-def _measured(_rank: int, exchanges: Sequence[Exchange]) -> list[list[float]]:
-    """Squared norms of this rank's and of the whole gradient, in each of 6 steps, for each exchange."""
-    return [_norms(exchange) for exchange in exchanges]
-
-
-def _norms(exchange: Exchange) -> list[float]:
+def _measured(_rank: int, exchange: Exchange) -> list[float]:
+    """Squared norms of this rank's and of the whole gradient, in each of 6 steps."""
     model = distributed()
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
     found = []
@@ -206,8 +196,8 @@ def _norms(exchange: Exchange) -> list[float]:
 
 
 def test_the_noise_is_measured_on_what_was_decoded() -> None:
-    exchanges = [Exchange(codec=codec, route="shares") for codec in CODECS]
-    for plain, *coded in run_ranks(_measured, 2, [EXACT, *exchanges]):
+    exchanges = [EXACT, *(Exchange(codec=codec, route="shares") for codec in CODECS)]
+    for plain, *coded in run_ranks(each_case, 2, _measured, [(exchange,) for exchange in exchanges]):
         assert min(plain) > 0
         for codec, found in zip(CODECS, coded, strict=True):
             assert found == pytest.approx(plain, rel=0.02 if codec in LOSSY_CODECS else 1e-6), codec
@@ -235,11 +225,12 @@ def _tracked(rank: int, exchange: Exchange) -> tuple[tuple[int, ...], list[float
         return session.local_batch_sizes, received
 
 
-@pytest.mark.parametrize("exchange", [EXACT, Exchange(codec="int8", route="shares"), Exchange(every=4, codec="int8")])
-def test_all_ranks_receive_the_compute_times_beside_every_exchange(exchange: Exchange) -> None:
-    for sizes, received in run_ranks(_tracked, 2, exchange):
-        assert sizes == (12, 4)
-        assert received == pytest.approx([0.001, 0.003] * (20 // exchange.every))
+def test_all_ranks_receive_the_compute_times_beside_every_exchange() -> None:
+    exchanges = [EXACT, Exchange(codec="int8", route="shares"), Exchange(every=4, codec="int8")]
+    for results in run_ranks(each_case, 2, _tracked, [(exchange,) for exchange in exchanges]):
+        for exchange, (sizes, received) in zip(exchanges, results, strict=True):
+            assert sizes == (12, 4)
+            assert received == pytest.approx([0.001, 0.003] * (20 // exchange.every))
 
 
 def _counted(_rank: int, exchange: Exchange) -> tuple[float, float, float]:
@@ -258,8 +249,8 @@ def _counted(_rank: int, exchange: Exchange) -> tuple[float, float, float]:
 
 
 def test_a_row_has_the_learning_rate_and_what_codecs_sent() -> None:
-    for rate, wanted, sent in run_ranks(_counted, 2, Exchange(codec="int8")):
+    for coded, exact in run_ranks(each_case, 2, _counted, [(Exchange(codec="int8"),), (EXACT,)]):
+        rate, wanted, sent = coded
         assert rate == 2**-6
         assert 0 < sent == pytest.approx(wanted, rel=0.02)
-    for rate, *coded in run_ranks(_counted, 2, EXACT):
-        assert (rate, *coded) == (2**-6, 0.0, 0.0)
+        assert exact == (2**-6, 0.0, 0.0)

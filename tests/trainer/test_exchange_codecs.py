@@ -9,20 +9,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.exchanges import VirtualRanks, dense_sum, make_parts, masked, same_bits
 from tests.support.extensions import register
+from torch import nn
 
 from dynamix.runtime.extensions import ExtensionError
 from dynamix.trainer.exchange.codec import (
     BucketView,
     CodedSquares,
+    Collective,
     ErrorFeedback,
+    Largest,
+    Leg,
     Member,
     PlainExchange,
     Residuals,
+    Sum,
+    Trade,
+    Union,
     legs_of,
+    run_alike,
 )
-from dynamix.trainer.exchange.codecs import CODECS, exchange_codec
-from dynamix.trainer.exchange.collectives import Collective, Largest, Leg, Sum, Trade, Union, run_alike
-from dynamix.trainer.exchange.rows import RowsExchange
+from dynamix.trainer.exchange.plan import CODECS, exchange_codec
+from dynamix.trainer.exchange.rows import RowsExchange, table_share
 
 LOSSY = [name for name in CODECS if not exchange_codec(name).is_lossless]
 LOSSLESS = [name for name in CODECS if exchange_codec(name).is_lossless]
@@ -231,6 +238,28 @@ def test_gradients_multiplied_by_a_mask_are_sent_by_rows_and_keep_the_signs_of_t
         assert same_bits(ranks.reduce(gradients, shapes), dense_sum(gradients))
     leg = ranks.codecs[0].reduce(BucketView(0, gradients[0].clone(), make_parts(shapes)), Member(0, 3))
     assert 2 <= len(list(leg)) <= 3, "nothing was left alone"
+
+
+class Tied(nn.Module):
+    """A table whose numbers are an output layer's as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.Embedding(10, 4)
+        self.outputs = nn.Linear(4, 10, bias=False)
+        self.outputs.weight = self.inputs.weight
+
+
+def test_tables_count_but_not_where_their_gradient_is_dense_or_sent_sparse() -> None:
+    assert table_share([nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 5, bias=False))]) == 40 / 60
+    assert table_share([nn.Embedding(10, 4), nn.Linear(4, 5, bias=False)]) == 40 / 60
+    assert table_share([nn.EmbeddingBag(10, 4)]) == 1.0
+    assert table_share([nn.Embedding(10, 4, sparse=True), nn.Linear(4, 5)]) == 0.0
+    assert table_share([Tied()]) == 0.0
+    frozen = nn.Embedding(10, 4)
+    frozen.weight.requires_grad_(requires_grad=False)
+    assert table_share([frozen, nn.Linear(4, 5)]) == 0.0
+    assert table_share([nn.Linear(4, 5)]) == 0.0
 
 
 # --- owners, collectives, extensions -------------------------------------------------------------------------------

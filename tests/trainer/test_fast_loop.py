@@ -9,21 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ranks import run_ranks
-from tests.support.training import (
-    Numbered,
-    attach_tracked,
-    flat_parameters,
-    gather,
-    hold_times,
-    make_model,
-    offer,
-    train_step,
-)
+from tests.support.training import Numbered, attach_tracked, flat_parameters, gather, hold_times, offer, train_step
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Applied, Job, Report
 from dynamix.schemas.messages.allocation import Allocation
+from dynamix.trainer import Session
 from dynamix.trainer.data.plan import Schedule
 from dynamix.trainer.measurement import clock as clock_module
 from dynamix.trainer.steering.fast_loop import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop
@@ -176,39 +168,95 @@ def test_four_ranks_split_alike_and_follow_one_that_slows_down(sample_s: float, 
             assert abs(row.num_samples - sum(split[row.rank] for split in used)) <= 12  # less in an epoch's last step
 
 
-def _track_in_half_precision(rank: int, dtype: torch.dtype) -> tuple[list[tuple[int, ...]], bool]:
-    model = nn.parallel.DistributedDataParallel(make_model(dtype), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = Numbered(400, dtype)
-    session = dynamix.attach(
-        model,
-        optimizer,
-        data,
-        local_batch_size=12,
-        min_local_batch_size=1,
-        window_steps=2,
-        policy="static",
-        global_batch="adaptive",
-        connect=False,
-    )
-    hold_times(session, rank)
-    sizes = []
-    for batch in session.loader:
-        sizes.append(session.local_batch_sizes)
-        offer(session, (12, 12), split="tracking")
-        train_step(session, model, optimizer, batch)
-    parameters = gather(flat_parameters(model))
+# --- a job that was saved and resumed, with the same policy or another ---
+
+CUT = 43
+
+
+def _resume(rank: int, num_workers: int, sample_s: float = 0.01) -> dict[str, Any]:
+    """A tracking job straight through, and in two halves; one rank alone takes a state now and then."""
+
+    def begin() -> tuple[Session, nn.Module, Any]:
+        loader = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+        session, model, optimizer, _ = attach_tracked(
+            Numbered(601, torch.float32), window_steps=8, policy="rule", **loader
+        )
+        hold_times(session, rank, sample_s)
+        return session, model, optimizer
+
+    def train(session: Session, model: nn.Module, optimizer: Any, *, until: int) -> list[Any]:
+        trace = []
+        for _ in session.epochs(4):
+            for batch in session.loader:
+                sizes = session.local_batch_sizes
+                if session.generation == 0 and session.step_index < CUT - 8:
+                    total = 24 if session.step_index < 20 else 20
+                    offer(session, (total // 2,) * 2, split="tracking")
+                trace.append((sizes, train_step(session, model, optimizer, batch)))
+                if rank == 1 and session.step_index % 3 == 0:
+                    session.state_dict()
+                if session.step_index == until:
+                    return trace
+        return trace
+
+    session, model, optimizer = begin()
+    straight = train(session, model, optimizer, until=10**9)
+    whole = flat_parameters(model)
+    session, model, optimizer = begin()
+    first = train(session, model, optimizer, until=CUT)
+    states = model.state_dict(), optimizer.state_dict(), session.state_dict()
     session.close()
-    return sizes, torch.equal(*parameters)
+    session, model, optimizer = begin()
+    for part, state in zip((model, optimizer, session), states, strict=True):
+        part.load_state_dict(state)
+    second = train(session, model, optimizer, until=10**9)
+    session.close()
+    return {
+        "straight": straight,
+        "halves": first + second,
+        "same_parameters": torch.equal(flat_parameters(model), whole),
+        "generation": session.generation,
+    }
 
 
-def _track_in_all_precisions(rank: int) -> list[tuple[list[tuple[int, ...]], bool]]:
-    return [_track_in_half_precision(rank, dtype) for dtype in (torch.float16, torch.bfloat16)]
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_resumed_run_tracks_on_and_workers_only_delay_the_split(num_workers: int) -> None:
+    results = run_ranks(_resume, 2, num_workers, environ={"DYNAMIX_JOB": "resumed"})
+    sizes = [split for split, _ in results[0]["straight"]]
+    assert [split for split, _ in results[1]["straight"]] == sizes
+    for result in results:
+        assert result["halves"] == result["straight"]
+        assert result["same_parameters"]
+        assert result["generation"] == 1
+    used = Counter(sample for result in results for _, samples in result["straight"] for sample in samples)
+    assert used == Counter(dict.fromkeys(range(601), 4))  # once in each of four epochs
+    assert {sum(split) for split in sizes} == {24, 20}
+    changes = [step for step in range(60, len(sizes)) if sizes[step] != sizes[step - 1]]
+    assert [step % 20 for step in changes] == [2 + 2 * num_workers] * len(changes)  # two steps to be sure, then at once
+    assert {sizes[step] for step in changes} == {(5, 15), (15, 5)}
 
 
-def test_half_precision_carries_times_that_all_ranks_read_alike() -> None:
-    results = run_ranks(_track_in_all_precisions, 2)
-    assert results[0] == results[1]
-    for sizes, equal in results[0]:
-        assert equal
-        assert (6, 18) in sizes
+def _resume_under_another_policy(rank: int, options: dict[str, Any]) -> set[tuple[int, ...]]:
+    session, model, optimizer, _ = attach_tracked(Numbered(240, torch.float32), window_steps=4, policy="rule")
+    hold_times(session, rank)
+    for batch in session.loader:
+        train_step(session, model, optimizer, batch)
+        if session.step_index == 6:
+            break
+    state = session.state_dict()
+    session.close()
+    session, model, optimizer, _ = attach_tracked(Numbered(240, torch.float32), window_steps=4, **options)
+    session.load_state_dict(state)
+    hold_times(session, rank)
+    sizes = set()
+    for batch in session.loader:
+        sizes.add(session.local_batch_sizes)
+        train_step(session, model, optimizer, batch)
+    session.close()
+    return sizes
+
+
+@pytest.mark.parametrize("options", [{"policy": "static"}, {"policy": "rule", "base_hook": allreduce_hook}])
+def test_a_resumed_job_is_divided_as_it_says_now_not_as_it_was_when_it_was_saved(options: dict[str, Any]) -> None:
+    results = run_ranks(_resume_under_another_policy, 2, options)
+    assert results == [{(6, 18)}, {(6, 18)}]

@@ -1,6 +1,6 @@
 import multiprocessing
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,27 +12,13 @@ from dynamix.trainer.job.identity import (
     Peer,
     attempt_of,
     generation_after,
-    generation_of,
+    lower_cap,
+    merge_caps,
     propose_job,
+    read_caps,
 )
 from dynamix.trainer.measurement.sockets import ProcessIdentity
 from dynamix.trainer.settings import read_environment
-
-
-def _peer(node: str = "node-a", restart_count: int = 0, max_restarts: int = 3, **changes: Any) -> Peer:
-    peer = Peer(
-        node=node,
-        process=ProcessIdentity(1, 2, 3, 4),
-        job="mnist-0a1b2c3d",
-        launch="launch-a",
-        restart_count=restart_count,
-        max_restarts=max_restarts,
-        last_generation=None,
-        connections=(),
-        memory_caps={},
-        options={"local_batch_sizes": (32, 32), "window_steps": 20},
-    )
-    return peer._replace(**changes)
 
 
 def test_without_a_launcher_every_run_has_its_own_id() -> None:
@@ -90,9 +76,12 @@ def test_a_name_leaves_room_for_the_run_id() -> None:
 
 
 def test_the_generation_counts_the_failures_of_every_node() -> None:
-    peers = [_peer("node-a", 1), _peer("node-a", 1), _peer("node-b", 2), _peer("node-b", 2)]
-    assert generation_of(peers) == 3
-    assert generation_of(peers[:2]) == 1
+    def peer(node: str, restarts: int) -> Peer:
+        attempt = Attempt("launch-a", restarts, max_restarts=3)
+        return Peer(node, ProcessIdentity(1, 2, 3, 4), "mnist-0a1b2c3d", attempt, None, (), {}, {})
+
+    peers = [peer("node-a", 1), peer("node-a", 1), peer("node-b", 2), peer("node-b", 2)]
+    assert attempt_of(peers[:2]) == Attempt("launch-a", restarts=1, max_restarts=3)
     assert attempt_of(peers) == Attempt("launch-a", restarts=3, max_restarts=6)
 
 
@@ -130,3 +119,24 @@ def test_the_launcher_is_read_from_the_environment() -> None:
     assert read_environment({"TORCHELASTIC_ERROR_FILE": "/tmp/errors/0.json"}).launch == Launch()
     with pytest.raises(ValueError, match="DYNAMIX_TRAINER_POLICE"):
         read_environment({"DYNAMIX_TRAINER_POLICE": "random"})
+
+
+def test_a_rank_that_ran_out_of_memory_keeps_four_fifths_of_the_size(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "caps"
+    assert lower_cap(path, 3, failed_size=500, minimum=32) == 400
+    assert lower_cap(path, 0, failed_size=33, minimum=32) == 32
+    assert read_caps(path) == {3: 400, 0: 32}
+    assert lower_cap(path, 3, failed_size=400, minimum=32) == 320
+    assert read_caps(path) == {3: 320, 0: 32}
+    assert sorted(file.name for file in path.parent.iterdir()) == ["caps.rank0.json", "caps.rank3.json"]
+
+
+def test_a_damaged_file_is_no_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "caps.rank1.json").write_text("{")
+    assert read_caps(tmp_path / "caps") == {}
+    assert "caps.rank1.json holds no memory cap" in caplog.text
+
+
+def test_the_lowest_bound_that_any_rank_knows_holds_for_all() -> None:
+    known = [{0: 400}, {0: 300, 2: 2000}, {1: 8, 7: 64}]
+    assert merge_caps(known, world_size=3, maximum=1024, minimum=32) == (300, 32, 1024)

@@ -14,12 +14,9 @@ import torch
 import torch.distributed as dist
 from tests.support import rows
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, make_model, offer
-from torch import nn
+from tests.support.training import Numbered, attach_numbered, make_model, offer, train_step
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamix import trainer as dynamix
-from dynamix.trainer import Session
 from dynamix.trainer.exchange import transport
 from dynamix.trainer.exchange.transport import LentTensor
 from dynamix.trainer.measurement.meter import ROWS
@@ -45,31 +42,15 @@ def _next_state() -> int:
     return number
 
 
-def _model(group: dist.ProcessGroup) -> DistributedDataParallel:
-    """DDP on a group of its own, with several buckets."""
-    return DistributedDataParallel(make_model(), process_group=group, bucket_cap_mb=0.001)
-
-
-def _step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-    inputs, targets, _ = batch
-    loss = nn.functional.cross_entropy(model(inputs), targets)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
 def _train_steered(group: dist.ProcessGroup, *, split: Any, closes: bool) -> None:
-    """Sixty steps, each with a row, a decision and all buckets."""
-    model = _model(group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session = dynamix.attach(
-        model, optimizer, Numbered(960), local_batch_size=8, min_local_batch_size=1, window_steps=1, connect=False
+    """Sixty steps of DDP on a group of its own, each with a row, a decision and several buckets."""
+    model = DistributedDataParallel(make_model(), process_group=group, bucket_cap_mb=0.001)
+    session, optimizer = attach_numbered(
+        Numbered(960), model, min_local_batch_size=1, window_steps=1, policy=None, global_batch="fixed"
     )
     for batch in session.loader:
-        loss = _step(model, optimizer, batch)
         offer(session, [(8, 8), (6, 10)][session.step_index % 2], split=split)
-        session.step(loss)
+        train_step(session, model, optimizer, batch)
     if closes:
         session.close()
 
@@ -91,17 +72,11 @@ def test_no_thread_of_a_process_group_enters_the_interpreter(how: str) -> None:
     assert run_ranks(_entries, 2, how) == [(0, True)] * 2
 
 
-def _attached() -> Session:
-    model = DistributedDataParallel(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    return dynamix.attach(model, optimizer, Numbered(64), local_batch_size=32, window_steps=1, connect=False)
-
-
 def _close_or_forget(_rank: int) -> list[bool]:
     """Whether our group is gone after either."""
     gone = []
     for closes in (True, False):
-        session = _attached()
+        session, _ = attach_numbered(Numbered(64), DistributedDataParallel(make_model()))
         ours = weakref.ref(session._steering.collectives._group)
         if closes:
             session.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 from tests.support.training import flat_parameters, offer
 from tests.support.whole_numbers import (
     SIZES,
@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 from dynamix import trainer
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.data.orders import epoch_order
-from dynamix.trainer.exchange.codecs import CODECS
+from dynamix.trainer.exchange.plan import CODECS
 
 STEPS = 22
 
@@ -84,31 +84,32 @@ def _alone(rounds: list[int], outer: dict[str, float] | None = None) -> list[tor
     return means
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
-def test_a_round_ends_with_the_weighted_mean_of_the_parameters(codec: str) -> None:
-    means = _alone([4] * 5 + [2])
-    route = "shares" if codec in ("none", "int8") else "all-reduce"
-    first, second = run_ranks(_trained, 2, Exchange(every=4, codec=codec, route=route))
-    assert first["averaged"] == [(step + 1) % 4 == 0 for step in range(STEPS)]
-    ends = [step for step in range(STEPS) if first["averaged"][step]] + [STEPS]
-    for step in range(STEPS + 1):
-        alike = torch.equal(first["parameters"][step], second["parameters"][step])
-        assert alike == (step in ends), step
-    tolerance = {"bf16": 2e-3, "fp16": 5e-4, "int8": 1e-2}.get(codec, 2e-6)
-    for mean, step in zip(means, ends, strict=True):
-        assert torch.allclose(first["parameters"][step], mean, atol=tolerance)
+def test_a_round_ends_with_the_weighted_mean_of_the_parameters() -> None:
+    means, codecs = _alone([4] * 5 + [2]), sorted(CODECS)
+    routes = {"none": "shares", "int8": "shares"}
+    exchanges = [Exchange(every=4, codec=codec, route=routes.get(codec, "all-reduce")) for codec in codecs]
+    results = run_ranks(each_case, 2, _trained, [(exchange,) for exchange in exchanges])
+    for codec, first, second in zip(codecs, *results, strict=True):
+        assert first["averaged"] == [(step + 1) % 4 == 0 for step in range(STEPS)]
+        ends = [step for step in range(STEPS) if first["averaged"][step]] + [STEPS]
+        for step in range(STEPS + 1):
+            alike = torch.equal(first["parameters"][step], second["parameters"][step])
+            assert alike == (step in ends), (codec, step)
+        tolerance = {"bf16": 2e-3, "fp16": 5e-4, "int8": 1e-2}.get(codec, 2e-6)
+        for mean, step in zip(means, ends, strict=True):
+            assert torch.allclose(first["parameters"][step], mean, atol=tolerance), codec
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
-def test_a_round_ends_with_an_outer_nesterov_step(codec: str) -> None:
+def test_a_round_ends_with_an_outer_nesterov_step() -> None:
     expected = _alone([4] * 5 + [2], {"lr": 0.7, "momentum": 0.9})
-    exchange = Exchange(every=4, codec=codec, outer_rate=0.7, outer_momentum=0.9)
-    first, second = run_ranks(_trained, 2, exchange)
-    ends = [step for step in range(STEPS) if first["averaged"][step]] + [STEPS]
-    for place, step in zip(expected, ends, strict=True):
-        assert torch.equal(first["parameters"][step], second["parameters"][step])
-        assert torch.allclose(first["parameters"][step], place, atol=1e-2 if codec == "int8" else 2e-6)
     assert not torch.allclose(expected[-1], _alone([4] * 5 + [2])[-1], atol=1e-2), "it makes no difference"
+    exchanges = [Exchange(every=4, codec=codec, outer_rate=0.7, outer_momentum=0.9) for codec in ("none", "int8")]
+    results = run_ranks(each_case, 2, _trained, [(exchange,) for exchange in exchanges])
+    for tolerance, first, second in zip((2e-6, 1e-2), *results, strict=True):
+        ends = [step for step in range(STEPS) if first["averaged"][step]] + [STEPS]
+        for place, step in zip(expected, ends, strict=True):
+            assert torch.equal(first["parameters"][step], second["parameters"][step])
+            assert torch.allclose(first["parameters"][step], place, atol=tolerance)
 
 
 def test_outer_momentum_besides_momentum_of_the_optimizer_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,11 +191,11 @@ def _noise(_rank: int, exchange: Exchange, wide: bool) -> list[tuple[int, float,
     with attach(model, optimizer, Whole(), exchange=exchange, noise_every=4) as session:
         record_batch = session._meter.record_batch
 
-        def listen(batch: Any, loss: Any, num_correct: Any, norms: Any) -> None:
+        def listen(batch: Any, loss: Any, num_correct: Any, norms: Any, drift: Any) -> None:
             if norms.reduced:
                 step = batch.plan.step if norms.counts is None else batch.plan.step - exchange.every + 1
                 found.append((step, sum(map(float, norms.local)), sum(map(float, norms.reduced))))
-            record_batch(batch, loss, num_correct, norms)
+            record_batch(batch, loss, num_correct, norms, drift)
 
         session._meter.record_batch = listen  # type: ignore[method-assign]
         for batch in session.loader:
@@ -208,9 +209,9 @@ def _drift(rank: int) -> list[tuple[float, float, torch.Tensor]]:
     """Both parts of each round's drift, and how far this rank had come by its end, times its weight."""
     model = distributed(Curved())
     optimizer = momentum_optimizer(model)
-    weight, found, drifts = SIZES[rank] / sum(SIZES), [], []
-    with attach(model, optimizer, Whole(whole=False), reduction="mean", exchange=Exchange(every=4)) as session:
-        session._meter.record_drift = drifts.append  # type: ignore[method-assign]
+    weight, found = SIZES[rank] / sum(SIZES), []
+    options: dict[str, Any] = {"reduction": "mean", "exchange": Exchange(every=4), "window_steps": 100}
+    with attach(model, optimizer, Whole(whole=False), **options) as session:
         begun = flat_parameters(model)
         for inputs, factors in session.loader:
             optimizer.zero_grad()
@@ -220,7 +221,8 @@ def _drift(rank: int) -> list[tuple[float, float, torch.Tensor]]:
             session.step()
             if session.is_averaged:
                 begun = flat_parameters(model)
-                found.append((sum(map(float, drifts[-1].own)), sum(map(float, drifts[-1].mean)), moved))
+                drift = session._meter._drifts[-1]
+                found.append((sum(map(float, drift.own)), sum(map(float, drift.mean)), moved))
             if session.step_index == 12:
                 break
     return found
@@ -279,16 +281,13 @@ def _saved(_rank: int, outer: dict[str, float]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("outer", [{}, {"outer_rate": 0.7, "outer_momentum": 0.9}])
-def test_a_job_resumed_at_an_averaging_goes_on_exactly(outer: dict[str, float]) -> None:
-    first, second = run_ranks(_saved, 2, outer)
-    assert first["refused"] == (
-        "step 5 is in the middle of a round of local steps, each rank has parameters of its own: wait until "
-        "session.is_averaged, or call session.average() on all ranks before"
-    )
-    assert torch.equal(first["whole"], second["whole"])
-    assert torch.equal(first["parts"], first["whole"])
-    assert torch.equal(second["parts"], first["whole"])
+def test_a_job_resumed_at_an_averaging_goes_on_exactly() -> None:
+    outer = {"outer_rate": 0.7, "outer_momentum": 0.9}
+    for first, second in zip(*run_ranks(each_case, 2, _saved, [({},), (outer,)]), strict=True):
+        assert first["refused"].startswith("step 5 is in the middle of a round of local steps, each rank has")
+        assert torch.equal(first["whole"], second["whole"])
+        assert torch.equal(first["parts"], first["whole"])
+        assert torch.equal(second["parts"], first["whole"])
 
 
 def _epochs(_rank: int, streams: bool) -> list[tuple[bool, bytes]]:
@@ -314,12 +313,11 @@ class Streamed(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return (data[index] for index in range(len(data)))
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_an_epoch_ends_with_an_averaging(streams: bool) -> None:
-    first, second = run_ranks(_epochs, 2, streams)
-    assert [averaged for averaged, _ in first] == [True, True]
-    assert first == second
-    assert first[0] != first[1]
+def test_an_epoch_ends_with_an_averaging() -> None:
+    for first, second in zip(*run_ranks(each_case, 2, _epochs, [(False,), (True,)]), strict=True):
+        assert [averaged for averaged, _ in first] == [True, True]
+        assert first == second
+        assert first[0] != first[1]
 
 
 def _left(_rank: int, caplog_level: int = 30) -> list[str]:
@@ -344,9 +342,5 @@ def _left(_rank: int, caplog_level: int = 30) -> list[str]:
 
 def test_a_session_that_ends_in_mid_round_says_so() -> None:
     covered, left = run_ranks(_left, 2)[0]
-    assert covered.startswith(
-        "step 6 is in the middle of a round of local steps, a model that is covered now would not"
-    )
-    assert left.startswith(
-        "the session ends in the middle of a round of local steps: each rank has parameters of its own"
-    )
+    assert covered.startswith("step 6 is in the middle of a round of local steps, a model that is covered now")
+    assert left.startswith("the session ends in the middle of a round of local steps")

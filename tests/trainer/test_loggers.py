@@ -13,13 +13,7 @@ from tests.support.rows import row
 
 from dynamix.extras.loggers import CsvLogger, JsonlLogger
 from dynamix.trainer.bus_client import Transport
-from dynamix.trainer.loggers import (
-    QUEUED_WINDOWS,
-    Loggers,
-    MetricHistory,
-    Metrics,
-    window_metrics,
-)
+from dynamix.trainer.loggers import QUEUED_WINDOWS, MetricHistory, Metrics, window_metrics
 
 TIMEOUT_S = 10.0
 
@@ -46,25 +40,20 @@ class Recorded:
         self.num_closed += 1
 
 
-def test_every_logger_gets_every_window_in_order_and_is_closed_once() -> None:
-    both = Recorded(), Recorded()
-    loggers = Loggers(both)
-    for step in (20, 40, 60):
-        loggers.publish(step, {})
-    loggers.close(TIMEOUT_S)
-    loggers.close(TIMEOUT_S)
-    assert [(one.steps, one.num_closed) for one in both] == [([20, 40, 60], 1)] * 2
+def window_of(window: int) -> Metrics:
+    return {"job": examples.JOB, "generation": 0, "window": window, "loss": 0.5}
 
 
-def test_a_logger_that_raises_is_closed_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logger_that_raises_is_closed_once_and_the_others_get_every_window(caplog: pytest.LogCaptureFixture) -> None:
     failing, working = Recorded(fails=True), Recorded()
-    loggers = Loggers([failing, working])
+    history = MetricHistory([failing, working], Transport())
     with caplog.at_level(logging.ERROR):
-        for step in (20, 40, 60):
-            loggers.publish(step, {})
-        loggers.close(TIMEOUT_S)
-    assert (failing.steps, failing.num_closed) == ([20], 1)
-    assert working.steps == [20, 40, 60]
+        for window in range(3):
+            history.add_window(20 * window, window_of(window))
+        history.close(TIMEOUT_S)
+        history.close(TIMEOUT_S)
+    assert (failing.steps, failing.num_closed) == ([0], 1)
+    assert (working.steps, working.num_closed) == ([0, 20, 40], 1)
     assert [record.getMessage() for record in caplog.records] == [
         "metric logger Recorded failed and gets no more metrics; training goes on"
     ]
@@ -73,11 +62,11 @@ def test_a_logger_that_raises_is_closed_and_the_others_go_on(caplog: pytest.LogC
 def test_a_slow_logger_loses_the_oldest_windows_and_training_does_not_wait() -> None:
     slow = Recorded()
     slow.may_go_on.clear()
-    loggers = Loggers([slow])
-    for step in range(3 * QUEUED_WINDOWS):
-        loggers.publish(step, {})
+    history = MetricHistory([slow], Transport())
+    for window in range(3 * QUEUED_WINDOWS):
+        history.add_window(window, window_of(window))
     slow.may_go_on.set()
-    loggers.close(TIMEOUT_S)
+    history.close(TIMEOUT_S)
     assert slow.steps[-1] == 3 * QUEUED_WINDOWS - 1
     assert QUEUED_WINDOWS - 1 <= len(slow.steps) <= QUEUED_WINDOWS + 1
 
@@ -85,7 +74,7 @@ def test_a_slow_logger_loses_the_oldest_windows_and_training_does_not_wait() -> 
 def test_metrics_have_units_in_their_names_and_leave_out_what_is_not_known() -> None:
     totals = examples.totals(num_steps=10, num_samples=1000, time_s=2.0, loss_sum=500.0, num_correct=None)
     rows = [
-        row(num_samples=500, held_out_accuracy=0.75, energy_j=6.25, data_time_s=0.2, update_time_s=0.3, **times)
+        row(num_samples=500, held_out_accuracy=0.75, data_time_s=0.2, update_time_s=0.3, **times)
         for times in (
             {"compute_time_s": 1.0, "sync_time_s": 0.5},
             {"compute_time_s": 1.5, "sync_time_s": 0.0},
@@ -99,7 +88,6 @@ def test_metrics_have_units_in_their_names_and_leave_out_what_is_not_known() -> 
         "step_time_s": 0.2,
         "samples_per_s": 500.0,
         "held_out_accuracy": 0.75,
-        "energy_j": 12.5,
         "noise_scale": 2000.0,
         **{f"local_batch_size/{name}": value for name, value in by_rank(40, 60).items()},
         **{f"data_time_s/{name}": value for name, value in by_rank(0.02, 0.02).items()},
@@ -114,16 +102,9 @@ def by_rank(first: float, second: float) -> dict[str, float]:
     return {"min": min(first, second), "mean": (first + second) / 2, "max": max(first, second), **both}
 
 
-# --- the windows so far ----------------------------------------------------------------------------------------------
-
-
-def window_of(window: int) -> Metrics:
-    return {"job": examples.JOB, "generation": 0, "window": window, "loss": 0.5}
-
-
 def test_a_window_is_logged_with_its_reward_once_the_next_one_has_ended() -> None:
     logger, transport = Recorded(), Transport()
-    history = MetricHistory(Loggers([logger]), transport)
+    history = MetricHistory([logger], transport)
     history.add_window(20, window_of(0))
     transport.add_reward(examples.reward("node-a", (0, 1), 0, value=0.5))
     transport.add_reward(examples.reward("node-a", (0, 1), 0, value=9.0))  # delivered twice
@@ -141,7 +122,7 @@ def test_a_window_is_logged_with_its_reward_once_the_next_one_has_ended() -> Non
 
 def test_a_reward_that_comes_late_is_in_the_history_still() -> None:
     logger, transport = Recorded(), Transport()
-    history = MetricHistory(Loggers([logger]), transport)
+    history = MetricHistory([logger], transport)
     for window in range(3):
         history.add_window(20 * window, window_of(window))
     transport.add_reward(examples.reward("node-a", (0, 1), 0))
@@ -187,6 +168,3 @@ def test_a_file_of_something_else_is_refused_when_the_logger_is_made(tmp_path: P
     path.write_text("years of work")
     with pytest.raises(ValueError, match=f"exists and is not {noun}"):
         make(path)
-
-
-# --- finding ---------------------------------------------------------------------------------------------------------

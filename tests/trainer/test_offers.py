@@ -89,24 +89,15 @@ def test_a_learning_rate_is_changed_only_where_the_job_lets_its_runs_explore_it(
         assert offers.num_refused["lever"] == (reason is not None)
 
 
-@pytest.mark.parametrize("window", [0, 4, 5])
-def test_what_is_not_newer_than_the_adopted_is_refused(window: int) -> None:
-    offers = _offers()
-    offers.consider(ACTION, 7)
-    assert offers.adopt(7) == ACTION
-    assert offers.consider(_with(window=window), 8) == "not_newer"
-    assert offers.consider(_with(window=6), 8) is None
-
-
-def test_an_action_may_be_four_windows_old_and_no_more() -> None:
+def test_an_action_may_be_four_windows_old_and_is_newer_than_the_adopted() -> None:
     offers = _offers()
     offers.consider(ACTION, 7)
     assert offers.adopt(9) == ACTION
-
-    offers = _offers()
-    offers.consider(ACTION, 7)
-    assert offers.adopt(10) is None
-    assert offers.num_refused == {"stale": 1}
+    for window in (0, 4, 5):
+        assert offers.consider(_with(window=window), 10) == "not_newer"
+    assert offers.consider(_with(window=6), 10) is None
+    assert offers.adopt(11) is None
+    assert offers.num_refused == {"not_newer": 3, "stale": 1}
 
 
 @pytest.mark.parametrize("window", [7, 8, 57])
@@ -119,15 +110,13 @@ def test_an_action_of_a_window_yet_to_come_is_refused_and_keeps_no_other_out(win
     assert offers.num_refused == {"future": 1}
 
 
-def test_a_split_by_tracking_is_adopted_where_the_ranks_can() -> None:
-    offers, action = _offers(supports_tracking=True), _with(split="tracking")
-    assert offers.consider(action, 7) is None
-    assert offers.adopt(7) == action
-    assert offers.num_refused == {}
-
-
-def test_where_they_cannot_it_is_adopted_for_its_sizes_and_counted() -> None:
-    offers = _offers(supports_tracking=False)
+@pytest.mark.parametrize(
+    ("supports", "adopted", "refused"), [(True, _with(split="tracking"), {}), (False, ACTION, {"tracking": 1})]
+)
+def test_a_split_by_tracking_is_adopted_for_its_sizes_where_the_ranks_cannot(
+    supports: bool, adopted: Action, refused: dict[str, int]
+) -> None:
+    offers = _offers(supports_tracking=supports)
     assert offers.consider(_with(split="tracking"), 7) is None
-    assert offers.adopt(7) == ACTION
-    assert offers.num_refused == {"tracking": 1}
+    assert offers.adopt(7) == adopted
+    assert offers.num_refused == refused

@@ -35,7 +35,6 @@ def attached(local_batch_size: Any, model: torch.nn.Module = LINEAR, **given: An
         ({"local_batch_sizes": (128, 16)}, r"local_batch_size=16 of rank 1 is outside \[32, 1024\]: pass min_local"),
         ({"window_steps": 0}, "window_steps=0: Expected `int` >= 1"),
         ({"min_local_batch_size": 64, "max_local_batch_size": 32}, r"bounds \[64, 32\] hold no batch size"),
-        ({"min_local_batch_size": 0, "local_batch_sizes": (0, 0)}, "at least one sample"),
         ({"learning_rate_rule": "cubic"}, "use one of none, linear, sqrt"),
         ({"policy": "Not a token"}, "policy='Not a token': a policy's name has 1 to 63 of the characters"),
         ({"shuffle": "no"}, "shuffle='no'"),
@@ -59,7 +58,6 @@ def attached(local_batch_size: Any, model: torch.nn.Module = LINEAR, **given: An
         ({"window_steps": 5, "margin_steps": 16}, "draws 14 batches ahead: an action would be 5 windows old"),
         ({"explores": ("learning_rate",)}, "between the runs of a family: add family='auto'"),
         ({"family": "mnist", "explores": ("rate",)}, "explores="),
-        ({"family": "mnist", "objective": "energy"}, "what runs that try something out are compared by: add"),
         (
             {
                 "policy": "stigmergy",

@@ -4,6 +4,8 @@ import asyncio
 import gc
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ import torch
 import torch.distributed as dist
 from tests.support.brokers import ConfiguredServer
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, make_model
+from tests.support.training import Numbered, attach_numbered, distribute, make_model, train_step
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from dynamix import trainer as dynamix
+from dynamix.cli.services import bus_environment
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
@@ -42,28 +44,12 @@ def test_only_an_error_that_a_launcher_answers_is_no_end(
     assert reason_after(error, may_restart=may_restart) == reason
 
 
-def _train(num_samples: int = 1000, **options: Any) -> tuple[Session, Any]:
+def _train() -> tuple[Session, Callable[[Any], list[int]]]:
     """A session, and what takes a step of it."""
     model = distribute(make_model(torch.float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    session = dynamix.attach(
-        model,
-        optimizer,
-        Numbered(num_samples, torch.float32),
-        local_batch_size=4,
-        min_local_batch_size=1,
-        policy="static",
-        **options,
-    )
-
-    def step(batch: Any) -> None:
-        loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        session.step(loss)
-
-    return session, step
+    data = Numbered(1000, torch.float32)
+    session, optimizer = attach_numbered(data, model, local_batch_size=4, connect=None)
+    return session, partial(train_step, session, model, optimizer)
 
 
 def _leave(_rank: int) -> None:
@@ -83,18 +69,8 @@ async def _stored(bus: Bus, job: str) -> Job:
     return decode(Job, message.subject, message.payload)
 
 
-def _environ(server: ConfiguredServer, job: str) -> dict[str, str]:
-    settings = server.settings
-    return {
-        "DYNAMIX_NATS_URL": settings.url,
-        "DYNAMIX_NATS_USER": settings.user,
-        "DYNAMIX_NATS_PASSWORD": settings.password,
-        "DYNAMIX_JOB": job,
-    }
-
-
 async def test_a_session_that_is_let_go_of_ends_its_job(server: ConfiguredServer, bus: Bus) -> None:
-    await asyncio.to_thread(run_ranks, _leave, 1, environ=_environ(server, "let-go"))
+    await asyncio.to_thread(run_ranks, _leave, 1, environ=bus_environment(server.settings) | {"DYNAMIX_JOB": "let-go"})
     job = await _stored(bus, "let-go")
     assert (job.phase, job.end_reason) == ("ended", "left")
 
@@ -105,7 +81,8 @@ async def test_a_script_that_somebody_interrupts_ends_its_job_although_restarts_
 ) -> None:
     environ = {
         **os.environ,
-        **_environ(server, "stopped"),
+        **bus_environment(server.settings),
+        "DYNAMIX_JOB": "stopped",
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "TORCHELASTIC_RUN_ID": "run-1",
         "TORCHELASTIC_MAX_RESTARTS": "3",

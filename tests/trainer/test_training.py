@@ -1,4 +1,4 @@
-"""Whole small jobs on real gloo ranks: resumed, equal on all ranks, without a bus, out of memory, and their traffic."""
+"""Whole small jobs on real gloo ranks: resumed, without a bus, out of memory, left in the middle of an epoch."""
 
 import io
 import time
@@ -168,3 +168,57 @@ def test_a_rank_out_of_memory_lowers_its_bound_for_the_next_start(tmp_path: Path
         assert result["bounds"] == (1024, 32)
         assert result["sizes"] == {(20, 32)}
     assert results[0]["refused"]["bounds"] > 0
+
+
+def _leave_early(_rank: int) -> dict[str, Any]:
+    data = Numbered(400, torch.float32)
+    model = distribute(make_model(torch.float32))
+    session, optimizer = attach_numbered(data, model, shuffle=False, **loader_workers(2))
+    used, lengths = [], []
+    for _ in range(2):
+        lengths.append(len(session.loader))
+        for number, batch in enumerate(session.loader):
+            used += train_step(session, model, optimizer, batch)
+            if number == 4:
+                break
+    rest = [sample for batch in session.loader for sample in train_step(session, model, optimizer, batch)]
+    epoch_after_break = []
+    for epoch in session.epochs(3):
+        for batch in session.loader:
+            train_step(session, model, optimizer, batch)
+            break
+        epoch_after_break.append((epoch, session.position))
+    session.close()
+    return {"used": used + rest, "lengths": lengths, "epochs": epoch_after_break}
+
+
+def test_a_loop_that_was_left_goes_on_where_it_was_and_a_new_epoch_begins_at_its_beginning() -> None:
+    results = run_ranks(_leave_early, 2)
+    assert sorted(results[0]["used"] + results[1]["used"]) == list(range(400))
+    assert results[0]["lengths"] == [25, 20]
+    assert results[0]["epochs"] == [(1, 416), (2, 432)]
+
+
+def _normalise(_rank: int) -> dict[str, Any]:
+    """Two epochs of one sample: one rank has none."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model = nn.parallel.DistributedDataParallel(layers)
+    session, optimizer = attach_numbered(Numbered(1, torch.float32), model)
+    steps = []
+    for epoch in session.epochs(2):
+        for batch in session.loader:
+            steps.append((epoch, session.num_samples, len(batch[1])))
+            if session.num_samples == 1:
+                model.eval()  # what the README says of a tail of one sample
+            train_step(session, model, optimizer, batch)
+            model.train()
+    session.close()
+    return {"steps": steps, "position": session.position}
+
+
+def test_a_rank_without_samples_can_normalise_its_dummy_batch() -> None:
+    results = run_ranks(_normalise, 2)
+    assert results[0]["steps"] == [(epoch, 1, 1) for epoch in (0, 1)]
+    assert results[1]["steps"] == [(epoch, 0, 2) for epoch in (0, 1)]
+    assert results[0]["position"] == 2

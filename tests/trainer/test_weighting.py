@@ -4,7 +4,6 @@ import copy
 import math
 from typing import Any
 
-import pytest
 import torch
 from tests.support.loops import gradient_of
 from tests.support.ranks import run_ranks
@@ -16,8 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
 from dynamix.trainer.data.orders import epoch_order
-from dynamix.trainer.data.plan import Counts, MicroBatch, StepPlan
-from dynamix.trainer.gradient.hook import loss_weight
 from dynamix.trainer.gradient.noise import is_measured
 
 NUM_SAMPLES = 1201
@@ -165,10 +162,3 @@ def test_the_weighted_gradient_equals_one_big_batch() -> None:
                 assert set(SIZES) <= set(result["counts"])  # unequal, changing and empty batches were all among them
             assert sum(map(sum, result["counts"])) == NUM_SAMPLES
             assert result["counts"][-1] not in SIZES  # and an uneven tail
-
-
-@pytest.mark.parametrize(("reduction", "factors"), [("mean", [0.45, 2.55, 0.0]), ("sum", [0.03, 0.03, 0.0])])
-def test_the_factors_on_a_loss_undo_the_average_over_three_ranks(reduction: Any, factors: list[float]) -> None:
-    plan = StepPlan(step=0, epoch=0, offset=0, counts=Counts([15, 85, 0]))
-    batches = [MicroBatch(plan, 0, b, b, b, is_first=True, is_last=True) for b in plan.counts.values]
-    assert [loss_weight(batch, reduction) * 3 / 100 for batch in batches] == pytest.approx(factors)

@@ -1,6 +1,5 @@
 """Where windows end: by themselves, and in a whole small job on real gloo ranks."""
 
-import time
 from itertools import pairwise
 from random import Random
 
@@ -11,7 +10,6 @@ from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, attach_numbered, distribute, make_model, offer, train_step
 
 from dynamix.schemas.messages import Applied, Message, Report
-from dynamix.trainer.job import options
 from dynamix.trainer.steering.run import FIRST_WINDOWS, Windows
 
 NUM_STEPS = 600
@@ -66,10 +64,8 @@ def test_a_rank_that_knows_a_window_sooner_than_others_asks_for_nothing_that_the
             complete(0)
 
 
-def _train_by_default(rank: int, num_workers: int, pause_s: float = 0.0) -> list[Message]:
-    """Short steps, and windows that the script says nothing of; with pauses between steps, they last 50 ms."""
-    if pause_s:
-        options.MIN_WINDOW_S = 0.05
+def _train_by_default(rank: int, num_workers: int) -> list[Message]:
+    """Short steps, and windows that the script says nothing of."""
     published: list[Message] = []
     model = distribute(make_model())
     session, optimizer = attach_numbered(Numbered(NUM_STEPS * 16), model, num_workers=num_workers)
@@ -78,7 +74,6 @@ def _train_by_default(rank: int, num_workers: int, pause_s: float = 0.0) -> list
         if session.window in (3, 9):
             offer(session, (4 + session.window, 12 - session.window))
         train_step(session, model, optimizer, batch)
-        time.sleep(pause_s)
         if rank == 0 and session.step_index % 7 == 0:
             session.state_dict()
     session.close()

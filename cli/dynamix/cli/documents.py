@@ -119,7 +119,6 @@ def window_document(window: Window, *, most_ranks: int | None = None) -> Documen
         "started_unix_s": window.started_ns / 1e9 or None,
         "measured_unix_s": window.measured_ns / 1e9 or None,
         "metrics": document_of(window.metrics),
-        "energy_j": window.energy_j,
         "local_batch_sizes": sizes,
         "nodes": {
             name: {
@@ -255,7 +254,7 @@ class CapturedJob:
                     self._messages.append((record.timestamp_ns, decode_any(record.subject, record.payload)))
                 except MalformedMessageError:
                     num_malformed += 1
-            self.notes = [str(fault) for fault in reader.faults]
+            self.notes = [] if reader.fault is None else [str(reader.fault)]
         if num_malformed:
             self.notes.append(f"{num_malformed} messages cannot be decoded and are left out")
         self.start_ns = self._messages[0][0] if self._messages else 0

@@ -1,7 +1,6 @@
 """Shared parts of figures: colours, labels, and the file."""
 
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,14 +18,11 @@ def save(figure: Figure, path: str) -> None:
         figure.savefig(file, dpi=130, format="png")
 
 
-def finish(axes: Axes, *, from_zero: bool = True, beside: float = 0.0, **labels: str) -> None:
-    """Labels, a grid, and a legend where there is something to name: in a corner, or `beside` the axes."""
+def finish(axes: Axes, *, from_zero: bool = True, **labels: str) -> None:
+    """Labels, a grid, and a legend where there is something to name."""
     axes.set(**labels)
     if from_zero:
         axes.set_ylim(bottom=0)
     if axes.get_legend_handles_labels()[0]:
-        place: dict[str, Any] = (
-            {"loc": "center left", "bbox_to_anchor": (beside, 0.5)} if beside else {"loc": "upper left"}
-        )
-        axes.legend(fontsize="small", **place)
+        axes.legend(fontsize="small", loc="upper left")
     axes.grid(alpha=0.3)

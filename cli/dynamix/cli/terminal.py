@@ -123,15 +123,9 @@ def in_columns(
     return "\n".join([*([title] if title else []), *lines, *([caption] if caption else [])])
 
 
-def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, stderr: bool = False, **how: Any) -> None:
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], **how: Any) -> None:
     """Print a table between empty lines."""
-    print(f"\n{in_columns(headings, rows, **how)}\n", file=sys.stderr if stderr else sys.stdout)
-
-
-def print_lines(lines: Iterable[str], *, stderr: bool = False) -> None:
-    """Print each line as it is."""
-    for line in lines:
-        print(line, file=sys.stderr if stderr else sys.stdout)
+    print(f"\n{in_columns(headings, rows, **how)}\n")
 
 
 TERMINAL_EVERY_S = 0.2

@@ -8,7 +8,7 @@ import argparse
 import asyncio
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -30,7 +30,6 @@ from dynamix.schemas.subjects import check_token
 CONNECT_TIMEOUT_S = 20.0
 HEADINGS = ("family", "runs", "newest", "policy", "ranks", "windows", "last sizes", "size")
 MOST_SIZES = 4
-NAME_WIDTH = 20
 
 Act = Callable[[Bus, argparse.Namespace], Awaitable[ActionResult]]
 
@@ -110,11 +109,16 @@ async def families(bus: Bus) -> list[StoredFamily]:
     Raises:
         CommandError: when the broker has no stream for them.
     """
+    wanted, found = subjects.of("profile", subjects.ANY), list[StoredFamily]()
     try:
-        newest = await bus.last(PROFILES.name, subjects.of("profile", subjects.ANY))
+        newest = await bus.last(PROFILES.name, wanted)
     except StreamMissingError:
         raise CommandError("the broker has no stream for job families: run `dynamix provision`") from None
-    found = [] if newest is None else [_read(message) async for message in _newest(bus)]
+    async with bus.consume(PROFILES.name, [wanted], start="last_per_subject") as consumer:
+        while newest is not None and (batch := await anext(consumer, None)):
+            found += map(_read, batch)
+            if batch[-1].num_pending == 0:
+                break
     known = [one for one in found if one.profile is None or not one.profile.is_forgotten]
     return sorted(known, key=lambda one: one.family)
 
@@ -141,43 +145,28 @@ def document(one: StoredFamily) -> dict[str, Any]:
     found: dict[str, Any] = {"family": one.family, "usable": not one.fault, "reason": one.fault}
     found |= {"num_bytes": one.num_bytes, "stored_at_ns": one.stored_at_ns}
     if (profile := one.profile) is not None:
-        named = {name: getattr(profile, name) for name in profile.__struct_fields__ if name not in ("memory", "family")}
-        found |= {
-            **named,
-            "arms": [msgspec.structs.asdict(each) for each in profile.arms],
-            "energy_arms": [msgspec.structs.asdict(each) for each in profile.energy_arms],
-            "exchange": profile.allocation.exchange.label,
-            "memory_bytes": len(profile.memory),
-        }
+        found |= {name: value for name, value in msgspec.structs.asdict(profile).items() if name != "memory"}
+        found |= {"arms": [msgspec.structs.asdict(each) for each in profile.arms]}
+        found |= {"exchange": profile.allocation.exchange.label, "memory_bytes": len(profile.memory)}
     return found
 
 
 def details(one: StoredFamily) -> str:
     """One family, a property per line."""
-    lines = [f"{one.family}, {one.num_bytes:,} bytes", _line("usable here", f"no: {one.fault}" if one.fault else "yes")]
-    profile = one.profile
-    if profile is not None:
+    properties = [("usable here", f"no: {one.fault}" if one.fault else "yes")]
+    if (profile := one.profile) is not None:
         last = profile.allocation
-        lines += [
-            _line("runs", str(profile.run)),
-            _line("newest run", f"{profile.job}, generation {profile.generation}, {profile.num_windows} windows"),
-            _line("policy", f"{profile.policy} version {profile.policy_version}"),
-            _line("ranks", str(profile.world_size)),
-            _line("last allocation", f"{_sizes(profile)} ({last.split}), {last.exchange.label}"),
-            _line("times", f"{len(profile.memory):,} bytes" if profile.memory else "none"),
-            *(_line("tried", text) for text in _records(profile.arms, "s")),
-            *(_line("tried, by energy", text) for text in _records(profile.energy_arms, "J")),
+        properties += [
+            ("runs", str(profile.run)),
+            ("newest run", f"{profile.job}, generation {profile.generation}, {profile.num_windows} windows"),
+            ("policy", f"{profile.policy} version {profile.policy_version}"),
+            ("ranks", str(profile.world_size)),
+            ("last allocation", f"{_sizes(profile)} ({last.split}), {last.exchange.label}"),
+            ("times", f"{len(profile.memory):,} bytes" if profile.memory else "none"),
+            *(("tried", text) for text in _records(profile.arms)),
         ]
-    return "\n".join(lines)
-
-
-async def _newest(bus: Bus) -> AsyncIterator[BusMessage]:
-    async with bus.consume(PROFILES.name, [subjects.of("profile", subjects.ANY)], start="last_per_subject") as consumer:
-        async for batch in consumer:
-            for message in batch:
-                yield message
-            if batch[-1].num_pending == 0:
-                return
+    lines = (f"  {name:20}{value}" for name, value in properties)
+    return "\n".join([f"{one.family}, {one.num_bytes:,} bytes", *lines])
 
 
 def _read(message: BusMessage) -> StoredFamily:
@@ -187,13 +176,8 @@ def _read(message: BusMessage) -> StoredFamily:
         profile = decode(JobProfile, message.subject, message.payload)
     except MalformedMessageError as error:
         fault = str(error)
-    return StoredFamily(
-        family=family,
-        num_bytes=len(message.payload),
-        stored_at_ns=message.timestamp_ns,
-        profile=profile,
-        fault=fault,
-    )
+    num_bytes, stored_at_ns = len(message.payload), message.timestamp_ns
+    return StoredFamily(family=family, num_bytes=num_bytes, stored_at_ns=stored_at_ns, profile=profile, fault=fault)
 
 
 def _row(one: StoredFamily) -> tuple[str, ...]:
@@ -205,26 +189,19 @@ def _row(one: StoredFamily) -> tuple[str, ...]:
     return (one.family, str(profile.run), profile.job, policy, *counts, _sizes(profile), size)
 
 
-def _records(records: Sequence[ArmRecord], unit: str) -> Iterator[str]:
+def _records(records: Sequence[ArmRecord]) -> Iterator[str]:
     """Times of each arm, and their ratio to the first run's."""
     first = next((record for record in records if record.rate_factor == FIRST), None)
     for record in records:
         ratio = math.nan if first is None or record is first else score(record, first)
-        yield _record(record, unit) + ("" if math.isnan(ratio) else f", {ratio:.2f} of the first")
-
-
-def _record(record: ArmRecord, unit: str) -> str:
-    ended = f", {record.num_stopped} stopped" if record.num_stopped else ""
-    reached = [cost for cost in record.milestones if cost]
-    until = f", {reached[-1]:.4g} {unit} to the last of {len(reached)} levels" if reached else ""
-    return f"{record.label}: {record.num_runs} runs{ended}{until}"
+        ended = f", {record.num_stopped} stopped" if record.num_stopped else ""
+        reached = [time_s for time_s in record.milestones if time_s]
+        until = f", {reached[-1]:.4g} s to the last of {len(reached)} levels" if reached else ""
+        compared = "" if math.isnan(ratio) else f", {ratio:.2f} of the first"
+        yield f"{record.label}: {record.num_runs} runs{ended}{until}{compared}"
 
 
 def _sizes(profile: JobProfile) -> str:
     shown = "/".join(map(str, profile.allocation.local_batch_sizes[:MOST_SIZES]))
     rest = "/..." if len(profile.allocation.local_batch_sizes) > MOST_SIZES else ""
     return f"{shown}{rest} = {sum(profile.allocation.local_batch_sizes)}"
-
-
-def _line(name: str, value: str) -> str:
-    return f"  {name:{NAME_WIDTH}}{value}"

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynamix.trainer.exchange.codec import BucketPart, BucketView, ErrorFeedback, Member, sum_over_ranks
-from dynamix.trainer.exchange.collectives import Leg
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, ErrorFeedback, Leg, Member, sum_over_ranks
 
 RANK = 4
 WORTH = 0.5

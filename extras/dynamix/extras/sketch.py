@@ -21,8 +21,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dynamix.trainer.exchange.codec import BucketPart, BucketView, Member, owned_ranges, sum_over_ranks
-from dynamix.trainer.exchange.collectives import Collective, Leg, Trade, Union
+from dynamix.trainer.exchange.codec import (
+    BucketPart,
+    BucketView,
+    Collective,
+    Leg,
+    Member,
+    Trade,
+    Union,
+    owned_ranges,
+    sum_over_ranks,
+)
 from dynamix.trainer.exchange.rows import (
     INTEGERS,
     minus_zeros,
@@ -582,7 +591,7 @@ def _add_tables(table: Tensor, width: int, beside: Tensor, member: Member) -> Ge
     """
     assert not member.num_servers, "gradient servers cannot add cells"
     ranges, rank, num_ranks = owned_ranges(len(table), member, GROUP), member.rank, member.world_size
-    theirs = [packed_bytes(each.length, width) for each in ranges]
+    theirs = [packed_bytes(len(each), width) for each in ranges]
     own, mine = ranges[rank], [theirs[rank]] * num_ranks
     mine[rank] = theirs[rank] = 0
 

@@ -28,8 +28,8 @@ from dynamix.cli.errors import CommandError, MisuseError, explained, reading
 from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.source import Source
 from dynamix.cli.terminal import ProgressLine, stop_event
-from dynamix.recording.capture import CaptureError, Record, read_header, records
-from dynamix.recording.job_view import JobView, NodeWindow, Window, WindowKey
+from dynamix.recording.capture import CaptureError, Record, WindowKey, read_header, records
+from dynamix.recording.job_view import JobView, NodeWindow, Window
 from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Report
 
@@ -133,12 +133,12 @@ class WindowTraces:
             return []
         self._view.fold(message, record.timestamp_ns)
         if isinstance(message, Report) and message.job == self._view.name:
-            return self._close((message.generation, message.window - KEPT_WINDOWS))
+            return self._close(WindowKey(message.generation, message.window - KEPT_WINDOWS))
         return []
 
     def finish(self) -> list[WindowSpan]:
         """The spans of all windows that are left."""
-        return self._close(max(self._view.windows, default=(0, 0)))
+        return self._close(max(self._view.windows, default=WindowKey(0, 0)))
 
     def _close(self, last: WindowKey) -> list[WindowSpan]:
         closed = [self._view.windows.pop(key) for key in sorted(self._view.windows) if key <= last]

@@ -3,7 +3,7 @@
     with CaptureWriter(path, CaptureHeader.of(job)) as writer:
         writer.write_record(record)
 
-    for record in records(path):  # in the order in which the broker stored them; CaptureError names the damaged byte
+    for record in records(path):  # in the order in which the broker stored them
         ...
 
 A file is `MAGIC`, a version byte, then frames: a header, blocks of records, an end. Numbers are little-endian.
@@ -11,15 +11,16 @@ A file is `MAGIC`, a version byte, then frames: a header, blocks of records, an 
     frame    marker (8 bytes), length of the body (4), CRC-32 of the body (4), body
     body     zlib of msgpack: a CaptureHeader (map), a list of Records (arrays), or a CaptureEnd (map)
 
-A damaged frame loses only its own records: a reader continues at the next marker. Lengths are checked before memory is
-allocated. Flushed records stay readable when the writer is killed. A change of the format needs a new `VERSION`.
+A reader stops at the first damaged frame and names its byte; the records before it are good. Lengths are checked before
+memory is allocated. Flushed records stay readable when the writer is killed. A change of the format needs a new
+`VERSION`.
 """
 
 import datetime as dt
+import heapq
 import os
 import struct
 import zlib
-from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -29,8 +30,6 @@ import msgspec
 
 from dynamix.runtime import output_files
 from dynamix.runtime.input_files import check_regular
-from dynamix.schemas import codec
-from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages.fields import Token
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS, REPORTS
 
@@ -43,12 +42,11 @@ PREAMBLE = MAGIC + bytes((VERSION,))
 MARKER = b"\x89DXF\r\n\x1a\n"
 FRAME = struct.Struct("<8sII")
 BLOCK_BYTES = 16 * 1024
-"""A block is closed when its records have this many bytes: so much is lost by a damaged one."""
+"""A block is closed when its records have this many bytes."""
 MAX_FRAME_BYTES = (1 << 20) + 4 * BLOCK_BYTES
 """Limit of a body, packed and unpacked. The last record of a block may be a large one: the broker takes up to 1 MiB."""
 RECORD_BYTES = 32
 """Size of the numbers and lengths of a record, about."""
-SEARCH_BYTES = 1 << 16
 
 STREAMS = (JOBS.name, REPORTS.name, FEED.name, ACTIONS.name)
 """The streams of a job, in the order in which messages of the same nanosecond stand in a capture."""
@@ -88,22 +86,9 @@ class Record(NamedTuple):
         return kind_of(self.subject)
 
     @property
-    def identity(self) -> str:
-        """The identity of its content, as `codec.message_id` gives it; empty when it cannot be decoded.
-
-        It is the message id; only a record without one is decoded.
-        """
-        if self.message_id:
-            return self.message_id
-        try:
-            return codec.message_id(codec.decode_any(self.subject, self.payload))
-        except MalformedMessageError:
-            return ""
-
-    @property
     def key(self) -> WindowKey | None:
-        """The window that it is about, by its identity; `None` for actions, events and other messages."""
-        return window_key_of(self.identity)
+        """The window that it is about, by its message id; `None` for actions, events and other messages."""
+        return window_key_of(self.message_id)
 
 
 @lru_cache(maxsize=16384)  # the same few subjects come with every window
@@ -220,7 +205,8 @@ class CaptureWriter:
             ValueError: when its sequence is not after the last one of its stream.
             OSError: when the file cannot be written.
         """
-        _check_order(record, self._last_sequences)
+        if reason := _disorder(record, self._last_sequences):
+            raise ValueError(reason)
         self._block.append(record)
         self._block_bytes += RECORD_BYTES + len(record.subject) + len(record.message_id) + len(record.payload)
         self.num_records += 1
@@ -253,17 +239,17 @@ class CaptureWriter:
         self.num_bytes += self._file.write(FRAME.pack(MARKER, len(body), zlib.crc32(body)) + body)
 
 
-def _check_order(record: Record, last_sequences: dict[str, int]) -> None:
-    """Raise ValueError unless the record comes after the last one of its stream, and note it as that one."""
-    if record.sequence <= (last := last_sequences.get(record.stream, 0)):
-        raise ValueError(f"{record.stream} {record.sequence} comes after {last}: not in order")
+def _disorder(record: Record, last_sequences: dict[str, int]) -> str:
+    """Why the record cannot follow the last one of its stream, empty if it can; it is the last one from then on."""
+    last = last_sequences.get(record.stream, 0)
     last_sequences[record.stream] = record.sequence
+    return "" if record.sequence > last else f"{record.stream} {record.sequence} comes after {last}: not in order"
 
 
 class CaptureReader:
     """`with CaptureReader(path) as reader: for record in reader: ...`. Memory does not grow with the file.
 
-    Iteration gives the records of all good blocks, once, and adds what is wrong with the others to `faults`.
+    Iteration gives the records once, up to the first damage or the cut, and then sets `fault`.
 
     Raises:
         CaptureError: when the file is no capture, or its header is damaged.
@@ -271,8 +257,8 @@ class CaptureReader:
 
     Attributes:
         header: known once the context is entered.
-        end: known once the last record was read, `None` before and in a file that is cut off.
-        faults: what is damaged, and where the file is cut off.
+        end: known once the last record was read; `None` before, and in a file that is damaged or cut off.
+        fault: what is damaged, or where the file is cut off.
         num_records: records of the blocks read so far.
     """
 
@@ -282,7 +268,7 @@ class CaptureReader:
         self._path = Path(path)
         self._offset = 0
         self.end: CaptureEnd | None = None
-        self.faults: list[CaptureError] = []
+        self.fault: CaptureError | None = None
         self.num_records = 0
 
     def __enter__(self) -> Self:
@@ -300,36 +286,26 @@ class CaptureReader:
 
     def __iter__(self) -> Iterator[Record]:
         """Iterate over the records that were not read yet."""
+        try:
+            yield from self._records()
+        except CaptureError as error:
+            self.fault = error
+
+    def _records(self) -> Iterator[Record]:
         last_sequences: dict[str, int] = {}
-        while self.end is None:
-            try:
-                content = self._read_frame()
-                if isinstance(content, CaptureHeader):
-                    raise self._damage("a second header")
-                if isinstance(content, CaptureEnd):
-                    self._finish(content)
-                    return
-                for record in content:
-                    _check_order(record, last_sequences)
-            except CutOffError as error:
-                self.faults.append(error)
-                return
-            except CaptureError as error:
-                self.faults.append(error)
-                self._find_marker()
-                continue
-            except ValueError as error:
-                self.faults.append(self._damage(str(error)))
-                continue
+        while not isinstance(content := self._read_frame(), CaptureEnd):
+            if isinstance(content, CaptureHeader):
+                raise self._damage("a second header")
+            for record in content:
+                if reason := _disorder(record, last_sequences):
+                    raise self._damage(reason)
             self.num_records += len(content)
             yield from content
-
-    def _finish(self, end: CaptureEnd) -> None:
-        self.end = end
-        if end.num_records != self.num_records and not self.faults:
-            self.faults.append(self._damage(f"{end.num_records} records were written, {self.num_records} are there"))
+        if content.num_records != self.num_records:
+            raise self._damage(f"{content.num_records} records were written, {self.num_records} are there")
+        self.end = content
         if self._file.read(1):
-            self.faults.append(self._damage("the file goes on behind the end of the capture"))
+            raise self._damage("the file goes on behind the end of the capture")
 
     def _read_header(self) -> CaptureHeader:
         preamble = self._file.read(len(PREAMBLE))
@@ -345,8 +321,8 @@ class CaptureReader:
         """Read the content of the next frame.
 
         Raises:
-            CaptureError: when it is damaged; the next marker is still to be found.
-            CutOffError: when the file ends before the frame does, and no other frame follows.
+            CaptureError: when it is damaged.
+            CutOffError: when the file ends before the frame does.
         """
         self._offset = self._file.tell()
         head = self._file.read(FRAME.size)
@@ -357,7 +333,7 @@ class CaptureReader:
             raise self._damage(f"a length of {length} bytes, over the limit of {MAX_FRAME_BYTES}")
         body = self._file.read(length)
         if len(head) < FRAME.size or len(body) < length:
-            if self._find_marker():  # a damaged length
+            if MARKER in body:  # a damaged length
                 raise self._damage("the frame goes on beyond the end of the file")
             raise CutOffError(self._path, "the file is cut off here", offset=self._offset, num_records=self.num_records)
         if zlib.crc32(body) != checksum:
@@ -370,19 +346,6 @@ class CaptureReader:
             return _decoder.decode(data)
         except (zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._damage(f"the content cannot be unpacked ({error})") from error
-
-    def _find_marker(self) -> bool:
-        """Go to the first marker behind the start of this frame; to the end of the file, and False, without one."""
-        self._file.seek(at := self._offset + 1)
-        seen = b""
-        while chunk := self._file.read(SEARCH_BYTES):
-            seen += chunk
-            if (found := seen.find(MARKER)) >= 0:
-                self._file.seek(at + found)
-                return True
-            at += max(0, len(seen) - len(MARKER) + 1)
-            seen = seen[-len(MARKER) + 1 :]
-        return False
 
     def _damage(self, reason: str) -> CaptureError:
         return CaptureError(self._path, reason, offset=self._offset, num_records=self.num_records)
@@ -397,17 +360,9 @@ def read_header(path: Path | str) -> CaptureHeader:
 def records(path: Path | str) -> Iterator[Record]:
     """Read the records of a capture in order. Raises as `CaptureReader`, and at the first damage."""
     with CaptureReader(path) as reader:
-        for record in reader:
-            if reader.faults:
-                break
-            yield record
-        if reader.faults:
-            raise reader.faults[0]
-
-
-def first_generation(path: Path) -> int:
-    """The first generation that a capture has a message of, 0 when it has none. Raises as `records`."""
-    return next((key.generation for record in records(path) if (key := record.key) is not None), 0)
+        yield from reader
+        if reader.fault is not None:
+            raise reader.fault
 
 
 class RecordMerge:
@@ -420,14 +375,15 @@ class RecordMerge:
     """
 
     def __init__(self) -> None:
-        self._queues: dict[str, deque[tuple[int, Record]]] = {stream: deque() for stream in STREAMS}
+        self._waiting: list[tuple[int, int, int, Record]] = []
+        """A heap: time, number of the stream, sequence."""
         self._newest_ns = dict.fromkeys(STREAMS, 0)
 
     def add_record(self, record: Record) -> None:
         """Queue the next record of its stream."""
         newest = max(self._newest_ns[record.stream], record.timestamp_ns)
         self._newest_ns[record.stream] = newest
-        self._queues[record.stream].append((newest, record))
+        heapq.heappush(self._waiting, (newest, STREAMS.index(record.stream), record.sequence, record))
 
     def newest_ns(self, stream: str) -> int:
         """The latest time among the records of a stream; 0 before its first record."""
@@ -438,8 +394,5 @@ class RecordMerge:
 
         The caller has added every record of every stream that the broker stored up to then.
         """
-        while waiting := [queue for queue in self._queues.values() if queue]:
-            earliest = min(waiting, key=lambda queue: queue[0][0])  # of equal times the first in `STREAMS`
-            if earliest[0][0] > time_ns:
-                return
-            yield earliest.popleft()[1]
+        while self._waiting and self._waiting[0][0] <= time_ns:
+            yield heapq.heappop(self._waiting)[-1]

@@ -14,8 +14,7 @@ import numpy as np
 DECIDING_PACKAGES = ("dynamix.schemas", "dynamix.collector", "dynamix.reward", "dynamix.arbitrator")
 """Packages whose code a replay runs through."""
 
-CPU_INFO = Path("/proc/cpuinfo")
-_CPU_FIELDS = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+CPU_FIELDS = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 """The lines that tell processor families apart, on x86 and on ARM."""
 
 
@@ -38,13 +37,18 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 def fingerprint() -> Fingerprint:
     """Fingerprint of this process."""
     simd: Any = np.show_config(mode="dicts")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:  # not Linux: `machine` is all that is known
+        lines = []
+    processor = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return Fingerprint(
         dynamix=importlib.metadata.version("dynamix-batch"),
         code=source_digest(DECIDING_PACKAGES),
         python=platform.python_version(),
         numpy=np.__version__,
         machine=platform.machine(),
-        cpu=_cpu(CPU_INFO),
+        cpu="/".join(processor[name] for name in CPU_FIELDS if name in processor),
         simd=tuple(simd.get("SIMD Extensions", {}).get("found", ())),
     )
 
@@ -75,13 +79,3 @@ def source_digest(packages: tuple[str, ...]) -> str:
 def _shown(value: str | tuple[str, ...]) -> str:
     text = value if isinstance(value, str) else " ".join(value)
     return f"{text[:16]}..." if len(text) == 64 and text.isalnum() else text or "unknown"
-
-
-def _cpu(path: Path) -> str:
-    try:
-        first = path.read_text().partition("\n\n")[0]
-    except OSError:  # not Linux: `machine` is all that is known
-        return ""
-    found = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
-    values = {name.strip(): value.strip() for name, value in found.items()}
-    return "/".join(values[name] for name in _CPU_FIELDS if name in values)

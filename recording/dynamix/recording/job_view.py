@@ -29,6 +29,8 @@ from dynamix.schemas.messages import (
 )
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 
+from .capture import WindowKey
+
 HISTORY_WINDOWS = 240
 """Windows kept by default: more than a wide terminal has columns for one."""
 SILENT_AFTER_S = 60.0
@@ -43,8 +45,6 @@ KEPT_EVENTS = 32
 
 Phase = Literal["running", "silent", "ended"]
 """`silent`: it published no end, and sends nothing any more."""
-WindowKey = tuple[int, int]
-"""Generation and window: what orders the windows of a job."""
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,9 +77,6 @@ class NodeWindow(msgspec.Struct, kw_only=True):
     tx_bytes_per_s: float | None = None
     """Sent by this job's ranks on the node to other ranks, acknowledged; `None` when unknown."""
     rx_bytes_per_s: float | None = None
-    num_rewards: int = 0
-    mean_reward: float = 0.0
-    mean_terms: dict[str, float] = {}
     ranks: tuple[RankMetrics, ...] = ()
     """Empty unless the view keeps ranks."""
     rewards: tuple[RankReward, ...] = ()
@@ -92,8 +89,6 @@ class Window(msgspec.Struct):
     window: int
     metrics: GlobalMetrics | None = None
     """The whole job, from any node's metric window."""
-    energy_j: float | None = None
-    """Joules of all ranks' devices, in jobs that measure them."""
     num_steps: int = 0
     """Optimizer steps, 0 when unknown."""
     nodes: dict[str, NodeWindow] = {}
@@ -101,6 +96,12 @@ class Window(msgspec.Struct):
     """Local batch sizes by rank, from metric windows or else from reports."""
     formula: str = ""
     """The formula of the rewards."""
+    num_rewards: int = 0
+    """Ranks whose reward is known."""
+    reward_sum: float = 0.0
+    """Over these ranks."""
+    term_sums: dict[str, float] = {}
+    """The same of each term, in the order of the formula."""
     action: Action | None = None
     """The decision on this window's states, without the policy's memory unless ranks are kept."""
     decided_ns: int = 0
@@ -111,11 +112,6 @@ class Window(msgspec.Struct):
     """Messages that repeated an earlier one."""
     revision: int = 0
     """The view's when this window last changed."""
-
-    @property
-    def was_run(self) -> bool:
-        """Whether there is any message but a receipt."""
-        return self.action is not None or bool(self.nodes)
 
     @property
     def started_ns(self) -> int:
@@ -149,16 +145,11 @@ class Window(msgspec.Struct):
 
     def mean_reward(self) -> float | None:
         """Mean over all ranks whose reward is known."""
-        return _weighted((node.num_rewards, node.mean_reward) for node in self.nodes.values())
+        return self.reward_sum / self.num_rewards if self.num_rewards else None
 
     def reward_terms(self) -> dict[str, float]:
         """Each term, mean over the ranks, in the order of the formula."""
-        rewarded = [node for node in self.nodes.values() if node.num_rewards]
-        names = dict.fromkeys(name for node in rewarded for name in node.mean_terms)
-        return {
-            name: _weighted((node.num_rewards, node.mean_terms.get(name, 0.0)) for node in rewarded) or 0.0
-            for name in names
-        }
+        return {name: total / self.num_rewards for name, total in self.term_sums.items()}
 
     def missing(self, nodes: Iterable[str]) -> Iterator[str]:
         """The kinds of messages that are missing, with the nodes where only some have sent one."""
@@ -227,13 +218,14 @@ class JobView(msgspec.Struct):
             case Applied():
                 window = self._window(message.generation, message.decided_window)
                 window.applied, window.applied_ns = message, timestamp_ns
-                effective = (message.generation, message.effective_window)
-                self.adopted_in.setdefault(effective, set()).add((window.generation, window.window))
+                effective = WindowKey(message.generation, message.effective_window)
+                decided = WindowKey(message.generation, message.decided_window)
+                self.adopted_in.setdefault(effective, set()).add(decided)
             case Event() if is_current and message not in (event for _, event in self.events):
                 self.events.append((timestamp_ns, message))
 
     def _window(self, generation: int, window: int) -> Window:
-        key = (generation, window)
+        key = WindowKey(generation, window)
         if (found := self.windows.get(key)) is None:
             found = self.windows[key] = Window(generation, window)
             while len(self.windows) > self.most_windows:
@@ -270,8 +262,7 @@ class JobView(msgspec.Struct):
                 self._fold_reward(window, node, message, is_current=is_current)
 
     def _fold_metrics(self, window: Window, node: NodeWindow, message: MetricWindow) -> None:
-        window.metrics, window.energy_j = message.job_metrics, message.energy_j
-        window.num_steps = message.num_steps
+        window.metrics, window.num_steps = message.job_metrics, message.num_steps
         window.local_batch_sizes |= {rank.rank: rank.training.local_batch_size for rank in message.ranks}
         node.metrics, node.probe = message.node_metrics, message.probe
         duration_s = message.num_steps * message.job_metrics.step_time_s
@@ -284,13 +275,13 @@ class JobView(msgspec.Struct):
 
     def _fold_reward(self, window: Window, node: NodeWindow, message: Reward, *, is_current: bool) -> None:
         window.formula = message.formula
-        node.num_rewards = len(message.ranks)
-        node.mean_reward = fmean(rank.reward for rank in message.ranks)
-        names = dict.fromkeys(name for rank in message.ranks for name in rank.terms)
-        node.mean_terms = {name: fmean(rank.terms.get(name, 0.0) for rank in message.ranks) for name in names}
+        window.num_rewards += len(message.ranks)
         if self.keep_ranks:
             node.rewards = tuple(message.ranks)
         for rank in message.ranks:
+            window.reward_sum += rank.reward
+            for name, value in rank.terms.items():
+                window.term_sums[name] = window.term_sums.get(name, 0.0) + value
             if is_current and message.window >= self.rewards.get(rank.rank, (-1, None))[0]:
                 self.rewards[rank.rank] = (message.window, rank)
 
@@ -309,11 +300,6 @@ class JobView(msgspec.Struct):
         """The newest decision of this generation that all ranks adopted."""
         receipts = [window.applied for window in self._newest() if window.applied is not None]
         return max(receipts, key=lambda receipt: receipt.effective_window, default=None)
-
-    @property
-    def event(self) -> Event | None:
-        """The failure signature of the newest window."""
-        return max((event for _, event in reversed(self.events)), key=lambda event: event.window, default=None)
 
     @property
     def formula(self) -> str:
@@ -342,12 +328,12 @@ class JobView(msgspec.Struct):
 
     @property
     def history(self) -> list[Window]:
-        """The windows that have run, oldest first."""
-        return [window for _, window in sorted(self.windows.items()) if window.was_run]
+        """The windows of which there is any message but a receipt, oldest first."""
+        return [window for _, window in sorted(self.windows.items()) if window.action is not None or window.nodes]
 
     def adopted(self, window: Window) -> list[Window]:
         """The windows whose decisions came into effect in this one."""
-        keys = self.adopted_in.get((window.generation, window.window), ())
+        keys = self.adopted_in.get(WindowKey(window.generation, window.window), ())
         return [self.windows[key] for key in sorted(keys) if key in self.windows]
 
     @property
@@ -403,10 +389,3 @@ class JobView(msgspec.Struct):
         """Mean of the newest rewards, over the ranks whose reward is known."""
         rewards = [row.reward.reward for row in self.ranks.values() if row.reward is not None]
         return fmean(rewards) if rewards else None
-
-
-def _weighted(values: Iterable[tuple[int, float]]) -> float | None:
-    """Mean of values that stand for so many ranks each."""
-    known = list(values)
-    total = sum(count for count, _ in known)
-    return sum(count * value for count, value in known) / total if total else None

@@ -7,37 +7,51 @@ collector: reports in; metric windows, states and traces out. The kernel's count
 reward: metric windows in, rewards out.
 arbitrator: specifications and states in, actions out by the arbitrator's `Fold`.
 
-No broker and no service process takes part. `decisions` has the arbitrator's part.
+No broker and no service process takes part.
 """
 
 import contextlib
+import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from dynamix.collector.agent import Chooser, trace_of
-from dynamix.collector.agent_network import AgentNetwork
+from dynamix.arbitrator.deciding.fold import Fold
+from dynamix.arbitrator.deciding.job_log import reason_of
+from dynamix.arbitrator.learned.policy import LearnedPolicy
+from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy
+from dynamix.arbitrator.policies.policy import MISTAKES, NamedPolicy, Policy, digest_of
+from dynamix.arbitrator.policies.registry import policy_named
+from dynamix.collector.agent import AgentNetwork, Chooser, trace_of
 from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.window import Observation, Traffic, metric_window, simulated_window
-from dynamix.recording.capture import CutOffError, Record, WindowKey, read_header, records, window_key_of
-from dynamix.recording.comparison import EDGE_WINDOWS, OutputCounts
-from dynamix.recording.decisions import ArbitratorReplay, OtherPolicy, PolicyComparison, ReplayError
-from dynamix.recording.fingerprint import differences, fingerprint
 from dynamix.reward.formula import reward_of
 from dynamix.reward.service import RewardSettings
+from dynamix.runtime.input_files import read_regular
 from dynamix.schemas import codec, subjects
+from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.features import state_of
-from dynamix.schemas.messages import Message, MetricWindow, Report
+from dynamix.schemas.messages import Action, Job, Message, MetricWindow, Report, State
+from dynamix.schemas.messages.fields import MAX_GENERATION
+from dynamix.schemas.policies import check_options
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS
+
+from .capture import CutOffError, Record, WindowKey, read_header, records, window_key_of
+from .comparison import EDGE_WINDOWS, OutputCounts
+from .fingerprint import differences, fingerprint
 
 ReplayTarget = Literal["collector", "reward", "arbitrator"]
 PROGRESS_EVERY = 512
 """Records between two reports of progress."""
-READ_ON_WINDOWS = 3
-"""Windows read after the last requested one: no rank is further ahead, since each window ends at a barrier."""
+
+
+class ReplayError(RuntimeError):
+    """The capture cannot be replayed as requested; the message names what is missing and how to get it."""
 
 
 class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +69,6 @@ class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
     num_records: int
     cut_off: str = ""
     """Reason why the file ends early."""
-    what_if: PolicyComparison | None = None
 
     @property
     def bytes_equal(self) -> bool:
@@ -82,8 +95,6 @@ def replay(
     path: Path,
     into: ReplayTarget,
     *,
-    until: WindowKey | None = None,
-    other: OtherPolicy | None = None,
     policy_files: Sequence[Path] = (),
     collector: CollectorSettings | None = None,
     reward: RewardSettings | None = None,
@@ -94,8 +105,6 @@ def replay(
     Args:
         path: the capture.
         into: the service.
-        until: the last window.
-        other: a policy that decides instead of the recorded one.
         policy_files: learned policies that are not in the package.
         collector: settings of the replayed collector.
         reward: settings of the replayed reward service.
@@ -108,13 +117,13 @@ def replay(
         OSError: when the capture cannot be read.
     """
     header, counts, begun_s = read_header(path), OutputCounts(), time.perf_counter()
-    service: ArbitratorReplay | _Reward | _Collector
+    service: _Arbitrator | _Reward | _Collector
     if into == "arbitrator":
-        service = ArbitratorReplay(path, counts, until=until, other=other, policy_files=policy_files)
+        service = _Arbitrator(path, counts, policy_files)
     elif into == "reward":
-        service = _Reward(counts, until, reward or RewardSettings())
+        service = _Reward(counts, reward or RewardSettings())
     else:
-        service = _Collector(counts, until, collector or CollectorSettings())
+        service = _Collector(counts, collector or CollectorSettings())
     num_records, begun_ns, recorded_s, cut_off = 0, 0, 0.0, ""
     try:
         for record in records(path):
@@ -124,15 +133,10 @@ def replay(
                 on_progress(num_records, recorded_s)
             num_records += 1
             service.add_record(record)
-            if service.is_over:
-                break
     except CutOffError as error:
         cut_off = str(error)
     service.finish()
-    what_if = service.comparison() if isinstance(service, ArbitratorReplay) else None
-    if other is not None and what_if is None:
-        raise ReplayError(": ".join(["no window was decided by both policies", "; ".join(counts.notes)]))
-    if other is None and not counts.num_compared and not counts.num_different:
+    if not counts.num_compared and not counts.num_different:
         reasons = "; ".join(counts.notes) or f"it has no output of the {into} together with its input"
         raise ReplayError(f"nothing in the capture can be compared: {reasons}")
     return ReplayOutcome(
@@ -145,32 +149,22 @@ def replay(
         wall_s=time.perf_counter() - begun_s,
         num_records=num_records,
         cut_off=cut_off,
-        what_if=what_if,
     )
 
 
 # --- collector and reward service: each output follows from one message ---------------------------------------------
 
 
-class _Service:
+class _Pairs:
     """Takes each output once from both sides, the replayed one first; by identity, since the order may differ."""
 
-    def __init__(self, counts: OutputCounts, until: WindowKey | None) -> None:
-        self._until = until
+    def __init__(self, counts: OutputCounts) -> None:
         self._counts = counts
         self._unpaired: dict[str, tuple[str, bytes]] = {}
         """Subject and payload of replayed outputs, by identity."""
         self._paired: set[str] = set()
         self._first: WindowKey | None = None
         self._newest: WindowKey | None = None
-        self.is_over = False
-
-    def add_record(self, record: Record) -> None:
-        """Make the outputs that follow from a record, and compare it if it is one."""
-        if self._until is not None and (key := record.key) is not None and key > self._until:
-            self.is_over = key > self._until._replace(window=self._until.window + READ_ON_WINDOWS)
-        else:
-            self._add(record)
 
     def finish(self) -> None:
         """Count the replayed outputs without a recorded one: missing, or at an edge of the capture."""
@@ -186,9 +180,6 @@ class _Service:
             else:
                 self._counts.count_missing("only replayed", subject, key)
 
-    def _add(self, record: Record) -> None:
-        raise NotImplementedError
-
     def _add_replayed(self, *outputs: Message) -> None:
         """Add the outputs of one input: all, or none where a reader would not take one of them."""
         packed = [(codec.message_id(output), subjects.subject_of(output), encode(output)) for output in outputs]
@@ -198,7 +189,7 @@ class _Service:
 
     def _add_recorded(self, record: Record) -> None:
         """Add a recorded output, after the replay of what it follows from."""
-        identity, key = record.identity, record.key
+        identity, key = record.message_id, record.key
         if key is None:
             self._counts.add_note(f"{record.subject} at {record.sequence} is no output that a service can publish")
             return
@@ -215,38 +206,38 @@ class _Service:
             self._counts.count_missing("only recorded", record.subject, key, record.sequence)
 
 
-class _Reward(_Service):
-    def __init__(self, counts: OutputCounts, until: WindowKey | None, settings: RewardSettings) -> None:
-        super().__init__(counts, until)
+class _Reward(_Pairs):
+    def __init__(self, counts: OutputCounts, settings: RewardSettings) -> None:
+        super().__init__(counts)
         self._weights = settings
 
-    def _add(self, record: Record) -> None:
-        kind = record.kind
-        if kind == "reward":
+    def add_record(self, record: Record) -> None:
+        if record.kind == "reward":
             self._add_recorded(record)
-        elif kind == "window":
+        elif record.kind == "window":
             formula = self._weights.formula
             with contextlib.suppress(MalformedMessageError, OverflowError):  # a dead letter
                 window = decode(MetricWindow, record.subject, record.payload)
                 self._add_replayed(reward_of(window, self._weights, None if formula == "auto" else formula))
 
 
-class _Collector(_Service):
+class _Collector(_Pairs):
     """Makes the outputs of a report once its recorded window was read, which has the kernel's counters.
 
     A collector drops windows, never states, while its stream is full; what else it made of a report whose window was
     dropped cannot be made again, and is not compared.
     """
 
-    def __init__(self, counts: OutputCounts, until: WindowKey | None, settings: CollectorSettings) -> None:
-        super().__init__(counts, until)
+    def __init__(self, counts: OutputCounts, settings: CollectorSettings) -> None:
+        super().__init__(counts)
         self._probe = settings.probe
         self._choose: Chooser | None = AgentNetwork.read(Path(settings.agents)).factor if settings.agents else None
         self._waiting: dict[str, list[Record]] = {}
         """Reports by node and window, with states and traces that came before the metric window."""
 
-    def _add(self, record: Record) -> None:
-        kind, node_window = record.kind, record.identity.partition(":")[2]
+    def add_record(self, record: Record) -> None:
+        """Keep a report and what the collector made of it until the metric window comes, then compare them all."""
+        kind, node_window = record.kind, record.message_id.partition(":")[2]
         if kind == "report":
             self._waiting.setdefault(node_window, [record])
         elif kind in ("state", "trace") and node_window in self._waiting:
@@ -291,3 +282,260 @@ def observation_in(window: MetricWindow) -> Observation:
         num_readings_lost=window.num_readings_lost,
         refused_pids=window.refused_pids,
     )
+
+
+# --- arbitrator ------------------------------------------------------------------------------------------------------
+
+
+class _Recorded(NamedTuple):
+    """A record of ACTIONS."""
+
+    record: Record
+    action: Action | None
+    """`None` when the record cannot be decoded."""
+
+    @property
+    def generation(self) -> int:
+        return -1 if self.action is None else self.action.generation
+
+
+class _Arbitrator:
+    """Decides one job as the recorded arbitrator did, generation by generation.
+
+    A recorded action counts, whatever the fold decides: after a difference the fold continues from the recorded action,
+    so that each window is compared by itself.
+
+    A restart of the recorded arbitrator changes no decision, except after a gap: FEED had dropped states that the
+    capture has. The recorded action has `gap` there, and the fold is started again without those states.
+    """
+
+    def __init__(self, path: Path, counts: OutputCounts, policy_files: Sequence[Path]) -> None:
+        """Search the capture for where to begin.
+
+        Raises:
+            ReplayError: when it has no states, no specification for any of them, or no action to compare with.
+            ValueError: when a policy file is invalid.
+        """
+        self._counts = counts
+        self._files: list[bytes] = []
+        """The content of learned policies."""
+        for file in policy_files:
+            try:
+                self._files.append(read_regular(file))
+            except OSError as error:
+                raise ReplayError(f"cannot read the policy file {file}: {error.strerror}") from error
+            PolicyFile.from_bytes(self._files[-1], str(file))
+        jobs, start = _find_start(path)
+        first_generation = 0 if start is None else start.generation
+        self._jobs = {generation: job for generation, job in jobs.items() if generation >= first_generation}
+        """The specifications of the generations to decide."""
+        self._start = 0 if start is None else start.record.sequence
+        """Sequence of the action to continue from."""
+        self._actions = (_recorded(record) for record in _until_cut(path) if record.stream == ACTIONS.name)
+        """Actions of the capture, read ahead of the states; memory holds one."""
+        self._following = next(self._actions, None)
+        """The recorded action after the newest one that was compared; `None` at the end."""
+        self._generation = -1
+        """The newest one that was opened."""
+        self._opened: set[int] = set()
+        self._fold: Fold | None = None
+        """`None` before the first state, and in a generation that is not decided any more."""
+        self._states: deque[tuple[int, State]] = deque()
+        """States of this generation that a restarted arbitrator would read."""
+        self._newest: Action | None = None
+        self._num_after_last = 0
+        """Decisions of this generation after its last recorded one."""
+        self._restarted_at = 0
+        """Sequence of the recorded action before which the fold was started again."""
+        if self._start:
+            counts.add_note(f"begins after the action at {self._start}: what was before is not in the capture")
+
+    def add_record(self, record: Record) -> None:
+        """Decide what a state makes possible; other messages count only as recorded actions and specifications."""
+        if record.kind != "state":
+            return
+        try:
+            state = decode(State, record.subject, record.payload)
+        except MalformedMessageError:
+            return  # a dead letter
+        try:
+            if state.generation > self._generation and state.generation in self._jobs:
+                self._open(state.generation)
+            if state.generation == self._generation and self._fold is not None:
+                self._states.append((record.sequence, state))
+                self._decide(record.sequence, state)
+        except MISTAKES as error:
+            self._fold = None
+            self._counts.add_note(f"generation {self._generation} is not decided any more: {reason_of(error)[0]}")
+
+    def finish(self) -> None:
+        """Count the recorded actions that the fold did not reach."""
+        while self._following is not None:
+            self._pass_over(self._following)
+
+    def _open(self, generation: int) -> None:
+        """Start a generation as the arbitrator does: from the newest action, with the policy that decided next."""
+        while (found := self._following) is not None and (
+            found.record.sequence <= self._start or (found.action is not None and found.generation < generation)
+        ):
+            self._pass_over(found)
+        self._generation, self._fold = generation, None
+        self._opened.add(generation)
+        self._states.clear()
+        self._num_after_last = 0
+        decided = None
+        if self._newest is not None and self._newest.generation == generation:
+            decided = self._newest
+        elif found is not None and found.generation == generation:
+            decided = found.action
+        job = self._jobs[generation]
+        self._start_fold(job, self._policy(job, decided), b"" if decided is None else decided.profile)
+
+    def _start_fold(self, job: Job, policy: Policy, profile: bytes = b"") -> Fold:
+        self._fold = Fold(job, policy, self._newest, profile)
+        self._has_begun = False
+        return self._fold
+
+    def _decide(self, sequence: int, state: State) -> None:
+        """Fold a state, and compare every decision that it makes possible."""
+        fold = self._fold
+        assert fold is not None, "the generation is decided"
+        if state.window and not self._has_begun and not fold.next_window:
+            fold.start_after_gap(sequence - 1)
+        self._has_begun = True
+        try:
+            fold.add_state(sequence, state)
+        except MalformedMessageError:
+            return  # a dead letter
+        while (action := fold.close()) is not None:
+            stored = self._stored(action)
+            if stored is None:
+                return
+            fold.adopt(stored)
+            if not self._num_after_last:  # what was never stored is no predecessor of a later generation's first action
+                self._newest = stored
+            while self._states and self._states[0][0] <= stored.watermark:
+                self._states.popleft()
+
+    def _stored(self, action: Action) -> Action | None:
+        """The action that ACTIONS has at this place; `None` when the fold was started again instead."""
+        found, fold = self._following, self._fold
+        assert fold is not None, "it has decided"
+        if found is None or found.generation > action.generation:  # the capture ends first, or the job was restarted
+            self._num_after_last += 1
+            if self._num_after_last > EDGE_WINDOWS:
+                self._counts.count_missing("only replayed", subjects.subject_of(action), _window_of(action))
+            else:
+                self._counts.num_outside += 1
+            return action
+        record, recorded = found
+        if recorded is not None and recorded.gap and not action.gap and self._restarted_at != record.sequence:
+            self._restarted_at = record.sequence  # once: if that does not help, it is a difference
+            self._restart_without(fold, recorded)
+            return None
+        self._following = next(self._actions, None)
+        if recorded is not None and _window_of(recorded) != _window_of(action):
+            self._counts.count_missing("only replayed", record.subject, _window_of(action))
+            self._counts.num_uncompared += 1
+        elif self._counts.count_pair(record, _window_of(action), encode(action)):
+            return action
+        if recorded is None or not is_intact(record.payload):
+            return action
+        if recorded.generation == self._generation and recorded.policy_digest != digest_of(fold.policy):
+            fold.policy = self._policy(fold.job, recorded)
+        return recorded
+
+    def _restart_without(self, fold: Fold, recorded: Action) -> None:
+        """Start the fold again without the states up to the watermark of the action that was recorded next."""
+        self._counts.add_note(f"the recorded arbitrator restarted after a gap, before window {recorded.window}")
+        restarted = self._start_fold(fold.job, fold.policy)
+        if restarted.next_window:
+            restarted.start_after_gap(recorded.watermark)
+        for sequence, state in list(self._states):
+            if sequence > recorded.watermark:
+                self._decide(sequence, state)
+
+    def _pass_over(self, found: _Recorded) -> None:
+        """Adopt a recorded action uncompared; it is missing where the fold refused to decide its generation."""
+        self._following = next(self._actions, None)
+        record, action = found
+        if action is None or record.sequence <= self._start or action.generation not in self._opened:
+            self._counts.num_uncompared += 1
+        else:
+            self._counts.count_missing("only recorded", record.subject, _window_of(action), record.sequence)
+        if action is not None:
+            self._newest = action
+
+    def _policy(self, job: Job, decided: Action | None) -> Policy:
+        """The policy that a specification names; in the version of the file that decided an action.
+
+        Raises:
+            ReplayError: when that file is not given.
+            ValueError: when there is no such policy, or it lacks an option of the job.
+        """
+        digest = decided.policy_digest if decided is not None and decided.policy == job.policy else b""
+        shipped = shipped_policy(job.policy)
+        files = [*self._files, *(() if shipped is None else (shipped,))]
+        policy: NamedPolicy
+        if digest and decided is not None:
+            data = next((each for each in files if hashlib.sha256(each).digest() == digest), None)
+            if data is None:
+                raise ReplayError(
+                    f"version {decided.policy_version} of policy {job.policy!r} decided here, but its file (SHA-256 "
+                    f"{digest.hex()[:16]}...) is not given: get it from the bus with `dynamix policy export` and give "
+                    "it with --policy-file"
+                )
+            policy = LearnedPolicy(PolicyFile.from_bytes(data), name=job.policy, version=decided.policy_version)
+        else:
+            read = [PolicyFile.from_bytes(data) for data in files]
+            file = next((each for each in read if each.metadata.policy == job.policy), None)
+            policy = policy_named(job.policy) if file is None else LearnedPolicy(file, name=job.policy)
+        check_options(policy.name, policy.options, job.policy_options)
+        return policy
+
+
+def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
+    """The first specification of each generation, and the action to continue from, if any.
+
+    An action is a checkpoint: the states after its watermark are all that later decisions need.
+    """
+    jobs: dict[int, Job] = {}
+    generations: set[int] = set()
+    feed_first, start = 0, None
+    for record in _until_cut(path):
+        if record.stream == FEED.name:
+            feed_first = feed_first or record.sequence
+            if record.kind == "state" and (key := record.key) is not None:
+                generations.add(key.generation)
+        elif record.stream == JOBS.name:
+            with contextlib.suppress(MalformedMessageError):
+                job = decode(Job, record.subject, record.payload)
+                if job.generation <= MAX_GENERATION:
+                    jobs.setdefault(job.generation, job)  # a capture of the past has it after the states
+        elif start is None and feed_first and record.stream == ACTIONS.name:
+            found = _recorded(record)
+            start = found if found.action is not None and feed_first <= found.action.watermark + 1 else None
+    if not generations:
+        raise ReplayError("the capture has no states: there is nothing to decide")
+    if not generations & jobs.keys():
+        raise ReplayError("the capture has no specification of the job: begin the next one while the job runs")
+    if start is None or start.action is None:
+        raise ReplayError("the capture has no action of the job together with its inputs: nothing can be compared")
+    return jobs, start if start.action.previous_hash else None
+
+
+def _until_cut(path: Path) -> Iterator[Record]:
+    """The records of a capture, up to where it is cut off."""
+    with contextlib.suppress(CutOffError):  # the player reports it
+        yield from records(path)
+
+
+def _recorded(record: Record) -> _Recorded:
+    try:
+        return _Recorded(record, decode(Action, record.subject, record.payload))
+    except MalformedMessageError:
+        return _Recorded(record, None)
+
+
+def _window_of(action: Action) -> WindowKey:
+    return WindowKey(action.generation, action.window)

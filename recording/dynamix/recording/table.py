@@ -2,7 +2,7 @@
 
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Literal, get_args, get_type_hints
@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Literal, get_args, get_type_hints
 import msgspec
 
 from dynamix.collector.window import Observation, metric_window
-from dynamix.recording.capture import CaptureReader, Record
-from dynamix.recording.job_view import JobView, Window, WindowKey
 from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import (
     GlobalMetrics,
@@ -22,6 +20,9 @@ from dynamix.schemas.messages import (
     TrainingMetrics,
 )
 
+from .capture import CaptureReader, Record, WindowKey
+from .job_view import JobView, Window
+
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 Value = str | int | float | None
 ColumnKind = Literal["text", "whole", "number"]
 
-_RENAMED = {"job_throughput": "job_samples_per_s"}
+_RENAMED = {"throughput": "samples_per_s"}
 
 
 def load(path: str | Path) -> "CaptureTable":
@@ -41,8 +42,7 @@ def load(path: str | Path) -> "CaptureTable":
     collector's window is missing, the row has what the rank reported. Rows are in the order of generation, window and
     rank; what is not known is `None`.
 
-    Damaged blocks, what follows where the file is cut off, and messages that cannot be decoded are left out, each with
-    a warning.
+    What follows the first damage or the cut, and messages that cannot be decoded, are left out with a warning.
 
     Raises:
         CaptureError: when the file is no capture.
@@ -50,8 +50,8 @@ def load(path: str | Path) -> "CaptureTable":
     """
     with CaptureReader(path) as reader:
         table = table_of(reader.header.job, reader, str(path))
-    for fault in reader.faults:
-        warnings.warn(str(fault), stacklevel=2)
+    if reader.fault is not None:
+        warnings.warn(str(reader.fault), stacklevel=2)
     return table
 
 
@@ -75,32 +75,17 @@ def table_of(job: str, records: Iterable[Record], origin: str) -> "CaptureTable"
         warnings.warn(f"{origin}: {num_malformed} messages cannot be decoded, rows may lack them", stacklevel=3)
     rewards = (rank for window in view.history for node in window.nodes.values() for rank in node.rewards)
     terms = sorted({f"reward_{name}" for rank in rewards for name in rank.terms})
-    kinds: dict[str, ColumnKind] = {**_KINDS, **dict.fromkeys(terms, "number")}
-    columns: dict[str, list[Value]] = {name: [] for name in kinds}
+    table = CaptureTable({name: [] for name in (*_KINDS, *terms)})
     adopted = sorted((key, max(decided)[1]) for key, decided in view.adopted_in.items())
     for window in view.history:
         for row in _rows(window, adopted):
-            for name, column in columns.items():
+            for name, column in table.items():
                 column.append(job if name == "job" else row.get(name))
-    return CaptureTable(columns, kinds)
+    return table
 
 
-class CaptureTable(Mapping[str, Sequence[Value]]):
+class CaptureTable(dict[str, list[Value]]):
     """Columns of one length by name, in an order that is the same for every capture but for the reward's terms."""
-
-    def __init__(self, columns: Mapping[str, Sequence[Value]], kinds: Mapping[str, ColumnKind]) -> None:
-        self._columns = columns
-        self._kinds = kinds
-
-    def __getitem__(self, name: str) -> Sequence[Value]:
-        return self._columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        """Number of columns."""
-        return len(self._columns)
 
     def __repr__(self) -> str:
         return f"<CaptureTable of {self.num_rows} rows, {len(self)} columns>"
@@ -108,20 +93,20 @@ class CaptureTable(Mapping[str, Sequence[Value]]):
     @property
     def num_rows(self) -> int:
         """Rows of each column."""
-        return len(self._columns["window"])
+        return len(self["window"])
 
     def rows(self) -> Iterator[dict[str, Value]]:
         """Each row as a dictionary."""
-        for values in zip(*self._columns.values(), strict=True):
-            yield dict(zip(self._columns, values, strict=True))
+        for values in zip(*self.values(), strict=True):
+            yield dict(zip(self, values, strict=True))
 
     def to_pandas(self) -> "pd.DataFrame":
         """A DataFrame: whole numbers with gaps are of the type `Int64`. Raises ImportError without pandas."""
         import pandas as pd  # noqa: PLC0415 - an extra
 
         types = {"text": "object", "whole": "Int64", "number": "float64"}
-        frame = pd.DataFrame({name: pd.Series(self[name], dtype=types[self._kinds[name]]) for name in self})
-        complete = [name for name in self if self._kinds[name] == "whole" and None not in self[name]]
+        frame = pd.DataFrame({name: pd.Series(self[name], dtype=types[_kind(name)]) for name in self})
+        complete = [name for name in self if _kind(name) == "whole" and None not in self[name]]
         return frame.astype(dict.fromkeys(complete, "int64"))
 
     def to_arrow(self) -> "pa.Table":
@@ -129,7 +114,7 @@ class CaptureTable(Mapping[str, Sequence[Value]]):
         import pyarrow as pa  # noqa: PLC0415 - an extra
 
         types = {"text": pa.string(), "whole": pa.int64(), "number": pa.float64()}
-        return pa.table({name: pa.array(self[name], type=types[self._kinds[name]]) for name in self})
+        return pa.table({name: pa.array(self[name], type=types[_kind(name)]) for name in self})
 
 
 def _rows(window: Window, adopted: Sequence[tuple[WindowKey, int]]) -> Iterator[dict[str, Value]]:
@@ -179,11 +164,11 @@ def _rows(window: Window, adopted: Sequence[tuple[WindowKey, int]]) -> Iterator[
 def _values(message: msgspec.Struct | None, prefix: str = "") -> dict[str, Value]:
     if message is None:
         return {}
-    return {_column(prefix, name): getattr(message, name) for name in message.__struct_fields__}
+    return {prefix + _RENAMED.get(name, name): getattr(message, name) for name in message.__struct_fields__}
 
 
-def _column(prefix: str, name: str) -> str:
-    return _RENAMED.get(prefix + name, prefix + name)
+def _kind(name: str) -> ColumnKind:
+    return _KINDS.get(name, "number")  # a term of the reward
 
 
 def _kinds_of(message: type[msgspec.Struct], prefix: str = "") -> dict[str, ColumnKind]:
@@ -191,7 +176,7 @@ def _kinds_of(message: type[msgspec.Struct], prefix: str = "") -> dict[str, Colu
     found: dict[str, ColumnKind] = {}
     for name, annotation in get_type_hints(message).items():
         types = {each for each in (get_args(annotation) or (annotation,)) if each is not NoneType}
-        found[_column(prefix, name)] = "whole" if int in types else "number"
+        found[prefix + _RENAMED.get(name, name)] = "whole" if int in types else "number"
     return found
 
 

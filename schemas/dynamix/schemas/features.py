@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .codec import MalformedMessageError
 from .messages import MetricWindow, NetworkMetrics, State, SystemMetrics, TrainingMetrics
 
-FEATURE_VERSION = 7
+FEATURE_VERSION = 8
 """Raised whenever the lists change. A name keeps its meaning: policies learned before find theirs by name."""
 
 Array32 = npt.NDArray[np.float32]
@@ -79,7 +79,6 @@ GLOBAL_FEATURES = (
     Feature("learning_rate", "global", "of the first optimizer's first parameters, as steps use it"),
     Feature("gradient_norm", "global", "of a step's gradient, by the noise estimate: sqrt(|G|^2 + S / B)"),
     Feature("coding_gain", "global", "codecs with loss: squared norm of what was sent, over what should have been"),
-    Feature("energy_j", "global", "joules of the ranks' devices in the window, in jobs that compare runs by energy"),
     Feature("stretch", "global", "how many times the job's `window_steps` the window lasted"),
 )
 """Features of the whole job, equal on all ranks; new ones go to the end."""
@@ -105,8 +104,7 @@ _KNOWN = (*_RANK_PATHS, *_TRAFFIC, *_NODE_PATHS, "sigma_norm", "sigma_norm_sq")
 """Values of a rank in a metric window, in the order in which they are read; the fold fills in the others."""
 
 _OF_RANK, _OF_NODE = attrgetter(*_RANK_PATHS.values()), attrgetter(*_NODE_PATHS.values())
-_OF_WINDOW = ("energy_j", "stretch")
-_OF_JOB = attrgetter(*(name if name in _OF_WINDOW else f"job_metrics.{name}" for name in GLOBAL_INDEX))
+_OF_JOB = attrgetter(*(name if name == "stretch" else f"job_metrics.{name}" for name in GLOBAL_INDEX))
 _COLUMNS = [_KNOWN.index(feature.name) if feature.name in _KNOWN else len(_KNOWN) for feature in RANK_FEATURES]
 
 

@@ -3,14 +3,15 @@
 First the file: safetensors, its metadata one JSON text; reading checks everything and runs nothing. Then the network in
 numpy and the normalisation of its inputs: float64, and the logits rounded to 1e-9, so that another processor's order of
 summation gives the same decisions. The actions that a network chooses among are its owner's (`arbitrator/learned`,
-`collector/agent_network`).
+`collector/agent`).
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import safetensors
@@ -30,35 +31,49 @@ _NEVER_NEGATIVE = (".count", ".m2", ".step", ".exp_avg_sq")
 _KINDS: dict[str, str] = {"F32": "<f4", "F64": "<f8", "I64": "<i8"}
 
 
+class Metadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What every file says of its network; each owner adds what it needs."""
+
+    inputs: tuple[str, ...]
+    """Names, in the order of the network's inputs."""
+    actions: tuple[float, ...]
+    """Meaning of the network's outputs, in order; the neutral action first."""
+    format: int = FORMAT
+
+
+M = TypeVar("M", bound=Metadata)
+
+
 class NetworkFileError(ValueError):
     """The file is no network of ours; the message has the fault and the fix."""
 
 
-def metadata_text(data: bytes) -> str:
-    """The JSON text of a file's metadata.
+def read_network(data: bytes, kind: type[M], what: str) -> tuple[M, dict[str, Array]]:
+    """A file's metadata, of a kind with a field `format`, and its tensors; reading runs nothing.
 
     Raises:
-        NetworkFileError: when it is no such file.
+        NetworkFileError: naming `what` it should have been and the fault, or the tensor that is not of finite numbers.
     """
     if len(data) > MAX_BYTES:
         raise NetworkFileError(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > len(data) - 8:
-        raise NetworkFileError("not a safetensors file, or cut off: its header is not there")
     try:
-        header: Any = json.loads(data[8 : 8 + length])
-        text = header["__metadata__"][METADATA_KEY]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise NetworkFileError(f"not a policy file of DYNAMIX: its header has no {METADATA_KEY!r} metadata") from error
-    if not isinstance(text, str):
-        raise NetworkFileError(f"not a policy file of DYNAMIX: its {METADATA_KEY!r} metadata is not a text")
-    return text
-
-
-def check_format(number: int) -> None:
-    """Raise NetworkFileError for a format that this program does not read."""
-    if number != FORMAT:
-        raise NetworkFileError(f"format {number}, this program reads {FORMAT}")
+        found: list[tuple[str, dict[str, Any]]] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # it was checked just now
+        metadata = msgspec.json.decode(header.get("__metadata__", {}).get(METADATA_KEY, ""), type=kind)
+    except safetensors.SafetensorError as error:
+        raise NetworkFileError(f"its tensors or metadata cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:  # a text of half characters cannot even be encoded
+        raise NetworkFileError(f"not {what}: {error}") from error
+    if metadata.format != FORMAT:
+        raise NetworkFileError(f"format {metadata.format}, this program reads {FORMAT}")
+    tensors: dict[str, Array] = {}
+    for name, entry in found:
+        if (dtype := _KINDS.get(entry["dtype"])) is None:
+            raise NetworkFileError(f"tensor {name!r} is of type {entry['dtype']}: use one of {', '.join(_KINDS)}")
+        tensors[name] = np.frombuffer(entry["data"], dtype=dtype).reshape(entry["shape"])
+        if not np.isfinite(tensors[name]).all():
+            raise NetworkFileError(f"tensor {name!r} holds numbers that are not finite")
+    return metadata, tensors
 
 
 def check_same(what: str, theirs: Sequence[object], ours: Sequence[object]) -> None:
@@ -69,19 +84,6 @@ def check_same(what: str, theirs: Sequence[object], ours: Sequence[object]) -> N
             f"its {what} are not those of this program ({unknown}): use the dynamix-batch that wrote it, or learn the "
             "policy again"
         )
-
-
-def read_tensors(data: bytes) -> dict[str, Array]:
-    """All tensors, of finite numbers.
-
-    Raises:
-        NetworkFileError: naming the tensor that is not.
-    """
-    try:
-        found: list[tuple[str, dict[str, Any]]] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
-    except safetensors.SafetensorError as error:
-        raise NetworkFileError(f"its tensors cannot be read: {error}") from error
-    return {name: _array(name, entry) for name, entry in found}
 
 
 def check_tensors(tensors: Mapping[str, Array], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -97,16 +99,6 @@ def check_tensors(tensors: Mapping[str, Array], expected: Mapping[str, tuple[int
             raise NetworkFileError(f"tensor {name!r} holds a negative number")
 
 
-def _array(name: str, entry: dict[str, Any]) -> Array:
-    kind = _KINDS.get(entry["dtype"])
-    if kind is None:
-        raise NetworkFileError(f"tensor {name!r} is of type {entry['dtype']}: use one of {', '.join(_KINDS)}")
-    array = np.frombuffer(entry["data"], dtype=kind).reshape(entry["shape"])
-    if not np.isfinite(array).all():
-        raise NetworkFileError(f"tensor {name!r} holds numbers that are not finite")
-    return array
-
-
 # --- the network
 
 HEADS = ("actor", "critic")
@@ -117,15 +109,22 @@ class Forward:
     """Two multi-layer perceptrons with tanh between their layers, as `learning.ppo.ActorCritic` learns them."""
 
     def __init__(self, tensors: Tensors, num_hidden: int) -> None:
-        self._layers = {head: _layers(tensors, head, num_hidden + 1) for head in HEADS}
+        self._last = 2 * num_hidden
+        self._tensors = {name: tensor.astype(np.float64) for name, tensor in tensors.items() if name.startswith(HEADS)}
 
     def logits(self, inputs_DI: Array64) -> Array64:
         """Decisions x actions."""
-        return np.round(_perceptron(self._layers["actor"], inputs_DI), _DECIMALS)
+        return self._outputs("actor", inputs_DI)
 
     def values(self, inputs_DI: Array64) -> Array64:
         """One expected return per decision."""
-        return np.round(_perceptron(self._layers["critic"], inputs_DI)[:, 0], _DECIMALS)
+        return self._outputs("critic", inputs_DI)[:, 0]
+
+    def _outputs(self, head: str, values: Array64) -> Array64:
+        for layer in range(0, self._last + 1, 2):  # torch counts the activations between them, too
+            values = values @ self._tensors[f"{head}.{layer}.weight"].T + self._tensors[f"{head}.{layer}.bias"]
+            values = values if layer == self._last else np.tanh(values)
+        return np.round(values, _DECIMALS)
 
 
 def log_softmax(logits_DA: Array64) -> Array64:
@@ -159,22 +158,6 @@ def shapes(head: str, num_inputs: int, hidden_sizes: Sequence[int], num_outputs:
         found[f"{head}.{2 * layer}.weight"] = (fan_out, fan_in)
         found[f"{head}.{2 * layer}.bias"] = (fan_out,)
     return found
-
-
-def _layers(tensors: Tensors, head: str, num_layers: int) -> list[tuple[Array64, Array64]]:
-    weights, biases = (
-        [tensors[f"{head}.{2 * layer}.{part}"].astype(np.float64).T for layer in range(num_layers)]
-        for part in ("weight", "bias")
-    )
-    return list(zip(weights, biases, strict=True))
-
-
-def _perceptron(layers: list[tuple[Array64, Array64]], inputs_DI: Array64) -> Array64:
-    *hidden, (last_weight, last_bias) = layers
-    values = inputs_DI
-    for weight, bias in hidden:
-        values = np.tanh(values @ weight + bias)
-    return values @ last_weight + last_bias
 
 
 CLIP = 5.0

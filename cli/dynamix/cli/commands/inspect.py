@@ -7,8 +7,9 @@ Exit code 1 means a damaged or cut off file, undecodable messages, or a broken c
 """
 
 import argparse
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,8 @@ import msgspec
 from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, window_key
 from dynamix.cli.documents import window_document
 from dynamix.cli.errors import MisuseError, explained, reading
-from dynamix.cli.output import Document, document_of, write_json
-from dynamix.cli.terminal import UNKNOWN, formatted, print_lines, print_table, ranges, sizes_text
+from dynamix.cli.output import document_of, write_json
+from dynamix.cli.terminal import UNKNOWN, formatted, print_table, ranges, sizes_text
 from dynamix.recording.capture import (
     CaptureEnd,
     CaptureError,
@@ -35,8 +36,6 @@ from dynamix.schemas.messages.allocation import EXACT
 
 MOST_MISSING = 1000
 """Most absent windows in a row that are listed, since a malformed message may name any number."""
-MOST_LINES = 60
-"""The first and the last windows up to this number are shown, unless all are asked for."""
 ENDS = {
     "ended": "whole, to the end of the job",
     "stored": "whole, what was stored when it was made",
@@ -73,7 +72,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a capture, written by `dynamix capture JOB -o FILE`")
     what = "show only this window, with every rank; of several restarts the last, unless GENERATION:N"
     parser.add_argument("--window", type=window_key, metavar="N", help=what)
-    parser.add_argument("--all", action="store_true", help="show every window, also of a long job")
     add_json_argument(parser)
 
 
@@ -82,24 +80,31 @@ def run(arguments: argparse.Namespace) -> int:
     with explained(CaptureError), reading(arguments.file):
         keep_ranks = arguments.window is not None or arguments.json is not None
         inspection = inspect(Path(arguments.file), keep_ranks=keep_ranks)
-    here, stderr = fingerprint(), arguments.json == STANDARD_OUTPUT
+    here, shows = fingerprint(), arguments.json != STANDARD_OUTPUT
     windows = inspection.view.history
-    if arguments.window is None:
-        print_lines(lines(inspection, here), stderr=stderr)
-        _print_windows(inspection, windows, every=arguments.all, stderr=stderr)
-        events = (f"{one.signature} at window {one.window}: {one.explanation}" for one in inspection.events)
-        print_lines(events, stderr=stderr)
-    else:
+    if arguments.window is not None:
         generation, number = arguments.window
         found = [one for one in windows if one.window == number and generation in (None, one.generation)]
         if not found:
             held = f"{windows[0].window} to {windows[-1].window}" if windows else "none"
             raise MisuseError(f"the capture has no such window; it has {held}")
         windows = found[-1:]
-        _print_ranks(windows[0], stderr=stderr)
-        print_lines(window_lines(inspection.view, windows[0]), stderr=stderr)
+        if shows:
+            _print_window(inspection.view, windows[0])
+    elif shows:
+        print(*lines(inspection, here), sep="\n")
+        _print_windows(inspection)
+        for one in inspection.events:
+            print(f"{one.signature} at window {one.window}: {one.explanation}")
     if arguments.json is not None:
-        write_json(document(inspection, here, windows), arguments.json)
+        fields = msgspec.structs.asdict(inspection)
+        document = {name: document_of(value) for name, value in fields.items() if name not in ("view", "chain")}
+        document |= {
+            "fingerprint_differences": differences(inspection.header.fingerprint, here),
+            "gaps": inspection.gaps(),
+            "windows": [window_document(window) for window in windows],
+        }
+        write_json(document, arguments.json)
     return 0 if inspection.is_sound else 1
 
 
@@ -109,9 +114,9 @@ class Inspection(msgspec.Struct):
     header: CaptureHeader
     view: JobView
     end: CaptureEnd | None = None
-    """`None` where the capture is cut off."""
-    faults: list[str] = []
-    """Faults of the file: damaged blocks, and where it is cut off."""
+    """`None` where the capture is damaged or cut off."""
+    fault: str = ""
+    """What is damaged, or where the file is cut off; empty for a whole file."""
     num_records: int = 0
     num_payload_bytes: int = 0
     kinds: Counter[str] = msgspec.field(default_factory=Counter)
@@ -129,7 +134,7 @@ class Inspection(msgspec.Struct):
     @property
     def is_sound(self) -> bool:
         """Whether the file is whole, and every message in it can be used."""
-        return not (self.faults or self.malformed or self.chain_fault)
+        return not (self.fault or self.malformed or self.chain_fault)
 
     def record(self, record: Record) -> None:
         """Take the next record into account."""
@@ -155,23 +160,20 @@ class Inspection(msgspec.Struct):
             case Event():
                 self.events.append(message)
 
-    def gaps(self) -> list[tuple[Window, list[str]]]:
-        """Windows that lack something, with what; and those between two others that lack all, the first of many."""
+    def gaps(self) -> list[tuple[int, int, list[str]]]:
+        """Generation, index and missing messages of each incomplete window, also of those without any message."""
         nodes: dict[int, set[str]] = {}
         for window in self.view.history:
             nodes.setdefault(window.generation, set()).update(window.nodes)
         nodes |= {job.generation: {node.node for node in job.nodes} for job in self.jobs}
-        found: list[tuple[Window, list[str]]] = []
+        found: list[tuple[int, int, list[str]]] = []
         for generation in sorted(nodes):
-            known = [window for window in self.view.history if window.generation == generation]
-            for window, following in zip(known, [*known[1:], None], strict=True):
-                absent = (
-                    range(window.window + 1, min(following.window, window.window + 1 + MOST_MISSING))
-                    if following
-                    else ()
-                )
-                lacking = [window, *(Window(generation, index) for index in absent)]
-                found += [(one, missing) for one in lacking if (missing := list(one.missing(nodes[generation])))]
+            known = {window.window: window for window in self.view.history if window.generation == generation}
+            for begin, following in itertools.pairwise([*known, max(known, default=-1) + 1]):
+                for index in range(begin, min(following, begin + 1 + MOST_MISSING)):
+                    window = known.get(index) or Window(generation, index)
+                    if missing := list(window.missing(nodes[generation])):
+                        found.append((generation, index, missing))
         return found
 
 
@@ -182,33 +184,9 @@ def inspect(path: Path, *, keep_ranks: bool = False) -> Inspection:
         inspection = Inspection(reader.header, view)
         for record in reader:
             inspection.record(record)
-        inspection.faults = [str(fault) for fault in reader.faults]
+        inspection.fault = "" if reader.fault is None else str(reader.fault)
         inspection.end = reader.end
     return inspection
-
-
-def document(inspection: Inspection, here: Fingerprint, windows: Sequence[Window]) -> Document:
-    """The capture and some of its windows as JSON, with the units in the names."""
-    return {
-        "capture": msgspec.to_builtins(inspection.header),
-        "end": msgspec.to_builtins(inspection.end),
-        "faults": inspection.faults,
-        "fingerprint_differences": differences(inspection.header.fingerprint, here),
-        "num_records": inspection.num_records,
-        "num_payload_bytes": inspection.num_payload_bytes,
-        "first_ns": inspection.first_ns or None,
-        "last_ns": inspection.last_ns or None,
-        "kinds": dict(sorted(inspection.kinds.items())),
-        "malformed": [{"subject": subject, "reason": reason} for subject, reason in inspection.malformed],
-        "chain_fault": inspection.chain_fault or None,
-        "jobs": document_of(inspection.jobs),
-        "events": document_of(inspection.events),
-        "gaps": [
-            {"generation": window.generation, "window": window.window, "missing": missing}
-            for window, missing in inspection.gaps()
-        ],
-        "windows": [window_document(window) for window in windows],
-    }
 
 
 # --- as text
@@ -219,12 +197,11 @@ def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
     header, end = inspection.header, inspection.end
     lasted_s = (inspection.last_ns - inspection.first_ns) / 1e9
     yield (
-        f"{header.job}, captured {header.created}: {ENDS[end.reason] if end else 'CUT OFF'}; {inspection.num_records} "
-        f"messages of {lasted_s:.1f} s, {inspection.num_payload_bytes / 1024:.0f} KiB"
+        f"{header.job}, captured {header.created}: {ENDS[end.reason] if end else 'INCOMPLETE'}; "
+        f"{inspection.num_records} messages of {lasted_s:.1f} s, {inspection.num_payload_bytes / 1024:.0f} KiB"
     )
-    yield from (f"damaged: {fault}" for fault in inspection.faults)
-    if end and end.num_records > inspection.num_records:
-        yield f"lost: {end.num_records - inspection.num_records} messages of damaged blocks"
+    if inspection.fault:
+        yield f"damaged: {inspection.fault}"
     for job in inspection.jobs:
         windows = inspection.view.history
         steps = {one.num_steps for one in windows if one.generation == job.generation and one.num_steps}
@@ -253,9 +230,9 @@ def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
 
 def _gaps(inspection: Inspection) -> Iterator[str]:
     lacking: dict[tuple[int, str], list[int]] = {}
-    for window, missing in inspection.gaps():
+    for generation, index, missing in inspection.gaps():
         for what in missing:
-            lacking.setdefault((window.generation, what), []).append(window.window)
+            lacking.setdefault((generation, what), []).append(index)
     for (generation, what), indices in lacking.items():
         yield f"missing in generation {generation}: {what} of windows {ranges(indices)}"
     if not inspection.view.windows:
@@ -264,95 +241,80 @@ def _gaps(inspection: Inspection) -> Iterator[str]:
         yield "gaps: none, every window has all its messages"
 
 
-def _print_windows(inspection: Inspection, windows: Sequence[Window], *, every: bool, stderr: bool) -> None:
-    if not windows:
-        return
+def _print_windows(inspection: Inspection) -> None:
+    windows = inspection.view.history
     several = len({window.generation for window in windows}) > 1
-    headings = (*(("generation",) if several else ()), *HEADINGS)
-    rows = [
-        (*((str(window.generation),) if several else ()), *_cells(inspection, window, before))
-        for window, before in zip(windows, (None, *windows), strict=False)
-    ]
-    caption = None
-    if not every and len(rows) > MOST_LINES:
-        caption = f"{len(rows) - MOST_LINES} windows are not shown: --all"
-        rows[MOST_LINES // 2 : -MOST_LINES // 2] = [("...",) * len(headings)]
-    print_table(headings, rows, left=LEFT, caption=caption, stderr=stderr)
-
-
-def _cells(inspection: Inspection, window: Window, before: Window | None) -> tuple[str, ...]:
-    metrics, action, previous = window.metrics, window.action, before.action if before else None
-    same = action and previous and action.local_batch_sizes == previous.local_batch_sizes
-    same = same and action and previous and action.allocation.exchange == previous.allocation.exchange
-    at_s = (window.started_ns - inspection.first_ns) / 1e9 if window.started_ns else None
-    return (
-        str(window.window),
-        formatted(at_s, "{:.2f}"),
-        str(metrics.global_batch_size) if metrics else UNKNOWN,
-        formatted(metrics.step_time_s if metrics else None, "{:.1f}", 1000),
-        formatted(metrics.loss if metrics else None, "{:.3f}"),
-        formatted(metrics.accuracy if metrics else None, "{:.1%}"),
-        formatted(metrics.held_out_accuracy if metrics else None, "{:.1%}"),
-        sizes_text(window.sizes),
-        "+".join(window.probes) or UNKNOWN,
-        "the same" if same else _decided(action) if action else UNKNOWN,
-        formatted(window.decision_s, "{:.1f}", 1000),
-        ", ".join(str(adopted.window) for adopted in inspection.view.adopted(window)),
-        formatted(window.mean_reward()),
-    )
-
-
-def window_lines(view: JobView, window: Window) -> Iterator[str]:
-    """The window's metrics, the decision made on it, and the decisions adopted in it."""
-    where = f"window {window.window} of generation {window.generation}"
-    if (metrics := window.metrics) is not None:
-        yield (
-            f"{where}: global batch {metrics.global_batch_size}, step {metrics.step_time_s * 1000:.1f} ms, "
-            f"{formatted(metrics.throughput, '{:.0f}')} samples/s, "
-            f"noise scale {formatted(metrics.noise_scale, '{:.0f}')}, mean reward {formatted(window.mean_reward())}"
-            + ("" if window.energy_j is None else f", {window.energy_j:.4g} J")
+    rows = []
+    for window, before in zip(windows, (None, *windows), strict=False):
+        metrics, action, previous = window.metrics, window.action, before.action if before else None
+        decided = _decided(action)
+        at_s = (window.started_ns - inspection.first_ns) / 1e9 if window.started_ns else None
+        row = (
+            f"{window.generation}:{window.window}" if several else str(window.window),
+            formatted(at_s, "{:.2f}"),
+            str(metrics.global_batch_size) if metrics else UNKNOWN,
+            formatted(metrics.step_time_s if metrics else None, "{:.1f}", 1000),
+            formatted(metrics.loss if metrics else None, "{:.3f}"),
+            formatted(metrics.accuracy if metrics else None, "{:.1%}"),
+            formatted(metrics.held_out_accuracy if metrics else None, "{:.1%}"),
+            sizes_text(window.sizes),
+            "+".join(window.probes) or UNKNOWN,
+            "the same" if action and previous and decided == _decided(previous) else decided,
+            formatted(window.decision_s, "{:.1f}", 1000),
+            ", ".join(str(adopted.window) for adopted in inspection.view.adopted(window)),
+            formatted(window.mean_reward()),
         )
-    yield f"decided: {_action(window.action)}" if window.action else f"no action for {where}"
-    for adopted in view.adopted(window):
-        if (applied := adopted.applied) is not None:
-            refused = ", ".join(f"{number} {reason}" for reason, number in applied.num_refused.items())
-            yield (
-                f"from step {applied.effective_step} on under the action of window {applied.decided_window}: "
-                + sizes_text(applied.local_batch_sizes)
-                + ("" if applied.exchange == EXACT else f", gradients {applied.exchange.label}")
-                + (f"; refused so far: {refused}" if refused else "")
-            )
+        rows.append(row)
+    if rows:
+        print_table(HEADINGS, rows, left=LEFT)
 
 
-def _decided(action: Action) -> str:
-    exchange = "" if action.allocation.exchange == EXACT else f", {action.allocation.exchange.label}"
-    return sizes_text(action.local_batch_sizes) + exchange
+def _decided(action: Action | None) -> str:
+    if action is None:
+        return UNKNOWN
+    exchange = action.allocation.exchange
+    return sizes_text(action.local_batch_sizes) + ("" if exchange == EXACT else f", {exchange.label}")
 
 
-def _action(action: Action) -> str:
-    split, exchange = action.allocation.split, action.allocation.exchange
-    gradients = "" if exchange == EXACT else f", gradients {exchange.label}"
-    gap = ", after a gap" if action.gap else ""
-    return (
-        f"{sizes_text(action.local_batch_sizes)} by {action.policy} version {action.policy_version} "
-        f"({split}{gradients}), watermark {action.watermark}{gap}, {len(action.carry)} bytes of memory, "
-        f"{action.hash.hex()[:16]} after {action.previous_hash.hex()[:16] or 'nothing'}"
-    )
-
-
-def _print_ranks(window: Window, *, stderr: bool) -> None:
-    metrics = {rank.rank: rank for node in window.nodes.values() for rank in node.ranks}
+def _print_window(view: JobView, window: Window) -> None:
+    """Print the window's ranks and metrics, the decision made on it, and the decisions adopted in it."""
+    measured = {rank.rank: rank for node in window.nodes.values() for rank in node.ranks}
     rewards = {rank.rank: rank for node in window.nodes.values() for rank in node.rewards}
-    if not (metrics or rewards):
-        return
     terms = list(dict.fromkeys(name for reward in rewards.values() for name in reward.terms))
     rows = [
         (
             str(rank),
-            *(cell(metrics[rank]) if rank in metrics else UNKNOWN for cell in DETAIL_COLUMNS.values()),
+            *(cell(measured[rank]) if rank in measured else UNKNOWN for cell in DETAIL_COLUMNS.values()),
             formatted(rewards[rank].reward if rank in rewards else None),
             *(formatted(rewards[rank].terms.get(name) if rank in rewards else None) for name in terms),
         )
-        for rank in sorted(metrics | rewards)
+        for rank in sorted(measured | rewards)
     ]
-    print_table(("rank", *DETAIL_COLUMNS, "reward", *terms), rows, stderr=stderr)
+    if rows:
+        print_table(("rank", *DETAIL_COLUMNS, "reward", *terms), rows)
+    where = f"window {window.window} of generation {window.generation}"
+    found = []
+    if (metrics := window.metrics) is not None:
+        found.append(
+            f"{where}: global batch {metrics.global_batch_size}, step {metrics.step_time_s * 1000:.1f} ms, "
+            f"{formatted(metrics.throughput, '{:.0f}')} samples/s, "
+            f"noise scale {formatted(metrics.noise_scale, '{:.0f}')}, mean reward {formatted(window.mean_reward())}"
+        )
+    if (action := window.action) is None:
+        found.append(f"no action for {where}")
+    else:
+        found.append(
+            f"decided: {_decided(action)} by {action.policy} version {action.policy_version} "
+            f"({action.allocation.split}), watermark {action.watermark}{', after a gap' if action.gap else ''}, "
+            f"{len(action.carry)} bytes of memory, "
+            f"{action.hash.hex()[:16]} after {action.previous_hash.hex()[:16] or 'nothing'}"
+        )
+    for applied in (adopted.applied for adopted in view.adopted(window) if adopted.applied is not None):
+        refused = ", ".join(f"{number} {reason}" for reason, number in applied.num_refused.items())
+        found.append(
+            f"from step {applied.effective_step} on under the action of window {applied.decided_window}: "
+            + sizes_text(applied.local_batch_sizes)
+            + ("" if applied.exchange == EXACT else f", gradients {applied.exchange.label}")
+            + (f"; refused so far: {refused}" if refused else "")
+        )
+    print(*found, sep="\n")

@@ -26,13 +26,13 @@ from dynamix.cli.arguments import (
     seed,
 )
 from dynamix.cli.errors import INTERRUPTED, MISUSED, MisuseError, explained
-from dynamix.cli.output import POLICY, Document, write_file, write_result
+from dynamix.cli.output import POLICY, write_file, write_result
 from dynamix.runtime import output_files
 from dynamix.schemas.spelling import suggestion
 
 if TYPE_CHECKING:
     from dynamix.arbitrator.deciding.signatures import Finding
-    from dynamix.lab.learning import LearningPlan, LearningResult, LearningUpdate
+    from dynamix.lab.learning import LearningPlan, LearningUpdate
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,18 @@ def run(arguments: argparse.Namespace) -> int:
         output_files.check(checkpoint, KIND)
 
         def report(update: "LearningUpdate", begun: "Sequence[Finding]") -> None:
-            _report(plan, update, begun)
+            """Print one update, and the failure signatures that began with it."""
+            validated = "" if update.validation_vs_rule is None else f", validated {update.validation_vs_rule:.3f}"
+            left_s = update.elapsed_s / update.update * (plan.num_updates - update.update)
+            print(
+                f"update {update.update}/{plan.num_updates}  episodes {update.num_episodes}  return "
+                f"{update.mean_return:+.3f}  time vs rule {update.vs_rule:.3f}{validated}  missed {update.num_missed}  "
+                f"entropy {update.entropy:.2f}  kl {update.approx_kl:.4f}  {left_s / 60:.0f} min left",
+                *(f"  {finding.signature}: {finding.explanation}" for finding in begun),
+                sep="\n",
+                file=sys.stderr,
+                flush=True,
+            )
 
         try:
             learned = learn(
@@ -82,7 +93,19 @@ def run(arguments: argparse.Namespace) -> int:
         write_file(output, learned.file.to_bytes())
         if learned.finished:
             checkpoint.unlink(missing_ok=True)
-        write_result(_document(learned), _summary(learned, output, checkpoint), arguments.json)
+        scores, prefix = learned.file.metadata.scores, "vs_rule/"
+        lines = [f"{name.removeprefix(prefix):<28}{scores[name]:.3f}" for name in sorted(scores) if prefix in name]
+        lines = ["time to target / time of rule", *lines, f"{'all (geometric mean)':<28}{scores['vs_rule']:.3f}"]
+        lines.append(f"wrote {output}")
+        if not learned.finished:
+            lines.append(f"the time limit ended the plan early: the same command continues from {checkpoint}")
+        document = {
+            "finished": learned.finished,
+            "digest": learned.file.digest,
+            "metadata": learned.file.metadata,
+            "updates": [{**msgspec.to_builtins(row), "mean_return": row.mean_return} for row in learned.history],
+        }
+        write_result(document, "\n".join(lines), arguments.json)
     return 0
 
 
@@ -115,44 +138,3 @@ def _plan(arguments: argparse.Namespace) -> "LearningPlan":
         changes["weights"] = msgspec.convert({**msgspec.structs.asdict(weights), **given[Weights]}, Weights)
         changes["settings"] = msgspec.convert({**msgspec.structs.asdict(default.settings), **given[settings]}, settings)
         return plan_named(arguments.policy, suite.scenarios, **changes)
-
-
-def _report(plan: "LearningPlan", update: "LearningUpdate", begun: "Sequence[Finding]") -> None:
-    """Print one update, and the failure signatures that began with it."""
-    validated = "" if update.validation_vs_rule is None else f", validated {update.validation_vs_rule:.3f}"
-    explained_ = "" if update.explained_variance is None else f"  explained {update.explained_variance:+.2f}"
-    left_s = update.elapsed_s / update.update * (plan.num_updates - update.update)
-    print(
-        f"update {update.update}/{plan.num_updates}  episodes {update.num_episodes}  return {update.mean_return:+.3f}  "
-        f"time vs rule {update.vs_rule:.3f}{validated}  missed {update.num_missed}  entropy {update.entropy:.2f}  "
-        f"kl {update.approx_kl:.4f}{explained_}  {left_s / 60:.0f} min left",
-        file=sys.stderr,
-        flush=True,
-    )
-    for finding in begun:
-        print(f"  {finding.signature}: {finding.explanation}", file=sys.stderr)
-
-
-def _summary(learned: "LearningResult", output: Path, checkpoint: Path) -> str:
-    scores, prefix = learned.file.metadata.scores, "vs_rule/"
-    each = sorted((name.removeprefix(prefix), score) for name, score in scores.items() if name.startswith(prefix))
-    lines = [
-        f"{'scenario':<28}time to target / time of rule",
-        *(f"{scenario:<28}{ratio:.3f}" for scenario, ratio in each),
-        f"{'all (geometric mean)':<28}{scores['vs_rule']:.3f}  ({scores['num_runs']:.0f} runs each)",
-        f"wrote {output}",
-    ]
-    if not learned.finished:
-        lines.append(f"the time limit ended the plan early: the same command continues from {checkpoint}")
-    return "\n".join(lines)
-
-
-def _document(learned: "LearningResult") -> Document:
-    metadata = msgspec.to_builtins(learned.file.metadata)
-    shown = ("policy", "action_set", "scores", "settings", "scenarios", "seeds")
-    return {
-        "finished": learned.finished,
-        "digest": learned.file.digest,
-        "metadata": {name: metadata[name] for name in shown},
-        "updates": [{**msgspec.to_builtins(row), "mean_return": row.mean_return} for row in learned.history],
-    }

@@ -7,24 +7,21 @@ keeps it until it is restarted. In a deployment `import` needs the key of `learn
 import argparse
 import asyncio
 import contextlib
-import hashlib
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from dynamix.arbitrator.learned.policy import action_set_of
 from dynamix.arbitrator.learned.policy_file import (
-    SHIPPED_VERSION,
     SUFFIX,
     PolicyFile,
-    PolicyFileError,
-    PolicyMetadata,
     shipped_names,
-    shipped_policy,
 )
-from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy
+from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy, shipped_version
 from dynamix.cli.arguments import add_action, add_json_argument, add_output_argument
 from dynamix.cli.connection import HOW_TO_START, NoBrokerError, connected, find
 from dynamix.cli.errors import CommandError, explained, reading
@@ -34,12 +31,11 @@ from dynamix.runtime.bus import StreamMissingError
 from dynamix.runtime.input_files import read_regular
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import redact_url
+from dynamix.schemas.networks import NetworkFileError
 from dynamix.schemas.streams import POLICIES
 
 CONNECT_TIMEOUT_S = 20.0
 HEADINGS = ("policy", "version", "from", "size", "stored", "sha256")
-LONG_LISTS = ("inputs",)
-"""Left out here; `--json` has them."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +60,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
     configure_log("critical")  # errors are shown in a sentence
-    text, result = asyncio.run(_act(arguments))
-    write_result(result, text, arguments.json)
+
+    async def act() -> ActionResult:
+        async with opened() as catalogue:
+            result: ActionResult = await arguments.act(catalogue, arguments)
+            return result
+
+    text, document = asyncio.run(act())
+    write_result(document, text, arguments.json)
     return 0
 
 
@@ -107,10 +109,7 @@ class PolicyCatalogue(NamedTuple):
 @contextlib.asynccontextmanager
 async def opened() -> AsyncIterator[PolicyCatalogue]:
     """The catalogue; without a broker, or before it is provisioned, of the shipped policies only."""
-    shipped = []
-    for name in sorted(shipped_names()):
-        data = shipped_policy(name) or b""
-        shipped.append(StoredPolicy(name, SHIPPED_VERSION, hashlib.sha256(data).digest(), data))
+    shipped = [one for name in shipped_names() if (one := shipped_version(name)) is not None]
     settings = find(os.environ)
     where = redact_url(settings.url)
     try:
@@ -129,12 +128,6 @@ async def opened() -> AsyncIterator[PolicyCatalogue]:
         yield PolicyCatalogue(shipped, None, f"no broker at {where}: {HOW_TO_START}")
 
 
-async def _act(arguments: argparse.Namespace) -> ActionResult:
-    async with opened() as catalogue:
-        result: ActionResult = await arguments.act(catalogue, arguments)
-        return result
-
-
 async def _list(catalogue: PolicyCatalogue, _: argparse.Namespace) -> ActionResult:
     if catalogue.absence:
         print(f"{catalogue.absence}; these come with the package", file=sys.stderr)
@@ -144,7 +137,7 @@ async def _list(catalogue: PolicyCatalogue, _: argparse.Namespace) -> ActionResu
             str(one.version),
             "the bus" if one.stored_at else "the package",
             f"{len(one.data) / 1024:.0f} KB",
-            _when(one.stored_at) or "-",
+            one.stored_at[:19].replace("T", " ") or "-",
             one.digest.hex()[:12],
         )
         for one in catalogue.versions
@@ -156,14 +149,18 @@ async def _list(catalogue: PolicyCatalogue, _: argparse.Namespace) -> ActionResu
 
 async def _show(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
     found = catalogue.find(*arguments.policy)
-    metadata, fault = None, ""
+    fault = ""
     try:
         metadata = PolicyFile.from_bytes(found.data, "the file").metadata
         action_set_of(metadata)
-    except PolicyFileError as error:
+    except NetworkFileError as error:
         metadata, fault = None, str(error)
     result = {"policy": _document(found), "usable": not fault, "reason": fault, "metadata": metadata}
-    return details(found, metadata, fault), result
+    shown = {**_document(found), "usable here": f"no: {fault}" if fault else "yes"}
+    shown |= {} if metadata is None else msgspec.structs.asdict(metadata)
+    shown.pop("inputs", None)  # a long list; `--json` has it
+    text = "\n".join(f"  {name.replace('_', ' '):20}{msgspec.to_builtins(value)}" for name, value in shown.items())
+    return f"{found.name} version {found.version}\n{text}", result
 
 
 async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
@@ -173,14 +170,14 @@ async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
 
 
 async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
-    with reading(arguments.file), explained(PolicyFileError):
+    with reading(arguments.file), explained(NetworkFileError):
         data = read_regular(arguments.file)
         metadata = PolicyFile.from_bytes(data, str(arguments.file)).metadata
         action_set_of(metadata)
     if catalogue.store is None:
         raise CommandError(catalogue.absence)
     stored = await catalogue.store.put(arguments.name or metadata.policy, data)
-    stored = await catalogue.store.get(stored.name, stored.version)  # with the time
+    stored = await catalogue.store.find(stored.name, stored.version) or stored  # with the time
     return _done(stored, "stored on the bus: jobs of this policy that start from now on take it", {})
 
 
@@ -198,31 +195,3 @@ def _document(policy: StoredPolicy) -> Document:
         "sha256": policy.digest.hex(),
         "stored_at": policy.stored_at,
     }
-
-
-def details(policy: StoredPolicy, metadata: PolicyMetadata | None, fault: str) -> str:
-    """One version, a property per line."""
-    place = f"on the bus since {_when(policy.stored_at)}" if policy.stored_at else "comes with the package"
-    properties = [
-        ("size", f"{len(policy.data):,} bytes"),
-        ("sha256", policy.digest.hex()),
-        ("usable here", f"no: {fault}" if fault else "yes"),
-    ]
-    if metadata is not None:
-        shown = [name for name in metadata.__struct_fields__ if name not in LONG_LISTS]
-        properties += [(name.replace("_", " "), _text(getattr(metadata, name))) for name in shown]
-    lines = (f"  {name:20}{value}" for name, value in properties)
-    return "\n".join([f"{policy.name} version {policy.version}, {place}", *lines])
-
-
-def _when(time: str) -> str:
-    """A time cut to the second: `2026-11-20 17:22:03`."""
-    return time[:19].replace("T", " ")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_text(item)}" for key, item in value.items()) or "-"
-    if isinstance(value, (tuple, list)):
-        return ", ".join(_text(item) for item in value) or "-"
-    return f"{value:g}" if isinstance(value, float) else str(value) or "-"

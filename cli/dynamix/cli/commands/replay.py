@@ -2,43 +2,33 @@
 
   dynamix replay FILE                              into the arbitrator
   dynamix replay FILE --into collector
-  dynamix replay FILE --policy rule --policy-option noise_multiplier=2
 
-It shows the first difference field by field. With another policy it shows what that policy would have decided. Settings
-are read from DYNAMIX_COLLECTOR_... and DYNAMIX_REWARD_...
+It shows the first difference field by field. Settings are read from DYNAMIX_COLLECTOR_... and DYNAMIX_REWARD_...
 
-Exit codes: 0 equal, or another policy was asked; 1 different, or not every recorded output was compared; 2 it cannot be
-replayed; 130 interrupted.
+Exit codes: 0 equal; 1 different, or not every recorded output was compared; 2 it cannot be replayed; 130 interrupted.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_list, add_option, window_key
+from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_list, add_option
 from dynamix.cli.errors import CommandError, explained, reading
-from dynamix.cli.output import Document, write_json
-from dynamix.cli.terminal import ProgressLine, print_lines, print_table, sizes_text
+from dynamix.cli.output import write_json
+from dynamix.cli.terminal import ProgressLine, print_table
 from dynamix.collector.observation import CollectorSettings
-from dynamix.recording.capture import (
-    CaptureError,
-    WindowKey,
-    first_generation,
-    read_header,
-)
-from dynamix.recording.decisions import OtherPolicy, PolicyComparison, ReplayError
+from dynamix.recording.capture import CaptureError, read_header
 from dynamix.recording.fingerprint import differences, fingerprint
-from dynamix.recording.replay import ReplayOutcome, replay
+from dynamix.recording.replay import ReplayError, ReplayOutcome, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.runtime.settings import load
-from dynamix.schemas.policies import option_value
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 MAX_FIELDS = 40
 """Differing fields that are shown."""
-MAX_WINDOWS = 40
 CONCERNED = {"collector": "windows, states and traces", "reward": "rewards", "arbitrator": "actions"}
 
 
@@ -47,11 +37,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a capture, written by `dynamix capture JOB -o FILE`")
     services = ("collector", "reward", "arbitrator")
     add_option(parser, "--into", "arbitrator", "the service whose outputs are computed again", choices=services)
-    what = "the last window, as N or GENERATION:N (default: all)"
-    parser.add_argument("--until", metavar="WINDOW", type=window_key, help=what)
-    parser.add_argument("--policy", metavar="NAME", help="show what another policy would have decided")
-    what = "of that policy, or of the recorded one asked again; may be given again"
-    add_list(parser, "--policy-option", "NAME=VALUE", what)
     add_list(parser, "--policy-file", "PATH", "a learned policy that is not in the package; may be repeated")
     parser.add_argument("--strict", action="store_true", help="require equal bytes on any build and processor")
     add_json_argument(parser)
@@ -59,66 +44,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay and show the result; the exit code is 0 when it is equal."""
-    to_stderr, strict = arguments.json == STANDARD_OUTPUT, arguments.strict
     unusable = explained(CaptureError, ReplayError, ValueError, exit_code=UNUSABLE)
     with unusable, reading(arguments.file, exit_code=UNUSABLE):
         path = Path(arguments.file)
         if found := differences(read_header(path).fingerprint, fingerprint()):
             expected = "captured by another build or processor: expect equal decisions, not equal bytes"
-            print_lines([expected, *(f"  {line}" for line in found)], stderr=to_stderr)
+            print(expected, *(f"  {line}" for line in found), sep="\n", file=sys.stderr)
         outcome = _replayed(path, arguments)
-    print_lines(lines(outcome, strict=strict), stderr=to_stderr)
-    if outcome.what_if is not None:
-        _print_windows(outcome.what_if, stderr=to_stderr)
-    elif listed := outcome.counts.differences:
-        first = next((one for one in listed if not one.agrees), listed[0])
-        at = "" if first.sequence is None else f", recorded at {first.sequence}"
-        difference = f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}"
-        print_lines([difference], stderr=to_stderr)
-        if first.fields:
-            headings = ("field", "recorded", "replayed")
-            rows = [(name, *pair) for name, pair in first.fields.items()][:MAX_FIELDS]
-            more = len(first.fields) - len(rows)
-            caption = f"{more} more fields differ" if more else ""
-            print_table(headings, rows, left=headings, caption=caption, stderr=to_stderr)
-    with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
-        write_json(_document(outcome, strict=strict), arguments.json)
-    return EQUAL if outcome.what_if is not None or outcome.is_equal(strict=strict) else DIFFERENT
-
-
-def _document(outcome: ReplayOutcome, *, strict: bool) -> Document:
-    """The result as a document; `equal` is `null` if another policy was asked."""
-    asked = outcome.what_if is not None
-    return {
-        "equal": None if asked else outcome.is_equal(strict=strict),
-        "bytes_equal": None if asked else outcome.bytes_equal,
-        "decisions_equal": None if asked else outcome.decisions_equal,
-        "times_real_time": outcome.recorded_s / outcome.wall_s if outcome.wall_s > 0 else None,
+    if arguments.json != STANDARD_OUTPUT:
+        _show(outcome, strict=arguments.strict)
+    equal = outcome.is_equal(strict=arguments.strict)
+    document = {
+        "equal": equal,
+        "bytes_equal": outcome.bytes_equal,
+        "decisions_equal": outcome.decisions_equal,
         **msgspec.to_builtins(outcome),
     }
+    with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
+        write_json(document, arguments.json)
+    return EQUAL if equal else DIFFERENT
 
 
 def _replayed(path: Path, arguments: argparse.Namespace) -> ReplayOutcome:
-    options = {}
-    for text in arguments.policy_option:
-        name, _, value = text.partition("=")
-        if not value:
-            raise CommandError(f"--policy-option {text!r}: write NAME=VALUE", exit_code=UNUSABLE)
-        options[name] = option_value(value)
-    until = None
-    if arguments.until is not None:
-        generation, window = arguments.until
-        until = WindowKey(first_generation(path) if generation is None else generation, window)
-    asks_another = arguments.policy is not None or bool(options)
-    if asks_another and arguments.into != "arbitrator":
-        raise CommandError(f"--policy asks the arbitrator, not the {arguments.into}", exit_code=UNUSABLE)
     with ProgressLine() as progress:
         progress.write_line(f"replaying {path} into the {arguments.into}")
         return replay(
             path,
             arguments.into,
-            until=until,
-            other=OtherPolicy(arguments.policy, options) if asks_another else None,
             policy_files=[Path(file) for file in arguments.policy_file],
             collector=load("collector", CollectorSettings, []).own,
             reward=load("reward", RewardSettings, []).own,
@@ -126,6 +78,20 @@ def _replayed(path: Path, arguments: argparse.Namespace) -> ReplayOutcome:
                 f"{num_records} messages, {recorded_s:.0f} s of the recording"
             ),
         )
+
+
+def _show(outcome: ReplayOutcome, *, strict: bool) -> None:
+    """Print the outcome in sentences, then the first difference field by field."""
+    print(*lines(outcome, strict=strict), sep="\n")
+    if listed := outcome.counts.differences:
+        first = next((one for one in listed if not one.agrees), listed[0])
+        at = "" if first.sequence is None else f", recorded at {first.sequence}"
+        print(f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}")
+        if first.fields:
+            headings = ("field", "recorded", "replayed")
+            rows = [(name, *pair) for name, pair in first.fields.items()][:MAX_FIELDS]
+            more = len(first.fields) - len(rows)
+            print_table(headings, rows, left=headings, caption=f"{more} more fields differ" if more else "")
 
 
 def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
@@ -137,12 +103,8 @@ def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
     )
     if outcome.cut_off:
         yield f"cut off: {outcome.cut_off}"
-    yield from (f"note: {note}" for note in outcome.counts.notes)
-    yield from _compared(outcome, strict=strict) if outcome.what_if is None else _asked(outcome.what_if)
-
-
-def _compared(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
     counts, what = outcome.counts, CONCERNED[outcome.into]
+    yield from (f"note: {note}" for note in counts.notes)
     verdict = "EQUAL" if outcome.is_equal(strict=strict) else "DIFFERENT"
     if counts.num_uncompared and not counts.num_different:
         verdict = "INCOMPLETE"
@@ -163,37 +125,3 @@ def _compared(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
         named = [f"{one.window} ({one.kind})" for one in counts.differences[:12]]
         more = " ..." if counts.num_agreeing + counts.num_different > len(named) else ""
         yield f"windows that differ: {', '.join(named)}{more}"
-
-
-def _asked(comparison: PolicyComparison) -> Iterator[str]:
-    yield (
-        f"{comparison.policy} (version {comparison.policy_version}) would have decided otherwise in "
-        f"{comparison.num_windows_different} of {comparison.num_windows} windows: {comparison.mean_difference:.1f} "
-        f"samples a rank on average, {comparison.p95_difference:.1f} at the 95th percentile; its global batch is "
-        f"{comparison.mean_global_batch_size_ratio:.2f} times the recorded one"
-    )
-    yield "open loop: it saw what was recorded, not what its own sizes would have led to"
-
-
-def _print_windows(comparison: PolicyComparison, *, stderr: bool) -> None:
-    """Print windows that differ, else the first ones."""
-    sizes = ("recorded sizes", "its sizes")
-    headings = ("window", "recorded batch", "its batch", "change", "a rank, mean", *sizes)
-    chosen = [row for row in comparison.windows if row.recorded != row.other] or comparison.windows
-    several = len({row.generation for row in comparison.windows}) > 1
-    rows = []
-    for row in chosen[:MAX_WINDOWS]:
-        recorded, other = sum(row.recorded), sum(row.other)
-        rows.append(
-            (
-                f"{row.generation}:{row.window}" if several else str(row.window),
-                str(recorded),
-                str(other),
-                f"{100 * (other / max(1, recorded) - 1):+.1f} %",
-                f"{row.mean_difference:.1f}",
-                sizes_text(row.recorded),
-                sizes_text(row.other),
-            )
-        )
-    caption = f"{len(chosen) - MAX_WINDOWS} more: --json FILE has all" if len(chosen) > MAX_WINDOWS else None
-    print_table(headings, rows, left=sizes, caption=caption, stderr=stderr)

@@ -14,7 +14,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -120,8 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise CommandError(f"--metrics-port: {port} is the broker's own port: keep it out of the three")
         _check_port("--metrics-port", port)
     configure_log("warning")
-    with _locked_store(settings, os.environ) as store:
-        asyncio.run(_run_until_signal(EmbeddedServer(store_dir=store, port=settings.port), settings, store, os.environ))
+    with _locked_store(settings) as store:
+        asyncio.run(_run_until_signal(EmbeddedServer(store_dir=store, port=settings.port), settings, store))
     return 0
 
 
@@ -137,18 +137,19 @@ def _check_port(flag: str, port: int) -> None:
 
 
 @contextlib.contextmanager
-def _locked_store(settings: UpSettings, environ: Mapping[str, str]) -> Iterator[Path]:
+def _locked_store(settings: UpSettings) -> Iterator[Path]:
     """The directory of the streams, made and kept from a second broker, which would destroy them."""
-    state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or Path.home()) / ".local" / "state"
+    state = os.environ.get("XDG_STATE_HOME") or Path(os.environ.get("HOME") or Path.home()) / ".local" / "state"
+    connection = path(os.environ)
     store = Path(settings.store_dir or Path(state) / "dynamix" / "jetstream")
     fix = "pass --store-dir DIR, or set XDG_RUNTIME_DIR or HOME to a directory of yours"
     try:
         output_files.check_directory(store)
         output_files.check(store / LOCK, make_parents=True)
-        output_files.check(path(environ), make_parents=True)
+        output_files.check(connection, make_parents=True)
     except output_files.RefusedOutputError as error:
         raise MisuseError(f"{error}: {fix}") from error
-    for directory in (store, path(environ).parent):
+    for directory in (store, connection.parent):
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -161,67 +162,58 @@ def _locked_store(settings: UpSettings, environ: Mapping[str, str]) -> Iterator[
         yield store
 
 
-async def _run_until_signal(
-    server: EmbeddedServer, settings: UpSettings, store: Path, environ: Mapping[str, str]
-) -> None:
+async def _run_until_signal(server: EmbeddedServer, settings: UpSettings, store: Path) -> None:
     """The broker outside, then our own connection, then the services: each needs what is around it to end well."""
-    restarted = asyncio.Event()
 
-    async def restart() -> None:  # with the same port, password and streams, so that clients come back alone
+    async def restart() -> None:
+        """With the same port, password and streams, so that clients come back alone; the store may be emptied."""
         await server.restart()
-        restarted.set()
-
-    broker = Child("broker", lambda: server.pid, restart, server.stop)
-    with stop_event(signal.SIGHUP) as stop, explained(EmbeddedServerError, ChildSettingsError):
-        async with server, kept([broker], _say), connected(server.settings, "up") as bus:
-            await provision(bus)
-            _say("broker", f"{server.settings.url} as process {server.pid}, streams in {store}")
-            if settings.metrics_port:
-                first, *_, last = settings.metrics_ports
-                _say("metrics", f"http://127.0.0.1:{first} to {last}, /metrics, /livez and /readyz")
-            shared = bus_environment(server.settings)
-            shared["DYNAMIX_LOG_LEVEL"] = environ.get("DYNAMIX_LOG_LEVEL") or "warning"
-            services = []
-            for name, port in zip(SERVICES, settings.metrics_ports, strict=True):
-                services.append(service(ServiceProcess(name, shared | {"DYNAMIX_METRICS_PORT": str(port)})))
-                await services[-1].start()
-            with published(server.settings, environ) as file:
-                announcing = _announce(bus, services, file)
-                beside = [announcing, _provision_again(bus, restarted), watch_store(bus, server, store, _say)]
-                async with kept(services, _say, *beside):
-                    await stop.wait()
-    _say("stopped", "")
-
-
-async def _announce(bus: Bus, services: Iterable["Child"], file: Path) -> None:
-    """Print each part as it becomes ready, then how to use it."""
-
-    async def one(child: Child) -> None:
-        try:
-            await wait_until_ready(bus, [child.name])
-        except TimeoutError as error:
-            _say(child.name, f"{error}; DYNAMIX_LOG_LEVEL=info shows more")
-        else:
-            _say(child.name, f"ready as process {child.pid()}")
-
-    await asyncio.gather(*map(one, services))
-    _say("train", "dynamix train -- --standalone --nproc-per-node 4 train.py")
-    _say("watch", "dynamix top; as a web page: dynamix dashboard")
-    _say("connect", f'dynamix commands read {file}; others: eval "$(dynamix up --print-env)"')
-    _say("stop", "Ctrl-C")
-
-
-async def _provision_again(bus: Bus, restarted: asyncio.Event) -> None:
-    """After each restart of the broker: its store may have been emptied meanwhile."""
-    while True:
-        await restarted.wait()
-        restarted.clear()
         try:
             made = [line for line in await provision(bus) if not line.endswith(": unchanged")]
         except BusError as error:
             _say("streams", f"not made: {error}")
         else:
             _say("streams", "; ".join(made) or "as they were")
+
+    async def stay() -> None:
+        """The broker is stopped by its own context, after our connection."""
+
+    with stop_event(signal.SIGHUP) as stop, explained(EmbeddedServerError, ChildSettingsError):
+        async with server, connected(server.settings, "up") as bus:
+            await provision(bus)
+            _say("broker", f"{server.settings.url} as process {server.pid}, streams in {store}")
+            if settings.metrics_port:
+                first, *_, last = settings.metrics_ports
+                _say("metrics", f"http://127.0.0.1:{first} to {last}, /metrics, /livez and /readyz")
+            shared = bus_environment(server.settings)
+            shared["DYNAMIX_LOG_LEVEL"] = os.environ.get("DYNAMIX_LOG_LEVEL") or "warning"
+            ports = zip(SERVICES, settings.metrics_ports, strict=True)
+            processes = [ServiceProcess(name, shared | {"DYNAMIX_METRICS_PORT": str(port)}) for name, port in ports]
+            for process in processes:
+                process.start()
+            children = [Child("broker", lambda: server.pid, restart, stay), *map(service, processes)]
+            with published(server.settings, os.environ) as file:
+                async with kept(children, _announce(bus, processes, file), watch_store(bus, server, store)):
+                    await stop.wait()
+    _say("stopped", "")
+
+
+async def _announce(bus: Bus, processes: Iterable[ServiceProcess], file: Path) -> None:
+    """Print each service as it becomes ready, then how to use them."""
+
+    async def one(process: ServiceProcess) -> None:
+        try:
+            await wait_until_ready(bus, [process.name])
+        except TimeoutError as error:
+            _say(process.name, f"{error}; DYNAMIX_LOG_LEVEL=info shows more")
+        else:
+            _say(process.name, f"ready as process {process.pid}")
+
+    await asyncio.gather(*map(one, processes))
+    _say("train", "dynamix train -- --standalone --nproc-per-node 4 train.py")
+    _say("watch", "dynamix top; as a web page: dynamix dashboard")
+    _say("connect", f'dynamix commands read {file}; others: eval "$(dynamix up --print-env)"')
+    _say("stop", "Ctrl-C")
 
 
 def _say(what: str, text: str) -> None:
@@ -260,21 +252,15 @@ def service(process: ServiceProcess) -> Child:
 
 
 @contextlib.asynccontextmanager
-async def kept(
-    children: Iterable[Child],
-    report: Callable[[str, str], None],
-    *beside: Awaitable[None],
-    min_wait_s: float = MIN_WAIT_S,
-) -> AsyncIterator[None]:
+async def kept(children: Iterable[Child], *beside: Awaitable[None]) -> AsyncIterator[None]:
     """Keep started children running, and other work `beside`, until the context ends, then stop them.
 
-    `report` is told by name of every end and start. Raises ChildSettingsError, also in the midst of the context, when a
-    child refused its settings.
+    Raises ChildSettingsError, also in the midst of the context, when a child refused its settings.
     """
     with first_of_group():
         async with asyncio.TaskGroup() as group:
             tasks = [asyncio.ensure_future(work) for work in beside]
-            tasks += [group.create_task(_keep(child, report, min_wait_s)) for child in children]
+            tasks += [group.create_task(_keep(child)) for child in children]
             try:
                 yield
             finally:
@@ -283,9 +269,9 @@ async def kept(
                 await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _keep(child: Child, report: Callable[[str, str], None], min_wait_s: float) -> None:
+async def _keep(child: Child) -> None:
     """Start a child again whenever it ends, until cancelled."""
-    wait_s, time_s = min_wait_s, asyncio.get_running_loop().time
+    wait_s, time_s = MIN_WAIT_S, asyncio.get_running_loop().time
     try:
         while True:
             begin_s = time_s()
@@ -293,13 +279,13 @@ async def _keep(child: Child, report: Callable[[str, str], None], min_wait_s: fl
             lived_s = time_s() - begin_s
             if child.exit_code() == EXIT_USAGE:
                 raise ChildSettingsError(f"{child.name} cannot use its settings, and said why: correct them")
-            wait_s = min_wait_s if lived_s >= STEADY_AFTER_S else wait_s
+            wait_s = MIN_WAIT_S if lived_s >= STEADY_AFTER_S else wait_s
             await asyncio.sleep(wait_s)
-            report(child.name, f"ended after {lived_s:.1f} s; starting it again")
+            _say(child.name, f"ended after {lived_s:.1f} s; starting it again")
             try:
                 await child.start()
             except (OSError, RuntimeError) as error:
-                report(child.name, f"does not start: {error}")
+                _say(child.name, f"does not start: {error}")
             wait_s = min(2 * wait_s, MAX_WAIT_S)
     finally:
         await child.stop()
@@ -350,7 +336,7 @@ class StoreJudge:
         return "restart" if has_room else "full"
 
 
-async def watch_store(bus: Bus, server: EmbeddedServer, store: Path, say: Callable[[str, str], None]) -> None:
+async def watch_store(bus: Bus, server: EmbeddedServer, store: Path) -> None:
     """Listen to heartbeats until cancelled, and end a broker that stores nothing; then it is started again."""
     judge, heartbeats, time_s = StoreJudge(), Heartbeats(), asyncio.get_running_loop().time
 
@@ -364,10 +350,10 @@ async def watch_store(bus: Bus, server: EmbeddedServer, store: Path, say: Callab
         verdict = judge.judge(num_unanswered, free_bytes, time_s())
         what = f"it has not answered {num_unanswered} messages or requests for {PATIENCE_S:g} s"
         if verdict == "restart":
-            say("broker", f"{what}, and there is room: starting it again")
+            _say("broker", f"{what}, and there is room: starting it again")
             with contextlib.suppress(ProcessLookupError, EmbeddedServerError):  # it ends already
                 os.kill(server.pid, signal.SIGTERM)
         elif verdict == "full":
-            say("broker", f"{what}: {store} has {free_bytes >> 20} MiB left, make room; it is then started again")
+            _say("broker", f"{what}: {store} has {free_bytes >> 20} MiB left, make room; it is then started again")
 
     await hear(bus, observe)

@@ -12,11 +12,9 @@ import hashlib
 import hmac
 import secrets
 import time
-from http.cookies import CookieError, SimpleCookie
-from typing import Any
-from urllib.parse import parse_qs
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
+from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -56,7 +54,13 @@ class Gate:
         if scope["type"] != "http":
             return
         answer = self._refusal(scope)
-        await (self._app if answer is None else answer)(scope, receive, _with_headers(send))
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await (self._app if answer is None else answer)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
@@ -66,26 +70,9 @@ class Gate:
             return None if is_loopback(name) else PlainTextResponse(WRONG_HOST, 403)
         if self._is_known(headers):
             return None
-        given = parse_qs(scope.get("query_string", b"").decode("ascii", "replace")).get("token", [""])[0]
-        if scope["method"] == "GET" and self._matches(given):
-            return self._with_cookie(scope)
-        return PlainTextResponse(NO_TOKEN, 401, {"WWW-Authenticate": "Bearer"})
-
-    def _is_known(self, headers: Headers) -> bool:
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._matches(bearer.strip()):
-            return True
-        try:
-            cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-        except CookieError:
-            return False
-        return cookie is not None and self._sessions.get(_digest(cookie.value), 0.0) > time.monotonic()
-
-    def _matches(self, given: str) -> bool:
-        return hmac.compare_digest(_digest(given), _digest(self._token))
-
-    def _with_cookie(self, scope: Scope) -> Response:
-        """Begin a session."""
+        given = QueryParams(scope["query_string"]).get("token", "")
+        if scope["method"] != "GET" or not self._matches(given):
+            return PlainTextResponse(NO_TOKEN, 401, {"WWW-Authenticate": "Bearer"})
         now_s, cookie = time.monotonic(), secrets.token_urlsafe(32)
         self._sessions = {known: until_s for known, until_s in self._sessions.items() if until_s > now_s}
         self._sessions[_digest(cookie)] = now_s + SESSION_S
@@ -93,19 +80,16 @@ class Gate:
         response.set_cookie(COOKIE, cookie, max_age=SESSION_S, httponly=True, samesite="strict", path="/")
         return response
 
+    def _is_known(self, headers: Headers) -> bool:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._matches(bearer.strip()):
+            return True
+        cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+        return self._sessions.get(_digest(cookie), 0.0) > time.monotonic()
+
+    def _matches(self, given: str) -> bool:
+        return hmac.compare_digest(_digest(given), _digest(self._token))
+
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode(errors="replace")).digest()
-
-
-def _with_headers(send: Send) -> Send:
-    """Add `HEADERS` to whatever is answered."""
-    extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-
-    async def send_with_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            known: list[Any] = list(message.get("headers", []))
-            message = {**message, "headers": [*known, *extra]}
-        await send(message)
-
-    return send_with_headers

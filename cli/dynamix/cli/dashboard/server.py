@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -22,16 +22,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import Receive, Scope, Send
 
-from dynamix.cli.documents import (
-    MOST_RANKS,
-    CapturedJob,
-    alarms_of_job,
-    job_document,
-    overview,
-    window_document,
-)
+from dynamix.cli.documents import MOST_RANKS, CapturedJob, alarms_of_job, job_document, overview, window_document
 from dynamix.cli.fleet import Fleet
 from dynamix.cli.output import Document
 from dynamix.recording.job_view import JobView
@@ -67,14 +59,21 @@ class DashboardServer:
         """
         self._fleet = fleet
         self._captures = captures
-        self._token = token
         self._stopping = asyncio.Event()
         self._num_readers = 0
         self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         where = f"[{host}]" if ":" in host else host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{where}:{self.port}/" + (f"?token={token}" if token else "")
-        self.application = Gate(self._routes(), token)
+        routes = [
+            Route("/", lambda _: FileResponse(PAGE / "index.html")),
+            Mount("/page", StaticFiles(directory=PAGE)),
+            Route("/api/source", self._source),
+            Route("/api/events", self._events),
+            Route("/api/jobs/{name}", self._job),
+            Route("/api/captures/{number:int}", self._capture),
+        ]
+        self.application = Gate(Starlette(routes=routes), token)
 
     async def __aenter__(self) -> Self:
         config = uvicorn.Config(
@@ -97,18 +96,6 @@ class DashboardServer:
         self._server.should_exit = True
         await asyncio.gather(self._serving, return_exceptions=True)
         self._socket.close()
-
-    def _routes(self) -> Starlette:
-        return Starlette(
-            routes=[
-                Route("/", lambda _: FileResponse(PAGE / "index.html")),
-                Mount("/page", StaticFiles(directory=PAGE)),
-                Route("/api/source", self._source),
-                Route("/api/events", self._events),
-                Route("/api/jobs/{name}", self._job),
-                Route("/api/captures/{number:int}", self._capture),
-            ]
-        )
 
     async def _source(self, _: Request) -> Response:
         captures = [
@@ -140,29 +127,33 @@ class DashboardServer:
         if self._num_readers >= MAX_READERS:
             text = f"503: {MAX_READERS} readers have the page open already: close one, or try again later\n"
             return PlainTextResponse(text, 503, {"Retry-After": "10"})
-        self._num_readers += 1
-        return _Events(self._event_stream(self._fleet, request.query_params.get("job", "")), self._leave)
-
-    def _leave(self) -> None:
-        self._num_readers -= 1
+        headers = {"X-Accel-Buffering": "no"}
+        events = self._event_stream(self._fleet, request.query_params.get("job", ""))
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
     async def _event_stream(self, fleet: Fleet, name: str) -> AsyncIterator[bytes]:
         """What changed since the reader's last event, at most every `MIN_INTERVAL_S`; the overview each second."""
-        yield b"retry: 1000\n\n"
         overview_due_s, since = 0.0, 0
-        while not self._stopping.is_set():
-            news = fleet.news
-            if (now_s := time.monotonic()) >= overview_due_s:
-                overview_due_s = now_s + OVERVIEW_EVERY_S
-                yield _overview(fleet)
-            view = fleet.opened(name)  # without waiting: the page shows that the broker is away
-            if view is not None and view.revision != since:
-                change, since = _event("job", _job_event(view, since)), view.revision
-                yield change
-            await asyncio.sleep(MIN_INTERVAL_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(OVERVIEW_EVERY_S - MIN_INTERVAL_S):
-                    await news.wait()
+        self._num_readers += 1
+        try:
+            yield b"retry: 1000\n\n"
+            while not self._stopping.is_set():
+                news = fleet.news
+                if (now_s := time.monotonic()) >= overview_due_s:
+                    overview_due_s = now_s + OVERVIEW_EVERY_S
+                    document = overview(fleet.jobs.values(), fleet.heartbeats, now_ns=time.time_ns(), now_s=now_s)
+                    about = {"broker_connected": fleet.is_connected, "num_older_jobs": fleet.num_older}
+                    yield _event("overview", {**about, "now_unix_s": time.time(), **document})
+                view = fleet.opened(name)  # without waiting: the page shows that the broker is away
+                if view is not None and view.revision != since:
+                    change, since = _event("job", _job_event(view, since)), view.revision
+                    yield change
+                await asyncio.sleep(MIN_INTERVAL_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(OVERVIEW_EVERY_S - MIN_INTERVAL_S):
+                        await news.wait()
+        finally:  # the reader has gone, or we end
+            self._num_readers -= 1
 
 
 @contextlib.asynccontextmanager
@@ -177,27 +168,6 @@ async def served(bus: Bus, settings: DashboardSettings, token: str) -> AsyncIter
         DashboardServer(host=settings.host, port=settings.port, token=token, fleet=fleet) as server,
     ):
         yield server
-
-
-class _Events(StreamingResponse):
-    """Server-sent events; `left` is called once the reader has gone."""
-
-    def __init__(self, events: AsyncIterator[bytes], left: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
-        self._left = left
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._left()
-
-
-def _overview(fleet: Fleet) -> bytes:
-    now_ns = time.time_ns()
-    document = overview(fleet.jobs.values(), fleet.heartbeats, now_ns=now_ns, now_s=time.monotonic())
-    about = {"broker_connected": fleet.is_connected, "now_unix_s": now_ns / 1e9, "num_older_jobs": fleet.num_older}
-    return _event("overview", {**about, **document})
 
 
 def _job_event(view: JobView, since: int) -> Document:

@@ -26,7 +26,7 @@ from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, MisuseError, explained, reading
 from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.output import SCENARIO, write_file, write_json
-from dynamix.cli.terminal import print_lines, print_table
+from dynamix.cli.terminal import print_table
 from dynamix.recording.capture import CaptureError, CaptureReader
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
@@ -100,7 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
         calibration = calibrate(found.windows, settings, found.job)
     except ValueError as error:
         raise CommandError(f"{arguments.source}: {error}") from error
-    _show(calibration, stderr=arguments.json == STANDARD_OUTPUT)
+    if arguments.json != STANDARD_OUTPUT:
+        _show(calibration)
     _write_files(arguments, calibration)
     write_json(calibration, arguments.json)
     return 0
@@ -123,8 +124,8 @@ def from_capture(path: Path) -> CalibrationInput:
             ]
         except ValueError as error:  # of a subject or a message
             raise CommandError(f"{path} holds what cannot be decoded: {error}") from error
-    for fault in reader.faults:
-        print(f"{fault}; going on with what is good", file=sys.stderr)
+    if reader.fault is not None:
+        print(f"{reader.fault}; going on with what is good", file=sys.stderr)
     return _sorted_out(found)
 
 
@@ -174,13 +175,12 @@ def _write_files(arguments: argparse.Namespace, calibration: "Calibration") -> N
         say(f"Picture: {arguments.png}")
 
 
-def _show(calibration: "Calibration", *, stderr: bool) -> None:
+def _show(calibration: "Calibration") -> None:
     """Print tables and remarks."""
-    print_lines(["Time of a step = overhead + max(samples, saturation) / rate"], stderr=stderr)
+    print("Time of a step = overhead + max(samples, saturation) / rate")
     rows = [(str(rank.rank), _rate(rank), _overhead(rank), _saturation(rank)) for rank in calibration.ranks]
-    print_table(("rank", "samples/s", "overhead, ms", "saturation, samples"), rows, stderr=stderr)
-    print_lines(_lines(calibration), stderr=stderr)
-    print_lines((f"- {remark}" for remark in calibration.remarks), stderr=stderr)
+    print_table(("rank", "samples/s", "overhead, ms", "saturation, samples"), rows)
+    print(*_lines(calibration), *(f"- {remark}" for remark in calibration.remarks), sep="\n")
 
 
 def _rate(rank: "RankSpeed") -> str:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from dynamix.lab.simulator.cluster import Evaluation
 from dynamix.runtime.output_files import whole
 
+from .rows import BEST_STATIC
 from .verdict import Array64, OutcomeTable, Verdict, VerdictRow
 
 CURVE_POINTS = 200
@@ -25,7 +26,7 @@ def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> No
 
     Ratios are those to the first row that all were asked to be compared with, else to best static.
     """
-    base = verdict.against[0] if verdict.against else None
+    base = verdict.against[0] if verdict.against else BEST_STATIC
     labels, fixed = [row.policy for row in verdict.policies], _FIXED | {verdict.default_policy: _DEFAULT_COLOUR}
     others = [label for label in labels if label not in fixed]
     colours = {label: fixed.get(label) or _COLOURS[others.index(label) % len(_COLOURS)] for label in labels}
@@ -46,7 +47,7 @@ def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> No
         axes.set_title(title, fontsize="medium")
     _curves(lower.subplots(), table, scenario, colours)
     figure.suptitle(
-        f"Suite {verdict.suite}: time to target against {base or 'best static'}, geometric mean of paired ratios with "
+        f"Suite {verdict.suite}: time to target against {base}, geometric mean of paired ratios with "
         f"95 % interval, {len(verdict.seeds)} seeds; left of 1 is faster"
     )
     with whole(path) as file:
@@ -60,9 +61,9 @@ def mean_curve(curves: Sequence[Sequence[Evaluation]], times_s: Array64) -> Arra
     return mean
 
 
-def _intervals(axes: Axes, rows: Sequence[VerdictRow], colours: dict[str, str], base: str | None) -> None:
+def _intervals(axes: Axes, rows: Sequence[VerdictRow], colours: dict[str, str], base: str) -> None:
     for place, row in enumerate(rows):
-        found = row.vs_best_static if base is None else row.against[base]
+        found = row.ratios[base]
         if found is None:
             axes.annotate(row.note or "no runs", (1, place), va="center", fontsize="x-small", color="#777777")
             continue

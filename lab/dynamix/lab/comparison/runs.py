@@ -6,9 +6,7 @@ changed scenario, policy or program never reuses an old outcome.
 """
 
 import hashlib
-import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property, lru_cache, partial
@@ -43,7 +41,7 @@ from .rows import LABORATORY, ORACLE, Row, Tuned, known_policy
 PUBLISHED_LEAST = {"ppo-paper": 32}
 """Samples per rank: the smallest batch with which a policy was published. It is not compared with smaller ones."""
 TYPICAL_RUN_S = 3.0
-"""Mean over families, on one core: the assumed duration of a run before any was made."""
+"""Assumed mean duration of a run, on one core."""
 
 
 class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -259,14 +257,8 @@ def _check_permission(cell: ComparisonCell) -> None:
     )
 
 
-class ComparisonProgress(NamedTuple):
-    """Progress of a comparison after a run."""
-
-    num_done: int
-    num_total: int
-    left_s: float | None
-    """Forecast of the wall-clock time left; `None` before the first run."""
-    newest: str
+OnProgress = Callable[[int, int, str], None]
+"""Called after each run with the number of runs done, of all runs, and the newest one in words."""
 
 
 def fill(
@@ -275,7 +267,7 @@ def fill(
     *,
     jobs: int = 1,
     data: Path | None = None,
-    on_progress: Callable[[ComparisonProgress], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> None:
     """Run the cells whose outcome is not in the ledger; a run that several cells need is run once.
 
@@ -284,41 +276,22 @@ def fill(
     """
     needed = {cell.task.key: cell for cell in cells}
     missing = {key: cell for key, cell in needed.items() if cell.task not in ledger}
-    left = Counter(cell.family for cell in missing.values())
-    walls_s: dict[str, list[float]] = {}
     runs = outcomes([cell.task for cell in missing.values()], jobs=jobs, data=data)
     for number, (task, outcome) in enumerate(runs, start=len(needed) - len(missing) + 1):
         cell = missing[task.key]
         ledger.record_outcome(task, outcome, cell.about)
-        left[cell.family] -= 1
-        walls_s.setdefault(cell.family, []).append(outcome.wall_s)
         if on_progress is not None:
-            on_progress(ComparisonProgress(number, len(needed), forecast_s(left, walls_s) / jobs, cell.about))
-
-
-def forecast_s(left: Counter[str], walls_s: dict[str, list[float]], typical_s: float | None = None) -> float:
-    """Core seconds of the runs left, by the mean duration in each family; of an unseen family a typical one.
-
-    By default that is the mean over the seen families.
-    """
-    means = {family: statistics.fmean(walls) for family, walls in walls_s.items()}
-    unseen = statistics.fmean(means.values()) if typical_s is None else typical_s
-    return sum(number * means.get(family, unseen) for family, number in left.items())
+            on_progress(number, len(needed), cell.about)
 
 
 def estimate(
     cells: Iterable[ComparisonCell], ledger: Ledger, *, jobs: int, typical_run_s: float = TYPICAL_RUN_S
 ) -> str:
-    """Estimate of the remaining time, by the mean duration of the family's runs so far, else a typical one."""
-    walls_s: dict[str, list[float]] = {}
-    left: Counter[str] = Counter()
-    for task in {cell.task.key: cell.task for cell in cells}.values():
-        if (outcome := ledger.get(task)) is not None:
-            walls_s.setdefault(task.scenario.family, []).append(outcome.wall_s)
-        else:
-            left[task.scenario.family] += 1
-    minutes = forecast_s(left, walls_s, typical_run_s) / 60 / jobs
-    return f"{left.total()} runs to do: some {max(1, round(minutes))} minutes with --jobs {jobs}."
+    """The number of runs left, and about how long they take."""
+    num_left = len({cell.task.key for cell in cells if cell.task not in ledger})
+    return (
+        f"{num_left} runs to do: some {max(1, round(num_left * typical_run_s / 60 / jobs))} minutes with --jobs {jobs}."
+    )
 
 
 def outcomes(tasks: Sequence[RunTask], *, jobs: int, data: Path | None = None) -> Iterator[tuple[RunTask, RunOutcome]]:

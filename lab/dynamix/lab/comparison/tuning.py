@@ -17,7 +17,7 @@ from dynamix.schemas.messages.allocation import ExchangePermission
 from dynamix.schemas.policies import DEFAULT_POLICY
 
 from .rows import GOODPUT, LOCAL_STATIC, TRACKED_STATIC, Choice, Row, Tuned, make_row
-from .runs import ComparisonProgress, Ledger, estimate, fill, plan
+from .runs import Ledger, OnProgress, estimate, fill, plan
 from .verdict import OutcomeTable
 
 SIZES = (8, 16, 32, 64, 128, 256)
@@ -124,7 +124,7 @@ def tune(
     jobs: int = 1,
     data: Path | None = None,
     on_estimate: Callable[[str], None] | None = None,
-    on_progress: Callable[[ComparisonProgress], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Tuned:
     """Run the grid on the scenarios of a suite and choose the best settings.
 

@@ -206,10 +206,8 @@ class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
     median_time_to_target_s: float | None
     """`None`, as the ratios, where nothing was run."""
     misses: int
-    vs_best_static: Interval | None
-    vs_goodput: Interval | None
-    against: dict[str, Interval | None] = {}
-    """Ratios to the requested rows, by label."""
+    ratios: dict[str, Interval | None]
+    """To best static, goodput and the requested rows, by label."""
     num_runs: int
     num_policy_seeds: int
     accuracy_at_fixed_time: float | None
@@ -239,17 +237,6 @@ class VerdictFamily(msgspec.Struct, frozen=True, kw_only=True):
     policies: list[VerdictRow]
 
 
-class HeadlineRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The default policy against one row: ratios of the times to target."""
-
-    against: str
-    all_families: Interval | None
-    """The control among them, each family counted alike."""
-    heterogeneous: Interval | None
-    control: Interval | None
-    """`None`, as the others, where nothing was run."""
-
-
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The result that `dynamix evaluate --json` writes."""
 
@@ -269,8 +256,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the train scenarios that the baselines' settings were chosen on."""
     code: str
     versions: dict[str, str]
-    headline: list[HeadlineRow] = []
-    """The default policy against each of `rows.BASES` that was run."""
+    headline: dict[str, dict[str, Interval | None]] = {}
+    """Ratios of the default policy to each of `rows.BASES` that was run: over all families, the control among them and
+    each counted alike, over the heterogeneous ones, and over the control."""
     core_minutes: float = 0.0
     """Duration of the runs, of one core."""
     against: list[str] = []
@@ -308,9 +296,7 @@ def judge(
             policy=label,
             median_time_to_target_s=float(np.nanmedian(times)) if outcomes else None,
             misses=table.num_misses(label, places),
-            vs_best_static=table.ratio(label, BEST_STATIC, places),
-            vs_goodput=table.ratio(label, GOODPUT, places),
-            against={base: table.ratio(label, base, places) for base in against},
+            ratios={base: table.ratio(label, base, places) for base in (BEST_STATIC, GOODPUT, *against)},
             num_runs=len(outcomes),
             num_policy_seeds=times.shape[0] if outcomes else 0,
             accuracy_at_fixed_time=_mean(outcome.accuracy_at_fixed_time for outcome in outcomes),
@@ -331,9 +317,6 @@ def judge(
             policies=[verdict_row(row, [name], row.settings(name, tuned)) for row in rows],
         )
 
-    def ratio(base: str, places: list[str]) -> Interval | None:
-        return table.ratio(DEFAULT_POLICY, base, places) if places else None
-
     verdict = Verdict(
         suite=suite.name,
         default_policy=DEFAULT_POLICY,
@@ -351,16 +334,14 @@ def judge(
         tuned_on=tuned.scenarios,
         code=code_digest(),
         versions=versions(),
-        headline=[
-            HeadlineRow(
-                against=base,
-                all_families=ratio(base, families),
-                heterogeneous=ratio(base, heterogeneous),
-                control=ratio(base, control),
-            )
+        headline={
+            base: {
+                name: table.ratio(DEFAULT_POLICY, base, places) if places else None
+                for name, places in (("all families", families), ("heterogeneous", heterogeneous), ("control", control))
+            }
             for base in BASES
             if base in notes
-        ],
+        },
         core_minutes=sum(outcome.wall_s for outcome in known.values()) / 60,
         against=list(against),
     )
@@ -374,7 +355,7 @@ def note_on(row: Row, suite: Suite) -> str:
     have the content of the train scenario.
 
     Raises:
-        PolicyFileError: when a file is not a policy file.
+        NetworkFileError: when a file is not a policy file.
     """
     if row.is_learned and not row.policy_files:
         return "no policy file comes with the package"

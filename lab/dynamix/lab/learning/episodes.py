@@ -20,8 +20,7 @@ from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learning.rollout import End, NothingDecidedError, Recording, Trajectory, trajectory_of
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.collector.agent import Chooser
-from dynamix.collector.agent_network import AgentNetwork
+from dynamix.collector.agent import AgentNetwork, Chooser
 from dynamix.lab.simulator.episode import Episode, run_episode, workload_data
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import Formula, Weights

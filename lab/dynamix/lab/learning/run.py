@@ -432,8 +432,9 @@ class _LearningRun:
                 f"{tasks[0].name}, and all other episodes of update {number + 1}: over before a decision applied to a "
                 "window; raise target_accuracy, or lower window_steps"
             )
-        learned = self._agent.learn(trajectories, progress=number / plan.num_updates)
-        stats, explained = learned.stats, learned.explained_variance
+        stats = self._agent.learn(trajectories, progress=number / plan.num_updates)
+        is_explained = math.isfinite(stats.explained_variance) and plan.settings.objective == "clipped"
+        numbers = {name: value for name, value in stats._asdict().items() if name in LearningUpdate.__struct_fields__}
         return LearningUpdate(
             update=number + 1,
             num_episodes=plan.episodes_of(number).stop,
@@ -443,9 +444,7 @@ class _LearningRun:
             vs_rule=geometric_mean(
                 run.time_s / references_s[task.scenario.name] for task, run in zip(tasks, played, strict=True)
             ),
-            **{name: value for name, value in stats._asdict().items() if name in LearningUpdate.__struct_fields__},
-            explained_variance=explained if math.isfinite(explained) and plan.settings.objective == "clipped" else None,
-            num_decisions=learned.num_decisions,
+            **(numbers | ({} if is_explained else {"explained_variance": None})),
             validation_vs_rule=self._validated(number),
             elapsed_s=self.elapsed_s,
         )

@@ -17,7 +17,7 @@ import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages import Action, Applied, RankRow, Report, SocketCounters, SystemMetrics, Trace
-from dynamix.schemas.messages.allocation import EXACT, Allocation, Explored, Objective
+from dynamix.schemas.messages.allocation import EXACT, Allocation, Explored
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
 from dynamix.trainer.exchange.codec import CodedSquares
@@ -115,10 +115,6 @@ class WindowRecorder:
         self._local_ranks = [local_rank for node in scenario.nodes for local_rank in range(len(node.ranks))]
         self._memory_sizes = np.array(scenario.max_local_batch_sizes, dtype=np.float64)
         self._tx_bytes_per_step = tx_bytes_per_step
-        power = scenario.power_per_worker
-        self._busy_w, self._idle_w = (
-            np.array([getattr(each, name) for each in power]) for name in ("busy_w", "idle_w")
-        )
         self._is_ring = scenario.network.topology == "ring"
         self._round_trip_us = 2e6 * scenario.network.latency_s
         self._retransmits_per_s = 0.0 if scenario.congestion is None else scenario.congestion.retransmits_per_s
@@ -187,10 +183,7 @@ class WindowRecorder:
         link_bytes, rows = self._num_rings * self._tx_bytes_per_step, []
         for rank, local_rank in enumerate(self._local_ranks):
             compute_s, sending_s = float(self._compute_s[rank]), self._sending_s[rank]
-            energy_j, link, sockets = None, None, None
-            if self._busy_w.size:
-                idle_s = self._time_s - compute_s
-                energy_j = float(self._busy_w[rank] * compute_s + self._idle_w[rank] * idle_s)
+            link, sockets = None, None
             if self._is_ring and sending_s > 0:  # how fast it sent to the next rank
                 link = float(link_bytes / sending_s)
             if self._tx_bytes_per_step:  # cumulative counters; a rank alone has no socket
@@ -227,7 +220,6 @@ class WindowRecorder:
                     drift=(float(self._drift_own[rank]), self._drift_mean),
                     learning_rate=learning_rate,
                     coded=each,
-                    energy_j=energy_j,
                 )
             )
         busy = self._compute_s / self._time_s
@@ -264,15 +256,13 @@ class VirtualCluster:
         job: str | None = None,
         family: str = "",
         explores: tuple[Explored, ...] = (),
-        objective: Objective = "time",
     ) -> None:
         """Make the job; `initial_local_batch_size` overrules the scenario's, at most what each worker's memory holds.
 
-        Its runs may have a `family`, and try out what it `explores`, compared by an `objective`.
+        Its runs may have a `family`, and try out what it `explores`.
 
         Raises:
-            ValueError: when the scenario names what is not known, or the size is outside its bounds, or energy is the
-                objective and its workers' power is not known.
+            ValueError: when the scenario names what is not known, or the size is outside its bounds.
         """
         self.scenario = scenario
         self.seed = seed
@@ -286,11 +276,7 @@ class VirtualCluster:
         """Virtual time of the first evaluation with which the target was reached."""
         sizes = scenario.local_batch_sizes(initial_local_batch_size)
         options = job_options(scenario, seed, policy, policy_options or {}, sizes)
-        self._options = replace(options, family=family, explores=explores, objective=objective)
-        if objective == "energy" and not scenario.power:
-            raise ValueError(
-                f"scenario {scenario.name!r} has no energy to compare runs by: add a table [[power]] per [[workers]]"
-            )
+        self._options = replace(options, family=family, explores=explores)
         self._identity = JobIdentity(
             job=job or f"{scenario.name or scenario.family}-{seed}",
             generation=0,
@@ -514,7 +500,6 @@ class VirtualCluster:
             )
             own = tuple(simulated[rank] for rank in node.ranks)
             reports.append(msgspec.structs.replace(report, simulated=own))
-            reporter.keep_window(rows, totals)
         return reports
 
 

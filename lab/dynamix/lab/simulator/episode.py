@@ -29,7 +29,7 @@ from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.schemas.codec import encode
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Action, Applied, Job, JobProfile, MetricWindow, Report, Reward, State
-from dynamix.schemas.messages.allocation import Explored, Objective
+from dynamix.schemas.messages.allocation import Explored
 
 from .cluster import Evaluation, VirtualCluster
 from .scenario import Scenario
@@ -160,7 +160,6 @@ def run_episode(
     family: str = "",
     profile: JobProfile | None = None,
     explores: tuple[Explored, ...] = (),
-    objective: Objective = "time",
     choose: Chooser | None = None,
 ) -> Episode:
     """Run a job to its end; data, options and initial size are as `VirtualCluster` takes them.
@@ -169,8 +168,8 @@ def run_episode(
     is the formula (`None`: the published one for the optimizer) and its weights; without it nothing is rewarded.
     `keep_messages` keeps windows, states and rewards. Policies that sample draw by the name of the job, by default of
     scenario and seed. `on_window` is called with the reports of each window. A job of a family begins with the
-    `profile` of an earlier episode, if it is given one, and leaves one; it may try out what it `explores`, compared by
-    an `objective`. Learned agents `choose` by the shipped network when nothing else is given.
+    `profile` of an earlier episode, if it is given one, and leaves one; it may try out what it `explores`.
+    Learned agents `choose` by the shipped network when nothing else is given.
 
     Raises:
         ValueError: when the scenario names what is not known.
@@ -185,7 +184,6 @@ def run_episode(
         job=job,
         family=family,
         explores=explores,
-        objective=objective,
     )
     fold = Fold(cluster.job, policy, None, b"" if profile is None else encode(profile))
     actions: list[Action] = []

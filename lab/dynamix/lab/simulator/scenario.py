@@ -78,13 +78,6 @@ class Workers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Bandwidth of its own link; `None`: the network's."""
 
 
-class Power(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Power of each worker of a kind: while it computes, and in all other time of its steps."""
-
-    busy_w: NotNegative
-    idle_w: NotNegative = 0.0
-
-
 class Stragglers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers that slow down and recover, each by its own two-state Markov process in virtual time."""
 
@@ -195,8 +188,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     exchange: ExchangePermission = "exact"
     """Permission of decisions for codecs and local steps, as in `attach`."""
     coding: Coding = Coding()
-    power: tuple[Power, ...] = ()
-    """One table for each of the workers', in their order: then the energy of windows is known."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot work, naming key, value and limit."""
@@ -220,10 +211,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(
                 f'lag_windows = {self.lag_windows}: with exchange = "{self.exchange}" the last step before a change of '
                 "codec sends the residuals, so the change must be known by then: use at least 1"
-            )
-        if len(self.power) not in (0, len(self.workers)):
-            raise ValueError(
-                f"{len(self.power)} tables [[power]] for {len(self.workers)} tables [[workers]]: one for each, or none"
             )
         for group in self.workers:
             if group.max_local_batch_size is not None:
@@ -264,11 +251,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def per_worker(self) -> tuple[Workers, ...]:
         """The table of each worker, in rank order."""
         return tuple(group for group in self.workers for _ in range(group.count))
-
-    @property
-    def power_per_worker(self) -> tuple[Power, ...]:
-        """Power of each worker, in rank order; empty where it is not known."""
-        return tuple(each for group, each in zip(self.workers, self.power, strict=False) for _ in range(group.count))
 
     @property
     def max_local_batch_sizes(self) -> tuple[int, ...]:

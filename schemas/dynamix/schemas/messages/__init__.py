@@ -19,7 +19,6 @@ from .allocation import (
     ExchangePermission,
     Explored,
     GlobalBatch,
-    Objective,
     RateFactor,
     Sizes,
     Split,
@@ -105,8 +104,6 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """Name of the family of recurring runs, which start from the profile of earlier ones; empty: none."""
     explores: tuple[Explored, ...] = ()
     """Choices that runs of the family may explore."""
-    objective: Objective = "time"
-    """Measure by which they are compared. Under `energy` the reports have the joules of each window."""
 
     @property
     def initial_allocation(self) -> Allocation:
@@ -133,7 +130,6 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
 
 
 Probe = Literal["ebpf", "tcp_info", "proc", "none"]
-Energy = Annotated[float, Meta(ge=0)]
 MAX_STRETCH = 1 << 16
 Stretch = Annotated[int, Meta(ge=1, le=MAX_STRETCH)]
 
@@ -315,9 +311,6 @@ class Report(Message, frozen=True, kw_only=True, array_like=True):
     """From a virtual cluster only: what a kernel would have measured of each row's process, which does not exist."""
     field: FieldView | None = None
     """Under the policy `stigmergy` what this node's agent sees of the traces around."""
-    energy_j: Energy | None = None
-    """Joules of all ranks' devices since the window before ended, whatever they did; equal in every node's report;
-    `None` where it is not measured."""
     stretch: Stretch = 1
     """Length of the window in units of the job's `window_steps`."""
 
@@ -428,8 +421,6 @@ class MetricWindow(Message, frozen=True, kw_only=True, array_like=True):
     num_readings_lost: Count = 0
     """Windows without kernel counters since the collector started, because their report or the one before came late.
     Their counters are masked; a generation's first window is not counted."""
-    energy_j: Energy | None = None
-    """The report's joules of all ranks' devices."""
     stretch: Stretch = 1
     """The report's."""
 
@@ -565,8 +556,7 @@ class ArmRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_stopped: Count
     """Runs that gave up this factor because they were too far behind."""
     milestones: Annotated[tuple[Annotated[float, Meta(ge=0)], ...], Meta(max_length=MAX_MILESTONES)] = ()
-    """Seconds of training, or joules, until the held-out error first fell below each of a row of levels, mean over
-    runs; 0: never."""
+    """Seconds of training until the held-out error fell below each of a row of levels, mean over runs; 0: never."""
 
     @property
     def label(self) -> str:
@@ -599,9 +589,7 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     memory: Annotated[bytes, Meta(max_length=MAX_PROFILE_BYTES)] = b""
     """The policy's model of times and links: rates and fixed times by rank, saturation, communication."""
     arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()
-    """Arms of runs that were compared by time, in the order of their first runs; milestones are in seconds."""
-    energy_arms: Annotated[tuple[ArmRecord, ...], Meta(max_length=MAX_ARMS)] = ()
-    """The same for runs that were compared by energy, in joules."""
+    """In the order of their first runs."""
 
     @classmethod
     def forgotten(cls, family: str, ended_sequence: int) -> "JobProfile":
@@ -623,10 +611,6 @@ class JobProfile(Message, frozen=True, kw_only=True, array_like=True):
     def is_forgotten(self) -> bool:
         """Whether the family was forgotten."""
         return self.num_windows == 0
-
-    def arms_of(self, objective: Objective) -> tuple[ArmRecord, ...]:
-        """The arms of the runs that were compared by an objective."""
-        return self.energy_arms if objective == "energy" else self.arms
 
 
 # --- operations

@@ -116,9 +116,6 @@ RateFactor = Annotated[float, Meta(ge=0.1, le=10)]
 Explored = Literal["learning_rate"]
 """Choice that runs of a job's family may explore: a factor on its learning rate."""
 
-Objective = Literal["time", "energy"]
-"""Measure by which such runs are compared: seconds, or joules, until the held-out error fell below some levels."""
-
 
 Split = Literal["fixed", "tracking", "traces"]
 """`fixed`: sizes as they were decided; `tracking`: their sum was, and the ranks divide it themselves; `traces`: nothing

@@ -33,7 +33,7 @@ from .deciding.job_log import (
     reason_of,
     refused_log,
 )
-from .learned.policy_store import PolicyAbsentError, PolicySource, PolicyStore
+from .learned.policy_store import PolicyAbsentError, PolicyStore
 from .shown import ShownDecisions
 
 
@@ -152,8 +152,7 @@ class _Arbitrator:
         self._bus = context.bus
         settings = context.settings
         cache = Path(settings.policy_cache) if settings.policy_cache else None
-        policies = PolicySource(PolicyStore(context.bus, cache))
-        self._surroundings = Surroundings(context.bus, policies, context.log, context.count)
+        self._surroundings = Surroundings(context.bus, PolicyStore(context.bus, cache), context.log, context.count)
         self._waiting: OrderedDict[str, _Wanted] = OrderedDict()
         """Jobs that wait to be opened, the next one first: one whose states continue comes before a crowd of others."""
         self._jobs: dict[str, _Job] = {}

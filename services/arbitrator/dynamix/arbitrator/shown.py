@@ -226,8 +226,8 @@ class ShownDecisions:
 
     def show(self, scrape: Scrape) -> None:
         """Show all that is kept."""
-        for entry in self._jobs.entries():
-            _show_job(scrape, entry.key, entry.value, entry.age_s)
+        for job, standing, age_s in self._jobs.entries():
+            _show_job(scrape, job, standing, age_s)
         for end, count in self._ends.items():
             scrape.counter("jobs_ended", "runs that ended, by how", count, reason=end)
         for kind, variation in self._runs.variations().items():

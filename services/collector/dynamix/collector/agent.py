@@ -18,22 +18,38 @@ where compute is the step without the waiting: what the slowest rank computes. W
 (`dynamix.trainer.steering.field`), so that an agent changes its own ranks' share by its own trace alone.
 
 With the option `learned` the wish is multiplied by a factor that a network chooses from what the agent sees
-(`agent_network`), and kept within the same bounds.
+(`AgentNetwork`), and kept within the same bounds.
 """
 
+import hashlib
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
+from dynamix.schemas import sight
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages import FieldView, Report, Trace
-from dynamix.schemas.policies import STIGMERGY_OPTIONS
+from dynamix.schemas.networks import (
+    Array64,
+    Forward,
+    Metadata,
+    NetworkFileError,
+    Normalisation,
+    check_same,
+    check_tensors,
+    network_shapes,
+    read_network,
+)
+from dynamix.schemas.policies import MULTIPLIERS, STIGMERGY_OPTIONS
 from dynamix.schemas.progress import most_worthwhile, progress
 from dynamix.schemas.sight import Sight
-
-from .agent_network import shipped_network
 
 Chooser = Callable[[Sight], float]
 """Chooses the factor on the wish of one agent, in jobs with the option `learned`."""
@@ -44,16 +60,14 @@ FADING = 1.1
 NUM_CANDIDATES = 16
 """Global batches that are compared, on either side of the current one."""
 
-
-class _Settings(NamedTuple):
-    """The options, within bounds: a report may be forged."""
-
-    evaporation: float
-    diffusion: float
-    noise_multiplier: float
-    rate_weight: float
-    max_change: float
-    is_learned: bool
+BOUNDS = {
+    "evaporation": (0.0, 1.0),
+    "diffusion": (0.0, 1.0),
+    "noise_multiplier": (0.0, math.inf),
+    "rate_weight": (0.0, 1.0),
+    "max_change": (1.0, 100.0),
+}
+"""Of the options: a report may be forged."""
 
 
 def trace_of(report: Report, choose: Chooser | None = None) -> Trace | None:
@@ -71,8 +85,9 @@ def trace_of(report: Report, choose: Chooser | None = None) -> Trace | None:
         raise MalformedMessageError(
             f"a view of {len(view.activity)} ranks with {len(report.rows)} rows: there must be one for each"
         )
-    settings = _settings_of(view)
-    keep = 0.0 if view.own is None else (1.0 - settings.evaporation) * view.own.strength
+    options = {**STIGMERGY_OPTIONS, **view.options}
+    options |= {name: min(max(options[name], low), high) for name, (low, high) in BOUNDS.items()}
+    keep = 0.0 if view.own is None else (1.0 - options["evaporation"]) * view.own.strength
     steps = max(report.totals.num_steps, 1)
     least_s = [row.sync_time_s / steps for row in report.rows if row.times_split]
     waiting_s = min([*least_s, *(FADING * seen.waiting_s for seen in view.around)], default=0.0)
@@ -85,20 +100,8 @@ def trace_of(report: Report, choose: Chooser | None = None) -> Trace | None:
         node=report.node,
         ranks=tuple(row.rank for row in report.rows),
         activity=_activity(report, view, keep),
-        appetite=_appetite(report, view, settings, keep, waiting_s, choose),
+        appetite=_appetite(report, view, options, keep, waiting_s, choose),
         waiting_s=waiting_s,
-    )
-
-
-def _settings_of(view: FieldView) -> _Settings:
-    options = {**STIGMERGY_OPTIONS, **view.options}
-    return _Settings(
-        evaporation=min(max(options["evaporation"], 0.0), 1.0),
-        diffusion=min(max(options["diffusion"], 0.0), 1.0),
-        noise_multiplier=max(options["noise_multiplier"], 0.0),
-        rate_weight=min(max(options["rate_weight"], 0.0), 1.0),
-        max_change=min(max(options["max_change"], 1.0), 100.0),
-        is_learned=options["learned"] == 1,
     )
 
 
@@ -115,42 +118,47 @@ def _activity(report: Report, view: FieldView, keep: float) -> tuple[float, ...]
 
 
 def _appetite(  # noqa: PLR0917 - the parts of one trace
-    report: Report, view: FieldView, settings: _Settings, keep: float, waiting_s: float, choose: Chooser | None
+    report: Report,
+    view: FieldView,
+    options: Mapping[str, float],
+    keep: float,
+    waiting_s: float,
+    choose: Chooser | None,
 ) -> float:
     in_force = float(report.totals.global_batch_size)
     if view.keeps_global_batch:
         return in_force
-    wish = _wish(report, view, settings, waiting_s)
+    wish = _wish(report, view, options, waiting_s)
     if wish is None:
         wish = in_force if view.own is None else view.own.appetite
-    elif settings.is_learned:
+    elif options["learned"] == 1:
         factor = (choose or shipped_network().factor)(Sight(report, view, waiting_s, wish))
         if factor != 1.0:  # with 1 it is the rule's, to the bit
-            wish = min(max(factor * wish, in_force / settings.max_change), in_force * settings.max_change)
+            wish = min(max(factor * wish, in_force / options["max_change"]), in_force * options["max_change"])
     own = wish if view.own is None else _mixed(view.own.appetite, wish, keep)
     strength = sum(seen.strength for seen in view.around)
     if strength <= 0:
         return own
     around = sum(seen.strength * seen.appetite for seen in view.around) / strength  # fresh traces count for more
-    return _mixed(around, own, settings.diffusion)
+    return _mixed(around, own, options["diffusion"])
 
 
-def _wish(report: Report, view: FieldView, settings: _Settings, waiting_s: float) -> float | None:
+def _wish(report: Report, view: FieldView, options: Mapping[str, float], waiting_s: float) -> float | None:
     """The best global batch as seen from here; `None` while noise or times are not known."""
     totals = report.totals
     noise, in_force = totals.noise, float(totals.global_batch_size)
     step_s = totals.time_s / max(totals.num_steps, 1)
     if noise is None or noise.squared_norm <= 0 or noise.trace < 0 or in_force < 1 or step_s <= 0:
         return None
-    noise_scale = settings.noise_multiplier * noise.trace / noise.squared_norm
+    noise_scale = options["noise_multiplier"] * noise.trace / noise.squared_norm
     if noise_scale == math.inf:
         return None
-    exponent = settings.rate_weight * view.rate_exponent
+    exponent = options["rate_weight"] * view.rate_exponent
     base = view.base_global_batch_size
     most = most_worthwhile(noise_scale, base) if base else math.inf  # a report of before there was a bound
     compute_s = max(step_s - waiting_s, 0.0)
     factors: list[float] = [
-        settings.max_change ** (index / NUM_CANDIDATES) for index in range(-NUM_CANDIDATES, NUM_CANDIDATES + 1)
+        options["max_change"] ** (index / NUM_CANDIDATES) for index in range(-NUM_CANDIDATES, NUM_CANDIDATES + 1)
     ]
     times_s = np.array([waiting_s + factor * compute_s for factor in factors])
     with np.errstate(all="ignore"):  # a made-up report may hold any numbers
@@ -161,3 +169,81 @@ def _wish(report: Report, view: FieldView, settings: _Settings, waiting_s: float
 def _mixed(before: float, now: float, share: float) -> float:
     """Exponential moving average: `share` of the value before, the rest of the value now."""
     return share * before + (1.0 - share) * now
+
+
+# --- learned agents
+
+
+SHIPPED = "shipped_agents/stigmergy.safetensors"
+
+
+class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of the network, among the settings of its learning."""
+
+    hidden_sizes: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(max_length=8)]
+
+
+class AgentMetadata(Metadata, frozen=True, kw_only=True):
+    """Metadata that an agent needs of its network; the file has more (`arbitrator.learned.policy_file`)."""
+
+    action_set: Literal["appetite"]
+    settings: AgentSettings
+
+
+class AgentNetwork:
+    """Chooses a factor on an agent's own wish, by what the agent sees; it keeps nothing.
+
+    All agents of all jobs have the same network, and each evaluates it for itself. Untrained it chooses the neutral
+    factor, 1, so that the agent is its rule to the bit. The likeliest choice is taken; only learning draws
+    (`dynamix.lab.learning.episodes`). The file is one of `dynamix learn --policy stigmergy`: `SHIPPED`, or the one that
+    DYNAMIX_COLLECTOR_AGENTS names. All nodes of a job should have the same.
+    """
+
+    def __init__(self, data: bytes, source: str) -> None:
+        """Read and check a file's content.
+
+        Raises:
+            NetworkFileError: naming `source` and what does not fit.
+        """
+        try:
+            what = "a network of agents, as `dynamix learn --policy stigmergy` writes it"
+            metadata, tensors = read_network(data, AgentMetadata, what)
+            check_same("inputs", metadata.inputs, sight.INPUTS)
+            check_same("actions", metadata.actions, MULTIPLIERS)
+            shapes = network_shapes(len(metadata.inputs), metadata.settings.hidden_sizes, len(metadata.actions))
+            check_tensors(tensors, shapes)
+        except NetworkFileError as error:
+            raise NetworkFileError(f"{source}: {error}") from error
+        self.digest = hashlib.sha256(data).hexdigest()
+        self.actions = metadata.actions
+        self._normalisation = Normalisation.of_tensors(tensors)
+        self.forward = Forward(tensors, len(metadata.settings.hidden_sizes))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The network in a file.
+
+        Raises:
+            NetworkFileError: when it cannot be read, or does not fit.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise NetworkFileError(f"{path}: cannot be read: {error.strerror}") from error
+        return cls(data, str(path))
+
+    def normalised(self, inputs_I: sight.Array32) -> Array64:
+        """One row for the network."""
+        return self._normalisation.applied(inputs_I[None])
+
+    def factor(self, seen: Sight) -> float:
+        """The likeliest factor on the agent's wish; of equal ones the first, which is the neutral one first of all."""
+        logits_DA = self.forward.logits(self.normalised(sight.inputs_of(seen)))
+        return self.actions[int(np.argmax(logits_DA[0]))]
+
+
+@cache
+def shipped_network() -> AgentNetwork:
+    """The network that comes with the package, read once per process."""
+    data = resources.files("dynamix.collector").joinpath(SHIPPED).read_bytes()
+    return AgentNetwork(data, SHIPPED)

@@ -41,15 +41,6 @@ class ThreadCounters(NamedTuple):
     """Times that it got a processor: the same number as the context switches in its status, which is dearer to read."""
 
 
-class ProcessOwner(NamedTuple):
-    """User and namespace of a process."""
-
-    uid: int
-    """Real user id."""
-    pid_namespace: int | None
-    """Inode of its pid namespace if it is our own, else `None`."""
-
-
 class FamilyCounters(NamedTuple):
     """A process and its living descendants."""
 
@@ -78,13 +69,6 @@ class NamespaceTraffic(NamedTuple):
     tx_bytes: int
     rx_bytes: int
     retransmits: int
-
-
-def parse_stat(text: str) -> ProcessStat:
-    """Parse /proc/<pid>/stat. The command name may hold spaces and parentheses: fields count from the last one."""
-    fields = text[text.rindex(")") + 2 :].split()
-    utime, stime, cutime, cstime = (int(field) for field in fields[11:15])
-    return ProcessStat(cpu_ticks=utime + stime + cutime + cstime, start_ticks=int(fields[19]))
 
 
 def field_of(text: str, key: str, default: str | None = None) -> str:
@@ -140,10 +124,13 @@ class Proc:
 
     def stat(self, pid: int) -> ProcessStat:
         """CPU time and start time of one process."""
-        return parse_stat(self._text(f"{pid}/stat"))
+        text = self._text(f"{pid}/stat")
+        fields = text[text.rindex(")") + 2 :].split()  # behind the command's name, which may hold spaces and brackets
+        utime, stime, cutime, cstime = (int(field) for field in fields[11:15])
+        return ProcessStat(cpu_ticks=utime + stime + cutime + cstime, start_ticks=int(fields[19]))
 
-    def owner(self, pid: int) -> ProcessOwner:
-        """Whose a process is.
+    def owner(self, pid: int) -> tuple[int, int | None]:
+        """Real user id of a process, and the inode of its pid namespace if that is our own, else `None`.
 
         Another user's /proc/<pid>/ns/pid takes CAP_SYS_PTRACE; its status takes nothing, and names one pid per
         namespace from here down: a single one says that it lives in the namespace of this /proc, which is ours.
@@ -152,7 +139,7 @@ class Proc:
         if self._own_pid_namespace is None:
             self._own_pid_namespace = (self._root / "self/ns/pid").stat().st_ino
         is_nested = len(field_of(status, "NSpid").split()) > 1
-        return ProcessOwner(int(field_of(status, "Uid").split()[0]), None if is_nested else self._own_pid_namespace)
+        return int(field_of(status, "Uid").split()[0]), None if is_nested else self._own_pid_namespace
 
     def resident_bytes(self, pid: int) -> int:
         """Resident memory of a process."""

@@ -18,8 +18,7 @@ from dynamix.schemas.messages import Message, MetricWindow, Report, State
 from dynamix.schemas.networks import NetworkFileError
 from dynamix.schemas.streams import REPORTS
 
-from .agent import Chooser, trace_of
-from .agent_network import AgentNetwork
+from .agent import AgentNetwork, Chooser, trace_of
 from .ebpf.probe import SocketProbe, open_probe
 from .ebpf.syscall import ProbeError
 from .observation import CollectorSettings, KernelObserver
@@ -51,25 +50,17 @@ async def serve(context: Context[CollectorSettings]) -> None:
     """
     probe = await asyncio.to_thread(_open_probe, context)
     context.counters["ebpf"] = int(isinstance(probe, SocketProbe))
-    shown = ShownWindows(context.metrics, probe if isinstance(probe, SocketProbe) else None)
     try:
-        await serve_observed(context, KernelObserver(context, probe), shown)
+        choose = await asyncio.to_thread(_chooser, context.settings)
+        collector = _Collector(context, probe, choose)
+        reports = subjects.of("report", subjects.ANY, context.node)
+        durable = f"collector-{context.node}"
+        async with context.bus.consume(REPORTS.name, [reports], start="new", durable=durable) as consumer:
+            context.counters["ready"] = 1
+            await collector.work(consumer)
     finally:
         if isinstance(probe, SocketProbe):
             probe.close()
-
-
-async def serve_observed(
-    context: Context[CollectorSettings], observer: KernelObserver, shown: ShownWindows | None = None
-) -> None:
-    """Turn every report into a metric window and a state, with what an observer sees of its processes."""
-    choose = await asyncio.to_thread(_chooser, context.settings)
-    collector = _Collector(context, observer, shown or ShownWindows(context.metrics), choose)
-    reports = subjects.of("report", subjects.ANY, context.node)
-    durable = f"collector-{context.node}"
-    async with context.bus.consume(REPORTS.name, [reports], start="new", durable=durable) as consumer:
-        context.counters["ready"] = 1
-        await collector.work(consumer)
 
 
 def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
@@ -99,16 +90,10 @@ def _chooser(settings: CollectorSettings) -> Chooser | None:
 
 
 class _Collector:
-    def __init__(
-        self,
-        context: Context[CollectorSettings],
-        observer: KernelObserver,
-        shown: ShownWindows,
-        choose: Chooser | None,
-    ) -> None:
+    def __init__(self, context: Context[CollectorSettings], probe: SocketProbe | str, choose: Chooser | None) -> None:
         self._context = context
-        self._observer = observer
-        self._shown = shown
+        self._observer = KernelObserver(context, probe)
+        self._shown = ShownWindows(context.metrics, probe if isinstance(probe, SocketProbe) else None)
         self._choose = choose
         self._training: dict[str, dict[str, None]] = {}
         """Subjects of good reports, by name of their jobs; both the newest last."""

@@ -54,8 +54,8 @@ class ShownWindows:
         scrape.gauge("processors", "processors of the machine", os.cpu_count())
         if self._probe is not None:
             _show_cost(scrape, self._probe)
-        for entry in self._windows.entries():
-            _show_window(scrape, entry.value, entry.age_s)
+        for _, window, age_s in self._windows.entries():
+            _show_window(scrape, window, age_s)
         scrape.counter("jobs_not_shown", "jobs left out since too many are active", self._windows.num_evicted)
 
 
@@ -78,8 +78,6 @@ def _show_window(scrape: Scrape, window: MetricWindow, age_s: float) -> None:
     scrape.gauge("job_window_age_seconds", "since this collector made it", age_s, **job)
     for field, (name, meaning) in JOB_METRICS.items():
         scrape.gauge(name, meaning, getattr(window.job_metrics, field), **job)
-    energy = "joules of all ranks' devices in the newest window, in jobs that measure them"
-    scrape.gauge("job_energy_joules", energy, window.energy_j, **job)
     dropped = "reports that this node's ranks dropped without a broker, in this generation"
     scrape.gauge("job_reports_dropped", dropped, window.num_reports_dropped, **job)
     shares = [

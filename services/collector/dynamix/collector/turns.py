@@ -8,7 +8,6 @@ delivers first: it is handled once, and acknowledged in the order of the stream.
 
 import collections
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 from dynamix.runtime.bus import BusMessage
 
@@ -19,14 +18,6 @@ NAME_TOKEN = 3
 """Place of a job's name in a subject."""
 
 Queue = collections.deque[BusMessage]
-
-
-class WaitingReport(NamedTuple):
-    """A report whose turn has come."""
-
-    message: BusMessage
-    is_newest: bool
-    """Whether no later one of its subject was read yet."""
 
 
 class WaitingReports:
@@ -85,8 +76,8 @@ class WaitingReports:
         self._newest[message.subject] = max(message.sequence, self._newest.get(message.subject, 0))
         self._num_bytes += len(message.payload)
 
-    def take(self) -> WaitingReport:
-        """The report whose turn it is; only while one waits."""
+    def take(self) -> tuple[BusMessage, bool]:
+        """The report whose turn it is, and whether no later one of its subject was read yet; only while one waits."""
         self._last_turn = 1 - self._last_turn if self._queues[1 - self._last_turn] else self._last_turn
         queues = self._queues[self._last_turn]
         name = next(iter(queues))
@@ -97,7 +88,7 @@ class WaitingReports:
         self._num_bytes -= len(message.payload)
         if is_newest := self._newest.get(message.subject) == message.sequence:
             del self._newest[message.subject]
-        return WaitingReport(message, is_newest)
+        return message, is_newest
 
     def finish(self, message: BusMessage) -> None:
         """Note that a report was handled."""

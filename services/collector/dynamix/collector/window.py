@@ -134,7 +134,6 @@ def metric_window(report: Report, seen: Observation) -> MetricWindow:
         refused_pids=seen.refused_pids,
         probe_note=network.note,
         num_readings_lost=seen.num_readings_lost,
-        energy_j=report.energy_j,
         stretch=report.stretch,
     )
 

@@ -76,8 +76,7 @@ class ShownRewards:
 
     def show(self, scrape: Scrape) -> None:
         """Show all that is kept, as means over the ranks of a node."""
-        for entry in self._rewards.entries():
-            reward = entry.value
+        for _, reward, _ in self._rewards.entries():
             labels = {"training_job": reward.job, "training_node": reward.node}
             scrape.gauge("reward", "newest reward, mean over ranks", fmean(r.reward for r in reward.ranks), **labels)
             for term in reward.ranks[0].terms:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeVar
 
-Group = Literal["dynamix.policies", "dynamix.loggers", "dynamix.codecs", "dynamix.energy"]
+Group = Literal["dynamix.policies", "dynamix.loggers", "dynamix.codecs"]
 T = TypeVar("T")
 
 

@@ -5,6 +5,7 @@ costs nothing: no number is copied or labelled while messages are handled. It kn
 """
 
 import asyncio
+import collections
 import errno
 import logging
 import threading
@@ -25,14 +26,6 @@ FORGET_AFTER_S = 3600.0
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-
-
-class TableEntry(NamedTuple, Generic[K, V]):
-    """An entry, and how long ago it was recorded."""
-
-    key: K
-    value: V
-    age_s: float
 
 
 class LabelTable(Generic[K, V]):
@@ -75,12 +68,12 @@ class LabelTable(Generic[K, V]):
         with self._lock:
             self._entries.pop(key, None)
 
-    def entries(self) -> list[TableEntry[K, V]]:
-        """Entries that were recorded within `FORGET_AFTER_S`, oldest first."""
+    def entries(self) -> list[tuple[K, V, float]]:
+        """Key, value and age in seconds of what was recorded within `FORGET_AFTER_S`, oldest first."""
         now_s = self._clock()
         with self._lock:
-            found = [TableEntry(key, value, now_s - at_s) for key, (value, at_s) in self._entries.items()]
-        return [entry for entry in found if entry.age_s <= FORGET_AFTER_S]
+            found = [(key, value, now_s - at_s) for key, (value, at_s) in self._entries.items()]
+        return [entry for entry in found if entry[2] <= FORGET_AFTER_S]
 
 
 PREFIX = "dynamix_"
@@ -153,7 +146,7 @@ class ServiceMetrics:
 
     def __init__(self, component: str = "") -> None:
         """Begin without any number; `component` is the service."""
-        self.counters: dict[str, int] = {}
+        self.counters: collections.Counter[str] = collections.Counter()
         self.is_served = False
         self._component = component
         self._sources: list[Source] = []
@@ -174,7 +167,7 @@ class ServiceMetrics:
         scrape = Scrape(self._component)
         for source in self._sources:
             source(scrape)
-        for name, value in (dict.fromkeys(self._meanings, 0) | dict(self.counters)).items():
+        for name, value in {**dict.fromkeys(self._meanings, 0), **self.counters}.items():
             show = scrape.gauge if name in self._gauges else scrape.counter
             show(name, self._meanings.get(name, "counted by this service"), value)
         return scrape.families()

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import OptimizerFamily
-from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, GlobalBatch, Objective
+from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, GlobalBatch
 from dynamix.trainer.bus_client import BusClient, Transport
 from dynamix.trainer.data.loader import (
     CountTokens,
@@ -22,7 +22,6 @@ from dynamix.trainer.data.loader import (
     check_loader_options,
     drawn_ahead,
     orders_of,
-    sampler_of,
 )
 from dynamix.trainer.data.orders import OwnSampler
 from dynamix.trainer.data.plan import Division
@@ -30,8 +29,7 @@ from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.exchange.transport import forget_imports
-from dynamix.trainer.gradient.covered import CoveredModels
-from dynamix.trainer.gradient.hook import BaseHook, GradientHook, Reduction, StepWeights
+from dynamix.trainer.gradient.hook import BaseHook, CoveredModels, GradientHook, Reduction, StepWeights
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.models import (
@@ -46,16 +44,15 @@ from dynamix.trainer.gradient.models import (
 )
 from dynamix.trainer.job.options import options_of
 from dynamix.trainer.local_steps import LocalSteps
-from dynamix.trainer.loggers import Loggers, MetricHistory, MetricLogger, find_loggers
-from dynamix.trainer.measurement.clock import AnyClock, DeviceClock, HostClock
-from dynamix.trainer.measurement.energy import energy_meter
+from dynamix.trainer.loggers import MetricHistory, MetricLogger, find_loggers
+from dynamix.trainer.measurement.clock import Clock, DeviceClock
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
 from dynamix.trainer.steering.collectives import Collectives
 from dynamix.trainer.steering.run import Run
 from dynamix.trainer.steering.steering import Steering
 
 from .rendezvous import meet_ranks
-from .session import ExitRules, Gradients, Session
+from .session import Gradients, Session
 from .settings import read_environment
 
 _log = logging.getLogger("dynamix.trainer")
@@ -77,7 +74,6 @@ def attach(
     name: str | None = None,
     family: str | None = None,
     explores: Sequence[Explored] = (),
-    objective: Objective = "time",
     window_steps: int | None = None,
     min_local_batch_size: int | None = None,
     max_local_batch_size: int | None = None,
@@ -134,8 +130,6 @@ def attach(
         explores: what runs of the family may try out, in two runs at most: `learning_rate` (a factor on the
             optimizer's). Runs are compared by `session.evaluated`; a run that falls behind by a quarter returns to the
             best known factor.
-        objective: quantity by which these runs are compared: `time`, or `energy`, the joules of the ranks' GPUs, or on
-            CPUs of their machines' processors. If a rank cannot read its energy, attaching fails.
         window_steps: k, the steps of a window. Default: 10, or a multiple if the loader draws further ahead; after the
             first windows up to 16 times that, so that they last a second.
         min_local_batch_size: lower bound of decisions; 0 permits ranks without samples. Default: one sample in each
@@ -199,7 +193,7 @@ def attach(
         policy=environment.trainer.policy,
         gradient_servers=environment.trainer.gradient_servers,
     )
-    metric_loggers = Loggers(find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0))
+    metric_loggers = find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0)
     orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
     if token_counts is not None:
         most = options.max_local_batch_size
@@ -222,7 +216,6 @@ def attach(
         caps_path=caps_path,
         environment=environment,
         bus=bus,
-        energy=None if objective == "time" else energy_meter(device, Path(environment.trainer.powercap)),
     )
     run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
     if met.place.rank == 0:
@@ -243,14 +236,16 @@ def attach(
                 outer_momentum,
             )
     orders.connect(met.collectives, dataset, loader_options)
-    plan_sampler = sampler_of(
-        *(orders, run.schedule),
+    loader = Loader(
+        *(dataset, orders, run.schedule),
         division=Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
         drop_last=drop_last,
         shares_tail=global_batch == "adaptive",
+        options=loader_options,
+        look_ahead=look_ahead,
+        count_tokens=count_tokens,
     )
-    loader = Loader(dataset, plan_sampler, options=loader_options, look_ahead=look_ahead, count_tokens=count_tokens)
-    clock: AnyClock = DeviceClock() if device.type == "cuda" else HostClock()
+    clock: Clock = DeviceClock() if device.type == "cuda" else Clock()
     gradients = _gradients(
         *(given, models, optimizers),
         run=run,
@@ -270,7 +265,6 @@ def attach(
         times_split=averaging == "hook",
         learning_rate=while_it_lives(gradients.updates.newest_rate, None),
         coded=while_it_lives(gradients.models.coded, CodedSquares()),
-        energy=met.energy,
     )
     transport = connect if isinstance(connect, Transport) else Transport()
     if bus is not None and met.place.local_rank == 0:  # the first rank of each node reports, rank 0 also listens
@@ -285,18 +279,19 @@ def attach(
     steering = Steering(
         run,
         meter=meter,
-        sampler=plan_sampler,
+        sampler=loader.sampler,
         collectives=met.collectives,
         transport=transport,
         history=MetricHistory(metric_loggers, transport),
         losses=gradients.losses,
     )
     gradients.exchanges.on_connect = steering.expect_sockets
-    exit_rules = ExitRules(
+    return Session(
+        *(steering, loader, gradients),
+        caps_path=caps_path,
         close_timeout_s=environment.trainer.close_timeout_s,
         may_restart=environment.launch.restart_count < environment.launch.max_restarts,
     )
-    return Session(steering, loader, gradients, caps_path, exit_rules)
 
 
 def _gradients(
@@ -306,7 +301,7 @@ def _gradients(
     *,
     run: Run,
     loader: Loader,
-    clock: AnyClock,
+    clock: Clock,
     collectives: Collectives,
     averaging: Averaging,
     weighs_alone: bool,
@@ -315,7 +310,7 @@ def _gradients(
     options, is_first = run.options, run.place.rank == 0
     by_samples = given["count_tokens"] is None and given["token_counts"] is None
     servers = GradientServers(options.gradient_servers, run.identity.job, run.place.rank, collectives.world_size)
-    exchanges = ExchangePlan(run.schedule, servers, is_decided=options.supports_exchange)
+    exchanges = ExchangePlan(run.schedule, servers, is_decided=options.supports_tracking)
     losses, sizes = None, options.local_batch_sizes
     if is_first and len(sizes) > 1 and (options.policy != "static" or len(set(sizes)) > 1):
         losses = LossWarnings(

@@ -17,9 +17,6 @@ from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.messages.fields import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, JOBS
-from dynamix.trainer.job.identity import merge_caps, read_caps
-from dynamix.trainer.job.options import warn_of_policy
-from dynamix.trainer.measurement.sockets import this_process
 
 from .bus_client import SERVICE
 from .data.orders import DataIdentity
@@ -29,14 +26,13 @@ from .job.identity import (
     Place,
     attempt_of,
     check_alike,
-    generation_of,
+    merge_caps,
     nodes_of,
-    place_of,
     propose_job,
+    read_caps,
 )
-from .job.options import JobOptions
-from .measurement.energy import EnergyMeter
-from .measurement.sockets import PeerSockets
+from .job.options import JobOptions, warn_of_policy
+from .measurement.sockets import PeerSockets, this_process
 from .settings import Environment
 from .steering.collectives import Collectives
 
@@ -56,7 +52,6 @@ class Rendezvous(NamedTuple):
     sockets: PeerSockets
     identity: JobIdentity
     place: Place
-    energy: EnergyMeter | None
 
 
 def meet_ranks(
@@ -67,50 +62,48 @@ def meet_ranks(
     caps_path: Path | None,
     environment: Environment,
     bus: BusSettings | None,
-    energy: EnergyMeter | None = None,
 ) -> Rendezvous:
     """Exchange identities, places and options with all other ranks; a collective call.
 
     Raises:
-        ValueError: on all ranks alike, when they attached with different options, or one cannot read its `energy`.
+        ValueError: on all ranks alike, when they attached with different options.
     """
-    launch = environment.launch
-    trainer = environment.trainer
+    launch, trainer = environment.launch, environment.trainer
     job = propose_job(name or trainer.name, environment.shared.job, launch, trainer.run_id)
     collectives = Collectives()
     last = None
     may_be_known = environment.shared.job or trainer.run_id or launch.elastic  # else `propose_job` makes a new id
     if bus is not None and collectives.rank == 0 and may_be_known:
         last = last_generation(bus, job, name=f"{SERVICE}-{node_name(environment.shared)}")
-    sockets = PeerSockets(_foreign_ports(bus))
+    # ports of connections that carry no gradients: the broker, and the store of torch.distributed
+    ports = set() if bus is None else {urlsplit(url.strip()).port or NATS_PORT for url in bus.url.split(",")}
+    if isinstance(store := _innermost_store(), dist.TCPStore):  # type: ignore[attr-defined]
+        ports.add(store.port)
+    sockets = PeerSockets(ports)
     peers = collectives.gather_objects(
         Peer(
             node=node_name(environment.shared),
             process=this_process(),
             job=job,
-            launch=launch.id,
-            restart_count=launch.restart_count,
-            max_restarts=launch.max_restarts,
+            attempt=launch.attempt,
             last_generation=last,
             connections=sockets.candidates(),
             memory_caps={} if caps_path is None else read_caps(caps_path),
             options=options.fingerprint | data._asdict(),
-            energy=None if energy is None else energy.offer,
         )
     )
     if launch.elastic and not launch.connects_late and collectives.rank == 0 and collectives.world_size > 1:
-        _forget_addresses()  # after the gather: all ranks are connected
+        _forget_addresses(store)  # after the gather: all ranks are connected
     check_alike(peers)
-    if energy is not None:
-        offers = [peer.energy for peer in peers if peer.energy is not None]
-        energy.agree(offers, [peer.node for peer in peers], collectives.rank)
-    place = place_of(peers, collectives.rank)
+    attempt, nodes = attempt_of(peers), nodes_of(peers)
+    node = next(each for each in nodes if collectives.rank in each.ranks)
+    place = Place(collectives.rank, node.ranks.index(collectives.rank), node.node, node.ranks)
     sockets.match([peer.connections for peer in peers], place.rank, place.node_ranks)
     identity = JobIdentity(
         job=peers[0].job,
-        generation=generation_of(peers),
-        attempt=attempt_of(peers),
-        nodes=nodes_of(peers),
+        generation=max(attempt.restarts, 0 if peers[0].last_generation is None else peers[0].last_generation + 1),
+        attempt=attempt,
+        nodes=nodes,
         max_local_batch_sizes=merge_caps(
             (peer.memory_caps for peer in peers),
             collectives.world_size,
@@ -127,7 +120,7 @@ def meet_ranks(
                 len(identity.nodes),
                 identity.job,
             )
-    return Rendezvous(collectives, sockets, identity, place, energy)
+    return Rendezvous(collectives, sockets, identity, place)
 
 
 def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None:
@@ -168,31 +161,22 @@ async def _look_up(settings: BusSettings, job: str, name: str) -> int | None:
     return max(generations, default=None)
 
 
-def _foreign_ports(bus: BusSettings | None) -> set[int]:
-    """Ports of connections that carry no gradients: the store of torch.distributed, and the broker."""
-    ports = set() if bus is None else {urlsplit(url.strip()).port or NATS_PORT for url in bus.url.split(",")}
-    if not dist.is_initialized():
-        return ports
-    store = _innermost_store()
-    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
-        ports.add(store.port)
-    return ports
-
-
 def _innermost_store() -> Any:
+    """The store of torch.distributed without its prefixes; `None` without a process group."""
+    if not dist.is_initialized():
+        return None
     store = distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]  # public, missing in torch's stubs
         store = store.underlying_store
     return store
 
 
-def _forget_addresses() -> None:
+def _forget_addresses(store: Any) -> None:
     """Delete the addresses by which gloo's groups found each other: they have connected.
 
     torchrun's store outlives a restart of the ranks. A restarted rank that is faster than another one would read the
     address of a process that is gone, and fail or wait there (torch 2.13).
     """
-    store = _innermost_store()
     if isinstance(store, dist.TCPStore) and hasattr(store, "list_keys"):  # type: ignore[attr-defined]
         for key in store.list_keys():
             if key.startswith("default_pg/") and "//cpu//" in key:

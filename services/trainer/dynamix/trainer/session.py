@@ -17,8 +17,7 @@ from dynamix.trainer.arguments import AtLeast0, Share, checked
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.plan import ExchangePlan
-from dynamix.trainer.gradient.covered import CoveredModels
-from dynamix.trainer.gradient.hook import NOT_MEASURED
+from dynamix.trainer.gradient.hook import CoveredModels
 from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
@@ -29,25 +28,10 @@ from dynamix.trainer.measurement.meter import Scalar
 from dynamix.trainer.steering.run import reason_after
 from dynamix.trainer.steering.steering import Steering
 
-from .checkpoint import (
-    outer_momentum_of,
-    residuals_of,
-    restore,
-    save,
-    warn_of_missing_state,
-)
+from .checkpoint import restore, save, warn_of_missing_state
 
 P = ParamSpec("P")
 _log = logging.getLogger("dynamix.trainer")
-
-
-class ExitRules(NamedTuple):
-    """Options for the end of a session."""
-
-    close_timeout_s: float
-    """Longest wait for the last messages to leave."""
-    may_restart: bool
-    """Whether a launcher restarts the job after a failure."""
 
 
 def call_while_alive(method: Callable[P, None]) -> Callable[P, None]:
@@ -63,12 +47,12 @@ def call_while_alive(method: Callable[P, None]) -> Callable[P, None]:
     return call
 
 
-def leave(steering: Steering, models: CoveredModels, rules: ExitRules) -> None:
+def leave(steering: Steering, models: CoveredModels, close_timeout_s: float, may_restart: bool) -> None:
     """End a session that was not closed: when it is garbage-collected, or at the end of the process."""
     error = getattr(sys, "last_value", None)  # what ends the process, as far as the interpreter has noted one
-    steering.end(reason_after(error, may_restart=rules.may_restart))
+    steering.end(reason_after(error, may_restart=may_restart))
     models.remove()
-    steering.close(rules.close_timeout_s)
+    steering.close(close_timeout_s)
 
 
 class Gradients(NamedTuple):
@@ -95,10 +79,16 @@ class Session:
         steering: Steering,
         loader: Loader,
         gradients: Gradients,
+        *,
         caps_path: Path | None,
-        exit_rules: ExitRules,
+        close_timeout_s: float,
+        may_restart: bool,
     ) -> None:
-        """Made by `attach`."""
+        """Made by `attach`.
+
+        The last messages have `close_timeout_s` to leave; a launcher restarts the job after a failure if it
+        `may_restart`.
+        """
         self._run = steering.run
         self._loader = loader
         self._meter = steering.meter
@@ -111,20 +101,19 @@ class Session:
         self._losses = gradients.losses
         self._needs_scaling = gradients.needs_scaling
         self._caps_path = caps_path
-        self._exit_rules = exit_rules
-        loader.bind(
-            on_start=call_while_alive(self._on_start),
-            on_ask=self._meter.clock.asked,
-            on_batch=call_while_alive(self._on_batch),
-            on_exhausted=call_while_alive(self.average),
-        )
+        self._close_timeout_s = close_timeout_s
+        self._may_restart = may_restart
+        loader.on_start = call_while_alive(self._on_start)
+        loader.on_ask = self._meter.clock.asked
+        loader.on_batch = call_while_alive(self._on_batch)
+        loader.on_exhausted = call_while_alive(self.average)
         self._allocation: Allocation | None = None
         """Allocation of the batch to train on."""
         self._loss_scaled = False
         self._state_loaded = False
         self._closed = False
         # the end is published, and the last messages leave, also when the script just ends
-        self._leave = weakref.finalize(self, leave, steering, models, exit_rules)
+        self._leave = weakref.finalize(self, leave, steering, models, close_timeout_s, may_restart)
 
     # --- the training loop -------------------------------------------------------------------------------------
 
@@ -176,17 +165,38 @@ class Session:
             ValueError: when a number is of several elements, or no number.
         """
         self._require_running()
-        batch = self._loader.require_current()
+        batch = self._loader.current
+        if batch is None:
+            raise RuntimeError(
+                "session.step() without a batch: call it once after each batch of session.loader; itertools.cycle "
+                "repeats batches that it kept, write `while True: yield from session.loader`"
+            )
         if self._needs_scaling and not self._loss_scaled:
             raise RuntimeError("the gradient of this batch is not weighted: use session.scale_loss(loss).backward()")
         self._loss_scaled = False
         if self._losses is not None:
             self._losses.look_at_loss(loss)
-        if batch.is_last:
-            self._end_step(batch, loss, num_correct)
-        else:
+        if not batch.is_last:
             self._loader.finish_batch()
-            self._meter.record_batch(batch, loss, num_correct, NOT_MEASURED)
+            self._meter.record_batch(batch, loss, num_correct)
+            self._loader.begin_held()
+            return
+        norms = self._models.end_step(updated=self._updates.any_since_step)
+        self._updates.end_step()
+        self._loader.finish_batch()
+        clock, times, counts, drift = self._meter.clock, self._models.take_times(), batch.plan.counts.values, None
+        if self._local.is_begun:
+            tracks = self._run.schedule.allocation_at(batch.plan.step).split == "tracking"
+            seconds = clock.seconds_per_sample() if tracks else None
+            with clock.averaging():
+                times, counts, norms, drift = self._local.end_step(
+                    batch.plan, ends_epoch=self._loader.epoch_is_over, seconds_per_sample=seconds
+                )
+        self._meter.record_batch(batch, loss, num_correct, norms, drift)
+        clock.end()
+        self._steering.after_step(self._loader.position, times, counts)
+        if self._schedulers:
+            self._schedulers.advance(self.progress)
         self._loader.begin_held()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -226,27 +236,6 @@ class Session:
     def ignore(self, model: torch.nn.Module) -> None:
         """Exclude a DDP model from the session; it trains on batches of its own, equally long on all ranks."""
         self._models.ignore(unwrapped(model))
-
-    def _end_step(self, batch: MicroBatch, loss: Scalar | None, num_correct: Scalar | None) -> None:
-        updated = self._updates.any_since_step
-        norms = self._models.end_step(updated=updated)
-        self._updates.end_step()
-        self._loader.finish_batch()
-        times, counts = self._models.take_times(), batch.plan.counts.values
-        if self._local.is_begun:
-            clock, tracks = self._meter.clock, self._run.schedule.allocation_at(batch.plan.step).split == "tracking"
-            seconds = clock.seconds_per_sample() if tracks else None
-            with clock.averaging():
-                times, counts, norms, drift = self._local.end_step(
-                    batch.plan, ends_epoch=self._loader.epoch_is_over, seconds_per_sample=seconds
-                )
-            if drift is not None:
-                self._meter.record_drift(drift)
-        self._meter.record_batch(batch, loss, num_correct, norms)
-        self._meter.clock.end()
-        self._steering.after_step(self._loader.position, times, counts)
-        if self._schedulers:
-            self._schedulers.advance(self.progress)
 
     @property
     def is_averaged(self) -> bool:
@@ -371,9 +360,7 @@ class Session:
             )
         self._require_average("each rank has parameters of its own")
         self._steering.complete_posted()
-        residuals = [each.residuals() for each in self._models.exchanges]
-        outer = self._local.outer_momentum()
-        return save(self._run, self._loader.position, residuals, outer) | {"order": self._loader.order_digest}
+        return save(self._run, self._loader, self._models.exchanges, self._local)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was saved: at the next sample, with its sizes.
@@ -384,13 +371,7 @@ class Session:
         """
         if self._run.started:
             raise RuntimeError("load_state_dict after the first step: attach again to go back in a run")
-        position = restore(self._run, state)
-        self._loader.go_to(position, state.get("order"))
-        for exchange, residuals in zip(
-            self._models.exchanges, residuals_of(self._run, state, position.step), strict=False
-        ):
-            exchange.load_residuals(residuals)
-        self._local.load_outer_momentum(outer_momentum_of(self._run, state, position.step))
+        restore(self._run, state, self._loader, self._models.exchanges, self._local)
         self._state_loaded = True
 
     def close(self) -> None:
@@ -415,7 +396,7 @@ class Session:
         if error is None:
             self._end("closed")
         else:  # nothing is waited for: the others may never come to the collective
-            self._steering.end(reason_after(error, may_restart=self._exit_rules.may_restart))
+            self._steering.end(reason_after(error, may_restart=self._may_restart))
         self._release()
 
     def _on_start(self) -> None:
@@ -456,7 +437,7 @@ class Session:
             self._steering.end(reason)
             self._local.leave()
             self._models.remove()
-            self._transport.begin_close(self._exit_rules.close_timeout_s)
+            self._transport.begin_close(self._close_timeout_s)
 
     def _release(self) -> None:
         if self._closed:
@@ -465,4 +446,4 @@ class Session:
         self._updates.remove()
         self._models.remove()
         self._leave.detach()
-        self._steering.close(self._exit_rules.close_timeout_s)
+        self._steering.close(self._close_timeout_s)

@@ -3,9 +3,10 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from dynamix.runtime.settings import BusSettings, SharedSettings
 from dynamix.runtime.settings import read as read_settings
@@ -22,21 +23,12 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Ends the job's id, behind its name; `dynamix train` makes one."""
     policy: str = ""
     """Overrules the policy that the script names."""
-    outbox_messages: int = 256
-    """Messages kept while the bus is away; beyond it the oldest report is given up."""
+    outbox_messages: Annotated[int, Meta(ge=2)] = 256
+    """Messages kept while the bus is away; beyond it the oldest report is given up. At least 2."""
     gradient_servers: str = ""
     """Addresses of gradient servers, HOST:PORT with commas between them: they sum the job's gradients."""
-    powercap: str = "/sys/class/powercap"
-    """Folder of the processors' energy counters (RAPL), where a container has the host's at another place."""
-    close_timeout_s: float = 2.0
+    close_timeout_s: Annotated[float, Meta(ge=0)] = 2.0
     """How long the end of training may wait until the last messages are sent."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for what cannot work."""
-        if self.outbox_messages < 2:
-            raise ValueError(f"outbox_messages={self.outbox_messages}: one may be on its way, so at least 2")
-        if self.close_timeout_s < 0:
-            raise ValueError(f"close_timeout_s={self.close_timeout_s} is negative")
 
 
 class Environment(NamedTuple):

@@ -2,8 +2,7 @@
 
 import torch
 
-from dynamix.trainer.exchange.codec import ErrorFeedback
-from dynamix.trainer.exchange.collectives import Sum
+from dynamix.trainer.exchange.codec import ErrorFeedback, Sum
 
 
 class ReversedExchange:

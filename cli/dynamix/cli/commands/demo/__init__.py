@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -27,23 +27,18 @@ from dynamix.cli.arguments import (
     count,
     number,
     output_directory,
-    seed,
 )
 from dynamix.cli.errors import CommandError, explained
 from dynamix.cli.output import write_json
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.cli.source import capture_stored
-from dynamix.cli.terminal import UNKNOWN, ProgressLine, bar, formatted, print_table
+from dynamix.cli.terminal import ProgressLine, formatted, print_table, sizes_text
 from dynamix.recording.job_view import JobView
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import DIE_WITH_PARENT, EmbeddedServer
-from dynamix.runtime.extensions import extension_names
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
-from dynamix.schemas.messages.allocation import GlobalBatch
-from dynamix.schemas.policies import DEFAULT_POLICY, OUR_POLICIES, SPLIT_POLICY
-from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.streams import FEED
 
 NUM_TRAINING_IMAGES = 60_000
@@ -54,7 +49,6 @@ MAX_WINDOWS, MAX_PACE_S = 100_000, 10.0
 LAST_MESSAGES_TIMEOUT_S = 5.0
 MAX_ERROR_CHARACTERS = 3000
 PLAIN_EVERY_S = 5.0
-BAR_WIDTH = 10
 RUN_COLOURS = ("#888888", "#0b6e4f", "#c44e52")
 TORCH_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -66,31 +60,19 @@ TORCH_ENVIRONMENT = {
 # --- what is run, and what came of it
 
 
-class AttachArguments(TypedDict, total=False):
-    """The steering arguments of the script's call of `attach`."""
-
-    policy: str
-    global_batch: GlobalBatch
-
-
 class Variant(NamedTuple):
     """One run of the job: its policy, the arguments of `attach` for it, and a description."""
 
     policy: str
-    arguments: AttachArguments
+    arguments: dict[str, Any]
     what: str
 
 
-def variants(adaptive_policy: str = DEFAULT_POLICY) -> list[Variant]:
-    """The runs that the demo compares; `adaptive_policy` steers the one whose global batch may change."""
-    adaptive = AttachArguments(global_batch="adaptive")
-    if adaptive_policy != DEFAULT_POLICY:
-        adaptive["policy"] = adaptive_policy
-    return [
-        Variant("static", {"policy": "static"}, "as plain DDP"),
-        Variant(SPLIT_POLICY, {}, "the default: one global batch, divided by measured speed"),
-        Variant(adaptive_policy, adaptive, "the policy moves the global batch too"),
-    ]
+VARIANTS = (
+    Variant("static", {"policy": "static"}, "as plain DDP"),
+    Variant("split", {}, "the default: one global batch, divided by measured speed"),
+    Variant("rule", {"global_batch": "adaptive"}, "the policy moves the global batch too"),
+)
 
 
 class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,11 +123,10 @@ class DemoStep(msgspec.Struct, frozen=True, kw_only=True):
     """Held-out accuracy, on the steps where it was evaluated."""
 
 
-class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+class DemoRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run, as `--json` writes it."""
 
     policy: str
-    seed: int
     time_to_target_s: float | None
     """Training seconds to the evaluation at which the target was reached; `null` if it was not."""
     target_accuracy: float
@@ -154,15 +135,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     num_windows: int
     num_actions_applied: int
-    local_batch_sizes: list[list[int]]
+    local_batch_sizes: list[tuple[int, ...]]
     """Per window, per rank."""
-
-
-class DemoRun(NamedTuple):
-    """One run: its summary, and the script's log for the figure."""
-
-    summary: RunSummary
-    progress: list[DemoStep]
+    steps: list[DemoStep]
 
 
 def is_at_target(accuracies: Sequence[float], target_accuracy: float) -> bool:
@@ -170,29 +145,28 @@ def is_at_target(accuracies: Sequence[float], target_accuracy: float) -> bool:
     return len(accuracies) >= LOOKS and statistics.fmean(accuracies[-LOOKS:]) >= target_accuracy
 
 
-def summarise(plan: DemoPlan, policy: str, progress: list[DemoStep], view: JobView) -> DemoRun:
+def summarise(plan: DemoPlan, policy: str, steps: list[DemoStep], view: JobView) -> DemoRun:
     """Combine the script's own log and the job as its messages describe it."""
-    evaluated = [line for line in progress if line.accuracy is not None]
-    accuracies = [line.accuracy for line in evaluated if line.accuracy is not None]
-    reached = (
-        line.trained_s
-        for index, line in enumerate(evaluated, 1)
-        if is_at_target(accuracies[:index], plan.target_accuracy)
-    )
-    sizes = [list(window.sizes) for window in view.history]
-    summary = RunSummary(
+    accuracies: list[float] = []
+    reached_s = None
+    for step in steps:
+        if step.accuracy is not None:
+            accuracies.append(step.accuracy)
+            if reached_s is None and is_at_target(accuracies, plan.target_accuracy):
+                reached_s = step.trained_s
+    sizes = [window.sizes for window in view.history]
+    return DemoRun(
         policy=policy,
-        seed=plan.seed,
-        time_to_target_s=next(reached, None),
+        time_to_target_s=reached_s,
         target_accuracy=plan.target_accuracy,
         final_accuracy=accuracies[-1] if accuracies else None,
-        median_step_time_s=statistics.median(line.step_time_s for line in progress),
-        num_steps=len(progress),
+        median_step_time_s=statistics.median(step.step_time_s for step in steps),
+        num_steps=len(steps),
         num_windows=len(sizes),
         num_actions_applied=sum(window.applied is not None for window in view.windows.values()),
         local_batch_sizes=sizes,
+        steps=steps,
     )
-    return DemoRun(summary, progress)
 
 
 # --- the command
@@ -207,22 +181,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--captures", metavar="DIR", type=output_directory, help=what)
     add_json_argument(parser)
     add_png_argument(parser, "write the picture (default: %(default)s)", default="dynamix-demo.png")
-    what = "policy that changes the global batch in the last run"
-    add_option(parser, "--policy", DEFAULT_POLICY, what, type=_policy)
     add_option(parser, "--target", plan.target_accuracy, "held-out accuracy to reach", type=number(0, 1, above=True))
     what = "least number of windows per run"
     add_option(parser, "--windows", plan.min_windows, what, type=count(1, MAX_WINDOWS))
     add_option(parser, "--pace", plan.pace_s_per_sample, "seconds per sample of a rank", type=number(0, MAX_PACE_S))
-    what = "of the order of the samples and of the model's parameters"
-    add_option(parser, "--seed", plan.seed, what, type=seed)
-
-
-def _policy(text: str) -> str:
-    """An argument's type: a policy that the demo's own arbitrator has; there is no other on its new broker."""
-    known = sorted({*OUR_POLICIES, *extension_names("dynamix.policies")})
-    if text not in known:
-        raise argparse.ArgumentTypeError(f"no policy is called {text[:64]!r}{suggestion(text[:64], known)}")
-    return text
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -242,22 +204,19 @@ def run(arguments: argparse.Namespace) -> int:
             min_windows=arguments.windows,
             max_windows=max(DemoPlan().max_windows, arguments.windows),
             pace_s_per_sample=arguments.pace,
-            seed=arguments.seed,
         )
-        compared = variants(arguments.policy)
-        with DemoProgress(plan) as progress:
-            progress.write_line(introduction(plan, compared))
+        with ProgressLine(PLAIN_EVERY_S, keep=True) as progress:
+            progress.write_line(introduction(plan))
             try:
-                runs = asyncio.run(
-                    run_demo(plan, compared, progress, dashboard=arguments.dashboard, captures=arguments.captures)
-                )
+                runs = asyncio.run(run_demo(plan, progress, arguments.captures, dashboard=arguments.dashboard))
             except asyncio.CancelledError:
                 raise CommandError("ended by SIGTERM", exit_code=128 + signal.SIGTERM) from None
     draw(runs, plan, arguments.png)
-    show(runs, stderr=arguments.json == STANDARD_OUTPUT)
+    if arguments.json != STANDARD_OUTPUT:
+        show(runs)
     print(f"Picture: {arguments.png}", file=sys.stderr)
-    write_json({"runs": [run.summary for run in runs]}, arguments.json)
-    return 0 if all(run.summary.time_to_target_s is not None for run in runs) else 1
+    write_json({"runs": runs}, arguments.json)
+    return 0 if all(run.time_to_target_s is not None for run in runs) else 1
 
 
 # --- the runs
@@ -267,14 +226,7 @@ class TrainingFailedError(RuntimeError):
     """The training job ended with an error; the message has the output of its first failing rank."""
 
 
-async def run_demo(
-    plan: DemoPlan,
-    compared: Sequence[Variant],
-    progress: "DemoProgress",
-    *,
-    dashboard: bool = False,
-    captures: Path | None = None,
-) -> list[DemoRun]:
+async def run_demo(plan: DemoPlan, progress: ProgressLine, captures: Path | None, *, dashboard: bool) -> list[DemoRun]:
     """Carry out the plan once per variant, one after the other, against the same services.
 
     `captures` is a directory for a capture of each run, named by its policy.
@@ -294,7 +246,7 @@ async def run_demo(
 
             server = await stack.enter_async_context(served(running.bus, DashboardSettings(port=0), ""))
             progress.write_line(f"The page: {server.url} (until the demo ends)")
-        for variant in compared:
+        for variant in VARIANTS:
             job = f"demo-{variant.policy}-{subjects.new_run_id()}"
             runs.append(await run_job(plan, variant, job, running, progress))
             if captures is not None:
@@ -333,7 +285,7 @@ async def services(announce: Callable[[str], None]) -> AsyncIterator[RunningServ
 
 
 async def run_job(
-    plan: DemoPlan, variant: Variant, job: str, running: RunningServices, progress: "DemoProgress"
+    plan: DemoPlan, variant: Variant, job: str, running: RunningServices, progress: ProgressLine
 ) -> DemoRun:
     """Run one training job under torchrun, and show it as its messages come. Raises TrainingFailedError."""
     view, more = JobView(job, most_windows=1 << 20), asyncio.Event()
@@ -344,7 +296,7 @@ async def run_job(
             async for batch in consumer:
                 for message in batch:
                     view.fold(decode_any(message.subject, message.payload), message.timestamp_ns)
-                progress.show_window(variant.policy, view)
+                show_window(progress, variant.policy, view)
                 more.set()
 
     follower = asyncio.create_task(follow())
@@ -359,7 +311,8 @@ async def run_job(
         follower.cancel()
         await asyncio.gather(follower, return_exceptions=True)
     run = summarise(plan, variant.policy, steps, view)
-    progress.show_window(variant.policy, view, run.summary.final_accuracy)
+    show_window(progress, variant.policy, view, run.final_accuracy)
+    progress.finish()
     return run
 
 
@@ -392,17 +345,17 @@ async def _train(plan: DemoPlan, variant: Variant, job: str, running: RunningSer
 # --- on the terminal
 
 
-def introduction(plan: DemoPlan, compared: Sequence[Variant]) -> str:
+def introduction(plan: DemoPlan) -> str:
     """Introduce the runs: what is real about them, and how the script's call differs."""
-    width = max(len(variant.policy) for variant in compared)
-    calls = ""
-    for variant in compared:
-        named = "".join(f', {name}="{value}"' for name, value in variant.arguments.items())
-        call = f"attach(model, optimizer, dataset, local_batch_size={plan.local_batch_size}{named})"
-        calls += f"  {variant.policy:{width}}  {call}\n  {'':{width}}  {variant.what}\n"
+    calls = "".join(
+        f"  {variant.policy:8}attach(model, optimizer, dataset, local_batch_size={plan.local_batch_size}"
+        + "".join(f', {name}="{value}"' for name, value in variant.arguments.items())
+        + f")  # {variant.what}\n"
+        for variant in VARIANTS
+    )
     return (
         f"A {plan.num_ranks}-process gloo job trains a small CNN on Fashion-MNIST to {plan.target_accuracy:.0%} "
-        f"held-out accuracy, the mean of {LOOKS} evaluations, {len(compared)} times with one seed.\n"
+        f"held-out accuracy, the mean of {LOOKS} evaluations, {len(VARIANTS)} times with one seed.\n"
         f"Its ranks are PACED: they sleep to {plan.pace_s_per_sample * 1000:g} ms per sample, rank "
         f"{plan.slow_rank} to {plan.slowdown:g} times that. Data, gradients, processes and messages are real.\n"
         f"One call differs in its script:\n{calls}"
@@ -410,35 +363,21 @@ def introduction(plan: DemoPlan, compared: Sequence[Variant]) -> str:
     )
 
 
-class DemoProgress(ProgressLine):
-    """A line per run, redrawn for each window."""
-
-    def __init__(self, plan: DemoPlan) -> None:
-        super().__init__(PLAIN_EVERY_S, keep=True)
-        self._plan = plan
-        self._policy = ""
-
-    def show_window(self, policy: str, view: JobView, final_accuracy: float | None = None) -> None:
-        """Show the newest window of the run under a policy; at its end with the last accuracy."""
-        if policy != self._policy:
-            self.finish()
-            self._policy = policy
-        if (metrics := view.metrics) is None:
-            return
-        done, least = view.window + 1, self._plan.min_windows
-        of_least = f" of at least {least}" if done < least else ""
-        accuracy = final_accuracy or metrics.held_out_accuracy
-        held_out = "" if accuracy is None else f", {accuracy:.1%}"
-        num_applied = sum(window.applied is not None for window in view.windows.values())
-        self.show(
-            f"{policy}: {bar(min(1.0, done / least), BAR_WIDTH)} window {done}{of_least}: "
-            f"{'/'.join(map(str, view.local_batch_sizes))}, {metrics.step_time_s * 1000:.0f} ms{held_out}, "
-            f"{num_applied} applied",
-            now=final_accuracy is not None,
-        )
+def show_window(progress: ProgressLine, policy: str, view: JobView, final_accuracy: float | None = None) -> None:
+    """Show the newest window of the run under a policy; at its end with the last accuracy."""
+    if (metrics := view.metrics) is None:
+        return
+    accuracy = final_accuracy or metrics.held_out_accuracy
+    held_out = "" if accuracy is None else f", {accuracy:.1%}"
+    num_applied = sum(window.applied is not None for window in view.windows.values())
+    progress.show(
+        f"{policy}: window {view.window + 1}: {sizes_text(view.local_batch_sizes)}, "
+        f"{metrics.step_time_s * 1000:.0f} ms{held_out}, {num_applied} applied",
+        now=final_accuracy is not None,
+    )
 
 
-def show(runs: Sequence[DemoRun], *, stderr: bool) -> None:
+def show(runs: Sequence[DemoRun]) -> None:
     """Print a line for each run, with ratios to the first."""
 
     def with_ratio(value: float | None, first: float | None, form: str) -> str:
@@ -447,19 +386,19 @@ def show(runs: Sequence[DemoRun], *, stderr: bool) -> None:
         return form.format(value) + ("" if first is None or value == first else f" ({value / first:.2f}x)")
 
     headings = ("policy", "to target", "final", "median step", "applied", "last sizes")
-    first = runs[0].summary
+    first = runs[0]
     rows = [
         (
-            summary.policy,
-            with_ratio(summary.time_to_target_s, first.time_to_target_s, "{:.1f} s"),
-            formatted(summary.final_accuracy, "{:.1%}"),
-            with_ratio(summary.median_step_time_s * 1000, first.median_step_time_s * 1000, "{:.0f} ms"),
-            f"{summary.num_actions_applied} of {summary.num_windows}",
-            "/".join(map(str, summary.local_batch_sizes[-1])) if summary.local_batch_sizes else UNKNOWN,
+            run.policy,
+            with_ratio(run.time_to_target_s, first.time_to_target_s, "{:.1f} s"),
+            formatted(run.final_accuracy, "{:.1%}"),
+            with_ratio(run.median_step_time_s * 1000, first.median_step_time_s * 1000, "{:.0f} ms"),
+            f"{run.num_actions_applied} of {run.num_windows}",
+            sizes_text(run.local_batch_sizes[-1] if run.local_batch_sizes else ()),
         )
-        for summary, _ in runs
+        for run in runs
     ]
-    print_table(headings, rows, left=("policy",), title="Same seed, same data, same target", stderr=stderr)
+    print_table(headings, rows, left=("policy",), title="Same seed, same data, same target")
 
 
 def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: str) -> None:
@@ -473,31 +412,30 @@ def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: str) -> None:
     grid = figure.add_gridspec(len(runs), 2, width_ratios=(1.15, 1))
     accuracy = figure.add_subplot(grid[:, 0])
     times = figure.add_subplot(grid[-1, 1], sharex=accuracy)
-    for (summary, progress), colour in zip(runs, RUN_COLOURS, strict=False):
-        reached = summary.time_to_target_s
-        label = summary.policy + (": target not reached" if reached is None else f": {reached:.1f} s to the target")
-        points = [(step.trained_s, step.accuracy) for step in progress if step.accuracy is not None]
+    for run, colour in zip(runs, RUN_COLOURS, strict=False):
+        reached = run.time_to_target_s
+        label = run.policy + (": target not reached" if reached is None else f": {reached:.1f} s to the target")
+        points = [(step.trained_s, step.accuracy) for step in run.steps if step.accuracy is not None]
         accuracy.plot(*zip(*points, strict=True), marker="o", markersize=3, color=colour, label=label)
         if reached is not None:
             accuracy.axvline(reached, color=colour, linestyle=":", linewidth=1)
-        ends = [step.trained_s for step in progress[k - 1 :: k]]
-        steps = [step.step_time_s * 1000 for step in progress]
-        medians = [statistics.median(steps[k * window : k * (window + 1)]) for window in range(len(ends))]
-        times.plot(ends, medians, color=colour, label=summary.policy)
+        windows = [run.steps[first : first + k] for first in range(0, len(run.steps) - k + 1, k)]
+        medians = [statistics.median(step.step_time_s * 1000 for step in window) for window in windows]
+        times.plot([window[-1].trained_s for window in windows], medians, color=colour, label=run.policy)
     accuracy.axhline(plan.target_accuracy, color="black", linewidth=0.8, linestyle="--")
     place = (0.01, plan.target_accuracy)
     accuracy.annotate(f"target {plan.target_accuracy:g}", place, xycoords=("axes fraction", "data"), va="bottom")
     accuracy.set_xlabel("training time [s], evaluation left out")
     finish(accuracy, from_zero=False, title="Held-out accuracy", ylabel="accuracy")
     finish(times, title="Step time, median of each window", xlabel="training time [s]", ylabel="ms")
-    for row, (summary, progress) in enumerate(runs[1:]):
+    for row, run in enumerate(runs[1:]):
         axes = figure.add_subplot(grid[row, 1], sharex=accuracy)
-        by_window = summary.local_batch_sizes
-        starts = [0.0, *(step.trained_s for step in progress[k - 1 :: k])][: len(by_window) + 1]
+        by_window = run.local_batch_sizes
+        starts = [0.0, *(step.trained_s for step in run.steps[k - 1 :: k])][: len(by_window) + 1]
         for rank, sizes in enumerate(zip(*by_window[:1], *by_window, strict=True)):
             label = f"rank {rank}" + (f" ({plan.slowdown:g}x slower)" if rank == plan.slow_rank else "")
             axes.step(starts, sizes[: len(starts)], where="pre", label=label, color=COLOURS[rank % len(COLOURS)])
-        finish(axes, title=f"Local batch sizes, {summary.policy}", ylabel="samples per step")
+        finish(axes, title=f"Local batch sizes, {run.policy}", ylabel="samples per step")
     figure.suptitle(
         f"{plan.num_ranks} ranks, rank {plan.slow_rank} paced {plan.slowdown:g} times slower; "
         f"{plan.local_batch_size} samples each at the start, Fashion-MNIST"

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 import torch
@@ -22,7 +22,7 @@ from dynamix.lab.workloads.datasets import fashion_mnist
 from dynamix.runtime.die_with_parent import die_with_parent, parent_of
 from dynamix.trainer import attach  # DYNAMIX
 
-from . import AttachArguments, DemoPlan, DemoStep, is_at_target
+from . import DemoPlan, DemoStep, is_at_target
 
 
 class SmallCnn(nn.Sequential):
@@ -41,7 +41,7 @@ class SmallCnn(nn.Sequential):
         )
 
 
-def train(plan: DemoPlan, arguments: AttachArguments, log: IO[bytes] | None) -> None:
+def train(plan: DemoPlan, arguments: dict[str, Any], log: IO[bytes] | None) -> None:
     """Train until the target is reached and the least number of windows is done; rank 0 writes `log`."""
     rank = dist.get_rank()
     torch.manual_seed(plan.seed)
@@ -117,7 +117,7 @@ class Evaluator:
 
 def main() -> None:
     """Join the process group that torchrun describes and train."""
-    types = tuple[DemoPlan, AttachArguments, str, int]
+    types = tuple[DemoPlan, dict[str, Any], str, int]
     plan, arguments, log_path, demo = msgspec.json.decode(sys.argv[1], type=types)
     torchrun = os.getppid()
     die_with_parent(torchrun)

@@ -10,9 +10,11 @@ from typing import NamedTuple
 from dynamix.cli.arguments import STANDARD_OUTPUT
 from dynamix.cli.errors import INTERRUPTED, MisuseError, explained
 from dynamix.cli.output import TUNED, write_file, write_json
-from dynamix.cli.terminal import UNKNOWN, ProgressLine, bar, duration, formatted, print_lines, print_table
+from dynamix.cli.terminal import UNKNOWN, ProgressLine, bar, duration, formatted, print_table
 from dynamix.lab.comparison.figure import draw
 from dynamix.lab.comparison.rows import (
+    BEST_STATIC,
+    GOODPUT,
     Choice,
     Row,
     Tuned,
@@ -23,7 +25,7 @@ from dynamix.lab.comparison.rows import (
     untuned_families,
     with_references,
 )
-from dynamix.lab.comparison.runs import ComparisonCell, ComparisonProgress, Ledger, estimate, fill, plan
+from dynamix.lab.comparison.runs import ComparisonCell, Ledger, estimate, fill, plan
 from dynamix.lab.comparison.tuning import EXCHANGE_GRID, FIRST_SEED, GRID, tune
 from dynamix.lab.comparison.verdict import Interval, Verdict, VerdictRow, judge, note_on
 from dynamix.lab.simulator.episode import EpisodeError, code_digest
@@ -49,13 +51,14 @@ class RunsProgress(ProgressLine):
     def __init__(self) -> None:
         super().__init__(keep=True)
         self._begun_s = time.monotonic()
+        self._num_here = 0
 
-    def show_run(self, progress: ComparisonProgress) -> None:
+    def show_run(self, done: int, total: int, newest: str) -> None:
         """Show a run that has ended."""
-        done, total = progress.num_done, progress.num_total
-        passed = duration(time.monotonic() - self._begun_s)
-        left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"
-        text = f"{bar(done / total, BAR_WIDTH)} {done}/{total} runs, {passed}{left}: {progress.newest}"
+        self._num_here += 1
+        passed_s = time.monotonic() - self._begun_s
+        left = duration(passed_s / self._num_here * (total - done))
+        text = f"{bar(done / total, BAR_WIDTH)} {done}/{total} runs, {duration(passed_s)}, {left} left: {newest}"
         self.show(text, now=done == total)
 
 
@@ -94,7 +97,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
                     progress.write_line("Interrupted: the verdict is on the finished runs; --resume continues.")
                     exit_code = INTERRUPTED
             verdict, table = judge(suite, rows, cells, ledger, tuned, command=command, against=against)
-        show(verdict, stderr=arguments.json == STANDARD_OUTPUT)
+        if arguments.json != STANDARD_OUTPUT:
+            show(verdict)
         write_json(verdict, arguments.json)
         if arguments.png is not None:
             drawn = [*suite.heterogeneous_families, *suite.families][0]
@@ -148,31 +152,28 @@ def _warnings(comparison: PlannedComparison) -> Iterator[str]:
 # --- tables
 
 
-def show(verdict: Verdict, *, stderr: bool) -> None:
+def show(verdict: Verdict) -> None:
     """Print all tables, the most important last."""
     default = verdict.default_policy
     for name, family in verdict.families.items():
         what = "control: homogeneous" if family.control else "heterogeneous"
         size = family.best_static_local_batch_size
         best = "" if size is None else f"; best static is {size} per rank, chosen on {family.chosen_on}"
-        _print_policies(f"{name} ({what}{best})", family.policies, default, stderr=stderr)
+        _print_policies(f"{name} ({what}{best})", family.policies, default)
     names = ", ".join(verdict.heterogeneous_families) or "all families: none is heterogeneous"
-    _print_policies(f"Over {names}, each counted alike", verdict.policies, default, stderr=stderr)
+    _print_policies(f"Over {names}, each counted alike", verdict.policies, default)
     # the default policy against each baseline, the control family counted like any other in the first column
-    headline = [
-        (row.against, _interval(row.all_families), _interval(row.heterogeneous), _interval(row.control))
-        for row in verdict.headline
-    ]
-    headings: tuple[str, ...] = ("against", "all families", "heterogeneous", "control")
-    print_table(headings, headline, left=("against",), title=f"{default}: time over", stderr=stderr)
+    headline = [(base, *map(_interval, ratios.values())) for base, ratios in verdict.headline.items()]
+    headings: tuple[str, ...] = ("against", *next(iter(verdict.headline.values())))
+    print_table(headings, headline, left=("against",), title=f"{default}: time over")
     by_family = [{row.policy: row for row in family.policies} for family in verdict.families.values()]
     for base in verdict.against:
         rows = [
-            (row.policy, *(_interval(one[row.policy].against[base]) for one in (*by_family, {row.policy: row})))
+            (row.policy, *(_interval(one[row.policy].ratios[base]) for one in (*by_family, {row.policy: row})))
             for row in verdict.policies
         ]
         headings = ("policy", *verdict.families, "heterogeneous")
-        print_table(headings, rows, left=("policy",), title=f"time over that of {base}", stderr=stderr)
+        print_table(headings, rows, left=("policy",), title=f"time over that of {base}")
     missing = f" {verdict.num_runs_missing} runs are missing." if verdict.num_runs_missing else ""
     about_ratios = (
         f"Time to target in virtual seconds, a miss counts as the time limit. Ratios: geometric mean of pairs of the "
@@ -183,10 +184,10 @@ def show(verdict: Verdict, *, stderr: bool) -> None:
     for row in verdict.policies:
         about = [row.note] if row.note and row.num_runs else []
         notes += [f"{row.policy}: {text}" for text in (*about, *row.signatures)]
-    print_lines(notes, stderr=stderr)
+    print(*notes, sep="\n")
 
 
-def _print_policies(title: str, rows: Sequence[VerdictRow], default: str, *, stderr: bool) -> None:
+def _print_policies(title: str, rows: Sequence[VerdictRow], default: str) -> None:
     cells: list[tuple[str, ...]] = []
     for row in rows:
         name = f"{row.policy} (default)" if row.policy == default else row.policy
@@ -198,13 +199,13 @@ def _print_policies(title: str, rows: Sequence[VerdictRow], default: str, *, std
             f"{row.median_time_to_target_s:.1f} s",
             str(row.misses),
             f"{row.num_runs}{seeds}",
-            _interval(row.vs_best_static),
-            _interval(row.vs_goodput),
+            _interval(row.ratios[BEST_STATIC]),
+            _interval(row.ratios[GOODPUT]),
             formatted(row.accuracy_at_fixed_time, "{:.1%}"),
             formatted(row.test_accuracy, "{:.1%}"),
         )
         cells.append((name, *values))
-    print_table(("policy", *HEADINGS), cells, left=("policy",), title=title, stderr=stderr)
+    print_table(("policy", *HEADINGS), cells, left=("policy",), title=title)
 
 
 def _interval(found: Interval | None) -> str:
@@ -252,8 +253,9 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
 
     families = [*tuned.families.items(), ("all", tuned.overall)]
     rows = [(family, *(shown(name, choices[name]) for name in tuned.overall)) for family, choices in families]
-    headings, stderr = ("family", *tuned.overall), arguments.json == STANDARD_OUTPUT
+    headings = ("family", *tuned.overall)
     title = f"Best of {tuned.num_settings} settings each"
-    print_table(headings, rows, left=headings, title=title, stderr=stderr)
+    if arguments.json != STANDARD_OUTPUT:
+        print_table(headings, rows, left=headings, title=title)
     write_json(tuned, arguments.json)
     return 0

@@ -61,10 +61,11 @@ async def _run(arguments: argparse.Namespace) -> None:
     if arguments.json is None:
         from rich.console import Console
 
-        from .frame import show
+        from .frame import frame
 
         console = Console()
-        console.print(show(view, fleet.heartbeats, console, missing))
+        now = {"now_ns": time.time_ns(), "now_s": time.monotonic()}
+        console.print(frame(view, fleet.heartbeats, console, missing=missing, **now))
 
 
 async def stored(fleet: Fleet) -> JobView | None:

@@ -1,20 +1,21 @@
-"""The screen of `dynamix top`: a job as lines of text for a terminal of any size, redrawn on each change."""
+"""The screen of `dynamix top`: a job for a terminal of any size, redrawn on each change."""
 
 import asyncio
 import contextlib
 import os
 import sys
 import termios
-import textwrap
 import time
 import tty
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
-from typing import NamedTuple
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
+from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 
 from dynamix.cli.documents import alarms_of
@@ -32,12 +33,8 @@ TICK_S = 1.0
 QUIT_KEYS = (b"q", b"Q", b"\x1b", b"")
 """Escape alone, not an arrow's sequence; nothing read is a terminal that is gone."""
 TWO_COLUMNS_FROM = 72
-LABEL, VALUE = 13, 12
-MOST_REASON_LINES = 3
+LABEL = 12
 MOST_ALARMS = 5
-MIN_TABLE = 8
-"""Lines reserved for the table of ranks; curves get what is left."""
-MIN_BAR = 12
 STALE_AFTER_S = 30.0
 SHOWN_CHANGES = 16
 PHASES = {
@@ -50,35 +47,44 @@ PHASES = {
 def frame(
     view: JobView | None,
     heartbeats: Heartbeats,
+    console: Console,
     *,
     now_ns: int,
     now_s: float,
-    width: int,
-    height: int,
     missing: str = NO_JOB,
-) -> list[Text]:
-    """At most `height` lines of at most `width` characters; `missing` is shown where there is no view.
+) -> Group:
+    """A job for the console's size, or `missing` where there is no view; ranks get the lines that the rest leaves.
 
     `now_ns` is the wall clock, for the age of the newest window; `now_s` the clock that `heartbeats` was given.
     """
-    below = list(_alarms(view, heartbeats, now_ns, now_s))
+    below = Table.grid(padding=(0, 1))
+    below.add_column(style="dim", width=LABEL)
+    below.add_column()
     if view is None or (view.job is None and not view.windows):
         what = missing if view is None else f"no message of the job {view.name} yet"
-        start = "start one with:  dynamix train -- --standalone --nproc-per-node 4 train.py"
-        lines = [*(Text(part, "bold") for part in what.split("; ")), Text(start, "dim"), Text(), *below]
-    else:
-        rule = Text("─" * width, "dim")
-        below = [rule, *_decision(view, width), *_rewards_and_probes(view), *below]
-        tiles = _tiles(view, width)[: max(2, height - len(below) - MIN_TABLE)]
-        above = [_title(view, now_ns, width), rule, *tiles, rule]
-        lines = [*above, *_ranks(view, width, height - len(above) - len(below)), *below]
-    for line in lines:
-        line.no_wrap = True
-        line.truncate(width, overflow="ellipsis")
-    return lines[:height]
+        start = Text("start one with:  dynamix train -- --standalone --nproc-per-node 4 train.py\n", "dim")
+        _add_alarms(below, view, heartbeats, now_ns, now_s)
+        return Group(*(Text(part, "bold") for part in what.split("; ")), start, below)
+    _add_decision(below, view)
+    _add_alarms(below, view, heartbeats, now_ns, now_s)
+    rule = Rule(style="dim")
+    above: list[RenderableType] = [_title(view, now_ns), rule, _tiles(view, console.width), rule]
+    used = sum(len(console.render_lines(part)) for part in (*above, rule, below))
+    return Group(*above, _ranks(view, console.width, console.height - used), rule, below)
 
 
-def _title(view: JobView, now_ns: int, width: int) -> Text:
+class Fill:
+    """Text that is made for the width that its column gets."""
+
+    def __init__(self, make: Callable[[int], str | Text], style: str = "") -> None:
+        self._make, self._style = make, style
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
+        made = self._make(options.max_width)
+        yield Text(made, self._style) if isinstance(made, str) else made
+
+
+def _title(view: JobView, now_ns: int) -> Table:
     job = view.job
     phase = "ended" if job is None else view.phase(now_ns)
     parts = [f"window {view.window}" if view.window >= 0 else "no window yet"]
@@ -88,21 +94,21 @@ def _title(view: JobView, now_ns: int, width: int) -> Text:
         parts += [job.end_reason] if job.phase == "ended" and job.end_reason else []
     if view.generation:
         parts.append(f"restart {view.generation}")
-    left = Text.assemble((view.name, "bold"), "  ", PHASES[phase], "  ", " · ".join(parts))
-    if view.updated_ns == 0:
-        return left
     age_s = max(0.0, (now_ns - view.updated_ns) / 1e9)
-    text = f"{age_s:.1f} s ago" if age_s < 60 else f"{duration(age_s)} ago"
-    left.truncate(max(0, width - len(text) - 1), overflow="ellipsis")
-    style = "yellow" if phase != "ended" and age_s > STALE_AFTER_S else "dim"
-    return left.append(" " * (width - left.cell_len - len(text))).append(text, style)
+    age = f"{duration(age_s)} ago" if view.updated_ns else ""
+    title = Table.grid(expand=True, padding=(0, 1))
+    title.add_column(no_wrap=True, overflow="ellipsis")
+    stale = phase != "ended" and age_s > STALE_AFTER_S
+    title.add_column(justify="right", min_width=len(age), style="yellow" if stale else "dim")
+    title.add_row(Text.assemble((view.name, "bold"), "  ", PHASES[phase], "  ", " · ".join(parts)), age)
+    return title
 
 
-def _tiles(view: JobView, width: int) -> list[Text]:
+def _tiles(view: JobView, width: int) -> Table:
     """Metrics of the whole job, each with its curve."""
-    metrics = view.metrics
-    if metrics is None:
-        return []
+    grid = Table.grid(padding=(0, 1), expand=True)
+    if (metrics := view.metrics) is None:
+        return grid
     rule = f" {view.job.global_batch}" if view.job else ""
     tiles = (
         ("throughput", f"{number(metrics.throughput)}/s", "throughput", "green"),
@@ -115,72 +121,69 @@ def _tiles(view: JobView, width: int) -> list[Text]:
         ("progress", percent(metrics.progress), "progress", "default"),
     )
     columns = 2 if width >= TWO_COLUMNS_FROM else 1
-    room = (width - 2 * (columns - 1)) // columns
-    cells = []
+    for _ in range(columns):
+        grid.add_column(width=LABEL, style="dim", no_wrap=True)
+        grid.add_column(style="bold", no_wrap=True)
+        grid.add_column(ratio=1, no_wrap=True)
+    cells: list[RenderableType] = []
     for label, value, field, style in tiles:
-        shown = f"{value} ".ljust(VALUE)
-        left = room - LABEL - len(shown)
-        drawn = bar(metrics.progress or 0.0, left) if field == "progress" else curve(view.curve(field), left)
-        cell = Text.assemble((label.ljust(LABEL), "dim"), (shown, "bold"), (drawn, style))
-        cells.append(cell.append(" " * max(0, room - cell.cell_len)))
-    return [Text("  ").join(cells[index : index + columns]) for index in range(0, len(cells), columns)]
+        drawn = (
+            (lambda room: bar(metrics.progress or 0.0, room))
+            if field == "progress"
+            else partial(curve, view.curve(field))
+        )
+        cells += [label, value, Fill(drawn, style)]
+    for first in range(0, len(cells), 3 * columns):
+        grid.add_row(*cells[first : first + 3 * columns])
+    return grid
 
 
-def _decision(view: JobView, width: int) -> Iterator[Text]:
+def _add_decision(below: Table, view: JobView) -> None:
+    """The exchange, the newest decision and the adopted one, the rewards, and the probes."""
     action, applied = view.action, view.applied
     if view.exchange != EXACT:
-        yield _labelled("gradients", (view.exchange.label, "bold"))
+        below.add_row("gradients", Text(view.exchange.label, "bold"))
     if action is None:
-        yield _labelled("decision", ("none yet: the initial sizes stay", "dim"))
-        return
-    deltas = action.deltas
-    more, less = sum(delta > 0 for delta in deltas), sum(delta < 0 for delta in deltas)
-    if not any(deltas):
-        changes = "no change"
-    elif len(deltas) <= SHOWN_CHANGES:
-        changes = " ".join(map(signed_count, deltas))
+        below.add_row("decision", Text("none yet: the initial sizes stay", "dim"))
     else:
+        deltas = action.deltas
+        more, less = sum(delta > 0 for delta in deltas), sum(delta < 0 for delta in deltas)
         changes = f"{more} ranks more, {less} less, {len(deltas) - more - less} the same"
-    version = f" v{action.policy_version}" if action.policy_version else ""
-    by = f"  of window {action.window} by {action.policy}{version}"
-    yield _labelled("decision", (changes, "bold"), (by, "dim"), (", inputs missing" if action.gap else "", "yellow"))
-    room = max(1, width - LABEL)
-    for at, line in enumerate(textwrap.wrap(action.reason, room, max_lines=MOST_REASON_LINES, placeholder=" …")):
-        yield _labelled("" if at else "because", (line, "dim"))
+        if len(deltas) <= SHOWN_CHANGES:
+            changes = " ".join(map(signed_count, deltas))
+        version = f" v{action.policy_version}" if action.policy_version else ""
+        by = (f"  of window {action.window} by {action.policy}{version}", "dim")
+        gap = (", inputs missing" if action.gap else "", "yellow")
+        below.add_row("decision", Text.assemble((changes if any(deltas) else "no change", "bold"), by, gap))
+        if action.reason:
+            below.add_row("because", Text(action.reason, "dim"))
     if applied is not None:
         adopted = f"of window {applied.decided_window}, from window {applied.effective_window} on"
-        yield _labelled("adopted", (adopted, "dim"))
-
-
-def _rewards_and_probes(view: JobView) -> Iterator[Text]:
+        below.add_row("adopted", Text(adopted, "dim"))
     if (mean := view.mean_reward()) is not None:
         terms = "  ".join(f"{name.replace('_', ' ')} {value:+.3f}" for name, value in view.reward_terms().items())
-        yield _labelled("reward", (f"{mean:.3f}", "bold"), f"  {view.formula}", (f":  {terms}" if terms else "", "dim"))
+        below.add_row("reward", Text.assemble((f"{mean:.3f}", "bold"), f"  {view.formula}", (f":  {terms}", "dim")))
     if nodes := view.nodes.values():
         probes = Counter(node.probe for node in nodes)
         named = ", ".join(probe if len(probes) == 1 else f"{probe} on {count}" for probe, count in probes.items())
         note = next((f"  {node.probe_note}" for node in nodes if node.probe_note), "")
-        yield _labelled("network", named, (note, "dim"))
+        below.add_row("network", Text.assemble(named, (note, "dim")))
 
 
-def _alarms(view: JobView | None, heartbeats: Heartbeats, now_ns: int, now_s: float) -> Iterator[Text]:
+def _add_alarms(below: Table, view: JobView | None, heartbeats: Heartbeats, now_ns: int, now_s: float) -> None:
     """The alarms of the page, and the services by their heartbeats."""
     alarms = alarms_of([] if view is None else [view], heartbeats, now_ns=now_ns, now_s=now_s)
     for alarm in alarms[:MOST_ALARMS]:
         about = "" if view is not None and alarm.subject == view.name else f"{alarm.subject}: "
-        yield _labelled(alarm.level, (about + alarm.text, "red" if alarm.level == "error" else "yellow"))
+        below.add_row(alarm.level, Text(about + alarm.text, "red" if alarm.level == "error" else "yellow"))
     if len(alarms) > MOST_ALARMS:
-        yield _labelled("", f"and {len(alarms) - MOST_ALARMS} more: `dynamix dashboard` shows all")
+        below.add_row("", f"and {len(alarms) - MOST_ALARMS} more: `dynamix dashboard` shows all")
     services = Text()
     for beat in heartbeats.recent(now_s):
         late = beat.is_late(now_s)
         where = f" {beat.live.node}" if beat.live.node and beat.live.service == "collector" else ""
         services.append("○ " if late else "● ", "red" if late else "green").append(f"{beat.live.service}{where}  ")
-    yield _labelled("services", services)
-
-
-def _labelled(label: str, *parts: Text | str | tuple[str, str]) -> Text:
-    return Text.assemble((label.ljust(LABEL), "dim"), *parts)
+    below.add_row("services", services)
 
 
 # --- the table of ranks
@@ -191,85 +194,64 @@ UNDIVIDED = ("-", "dim")
 LEGEND = "█ compute  ▒ wait  ▓ data  ░ update"
 
 
-class RankColumn(NamedTuple):
-    """A column of the table; where not all fit, the last ones of `COLUMNS` are left out."""
-
-    title: str
-    width: int
-    cell: Callable[[RankView], str]
-    style: str = ""
-
-
 def _size(row: RankView) -> str:
     now, pending = row.metrics.training.local_batch_size, row.metrics.training.pending_local_batch_size
     return str(now) if now == pending else f"{now}→{pending}"
 
 
-LEFT = (
-    RankColumn("rank", 4, lambda row: str(row.rank), "bold"),
-    RankColumn("node", 12, lambda row: row.node, "dim"),
-    RankColumn("batch", 9, _size, "bold"),
-)
-COLUMNS = (
-    RankColumn("compute", 9, lambda row: duration(row.metrics.training.compute_time_s), COMPUTE[1]),
-    RankColumn("wait", 9, lambda row: duration(row.metrics.training.sync_time_s), WAIT[1]),
-    RankColumn("reward", 7, lambda row: UNKNOWN if row.reward is None else f"{row.reward.reward:.3f}"),
-    RankColumn("cpu", 5, lambda row: number(row.metrics.system.cpu_time_ratio, 2)),
-    RankColumn("retrans", 7, lambda row: str(row.metrics.network.retransmits) if row.metrics.network else UNKNOWN),
-    RankColumn("queued", 6, lambda row: number(row.metrics.system.run_queue_wait_ratio, 2)),
-    RankColumn("loss", 7, lambda row: number(row.metrics.training.loss)),
-    RankColumn("accuracy", 8, lambda row: percent(row.metrics.training.accuracy)),
-    RankColumn("memory", 7, lambda row: percent(row.metrics.system.memory_ratio)),
-)
-"""Shown while there is room, the most important first."""
+COLUMNS: dict[str, tuple[str, Callable[[RankView], str]]] = {
+    "compute": (COMPUTE[1], lambda row: duration(row.metrics.training.compute_time_s)),
+    "wait": (WAIT[1], lambda row: duration(row.metrics.training.sync_time_s)),
+    "reward": ("", lambda row: UNKNOWN if row.reward is None else f"{row.reward.reward:.3f}"),
+    "cpu": ("", lambda row: number(row.metrics.system.cpu_time_ratio, 2)),
+    "retrans": ("", lambda row: str(row.metrics.network.retransmits) if row.metrics.network else UNKNOWN),
+    "queued": ("", lambda row: number(row.metrics.system.run_queue_wait_ratio, 2)),
+    "loss": ("", lambda row: number(row.metrics.training.loss)),
+    "accuracy": ("", lambda row: percent(row.metrics.training.accuracy)),
+    "memory": ("", lambda row: percent(row.metrics.system.memory_ratio)),
+}
+"""Style and text of what is shown of a rank while there is room, the most important first."""
+LEFT_WIDTH, COLUMN_WIDTH = 50, 9
 
 
-def _ranks(view: JobView, width: int, height: int) -> list[Text]:
-    """Titles, rows, and a summary when not every rank has one; at most `height` lines."""
+def _ranks(view: JobView, width: int, height: int) -> RenderableType:
+    """A row for each rank; where they do not fit into `height` lines, for the slowest, and a summary."""
     rows = [row for _, row in sorted(view.ranks.items())]
     if not rows:
         sizes = view.local_batch_sizes
         text = " ".join(map(str, sizes[:16])) + (" …" if len(sizes) > 16 else "")
         ended = view.job is not None and view.job.phase == "ended"
         what = "it ended and no window came" if ended else "waiting for the first window"
-        return [Text(f"{what}; local batch sizes {text}", "dim")][: max(0, height)]
-    left = [column for column in LEFT if column.title != "node" or len(view.nodes) > 1]
-    room = width - sum(column.width + 1 for column in left)
-    right: list[RankColumn] = []
-    for column in COLUMNS:
-        if column.width + 1 + MIN_BAR * (1 + len(right) // 3) > room:
-            break
-        right.append(column)
-        room -= column.width + 1
-    room = max(0, room)
+        return Text(f"{what}; local batch sizes {text}", "dim")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim", expand=True)
+    several = len(view.nodes) > 1
+    table.add_column("rank", style="bold", justify="right", no_wrap=True)
+    if several:
+        table.add_column("node", style="dim", no_wrap=True, max_width=12)
+    table.add_column("batch", style="bold", justify="right", no_wrap=True)
+    table.add_column(LEGEND, ratio=1, no_wrap=True)
+    right = list(COLUMNS.items())[: max(0, (width - LEFT_WIDTH) // COLUMN_WIDTH)]
+    for title, (style, _) in right:
+        table.add_column(title, style=style, justify="right", no_wrap=True)
     shown = rows
     if len(rows) >= height:
-        slowest = sorted(rows, key=lambda row: row.busy_time_s, reverse=True)[: max(0, height - 2)]
+        slowest = sorted(rows, key=lambda row: row.busy_time_s, reverse=True)[: max(1, height - 2)]
         shown = sorted(slowest, key=lambda row: row.rank)
     full = max(sum(seconds for seconds, *_ in _segments(row)) for row in rows)
-    titles = " ".join(f"{column.title:>{column.width}}" for column in left)
-    lines = [Text(f"{titles} {LEGEND:<{room}.{room}}" + "".join(f" {one.title:>{one.width}}" for one in right), "dim")]
     for row in shown:
-        line = Text()
-        for column in left:
-            line.append(f"{column.cell(row):>{column.width}.{column.width}}", column.style).append(" ")
-        line.append_text(stacked_bar(_segments(row), full, room))
-        for column in right:
-            line.append(f" {column.cell(row):>{column.width}.{column.width}}", column.style)
-        if row.window < view.window:
-            line.stylize("dim")  # an older window than the newest: this node is behind
-        lines.append(line)
-    if len(shown) < len(rows):
-        batches = [row.metrics.training.local_batch_size for row in rows]
-        times = [row.busy_time_s * 1e3 for row in rows]
-        lines.append(
-            Text(
-                f"slowest {len(shown)} of {len(rows)} · batch {min(batches)}/{median(batches):.0f}/{max(batches)} · "
-                f"compute {min(times):.1f}/{median(times):.1f}/{max(times):.1f} ms (min/med/max)",
-                "dim",
-            )
-        )
-    return lines[: max(0, height)]
+        drawn = Fill(partial(stacked_bar, _segments(row), full))
+        left = [str(row.rank), *([row.node] if several else []), _size(row)]
+        behind = "dim" if row.window < view.window else ""  # an older window than the newest
+        table.add_row(*left, drawn, *(cell(row) for _, (_, cell) in right), style=behind)
+    if len(shown) == len(rows):
+        return table
+    batches = [row.metrics.training.local_batch_size for row in rows]
+    times = [row.busy_time_s * 1e3 for row in rows]
+    summary = (
+        f"slowest {len(shown)} of {len(rows)} · batch {min(batches)}/{median(batches):.0f}/{max(batches)} · "
+        f"compute {min(times):.1f}/{median(times):.1f}/{max(times):.1f} ms (min/med/max)"
+    )
+    return Group(table, Text(summary, "dim"))
 
 
 def _segments(row: RankView) -> list[tuple[float, str, str]]:
@@ -306,19 +288,13 @@ async def watch(fleet: Fleet, wanted: str | None) -> None:
                 news = fleet.news
                 name = fleet.newest(time.time_ns())
                 view = None if name is None else fleet.opened(name) or fleet.jobs[name]
-                live.update(show(view, fleet.heartbeats, console, missing), refresh=True)
+                now = {"now_ns": time.time_ns(), "now_s": time.monotonic()}
+                live.update(frame(view, fleet.heartbeats, console, missing=missing, **now), refresh=True)
                 await asyncio.sleep(MIN_INTERVAL_S)
                 waiting = [asyncio.create_task(news.wait()), asyncio.create_task(left.wait())]
                 await asyncio.wait(waiting, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
                 for task in waiting:
                     task.cancel()
-
-
-def show(view: JobView | None, heartbeats: Heartbeats, console: Console, missing: str) -> Group:
-    """The frame for the console's size now."""
-    now_ns, now_s, size = time.time_ns(), time.monotonic(), console.size
-    room = {"width": size.width, "height": size.height}
-    return Group(*frame(view, heartbeats, missing=missing, now_ns=now_ns, now_s=now_s, **room))
 
 
 @contextlib.contextmanager

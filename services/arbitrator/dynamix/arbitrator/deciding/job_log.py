@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 
 from structlog.stdlib import BoundLogger
 
-from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicySource
+from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicyStore
 from dynamix.arbitrator.policies.baselines import Static
 from dynamix.arbitrator.policies.policy import MISTAKES, Policy, digest_of
 from dynamix.arbitrator.policies.rule import Rule
@@ -109,20 +109,12 @@ async def checked_action(bus: Bus, job: Job, known: Stored | None = None) -> tup
         ActionsEndEarlyError: when it cannot be the newest; one of several servers may answer so for 10 s.
         ActionStoreError: as `newest_action`, or when another action is in the place of a known one.
     """
-    receipt = await newest_receipt(bus, job)
+    # The receipt first: it is never ahead of actions that are read after it, which others may store meanwhile.
+    receipt = await bus.last(FEED.name, subjects.of("applied", job.job))
     newest = await newest_action(bus, job)
     if known is not None:
         await check_goes_on(bus, job, known, newest)
     return newest, await check_receipt(bus, job, newest, receipt)
-
-
-async def newest_receipt(bus: Bus, job: Job) -> BusMessage | None:
-    """The trainer's newest receipt: what it applied last.
-
-    Read it before the newest action: another arbitrator may decide in between, and a receipt is never ahead of actions
-    that were read after it.
-    """
-    return await bus.last(FEED.name, subjects.of("applied", job.job))
 
 
 async def check_receipt(bus: Bus, job: Job, newest: Stored | None, message: BusMessage | None) -> int:
@@ -272,7 +264,7 @@ class Surroundings:
     """Shared by all jobs of an arbitrator: the bus, the policies, the log and the counters."""
 
     bus: Bus
-    policies: PolicySource
+    policies: PolicyStore
     log: BoundLogger
     count: Callable[[str], None]
 
@@ -339,7 +331,8 @@ class JobLog:
         A watermark behind FEED's end belongs to another FEED: the stream was made again.
         """
         if self.has_inputs and not feed.first_sequence - 1 <= self.watermark <= feed.last_sequence:
-            self._log.warning("inputs after the checkpoint are gone", watermark=self.watermark, **feed._asdict())
+            held = {"first_sequence": feed.first_sequence, "last_sequence": feed.last_sequence}
+            self._log.warning("inputs after the checkpoint are gone", watermark=self.watermark, **held)
             self._fold.start_after_gap(max(0, feed.first_sequence - 1))
 
     async def add_state(self, sequence: int, state: State) -> None:
@@ -355,19 +348,17 @@ class JobLog:
         self._has_begun = True
         self._fold.add_state(sequence, state)
         while not self._superseded and (action := self._fold.close()) is not None:
-            await self._publish(action)
+            if (stored_at := await self._store(action)) is not None:
+                self.known = Stored(stored_at, action)
+                self._fold.adopt(action)
+                self._around.count("decided")
+                if self._fold.note:
+                    self._log.info(self._fold.note, family=self.job.family, window=action.window)
+                self._log.debug("decided", window=action.window, local_batch_sizes=action.local_batch_sizes[:16])
+                await self._watch_sizes(action)
 
-    async def _publish(self, action: Action) -> None:
-        sequence = await self._store(action)
-        if sequence is None:
-            return
-        self.known = Stored(sequence, action)
-        self._fold.adopt(action)
-        self._around.count("decided")
-        if self._fold.note:
-            self._log.info(self._fold.note, family=self.job.family, window=action.window)
-        self._log.debug("decided", window=action.window, local_batch_sizes=action.local_batch_sizes[:16])
-        # an event when sizes stick to a bound; a restarted arbitrator counts windows from zero
+    async def _watch_sizes(self, action: Action) -> None:
+        """Publish an event when sizes stick to a bound; a restarted arbitrator counts windows from zero."""
         if self._watch is not None and (finding := self._watch.observe_sizes(action.local_batch_sizes)) is not None:
             self._around.count("size_stuck")
             self._log.warning(finding.explanation, signature=finding.signature, window=action.window)

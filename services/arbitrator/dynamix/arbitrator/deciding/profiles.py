@@ -75,7 +75,7 @@ def profile_after(
     has_times = bool(knowledge.memory) or known is None
     # Runs on another cluster took other times: none of them says anything of an arm on this one.
     is_other = known is None or knowledge.is_changed or known.world_size != job.world_size
-    by_time, by_energy = ((), ()) if known is None or is_other else (known.arms, known.energy_arms)
+    arms = () if known is None or is_other else known.arms
     tried = None if is_again else judged(knowledge.tried, job.end_reason)
     return JobProfile(
         family=job.family,
@@ -89,8 +89,7 @@ def profile_after(
         num_windows=last.window + 1,
         allocation=replace(last.allocation, rate_factor=1.0),
         memory=knowledge.memory if has_times or known is None else known.memory,
-        arms=with_record(by_time, tried if job.objective == "time" else None),
-        energy_arms=with_record(by_energy, tried if job.objective == "energy" else None),
+        arms=with_record(arms, tried),
     )
 
 

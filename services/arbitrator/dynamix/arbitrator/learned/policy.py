@@ -48,7 +48,7 @@ from dynamix.schemas.networks import (
 )
 from dynamix.schemas.policies import MULTIPLIERS, VERSION, VERSION_OPTION, Options, switch
 
-from .policy_file import ActionSetName, LearnedSetName, PolicyFile, PolicyFileError, PolicyMetadata
+from .policy_file import ActionSetName, LearnedSetName, PolicyFile, PolicyMetadata
 
 Columns = Mapping[str, Array64]
 Input = Callable[[Columns], Array64]
@@ -280,11 +280,11 @@ def action_set_of(metadata: PolicyMetadata) -> ActionSet:
     """The action set that a network was learned with.
 
     Raises:
-        PolicyFileError: when this program has other inputs or actions, or it is not the arbitrator that decides by it.
+        NetworkFileError: when this program has other inputs or actions, or it is not the arbitrator that decides by it.
     """
     name = metadata.action_set
     if name == "appetite":
-        raise PolicyFileError(
+        raise NetworkFileError(
             "agents of policy 'stigmergy' decide by this file, no arbitrator does: name it in "
             'DYNAMIX_COLLECTOR_AGENTS, and give jobs policy_options={"learned": 1}'
         )
@@ -292,7 +292,7 @@ def action_set_of(metadata: PolicyMetadata) -> ActionSet:
         check_same("inputs", metadata.inputs, INPUTS[name])
         check_same("actions", metadata.actions, ACTIONS[name])
     except NetworkFileError as error:
-        raise PolicyFileError(f"policy {metadata.policy!r}: {error}") from error
+        raise NetworkFileError(f"policy {metadata.policy!r}: {error}") from error
     return Deltas() if name == "deltas" else GlobalLever()
 
 
@@ -310,7 +310,7 @@ class LearnedPolicy:
         """Prepare the network; `name` replaces the file's, `explore` samples even where the job does not ask for it.
 
         Raises:
-            PolicyFileError: as `action_set_of`.
+            NetworkFileError: as `action_set_of`.
         """
         self.name = name or file.metadata.policy
         self.version = version

@@ -17,16 +17,7 @@ from safetensors.numpy import save
 
 from dynamix.schemas import networks
 from dynamix.schemas.messages.fields import Count, Text, Token
-from dynamix.schemas.networks import (
-    FORMAT,
-    METADATA_KEY,
-    Array,
-    NetworkFileError,
-    check_format,
-    check_tensors,
-    metadata_text,
-    read_tensors,
-)
+from dynamix.schemas.networks import METADATA_KEY, Array, Metadata, NetworkFileError, check_tensors, read_network
 from dynamix.schemas.subjects import check_token
 
 SUFFIX = ".safetensors"
@@ -50,10 +41,6 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
-
-
-class PolicyFileError(ValueError):
-    """The policy file cannot be used; the message has the fault and the fix."""
 
 
 class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,27 +99,23 @@ PAPER = PPOSettings(
 and size are ours: with fewer or smaller ones the policy hardly moves in the 15 episodes that the paper speaks of."""
 
 
-class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyMetadata(Metadata, frozen=True, kw_only=True):
     """Metadata of a learned policy: its form, origin and score; `policy.metadata_of` makes them."""
 
     policy: Token
     """The name that a job's specification chooses it by."""
     action_set: LearnedSetName
-    inputs: tuple[str, ...]
-    """Names, in the order of the network's inputs."""
-    actions: tuple[float, ...]
-    """Meaning of the network's outputs, in order; the neutral action first."""
     settings: PPOSettings = PPOSettings()
     reward_formula: Text
     """`auto`: the published one for each job's optimizer."""
-    reward_weights: dict[str, float] = {}
+    reward_weights: dict[str, float] = msgspec.field(default_factory=dict)
     num_updates: Count = 0
     num_episodes: Count = 0
     scenarios: tuple[Text, ...] = ()
     """The scenarios that it learned on."""
     seeds: tuple[Count, ...] = ()
     """The seeds of the learning."""
-    scores: dict[str, float] = {}
+    scores: dict[str, float] = msgspec.field(default_factory=dict)
     """Scores by name, as measured at the end of learning; lower is better for times and ratios."""
     learned_from: tuple[Text, ...] = ()
     """The newest live runs, `<job>:<generation>`, that this version learned from."""
@@ -140,7 +123,6 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the file that the learning continued from; empty for a new policy."""
     created_by: Text = ""
     """The program that wrote it."""
-    format: int = FORMAT
 
 
 class PolicyFile(NamedTuple):
@@ -169,19 +151,13 @@ class PolicyFile(NamedTuple):
         """Read a file's content, and check that the tensors are those of its network.
 
         Raises:
-            PolicyFileError: naming `source` and what does not fit.
+            NetworkFileError: naming `source` and what does not fit.
         """
         try:
-            text = metadata_text(data)
-            try:
-                metadata = msgspec.json.decode(text, type=PolicyMetadata)
-            except (ValueError, RecursionError) as error:  # a text of half characters cannot even be encoded
-                raise PolicyFileError(f"its metadata cannot be read: {error}") from error
-            check_format(metadata.format)
-            tensors = read_tensors(data)
+            metadata, tensors = read_network(data, PolicyMetadata, "a policy file of DYNAMIX")
             _check_tensors(metadata, tensors)
-        except (PolicyFileError, NetworkFileError) as error:
-            raise PolicyFileError(f"{source}: {error}") from error
+        except NetworkFileError as error:
+            raise NetworkFileError(f"{source}: {error}") from error
         return cls(metadata, tensors, bytes(data))
 
     @classmethod
@@ -189,12 +165,12 @@ class PolicyFile(NamedTuple):
         """Read and check a file.
 
         Raises:
-            PolicyFileError: as `from_bytes`, and when it cannot be read.
+            NetworkFileError: as `from_bytes`, and when it cannot be read.
         """
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise PolicyFileError(f"{path}: cannot be read: {error.strerror}") from error
+            raise NetworkFileError(f"{path}: cannot be read: {error.strerror}") from error
         return cls.from_bytes(data, str(path))
 
 
@@ -208,10 +184,10 @@ def _check_tensors(metadata: PolicyMetadata, tensors: Mapping[str, Array]) -> No
             expected[OPTIMIZER_STEP] = (1,)
     check_tensors(tensors, expected)
     if foreign := sorted(tensors.keys() - expected.keys()):
-        raise PolicyFileError(f"tensors that its network does not have: {', '.join(foreign[:4])}")
+        raise NetworkFileError(f"tensors that its network does not have: {', '.join(foreign[:4])}")
     for name, array in tensors.items():
         if name.startswith(OPTIMIZER) and array.dtype != np.float32:
-            raise PolicyFileError(f"tensor {name!r} must be of type F32, as the parameters are")
+            raise NetworkFileError(f"tensor {name!r} must be of type F32, as the parameters are")
 
 
 def shipped_directory() -> Path:

@@ -2,8 +2,7 @@
 
 A version is one more than the newest one of its name. The broker refuses the second writer of a version, who takes the
 next, and drops a name's oldest version for the newest. A file whose SHA-256 is not the expected one is refused.
-
-`PolicySource` chooses the policy of a generation at its start, and finds exactly that one again after every restart.
+`PolicyStore.choose` chooses a generation's policy at its start, and finds exactly that one after every restart.
 """
 
 import asyncio
@@ -50,12 +49,20 @@ class StoredPolicy(NamedTuple):
     """RFC 3339; empty for one that does not come from the bus."""
 
 
+def shipped_version(name: str) -> StoredPolicy | None:
+    """The shipped policy of that name; `None` when there is none."""
+    data = shipped_policy(name)
+    return None if data is None else StoredPolicy(name, SHIPPED_VERSION, hashlib.sha256(data).digest(), data)
+
+
 class PolicyStore:
     """The policies on the bus, with an optional directory that keeps what was read."""
 
     def __init__(self, bus: Bus, cache: Path | None = None) -> None:
         self._bus = bus
         self._cache = cache
+        self._held: dict[tuple[str, int | None, bytes | None], LearnedPolicy] = {}
+        """By name, version and digest."""
 
     async def find(self, name: str, version: int | None = None) -> StoredPolicy | None:
         """A version of a policy, the newest by default; `None` when the bus has none.
@@ -75,13 +82,6 @@ class PolicyStore:
         if found is not None:
             self._keep(found)
         return found
-
-    async def get(self, name: str, version: int | None = None) -> StoredPolicy:
-        """The version, as `find` has it; raises ValueError where there is none."""
-        stored = await self.find(name, version)
-        if stored is None:
-            raise ValueError(f"the bus has no {name if version is None else f'version {version} of {name}'}")
-        return stored
 
     async def versions(self, name: str = subjects.ANY) -> list[StoredPolicy]:
         """All versions on the bus that can be read, of one policy or of all: by name, the newest first."""
@@ -128,7 +128,7 @@ class PolicyStore:
                 continue
             return StoredPolicy(name, version, digest, data)
 
-    def cached(self, digest: bytes) -> bytes | None:
+    def _cached(self, digest: bytes) -> bytes | None:
         """A file of this digest, from the cache; `None` when it has none."""
         if self._cache is None:
             return None
@@ -143,7 +143,7 @@ class PolicyStore:
 
     def _keep(self, stored: StoredPolicy) -> None:
         """Leave a copy in the cache; a cache that cannot be written costs only what it would have saved."""
-        if self._cache is None or self.cached(stored.digest) is not None:
+        if self._cache is None or self._cached(stored.digest) is not None:
             return
         path = self._cache / (stored.digest.hex() + SUFFIX)
         partial = path.with_suffix(".partial")
@@ -153,26 +153,6 @@ class PolicyStore:
             partial.replace(path)
         except OSError as error:
             logger.warning("cannot keep a policy in the cache: %s", error)
-
-
-def _stored(message: BusMessage) -> StoredPolicy:
-    try:
-        found = decode(PolicyVersion, message.subject, message.payload)
-    except MalformedMessageError as error:
-        raise ValueError(f"{message.subject} at {message.sequence} cannot be read: {error}") from error
-    if hashlib.sha256(found.content).digest() != found.digest:
-        raise ValueError(f"{message.subject} at {message.sequence} is damaged: its SHA-256 is another")
-    stored_at = dt.datetime.fromtimestamp(message.timestamp_ns / 1e9, dt.UTC).isoformat()
-    return StoredPolicy(found.policy, found.version, found.digest, found.content, stored_at)
-
-
-class PolicySource:
-    """Chooses among policies in code, files of the package and files on the bus."""
-
-    def __init__(self, store: PolicyStore) -> None:
-        self._store = store
-        self._held: dict[tuple[str, int | None, bytes | None], LearnedPolicy] = {}
-        """By name, version and digest."""
 
     async def choose(self, job: Job, recorded: Action | None) -> Policy:
         """The policy for a generation of a job.
@@ -216,22 +196,33 @@ class PolicySource:
 
     async def _find(self, name: str, version: int | None, digest: bytes | None) -> StoredPolicy:
         """Look for a version in the cache, among the shipped files, and on the bus."""
-        shipped = shipped_policy(name)
-        if version is not None and digest and (cached := self._store.cached(digest)) is not None:
+        shipped = shipped_version(name)
+        if version is not None and digest and (cached := self._cached(digest)) is not None:
             return StoredPolicy(name, version, digest, cached)
         if shipped is not None and version == SHIPPED_VERSION:
-            return StoredPolicy(name, SHIPPED_VERSION, hashlib.sha256(shipped).digest(), shipped)
-        if (stored := await self._store.find(name, version)) is not None:
+            return shipped
+        if (stored := await self.find(name, version)) is not None:
             return stored
         if shipped is not None and version is None:
-            return StoredPolicy(name, SHIPPED_VERSION, hashlib.sha256(shipped).digest(), shipped)
-        versions = [str(stored.version) for stored in await self._store.versions(name)]
+            return shipped
+        versions = [str(stored.version) for stored in await self.versions(name)]
         versions += [] if shipped is None else [str(SHIPPED_VERSION)]
         if not versions:
-            known = {*policy_names(), *shipped_names(), *(stored.name for stored in await self._store.versions())}
+            known = {*policy_names(), *shipped_names(), *(stored.name for stored in await self.versions())}
             raise PolicyAbsentError(f"no policy is called {name!r}: choose one of {', '.join(sorted(known))}")
         reason = "which decided this generation so far, is gone" if digest else "does not exist"
         raise PolicyAbsentError(f"version {version} of policy {name!r} {reason}: there is {', '.join(versions)}")
+
+
+def _stored(message: BusMessage) -> StoredPolicy:
+    try:
+        found = decode(PolicyVersion, message.subject, message.payload)
+    except MalformedMessageError as error:
+        raise ValueError(f"{message.subject} at {message.sequence} cannot be read: {error}") from error
+    if hashlib.sha256(found.content).digest() != found.digest:
+        raise ValueError(f"{message.subject} at {message.sequence} is damaged: its SHA-256 is another")
+    stored_at = dt.datetime.fromtimestamp(message.timestamp_ns / 1e9, dt.UTC).isoformat()
+    return StoredPolicy(found.policy, found.version, found.digest, found.content, stored_at)
 
 
 def _wanted(job: Job, recorded: Action | None) -> tuple[int | None, bytes | None]:

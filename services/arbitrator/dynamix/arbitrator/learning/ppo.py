@@ -125,35 +125,28 @@ class Batch(NamedTuple):
     """The critic's values when it acted."""
 
 
-class Losses(NamedTuple):
-    """Losses of one minibatch, and diagnostics of the learning."""
-
-    loss: Tensor
-    policy_loss: Tensor
-    value_loss: Tensor
-    entropy: Tensor
-    approx_kl: Tensor
-    """E[(ratio - 1) - log ratio], Schulman's low-variance estimate."""
-    clipfrac: Tensor
-    """Share of decisions whose ratio left 1 +- clip_coef."""
-
-
 class UpdateStats(NamedTuple):
-    """An update in numbers: means over its minibatches."""
+    """An update in numbers; losses and diagnostics are means over its minibatches."""
 
     loss: float
     policy_loss: float
     value_loss: float
     entropy: float
     approx_kl: float
+    """E[(ratio - 1) - log ratio], Schulman's low-variance estimate."""
     clipfrac: float
+    """Share of decisions whose ratio left 1 +- clip_coef."""
     learning_rate: float
     num_steps: int
     """Optimizer steps taken; fewer than planned when `target_kl` ended the update."""
+    explained_variance: float
+    """1 - Var(returns - values) / Var(returns) before the critic learned from this batch: 1 is a perfect critic, 0 an
+    uninformative one; NaN without variance."""
+    num_decisions: int
 
 
-def losses(network: ActorCritic, batch: Batch, settings: PPOSettings) -> Losses:
-    """The losses of one minibatch."""
+def losses(network: ActorCritic, batch: Batch, settings: PPOSettings) -> dict[str, Tensor]:
+    """The loss of one minibatch, its parts, and diagnostics, by the names of `UpdateStats`."""
     logprobs_N, entropies_N, values_N = network.evaluate(batch.inputs_NI, batch.actions_N)
     logratio_N = logprobs_N - batch.logprobs_N
     ratio_N = logratio_N.exp()
@@ -176,7 +169,14 @@ def losses(network: ActorCritic, batch: Batch, settings: PPOSettings) -> Losses:
         approx_kl = ((ratio_N - 1) - logratio_N).mean()
         clipfrac = ((ratio_N - 1).abs() > settings.clip_coef).float().mean()
     loss = policy_loss - settings.ent_coef * entropy + settings.vf_coef * value_loss
-    return Losses(loss, policy_loss.detach(), value_loss.detach(), entropy.detach(), approx_kl, clipfrac)
+    return {
+        "loss": loss,
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "entropy": entropy,
+        "approx_kl": approx_kl,
+        "clipfrac": clipfrac,
+    }
 
 
 def update(
@@ -196,31 +196,27 @@ def update(
     learning_rate = settings.learning_rate * (1 - min(progress, 1.0) if settings.anneal_lr else 1)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    seen: list[Losses] = []
+    seen: list[dict[str, Tensor]] = []
     for _ in range(settings.update_epochs):
         order = torch.randperm(len(batch.actions_N), generator=generator)
         for rows in order.tensor_split(min(settings.num_minibatches, len(order))):
             found = losses(network, Batch(*(column[rows] for column in batch)), settings)
             optimizer.zero_grad()
-            found.loss.backward()  # type: ignore[no-untyped-call]  # torch's stub
+            found["loss"].backward()  # type: ignore[no-untyped-call]  # torch's stub
             torch.nn.utils.clip_grad_norm_(network.parameters(), settings.max_grad_norm)
             optimizer.step()
-            seen.append(found._replace(loss=found.loss.detach()))
-        if settings.target_kl is not None and seen[-1].approx_kl.item() > settings.target_kl:
+            seen.append({name: value.detach() for name, value in found.items()})
+        if settings.target_kl is not None and seen[-1]["approx_kl"].item() > settings.target_kl:
             break
-    mean = Losses(*(torch.stack(column).mean() for column in zip(*seen, strict=True)))
-    numbers = {name: float(value) for name, value in mean._asdict().items()}
-    return UpdateStats(learning_rate=learning_rate, num_steps=len(seen), **numbers)
-
-
-class LearningStep(NamedTuple):
-    """The result of one call of `learn`."""
-
-    stats: UpdateStats
-    explained_variance: float
-    """1 - Var(returns - values) / Var(returns) before the critic learned from this batch: 1 is a perfect critic, 0 an
-    uninformative one; NaN without variance."""
-    num_decisions: int
+    returns, values = batch.returns_N.numpy().astype(np.float64), batch.values_N.numpy().astype(np.float64)
+    variance = float(np.var(returns))
+    return UpdateStats(
+        learning_rate=learning_rate,
+        num_steps=len(seen),
+        explained_variance=1 - float(np.var(returns - values)) / variance if variance else float("nan"),
+        num_decisions=len(returns),
+        **{name: float(torch.stack([each[name] for each in seen]).mean()) for name in seen[0]},
+    )
 
 
 class Agent:
@@ -266,7 +262,7 @@ class Agent:
                 tensors[OPTIMIZER_STEP] = np.array([state["step"].item()], dtype=np.float32)
         return PolicyFile(msgspec.structs.replace(self.metadata, **changes), tensors)
 
-    def learn(self, trajectories: Sequence[Trajectory], *, progress: float = 0.0) -> LearningStep:
+    def learn(self, trajectories: Sequence[Trajectory], *, progress: float = 0.0) -> UpdateStats:
         """Update the policy from a batch of trajectories, which it decided."""
         assert trajectories, "nothing to learn from"
         number, settings = self.metadata.num_updates, self.metadata.settings
@@ -296,10 +292,7 @@ class Agent:
         self.metadata = msgspec.structs.replace(
             self.metadata, num_updates=number + 1, num_episodes=self.metadata.num_episodes + len(trajectories)
         )
-        *_, all_returns, all_values = floats
-        variance = float(np.var(all_returns))
-        explained = 1 - float(np.var(all_returns - all_values)) / variance if variance else float("nan")
-        return LearningStep(stats, explained, len(batch.actions_N))
+        return stats
 
     def _renormalised(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with the first normalisation, before anything was learned.

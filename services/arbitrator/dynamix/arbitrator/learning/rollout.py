@@ -6,7 +6,7 @@ windows without a new one add to its reward. A decision that was never adopted i
 recovered by folding the recorded states again, with the recorded actions in place of the policy's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -31,11 +31,23 @@ class Recording(NamedTuple):
     """The recorded messages of one generation: unordered except for states, with duplicates and gaps."""
 
     job: Job
-    states: Sequence[tuple[int, State]]
+    states: list[tuple[int, State]]
     """States with their sequence in FEED, in its order: the order in which the arbitrator folded them."""
-    actions: Sequence[Action]
-    applied: Sequence[Applied]
-    rewards: Sequence[Reward]
+    actions: list[Action]
+    applied: list[Applied]
+    rewards: list[Reward]
+
+    @property
+    def num_unrewarded(self) -> int:
+        """Windows of nodes with a state and without its reward."""
+        rewarded = {(reward.window, reward.node) for reward in self.rewards}
+        return len({(state.window, state.node) for _, state in self.states} - rewarded)
+
+    @property
+    def lacks_actions(self) -> bool:
+        """Whether the ranks applied a later action than there is."""
+        last = max((action.window for action in self.actions), default=-1)
+        return any(receipt.decided_window > last for receipt in self.applied)
 
 
 class End(NamedTuple):

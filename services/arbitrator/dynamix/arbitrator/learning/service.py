@@ -74,6 +74,7 @@ GAUGES = {"version": "newest version of the policy"}
 SIGNATURES: tuple[Signature, ...] = ("reward-plateau", "reward-collapse", "value-unexplained")
 """Failure signatures of a learning curve."""
 
+Refuse = Callable[[BusMessage, str], Awaitable[None]]
 A = TypeVarTuple("A")
 R = TypeVar("R")
 
@@ -123,19 +124,6 @@ def _begin_process(parent: int) -> None:
     torch.set_num_threads(1)
 
 
-class Lesson(NamedTuple):
-    """A generation to learn from."""
-
-    recording: Recording
-    terminated: bool
-    """It did all it meant to do: nothing comes after. Otherwise it was cut off."""
-
-    @property
-    def name(self) -> str:
-        """`<job>:<generation>`, which no other has."""
-        return generation_name(self.recording.job)
-
-
 class Outcome(NamedTuple):
     """The result of an update."""
 
@@ -162,24 +150,24 @@ def first_version(policy: str, action_set: ActionSetName, objective: Objective, 
     return Agent.new(metadata).file().to_bytes()
 
 
-def update(content: bytes, lessons: Sequence[Lesson]) -> Outcome:
+def update(content: bytes, lessons: Sequence[tuple[Recording, End]]) -> Outcome:
     """The next version of a policy, after one update from all lessons that can be used."""
     from .ppo import Agent  # noqa: PLC0415 - torch: only in the process of updates
 
     file = PolicyFile.from_bytes(content)
     action_set = action_set_of(file.metadata)
     trajectories, names, refused = [], [], []
-    for lesson in lessons:
+    for recording, end in lessons:
         try:
-            trajectories.append(trajectory_of(lesson.recording, action_set, End(terminated=lesson.terminated)))
-            names.append(lesson.name)
+            trajectories.append(trajectory_of(recording, action_set, end))
+            names.append(generation_name(recording.job))
         except RolloutError as error:
             refused.append(str(error))
     if not trajectories:
         return Outcome(None, [], float("nan"), 0.0, refused)
     agent = Agent.of(file)
     try:
-        learned = agent.learn(trajectories)
+        stats = agent.learn(trajectories)
         version = agent.file(
             parent=file.digest,
             learned_from=(*file.metadata.learned_from, *names)[-MAX_REMEMBERED:],
@@ -191,125 +179,62 @@ def update(content: bytes, lessons: Sequence[Lesson]) -> Outcome:
         # no version: learning from these must not end the learner, again after each restart
         return Outcome(None, [], float("nan"), 0.0, [*refused, f"{', '.join(names)}: {error}"])
     returns = [trajectory.total_reward for trajectory in trajectories]
-    return Outcome(version, returns, learned.explained_variance, learned.stats.approx_kl, refused)
+    return Outcome(version, returns, stats.explained_variance, stats.approx_kl, refused)
 
 
-class Finished(NamedTuple):
-    """A generation that is over."""
+def ended_by(job: Job, running: dict[str, Job], policy: str, pattern: str) -> list[tuple[Job, bool]]:
+    """The generations that are known to be over by a specification, oldest first, and whether each did all it meant to.
 
-    job: Job
-    """Its specification."""
-    terminated: bool
-
-
-class Generations:
-    """Follows the jobs that a policy explores in."""
-
-    def __init__(self, policy: str, pattern: str) -> None:
-        self._policy = policy
-        self._pattern = pattern
-        self._running: dict[str, Job] = {}
-
-    def observe_job(self, job: Job) -> list[Finished]:
-        """Take in a specification; the generations that are known to be over by it, oldest first.
-
-        A specification of a generation not after the newest one seen changes nothing, unless it ends that one.
-        """
-        before = self._running.get(job.job)
-        if before is not None and job.generation < before.generation:
-            return []
-        finished = []
-        if before is not None and job.generation > before.generation:
-            finished.append(Finished(before, terminated=False))
-        if job.phase == "running":
-            self._running[job.job] = job
-        else:
-            self._running.pop(job.job, None)
-            finished.append(Finished(job, terminated=job.end_reason == COMPLETED))
-        return [
-            one
-            for one in finished
-            if one.job.policy_options.get("explore", 0) == 1
-            and one.job.policy == self._policy
-            and fnmatchcase(one.job.job, self._pattern)
-        ]
+    Of those in which the policy explores, in jobs whose names match the pattern. `running` holds each job's newest
+    specification; one of a generation not after that changes nothing, unless it ends that one.
+    """
+    before = running.get(job.job)
+    if before is not None and job.generation < before.generation:
+        return []
+    ended = []
+    if before is not None and job.generation > before.generation:
+        ended.append((before, False))
+    if job.phase == "running":
+        running[job.job] = job
+    else:
+        running.pop(job.job, None)
+        ended.append((job, job.end_reason == COMPLETED))
+    return [
+        (one, terminated)
+        for one, terminated in ended
+        if one.policy_options.get("explore", 0) == 1 and one.policy == policy and fnmatchcase(one.job, pattern)
+    ]
 
 
 class _IntakeStoppedError(Exception):
     """The process stops."""
 
 
-class Collected:
-    """The recorded messages of a generation that is over; made by `collect`."""
-
-    def __init__(self, bus: Bus, job: Job, refuse: Callable[[BusMessage, str], Awaitable[None]]) -> None:
-        self._bus = bus
-        self._refuse = refuse
-        self.job = job
-        self.states: list[tuple[int, State]] = []
-        self.actions: list[Action] = []
-        self.applied: list[Applied] = []
-        self.rewards: list[Reward] = []
-
-    @property
-    def recording(self) -> Recording:
-        """All messages."""
-        return Recording(self.job, self.states, self.actions, self.applied, self.rewards)
-
-    @property
-    def num_unrewarded(self) -> int:
-        """Windows of nodes with a state and without its reward."""
-        rewarded = {(reward.window, reward.node) for reward in self.rewards}
-        return len({(state.window, state.node) for _, state in self.states} - rewarded)
-
-    @property
-    def lacks_actions(self) -> bool:
-        """Whether the ranks applied a later action than there is."""
-        last = max((action.window for action in self.actions), default=-1)
-        return any(receipt.decided_window > last for receipt in self.applied)
-
-    async def read(self, stream: str, wanted: str, grace_s: float = 0.0) -> None:
-        """Read all stored messages of a filter, then more until each state has its reward or time is over."""
-        newest, clock = await self._bus.last(stream, wanted), asyncio.get_running_loop().time
-        async with self._bus.consume(stream, [wanted], start="all") as consumer:
-            position = 0
-            while newest is not None and position < newest.sequence:
-                try:
-                    position = await self._read_batch(consumer, STALL_TIMEOUT_S)
-                except TimeoutError:
-                    raise BusError(f"nothing more of {stream} came within {STALL_TIMEOUT_S:g} s") from None
-            deadline_s = clock() + grace_s
-            with contextlib.suppress(TimeoutError):
-                while self.num_unrewarded and (left_s := deadline_s - clock()) > 0:
-                    await self._read_batch(consumer, left_s)
-
-    async def _read_batch(self, consumer: Reader, timeout_s: float) -> int:
-        """Record the next batch, which has to come within the time-out; returns its last sequence."""
-        async with asyncio.timeout(timeout_s):
-            batch = await anext(consumer, None)
-        if batch is None:
-            raise _IntakeStoppedError
-        for message in batch:
-            try:
-                content = decode_any(message.subject, message.payload)
-            except MalformedMessageError as error:
-                await self._refuse(message, str(error))
-                continue
-            match content:
-                case State(generation=self.job.generation):
-                    self.states.append((message.sequence, content))
-                case Reward(generation=self.job.generation):
-                    self.rewards.append(content)
-                case Applied(generation=self.job.generation):
-                    self.applied.append(content)
-                case Action(generation=self.job.generation):
-                    self.actions.append(content)
-        return batch[-1].sequence
+async def _read_batch(consumer: Reader, found: Recording, refuse: Refuse, timeout_s: float) -> int:
+    """Record the next batch, which has to come within the time-out; returns its last sequence."""
+    async with asyncio.timeout(timeout_s):
+        batch = await anext(consumer, None)
+    if batch is None:
+        raise _IntakeStoppedError
+    for message in batch:
+        try:
+            content = decode_any(message.subject, message.payload)
+        except MalformedMessageError as error:
+            await refuse(message, str(error))
+            continue
+        match content:
+            case State(generation=found.job.generation):
+                found.states.append((message.sequence, content))
+            case Reward(generation=found.job.generation):
+                found.rewards.append(content)
+            case Applied(generation=found.job.generation):
+                found.applied.append(content)
+            case Action(generation=found.job.generation):
+                found.actions.append(content)
+    return batch[-1].sequence
 
 
-async def collect(
-    bus: Bus, job: Job, *, grace_s: float, refuse: Callable[[BusMessage, str], Awaitable[None]]
-) -> Collected | None:
+async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Recording | None:
     """The recorded messages of a generation that is over; `None` when the intake was stopped meanwhile.
 
     All that is stored is read, however long that takes. Rewards pass through one more service than states: for the last
@@ -318,15 +243,31 @@ async def collect(
     Raises:
         BusError: when the streams cannot be read.
     """
-    found, wait = Collected(bus, job, refuse), FailoverWait(bus.stream_state, ACTIONS.name)
+    found, wait = Recording(job, [], [], [], []), FailoverWait(bus.stream_state, ACTIONS.name)
+    clock = asyncio.get_running_loop().time
+
+    async def read(stream: str, wanted: str, grace_s: float = 0.0) -> None:
+        """Read all stored messages of a filter, then more until each state has its reward or time is over."""
+        newest, position = await bus.last(stream, wanted), 0
+        async with bus.consume(stream, [wanted], start="all") as consumer:
+            while newest is not None and position < newest.sequence:
+                try:
+                    position = await _read_batch(consumer, found, refuse, STALL_TIMEOUT_S)
+                except TimeoutError:
+                    raise BusError(f"nothing more of {stream} came within {STALL_TIMEOUT_S:g} s") from None
+            deadline_s = clock() + grace_s
+            with contextlib.suppress(TimeoutError):
+                while found.num_unrewarded and (left_s := deadline_s - clock()) > 0:
+                    await _read_batch(consumer, found, refuse, left_s)
+
     try:
-        await found.read(FEED.name, subjects.of("state", job.job, subjects.ANY))
-        await found.read(FEED.name, subjects.of("applied", job.job))
-        await found.read(FEED.name, subjects.of("reward", job.job, subjects.ANY), grace_s)
-        await found.read(ACTIONS.name, subjects.of("action", job.job))
+        await read(FEED.name, subjects.of("state", job.job, subjects.ANY))
+        await read(FEED.name, subjects.of("applied", job.job))
+        await read(FEED.name, subjects.of("reward", job.job, subjects.ANY), grace_s)
+        await read(ACTIONS.name, subjects.of("action", job.job))
         while found.lacks_actions and await wait.pause():  # of several servers one that was cut off may know less
             found.actions.clear()
-            await found.read(ACTIONS.name, subjects.of("action", job.job))
+            await read(ACTIONS.name, subjects.of("action", job.job))
     except _IntakeStoppedError:
         return None
     return found
@@ -338,8 +279,8 @@ class _Learner:
         self._settings = context.settings
         self._executor = executor
         self._store = PolicyStore(context.bus)
-        self._generations = Generations(context.settings.policy, context.settings.jobs)
-        self._lessons: list[Lesson] = []
+        self._running: dict[str, Job] = {}
+        self._lessons: list[tuple[Recording, End]] = []
         self._unstored: Outcome | None = None
         """An update that is not stored on the bus yet."""
         self._content = b""
@@ -364,9 +305,9 @@ class _Learner:
                     except MalformedMessageError as error:
                         await self._context.dead_letter(message, str(error))
                         continue
-                    for finished in self._generations.observe_job(job):
-                        if generation_name(finished.job) not in self._learned_from:
-                            await self.on_finished(finished)
+                    for ended, terminated in ended_by(job, self._running, self._settings.policy, self._settings.jobs):
+                        if generation_name(ended) not in self._learned_from:
+                            await self.learn_from(ended, terminated=terminated)
 
     async def start(self) -> None:
         """Find the newest version; without one, store a new policy, so that jobs can explore it."""
@@ -380,26 +321,26 @@ class _Learner:
             wanted = (name, new.action_set, new.objective, new.reward_formula)
             await self._put(await self._in_process(first_version, *wanted))
 
-    async def on_finished(self, finished: Finished) -> None:
+    async def learn_from(self, job: Job, *, terminated: bool) -> None:
         """Learn from a generation that is over, once there are enough of them."""
-        settings, job, log = self._settings, finished.job, self._context.log
-        collected = await collect(self._context.bus, job, grace_s=settings.grace_s, refuse=self._context.dead_letter)
-        if collected is None:  # the process stops: after a restart the generation is found again
+        settings, log = self._settings, self._context.log
+        found = await collect(self._context.bus, job, grace_s=settings.grace_s, refuse=self._context.dead_letter)
+        if found is None:  # the process stops: after a restart the generation is found again
             return
         self._learned_from.add(generation_name(job))
         await self._store_update()
-        if self._is_wanted(collected.recording):
+        if self._is_wanted(found):
             self._context.count("generations")
-            if collected.num_unrewarded:  # its outcome is unknown
+            if found.num_unrewarded:  # its outcome is unknown
                 self._context.count("generations_without_last_rewards")
                 log.warning(
                     "rewards did not come in time: taken as cut off",
                     job=job.job,
                     generation=job.generation,
-                    num_unrewarded=collected.num_unrewarded,
+                    num_unrewarded=found.num_unrewarded,
                     grace_s=settings.grace_s,
                 )
-            self._lessons.append(Lesson(collected.recording, finished.terminated and not collected.num_unrewarded))
+            self._lessons.append((found, End(terminated=terminated and not found.num_unrewarded)))
         if self._unstored is not None:
             self._lessons = self._lessons[-NUM_KEPT_UPDATES * settings.generations_per_update :]
         elif len(self._lessons) >= settings.generations_per_update:

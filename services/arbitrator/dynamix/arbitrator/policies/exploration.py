@@ -6,9 +6,6 @@ of the first one is no better, however fast it was. At most `MOST_EXPLORING` arm
 run. One that was better is gone further, the direction of one that was not is given up (the pruning of Zeus over batch
 sizes, arXiv 2208.06102); afterwards the best arm is taken. A run that takes `TOO_SLOW` times as long to a level as the
 best arm so far goes back to it: Zeus's early stop.
-
-Where `Job.objective` is `energy`, joules stand in place of seconds: Zeus's cost, eta * energy + (1 - eta) * max_power *
-time, with eta = 1. Idle devices draw power, too, so that time has its price already, and no counter says max_power.
 """
 
 import math
@@ -19,7 +16,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from dynamix.schemas.messages import ArmRecord
-from dynamix.schemas.messages.allocation import Objective
 
 from .policy import Array32, Array64, job_value
 
@@ -29,7 +25,7 @@ STEP = 2.0**-0.125
 NUM_COMPARED = 8
 MOST_EXPLORING = 2
 WORTH = 0.93
-"""An arm is better if it costs at most this share of the first one: equal runs differ by a seventh between seeds."""
+"""An arm is better at this share of the first one's time or less: equal runs differ by a seventh between seeds."""
 TOO_SLOW = 1.25
 MAX_SHORT = 4
 FEWEST_WINDOWS = 6
@@ -51,8 +47,8 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
     reference: Array64 = msgspec.field(default_factory=lambda: np.zeros(NUM_LEVELS))
     """Milestones of the best arm so far; 0 where unknown."""
     own: Array64 = msgspec.field(default_factory=lambda: np.zeros(NUM_LEVELS))
-    cost: float = 0.0
-    """Seconds of training so far, or joules; NaN from the first window on whose joules are unknown."""
+    time_s: float = 0.0
+    """Of training so far."""
     accuracy: float = math.nan
     """On held-out data, smoothed."""
     num_windows: int = 0
@@ -89,27 +85,25 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
         """Result of the run; `None` if it is unknown."""
         if not self.own.any():
             return None
-        milestones = tuple(round(cost, 3) for cost in self.own.tolist())
+        milestones = tuple(round(time_s, 3) for time_s in self.own.tolist())
         return ArmRecord(self.tried, 1, int(self.stopped), milestones)
 
-    def observe(self, global_F: Array32, num_steps: int, objective: Objective = "time") -> "Exploration":
+    def observe(self, global_F: Array32, num_steps: int) -> "Exploration":
         """After one more window."""
         step_s, accuracy = job_value(global_F, "step_time_s"), job_value(global_F, "held_out_accuracy")
         if self.stopped or not 0.0 < step_s < math.inf:
             return self
-        spent = step_s * num_steps if objective == "time" else job_value(global_F, "energy_j")
-        cost, smoothed, own = self.cost + spent, self.accuracy, self.own
+        time_s, smoothed, own = self.time_s + step_s * num_steps, self.accuracy, self.own
         if math.isfinite(accuracy):
             smoothed = accuracy if math.isnan(smoothed) else smoothed + SMOOTHING * (accuracy - smoothed)
-            if math.isfinite(cost):
-                error = max(1.0 - smoothed, STEP**NUM_LEVELS)
-                num_levels = math.floor(math.log(error) / math.log(STEP) + 1e-9) if error < 1.0 else 0
-                reached = np.arange(NUM_LEVELS) < num_levels
-                own = np.where(reached & (own == 0.0), cost, own)
+            error = max(1.0 - smoothed, STEP**NUM_LEVELS)
+            num_levels = math.floor(math.log(error) / math.log(STEP) + 1e-9) if error < 1.0 else 0
+            reached = np.arange(NUM_LEVELS) < num_levels
+            own = np.where(reached & (own == 0.0), time_s, own)
         missing = np.flatnonzero((own == 0.0) & (self.reference > 0.0))
         may_stop = self.tried != self.best and self.num_windows >= FEWEST_WINDOWS and missing.size > 0
-        stopped = may_stop and cost > TOO_SLOW * float(self.reference[missing[0]])
-        known = replace(self, cost=cost, accuracy=smoothed, own=own, stopped=stopped)
+        stopped = may_stop and time_s > TOO_SLOW * float(self.reference[missing[0]])
+        known = replace(self, time_s=time_s, accuracy=smoothed, own=own, stopped=stopped)
         return replace(known, num_windows=self.num_windows + 1)
 
 
@@ -129,7 +123,7 @@ def next_arm(records: Sequence[ArmRecord]) -> float:
 
 
 def score(record: ArmRecord, first: ArmRecord) -> float:
-    """The cost of an arm over that of the first; NaN where they have nothing in common, or the arm ended early."""
+    """The time of an arm over that of the first; NaN where they have nothing in common, or the arm ended early."""
     ours, theirs = _levels(record), _levels(first)
     if _last(theirs) - _last(ours) > MAX_SHORT:
         return math.nan

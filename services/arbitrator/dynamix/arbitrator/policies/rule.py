@@ -118,7 +118,7 @@ class Rule:
 
         # what this run tries out
         if job.explores:
-            exploration = tried.observe(global_F, steps_of(job, global_F), job.objective)
+            exploration = tried.observe(global_F, steps_of(job, global_F))
         scale = noise.noise_scale * option(self.options, job, "noise_multiplier")
 
         # how gradients are exchanged
@@ -183,7 +183,7 @@ class Rule:
                     sync_slope=model.sync_slope,
                 )
         runs = EarlierRuns(Standing.ABSENT if fit is None else Standing.ON_TRIAL)
-        records = profile.arms_of(job.objective) if is_of_these else ()
+        records = profile.arms if is_of_these else ()
         exploration = Exploration.of_records(records, is_restart=job.generation > 0)
         return pack(_kept(job, _State(noise=NoiseMemory(), fit=fit, runs=runs, exploration=exploration), memory))
 
@@ -248,6 +248,4 @@ def _note(before: EarlierRuns, runs: EarlierRuns, seen: SeenTimes, tried: Explor
         found.append(dropped if seen.disagreement else "the first windows agree with its profile")
     if now.stopped and not tried.stopped:
         found.append(f"stopped trying {tried.label}: too far behind earlier runs")
-    if math.isnan(now.cost) and not math.isnan(tried.cost):
-        found.append("a window's energy is unknown: with what this run spends from here on nothing is compared")
     return "; ".join(found)

@@ -13,8 +13,8 @@ from dynamix.schemas import codec, subjects
 from dynamix.schemas.messages import Action, JobProfile, Live, Message, PolicyVersion
 from dynamix.schemas.subjects import BY_STRUCT
 
-from .connection import BrokerConnection, DeniedCallback
-from .errors import StaleWriterError
+from .connection import BrokerConnection
+from .errors import PermissionDeniedError, StaleWriterError
 from .follow import Following, Subscription
 from .publish import Publisher
 from .read import DirectReader, DurableReader, Reader, Start
@@ -27,12 +27,8 @@ class _PurgeAnswer(Answer):
     purged: int = 0
 
 
-class _ApiUse(msgspec.Struct, frozen=True):
-    total: int = 0
-
-
 class _AccountInfo(Answer):
-    api: _ApiUse = _ApiUse()
+    api: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Bus:
@@ -48,7 +44,7 @@ class Bus:
         self.num_handled: collections.Counter[str] = collections.Counter()
         self.requests = Requests(connection)
         self._publisher = Publisher(connection)
-        connection.leave_while(lambda: bool(self._publisher.num_late or self.requests.num_late))
+        connection.is_stalled = lambda: bool(self._publisher.num_late or self.requests.num_late)
         self._intake: weakref.WeakSet[Reader | Subscription | Following] = weakref.WeakSet()
         self._intake_stopped = False
         self._counters = dict.fromkeys(
@@ -118,9 +114,9 @@ class Bus:
         """Whether there is a connection now."""
         return self._connection.connected.is_set()
 
-    def when_denied(self, callback: DeniedCallback) -> Callable[[], None]:
+    def when_denied(self, callback: Callable[[str, PermissionDeniedError], None]) -> Callable[[], None]:
         """Call `callback` with each subject, in small letters, that the broker denies; returns how to end that."""
-        return self._connection.when_denied(callback)
+        return self._connection.when("denied", callback)
 
     async def publish(self, message: Message) -> int:
         """Publish and wait for the acknowledgement; returns the sequence in the stream.
@@ -175,10 +171,7 @@ class Bus:
 
     async def publish_live(self, message: Live) -> None:
         """Publish on core NATS, unstored; while disconnected it is dropped and counted."""
-        sent = await self._connection.send(
-            subjects.of("live", message.service, message.instance), codec.encode(message)
-        )
-        if not sent:
+        if not await self._connection.send(subjects.subject_of(message), codec.encode(message)):
             self._counters["dropped_live"] += 1
 
     async def last(self, stream: str, subject: str) -> BusMessage | None:
@@ -207,7 +200,8 @@ class Bus:
 
         Requests for messages (MSG.NEXT, DIRECT.GET) are none of the API.
         """
-        return (await self.requests.ask("INFO", None, _AccountInfo)).api.total
+        num_requests: int = (await self.requests.ask("INFO", None, _AccountInfo)).api["total"]
+        return num_requests
 
     def consume(
         self,
@@ -227,8 +221,8 @@ class Bus:
         `start` counts only when it does not know it yet.
         """
         place = self._connection, self.requests, stream, subjects
-        counted = {"counters": self._counters, "num_handled": self.num_handled}
-        options: dict[str, Any] = {"start": start, "max_batch": max_batch, **counted}
+        options: dict[str, Any] = {"start": start, "max_batch": max_batch}
+        options |= {"counters": self._counters, "num_handled": self.num_handled}
         if durable is None:
             return self._admit(DirectReader(*place, **options))
         return self._admit(DurableReader(*place, durable=durable, **options))

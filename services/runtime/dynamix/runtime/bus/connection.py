@@ -19,7 +19,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import ParseResult, unquote, urlsplit
 
 import nats
@@ -39,9 +39,6 @@ logger = logging.getLogger(__name__)
 NOT_YET_VALID, EXPIRED = 9, 10
 OTHER_NAME, OTHER_EMAIL, OTHER_ADDRESS = 62, 63, 64
 """OpenSSL's numbers: X509_V_ERR_... of x509_vfy.h."""
-
-
-Sign = Callable[[str], bytes]
 
 SIGNATURE_BYTES = 8
 """Bytes of the signature in a message's identity."""
@@ -89,8 +86,8 @@ class Login:
         """The user's password."""
         return password_of(self._settings) or unquote(urlsplit(self._settings.url).password or "")
 
-    def challenge(self) -> tuple[str, Sign]:
-        """The JWT, and what signs with its key; raises nats-py's error where the file is broken or another user's."""
+    def sign(self, nonce: str) -> bytes:
+        """The answer to the broker's challenge; raises nats-py's error where the file is broken or another user's."""
         try:
             credential = credential_in(self._settings)
         except ValueError as error:
@@ -99,8 +96,13 @@ class Login:
         if credential.name != self.user:  # whose inbox it may not listen to
             what = f"{self._settings.creds_file} is now {credential.name}'s, not {self.user}'s"
             raise nats.errors.Error(f"nats: {what}: restart this process")
-        self._credential, key = credential, Key(credential.seed)
-        return credential.jwt, lambda nonce: base64.b64encode(key.sign(nonce))
+        self._credential = credential
+        return base64.b64encode(Key(credential.seed).sign(nonce))
+
+    def jwt(self) -> bytearray:
+        """The JWT of the credential that `sign` read last."""
+        assert self._credential is not None, "asked with a credential only"
+        return bytearray(self._credential.jwt.encode())
 
     def refusal(self) -> str:
         """The message for a login that the broker refuses."""
@@ -146,8 +148,6 @@ class Client(nats.aio.client.Client):
     def __init__(self) -> None:
         super().__init__()
         self.handlers: dict[int, Handler] = {}
-        self.challenge: Callable[[], tuple[str, Callable[[str], bytes]]] | None = None
-        """Called before each connection: our JWT, and what signs the broker's challenge."""
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         handler = self.handlers.get(sid)
@@ -164,10 +164,6 @@ class Client(nats.aio.client.Client):
         if isinstance(self._transport, _Transport):
             self._transport.close()
         self._transport = _Transport()
-        if self.challenge is not None:
-            jwt, self._signature_cb = self.challenge()
-            self._user_jwt_cb = lambda: bytearray(jwt.encode())
-            self._auth_configured = True
         await self._transport.connect(s.uri, nats.aio.client.DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
 
     async def _process_err(self, err_msg: str) -> None:
@@ -252,8 +248,7 @@ LEAVE_AFTER_S = 5.0
 another so long after it is noticed. That takes 5 s, and a cluster without a leader elects one in 4 to 9 s."""
 MAX_REFUSED_LOGINS = 3
 
-DeniedCallback = Callable[[str, PermissionDeniedError], None]
-"""Takes a subject in small letters, as nats-py reports it."""
+Event = Literal["reconnected", "denied", "closed"]
 
 _DENIED = re.compile(r'permissions violation for (publish|subscription)[^"]*"([^"]+)"', re.IGNORECASE)
 
@@ -265,6 +260,7 @@ class BrokerConnection:
         counters: what happened so far, by name.
         connected: set while there is a connection.
         inbox: prefix of every subject that this connection listens to for replies (`Login.inbox`).
+        is_stalled: whether the server stores nothing; after `LEAVE_AFTER_S` we go to another one, where there is one.
         login: our user.
     """
 
@@ -282,8 +278,6 @@ class BrokerConnection:
         self._name = name
         self._on_closed = on_closed
         self._client = Client()
-        if self.login.has_key:
-            self._client.challenge = self._challenge
         self._wait = True
         self._opened = False
         self._closing = False
@@ -296,10 +290,8 @@ class BrokerConnection:
         self._logged_reasons: set[str] = set()
         """Logged reasons of failed connections since the last one: an equal failure is not logged again."""
         self._watcher: asyncio.Task[None] | None = None
-        self._on_reconnected: list[Callable[[], None]] = []
-        self._on_denied: list[DeniedCallback] = []
-        self._on_closing: list[Callable[[], None]] = []
-        self._is_stalled: list[Callable[[], bool]] = []
+        self._callbacks: dict[Event, list[Callable[..., None]]] = {"reconnected": [], "denied": [], "closed": []}
+        self.is_stalled: Callable[[], bool] = lambda: False
         self._stalled_at: float | None = None
 
     async def open(self, *, wait: bool) -> None:
@@ -336,24 +328,14 @@ class BrokerConnection:
         """The broker's limit for payload and headers together, in bytes."""
         return self._client.max_payload
 
-    def when_reconnected(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` after each reconnection; returns how to take that back."""
-        self._on_reconnected.append(callback)
-        return lambda: self._on_reconnected.remove(callback)
+    def when(self, event: Event, callback: Callable[..., None]) -> Callable[[], None]:
+        """Call `callback` at each such event; returns a function that cancels it.
 
-    def when_denied(self, callback: DeniedCallback) -> Callable[[], None]:
-        """Call `callback` with each subject that the broker denies; returns how to take that back."""
-        self._on_denied.append(callback)
-        return lambda: self._on_denied.remove(callback)
-
-    def when_closed(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` when the broker closes the connection for good; returns a function that cancels it."""
-        self._on_closing.append(callback)
-        return lambda: self._on_closing.remove(callback)
-
-    def leave_while(self, is_stalled: Callable[[], bool]) -> None:
-        """Go to another server, where there is one, when `is_stalled` for `LEAVE_AFTER_S`."""
-        self._is_stalled.append(is_stalled)
+        `denied` passes the subject in small letters, as nats-py reports it, and a PermissionDeniedError; `closed` is
+        when the broker closes the connection for good.
+        """
+        self._callbacks[event].append(callback)
+        return lambda: self._callbacks[event].remove(callback)
 
     async def send(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> bool:
         """Hand a message to the socket. False while disconnected: nothing is buffered for later.
@@ -427,7 +409,9 @@ class BrokerConnection:
         options: dict[str, Any] = {}
         if (tls := tls_context(settings)) is not None:  # read at each start: a new authority needs no other settings
             options["tls"] = tls
-        if self.login.user and not self.login.has_key:
+        if self.login.has_key:
+            options |= {"signature_cb": self._sign, "user_jwt_cb": self.login.jwt}
+        elif self.login.user:
             options |= {"user": self.login.user, "password": self._password}
         await self._client.connect(
             servers=[url.strip() for url in settings.url.split(",")],
@@ -447,15 +431,10 @@ class BrokerConnection:
             **options,
         )
 
-    def _challenge(self) -> tuple[str, Sign]:
-        """Called before each connection; what signs is called after the server's INFO."""
-        jwt, sign = self.login.challenge()
-
-        def sign_unless_clear(nonce: str) -> bytes:
-            self._refuse_clear_text()
-            return sign(nonce)
-
-        return jwt, sign_unless_clear
+    def _sign(self, nonce: str) -> bytes:
+        """As `_password`, and before the JWT is taken."""
+        self._refuse_clear_text()
+        return self.login.sign(nonce)
 
     def _refuse_clear_text(self) -> None:
         """See, after the server's INFO, that it speaks TLS where that is demanded: the last chance to send nothing."""
@@ -502,7 +481,7 @@ class BrokerConnection:
                 f"the broker does not let user {self.login.user!r} {'publish' if operation == 'publish' else 'listen'} "
                 f"to {subject}: its key is for another role, job, node or instance (`dynamix keys list`, SECURITY.md)"
             )
-            for callback in list(self._on_denied):
+            for callback in list(self._callbacks["denied"]):
                 callback(subject.lower(), denial)
         if is_refused_login(error):
             self._refused_logins += 1
@@ -533,7 +512,7 @@ class BrokerConnection:
         self.connected.set()
         self._logged_reasons.clear()
         logger.warning("reconnected to the bus")  # as loud as its loss
-        for callback in list(self._on_reconnected):
+        for callback in list(self._callbacks["reconnected"]):
             callback()
 
     async def _on_close(self) -> None:
@@ -546,7 +525,7 @@ class BrokerConnection:
         self._reported = True
         if not self._while_waiting:  # else the caller reports it, and connects again
             logger.error("the connection to the bus is closed for good: %s", reason)
-        for callback in list(self._on_closing):
+        for callback in list(self._callbacks["closed"]):
             callback()
         if self._on_closed is not None:
             self._on_closed(reason)
@@ -560,21 +539,17 @@ class BrokerConnection:
                 await self._on_close()
             elif self.connected.is_set():
                 self._last_attempt = now
-                if not any(is_stalled() for is_stalled in self._is_stalled):
+                if not self.is_stalled():
                     self._stalled_at = None
                 elif self._stalled_at is None:
                     self._stalled_at = now
                 elif now > self._stalled_at + LEAVE_AFTER_S:
-                    await self._leave()
+                    self._stalled_at = None
+                    if len(self._client._server_pool) > 1:  # noqa: SLF001 - nats-py shows it nowhere else
+                        logger.warning("the server answers and stores nothing; going to another one")
+                        await self._client.force_reconnect()
             elif now - self._last_attempt > STALLED_AFTER_S:
                 self._report_closed(f"no attempt to reconnect for {STALLED_AFTER_S:g} s")
-
-    async def _leave(self) -> None:
-        """Make nats-py treat the connection as lost: it connects to another server."""
-        self._stalled_at = None
-        if len(self._client._server_pool) > 1:  # noqa: SLF001 - nats-py shows it nowhere else
-            logger.warning("the server answers and stores nothing; going to another one")
-            await self._client.force_reconnect()
 
 
 def describe(error: Exception) -> str:

@@ -42,8 +42,8 @@ class _Listener:
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._stack.callback(self._connection.when_denied(self._on_denied))
-        self._stack.callback(self._connection.when_closed(self.end))
+        self._stack.callback(self._connection.when("denied", self._on_denied))
+        self._stack.callback(self._connection.when("closed", self.end))
         subscription = await self._connection.subscribe(self._heard_on, self._on_message)
         self._stack.push_async_callback(self._connection.unsubscribe, subscription)
         return self
@@ -129,7 +129,7 @@ class Following(_Listener):
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        self._stack.callback(self._connection.when_reconnected(self._look_now.set))
+        self._stack.callback(self._connection.when("reconnected", self._look_now.set))
         self._looking = asyncio.create_task(self._look())
         return self
 

@@ -5,6 +5,7 @@ Services and training processes share it. In come the process's counters and mes
 """
 
 import asyncio
+import collections
 import contextlib
 import faulthandler
 import hashlib
@@ -108,29 +109,15 @@ class Watchdog:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def _watch(self) -> None:
-        """Runs in the thread."""
-        blocked = Blocked(self._look_s, time.monotonic())
+        """Run in the thread: add up the seconds without a tick."""
+        blocked_s, last_s, num_ticks = 0.0, time.monotonic(), self._num_ticks
         while not self._ended.wait(self._look_s):
-            blocked_s = blocked.look(self._num_ticks, time.monotonic())
+            now_s = time.monotonic()
+            lived_s = min(now_s - last_s, 2 * self._look_s)  # a late look: this process did not run
+            blocked_s = blocked_s + lived_s if num_ticks == self._num_ticks else 0.0
+            last_s, num_ticks = now_s, self._num_ticks
             if blocked_s >= self._limit_s:
                 end_stuck_process(blocked_s)
-
-
-class Blocked:
-    """Time since a loop's last tick, measured by a thread that checks every `look_s`. Pure."""
-
-    def __init__(self, look_s: float, now_s: float) -> None:
-        self._look_s = look_s
-        self._last_s = now_s
-        self._num_ticks = 0
-        self._blocked_s = 0.0
-
-    def look(self, num_ticks: int, now_s: float) -> float:
-        """Seconds without a tick. A late look, because the process did not run, counts as two intervals at most."""
-        lived_s = min(now_s - self._last_s, 2 * self._look_s)
-        self._blocked_s = self._blocked_s + lived_s if num_ticks == self._num_ticks else 0.0
-        self._last_s, self._num_ticks = now_s, num_ticks
-        return self._blocked_s
 
 
 def end_stuck_process(blocked_s: float) -> None:
@@ -223,7 +210,7 @@ class DeadLetters:
         counters: gets `dead_letters`, and `dead_letters_not_kept` for those over the rate or refused by the bus.
     """
 
-    def __init__(self, bus: Bus, service: str, counters: dict[str, int]) -> None:
+    def __init__(self, bus: Bus, service: str, counters: collections.Counter[str]) -> None:
         self._bus = bus
         self._service = service
         self._counters = counters
@@ -231,10 +218,10 @@ class DeadLetters:
 
     async def set_aside(self, message: BusMessage, reason: str) -> None:
         """Set a message aside; never raises."""
-        self._count("dead_letters")
+        self._counters["dead_letters"] += 1
         kind, job = tokens_of(message.subject)
         if not self._limit.allow(kind):
-            self._count("dead_letters_not_kept")
+            self._counters["dead_letters_not_kept"] += 1
             return
         dead = Dead(
             service=self._service,
@@ -250,11 +237,8 @@ class DeadLetters:
         try:
             await self._bus.publish_bytes_soon(subjects.of("dead", kind, job), codec.encode(dead), identity)
         except (BusError, ValueError) as error:
-            self._count("dead_letters_not_kept")
+            self._counters["dead_letters_not_kept"] += 1
             logger.warning("a dead letter was not kept: %s", error)
-
-    def _count(self, name: str) -> None:
-        self._counters[name] = self._counters.get(name, 0) + 1
 
 
 def tokens_of(subject: str) -> tuple[str, str]:

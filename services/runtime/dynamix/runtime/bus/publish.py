@@ -143,9 +143,9 @@ class Publisher:
     async def open(self) -> None:
         """Listen for acknowledgements and start to watch deadlines."""
         await self._connection.subscribe(self._prefix + "*", self._on_ack)
-        self._connection.when_reconnected(self._on_reconnected)
-        self._connection.when_denied(self._on_denied)
-        self._connection.when_closed(lambda: self._fail_all(ConnectionClosedError("the connection is closed")))
+        self._connection.when("reconnected", self._on_reconnected)
+        self._connection.when("denied", self._on_denied)
+        self._connection.when("closed", lambda: self._fail_all(ConnectionClosedError("the connection is closed")))
         self._retries = asyncio.create_task(self._retry(), name="publish retries")
 
     async def close(self) -> None:

@@ -133,9 +133,9 @@ class Reader(ABC):
     async def __aenter__(self) -> Self:
         lost = LostError("the connection was lost")
         for forget in (
-            self._connection.when_reconnected(lambda: self._interrupt(lost)),
-            self._connection.when_closed(lambda: self._fail(ConnectionClosedError("the connection is closed"))),
-            self._connection.when_denied(self._on_denied),
+            self._connection.when("reconnected", lambda: self._interrupt(lost)),
+            self._connection.when("closed", lambda: self._fail(ConnectionClosedError("the connection is closed"))),
+            self._connection.when("denied", self._on_denied),
         ):
             self._stack.callback(forget)
         try:
@@ -413,16 +413,13 @@ class DirectReader(Reader):
         elif self._behind_since is None:
             self._behind_since = begun
         elif begun > self._behind_since + LAG_S:
-            await self._ask_leader()
-
-    async def _ask_leader(self) -> None:
-        which = {"seq": self._next, "next_by_subj": self._filter}
-        with suppress(BusError):  # our user may not, or the leader is gone
-            found = await self._requests.find_message(self._stream, which, SILENT_S)
-            if found is None:
-                self._promised = 0  # it is gone
-            else:
-                self._accept(found)
+            which = {"seq": self._next, "next_by_subj": self._filter}
+            with suppress(BusError):  # our user may not ask the leader, or it is gone
+                found = await self._requests.find_message(self._stream, which, SILENT_S)
+                if found is None:
+                    self._promised = 0  # it is gone
+                else:
+                    self._accept(found)
 
     async def _check_stream(self) -> StreamState:
         state = await super()._check_stream()
@@ -524,7 +521,15 @@ async def make_durable(
         present = {"name": name, "durable_name": name, "deliver_policy": start}
         if isinstance(start, int):
             present |= {"deliver_policy": "by_start_sequence", "opt_start_seq": max(start, 1)}
-    wanted = _settings(filter)
+    wanted = {
+        "ack_policy": "all",
+        "ack_wait": int(ACK_WAIT_S * 1e9),
+        "max_ack_pending": MAX_ACK_PENDING,
+        "filter_subject": filter,
+        "priority_groups": [GROUP],
+        "priority_policy": "pinned_client",
+        "priority_timeout": int(PINNED_S * 1e9),
+    }
     if any(present.get(key) != value for key, value in wanted.items()):
         # the filter stands in the subject, too, so that permissions can limit it
         operation = f"CONSUMER.CREATE.{stream}.{name}.{filter}"
@@ -538,18 +543,6 @@ async def remove_durable(requests: Requests, stream: str, name: str) -> None:
     except ApiError as error:
         if error.err_code != CONSUMER_NOT_FOUND:
             raise
-
-
-def _settings(subject: str) -> dict[str, Any]:
-    return {
-        "ack_policy": "all",
-        "ack_wait": int(ACK_WAIT_S * 1e9),
-        "max_ack_pending": MAX_ACK_PENDING,
-        "filter_subject": subject,
-        "priority_groups": [GROUP],
-        "priority_policy": "pinned_client",
-        "priority_timeout": int(PINNED_S * 1e9),
-    }
 
 
 def parse_delivery(
@@ -631,7 +624,6 @@ class DurableReader(Reader):
         if self._start == "new":
             self._start = state.last_sequence + 1
         self._unacknowledged.clear()
-        place = f"{self._stream}.{self._name}"
         start = self._last + 1 if self._last else self._start
         assert start != "last_per_subject", "refused above"
         try:
@@ -641,7 +633,7 @@ class DurableReader(Reader):
             text = f"{missing}: `dynamix keys create` or `dynamix provision` makes it ({error})"
             raise (PermissionDeniedError(text) if is_first else BusError(text)) from error
         self._next_delivery = 1
-        await self._requests.ask(f"CONSUMER.RESET.{place}", None, _ConsumerInfo)
+        await self._requests.ask(f"CONSUMER.RESET.{self._stream}.{self._name}", None, _ConsumerInfo)
         self._lost = ""
 
     def _begin_again(self, created_ns: int) -> None:

@@ -6,13 +6,13 @@
 import asyncio
 import datetime as dt
 import itertools
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from .connection import API, NO_RESPONDERS, NOT_FOUND, BrokerConnection, parse_status
 from .errors import (
@@ -26,8 +26,6 @@ from .errors import (
     PermissionDeniedError,
     StreamMissingError,
 )
-
-logger = logging.getLogger(__name__)
 
 MESSAGE_ID = "Nats-Msg-Id"
 SIGNED = "#"
@@ -102,20 +100,25 @@ class BusMessage(NamedTuple):
         return value.strip().decode(errors="replace").partition(SIGNED)[0]
 
 
-class StreamState(NamedTuple):
+class StreamState(msgspec.Struct, frozen=True):
     """State of a stream; `first_sequence` is one above `last_sequence` when it is empty."""
 
-    first_sequence: int
-    last_sequence: int
-    num_messages: int
-    num_bytes: int = 0
-    span_s: float = 0.0
-    """Time between the oldest and the newest message."""
+    first_sequence: int = msgspec.field(name="first_seq")
+    last_sequence: int = msgspec.field(name="last_seq")
+    num_messages: int = msgspec.field(name="messages")
+    num_bytes: int = msgspec.field(name="bytes", default=0)
+    first_ts: str = ""
+    last_ts: str = ""
     num_replicas: int = 1
     copies: StreamCopies = StreamCopies()
     """Empty where there is no cluster."""
     created: str = ""
     """Creation time of the stream: one that was deleted and made again has another time, and other messages."""
+
+    @property
+    def span_s(self) -> float:
+        """Time between the oldest and the newest message."""
+        return (nanoseconds(self.last_ts) - nanoseconds(self.first_ts)) / 1e9 if self.num_messages else 0.0
 
 
 REQUEST_TIMEOUT_S = 2.0
@@ -142,17 +145,8 @@ class Answer(msgspec.Struct):
     error: Refusal | None = None
 
 
-class _State(msgspec.Struct):
-    messages: int
-    first_seq: int
-    last_seq: int
-    bytes: int = 0
-    first_ts: str = ""
-    last_ts: str = ""
-
-
 class _StreamInfo(Answer):
-    state: _State | None = None
+    state: StreamState | None = None
     config: dict[str, Any] = msgspec.field(default_factory=dict)
     created: str = ""
     cluster: StreamCopies = StreamCopies()
@@ -169,13 +163,6 @@ class _StoredAnswer(Answer):
     message: _StoredMessage | None = None
 
 
-class _Reply(NamedTuple):
-    """An answer: payload and raw headers."""
-
-    payload: bytes
-    headers: bytes
-
-
 A = TypeVar("A", bound=Answer)
 T = TypeVar("T")
 
@@ -187,7 +174,7 @@ class Requests:
         self._connection = connection
         self._prefix = f"{connection.inbox}.r."
         self._tokens = itertools.count()
-        self._waiting: dict[bytes, tuple[str, asyncio.Future[_Reply | None]]] = {}
+        self._waiting: dict[bytes, tuple[str, asyncio.Future[tuple[bytes, bytes] | None]]] = {}
         self._inbox_denial: PermissionDeniedError | None = None
         self._asked_at: dict[int, float] = {}
         """Start of each request without a final answer, its repetitions included."""
@@ -201,9 +188,9 @@ class Requests:
     async def open(self) -> None:
         """Listen for answers."""
         await self._connection.subscribe(self._prefix + "*", self._on_answer)
-        self._connection.when_denied(self._on_denied)
-        self._connection.when_closed(self.close)
-        self._connection.when_reconnected(self._on_reconnected)
+        self._connection.when("denied", self._on_denied)
+        self._connection.when("closed", self.close)
+        self._connection.when("reconnected", self._on_reconnected)
 
     async def check_inbox(self) -> None:
         """Wait until the broker has seen our subscriptions. Raises PermissionDeniedError for a denied own inbox."""
@@ -227,7 +214,20 @@ class Requests:
             NoAnswerError: when no answer comes within the budget.
         """
         payload = b"" if body is None else msgspec.json.encode(body)
-        return await self._until_answered(operation, lambda: self._ask_once(operation, payload, answer), budget_s)
+
+        async def once() -> A:
+            reply = await self._round_trip(API + operation, payload)
+            if reply is None:
+                raise ApiError(f"{operation}: JetStream does not answer (is it enabled?)", UNAVAILABLE, 0)
+            result = msgspec.json.decode(reply[0], type=answer)
+            if (error := result.error) is not None:
+                text = f"{operation}: {error.description} (code {error.code}, error {error.err_code})"
+                if error.err_code == STREAM_NOT_FOUND:
+                    raise StreamMissingError(f"{text}: run `dynamix provision`")
+                raise ApiError(text, error.code, error.err_code)
+            return result
+
+        return await self._until_answered(operation, once, budget_s)
 
     async def ask_server(self, subject: str, payload: bytes) -> bytes:
         """The answer to a request that is not JetStream's, sent once. Raises NoAnswerError, PermissionDeniedError."""
@@ -237,24 +237,14 @@ class Requests:
             reply = None
         if reply is None:
             raise NoAnswerError(f"no answer to {subject} within {REQUEST_TIMEOUT_S:g} s")
-        return reply.payload
+        return reply[0]
 
     async def stream_state(self, stream: str) -> StreamState:
         """The state of a stream. Raises StreamMissingError when there is none of this name."""
         info = await self.ask(f"STREAM.INFO.{stream}", None, _StreamInfo)
-        state = info.state
-        assert state is not None, "the API answers with an error or a state"
-        span_ns = nanoseconds(state.last_ts) - nanoseconds(state.first_ts) if state.messages else 0
-        return StreamState(
-            state.first_seq,
-            state.last_seq,
-            state.messages,
-            state.bytes,
-            span_ns / 1e9,
-            num_replicas=info.config.get("num_replicas", 1),
-            copies=info.cluster,
-            created=info.created,
-        )
+        assert info.state is not None, "the API answers with an error or a state"
+        num_replicas = info.config.get("num_replicas", 1)
+        return replace(info.state, num_replicas=num_replicas, copies=info.cluster, created=info.created)
 
     async def stream_config(self, stream: str) -> dict[str, Any]:
         """The stream's configuration. Raises StreamMissingError when there is none of this name."""
@@ -287,13 +277,23 @@ class Requests:
         not exist answers as one that is not ready: nothing; it is asked for `NO_STREAM_S`. Otherwise as `ask`.
         """
         operation = f"DIRECT.GET.{stream}.{subject}"
-        found = await self._until_answered(operation, lambda: self._ask_directly_once(operation), NO_STREAM_S)
-        if found is None:
-            return None
-        _, _, place = found.headers.rpartition(b"\r\nNats-Sequence:")  # the sender may have written one before
-        return BusMessage(subject, found.payload, int(place.partition(b"\r\n")[0]), 0, 0, found.headers)
 
-    async def _until_answered(self, operation: str, once: Callable[[], Awaitable[T]], budget_s: float = BUDGET_S) -> T:
+        async def once() -> BusMessage | None:
+            reply = await self._round_trip(API + operation, b"")
+            if reply is None:
+                raise ApiError(f"{operation}: no such stream answers (run `dynamix provision`)", UNAVAILABLE, 0)
+            payload, headers = reply
+            status = parse_status(headers)
+            if status.code == NOT_FOUND:
+                return None
+            if status.code:
+                raise ApiError(f"{operation}: {status.text} (code {status.code})", status.code, 0)
+            _, _, place = headers.rpartition(b"\r\nNats-Sequence:")  # the sender may have written one before
+            return BusMessage(subject, payload, int(place.partition(b"\r\n")[0]), 0, 0, headers)
+
+        return await self._until_answered(operation, once, NO_STREAM_S)
+
+    async def _until_answered(self, operation: str, once: Callable[[], Awaitable[T]], budget_s: float) -> T:
         begun, number = time.monotonic(), next(self._tokens)
         self._asked_at[number] = begun
         try:
@@ -309,35 +309,12 @@ class Requests:
         finally:
             del self._asked_at[number]
 
-    async def _ask_once(self, operation: str, payload: bytes, answer: type[A]) -> A:
-        reply = await self._round_trip(API + operation, payload)
-        if reply is None:
-            raise ApiError(f"{operation}: JetStream does not answer (is it enabled?)", 503, 0)
-        result = msgspec.json.decode(reply.payload, type=answer)
-        if result.error is not None:
-            text = f"{operation}: {result.error.description} (code {result.error.code}, error {result.error.err_code})"
-            if result.error.err_code == STREAM_NOT_FOUND:
-                raise StreamMissingError(f"{text}: run `dynamix provision`")
-            raise ApiError(text, result.error.code, result.error.err_code)
-        return result
-
-    async def _ask_directly_once(self, operation: str) -> _Reply | None:
-        reply = await self._round_trip(API + operation, b"")
-        if reply is None:
-            raise ApiError(f"{operation}: no such stream answers (run `dynamix provision`)", UNAVAILABLE, 0)
-        status = parse_status(reply.headers)
-        if status.code == NOT_FOUND:
-            return None
-        if status.code:
-            raise ApiError(f"{operation}: {status.text} (code {status.code})", status.code, 0)
-        return reply
-
-    async def _round_trip(self, subject: str, payload: bytes) -> _Reply | None:
-        """The answer, `None` when no server listens."""
+    async def _round_trip(self, subject: str, payload: bytes) -> tuple[bytes, bytes] | None:
+        """Payload and raw headers of the answer, `None` when no server listens."""
         if self._inbox_denial is not None:
             raise self._inbox_denial
         token = b"%d" % next(self._tokens)
-        future: asyncio.Future[_Reply | None] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[tuple[bytes, bytes] | None] = asyncio.get_running_loop().create_future()
         self._waiting[token] = (subject.lower(), future)
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -352,7 +329,7 @@ class Requests:
         _, future = self._waiting.get(subject[len(self._prefix) :], ("", None))
         if future is not None and not future.done():
             missing = headers is not None and parse_status(headers).code == NO_RESPONDERS
-            future.set_result(None if missing else _Reply(payload, headers or b""))
+            future.set_result(None if missing else (payload, headers or b""))
 
     def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
         if subject == (self._prefix + "*").lower():

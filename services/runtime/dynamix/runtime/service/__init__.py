@@ -73,7 +73,7 @@ class Context(Generic[S]):
 
     def count(self, name: str, num: int = 1) -> None:
         """Add to a counter."""
-        self.counters[name] = self.counters.get(name, 0) + num
+        self.counters[name] += num
 
     async def dead_letter(self, message: BusMessage, reason: str) -> None:
         """Set aside a message that cannot be used: counted, logged, published to `dead` at a limited rate.
@@ -186,7 +186,7 @@ class ServiceState:
 LOOK_S = 0.5
 """Interval of checks of the state; one without a change costs 5 us."""
 PER_WATCHDOG = 4
-"""Signs of life within the time after which systemd takes the service for stuck."""
+"""Least signs of life within the time after which systemd takes the service for stuck."""
 
 
 class SystemdNotifier:
@@ -199,22 +199,17 @@ class SystemdNotifier:
     Args:
         supervisor: where to, and how often; without a socket nothing is sent.
         not_ready: why the service cannot work now; empty when it can.
-        clock: seconds, monotonic.
     """
 
-    def __init__(
-        self, supervisor: Supervisor, not_ready: Callable[[], str], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, not_ready: Callable[[], str]) -> None:
         self._address = supervisor.notify_socket
         if self._address.startswith("@"):
             self._address = f"\0{self._address[1:]}"
-        self._sign_s = supervisor.watchdog_s / PER_WATCHDOG
-        self._look_s = min(LOOK_S, self._sign_s or LOOK_S)
+        self._signs = ["WATCHDOG=1"] if supervisor.watchdog_s else []
+        self._look_s = min(LOOK_S, supervisor.watchdog_s / PER_WATCHDOG or LOOK_S)
         self._not_ready = not_ready
-        self._clock = clock
         self._status: str | None = None
         self._was_ready = False
-        self._sign_due_s = clock()
         self._limit = RateLimit(per_s=1 / 60)
         self._socket: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -238,18 +233,13 @@ class SystemdNotifier:
 
     def _look(self) -> None:
         """Run in the loop, again and again; an error here would end the signs of life, and systemd would restart us."""
-        reason, now_s = self._not_ready(), self._clock()
-        lines = []
-        if reason != self._status:
-            lines.append(f"STATUS={reason or 'working'}")
+        reason = self._not_ready()
+        lines = [f"STATUS={reason or 'working'}"] if reason != self._status else []
         if not reason and not self._was_ready:
             lines.append("READY=1")
-        if self._sign_s and now_s >= self._sign_due_s:
-            lines.append("WATCHDOG=1")
+        lines += self._signs
         if lines and self._send("\n".join(lines)):
             self._status, self._was_ready = reason, self._was_ready or not reason
-            if "WATCHDOG=1" in lines:
-                self._sign_due_s = now_s + self._sign_s
         self._timer = asyncio.get_running_loop().call_later(self._look_s, self._look)
 
     def _send(self, text: str) -> bool:
@@ -299,139 +289,105 @@ def run(service: str, settings_type: type[S], main: Main[S], arguments: Sequence
     faulthandler.enable()  # systemd's SIGABRT then prints the threads' stacks, also when one keeps the interpreter lock
     gc.freeze()  # what imports made is never garbage: each full collection would spend 20 ms on it, loop and all
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Life(service, loaded, main).live())
+        return runner.run(_live(service, loaded, main))
 
 
-class _Life(Generic[S]):
-    """One process from connection to exit code, in the loop that made it."""
+async def _live(service: str, loaded: Loaded[S], main: Main[S]) -> int:
+    """Connect, work, drain; returns the exit code."""
+    node = node_name(loaded.shared)
+    instance = loaded.shared.instance or node
+    log: structlog.stdlib.BoundLogger = structlog.get_logger(f"dynamix.{service}")
+    # in the context of the loop's tasks, not in one logger: lines of the bus and of libraries have them, too
+    structlog.contextvars.bind_contextvars(service=service, instance=instance)
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    closed: asyncio.Future[str] = loop.create_future()
+    """Why the connection is closed for good."""
+    watchdog, metrics = Watchdog(loaded.shared.stuck_after_s), ServiceMetrics(service)
+    state = ServiceState(node, instance, stop, watchdog, metrics)
+    notifier = SystemdNotifier(loaded.supervisor, state.not_ready)
 
-    def __init__(self, service: str, loaded: Loaded[S], main: Main[S]) -> None:
-        self._service = service
-        self._loaded = loaded
-        self._main = main
-        self._node = node_name(loaded.shared)
-        self._instance = loaded.shared.instance or self._node
-        self._log: structlog.stdlib.BoundLogger = structlog.get_logger(f"dynamix.{service}")
-        self._stop = asyncio.Event()
-        self._closed: asyncio.Future[str]
-        """Why the connection is closed for good."""
-        self._watchdog = Watchdog(loaded.shared.stuck_after_s)
-        self._metrics = ServiceMetrics(service)
-        self._state = ServiceState(self._node, self._instance, self._stop, self._watchdog, self._metrics)
-        self._notifier = SystemdNotifier(loaded.supervisor, self._state.not_ready)
+    def end() -> None:
+        stop.set()
+        notifier.stopping()
 
-    async def live(self) -> int:
-        """Connect, work, drain; returns the exit code."""
-        # in the context of the loop's tasks, not in one logger: lines of the bus and of libraries have them, too
-        structlog.contextvars.bind_contextvars(service=self._service, instance=self._instance)
-        stopped = asyncio.create_task(self._stop.wait(), name="stop")
-        loop = asyncio.get_running_loop()
-        self._closed = loop.create_future()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(watchdog)
+            await stack.enter_async_context(notifier)
+            if port := loaded.shared.metrics_port:  # it answers from before the connection until after it
+                metrics.is_served = True
+                served = MetricsServer(loaded.shared.metrics_host, port, metrics, state.not_ready)
+                await stack.enter_async_context(served)
+            connecting = asyncio.create_task(
+                Bus.connect(loaded.bus, name=f"{service}-{instance}", on_closed=closed.set_result)
+            )
+            await asyncio.wait({connecting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                connecting.cancel()
+                await asyncio.gather(connecting, return_exceptions=True)
+                return EXIT_OK
+            state.bus = bus = connecting.result()
+            context = Context(service, instance, node, bus, loaded.own, stop, log, metrics)
+            return await _work(context, main, watchdog, stopped, closed)
+    except (BusError, OSError) as error:
+        log.error("cannot start", reason=str(error))
+        return EXIT_FAILED
+    finally:
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end)
-        try:
-            async with contextlib.AsyncExitStack() as stack:
-                await stack.enter_async_context(self._watchdog)
-                await stack.enter_async_context(self._notifier)
-                if port := self._loaded.shared.metrics_port:  # it answers from before the connection until after it
-                    self._metrics.is_served = True
-                    host, not_ready = self._loaded.shared.metrics_host, self._state.not_ready
-                    await stack.enter_async_context(MetricsServer(host, port, self._metrics, not_ready))
-                bus = await self._connect(stopped)
-                return EXIT_OK if bus is None else await self._work(bus, stopped)
-        except (BusError, OSError) as error:
-            self._log.error("cannot start", reason=str(error))
-            return EXIT_FAILED
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
-            stopped.cancel()
+            loop.remove_signal_handler(number)
+        stopped.cancel()
 
-    def _end(self) -> None:
-        self._stop.set()
-        self._notifier.stopping()
 
-    async def _connect(self, stopped: asyncio.Task[bool]) -> Bus | None:
-        """The connection; `None` when a signal came first."""
-        connecting = asyncio.create_task(
-            Bus.connect(self._loaded.bus, name=f"{self._service}-{self._instance}", on_closed=self._on_closed)
-        )
-        await asyncio.wait({connecting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if connecting.done():
-            return connecting.result()
-        connecting.cancel()
-        await asyncio.gather(connecting, return_exceptions=True)
-        return None
-
-    async def _work(self, bus: Bus, stopped: asyncio.Task[bool]) -> int:
-        context = Context(
-            service=self._service,
-            instance=self._instance,
-            node=self._node,
-            bus=bus,
-            settings=self._loaded.own,
-            stop=self._stop,
-            log=self._log,
-            metrics=self._metrics,
-        )
-        self._state.bus = bus
-        heartbeats = send_heartbeats(
-            bus,
-            self._watchdog,
-            lambda: context.counters,
-            service=self._service,
-            instance=self._instance,
-            node=self._node,
-            started_s=time.monotonic(),
-        )
-        self._log.info("started", pid=os.getpid())
-        code = EXIT_FAILED
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                beating = tasks.create_task(heartbeats, name="heartbeat")
-                main = tasks.create_task(self._main(context), name="main")
-                code = await self._wait(main, bus, stopped)
-                beating.cancel()
-                main.cancel()
-        except* Exception as errors:  # noqa: BLE001 - whatever it is ends this service, with its traceback in the log
-            self._complain(_leaves(errors))
-            code = EXIT_USAGE if errors.subgroup(StartError) else EXIT_FAILED
-        finally:
-            await bus.drain(0.0 if self._closed.done() else STOP_TIMEOUT_S)
-            self._log.info("stopped")
-        return code
-
-    async def _wait(self, main: asyncio.Task[None], bus: Bus, stopped: asyncio.Task[bool]) -> int:
-        """Wait until `main` is done, a signal came, or the connection closed for good; a failure ends the wait, too."""
-        ends: list[asyncio.Future[Any]] = [main, self._closed]
-        await asyncio.wait([*ends, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if not main.done() and not self._closed.done():
-            bus.stop_intake()
-            await asyncio.wait(ends, timeout=STOP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-        if self._closed.done():
-            self._complain(())
-            return EXIT_FAILED
-        if not main.done():
-            self._log.error("did not stop in time", timeout_s=STOP_TIMEOUT_S)
-            return EXIT_FAILED
-        return EXIT_OK
-
-    def _complain(self, errors: Sequence[BaseException]) -> None:
-        """Log why the service fails; where the connection is closed, that is the reason of all else."""
-        if self._closed.done():
-            self._log.error("ends because the connection is closed", reason=self._closed.result())
-            return
+async def _work(
+    context: Context[S], main: Main[S], watchdog: Watchdog, stopped: asyncio.Task[bool], closed: asyncio.Future[str]
+) -> int:
+    """Run `main` until it is done or fails, a signal comes, or the connection is closed for good."""
+    log, bus, code, errors = context.log, context.bus, EXIT_FAILED, list[BaseException]()
+    heartbeats = send_heartbeats(
+        bus,
+        watchdog,
+        lambda: context.counters,
+        service=context.service,
+        instance=context.instance,
+        node=context.node,
+        started_s=time.monotonic(),
+    )
+    log.info("started", pid=os.getpid())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            beating = tasks.create_task(heartbeats, name="heartbeat")
+            working = tasks.create_task(main(context), name="main")
+            ends: list[asyncio.Future[Any]] = [working, closed]
+            await asyncio.wait([*ends, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done() and not closed.done():
+                bus.stop_intake()
+                await asyncio.wait(ends, timeout=STOP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and not closed.done():
+                code = EXIT_OK
+            elif not closed.done():
+                log.error("did not stop in time", timeout_s=STOP_TIMEOUT_S)
+            beating.cancel()
+            working.cancel()
+    except* Exception as group:  # noqa: BLE001 - whatever it is ends this service, with its traceback in the log
+        errors = _leaves(group)
+        code = EXIT_USAGE if group.subgroup(StartError) else EXIT_FAILED
+    finally:
+        if closed.done():  # the reason of all else
+            log.error("ends because the connection is closed", reason=closed.result())
+            errors = []
         for error in errors:
             if isinstance(error, StartError):
-                self._log.error("cannot start", reason=str(error))
+                log.error("cannot start", reason=str(error))
             elif isinstance(error, PermissionDeniedError | StreamMissingError | PublishError):
-                self._log.error("cannot go on", reason=str(error))
+                log.error("cannot go on", reason=str(error))
             else:
-                self._log.error("failed", exc_info=error)
-
-    def _on_closed(self, reason: str) -> None:
-        if not self._closed.done():
-            self._closed.set_result(reason)
+                log.error("failed", exc_info=error)
+        await bus.drain(0.0 if closed.done() else STOP_TIMEOUT_S)
+        log.info("stopped")
+    return code
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

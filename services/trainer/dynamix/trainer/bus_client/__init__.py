@@ -6,6 +6,7 @@ continues with the last sizes.
 """
 
 import asyncio
+import collections
 import contextlib
 import logging
 import threading
@@ -126,7 +127,7 @@ class BusClient(Transport):
         self._settings = settings
         self._node = node
         self._started_s = time.monotonic()
-        self._counters: dict[str, int] = {}
+        self._counters: collections.Counter[str] = collections.Counter()
         self._actions_of = actions_of
         self._traces_of = traces_of
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -275,7 +276,7 @@ class BusClient(Transport):
                 if ours is self._specification and _is_lost(ours, stored):
                     identity = f"{message_id(ours)}:again:{uuid.uuid4().hex}"  # the broker has seen the usual one
                     await bus.publish_bytes(subjects.subject_of(ours), encode(ours), identity)
-                    self._counters["specifications_again"] = self._counters.get("specifications_again", 0) + 1
+                    self._counters["specifications_again"] += 1
                     _log.warning("the broker had no longer the specification of %s: published again", ours.job)
             except BusError as error:
                 self._complain("cannot see whether the specification is stored", error)

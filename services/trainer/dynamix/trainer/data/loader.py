@@ -16,7 +16,7 @@ from dynamix.schemas.spelling import nearest
 from dynamix.trainer.arguments import AtLeast0, checked
 
 from .orders import Orders, OwnSampler, Permutations, SampledOrders
-from .plan import MicroBatch, PlanSampler, Position, Schedule
+from .plan import Division, MicroBatch, PlanSampler, Position, Schedule
 from .stream import StreamOrders, StreamReader, StreamSampler
 
 _log = logging.getLogger("dynamix.trainer")
@@ -74,8 +74,12 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset[Any],
-        sampler: PlanSampler,
+        orders: Orders,
+        schedule: Schedule,
         *,
+        division: Division,
+        drop_last: bool,
+        shares_tail: bool,
         options: LoaderOptions,
         look_ahead: int = 0,
         count_tokens: CountTokens | None = None,
@@ -83,6 +87,14 @@ class Loader:
         self.position = Position()
         """The position of the run; `finish_batch` advances it after the last micro-batch of a step."""
         self.last_finished: MicroBatch | None = None
+        self.on_start: Callable[[], None]
+        """Called before anything is drawn."""
+        self.on_ask: Callable[[], None]
+        """Called before a batch to train on is drawn."""
+        self.on_batch: Callable[[MicroBatch], None]
+        """Called with each batch to train on."""
+        self.on_exhausted: Callable[[], None]
+        """Called when a loop came to the end of its epoch and all of its steps have ended."""
         self._num_trained = 0
         """Batches of the steps that ended since the loop over this loader began."""
         self._num_in_step = 0
@@ -95,34 +107,18 @@ class Loader:
         self._digest: int | None = None
         """The digest of a stream's samples in the position's epoch, up to the position."""
         self._dataset = dataset
-        self._sampler = sampler
         self._look_ahead = look_ahead
         self._count_tokens = count_tokens
-        self._on_start: Callable[[], None]
-        self._on_ask: Callable[[], None]
-        self._on_exhausted: Callable[[], None]
-        self._on_batch: Callable[[MicroBatch], None]
-        if isinstance(sampler, StreamSampler):
+        how: Any = {"division": division, "drop_last": drop_last, "shares_tail": shares_tail}
+        self.sampler: PlanSampler
+        if isinstance(orders, StreamOrders):
             assert isinstance(dataset, IterableDataset), "as its orders"
-            collate_fn = options.get("collate_fn")
-            dataset = StreamReader(dataset, sampler.stream.identity.seed, sampler.division, collate_fn)
+            self.sampler = StreamSampler(orders, schedule, **how)
+            dataset = StreamReader(dataset, orders.identity.seed, division, options.get("collate_fn"))
             options = {**options, "collate_fn": _as_it_is}
-        self._batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **options)
-
-    def bind(
-        self,
-        *,
-        on_start: Callable[[], None],
-        on_ask: Callable[[], None],
-        on_batch: Callable[[MicroBatch], None],
-        on_exhausted: Callable[[], None],
-    ) -> None:
-        """Call `on_start` before anything is drawn, `on_ask` and `on_batch` before and after each batch to train on.
-
-        `on_exhausted` is called when a loop came to the end of its epoch and all of its steps have ended.
-        """
-        self._on_start, self._on_ask, self._on_batch = on_start, on_ask, on_batch
-        self._on_exhausted = on_exhausted
+        else:
+            self.sampler = PlanSampler(orders, schedule, **how)
+        self._batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.sampler, **options)
 
     @property
     def dataset(self) -> Dataset[Any]:
@@ -138,7 +134,7 @@ class Loader:
         """
         if self._num_trained and self.epoch_is_over and not self._held:  # in the loop still, after its last step
             return self._num_trained
-        return self._num_trained + self._sampler.num_batches_left(self._next_start())
+        return self._num_trained + self.sampler.num_batches_left(self._next_start())
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches.
@@ -148,12 +144,12 @@ class Loader:
         """
         if self._held and self._is_exhausted:  # the script looks ahead past the end of an epoch
             newest = self._held[-1].plan
-            self._sampler.rewind(self.position.after(newest).at_epoch(newest.epoch + 1))
+            self.sampler.rewind(self.position.after(newest).at_epoch(newest.epoch + 1))
         else:
-            self._on_start()
+            self.on_start()
             self.position = self._next_start()
             self._held.clear()
-            self._sampler.rewind(self.position)
+            self.sampler.rewind(self.position)
             self._num_left += 1
             if self._num_left == MOST_LEFT:
                 _log.warning(
@@ -169,7 +165,7 @@ class Loader:
             self._num_trained = 0
 
     def _rest_of_epoch(self) -> Iterator[Any]:
-        drawn = self._draw()
+        drawn = self.sampler.take(self._batches, self._digest)
         while True:
             if len(self._held) > self._look_ahead:
                 raise RuntimeError(
@@ -179,36 +175,20 @@ class Loader:
                 )
             is_next = not self._held  # else it is fetched in the time of another step
             if is_next:
-                self._on_ask()
+                self.on_ask()
             try:
                 micro_batch, batch = next(drawn)
             except StopIteration:
                 self._is_exhausted = True
                 if not self._held:
-                    self._on_exhausted()
+                    self.on_exhausted()
                 return
             if self._count_tokens is not None and micro_batch.num_samples:
                 micro_batch = micro_batch._replace(weight=int(self._count_tokens(batch)))
             self._held.append(micro_batch)
             if is_next:
-                self._on_batch(self._held[0])
+                self.on_batch(self._held[0])
             yield batch
-
-    def _draw(self) -> Iterator[tuple[MicroBatch, Any]]:
-        """This rank's batches to the end of the epoch."""
-        if not isinstance(self._sampler, StreamSampler):
-            for batch in self._batches:
-                yield self._sampler.drawn.popleft(), batch
-            return
-        epoch, offset = self._sampler.start.epoch, self._sampler.start.offset
-        read_before = (self._digest or 0) if offset else 0
-        for read in self._batches:
-            plan = self._sampler.take_step(read, read_before)
-            if plan is None:
-                return
-            read_before, offset = read.digest, plan.offset + read.num_read
-            yield from zip(self._sampler.micro_batches(plan), read.batches, strict=True)
-        self._sampler.stream.end_epoch(epoch, offset, read_before)
 
     @property
     def current(self) -> MicroBatch | None:
@@ -224,36 +204,23 @@ class Loader:
     @property
     def epoch_is_over(self) -> bool:
         """Whether the epoch of the position has no further step."""
-        return self._sampler.is_over(self.position)
+        return self.sampler.is_over(self.position)
 
     @property
     def order_digest(self) -> int | None:
         """Digest of the order of the position's epoch, or of what was read of a stream's, for a checkpoint."""
-        drawn = self._sampler.orders.digest_of(self.position.epoch)
+        drawn = self.sampler.orders.digest_of(self.position.epoch)
         return self._digest if drawn is None else drawn
 
     def go_to(self, position: Position, order_digest: int | None) -> None:
         """Go on where a saved run was; its epoch's order must have this digest."""
         self.position, self._digest = position, order_digest
-        self._sampler.orders.expect(position.epoch, order_digest)
+        self.sampler.orders.expect(position.epoch, order_digest)
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; inside of it, stay."""
         if self.position.epoch != epoch:
             self.position, self._is_exhausted = self.position.at_epoch(epoch), False
-
-    def require_current(self) -> MicroBatch:
-        """The batch to train on now.
-
-        Raises:
-            RuntimeError: when no batch is in the user's hands.
-        """
-        if not self._held:
-            raise RuntimeError(
-                "session.step() without a batch: call it once after each batch of session.loader; itertools.cycle "
-                "repeats batches that it kept, write `while True: yield from session.loader`"
-            )
-        return self._held[0]
 
     def finish_batch(self) -> None:
         """Be done with the current batch; with a step's last one the position moves past the step."""
@@ -267,8 +234,8 @@ class Loader:
     def begin_held(self) -> None:
         """Begin with the next batch if the script has it already."""
         if self._held:
-            self._on_ask()
-            self._on_batch(self._held[0])
+            self.on_ask()
+            self.on_batch(self._held[0])
 
     def _next_start(self) -> Position:
         return self.position.at_epoch(self.position.epoch + 1) if self.epoch_is_over else self.position
@@ -303,10 +270,3 @@ def orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, s
         "the data set must be map-style (__getitem__ by index, and a __len__ of at least 1), or an IterableDataset "
         "whose __iter__ begins the stream again"
     )
-
-
-def sampler_of(orders: Orders, schedule: Schedule, **options: Any) -> PlanSampler:
-    """The sampler that draws this rank's batches; options as `PlanSampler`'s."""
-    if isinstance(orders, StreamOrders):
-        return StreamSampler(orders, schedule, **options)
-    return PlanSampler(orders, schedule, **options)

@@ -242,6 +242,7 @@ class Orders(ABC):
 
     def __init__(self, identity: DataIdentity) -> None:
         self.identity = identity
+        self._ranks: Ranks | None = None
         self._token_counts: Order | None = None
         self._newest: tuple[int, Order] | None = None
         self._ends: tuple[int, Order] | None = None
@@ -258,6 +259,7 @@ class Orders(ABC):
         Raises:
             ValueError: on all ranks, when their data sets are seen to differ.
         """
+        self._ranks = ranks
         compare_samples(dataset, self.identity.seed, ranks, loader_options)
 
     def count_by_tokens(self, token_counts: Sequence[int], dataset: object, *, most: int) -> None:
@@ -280,18 +282,14 @@ class Orders(ABC):
         num_tokens = round(int(counts.sum()) * self.num_samples / len(counts))
         self.identity = self.identity._replace(num_tokens=num_tokens)
 
-    @property
-    def has_tokens(self) -> bool:
-        """Whether samples are counted by their tokens."""
-        return self._token_counts is not None
-
-    def ends_of(self, epoch: int) -> Order:
-        """Tokens of an epoch up to and with each sample of its order.
+    def ends_of(self, epoch: int) -> Order | None:
+        """Tokens of an epoch up to and with each sample of its order; `None` where samples count by themselves.
 
         Raises:
             ValueError: when the epoch has no token that counts.
         """
-        assert self._token_counts is not None, "samples count by themselves"
+        if self._token_counts is None:
+            return None
         if self._ends is None or self._ends[0] != epoch:
             ends: Order = np.cumsum(self._token_counts[self.order_of(epoch)])
             if ends[-1] < 1:
@@ -301,7 +299,8 @@ class Orders(ABC):
 
     def size_of(self, epoch: int) -> int:
         """Samples or tokens of an epoch."""
-        return self.num_samples if self._token_counts is None else int(self.ends_of(epoch)[-1])
+        ends = self.ends_of(epoch)
+        return self.num_samples if ends is None else int(ends[-1])
 
     def order_of(self, epoch: int) -> Order:
         """The samples of an epoch, in order; the newest epoch's is kept."""
@@ -350,16 +349,10 @@ class SampledOrders(Orders):
             )
         self._sampler = sampler
         self._seed = seed
-        self._ranks: Ranks | None = None
         num_samples = len(sampler) if isinstance(sampler, Sized) else len(self._draw(0))
         if num_samples < 1:
             raise ValueError(f"sampler: {self._name} draws no sample")
         super().__init__(DataIdentity(num_samples, seed, shuffle=True, sampler=self._name))
-
-    def connect(self, ranks: Ranks, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
-        """Share orders with all ranks from now on."""
-        super().connect(ranks, dataset, loader_options)
-        self._ranks = ranks
 
     def digest_of(self, epoch: int) -> int | None:
         """Digest of the newest epoch drawn."""

@@ -12,10 +12,10 @@ thousand (seen: validation accuracy from 0.86 to 0.70 by one such step).
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler
 
@@ -45,20 +45,12 @@ class Counts:
         return hash(self.values)
 
 
-class ScheduleEntry(NamedTuple):
-    """The allocation in effect from one step on."""
-
-    effective_step: int
-    allocation: Allocation
-
-
 class Schedule:
     """Append-only list of entries; steps count optimizer steps of the whole run from 0."""
 
     def __init__(self, allocation: Allocation, first_step: int = 0) -> None:
-        self._entries: list[ScheduleEntry] = []
-        self._counts: list[Counts] = []
-        """Samples per rank, by entry."""
+        self._entries: list[tuple[int, Allocation, Counts]] = []
+        """From which step on which allocation is active, with its samples per rank."""
         self._world_size = len(allocation.local_batch_sizes)
         self.num_changes = 0
         """Increases with every change of a step's allocation, so that a user of an older one can notice."""
@@ -67,7 +59,6 @@ class Schedule:
     def reset(self, first_step: int, allocation: Allocation) -> None:
         """Start over with an allocation that is active from `first_step` on, for example from a saved state."""
         self._entries.clear()
-        self._counts.clear()
         self._append(first_step, allocation)
 
     def revise(self, effective_step: int, allocation: Allocation) -> None:
@@ -77,13 +68,13 @@ class Schedule:
             ValueError: when a later step is scheduled, the number of sizes is not the world's, or no rank would have a
                 sample.
         """
-        newest = self._entries[-1].effective_step
+        newest, _, _ = self._entries[-1]
         if effective_step < newest:
             raise ValueError(
                 f"an allocation for step {effective_step} comes too late: step {newest} is already scheduled"
             )
         if effective_step == newest:
-            del self._entries[-1], self._counts[-1]
+            del self._entries[-1]
         self._append(effective_step, allocation)
 
     def counts_at(self, step: int) -> Counts:
@@ -92,40 +83,38 @@ class Schedule:
         Raises:
             ValueError: when the step lies before the schedule's first.
         """
-        return self._counts[self._index(step)]
+        return self._entry(step)[2]
 
     def allocation_at(self, step: int) -> Allocation:
         """The active allocation of a step. Raises as `counts_at`."""
-        return self._entries[self._index(step)].allocation
+        return self._entry(step)[1]
 
     @property
     def newest(self) -> Allocation:
         """The last entry's allocation, active or pending."""
-        return self._entries[-1].allocation
+        return self._entries[-1][1]
 
     def next_change(self, step: int) -> int | None:
         """The first step after `step` at which another allocation becomes active; `None` if none is scheduled."""
         later = self._entries[self._num_begun(step) :]
-        return later[0].effective_step if later else None
+        return later[0][0] if later else None
 
-    def entries_since(self, step: int) -> list[ScheduleEntry]:
-        """The entries that are active at `step` or later: what a resumed run needs."""
-        return self._entries[max(self._num_begun(step) - 1, 0) :]
+    def entries_since(self, step: int) -> list[tuple[int, Allocation]]:
+        """The allocations that are active at `step` or later, each with its first step: what a resumed run needs."""
+        return [entry[:2] for entry in self._entries[max(self._num_begun(step) - 1, 0) :]]
 
     def drop_before(self, step: int) -> None:
         """Drop the entries that no step from `step` on needs: a long run would fill the memory with them."""
-        first = max(self._num_begun(step) - 1, 0)
-        del self._entries[:first], self._counts[:first]
+        del self._entries[: max(self._num_begun(step) - 1, 0)]
 
-    def _index(self, step: int) -> int:
-        index = self._num_begun(step) - 1
-        if index < 0:
-            raise ValueError(f"step {step} lies before the schedule's first step {self._entries[0].effective_step}")
-        return index
+    def _entry(self, step: int) -> tuple[int, Allocation, Counts]:
+        if (num_begun := self._num_begun(step)) == 0:
+            raise ValueError(f"step {step} lies before the schedule's first step {self._entries[0][0]}")
+        return self._entries[num_begun - 1]
 
     def _num_begun(self, step: int) -> int:
         """Entries that are active from `step` or an earlier step on."""
-        if step >= self._entries[-1].effective_step:  # nearly always
+        if step >= self._entries[-1][0]:  # nearly always
             return len(self._entries)
         return bisect_right(self._entries, step, key=itemgetter(0))
 
@@ -136,8 +125,7 @@ class Schedule:
         if min(sizes) < 0 or sum(sizes) < 1:
             raise ValueError(f"sizes {list(sizes)[:16]} leave a step without samples")
         self.num_changes += 1
-        self._entries.append(ScheduleEntry(step, allocation))
-        self._counts.append(Counts(sizes))
+        self._entries.append((step, allocation, Counts(sizes)))
 
 
 def largest_remainder(total: int, weights: Sequence[int]) -> tuple[int, ...]:
@@ -145,15 +133,10 @@ def largest_remainder(total: int, weights: Sequence[int]) -> tuple[int, ...]:
 
     In integers throughout, so that all ranks come to the same result. A weight of zero gets nothing, and with
     `total` at most the sum of the weights no rank gets more than its weight.
-
-    Raises:
-        ValueError: when the total is negative, a weight is negative, or there is something to divide and no weight.
     """
-    whole = sum(weights)
-    if total < 0 or min(weights, default=0) < 0 or (whole == 0 and total > 0):
-        raise ValueError(f"cannot divide {total} samples by the weights {list(weights)[:16]}")
     if total == 0:
         return (0,) * len(weights)
+    whole = sum(weights)
     shares = [total * weight // whole for weight in weights]
     by_remainder = sorted(range(len(weights)), key=lambda rank: (-(total * weights[rank] % whole), rank))
     for rank in by_remainder[: total - sum(shares)]:
@@ -338,14 +321,6 @@ class Position(NamedTuple):
         return self._replace(epoch=epoch, offset=0)
 
 
-class _Planned(NamedTuple):
-    """A step that was planned and not drawn yet."""
-
-    after: Position
-    batches: list[tuple[MicroBatch, list[int]]]
-    """With the samples of each."""
-
-
 MOST_PLANNED = 16
 """Steps that are planned at once. After a step of training nothing of ours is in the caches any more: the first plan
 takes ten times as long as the next."""
@@ -386,45 +361,40 @@ class PlanSampler(Sampler[list[int]]):
         self._shares_tail = shares_tail and not drop_last
         self.division = division
         self._position = Position()
-        self._planned: deque[_Planned] = deque()
-        self._planned_for = -1
-        """The schedule's number of changes when they were planned."""
-        self._num_planned = 1
 
     def rewind(self, position: Position) -> None:
         """Draw on from `position`; what was drawn ahead and not used is forgotten."""
         self._position = position
         self.drawn.clear()
-        self._planned.clear()
 
     def __iter__(self) -> Iterator[list[int]]:
+        planned: deque[tuple[Position, list[tuple[MicroBatch, list[int]]]]] = deque()
+        num_changes, num_ahead = -1, 1
         while True:
-            if self._planned_for != self._schedule.num_changes:
-                self._planned.clear()
-                self._planned_for, self._num_planned = self._schedule.num_changes, 1
-            if not self._planned:
-                self._plan_ahead()
-            if not self._planned:
+            if num_changes != self._schedule.num_changes:
+                planned.clear()
+                num_changes, num_ahead = self._schedule.num_changes, 1
+            if not planned:  # each time twice as many steps, as long as no size changes
+                position, num_samples = self._position, 0
+                while len(planned) < num_ahead and num_samples < MOST_PLANNED_SAMPLES and not self.is_over(position):
+                    plan = self.plan_at(position)
+                    position = position.after(plan)
+                    batches = [(each, self._indices(each)) for each in self.micro_batches(plan)]
+                    num_samples += sum(len(indices) for _, indices in batches)
+                    planned.append((position, batches))
+                num_ahead = min(2 * num_ahead, MOST_PLANNED)
+            if not planned:
                 return
-            planned = self._planned.popleft()
-            self._position = planned.after  # before the yield: a saved state must not repeat the batch
-            self.last_drawn_step = max(self.last_drawn_step, planned.after.step - 1)
-            for micro_batch, indices in planned.batches:
+            self._position, batches = planned.popleft()  # before the yield: a saved state must not repeat the batch
+            self.last_drawn_step = max(self.last_drawn_step, self._position.step - 1)
+            for micro_batch, indices in batches:
                 self.drawn.append(micro_batch)
                 yield indices
 
-    def _plan_ahead(self) -> None:
-        """Plan steps of the epoch: each time twice as many, as long as no size changes."""
-        position, num_samples = self._position, 0
-        for _ in range(self._num_planned):
-            if num_samples >= MOST_PLANNED_SAMPLES or self.is_over(position):
-                break
-            plan = self.plan_at(position)
-            position = position.after(plan)
-            batches = [(each, self._indices(each)) for each in self.micro_batches(plan)]
-            num_samples += sum(len(indices) for _, indices in batches)
-            self._planned.append(_Planned(position, batches))
-        self._num_planned = min(2 * self._num_planned, MOST_PLANNED)
+    def take(self, read: Iterable[Any], _digest: int | None) -> Iterator[tuple[MicroBatch, Any]]:
+        """This rank's batches to the end of the epoch, as a `DataLoader` has `read` what was drawn."""
+        for batch in read:
+            yield self.drawn.popleft(), batch
 
     def is_over(self, position: Position) -> bool:
         """Whether the epoch of the position has no further step."""
@@ -442,14 +412,14 @@ class PlanSampler(Sampler[list[int]]):
         total = self._num_taken(sizes.total, left)
         counts = sizes if total == sizes.total else Counts(divide_tail(total, sizes.values))
         plan = StepPlan(position.step, position.epoch, position.offset, counts)
-        if not self.orders.has_tokens:
+        if (ends := self.orders.ends_of(position.epoch)) is None:
             return plan
-        starts, in_tokens = divide_tokens(self.orders.ends_of(position.epoch), position.offset, counts, sizes)
+        starts, in_tokens = divide_tokens(ends, position.offset, counts, sizes)
         return plan._replace(counts=in_tokens, starts=starts)
 
     def micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
         """This rank's part of a step."""
-        parts = self._parts(plan)
+        parts = self.division.parts(plan, self.orders.ends_of(plan.epoch))
         for index, (start, stop, size) in enumerate(parts):
             is_first, is_last = index == 0, index == len(parts) - 1
             yield MicroBatch(
@@ -458,36 +428,29 @@ class PlanSampler(Sampler[list[int]]):
 
     def num_batches_left(self, position: Position) -> int:
         """Batches that this rank draws to the end of the epoch, if no further size is scheduled."""
-        if self.orders.has_tokens:
-            return self._num_batches_by_plan(position)
-        num_batches, left = 0, self.orders.num_samples - position.offset
-        step = position.step
+        num_batches, left = 0, self.orders.size_of(position.epoch) - position.offset
+        if (ends := self.orders.ends_of(position.epoch)) is not None:
+            while not self.is_over(position):
+                plan = self.plan_at(position)
+                num_batches += len(self.division.parts(plan, ends))
+                position = position.after(plan)
+            return num_batches
+        step, is_first = position.step, position.offset == 0
         while left > 0:
             counts = self._schedule.counts_at(step)
-            num_full = left // counts.total
-            if self._shares_tail and left % counts.total and num_full:
-                num_full -= 1  # the last two steps share what is left
+            taken = self._num_taken(counts.total, left)
+            if self._drop_last and taken < counts.total and not is_first:
+                break
+            num_alike = left // counts.total
+            if self._shares_tail and left % counts.total:
+                num_alike -= 1  # the last two steps share what is left
             if (change := self._schedule.next_change(step)) is not None:
-                num_full = min(num_full, change - step)
-            num_batches += num_full * self.division.num_parts(counts)
-            step, left = step + num_full, left - num_full * counts.total
-            if num_full == 0:
-                taken = self._num_taken(counts.total, left)
-                if self._drop_last and taken < counts.total and left < self.orders.num_samples:
-                    break
-                num_batches += self.division.num_parts(Counts(divide_tail(taken, counts.values)))
-                step, left = step + 1, left - taken
-        return num_batches
-
-    def _parts(self, plan: StepPlan) -> list[Part]:
-        return self.division.parts(plan, self.orders.ends_of(plan.epoch) if self.orders.has_tokens else None)
-
-    def _num_batches_by_plan(self, position: Position) -> int:
-        num_batches = 0
-        while not self.is_over(position):
-            plan = self.plan_at(position)
-            num_batches += len(self._parts(plan))
-            position = position.after(plan)
+                num_alike = min(num_alike, change - step)
+            num_alike = max(num_alike, 1)
+            if taken < counts.total:
+                counts = Counts(divide_tail(taken, counts.values))
+            num_batches += num_alike * self.division.num_parts(counts)
+            step, left, is_first = step + num_alike, left - num_alike * taken, False
         return num_batches
 
     def _num_taken(self, scheduled: int, left: int) -> int:

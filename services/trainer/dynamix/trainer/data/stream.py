@@ -9,7 +9,7 @@ the saved run; the ranks compare theirs with each window's rows, and where an ep
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from .orders import ONE_PART, DataIdentity, Order, Orders, RandomNumbers, Ranks, digest, seed_all
-from .plan import Counts, Division, PlanSampler, Position, Schedule, StepPlan, divide_tail
+from .plan import Counts, Division, MicroBatch, PlanSampler, Position, Schedule, StepPlan, divide_tail
 
 ENDLESS = 1 << 62
 """Samples of an epoch whose end was not found yet."""
@@ -46,7 +46,6 @@ class StreamOrders(Orders):
         super().__init__(DataIdentity(num_samples, seed, shuffle=False, sampler="stream"))
         self._dataset = dataset
         self._end: tuple[int, int] | None = None
-        self._ranks: Ranks | None = None
 
     def connect(self, ranks: Ranks, _dataset: object, _loader_options: Mapping[str, Any]) -> None:
         """Read the first sample, and make sure that all ranks read the same stream; a collective call.
@@ -104,15 +103,12 @@ class StreamSampler(PlanSampler):
 
     def __init__(self, orders: StreamOrders, schedule: Schedule, **options: Any) -> None:
         super().__init__(orders, schedule, **options)
-        self.stream = orders
-        self.start = Position()
-        """The position at which drawing started."""
+        self._stream = orders
         self._plans: deque[StepPlan] = deque()
 
     def rewind(self, position: Position) -> None:
         """Draw on from `position`; what was drawn ahead and not used is forgotten."""
         super().rewind(position)
-        self.start = position
         self._plans.clear()
 
     def __iter__(self) -> Iterator[Any]:
@@ -123,26 +119,33 @@ class StreamSampler(PlanSampler):
             self._plans.append(plan)
             yield plan
 
-    def take_step(self, read: StreamRead, before: int) -> StepPlan | None:
-        """The oldest plan as far as its samples could be read; none after the end. `before` is the digest until then.
+    def take(self, read: Iterable[StreamRead], digest: int | None) -> Iterator[tuple[MicroBatch, Any]]:
+        """This rank's batches as far as their samples could be read; `digest` is that of the epoch's until now.
 
         Raises:
-            ValueError: when the samples before it were others, or other ranks have read others or more.
+            ValueError: when the samples before were others, or other ranks have read others or more.
         """
-        plan = self._plans.popleft()
-        if plan.offset >= self.stream.size_of(plan.epoch):  # drawn before the end was found
-            return None
-        if read.before != before:
-            raise ValueError(
-                f"the first {plan.offset} samples of epoch {plan.epoch} of the stream are others than before (in the "
-                "saved run, or in another worker), so samples would be repeated or left out: its order may depend on "
-                "set_epoch and on the random numbers of torch, numpy and Python only, not on how often it was read"
-            )
-        if read.num_read < plan.counts.total:
-            self.stream.end_epoch(plan.epoch, plan.offset + read.num_read, read.digest)
-            if read.num_read == 0 or self.is_over(Position(plan.step, plan.epoch, plan.offset)):
-                return None
-        return shortened(plan, read.num_read)._replace(digest=read.digest)
+        epoch, offset = self._position.epoch, self._position.offset
+        before = (digest or 0) if offset else 0
+        for step in read:
+            plan = self._plans.popleft()
+            if plan.offset >= self._stream.size_of(epoch):  # drawn before the end was found
+                return
+            if step.before != before:
+                raise ValueError(
+                    f"the first {plan.offset} samples of epoch {epoch} of the stream are others than before (in the "
+                    "saved run, or in another worker), so samples would be repeated or left out: its order may depend "
+                    "on set_epoch and on the random numbers of torch, numpy and Python only, not on how often it was "
+                    "read"
+                )
+            before, offset = step.digest, plan.offset + step.num_read
+            if step.num_read < plan.counts.total:
+                self._stream.end_epoch(epoch, offset, before)
+                if step.num_read == 0 or self.is_over(Position(plan.step, epoch, plan.offset)):
+                    return
+            plan = shortened(plan, step.num_read)._replace(digest=before)
+            yield from zip(self.micro_batches(plan), step.batches, strict=True)
+        self._stream.end_epoch(epoch, offset, before)
 
     def num_batches_left(self, position: Position) -> int:
         """Batches to the end of the epoch.
@@ -152,7 +155,7 @@ class StreamSampler(PlanSampler):
         """
         if self.orders.size_of(position.epoch) == ENDLESS:
             raise TypeError("the stream has no length: give its class a __len__, or stop by session.progress")
-        return self._num_batches_by_plan(position)
+        return super().num_batches_left(position)
 
 
 class StreamReader(Dataset[Any]):

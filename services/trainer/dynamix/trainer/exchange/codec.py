@@ -1,23 +1,70 @@
-"""Exchange codecs: the contract, the sum at owners, and the residuals of codecs that round.
+"""Exchange codecs: the collectives that they yield, their contract, the sum at owners, and the residuals of rounding.
 
-A codec sums buckets of gradients over ranks, as a generator of collectives (`collectives`). All ranks run the same
-codec on the same buckets in the same order, so whatever decides which collective comes next must be known to all: a
-codec decides from what collectives brought, never from its own gradient alone. Write `reduce`; a codec that rounds
-derives from `ErrorFeedback`.
+A codec sums buckets of gradients over ranks, as a generator of collectives. It never touches a process group: its
+driver carries out what it yields, in place, and resumes it. So the same code runs in a communication thread, in the
+virtual cluster (`run_alike`) and in tests without processes. All ranks run the same codec on the same buckets in the
+same order, so a codec decides from what collectives brought, never from its own gradient alone. Write `reduce`; a codec
+that rounds derives from `ErrorFeedback`.
 
 With shares s a rank owns about s_r / sum(s) of the elements, in one range. All ranks push their addends to the owners,
 and pull the sums back: a slow link that owns less carries less, which the ring of an all-reduce cannot do. Gradient
 servers are owners behind the ranks.
 """
 
-from collections.abc import Mapping
-from itertools import pairwise
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Size, Tensor
 
-from .collectives import Leg, ServedSum, Sum, Trade
+
+class Sum(NamedTuple):
+    """All-reduce: the tensor becomes the sum over ranks, the same bits on each."""
+
+    tensor: Tensor
+
+
+class Union(NamedTuple):
+    """All-reduce: the tensor, of uint8, becomes the bitwise OR over ranks."""
+
+    tensor: Tensor
+
+
+class Largest(NamedTuple):
+    """All-reduce: the tensor becomes the maximum over ranks, by element."""
+
+    tensor: Tensor
+
+
+class Trade(NamedTuple):
+    """All-to-all: rank r's piece of `sent` goes to rank r, and what came from it is its piece of `received`.
+
+    Pieces lie behind each other in rank order, in elements of the first dimension; both tensors are contiguous and of
+    one type. A piece may be empty. Behind those of the ranks are those of the gradient servers, if they take part.
+    """
+
+    received: Tensor
+    sent: Tensor
+    received_sizes: list[int]
+    sent_sizes: list[int]
+    served_sizes: tuple[int, ...] = ()
+    """Elements that each gradient server gets from every rank, if servers take part."""
+    served_sum: int = 0
+    """Number of the servers' sum: the same where they receive its pieces and where they return it."""
+    is_answer: bool = False
+    """Whether servers return a sum."""
+
+
+Collective = Sum | Union | Largest | Trade
+Leg = Generator[Collective, None, None]
+"""A generator of collectives; each is complete when the generator continues."""
+
+
+def just(collective: Collective) -> Leg:
+    """A generator of one collective."""
+    yield collective
+
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 MOST_CHUNKS = 8
@@ -91,20 +138,8 @@ class ExchangeCodec(Protocol):
         """
 
 
-class OwnedRange(NamedTuple):
-    """The elements that one rank owns."""
-
-    start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        """Number of elements."""
-        return self.stop - self.start
-
-
-def owned_ranges(num_elements: int, member: Member, block: int = 1) -> list[OwnedRange]:
-    """The ranges that each rank and then each server owns: whole blocks; only the last may end with a part of one."""
+def owned_ranges(num_elements: int, member: Member, block: int = 1) -> list[range]:
+    """The elements that each rank and then each server owns: whole blocks; only the last may end with a part of one."""
     num_owners = member.world_size + member.num_servers
     shares = member.shares or (1.0,) * num_owners
     if len(shares) != num_owners or min(shares) < 0 or not sum(shares) > 0:
@@ -115,7 +150,10 @@ def owned_ranges(num_elements: int, member: Member, block: int = 1) -> list[Owne
         so_far += share
         ends.append(min(round(so_far / total * num_blocks) * block, num_elements))
     ends[-1] = num_elements
-    return [OwnedRange(start, stop) for start, stop in pairwise(ends)]
+    return [range(start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+_served_sums = itertools.count()
 
 
 def sum_over_ranks(tensor: Tensor, member: Member) -> Leg:
@@ -125,14 +163,14 @@ def sum_over_ranks(tensor: Tensor, member: Member) -> Leg:
     if not member.shares:
         yield Sum(tensor)
         return
-    lengths = [each.length for each in owned_ranges(len(tensor), member)]
+    lengths = [len(each) for each in owned_ranges(len(tensor), member)]
     mine = [lengths[member.rank]] * member.world_size
-    served = ServedSum.make(lengths[member.world_size :])
+    served = tuple(lengths[member.world_size :]), next(_served_sums)
     from_all = [*mine, *[0] * member.num_servers]
     addends = tensor.new_empty(sum(mine))
-    yield Trade(addends, tensor, from_all, lengths, served)
+    yield Trade(addends, tensor, from_all, lengths, *served)
     total = sum_in_rank_order(list(torch.split(addends, mine)))
-    yield Trade(tensor, total.repeat(member.world_size), lengths, from_all, served, is_answer=True)
+    yield Trade(tensor, total.repeat(member.world_size), lengths, from_all, *served, is_answer=True)
 
 
 def sum_in_rank_order(addends: list[Tensor]) -> Tensor:
@@ -156,7 +194,7 @@ class PlainExchange:
 
 
 def num_chunks(num_bytes: float) -> int:
-    """Number of chunks of a bucket of this size: while the sum of one comes back, the next one is sent."""
+    """Chunks of a bucket of this size: while the sum of one comes back, the next one is sent."""
     return min(MOST_CHUNKS, max(1, int(num_bytes // LEAST_CHUNK_BYTES)))
 
 
@@ -241,3 +279,50 @@ class ErrorFeedback:
         """The residuals of this rank."""
         self.coded = CodedSquares()
         """Squared norms of what was sent and should have been sent, if the codec measures them."""
+
+
+def run_alike(legs: Sequence[Leg]) -> None:
+    """Run the generators of all ranks of one process in lockstep, summing in rank order.
+
+    Raises:
+        RuntimeError: when ranks yield different collectives, which would hang or corrupt real ones.
+    """
+    while True:
+        asked = [next(leg, None) for leg in legs]
+        yielded = [each for each in asked if each is not None]
+        if not yielded:
+            return
+        if len(yielded) < len(asked):
+            raise RuntimeError(f"ranks {[r for r, each in enumerate(asked) if each is None]} ended before the others")
+        perform_alike(yielded)
+
+
+def perform_alike(asked: Sequence[Collective]) -> None:
+    """Carry out one collective, given the request of each rank.
+
+    Raises:
+        RuntimeError: when they do not fit together.
+    """
+    trades = [each for each in asked if isinstance(each, Trade)]
+    if len(trades) == len(asked):
+        pieces = [torch.split(trade.sent, trade.sent_sizes) for trade in trades]
+        for rank, trade in enumerate(trades):
+            for source, place in enumerate(torch.split(trade.received, trade.received_sizes)):
+                piece = pieces[source][rank]
+                if (len(piece), piece.dtype) != (len(place), place.dtype):
+                    raise RuntimeError(
+                        f"Trade: rank {source} sends {len(piece)} {piece.dtype} to rank {rank}, which expects "
+                        f"{len(place)} {place.dtype}"
+                    )
+                place.copy_(piece)
+        return
+    tensors = [each.tensor for each in asked if not isinstance(each, Trade)]
+    if len({(type(each), each[0].shape) for each in asked}) > 1:
+        raise RuntimeError(f"ranks ask for different collectives: {[type(each).__name__ for each in asked]}")
+    total = tensors[0].clone()
+    combine: dict[type[Collective], Callable[..., Tensor]]
+    combine = {Sum: torch.add, Union: torch.bitwise_or, Largest: torch.maximum}
+    for tensor in tensors[1:]:
+        combine[type(asked[0])](total, tensor, out=total)
+    for tensor in tensors:
+        tensor.copy_(total)

@@ -11,21 +11,12 @@ then send that bucket as it is, so that NaN and overflow end as in an all-reduce
 
 import math
 from collections import Counter
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from dynamix.trainer.exchange.codec import (
-    BucketView,
-    CodedSquares,
-    ErrorFeedback,
-    Member,
-    OwnedRange,
-    owned_ranges,
-    sum_over_ranks,
-)
-from dynamix.trainer.exchange.collectives import Leg, Trade
+from .codec import BucketView, CodedSquares, ErrorFeedback, Leg, Member, Trade, owned_ranges, sum_over_ranks
 
 BLOCK = 512
 """Elements: owners own whole blocks, messages hold whole blocks, int8 has a scale for each."""
@@ -52,82 +43,60 @@ class NarrowExchange(ErrorFeedback):
         length = len(residual)
         values = residual.new_zeros(-(-length // BLOCK) * BLOCK)
         torch.add(residual, bucket.flat, out=values[:length])
-        plan = _Plan.of(len(values), member, self._narrowing)
-        mine = plan.ranges[member.rank]
-
-        pushed, addends = _messages(values, plan.theirs), _messages(values, plan.mine)
-        for owned, message in plan.others(pushed):
+        ranges = owned_ranges(len(values), member, BLOCK)
+        own = slice(ranges[member.rank].start, ranges[member.rank].stop)
+        # bytes of the messages about each other rank's elements, and from or to each rank about this one's
+        theirs = [self._narrowing.message_bytes(len(owned)) for owned in ranges]
+        mine = [theirs[member.rank]] * member.world_size
+        mine[member.rank] = theirs[member.rank] = 0
+        room_for = partial(values.new_empty, dtype=torch.uint8)
+        pushed, addends = room_for(sum(theirs)), room_for(sum(mine))
+        for owned, message in _by_owner(pushed, ranges, theirs):
             self._narrowing.write(values[owned.start : owned.stop], message)
         if self._num_reduced[bucket.number] % MEASURED_EVERY == 0:
             wanted = torch.add(residual, bucket.flat)
             sent = wanted - values[:length]
-            wanted[mine.start : mine.stop] = sent[mine.start : mine.stop] = 0  # an owner sends itself nothing
+            wanted[own] = sent[own] = 0  # an owner sends itself nothing
             squares = CodedSquares(float(torch.dot(wanted, wanted)), float(torch.dot(sent, sent)))
             if all(map(math.isfinite, squares)):
                 self.coded = self.coded.and_more(squares)
         self._num_reduced[bucket.number] += 1
-        yield Trade(addends, pushed, plan.mine, plan.theirs)
+        yield Trade(addends, pushed, mine, theirs)
 
-        total = self._total(values[mine.start : mine.stop], torch.split(addends, plan.mine))
-        answer = _messages(values, [self._narrowing.message_bytes(mine.length)])
+        total = torch.zeros_like(values[own])
+        addend = torch.empty_like(total)
+        for sender, message in enumerate(torch.split(addends, mine)):
+            if sender == member.rank:
+                addend.copy_(values[own])
+            else:
+                self._narrowing.read(message, addend)
+            total.add_(addend)
+        answer = room_for(self._narrowing.message_bytes(len(total)))
         self._narrowing.write(total, answer)
-        answers = _messages(values, plan.theirs)
-        yield Trade(answers, answer.repeat(sum(1 for size in plan.mine if size)), plan.theirs, plan.mine)
+        answers = room_for(sum(theirs))
+        yield Trade(answers, answer.repeat(sum(1 for size in mine if size)), theirs, mine)
 
-        come = [(mine, answer), *plan.others(answers)]
-        scales = torch.cat([self._narrowing.scales(message, owned.length) for owned, message in come])
+        come = [(ranges[member.rank], answer), *_by_owner(answers, ranges, theirs)]
+        scales = torch.cat([self._narrowing.scales(message, len(owned)) for owned, message in come])
         if not bool(scales.isfinite().all()):
             yield from sum_over_ranks(bucket.flat, member)
             return
-        values[mine.start : mine.stop] = total
+        values[own] = total
         summed = torch.empty_like(values)
         for owned, message in come:
             self._narrowing.read(message, summed[owned.start : owned.stop])
         bucket.flat.copy_(summed[: len(bucket.flat)])
         if bucket.flat.dtype != summed.dtype:  # what the gradient's own type took away: of the owner alone, once
-            values[mine.start : mine.stop] += summed[mine.start : mine.stop]
-            ends = slice(mine.start, min(mine.stop, len(bucket.flat)))
+            values[own] += summed[own]
+            ends = slice(own.start, min(own.stop, len(bucket.flat)))
             values[ends].sub_(bucket.flat[ends]).nan_to_num_(0.0, 0.0, 0.0)  # float16 may overflow, as in an all-reduce
         self.residuals.put(bucket, values[:length])
 
-    def _total(self, own: Tensor, addends: tuple[Tensor, ...]) -> Tensor:
-        """The sum of an owner, in rank order; an empty message is this rank's own addend."""
-        if not len(own):
-            return own
-        total, addend = torch.zeros_like(own), torch.empty_like(own)
-        for message in addends:
-            if len(message):
-                self._narrowing.read(message, addend)
-            total.add_(addend if len(message) else own)
-        return total
 
-
-class _Plan(NamedTuple):
-    """Which messages a rank exchanges."""
-
-    ranges: list[OwnedRange]
-    mine: list[int]
-    """Bytes of the messages about this rank's elements, from or to each rank; none with itself."""
-    theirs: list[int]
-    """Bytes of the messages about the elements of each other rank."""
-
-    @classmethod
-    def of(cls, length: int, member: Member, narrowing: "Cast | Int8") -> "_Plan":
-        ranges = owned_ranges(length, member, BLOCK)
-        sizes = [narrowing.message_bytes(owned.length) for owned in ranges]
-        mine = [sizes[member.rank]] * member.world_size
-        mine[member.rank] = sizes[member.rank] = 0
-        return cls(ranges, mine, sizes)
-
-    def others(self, messages: Tensor) -> list[tuple[OwnedRange, Tensor]]:
-        """The messages about other ranks' elements, each with its range; empty ones left out."""
-        pieces = zip(self.ranges, torch.split(messages, self.theirs), strict=True)
-        return [(owned, message) for owned, message in pieces if len(message)]
-
-
-def _messages(like: Tensor, sizes: list[int]) -> Tensor:
-    """Room for messages, on the same device."""
-    return like.new_empty(sum(sizes), dtype=torch.uint8)
+def _by_owner(messages: Tensor, ranges: list[range], sizes: list[int]) -> list[tuple[range, Tensor]]:
+    """The messages about other ranks' elements, each with these; empty ones left out."""
+    pieces = zip(ranges, torch.split(messages, sizes), strict=True)
+    return [(owned, message) for owned, message in pieces if len(message)]
 
 
 SCALE_BYTES = 4

@@ -1,89 +1,94 @@
-"""Plan: which exchange is in effect on a step, and the codecs of each model that carry it out."""
+"""Which exchange is in effect on a step, and what carries it out: a codec per model, and a pipeline of two threads.
 
+Two threads ("lanes") have a gloo group each. The first collective of a bucket runs in the first lane, all that follow
+in the second one: while the sums of a bucket come back, the next bucket is already on its way. Both take buckets in the
+order in which the training thread sends them, which is that of the backward pass and so the same on all ranks.
+
+Where gradient servers take part, each lane has one more group, with them. When a collective fails in one lane, all
+groups of both are broken: no rank or server waits for this rank longer than for one whose process has ended.
+"""
+
+import contextlib
+import logging
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import reduce
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dynamix.runtime.extensions import Group, extension_names, load_extension
 from dynamix.schemas.messages.allocation import EXACT, SERVERS, Exchange
 from dynamix.schemas.owner_shares import balanced_shares
+from dynamix.schemas.spelling import suggestion
 from dynamix.trainer.data.plan import Schedule
-from dynamix.trainer.exchange.codec import BucketView, CodedSquares, ErrorFeedback, ExchangeCodec, Member, legs_of
 
-from .codecs import exchange_codec
-from .collectives import Sum, just
-from .pipeline import Pipeline, UnderWay
-from .servers import GradientServers
-from .transport import timeout_of
+from .codec import (
+    BucketView,
+    CodedSquares,
+    ErrorFeedback,
+    ExchangeCodec,
+    Leg,
+    Member,
+    PlainExchange,
+    Sum,
+    Trade,
+    just,
+    legs_of,
+)
+from .narrow import Cast, Int8, NarrowExchange
+from .rows import RowsExchange
+from .servers import GradientServers, ServedGroup
+from .transport import break_group, keep_for_ever, perform, timeout_of
+
+_log = logging.getLogger("dynamix.trainer")
+
+# --- which exchange, and which codec ---------------------------------------------------------------------------------
+
+GROUP: Group = "dynamix.codecs"
+"""Entry points of other packages' codecs: each names a class without arguments, like those here."""
+
+CODECS: dict[str, Callable[[], ExchangeCodec]] = {
+    "none": PlainExchange,
+    "rows": RowsExchange,
+    "bf16": lambda: NarrowExchange("bf16", Cast(torch.bfloat16)),
+    "fp16": lambda: NarrowExchange("fp16", Cast(torch.float16)),
+    "int8": lambda: NarrowExchange("int8", Int8()),
+}
+"""Codecs of the core, which are looked up first; an instance is made once per model."""
 
 
-class StepExchange(NamedTuple):
-    """The exchange of one step."""
+def exchange_codec(name: str) -> ExchangeCodec:
+    """A new codec for one model.
 
-    exchange: Exchange
-    flushes: bool = False
-    """Whether another codec, or none, is active on the next step: then residuals are sent with this gradient."""
+    Raises:
+        ValueError: when neither the core nor an installed package has the name, or what a package registers does not
+            fit.
+    """
+    if name in CODECS:
+        return CODECS[name]()
+    found = load_extension(GROUP, name, _checked)
+    if found is None:
+        known = suggestion(name, [*CODECS, *extension_names(GROUP)])
+        raise ValueError(
+            f"exchange codec {name!r} is unknown: it is none of {', '.join(CODECS)}, and no installed package "
+            f"registers it (group {GROUP}){known}"
+        )
+    return found
 
 
-class ExchangePlan:
-    """The exchanges of a job, step by step, and the pipeline that all its models share."""
-
-    def __init__(self, schedule: Schedule, servers: GradientServers, *, is_decided: bool) -> None:
-        """`is_decided`: whether the schedule's exchanges are carried out here, for the ranks of `servers`."""
-        self._servers = servers
-        self.world_size = world_size = servers.num_ranks
-        self._schedule = schedule
-        self.rank = servers.rank
-        self._is_decided = is_decided and world_size > 1
-        self._timeout: timedelta | None = None
-        self._pipeline: Pipeline | None = None
-        self.on_connect: Callable[[], None] = lambda: None
-        """Called when the ranks have made new connections, on all of them in the same step."""
-
-    def of_model(self, model: DistributedDataParallel) -> "ModelExchange":
-        """The exchange of a model's buckets; its group's time-out is that of the exchange."""
-        self._timeout = self._timeout or timeout_of(model.process_group)
-        keys = {parameter: name for name, parameter in model.module.named_parameters()}
-        return ModelExchange(self, keys)
-
-    def of_step(self, step: int) -> StepExchange | None:
-        """The exchange of a step, `None` for DDP's own all-reduce; a collective call on the first other step.
-
-        That of the next step is known by then: a decision arrives two steps before it takes effect, or three where the
-        last step before it has to do something (`margin_steps`).
-        """
-        exchange = self.at(step)
-        if exchange == EXACT:
-            return None
-        self.connect()
-        return StepExchange(exchange, flushes=not keeps_residuals(exchange, self.at(step + 1)))
-
-    def member(self, exchange: Exchange) -> Member:
-        """This rank in an exchange."""
-        return member_of(exchange, self.rank, self.world_size, len(self._servers.addresses))
-
-    def connect(self) -> None:
-        """Make the pipeline if there is none yet; a collective."""
-        if self._pipeline is None:
-            self._pipeline = Pipeline(self._timeout, self._servers)
-            self.on_connect()
-
-    def at(self, step: int) -> Exchange:
-        """The exchange of a step, as far as it is carried out here."""
-        return self._schedule.allocation_at(step).exchange if self._is_decided else EXACT
-
-    def close(self) -> None:
-        """End what runs in the background. No collective."""
-        if self._pipeline is not None:
-            self._pipeline.close()
-
-    def pipeline(self) -> Pipeline:
-        """The pipeline of collectives, once an exchange was in effect."""
-        assert self._pipeline is not None, "no exchange was in effect yet"
-        return self._pipeline
+def _checked(found: object) -> ExchangeCodec:
+    if not isinstance(found, ExchangeCodec):
+        raise TypeError(f"{type(found).__name__} is no exchange codec: it needs name, is_lossless and reduce(...)")
+    if not found.is_lossless and not isinstance(found, ErrorFeedback):
+        raise TypeError(f"{type(found).__name__} rounds: it must derive from {ErrorFeedback.__qualname__}")
+    return found
 
 
 def keeps_residuals(exchange: Exchange, following: Exchange) -> bool:
@@ -101,23 +106,60 @@ def member_of(exchange: Exchange, rank: int, world_size: int, num_servers: int =
     return Member(rank, world_size, exchange.shares or (1.0,) * world_size)
 
 
-class Sent:
-    """Numbers on their way, in one part or several; of a GPU through the memory of its host.
+class StepExchange(NamedTuple):
+    """The exchange of one step."""
 
-    Codecs compute there, and gloo sends from there.
-    """
+    exchange: Exchange
+    flushes: bool
+    """Whether another codec, or none, is active on the next step: then residuals are sent with this gradient."""
 
-    __slots__ = ("_flat", "_host", "_parts")
 
-    def __init__(self, parts: list[UnderWay], flat: Tensor, host: Tensor | None) -> None:
-        self._parts, self._flat, self._host = parts, flat, host
+class ExchangePlan:
+    """The exchanges of a job, step by step, and the pipeline that all its models share."""
 
-    def wait(self) -> None:
-        """Return when the sum is in place. Raises as `UnderWay.wait`."""
-        for part in self._parts:
-            part.wait()
-        if self._host is not None:
-            self._flat.copy_(self._host)
+    def __init__(self, schedule: Schedule, servers: GradientServers, *, is_decided: bool) -> None:
+        """`is_decided`: whether the schedule's exchanges are carried out here, for the ranks of `servers`."""
+        self._servers = servers
+        self.rank, self.world_size, self.num_servers = servers.rank, servers.num_ranks, len(servers.addresses)
+        self._schedule = schedule
+        self._is_decided = is_decided and self.world_size > 1
+        self._timeout: timedelta | None = None
+        self._pipeline: Pipeline | None = None
+        self.on_connect: Callable[[], None] = lambda: None
+        """Called when the ranks have made new connections, on all of them in the same step."""
+
+    def of_model(self, model: DistributedDataParallel) -> "ModelExchange":
+        """The exchange of a model's buckets; its group's time-out is that of the exchange."""
+        self._timeout = self._timeout or timeout_of(model.process_group)
+        return ModelExchange(self, {parameter: name for name, parameter in model.module.named_parameters()})
+
+    def of_step(self, step: int) -> StepExchange | None:
+        """The exchange of a step, `None` for DDP's own all-reduce; a collective call on the first other step.
+
+        That of the next step is known by then: a decision arrives two steps before it takes effect, or three where the
+        last step before it has to do something (`margin_steps`).
+        """
+        exchange = self.at(step)
+        if exchange == EXACT:
+            return None
+        self.pipeline()
+        return StepExchange(exchange, flushes=not keeps_residuals(exchange, self.at(step + 1)))
+
+    def at(self, step: int) -> Exchange:
+        """The exchange of a step, as far as it is carried out here."""
+        return self._schedule.allocation_at(step).exchange if self._is_decided else EXACT
+
+    def pipeline(self) -> "Pipeline":
+        """The pipeline of collectives; the first call makes it, a collective."""
+        if self._pipeline is None:
+            self._pipeline = Pipeline(self._timeout, self._servers)
+            self.on_connect()
+        return self._pipeline
+
+    def close(self) -> None:
+        """End what runs in the background. No collective."""
+        if self._pipeline is not None:
+            self._pipeline.close()
 
 
 class ModelExchange:
@@ -127,20 +169,20 @@ class ModelExchange:
     """
 
     def __init__(self, plan: ExchangePlan, keys: Mapping[Tensor, str]) -> None:
-        """`keys` names the parameters."""
         self.keys = keys
         self._plan = plan
         self._codecs: dict[str, ExchangeCodec] = {}
         self._step: StepExchange | None = None
-        self._member = plan.member(EXACT)
+        self._member: Member
 
     def begin(self, step: StepExchange) -> None:
         """Begin a step: the buckets that follow are sent by its exchange."""
         if self._step is None or step.exchange != self._step.exchange:
-            self._member = self._plan.member(step.exchange)
+            plan = self._plan
+            self._member = member_of(step.exchange, plan.rank, plan.world_size, plan.num_servers)
         self._step = step
 
-    def send(self, bucket: BucketView) -> Sent:
+    def send(self, bucket: BucketView) -> "Sent":
         """Begin to sum a bucket over ranks, in place; all ranks send the same buckets in the same order."""
         assert self._step is not None, "no exchange is in effect"
         codec = self._codec(self._step.exchange.codec)
@@ -150,19 +192,18 @@ class ModelExchange:
             legs = [codec.residuals.flush(sent, self._member)]
         else:
             legs = legs_of(codec, sent, self._member)
-        return Sent([self._plan.pipeline().send(leg) for leg in legs], bucket.flat, host)
+        return self._plan.pipeline().send(*legs, back=None if host is None else (bucket.flat, host))
 
-    def send_plainly(self, numbers: Tensor) -> Sent:
+    def send_plainly(self, numbers: Tensor) -> "Sent":
         """Begin to add up numbers over ranks, in place and without a codec, behind the buckets sent so far."""
         host = _host_copy(numbers)
-        return Sent([self._plan.pipeline().send(just(Sum(numbers if host is None else host)))], numbers, host)
+        if host is None:
+            return self._plan.pipeline().send(just(Sum(numbers)))
+        return self._plan.pipeline().send(just(Sum(host)), back=(numbers, host))
 
     def coded(self) -> CodedSquares:
         """Squared norms of what lossy codecs have sent and should have sent."""
-        found = CodedSquares()
-        for codec in list(self._lossy().values()):
-            found = found.and_more(codec.coded)
-        return found
+        return reduce(CodedSquares.and_more, (codec.coded for codec in self._lossy().values()), CodedSquares())
 
     def residuals(self) -> dict[str, dict[str, Tensor]]:
         """This rank's residuals, by codec and parameter; copies on the CPU."""
@@ -189,5 +230,132 @@ class ModelExchange:
 
 
 def _host_copy(flat: Tensor) -> Tensor | None:
-    """A tensor of a GPU in the memory of its host, once the device has computed it; `None` for one of the CPU."""
+    """A tensor of a GPU in the memory of its host, where codecs compute and from where gloo sends; `None` of a CPU."""
     return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat) if flat.is_cuda else None
+
+
+# --- two threads -----------------------------------------------------------------------------------------------------
+
+CLOSE_S = 2.0
+"""Longest wait for a thread to end; it may wait for a dead rank until the time-out of its group."""
+
+
+class Sent(NamedTuple):
+    """Numbers on their way, in one part or several."""
+
+    parts: list[Future[None]]
+    back: tuple[Tensor, Tensor] | None
+    """The tensor of a GPU that is summed, and its copy in the memory of the host."""
+
+    def wait(self) -> None:
+        """Return when the sum is in place; called in the training thread.
+
+        Raises:
+            RuntimeError: when it failed, or one before it: as from an all-reduce, training cannot continue.
+        """
+        for part in self.parts:
+            if (error := part.exception()) is not None:
+                raise RuntimeError(f"the exchange between the ranks failed: {error}") from error
+        if self.back is not None:
+            flat, host = self.back
+            flat.copy_(host)
+
+
+_Task = tuple[Leg, Future[None]]
+
+
+class _Lane:
+    """A thread, its tasks, and its process groups."""
+
+    def __init__(self, group: dist.ProcessGroup, served: ServedGroup | None) -> None:
+        self.group = group
+        self.served = served
+        self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self.thread: threading.Thread
+
+
+class Pipeline:
+    """Two threads with a process group each; all ranks make it at the same point and send the same buckets."""
+
+    def __init__(self, timeout: timedelta | None = None, servers: GradientServers | None = None) -> None:
+        """A collective call; `timeout` is that of the groups, torch's own when not given.
+
+        Raises:
+            RuntimeError: when a server cannot be reached, or does not join.
+        """
+        groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
+        served: list[ServedGroup] | list[None] = [None, None]
+        if servers is not None and servers.addresses:
+            served = servers.join(groups[0], timeout)
+        self._lanes = [_Lane(*both) for both in zip(groups, served, strict=True)]
+        self._error: BaseException | None = None
+        """The first error, in either thread; later ones are consequences."""
+        self._lock = threading.Lock()
+        for number, (lane, following) in enumerate(zip(self._lanes, (self._lanes[1], None), strict=True)):
+            lane.thread = threading.Thread(
+                target=self._run, args=(lane, following), name=f"dynamix exchange {number}", daemon=True
+            )  # a daemon: a process that fails must not wait for a rank that is gone
+            lane.thread.start()
+
+    def send(self, *legs: Leg, back: tuple[Tensor, Tensor] | None = None) -> Sent:
+        """Carry out legs behind all that were sent before them; `back` as in `Sent`."""
+        parts: list[Future[None]] = []
+        for leg in legs:
+            parts.append(Future())
+            self._lanes[0].tasks.put((leg, parts[-1]))
+        return Sent(parts, back)
+
+    def close(self) -> None:
+        """End the threads and leave the groups, where nothing is under way in them. No collective."""
+        for lane in self._lanes:
+            lane.tasks.put(None)
+            lane.thread.join(CLOSE_S)
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            if lane.thread.is_alive():
+                keep_for_ever(lane)
+            else:
+                with contextlib.suppress(ValueError):  # the script has destroyed it, with all others
+                    dist.destroy_process_group(lane.group)
+
+    def _run(self, lane: _Lane, following: _Lane | None) -> None:
+        """Carry out tasks; after the first failure in either thread every task fails, because ranks are out of step."""
+        while (task := lane.tasks.get()) is not None:
+            leg, under_way = task
+            failed = self._error
+            if failed is None:
+                try:
+                    _carry_out(task, lane, following)
+                except BaseException as error:  # noqa: BLE001 - the training thread raises it
+                    with self._lock:
+                        is_first, self._error = self._error is None, self._error or error
+                        failed = self._error
+                    if is_first:
+                        for each in self._lanes:
+                            break_group(each.group)
+                            if each.served is not None and each.served.group is not None:
+                                break_group(each.served.group)
+            if failed is not None:
+                leg.close()
+                under_way.set_exception(failed)
+            del task, leg, under_way  # else they live until the next task comes
+        if self._error is None and lane.served is not None:
+            try:
+                lane.served.leave()
+            except RuntimeError as error:
+                _log.warning("a gradient server was gone before it was told of the end of the job: %s", error)
+
+
+def _carry_out(task: _Task, lane: _Lane, following: _Lane | None) -> None:
+    """Carry out a leg, or its first collective if there is a lane for those that follow; waits for them."""
+    leg, under_way = task
+    for collective in leg:
+        group = lane.group
+        if isinstance(collective, Trade) and collective.served_sizes:
+            assert lane.served is not None, "there are no servers"
+            group = lane.served.trade(collective)
+        perform(collective, group)
+        if following is not None:
+            following.tasks.put(task)  # from here on it is the other lane's
+            return
+    under_way.set_result(None)

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dynamix.trainer.exchange.codec import BucketPart, BucketView, Member, sum_over_ranks
-from dynamix.trainer.exchange.collectives import Leg, Union
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, Leg, Member, Union, sum_over_ranks
 
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 """Integer types by their size in bytes."""

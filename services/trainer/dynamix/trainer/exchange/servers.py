@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore  # public, missing in the stubs of dist
 
-from dynamix.trainer.exchange.codec import sum_in_rank_order
-from dynamix.trainer.exchange.collectives import ServedSum, Trade
+from dynamix.trainer.exchange.codec import Trade, sum_in_rank_order
 from dynamix.trainer.exchange.transport import LentTensor, break_group, perform
 
 NUM_GROUPS = 2
@@ -80,12 +79,12 @@ class ServedGroup:
         self._num_ranks = num_ranks
         self._num_servers = num_servers
 
-    def trade(self, trade: Trade, served: ServedSum) -> dist.ProcessGroup:
+    def trade(self, trade: Trade) -> dist.ProcessGroup:
         """Announce an exchange to the servers, in rank 0; returns the group in which it is carried out."""
         assert self.group is not None, "left"
         dtype = DTYPES.index(trade.sent.dtype)
-        for index, size in enumerate(served.sizes):
-            self._tell(index, ToldTrade(served.number, int(trade.is_answer), dtype, size))
+        for index, size in enumerate(trade.served_sizes):
+            self._tell(index, ToldTrade(trade.served_sum, int(trade.is_answer), dtype, size))
         return self.group
 
     def leave(self) -> None:
@@ -109,52 +108,47 @@ class GradientServers:
         self._job = job
         self.rank = rank
         self.num_ranks = num_ranks
-        self._problem = ""
 
-    def announce(self, timeout: timedelta | None) -> int:
-        """Announce the job to every server, in rank 0; returns its number at the first one, from 1, else 0."""
-        if self.rank:
-            return 0
-        try:
-            stores = [open_store(address) for address in self.addresses]
-            numbers = [store.add(JOBS_KEY, 1) for store in stores]
-            for index, store in enumerate(stores):
-                announcement = JobAnnouncement(
-                    job=self._job,
-                    num_ranks=self.num_ranks,
-                    num_servers=len(stores),
-                    index=index,
-                    meeting=self.addresses[0],
-                    number=numbers[0],
-                    timeout_s=(timeout or DEFAULT_TIMEOUT).total_seconds(),
-                )
-                store.set(job_key(numbers[index]), msgspec.json.encode(announcement).decode())
-        except RuntimeError as error:
-            self._problem = f": {error}"
-            return 0
-        return numbers[0]
-
-    def meet(self, number: int, timeout: timedelta | None) -> list[ServedGroup]:
-        """Make the groups of the job that rank 0 announced under this number; a collective.
+    def join(self, group: dist.ProcessGroup, timeout: timedelta | None) -> list[ServedGroup]:
+        """Announce the job to every server, and make the groups with them; a collective of the ranks of `group`.
 
         Raises:
             RuntimeError: on all ranks, when a server cannot be reached or does not join.
         """
-        named = f"the gradient servers {', '.join(self.addresses)}"
-        if not number:
+        named, problem = f"the gradient servers {', '.join(self.addresses)}", ""
+        number = LentTensor(torch.zeros(1, dtype=torch.int64))  # at the first server, from 1; 0 if one is not reached
+        if self.rank == 0:
+            try:
+                stores = [open_store(address) for address in self.addresses]
+                numbers = [store.add(JOBS_KEY, 1) for store in stores]
+                for index, store in enumerate(stores):
+                    announcement = JobAnnouncement(
+                        job=self._job,
+                        num_ranks=self.num_ranks,
+                        num_servers=len(stores),
+                        index=index,
+                        meeting=self.addresses[0],
+                        number=numbers[0],
+                        timeout_s=(timeout or DEFAULT_TIMEOUT).total_seconds(),
+                    )
+                    store.set(job_key(numbers[index]), msgspec.json.encode(announcement).decode())
+                number.tensor.fill_(numbers[0])
+            except RuntimeError as error:
+                problem = f": {error}"
+        group.broadcast(number.alias, 0).wait()
+        if not number.tensor.item():
             raise RuntimeError(
-                f"{named} cannot all be reached{self._problem}; start `dynamix serve-gradients` at each address"
+                f"{named} cannot all be reached{problem}; start `dynamix serve-gradients` at each address"
             )
         try:
-            store = open_store(self.addresses[0])
-            size = self.num_ranks + len(self.addresses)
-            groups = make_groups(store, number, self.rank, size, timeout or DEFAULT_TIMEOUT)
+            store, size = open_store(self.addresses[0]), self.num_ranks + len(self.addresses)
+            groups = make_groups(store, int(number.tensor.item()), self.rank, size, timeout or DEFAULT_TIMEOUT)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{named} do not join within {MEETING_S:g} s: {error}; each serves one job at a time, and must reach "
                 "the first one's address and all ranks"
             ) from error
-        return [ServedGroup(group, self.rank, self.num_ranks, len(self.addresses)) for group in groups]
+        return [ServedGroup(each, self.rank, self.num_ranks, len(self.addresses)) for each in groups]
 
 
 def job_key(number: int) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 
-from dynamix.trainer.exchange.collectives import Collective, Sum, Trade, Union
+from .codec import Collective, Largest, Sum, Trade, Union
 
 # Its functions have the default group as it was when they were defined for an argument, and torch imports it with the
 # first DDP model: defined before there is a group, they do not keep one, and its threads, past destroy_process_group.
@@ -119,8 +119,8 @@ def perform(collective: Collective, group: dist.ProcessGroup) -> None:
         group.alltoall_base(received.alias, sent.alias, collective.received_sizes, collective.sent_sizes).wait()
         return
     options = dist.AllreduceOptions()
-    if not isinstance(collective, Sum):
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR if isinstance(collective, Union) else dist.ReduceOp.MAX)
+    operations = {Sum: dist.ReduceOp.SUM, Union: dist.ReduceOp.BOR, Largest: dist.ReduceOp.MAX}
+    options.reduceOp = dist.ReduceOp(operations[type(collective)])
     lent = LentTensor(collective.tensor)
     group.allreduce([lent.alias], options).wait()
 

@@ -67,10 +67,5 @@ def attach(
             f"gradient_accumulation_steps={steps}, but the accelerator divides each loss by its own "
             f"{accelerator.gradient_accumulation_steps}: leave the argument out, or make the accelerator without it"
         )
-    defaults = {
-        **traits.options,
-        "local_batch_size": traits.micro_batch_size * steps,
-        "gradient_accumulation_steps": steps,
-    }
-    session = attach_session(model, optimizer, traits.dataset, **{**defaults, **options})
+    session = attach_session(model, optimizer, traits.dataset, **{**traits.arguments(steps), **options})
     return session, AcceleratedBatches(session, accelerator.device)

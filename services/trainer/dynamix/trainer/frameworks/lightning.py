@@ -112,7 +112,7 @@ class DynamixCallback(Callback):
             )
         steps = trainer.accumulate_grad_batches
         self._traits, self._gradient_accumulation_steps = traits_of(loader, trainer.world_size), steps
-        num_batches = self._traits.steps_per_epoch(trainer.world_size, steps) * steps
+        num_batches = self._traits.batches_per_epoch(trainer.world_size, steps)
         return SessionBatches(
             lambda: self._attached(trainer), loader.dataset, None if self._is_adaptive else num_batches
         )
@@ -128,13 +128,9 @@ class DynamixCallback(Callback):
                 "schedule from the data set, the batch size and the number of ranks; it is advanced by samples"
             )
         require_ddp(trainer.model, "Lightning")
-        defaults = {
-            **self._traits.options,
-            "local_batch_size": self._traits.micro_batch_size * self._gradient_accumulation_steps,
-            "gradient_accumulation_steps": self._gradient_accumulation_steps,
-            "look_ahead": int(self._is_adaptive),  # Lightning fetches one ahead to find an end that has no number
-        }
-        session = attach(trainer.model, trainer.optimizers, self._traits.dataset, **{**defaults, **self._options})
+        options = self._traits.arguments(self._gradient_accumulation_steps)
+        options["look_ahead"] = int(self._is_adaptive)  # Lightning fetches one ahead to find an end that has no number
+        session = attach(trainer.model, trainer.optimizers, self._traits.dataset, **{**options, **self._options})
         if self._is_adaptive:
             for config in trainer.lr_scheduler_configs:
                 if config.interval == "step" and not config.reduce_on_plateau:

@@ -28,10 +28,15 @@ class LoaderTraits(NamedTuple):
     options: dict[str, Any]
     """`shuffle` or `sampler`, `drop_last`, and how data are loaded."""
 
-    def steps_per_epoch(self, world_size: int, gradient_accumulation_steps: int) -> int:
-        """Optimizer steps of an epoch in plain training."""
-        global_batch_size = self.micro_batch_size * gradient_accumulation_steps * world_size
-        return ReferenceSteps(self.num_samples, global_batch_size, self.options["drop_last"]).per_epoch
+    def batches_per_epoch(self, world_size: int, steps: int) -> int:
+        """Batches of a rank in an epoch of plain training, `steps` to each optimizer step."""
+        global_batch_size = self.micro_batch_size * steps * world_size
+        return steps * ReferenceSteps(self.num_samples, global_batch_size, self.options["drop_last"]).per_epoch
+
+    def arguments(self, steps: int) -> dict[str, Any]:
+        """Arguments of `attach` for a loop with so many gradient accumulation steps."""
+        size = self.micro_batch_size * steps
+        return {**self.options, "local_batch_size": size, "gradient_accumulation_steps": steps}
 
 
 def require_ddp(model: torch.nn.Module, framework: str) -> None:

@@ -65,9 +65,7 @@ class DynamixTrainerMixin:
         steps, world_size = self.args.gradient_accumulation_steps, self.args.world_size
         traits = traits_of(super().get_train_dataloader(), world_size)  # type: ignore[misc]
         defaults = {
-            **traits.options,
-            "local_batch_size": traits.micro_batch_size * steps,
-            "gradient_accumulation_steps": steps,
+            **traits.arguments(steps),
             "look_ahead": steps - 1,  # the Trainer fetches all batches of a step at once
             "seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
         }
@@ -78,17 +76,30 @@ class DynamixTrainerMixin:
             if session is None:
                 require_ddp(self.model_wrapped, "the Trainer of Transformers")
                 self.session = session = attach(self.model_wrapped, self.optimizer, traits.dataset, **options)
-                _restore(session, self._resume_path)
+                path = self._resume_path and Path(os.fspath(self._resume_path)) / STATE_FILE
+                if path and path.exists():
+                    session.load_state_dict(torch.load(path, weights_only=True))
+                elif path and (not dist.is_initialized() or dist.get_rank() == 0):
+                    _log.warning("there is no %s: the data are used from the beginning of an epoch", path)
             return session
 
         if not self._ends_steps:
             self._ends_steps = True
             self.add_callback(_StepEnds(self))
-        return SessionBatches(attached, traits.dataset, traits.steps_per_epoch(world_size, steps) * steps)
+        return SessionBatches(attached, traits.dataset, traits.batches_per_epoch(world_size, steps))
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one batch."""
-        self._loss_factor = self._factor_of_items(num_items_in_batch)
+        is_counted = num_items_in_batch is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func)
+        if is_counted and self.args.world_size > 1 and self.session.num_samples:
+            if not self.args.average_tokens_across_devices:
+                raise ValueError(
+                    "average_tokens_across_devices=False gives each rank's labels a weight of their own: leave it at "
+                    "True"
+                )
+            # each rank's loss is in proportion to all labels: this cancels the weight of its samples
+            weight = self.session.num_samples * self.args.gradient_accumulation_steps * self.args.world_size
+            self._loss_factor = float(self.session.global_batch_size / weight)
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch) / self._loss_factor  # type: ignore[misc]
         self._loss_factor = 1.0
         self.newest_loss = loss * self.current_gradient_accumulation_steps
@@ -102,18 +113,6 @@ class DynamixTrainerMixin:
         if self._loss_factor == 1.0:
             return found
         return (found[0] * self._loss_factor, found[1]) if return_outputs else found * self._loss_factor
-
-    def _factor_of_items(self: Any, num_items_in_batch: Any) -> float:
-        """Factor that cancels the weight of this rank's samples if each rank's loss is in proportion to all labels."""
-        is_counted = num_items_in_batch is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func)
-        if not is_counted or self.args.world_size == 1 or self.session.num_samples == 0:
-            return 1.0
-        if not self.args.average_tokens_across_devices:
-            raise ValueError(
-                "average_tokens_across_devices=False gives each rank's labels a weight of their own: leave it at True"
-            )
-        weight = self.session.num_samples * self.args.gradient_accumulation_steps * self.args.world_size
-        return float(self.session.global_batch_size / weight)
 
 
 class _StepEnds(TrainerCallback):
@@ -148,13 +147,3 @@ class _StepEnds(TrainerCallback):
         if state.global_step >= state.max_steps:
             next(self._epochs, None)
         self._trainer.session.close()
-
-
-def _restore(session: Session, checkpoint: str | None) -> None:
-    if checkpoint is None:
-        return
-    path = Path(os.fspath(checkpoint)) / STATE_FILE
-    if path.exists():
-        session.load_state_dict(torch.load(path, weights_only=True))
-    elif not dist.is_initialized() or dist.get_rank() == 0:
-        _log.warning("%s has no %s: the data are used from the beginning of an epoch", checkpoint, STATE_FILE)

@@ -7,23 +7,35 @@ waits for all and measures |G|^2. Elsewhere the loss itself is scaled (`loss_wei
 A gradient's weight is known from the plan. Where the script counts in its batches (`attach(count_tokens=...)`) the
 total over all ranks is one more all-reduce, posted when the last bucket is ready; until it is there, gradients are
 divided by the total of the step before, and then corrected.
+
+A step may exchange gradients of several models (a generator and a discriminator), and of one several times. All weigh
+by the same plan; compute times come with every exchange, and those of the step's last one count.
 """
 
+import gc
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import reduce
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from dynamix.trainer.data.plan import Counts, MicroBatch
-from dynamix.trainer.exchange.codec import HALF_TYPES, BucketPart, BucketView
-from dynamix.trainer.exchange.plan import ModelExchange, Sent, StepExchange
+from dynamix.trainer.data.plan import MicroBatch, StepPlan
+from dynamix.trainer.exchange.codec import HALF_TYPES, BucketPart, BucketView, CodedSquares
+from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange
 from dynamix.trainer.exchange.transport import LentTensor, launched
-from dynamix.trainer.gradient.losses import LossWarnings
-from dynamix.trainer.gradient.noise import NormSketch, is_measured
+from dynamix.trainer.measurement.clock import Clock
+
+from .losses import LossWarnings
+from .models import set_gradient_sync
+from .noise import NOT_MEASURED, NormSketch, SquaredNorms, StepSketches, is_measured
 
 Reduction = Literal["mean", "sum"]
 """How the user's loss combines the samples of its batch."""
@@ -161,37 +173,6 @@ class TimeSlots:
         return seconds
 
 
-class SquaredNorms(NamedTuple):
-    """Per bucket of one step, |g_i|^2 of this rank's mean gradient and |G|^2; on a GPU still on the device.
-
-    Both are empty on a step that was not measured.
-    """
-
-    local: list[float | torch.Tensor]
-    reduced: list[float | torch.Tensor]
-    counts: Counts | None = None
-    """Sizes of the measured step; `None` if it is the step that just ended."""
-
-
-NOT_MEASURED = SquaredNorms([], [])
-
-
-class StepSketches(NamedTuple):
-    """The sketches of one local step, by model, until their cells are summed."""
-
-    sketches: list[NormSketch]
-    counts: Counts
-    """Sizes of the step."""
-    over_mean: float
-    """`StepWeights.over_mean` of the step."""
-
-    def norms(self) -> SquaredNorms:
-        """The squared norms, once the cells are summed."""
-        squared = self.over_mean**2 or 1.0
-        local: list[float | torch.Tensor] = [each.local / squared for each in self.sketches]
-        return SquaredNorms(local, [each.reduced() / squared for each in self.sketches], self.counts)
-
-
 def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
     """|gradient|^2, in float32 where half precision would overflow; a number on the CPU, on a GPU still a tensor."""
     if gradient.dtype in HALF_TYPES:
@@ -205,10 +186,11 @@ def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
 class ModelBucket:
     """One bucket of the model, with everything that is the same in every step."""
 
-    __slots__ = ("buffer", "factor", "lent", "reduced", "scale", "view")
+    __slots__ = ("buffer", "factor", "lent", "number", "reduced", "scale", "view")
 
-    def __init__(self, buffer: torch.Tensor, *, is_in_place: bool) -> None:
+    def __init__(self, number: int, buffer: torch.Tensor, *, is_in_place: bool) -> None:
         """`is_in_place`: the reduced gradient will be in the buffer itself, as a base hook does not promise."""
+        self.number = number
         self.buffer = buffer
         self.scale = 0.0
         """The value of `factor`. As a tensor it saves torch a third of the time of scaling a small bucket."""
@@ -250,13 +232,6 @@ _UnderWay = dist.Work | torch.futures.Future[torch.Tensor] | Sent | None
 """A bucket that is sent; `None` for one that stays on this rank."""
 
 
-class _SentBucket(NamedTuple):
-    number: int
-    bucket: ModelBucket
-    under_way: _UnderWay
-    reduced: torch.futures.Future[torch.Tensor]
-
-
 @dataclass(slots=True)
 class _Step:
     """Parameters of a step for the hook, and the squared norms that it measured."""
@@ -276,19 +251,6 @@ class _Step:
     reduced: dict[int, float | torch.Tensor] = field(default_factory=dict)
 
 
-class GradientClock(Protocol):
-    """The clock that the hook reports times of a step to, and asks: `measurement` imports this folder."""
-
-    def gradient_ready(self) -> None:
-        """This rank's last bucket is ready to be reduced."""
-
-    def reduced(self) -> None:
-        """The gradient came back; of several backward passes the last one counts."""
-
-    def seconds_per_sample(self) -> float:
-        """Compute time over samples of the newest step completed and not yet returned; 0 without one."""
-
-
 class GradientHook:
     """The communication hook of one DDP model, in one session.
 
@@ -303,7 +265,7 @@ class GradientHook:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        clock: GradientClock,
+        clock: Clock,
         weights: StepWeights,
         *,
         reduction: Reduction,
@@ -333,10 +295,11 @@ class GradientHook:
         self.sketch: NormSketch | None = None
         """The norms of a local step, where they are measured."""
         self.is_retired = False
-        self._slots = TimeSlots(self._rank, self._world_size)
+        self.slots = TimeSlots(self._rank, self._world_size)
         self._times: dist.Work | Sent | None = None
         """Time slots on their way beside the buckets."""
-        self._sent: list[_SentBucket] = []
+        self._sent: list[tuple[ModelBucket, _UnderWay, torch.futures.Future[torch.Tensor]]] = []
+        """The buckets of the current backward pass, and what DDP waits for."""
         self._buckets: dict[int, ModelBucket] = {}
         """Buckets by number: DDP makes them once, and again after the first step."""
         self._step: _Step
@@ -345,7 +308,7 @@ class GradientHook:
     def begin(
         self, batch: MicroBatch, *, shares_times: bool, exchange: StepExchange | None, sketches: bool = False
     ) -> None:
-        """Begin a step with its last batch; earlier ones are in its scale by then (`Accumulation`).
+        """Begin a step with its last batch; earlier ones are in its scale by then.
 
         With `shares_times` all ranks learn each other's compute times: on all ranks or on none, and not over a base
         hook. `exchange` is that of the step, `None` for DDP's own all-reduce. In a local step norms are measured where
@@ -376,11 +339,6 @@ class GradientHook:
         self._step = _Step(1.0 if self._base_hook is not None else 1.0 / self._world_size)
         self.sketch = None
 
-    def retire(self) -> None:
-        """The same for good: the session has ended."""
-        self.average_plainly()
-        self.is_retired = True
-
     def take_norms(self) -> SquaredNorms:
         """The squared norms of the step that ends; empty when it was not measured or no gradient was reduced."""
         step = self._step
@@ -392,16 +350,12 @@ class GradientHook:
             [value / squared for value in step.reduced.values()],
         )
 
-    def take_times(self) -> list[float] | None:
-        """Seconds per sample by rank, 0 where unknown (`TimeSlots.take_seconds`)."""
-        return self._slots.take_seconds()
-
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook itself: called by DDP for each bucket, in order, in the thread of the backward pass."""
         buffer, number, is_last, step = bucket.buffer(), bucket.index(), bucket.is_last(), self._step
         known = self._buckets.get(number)
         if known is None or known.buffer is not buffer:
-            known = self._buckets[number] = ModelBucket(buffer, is_in_place=self._base_hook is None)
+            known = self._buckets[number] = ModelBucket(number, buffer, is_in_place=self._base_hook is None)
         if self._losses is not None:
             self._losses.gradient_begins()
         if is_last and step.in_step:
@@ -413,7 +367,7 @@ class GradientHook:
         under_way = self._send(bucket, known)
         # a future of its own for one step: on a GPU its streams wait for it, not the training thread
         reduced = known.reduced or torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-        self._sent.append(_SentBucket(number, known, under_way, reduced))
+        self._sent.append((known, under_way, reduced))
         if is_last:
             self._finish()
         return reduced
@@ -434,7 +388,7 @@ class GradientHook:
                 known.view = view_of(bucket, known.buffer, self.model_exchange.keys)
             under_way = self.model_exchange.send(known.view)
             if shares_times:
-                lent = self._slots.write(self._clock.seconds_per_sample())
+                lent = self.slots.write(self._clock.seconds_per_sample())
                 self._times = self.model_exchange.send_plainly(lent.tensor)
             return under_way
         if known.lent is None:
@@ -443,31 +397,320 @@ class GradientHook:
         group: dist.ProcessGroup = self._gloo if self._gloo is not None and known.buffer.is_cpu else self._group
         under_way = launched(group.allreduce, [known.lent.alias])
         if shares_times:
-            lent = self._slots.write(self._clock.seconds_per_sample(), known.buffer.device)
+            lent = self.slots.write(self._clock.seconds_per_sample(), known.buffer.device)
             self._times = launched(group.allreduce, [lent.alias])
         return under_way
 
     def _finish(self) -> None:
         """Wait, with the last bucket, until every bucket is reduced; measure them and hand them to DDP."""
         step = self._step
-        results: list[Any] = [None if each.under_way is None else each.under_way.wait() for each in self._sent]
+        results: list[Any] = [None if under_way is None else under_way.wait() for _, under_way, _ in self._sent]
         if self._times is not None:
             self._times.wait()
             self._times = None
-            self._slots.receive()
+            self.slots.receive()
         self.num_reduced += 1
         self.reduced_at = time.perf_counter()
         if step.in_step:
             self._clock.reduced()
         correction = self._weights.correction() if step.in_step else 1.0
-        for sent, result in zip(self._sent, results, strict=True):
-            reduced = sent.bucket.buffer
+        for (bucket, _, future), result in zip(self._sent, results, strict=True):
+            reduced = bucket.buffer
             if self._base_hook is not None:
                 reduced = result if isinstance(result, torch.Tensor) else result[0]
             if correction != 1.0:
                 reduced.mul_(correction)
             if step.measures:
-                step.reduced[sent.number] = squared_norm(reduced)
-            if sent.reduced is not sent.bucket.reduced:
-                sent.reduced.set_result(reduced)
+                step.reduced[bucket.number] = squared_norm(reduced)
+            if future is not bucket.reduced:
+                future.set_result(reduced)
         self._sent.clear()
+
+
+DROPPED = (
+    "the gradients of this step's earlier micro-batches are gone: call optimizer.zero_grad() only where "
+    "session.sync_gradients is true, after optimizer.step()"
+)
+
+
+class _HookPlace:
+    """The one communication hook that DDP allows a model, for one session after the other."""
+
+    hook: GradientHook | None = None
+
+    def __reduce__(self) -> tuple[type["_HookPlace"], tuple[()]]:
+        return _HookPlace, ()  # a copied model belongs to no session: DDP does not take its hook along
+
+    def reduce(self, _state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        assert self.hook is not None, "DDP registers no hook of a model that it copied"
+        return self.hook.reduce(bucket)
+
+
+_places: "weakref.WeakKeyDictionary[torch.nn.Module, _HookPlace]" = weakref.WeakKeyDictionary()
+"""The hook of each model that was ever covered."""
+
+
+class _SessionHook:
+    """A hook on a user's model: keeps no session alive, and a copied or pickled one does nothing."""
+
+    def __init__(self, owner: object | None, function: Callable[..., None]) -> None:
+        """`function` is called with the owner first, as long as that lives."""
+        self._owner = (lambda: None) if owner is None else weakref.ref(owner)
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        if (alive := self._owner()) is not None:
+            self._function(alive, *arguments)
+
+    def __reduce__(self) -> tuple[type["_SessionHook"], tuple[None, Callable[..., None]]]:
+        return _SessionHook, (None, self._function)
+
+
+class CoveredModels:
+    """Weighs the gradients of the models of one session.
+
+    Torch adds up the gradients g_j of micro-batches in `Parameter.grad`. With a mean loss they must count by their
+    samples or tokens, sum_j m_j g_j, so what was added up is scaled by m_j / m_(j+1) where the next one has another
+    weight: with samples at most once per step, since sizes differ by one. The whole is then in the scale of the last
+    micro-batch.
+    """
+
+    def __init__(
+        self,
+        make_hook: Callable[[DistributedDataParallel, StepWeights], GradientHook] | None,
+        reduction: Reduction,
+        weights: StepWeights,
+        exchange: ExchangePlan,
+        *,
+        weighs_alone: bool = False,
+        losses: LossWarnings | None = None,
+    ) -> None:
+        """`make_hook` is `None` where losses are scaled, or there is nothing to exchange; else `exchange` says how.
+
+        With `weighs_alone`, in a world of one process, gradients are weighed as they come.
+        """
+        self._weighs_alone = weighs_alone
+        self._losses = losses
+        self._weights = weights
+        self._reduction: Reduction = reduction
+        self._exchange = exchange
+        self.models: list[torch.nn.Module] = []
+        self._hooks: list[GradientHook] = []
+        self._make_hook = make_hook
+        self._num_reduced = 0
+        self._saw_no_sync = False
+        self._only_adds = False
+        """Whether the current micro-batch's gradient is only added up."""
+        self._probe: tuple[torch.nn.Parameter, torch.Tensor] | None = None
+        """A parameter, and the gradient that it had before the last micro-batch."""
+        self._batch: MicroBatch | None = None
+        self._handles: list[RemovableHandle] = []
+        self._ignored: list[torch.nn.Module] = []
+        self.unshared: list[DistributedDataParallel] = []
+        """Models whose buffers DDP does not broadcast until `broadcast_buffers`."""
+        self._sketches: list[NormSketch] = []
+        """Norms of the newest step, if it was local and measured, by model; their cells are not summed yet."""
+
+    def cover(self, model: torch.nn.Module) -> None:
+        """Weigh one more model.
+
+        Raises:
+            ValueError: when hooks weigh and the model is not under DDP, or updated in its backward pass.
+            RuntimeError: when it has a communication hook already, or was covered already.
+        """
+        if any(model is each for each in self.models):
+            raise RuntimeError("the model is covered already: name each model once")
+        if self._make_hook is not None:
+            if not isinstance(model, DistributedDataParallel):
+                raise ValueError(
+                    f"{type(model).__name__} is not under DistributedDataParallel, but another model of the session "
+                    "is: wrap it too"
+                )
+            if any(hasattr(each, "_in_backward_optimizers") for each in model.parameters()):
+                raise ValueError(
+                    "the parameters are updated inside of the backward pass (_apply_optimizer_in_backward), for which "
+                    "DistributedDataParallel takes its one communication hook: call optimizer.step() after it instead"
+                )
+            hook, place = self._make_hook(model, self._weights), _places.get(model)
+            if place is None:
+                place = _HookPlace()
+                try:
+                    model.register_comm_hook(None, place.reduce)
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        "the model has a communication hook already: do not register it, pass it to attach as base_hook"
+                    ) from error
+                _places[model] = place
+            elif not (place.hook is None or place.hook.is_retired):
+                raise RuntimeError("another session covers the model: end that one first, session.close()")
+            place.hook = hook
+            self._hooks.append(hook)
+            self._handles.append(model.register_forward_pre_hook(_SessionHook(self, CoveredModels.note_forward)))
+        elif self._weighs_alone:
+            self._handles += [each.register_hook(self.weigh_alone) for each in model.parameters()]  # type: ignore[no-untyped-call]
+        self.models.append(model)
+
+    def refuse_others(self) -> None:
+        """Refuse to train DDP models that are not covered, where hooks weigh: their gradients would be wrong."""
+        if self._make_hook is None:
+            return
+        self._handles.append(
+            register_module_module_registration_hook(_SessionHook(self, CoveredModels.watch_registered))
+        )
+        for found in gc.get_objects():
+            if issubclass(type(found), DistributedDataParallel):
+                self._watch(found)
+
+    def ignore(self, model: torch.nn.Module) -> None:
+        """Do not refuse a model that is not covered."""
+        self._ignored.append(model)
+
+    def watch_registered(self, parent: torch.nn.Module, name: str, _child: Any) -> None:
+        """Watch a DDP model that is just being made."""
+        if name == "module" and isinstance(parent, DistributedDataParallel):
+            self._watch(parent)
+
+    def _watch(self, model: torch.nn.Module) -> None:
+        if not self._covers(model):
+            self._handles.append(model.register_forward_pre_hook(_SessionHook(self, CoveredModels.refuse)))
+
+    def refuse(self, model: torch.nn.Module, _inputs: Any = None) -> None:
+        """Raise RuntimeError when the model is trained and still not covered."""
+        if model.training and torch.is_grad_enabled() and not self._covers(model):
+            raise RuntimeError(
+                "a second DistributedDataParallel model is trained, which the session does not weigh: pass all models "
+                "and optimizers to attach as lists, or call session.cover(model, optimizer); one that has batches of "
+                "its own, equally long on all ranks, is left alone after session.ignore(model)"
+            )
+
+    def _covers(self, model: torch.nn.Module) -> bool:
+        return any(model is each for each in (*self.models, *self._ignored))
+
+    def broadcast_buffers(self) -> None:
+        """Restore DDP's broadcasts of buffers."""
+        for model in self.unshared:
+            model.broadcast_buffers = True
+        self.unshared.clear()
+
+    def remove(self) -> None:
+        """Train the models without the session, as plain DDP does: communication hooks cannot be removed."""
+        for hook in self._hooks:
+            hook.average_plainly()
+            hook.is_retired = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.broadcast_buffers()
+        self._exchange.close()
+
+    @property
+    def exchanges(self) -> list[ModelExchange]:
+        """The exchanges that carry out decisions, by model."""
+        return [hook.model_exchange for hook in self._hooks]
+
+    def coded(self) -> CodedSquares:
+        """Squared norms of what lossy codecs have sent and should have sent, of all models."""
+        return reduce(CodedSquares.and_more, (each.coded() for each in self.exchanges), CodedSquares())
+
+    def begin(self, batch: MicroBatch, *, shares_times: bool, sketches: bool = False) -> None:
+        """Prepare all models for a batch: what was added up before it, and whether gradients are exchanged after it.
+
+        Raises:
+            RuntimeError: when the gradients of the micro-batches before it are gone.
+        """
+        self._batch = batch
+        self._probe = None
+        if self._only_adds == batch.is_last:  # else left alone: a script may have its own reasons for `no_sync`
+            self._only_adds = not batch.is_last
+            for model in self.models:
+                set_gradient_sync(model, exchanged=batch.is_last)
+        before = self._weights.begin(batch)
+        if before is not None:
+            self._rescale(before, self._weights.newest)
+        if batch.is_last:
+            exchange = self._exchange.of_step(batch.plan.step)
+            if self._losses is not None:
+                self._losses.begin_step()
+            for hook in self._hooks:
+                hook.begin(batch, shares_times=shares_times, exchange=exchange, sketches=sketches)
+
+    def _rescale(self, before: int, count: int) -> None:
+        """Bring what was added up with the weight `before` into the scale of the weight `count`."""
+        parameters = [each for model in self.models for each in model.parameters() if each.grad is not None]
+        if not parameters:
+            raise RuntimeError(DROPPED)
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        if not any(getattr(model, "gradient_as_bucket_view", False) for model in self.models):
+            self._probe = parameters[0], gradients[0]
+        if self._make_hook is None:
+            return  # `scale_loss` weighs
+        if before == 0:  # not times zero: a dummy batch may have made it NaN
+            torch._foreach_zero_(gradients)
+        elif self._reduction == "mean" and before != count:
+            torch._foreach_mul_(gradients, before / count)
+
+    def check_gradients(self) -> None:
+        """Make sure, before the update, that no gradient of an earlier micro-batch was dropped.
+
+        Raises:
+            RuntimeError: when one was.
+        """
+        probe, self._probe = self._probe, None
+        if probe is not None and probe[0].grad is not probe[1]:
+            raise RuntimeError(DROPPED)
+
+    def take_sketches(self, plan: StepPlan) -> StepSketches | None:
+        """The sketches of the step that ended, with this plan; `None` where nothing was sketched."""
+        sketches, self._sketches = self._sketches, []
+        return StepSketches(sketches, plan.counts, self._weights.over_mean()) if sketches else None
+
+    def loss_factor(self, batch: MicroBatch) -> float:
+        """Factor on the loss of a batch before a framework that averages gradients over all ranks."""
+        if not self._weights.total():
+            return 0.0
+        factor = self._weights.factor() * self._weights.correction()
+        return loss_weight(batch, self._reduction) * self._exchange.world_size * factor
+
+    def weigh_alone(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Weigh the gradient of a batch before it is added to those before it."""
+        factor = 1.0 if self._batch is None else self.loss_factor(self._batch)
+        return gradient if factor == 1.0 else gradient * factor
+
+    def note_forward(self, model: torch.nn.Module, _inputs: Any) -> None:
+        """Note a forward pass under the script's own `no_sync`, and the collectives before it."""
+        batch = self._batch
+        # a compiled model's hooks are compiled too: what they read would be compiled for each of its values
+        if self._losses is not None and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self._losses.forward_begins(model)
+        if batch is not None and batch.is_last and not model.require_backward_grad_sync and torch.is_grad_enabled():
+            self._saw_no_sync = True
+
+    def end_step(self, *, updated: bool) -> SquaredNorms:
+        """End a step; returns its squared norms over all models.
+
+        Raises:
+            RuntimeError: when the script accumulates on its own: neither exchanged nor `updated` in this step.
+        """
+        before, self._num_reduced = self._num_reduced, sum(hook.num_reduced for hook in self._hooks)
+        saw_no_sync, self._saw_no_sync = self._saw_no_sync, False
+        if saw_no_sync and not updated and self._num_reduced == before:
+            raise RuntimeError(
+                "session.step() after a batch under no_sync (require_backward_grad_sync=False), whose gradient was "
+                "neither exchanged nor applied: for gradient accumulation drop no_sync, call optimizer.step() only if "
+                "session.sync_gradients, and pass to attach either micro_batch_size, where the script divides no loss, "
+                "or gradient_accumulation_steps=N, where it divides each by N; local_batch_size counts the whole step"
+            )
+        if not self._hooks:
+            return NOT_MEASURED
+        norms = [hook.take_norms() for hook in self._hooks]
+        self._sketches = [hook.sketch for hook in self._hooks if hook.sketch is not None]
+        for hook in self._hooks:
+            hook.average_plainly()
+        return SquaredNorms([v for each in norms for v in each.local], [v for each in norms for v in each.reduced])
+
+    def take_times(self) -> list[float] | None:
+        """Seconds per sample by rank, as the step's last exchange brought them."""
+        newest = None
+        for hook in sorted(self._hooks, key=lambda hook: hook.reduced_at):
+            newest = hook.slots.take_seconds() or newest
+        return newest

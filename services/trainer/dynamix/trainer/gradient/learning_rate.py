@@ -3,8 +3,7 @@
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -15,13 +14,11 @@ from dynamix.trainer.data.loader import Loader
 
 Rule = Literal["none", "linear", "sqrt"]
 
-FACTORS: Mapping[Rule, Callable[[float], float]] = MappingProxyType(
-    {
-        "none": lambda ratio: 1.0,  # noqa: ARG005 - every rule takes the ratio
-        "linear": lambda ratio: ratio,
-        "sqrt": math.sqrt,
-    }
-)
+FACTORS: dict[Rule, Callable[[float], float]] = {
+    "none": lambda ratio: 1.0,  # noqa: ARG005 - every rule takes the ratio
+    "linear": lambda ratio: ratio,
+    "sqrt": math.sqrt,
+}
 """Factor on the learning rate, from the scheduled global batch size over the one the user's rate was chosen for."""
 
 
@@ -69,7 +66,6 @@ class Schedulers:
         self._num_done = 0
 
     def __bool__(self) -> bool:
-        """Whether there are any schedulers."""
         return bool(self._schedulers)
 
     def add(self, scheduler: LRScheduler, reference_steps: float) -> None:
@@ -212,6 +208,8 @@ class Updates:
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Hook before `optimizer.step`: everything must be ready for it.
 
+        Warns once of a learning rate that follows the number of steps although these differ in length.
+
         Raises:
             RuntimeError: when the step is not, for `session.step` or `optimizer.step` was called at the wrong place.
         """
@@ -226,11 +224,8 @@ class Updates:
                 "optimizer.zero_grad() only if session.sync_gradients"
             )
         self._before_update()
-        if self._schedulers is not None and not self._schedulers.drives(optimizer):
-            self._watch_rates(optimizer)
-
-    def _watch_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn once of a learning rate that follows the number of steps although these differ in length."""
+        if self._schedulers is None or self._schedulers.drives(optimizer):
+            return
         rates = [group["lr"] for group in optimizer.param_groups]
         if self._num_changes > MAX_UNSCHEDULED_CHANGES or any(isinstance(rate, torch.Tensor) for rate in rates):
             return  # reading a tensor could wait for a GPU

@@ -70,7 +70,10 @@ class LossWarnings:
             if node is None:
                 continue
             if node.name().startswith("NllLoss") and node._saved_reduction == 1:  # noqa: SLF001 - the mean
-                self._note_weight(is_weighted=_had_weight(node))
+                try:
+                    self._note_weight(is_weighted=node._saved_weight is not None)  # noqa: SLF001
+                except RuntimeError:  # there was one, which backward() has freed
+                    self._note_weight(is_weighted=True)
             if len(nodes) < MAX_NODES:
                 nodes += [each for each, _ in node.next_functions]
         self._may_be_weighted = False
@@ -148,13 +151,4 @@ class LossWarnings:
 
 
 def _num_collectives(group: Any) -> int:
-    """How many collectives a group has begun."""
     return int(group._get_sequence_number_for_group())  # noqa: SLF001 - no public name
-
-
-def _had_weight(node: Any) -> bool:
-    """Whether a node was given a class weight, also when backward() has freed it: then it cannot be read."""
-    try:
-        return node._saved_weight is not None  # noqa: SLF001 - autograd's names for what a node saved
-    except RuntimeError:
-        return True

@@ -12,6 +12,7 @@ enough. They are averaged over the window's measured steps, then smoothed over w
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -132,6 +133,21 @@ class NoiseAverage:
         return GradientNoise(trace=self.trace, squared_norm=self.squared_norm)
 
 
+class SquaredNorms(NamedTuple):
+    """Per bucket of one step, |g_i|^2 of this rank's mean gradient and |G|^2; on a GPU still on the device.
+
+    Both are empty on a step that was not measured.
+    """
+
+    local: list[float | torch.Tensor]
+    reduced: list[float | torch.Tensor]
+    counts: Counts | None = None
+    """Sizes of the measured step; `None` if it is the step that just ended."""
+
+
+NOT_MEASURED = SquaredNorms([], [])
+
+
 SKETCH_CELLS = 8192
 """Numbers of a sketch; the relative standard deviation of its |G|^2 is sqrt(2 / 8192) = 1.6 %."""
 
@@ -172,3 +188,19 @@ class NormSketch:
     def reduced(self) -> float:
         """|G|^2, once the cells are summed."""
         return float(torch.dot(self.cells, self.cells))
+
+
+class StepSketches(NamedTuple):
+    """The sketches of one local step, by model, until their cells are summed."""
+
+    sketches: list[NormSketch]
+    counts: Counts
+    """Sizes of the step."""
+    over_mean: float
+    """The gradient of the step over that of a loss that is a mean."""
+
+    def norms(self) -> SquaredNorms:
+        """The squared norms, once the cells are summed."""
+        squared = self.over_mean**2 or 1.0
+        local: list[float | torch.Tensor] = [each.local / squared for each in self.sketches]
+        return SquaredNorms(local, [each.reduced() / squared for each in self.sketches], self.counts)

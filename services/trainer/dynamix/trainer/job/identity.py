@@ -20,8 +20,15 @@ from typing import NamedTuple
 from dynamix.runtime import output_files
 from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.subjects import MAX_NAME, check_token, is_token, new_run_id
-from dynamix.trainer.measurement.energy import EnergyOffer
 from dynamix.trainer.measurement.sockets import Connection, ProcessIdentity, boot_id, fingerprint
+
+
+class Attempt(NamedTuple):
+    """Which start of which launch this is; restarts are counted over all nodes."""
+
+    launch: str
+    restarts: int
+    max_restarts: int
 
 
 class Launch(NamedTuple):
@@ -45,13 +52,10 @@ class Launch(NamedTuple):
         """Name of this launch; a start that cannot be recognised as a restart is a new launch."""
         return _digest(f"{boot_id()}/{self.log_directory}" if self.log_directory else fingerprint(os.getpid()))
 
-
-class Attempt(NamedTuple):
-    """Which start of which launch this is; restarts are counted over all nodes."""
-
-    launch: str
-    restarts: int
-    max_restarts: int
+    @property
+    def attempt(self) -> Attempt:
+        """This start, as the launcher counts."""
+        return Attempt(self.id, self.restart_count, self.max_restarts)
 
 
 class Peer(NamedTuple):
@@ -61,10 +65,8 @@ class Peer(NamedTuple):
     process: ProcessIdentity
     job: str
     """This rank's proposal; rank 0's is taken."""
-    launch: str
-    """Likewise."""
-    restart_count: int
-    max_restarts: int
+    attempt: Attempt
+    """As its own launcher counts."""
     last_generation: int | None
     """Generation of the job's last start, if rank 0 could learn of one."""
     connections: tuple[Connection, ...]
@@ -73,8 +75,6 @@ class Peer(NamedTuple):
     """Upper bounds of local batch sizes by rank, as far as this rank can read them."""
     options: dict[str, object]
     """Options that must be equal on all ranks."""
-    energy: EnergyOffer | None = None
-    """Energy counters that the rank could read, in a job that measures energy."""
 
 
 class Place(NamedTuple):
@@ -126,15 +126,9 @@ def attempt_of(peers: Sequence[Peer]) -> Attempt:
     by_node: dict[str, tuple[int, int]] = {}
     for peer in peers:
         restarts, most = by_node.get(peer.node, (0, 0))
-        by_node[peer.node] = (max(restarts, peer.restart_count), max(most, peer.max_restarts))
+        by_node[peer.node] = (max(restarts, peer.attempt.restarts), max(most, peer.attempt.max_restarts))
     restarts, most = (sum(counts) for counts in zip(*by_node.values(), strict=True))
-    return Attempt(peers[0].launch, restarts, most)
-
-
-def generation_of(peers: Sequence[Peer]) -> int:
-    """The restarts so far, and more than the last generation of the job that the bus knows."""
-    last = peers[0].last_generation
-    return max(attempt_of(peers).restarts, 0 if last is None else last + 1)
+    return Attempt(peers[0].attempt.launch, restarts, most)
 
 
 def generation_after(saved_generation: int, saved: Attempt, now: Attempt) -> int:
@@ -148,12 +142,6 @@ def generation_after(saved_generation: int, saved: Attempt, now: Attempt) -> int
     if now.launch != saved.launch or now.restarts < saved.restarts:
         first += saved.max_restarts + 1
     return max(saved_generation + 1, first + now.restarts)
-
-
-def place_of(peers: Sequence[Peer], rank: int) -> Place:
-    """The place of a rank, from the nodes of all ranks; the lowest rank of a node is its local rank 0."""
-    ranks = tuple(other for other, peer in enumerate(peers) if peer.node == peers[rank].node)
-    return Place(rank, ranks.index(rank), peers[rank].node, ranks)
 
 
 def nodes_of(peers: Sequence[Peer]) -> tuple[NodeRanks, ...]:

@@ -24,7 +24,6 @@ from dynamix.schemas.messages.allocation import (
     ExchangePermission,
     Explored,
     GlobalBatch,
-    Objective,
     is_permitted,
 )
 from dynamix.schemas.policies import (
@@ -45,7 +44,7 @@ from dynamix.schemas.policies import (
 from dynamix.schemas.spelling import nearest
 from dynamix.schemas.subjects import is_token
 from dynamix.trainer.arguments import AtLeast0, AtLeast1, checked
-from dynamix.trainer.exchange.codecs import CODECS, GROUP, exchange_codec
+from dynamix.trainer.exchange.plan import CODECS, GROUP, exchange_codec
 from dynamix.trainer.exchange.rows import table_share
 from dynamix.trainer.exchange.servers import split_address
 from dynamix.trainer.gradient.hook import Reduction
@@ -94,7 +93,7 @@ class JobOptions:
     gradient_accumulation_steps: AtLeast1 = 1
     """Gradients that a rank computes in a step, each of a loss divided by it."""
     supports_tracking: bool = False
-    """Whether the ranks can divide a global batch among themselves."""
+    """Whether the ranks can divide a global batch among themselves, and exchange gradients in other ways."""
     exchange: ExchangePermission = "exact"
     """What decisions may do to the gradient exchange."""
     fixed_exchange: Exchange | None = None
@@ -102,15 +101,13 @@ class JobOptions:
     gradient_servers: tuple[str, ...] = ()
     """Addresses of the servers that it was started with."""
     supports_exchange: bool = False
-    """Whether the ranks can carry out any such decision."""
+    """Whether the ranks carry out decisions on the gradient exchange."""
     table_share: float = 0.0
     """Share of the trained numbers that lie in embedding tables."""
     family: str = ""
     """The family of the job's runs; empty if none."""
     explores: tuple[Explored, ...] = ()
     """Quantities that runs of the family may try out."""
-    objective: Objective = "time"
-    """Quantity by which runs are compared."""
     min_window_s: float = 0.0
     """A window that would last less is several times as long, after the first ones."""
 
@@ -152,8 +149,6 @@ class JobOptions:
                     f"[{self.min_local_batch_size}, {self.max_local_batch_size}]: "
                     "pass min_local_batch_size or max_local_batch_size to attach"
                 )
-        if sum(self.local_batch_sizes) < 1:
-            raise ValueError("a step needs at least one sample over all ranks")
         if self.gradient_accumulation_steps > 1 and self.micro_batch_size is not None:
             raise ValueError(
                 "micro_batch_size and gradient_accumulation_steps exclude each other: drop gradient_accumulation_steps "
@@ -212,11 +207,6 @@ class JobOptions:
         if self.explores and not self.family:
             raise ValueError(
                 f"explores={list(self.explores)} is between the runs of a family: add family='auto', or a name"
-            )
-        if self.objective != "time" and not self.explores:
-            raise ValueError(
-                f"objective={self.objective!r} is what runs that try something out are compared by: add "
-                'explores=["learning_rate"], for example, and a family'
             )
 
     def _check_exchange(self) -> None:
@@ -279,14 +269,21 @@ def options_of(
     """
     exchange, servers = served_exchange(given["exchange"], gradient_servers)
     _check_hooks(given, averaging, len(models), optimizers, exchange)
-    sizes = _local_batch_sizes(given["local_batch_size"], world_size)
+    sizes = checked("local_batch_size", given["local_batch_size"], AtLeast0 | tuple[AtLeast0, ...])
+    sizes = (sizes,) * world_size if isinstance(sizes, int) else sizes
+    if len(sizes) != world_size:
+        raise ValueError(f"local_batch_size holds {len(sizes)} sizes for {world_size} ranks")
+    if sum(sizes) < 1:
+        raise ValueError(f"local_batch_size={sizes!r}: pass at least 1; in a list a rank may have 0 beside others")
     global_batch, base_global_batch_size = given["global_batch"], given["base_global_batch_size"]
     num_batches = checked("gradient_accumulation_steps", given["gradient_accumulation_steps"], AtLeast1)
     lower, upper, window_steps = (
         given[name] for name in ("min_local_batch_size", "max_local_batch_size", "window_steps")
     )
     if lower is None:  # no size is too small for speed: policies that fit times do not go below what pays
-        lower = min(*sizes, fewest_samples(models, num_batches))
+        batch_norm = torch.nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - what all kinds of it share
+        has_batch_norm = any(isinstance(module, batch_norm) for model in models for module in model.modules())
+        lower = min(*sizes, num_batches * (2 if has_batch_norm else 1))
     if upper is None:  # with a fixed global batch the memory that the script was written for is near
         upper = max(*sizes, 1024) if global_batch == "adaptive" else 2 * max(sizes)
     margin_steps += exchange in ("lossy", "local")
@@ -308,7 +305,7 @@ def options_of(
         },
         "optimizer_family": given["optimizer_family"] or ("adam" if is_adaptive else "sgd"),
         "supports_tracking": is_ours,
-        "supports_exchange": is_ours,
+        "supports_exchange": is_ours and not isinstance(exchange, Exchange),
         "exchange": "exact" if isinstance(exchange, Exchange) else exchange,
         "fixed_exchange": exchange if isinstance(exchange, Exchange) else None,
         "gradient_servers": servers,
@@ -316,25 +313,6 @@ def options_of(
         "family": job_family(given["family"], models, optimizers, given["dataset"], given["learning_rate_rule"]),
     }
     return JobOptions(**{each.name: given[each.name] for each in fields(JobOptions) if each.name in given} | derived)
-
-
-def _local_batch_sizes(given: Any, world_size: int) -> tuple[int, ...]:
-    """One size per rank, from one for all or a list."""
-    sizes = checked("local_batch_size", given, AtLeast0 | tuple[AtLeast0, ...])
-    sizes = (sizes,) * world_size if isinstance(sizes, int) else sizes
-    if len(sizes) != world_size:
-        raise ValueError(f"local_batch_size holds {len(sizes)} sizes for {world_size} ranks")
-    if sum(sizes) < 1:
-        raise ValueError(f"local_batch_size={given!r}: pass at least 1; in a list a rank may have 0 beside others")
-    return sizes
-
-
-def fewest_samples(models: Iterable[torch.nn.Module], num_batches: int) -> int:
-    """The fewest samples that a rank's `num_batches` of a step can have: two in each where BatchNorm is, else one."""
-    modules = (module for model in models for module in model.modules())
-    batch_norm = torch.nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - what all kinds of it share
-    has_batch_norm = any(isinstance(module, batch_norm) for module in modules)
-    return num_batches * (2 if has_batch_norm else 1)
 
 
 def _check_hooks(
@@ -421,12 +399,12 @@ def served_exchange(
     if len(set(servers)) < len(servers):
         raise ValueError(f"{VARIABLE}={named}: each server once")
     asks = isinstance(exchange, Exchange) and exchange.route == SERVERS
-    if not servers and asks:
-        raise ValueError(
-            f"the route {SERVERS!r} needs gradient servers: start `dynamix serve-gradients` and name the "
-            f"addresses in {VARIABLE}=HOST:PORT,..."
-        )
     if not servers:
+        if asks:
+            raise ValueError(
+                f"the route {SERVERS!r} needs gradient servers: start `dynamix serve-gradients` and name the "
+                f"addresses in {VARIABLE}=HOST:PORT,..."
+            )
         return exchange, servers
     if exchange == "exact":
         return Exchange(route=SERVERS), servers

@@ -10,6 +10,7 @@ momentum and the like when local steps end, and with an epoch, so that a checkpo
 learning rate stays that of the global batch.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +18,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.data.plan import StepPlan
-from dynamix.trainer.exchange.codec import BucketPart, BucketView, Residuals
-from dynamix.trainer.exchange.collectives import Largest, Sum, just
-from dynamix.trainer.exchange.pipeline import Pipeline
-from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange, keeps_residuals
-from dynamix.trainer.gradient.covered import CoveredModels
-from dynamix.trainer.gradient.hook import NOT_MEASURED, SquaredNorms, StepSketches, TimeSlots
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, Largest, Residuals, Sum, just
+from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Pipeline, Sent, StepExchange, keeps_residuals
+from dynamix.trainer.gradient.hook import CoveredModels, TimeSlots
 from dynamix.trainer.gradient.learning_rate import Updates
-from dynamix.trainer.gradient.noise import RoundMeasurement
+from dynamix.trainer.gradient.noise import NOT_MEASURED, RoundMeasurement, SquaredNorms, StepSketches
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -62,70 +61,35 @@ def outer_step(exchange: Exchange, moved: Tensor, velocity: Tensor | None) -> Te
     return step.mul(exchange.outer_rate)
 
 
-BUCKET_BYTES = 25 * 2**20
-"""DDP's default, for models that set none."""
-
-
 class FlatBucket:
     """Some parameters of one model, one behind the other: where they began, and how far they came."""
 
     def __init__(self, number: int, named: Sequence[tuple[str, Tensor]]) -> None:
         """Note where all of them are now, in float32 or float64."""
+        self._number = number
         self._tensors = [each.detach() for _, each in named]
         is_double = any(each.dtype == torch.float64 for each in self._tensors)
-        self._start = self._tensors[0].new_empty(
-            sum(each.numel() for each in self._tensors), dtype=torch.float64 if is_double else torch.float32
+        self._dtype = torch.float64 if is_double else torch.float32
+        ends = itertools.pairwise(itertools.accumulate((each.numel() for each in self._tensors), initial=0))
+        self._parts = tuple(
+            BucketPart(key, start, stop, each.shape) for (key, each), (start, stop) in zip(named, ends, strict=True)
         )
-        parts, begin = [], 0
-        for key, tensor in named:
-            parts.append(BucketPart(key, begin, begin + tensor.numel(), tensor.shape))
-            begin += tensor.numel()
-        self._parts = tuple(parts)
-        self._number = number
-        for place, tensor in self._places(self._start):
-            place.copy_(tensor)
+        self._start = self._flat()
+
+    def _flat(self) -> Tensor:
+        return torch.cat([each.reshape(-1).to(self._dtype) for each in self._tensors])
 
     def moved(self, weight: float) -> BucketView:
         """The movement of the parameters, times this rank's weight."""
-        flat = torch.empty_like(self._start)
-        for place, tensor in self._places(flat):
-            place.copy_(tensor)
-        flat.sub_(self._start)
-        if weight:
-            flat.mul_(weight)
-        else:
-            flat.zero_()  # not times zero: what does not count may be anything
+        flat = self._flat().sub_(self._start)
+        flat = flat.mul_(weight) if weight else flat.zero_()  # not times zero: what does not count may be anything
         return BucketView(self._number, flat, self._parts)
 
     def move(self, by: Tensor) -> None:
         """Put them where they began, moved by so much."""
         self._start.add_(by)
-        for place, tensor in self._places(self._start):
-            tensor.copy_(place)
-
-    def _places(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for part, tensor in zip(self._parts, self._tensors, strict=True):
-            yield flat[part.start : part.stop].view(tensor.shape), tensor
-
-
-def buckets_of(model: torch.nn.Module, exchange: ModelExchange) -> Iterator[FlatBucket]:
-    """The parameters of a model that are trained, in buckets as large as DDP's."""
-    most = getattr(model, "bucket_bytes_cap", BUCKET_BYTES)
-    number, size = 0, 0
-    held: list[tuple[str, Tensor]] = []
-    last: Tensor | None = None
-    for parameter, key in exchange.keys.items():
-        if not parameter.requires_grad:
-            continue
-        is_alike = last is None or (parameter.dtype, parameter.device) == (last.dtype, last.device)
-        if held and (size >= most or not is_alike):
-            yield FlatBucket(number, held)
-            number, held, size = number + 1, [], 0
-        held.append((key, parameter))
-        size += parameter.numel() * parameter.element_size()
-        last = parameter
-    if held:
-        yield FlatBucket(number, held)
+            tensor.copy_(self._start[part.start : part.stop].view(tensor.shape))
 
 
 def share_buffers(tensors: Iterable[Tensor], exchange: ModelExchange, weight: float, *, is_first: bool) -> None:
@@ -225,18 +189,6 @@ class _Round:
     """Its samples in these."""
 
 
-class EndedStep(NamedTuple):
-    """The result of a local step besides the mean."""
-
-    times: list[float] | None = None
-    """Seconds per sample by rank over the round, where they are to be shared and it ended."""
-    counts: tuple[int, ...] = ()
-    """Samples per step by rank in the round that ended."""
-    norms: SquaredNorms = NOT_MEASURED
-    drift: RoundDrift | None = None
-    """The drift of the last round."""
-
-
 class LocalSteps:
     """Rounds of local steps of the models of one session; nothing where no exchange asks for them."""
 
@@ -290,24 +242,36 @@ class LocalSteps:
         """Begin a step; the first one of a round notes where it begins, the first of all shares rank 0's buffers."""
         if self._round is not None or self._exchange.at(step).every == 1:
             return
-        self._exchange.connect()
-        pairs = list(zip(self._models.models, self._models.exchanges, strict=True))
-        for model, exchange in pairs:
+        self._exchange.pipeline()
+        buckets: list[tuple[ModelExchange, FlatBucket]] = []
+        for model, exchange in zip(self._models.models, self._models.exchanges, strict=True):
             assert isinstance(model, DistributedDataParallel), "others have no exchange"
             if model.broadcast_buffers and model.modules_buffers:
                 is_first = self._exchange.rank == 0
                 share_buffers(model.modules_buffers, exchange, float(is_first), is_first=is_first)
                 self._buffers.append((model.modules_buffers, exchange))
-                self._models.keep_buffers(model)
-        buckets = [(exchange, bucket) for model, exchange in pairs for bucket in buckets_of(model, exchange)]
+                model.broadcast_buffers = False
+                self._models.unshared.append(model)
+            trained = [(key, parameter) for parameter, key in exchange.keys.items() if parameter.requires_grad]
+            numbers, _ = c10d._compute_bucket_assignment_by_size(  # noqa: SLF001 - as DDP does, each of one type
+                [parameter for _, parameter in trained], [model.bucket_bytes_cap]
+            )
+            for number, indices in enumerate(numbers):
+                buckets.append((exchange, FlatBucket(number, [trained[index] for index in indices])))
         self._round = _Round(buckets, [0] * self._exchange.world_size)
 
     def measures(self, step: int) -> bool:
         """Whether the noise is measured on a step: the first one of a round, where one is due."""
         return self._round is not None and self._measurement.measures(step, begins_round=self._num_steps == 0)
 
-    def end_step(self, plan: StepPlan, *, ends_epoch: bool, seconds_per_sample: float | None) -> EndedStep:
-        """End a step; with a round's last one, a collective, the ranks have their mean."""
+    def end_step(
+        self, plan: StepPlan, *, ends_epoch: bool, seconds_per_sample: float | None
+    ) -> tuple[list[float] | None, tuple[int, ...], SquaredNorms, RoundDrift | None]:
+        """End a step; with a round's last one, a collective, the ranks have their mean.
+
+        Returns of the round that ended: seconds per sample by rank, where they are to be shared; samples per step by
+        rank; the squared norms, where its noise is measured; and its drift.
+        """
         assert self._round is not None, "the step was not local"
         self._num_steps += 1
         self._sketches = self._models.take_sketches(plan) or self._sketches
@@ -319,7 +283,7 @@ class LocalSteps:
             self._round.num_timed += num_samples
         exchange, following = self._exchange.at(plan.step), self._exchange.at(plan.step + 1)
         if self._num_steps < exchange.every and exchange == following and not ends_epoch:
-            return EndedStep()
+            return None, (), NOT_MEASURED, None
         counts = mean_counts(self._round.counts, self._num_steps)
         weight, drift = self._average(exchange, following, shares_times=seconds_per_sample is not None)
         if following.every == 1 or ends_epoch:
@@ -328,7 +292,7 @@ class LocalSteps:
             self.leave()
         sketches, self._sketches = self._sketches, None
         norms = sketches.norms() if sketches else NOT_MEASURED
-        return EndedStep(self._slots.take_seconds(), counts, norms, drift)
+        return self._slots.take_seconds(), counts, norms, drift
 
     def average(self, step: int) -> None:
         """End a round before its time; a collective. Nothing between two rounds."""
@@ -362,11 +326,10 @@ class LocalSteps:
             sent.append((model, bucket, view, model.send(view)))
         some_model = self._round.buckets[0][0]
         cells = [each.cells for each in self._sketches.sketches] if self._sketches else []
-        sketches = [some_model.send_plainly(each) for each in cells]
-        numbers: Sent | None = None
+        beside = [some_model.send_plainly(each) for each in cells]
         if shares_times:
             seconds_per_sample = self._round.computed_s / max(self._round.num_timed, 1)
-            numbers = some_model.send_plainly(self._slots.write(seconds_per_sample).tensor)
+            beside.append(some_model.send_plainly(self._slots.write(seconds_per_sample).tensor))
         for buffers, model in self._buffers:
             share_buffers(buffers, model, weight, is_first=self._exchange.rank == 0)
         for model, bucket, view, under_way in sent:
@@ -376,10 +339,9 @@ class LocalSteps:
             drift.mean.append(torch.dot(view.flat, view.flat))
         if not following.outer_momentum:
             self._velocities.clear()
-        for each in sketches:
+        for each in beside:
             each.wait()
-        if numbers is not None:
-            numbers.wait()
+        if shares_times:
             self._slots.receive()
         self._round, self._num_steps = None, 0
         return weight, drift

@@ -1,9 +1,8 @@
 """Each window's metrics for the user's tools and for notebooks; training never waits for a logger.
 
-`window_metrics` makes a flat mapping of a window's rows. `MetricHistory`, used by the training thread alone, keeps the
-newest windows, adds the rewards that come later, and hands a window to the loggers when the next one has ended.
-`Loggers` runs the loggers in a thread in global rank 0: one that is slow loses the oldest windows, one that raises is
-closed and logged once.
+`window_metrics` makes a flat mapping of a window's rows. `MetricHistory` keeps the newest windows, adds the rewards
+that come later, and hands a window to the loggers when the next one has ended. They run in a thread in global rank 0:
+one that is slow loses the oldest windows, one that raises is closed and logged once.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from typing import Protocol, runtime_checkable
 from dynamix.runtime.extensions import extension_names, load_extension
 from dynamix.schemas.messages import JobTotals, Reward
 from dynamix.trainer.bus_client import Transport
-from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy
+from dynamix.trainer.measurement.meter import Row, held_out_accuracy
 
 QUEUED_WINDOWS = 64
 KEPT_WINDOWS = 4096
@@ -73,24 +72,43 @@ def _checked(found: object) -> MetricLogger:
     return found
 
 
-class Loggers:
-    """Hands windows to several loggers, in one daemon thread that is started with the first window."""
+def _close(logger: MetricLogger) -> None:
+    try:
+        logger.close()
+    except Exception:  # noqa: BLE001 - whatever a user's logger raises
+        _log.exception("metric logger %s failed when it was closed", type(logger).__name__)
 
-    def __init__(self, loggers: Iterable[MetricLogger] = ()) -> None:
+
+class MetricHistory:
+    """The newest windows of this generation; hands each once to the loggers, in a daemon thread."""
+
+    def __init__(self, loggers: Iterable[MetricLogger], transport: Transport) -> None:
+        """Rewards are taken from `transport`: where nothing comes over a bus, windows have none."""
         self._loggers = list(loggers)
         self._queue: queue.Queue[tuple[int, Metrics] | None] = queue.Queue(QUEUED_WINDOWS)
         self._thread: threading.Thread | None = None
+        """Started with the first window, if there are loggers."""
+        self._transport = transport
+        self._windows: deque[tuple[int, dict[str, float | str]]] = deque(maxlen=KEPT_WINDOWS)
+        """Optimizer steps by its end, and metrics."""
+        self._rewards: dict[tuple[int, int], dict[str, Reward]] = {}
+        """Rewards by generation and window, then by node, which may be ahead of this one."""
+        self._is_newest_logged = True
 
-    def publish(self, step: int, metrics: Metrics) -> None:
-        """Queue a window's metrics; returns at once."""
-        if self._loggers and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dynamix loggers", daemon=True)
-            self._thread.start()
-        if self._thread is not None:
-            self._put((step, metrics))
+    def add_window(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        """Add the window that ended with `step` optimizer steps done; the one before goes to the loggers."""
+        self._log_newest()
+        self._windows.append((step, dict(metrics)))
+        self._is_newest_logged = False
+
+    def rows(self) -> list[dict[str, float | str]]:
+        """The windows, oldest first, each with its `step`."""
+        self._take_rewards()
+        return [{"step": step, **metrics} for step, metrics in self._windows]
 
     def close(self, timeout_s: float) -> None:
-        """Close all loggers, once they took what is queued; waits at most `timeout_s`."""
+        """Hand the last window over, and close the loggers once they took what is queued; waits at most `timeout_s`."""
+        self._log_newest()
         if self._thread is not None:
             self._put(None)
             self._thread.join(timeout_s)
@@ -100,10 +118,20 @@ class Loggers:
                     "DYNAMIX_TRAINER_CLOSE_TIMEOUT_S to wait longer",
                     timeout_s,
                 )
-            self._thread = None
-            self._loggers = []
+            self._thread, self._loggers = None, []
+
+    def _log_newest(self) -> None:
+        self._take_rewards()
+        if not self._is_newest_logged and self._loggers:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="dynamix loggers", daemon=True)
+                self._thread.start()
+            step, metrics = self._windows[-1]
+            self._put((step, dict(metrics)))
+        self._is_newest_logged = True
 
     def _put(self, item: tuple[int, Metrics] | None) -> None:
+        """Queue a window's metrics, or the end; returns at once."""
         while True:
             try:
                 return self._queue.put_nowait(item)
@@ -127,50 +155,6 @@ class Loggers:
                     _close(logger)
         for logger in working:
             _close(logger)
-
-
-def _close(logger: MetricLogger) -> None:
-    try:
-        logger.close()
-    except Exception:  # noqa: BLE001 - whatever a user's logger raises
-        _log.exception("metric logger %s failed when it was closed", type(logger).__name__)
-
-
-class MetricHistory:
-    """The newest windows of this generation; hands each to the loggers once."""
-
-    def __init__(self, loggers: Loggers, transport: Transport) -> None:
-        """Rewards are taken from `transport`: where nothing comes over a bus, windows have none."""
-        self._loggers = loggers
-        self._transport = transport
-        self._windows: deque[tuple[int, dict[str, float | str]]] = deque(maxlen=KEPT_WINDOWS)
-        """Optimizer steps by its end, and metrics."""
-        self._rewards: dict[tuple[int, int], dict[str, Reward]] = {}
-        """Rewards by generation and window, then by node, which may be ahead of this one."""
-        self._is_newest_logged = True
-
-    def add_window(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Add the window that ended with `step` optimizer steps done; the one before goes to the loggers."""
-        self._log_newest()
-        self._windows.append((step, dict(metrics)))
-        self._is_newest_logged = False
-
-    def rows(self) -> list[dict[str, float | str]]:
-        """The windows, oldest first, each with its `step`."""
-        self._take_rewards()
-        return [{"step": step, **metrics} for step, metrics in self._windows]
-
-    def close(self, timeout_s: float) -> None:
-        """Hand the last window over and close the loggers; waits at most `timeout_s`."""
-        self._log_newest()
-        self._loggers.close(timeout_s)
-
-    def _log_newest(self) -> None:
-        self._take_rewards()
-        if not self._is_newest_logged:
-            step, metrics = self._windows[-1]
-            self._loggers.publish(step, dict(metrics))
-            self._is_newest_logged = True
 
     def _take_rewards(self) -> None:
         """Add the means of the rewards that have come, each term over the ranks that have it."""
@@ -216,7 +200,6 @@ def window_metrics(rows: Sequence[Row], totals: JobTotals, sizes: Sequence[int])
         "step_time_s": totals.time_s / max(totals.num_steps, 1),
         "samples_per_s": totals.num_samples / totals.time_s if totals.time_s > 0 else None,
         "held_out_accuracy": held_out_accuracy(rows),
-        "energy_j": energy_j(rows),
     }
     if totals.num_samples > 0:
         found["loss"] = None if totals.loss_sum is None else totals.loss_sum / totals.num_samples

@@ -8,14 +8,14 @@ in between is taken off the compute time. What lies between two steps, such as a
 
 import itertools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-Moment = TypeVar("Moment")
+Moment = Any
+"""A reading of the monotonic clock in seconds, or on a GPU a CUDA event."""
 
 
 class StepTimes(NamedTuple):
@@ -32,7 +32,7 @@ class StepTimes(NamedTuple):
         return self.data_s + self.compute_s + self.sync_s + self.update_s
 
 
-class Ended(NamedTuple, Generic[Moment]):
+class Ended(NamedTuple):
     """A step that is done."""
 
     moments: tuple[Moment, Moment, Moment, Moment, Moment]
@@ -47,14 +47,17 @@ class Ended(NamedTuple, Generic[Moment]):
     """Start and end of the averaging after the update, at the end of a round of local steps."""
 
 
-class Clock(ABC, Generic[Moment]):
-    """Takes the moments of each step as they come, in the training thread."""
+class Clock:
+    """Takes the moments of each step as they come, in the training thread.
+
+    On the CPU that is one read of the monotonic clock per moment, some 50 ns each.
+    """
 
     late_steps: ClassVar[int] = 0
     """Steps by which a timing may be late: `seconds_per_sample` holds only after so many steps of equal sizes."""
 
     def __init__(self) -> None:
-        self._ended: list[Ended[Moment]] = []
+        self._ended: list[Ended] = []
         self._num_samples = 0
         self._charged_s = 0.0
         self._last: StepTimes | None = None
@@ -137,7 +140,7 @@ class Clock(ABC, Generic[Moment]):
         self._last = times[-1] if times else self._last
         return times
 
-    def _times(self, step: Ended[Moment]) -> StepTimes:
+    def _times(self, step: Ended) -> StepTimes:
         """A reduction runs beside the computing and may come back before the last bucket is noted: never below zero."""
         (asked, handed_out, ready, reduced, end), between = step.moments, self._between
         data, compute = max(between(asked, handed_out), 0.0), max(between(handed_out, ready), 0.0)
@@ -155,50 +158,28 @@ class Clock(ABC, Generic[Moment]):
 
     @property
     def last(self) -> StepTimes | None:
-        """The newest step whose times are known: on a GPU the last of the newest window."""
-        return self._last
-
-    @abstractmethod
-    def seconds_per_sample(self) -> float:
-        """Compute time over samples of the newest step completed and not yet returned; 0 without one.
-
-        To be called in the step, once its gradient is ready; waits for nothing.
-        """
-
-    @abstractmethod
-    def _now(self, replaced: Moment | None) -> Moment:
-        """This moment; `replaced` is one that it stands in for."""
-
-    @abstractmethod
-    def _between(self, earlier: Moment, later: Moment) -> float:
-        """Seconds between two moments."""
-
-
-class HostClock(Clock[float]):
-    """Clock for training on the CPU: one read of the monotonic clock per moment, some 50 ns each."""
-
-    @property
-    def last(self) -> StepTimes | None:
-        """The newest step."""
+        """The newest step whose times are known."""
         return self._times(self._ended[-1]) if self._ended else self._last
 
     def seconds_per_sample(self) -> float:
-        """Compute time over samples of the step under way."""
+        """Compute time over samples of the step under way, once its gradient is ready; 0 without samples."""
         if self._num_samples == 0 or self._handed_out is None or self._ready is None:
             return 0.0
-        compute_s = self._ready - self._handed_out
+        compute_s = self._between(self._handed_out, self._ready)
         if self._fetches or self._waits:
             compute_s -= self._total(self._fetches) + self._total(self._waits)
         return max(compute_s, 0.0) / self._num_samples
 
-    def _now(self, replaced: float | None) -> float:  # noqa: ARG002 - a number needs no replacing
+    def _now(self, replaced: Moment | None) -> Moment:  # noqa: ARG002 - a number needs no replacing
+        """This moment; `replaced` is one that it stands in for."""
         return time.perf_counter()
 
-    def _between(self, earlier: float, later: float) -> float:
-        return later - earlier
+    def _between(self, earlier: Moment, later: Moment) -> float:
+        seconds: float = later - earlier
+        return seconds
 
 
-class DeviceClock(Clock[torch.cuda.Event]):
+class DeviceClock(Clock):
     """Clock for training on a GPU: one CUDA event per moment, read when the window ends, never a wait per step.
 
     Events stand in the stream, so a batch that was ready while the device was still busy shows no data time, and a
@@ -214,17 +195,25 @@ class DeviceClock(Clock[torch.cuda.Event]):
         """Number of ended steps that were returned, or skipped because a newer one was returned."""
         self._unreturned = 0.0
 
+    @property
+    def last(self) -> StepTimes | None:
+        """The last step of the newest window: nothing waits for the device in between."""
+        return self._last
+
     def seconds_per_sample(self) -> float:
-        """Compute time over samples of the newest step that the device has done: usually the one before this."""
+        """Compute time over samples of the newest step that the device has done and that was not returned yet.
+
+        Usually that is the one before this; 0 without one.
+        """
         for index in range(len(self._ended) - 1, self._num_returned - 1, -1):
-            if self._ended[index].moments[-1].query():  # type: ignore[no-untyped-call]
+            if self._ended[index].moments[-1].query():
                 self._unreturned = self._rate(self._ended[index])
                 self._num_returned = index + 1
                 break
         value, self._unreturned = self._unreturned, 0.0
         return value
 
-    def _rate(self, step: Ended[torch.cuda.Event]) -> float:
+    def _rate(self, step: Ended) -> float:
         return self._times(step).compute_s / step.num_samples if step.num_samples else 0.0
 
     def take_times(self) -> list[StepTimes]:
@@ -248,6 +237,3 @@ class DeviceClock(Clock[torch.cuda.Event]):
 
     def _between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
         return 0.0 if earlier is later else earlier.elapsed_time(later) / 1000
-
-
-AnyClock = HostClock | DeviceClock

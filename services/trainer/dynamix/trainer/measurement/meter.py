@@ -19,12 +19,11 @@ from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, R
 from dynamix.trainer.arguments import checked
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.codec import CodedSquares
-from dynamix.trainer.gradient.hook import Reduction, SquaredNorms
-from dynamix.trainer.gradient.noise import NoiseSums
+from dynamix.trainer.gradient.hook import Reduction
+from dynamix.trainer.gradient.noise import NOT_MEASURED, NoiseSums, SquaredNorms
 from dynamix.trainer.local_steps import RoundDrift
 
-from .clock import AnyClock, StepTimes
-from .energy import EnergyMeter
+from .clock import Clock, StepTimes
 from .sockets import PeerSockets, ProcessIdentity, this_process
 
 
@@ -41,8 +40,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     learning_rate: float | None = None
     coded: CodedSquares = CodedSquares()
     """Squares of what codecs with loss should have sent and of what they sent."""
-    energy_j: float | None = None
-    """Joules of the devices that this rank counts; 0 where another one counts them."""
     wall_s: float | None = None
     """Since the row before was taken, also between steps."""
     data_digest: int = 0
@@ -50,7 +47,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     def __post_init__(self) -> None:
         """Forget what is not finite, such as the loss of a run that diverged."""
-        own = ("held_out_accuracy", "learning_rate", "energy_j", "wall_s")
+        own = ("held_out_accuracy", "learning_rate", "wall_s")
         for struct, names in ((self, own), (self.rank, ("loss_sum", "num_correct"))):
             for name in names:
                 value = getattr(struct, name)
@@ -99,11 +96,6 @@ def job_totals(
     )
 
 
-def energy_j(rows: Sequence[Row]) -> float | None:
-    """Joules of all ranks' devices; unknown where one of them is."""
-    return _total([row.energy_j for row in rows])
-
-
 def wall_s(rows: Sequence[Row]) -> float:
     """Duration of the window on the slowest rank; infinite if a rank does not know it."""
     return max(math.inf if row.wall_s is None else row.wall_s for row in rows)
@@ -113,8 +105,6 @@ def held_out_accuracy(rows: Sequence[Row]) -> float | None:
     """The newest evaluation, as the lowest rank that has one knows it."""
     return next((row.held_out_accuracy for row in rows if row.held_out_accuracy is not None), None)
 
-
-NO_TIMES = StepTimes(0.0, 0.0, 0.0, 0.0)
 
 AnswerT = TypeVar("AnswerT")
 Scalar = float | torch.Tensor
@@ -145,7 +135,7 @@ class RankMeter:
 
     rank: int
     local_rank: int
-    clock: AnyClock
+    clock: Clock
     sockets: PeerSockets
     device: torch.device
     reduction: Reduction
@@ -156,8 +146,6 @@ class RankMeter:
     """Learning rate of the newest step."""
     coded: Callable[[], CodedSquares] = CodedSquares
     """Squared norms of what lossy codecs sent and should have sent, since the start."""
-    energy: EnergyMeter | None = None
-    """Where the job measures energy."""
     _taken_s: float = field(default_factory=time.perf_counter, init=False)
     """Time of the last row."""
     _coded_before: CodedSquares = field(default=CodedSquares(), init=False)
@@ -166,9 +154,19 @@ class RankMeter:
     _drifts: list[RoundDrift] = field(default_factory=list, init=False)
 
     def record_batch(
-        self, batch: MicroBatch, loss: Scalar | None, num_correct: Scalar | None, norms: SquaredNorms
+        self,
+        batch: MicroBatch,
+        loss: Scalar | None,
+        num_correct: Scalar | None,
+        norms: SquaredNorms = NOT_MEASURED,
+        drift: RoundDrift | None = None,
     ) -> None:
-        """Record a batch: its loss as the user's criterion reduced it. A dummy batch counts for nothing."""
+        """Record a batch: its loss as the user's criterion reduced it. A dummy batch counts for nothing.
+
+        `drift` is how far the ranks came apart in a round of local steps, if one has ended.
+        """
+        if drift is not None:
+            self._drifts.append(drift)
         if batch.is_last and batch.plan.digest is not None:
             self._data_digest = zlib.crc32(batch.plan.digest.to_bytes(4), self._data_digest)
         if batch.weight == 0:
@@ -181,17 +179,12 @@ class RankMeter:
         correct = None if num_correct is None else _detached("num_correct", num_correct) * per_size
         self._batches.append(_Batch(batch, loss_sum, correct, norms))
 
-    def record_drift(self, drift: RoundDrift) -> None:
-        """Record how far the ranks came apart in a round of local steps."""
-        self._drifts.append(drift)
-
     def take_row(self, times: list[StepTimes], held_out_accuracy: float | None) -> Row:
         """The row of the steps since the last call; `times` are theirs. A sum is unknown if one batch's part is."""
         taken_s, self._taken_s = self._taken_s, time.perf_counter()
         batches, self._batches = self._batches, []
         drifts, self._drifts = self._drifts, []
-        parts = StepTimes(*(float(sum(part)) for part in zip(*times, strict=True))) if times else NO_TIMES
-        sockets, link = self.sockets.read(), self.sockets.take_link()
+        sockets, (link_bytes_per_s, link_peer) = self.sockets.read(), self.sockets.take_link()
         memory_bytes = memory_total_bytes = None  # on a CPU the collector reads it
         if self.device.type == "cuda":  # of the whole GPU, by other processes too
             free_bytes, memory_total_bytes = torch.cuda.mem_get_info(self.device)
@@ -201,25 +194,22 @@ class RankMeter:
             rank=RankRow(
                 rank=self.rank,
                 local_rank=self.local_rank,
-                pid=self.process.pid,
-                pid_start_ticks=self.process.start_ticks,
-                pid_namespace=self.process.namespace,
-                uid=self.process.uid,
+                **self.process._asdict(),
                 local_batch_size=0,
                 pending_local_batch_size=0,
                 num_samples=sum(each.batch.size for each in batches),
                 loss_sum=_total([each.loss_sum for each in batches]),
                 num_correct=_total([each.num_correct for each in batches]),
-                data_time_s=parts.data_s,
-                compute_time_s=parts.compute_s,
-                sync_time_s=parts.sync_s,
-                update_time_s=parts.update_s,
+                data_time_s=sum((each.data_s for each in times), 0.0),
+                compute_time_s=sum((each.compute_s for each in times), 0.0),
+                sync_time_s=sum((each.sync_s for each in times), 0.0),
+                update_time_s=sum((each.update_s for each in times), 0.0),
                 sockets=sockets,
                 device_memory_bytes=memory_bytes,
                 device_memory_total_bytes=memory_total_bytes,
                 times_split=self.times_split,
-                link_bytes_per_s=None if link is None else link.bytes_per_s,
-                link_peer=None if link is None else link.peer,
+                link_bytes_per_s=link_bytes_per_s,
+                link_peer=link_peer,
             ),
             noise=self._noise(batches),
             drift=(
@@ -229,7 +219,6 @@ class RankMeter:
             held_out_accuracy=held_out_accuracy,
             learning_rate=self.learning_rate(),
             coded=self._coded_before.since(coded_before),
-            energy_j=None if self.energy is None else self.energy.take_j(),
             wall_s=self._taken_s - taken_s,
             data_digest=self._data_digest,
         )

@@ -25,9 +25,9 @@ class ProcessIdentity(NamedTuple):
     """Identity of a process, with which a collector finds and verifies it."""
 
     pid: int
-    start_ticks: int
+    pid_start_ticks: int
     """Start time in clock ticks since boot."""
-    namespace: int
+    pid_namespace: int
     """Inode of the pid namespace in which `pid` counts."""
     uid: int
 
@@ -93,6 +93,10 @@ class TcpInfo(NamedTuple):
 
     The kernel counts it in ticks of 1 to 10 ms; over many transfers what is cut off and what is added are equal.
     """
+
+    def since(self, before: "TcpInfo") -> "TcpInfo":
+        """The difference to an earlier value, with the newest round trip time."""
+        return TcpInfo(*map(operator.sub, self, before))._replace(srtt_us=self.srtt_us)
 
 
 def own_connections() -> dict[Connection, int]:
@@ -186,30 +190,6 @@ class _Counted(NamedTuple):
     rated: TcpInfo
     """Time of the last rate."""
 
-    @property
-    def difference(self) -> TcpInfo:
-        """Counters since `first`, and the newest round trip time."""
-        since = TcpInfo(*map(operator.sub, self.newest, self.first))
-        return since._replace(srtt_us=self.newest.srtt_us)
-
-    @property
-    def link(self) -> "LinkRate | None":
-        """The rate of the link since the last call; `None` where the rank sent too little."""
-        sent, sending_us = (
-            getattr(self.newest, name) - getattr(self.rated, name) for name in ("acked_bytes", "sending_us")
-        )
-        if sent < LEAST_SENT_BYTES or self.newest.sending_us < 0 or self.peer is None:
-            return None
-        return LinkRate(1e6 * sent / max(sending_us, LEAST_SENDING_US), self.peer)
-
-
-class LinkRate(NamedTuple):
-    """Rate at which this rank sent to another one while it did: a lower bound for both links."""
-
-    bytes_per_s: float
-    peer: int
-    """The other rank."""
-
 
 class PeerSockets:
     """Cumulative counters over the connections to other ranks, and the cookies of the whole node's.
@@ -265,10 +245,17 @@ class PeerSockets:
 
     def read(self) -> SocketCounters | None:
         """The counters since `match` first saw each connection; `None` when there never was one."""
-        self._refresh()
+        for connection, counted in list(self._counted.items()):
+            info = tcp_info(counted.fd, connection)
+            if info is None:
+                del self._counted[connection]
+                part = counted.newest.since(counted.first)
+                self._closed = TcpInfo(*map(operator.add, self._closed, part))._replace(srtt_us=0)
+            else:
+                self._counted[connection] = counted._replace(newest=info)
         if not self._counted and self._closed == TcpInfo(0, 0, 0, 0):
             return None
-        parts = [counted.difference for counted in self._counted.values()]
+        parts = [counted.newest.since(counted.first) for counted in self._counted.values()]
         return SocketCounters(
             tx_bytes=self._closed.acked_bytes + sum(part.acked_bytes for part in parts),
             rx_bytes=self._closed.received_bytes + sum(part.received_bytes for part in parts),
@@ -276,11 +263,19 @@ class PeerSockets:
             srtt_us=sum(part.srtt_us for part in parts) / len(parts) if parts else None,
         )
 
-    def take_link(self) -> LinkRate | None:
-        """The fastest connection since the last call, up to the newest `read`; `None` where none sent much."""
-        found = [link for counted in self._counted.values() if (link := counted.link) is not None]
-        self._counted = {each: counted._replace(rated=counted.newest) for each, counted in self._counted.items()}
-        return max(found, default=None)
+    def take_link(self) -> tuple[float, int] | tuple[None, None]:
+        """Bytes per second over the fastest connection while it sent, and the rank at its other end.
+
+        From the last call to the newest `read`, a lower bound for both links; `None` where none sent much.
+        """
+        found: list[tuple[float, int]] = []
+        for connection, counted in self._counted.items():
+            since = counted.newest.since(counted.rated)
+            self._counted[connection] = counted._replace(rated=counted.newest)
+            if since.acked_bytes >= LEAST_SENT_BYTES and counted.newest.sending_us >= 0 and counted.peer is not None:
+                rate = 1e6 * since.acked_bytes / max(since.sending_us, LEAST_SENDING_US)
+                found.append((rate, counted.peer))
+        return max(found, default=(None, None))
 
     def _count(self, connections: Mapping[Connection, int], near: Collection[int]) -> None:
         descriptors = own_connections()
@@ -291,12 +286,3 @@ class PeerSockets:
             info = tcp_info(fd, connection)
             if info is not None:
                 self._counted[connection] = _Counted(fd, None if peer in near else peer, info, info, info)
-
-    def _refresh(self) -> None:
-        for connection, counted in list(self._counted.items()):
-            info = tcp_info(counted.fd, connection)
-            if info is not None:
-                self._counted[connection] = counted._replace(newest=info)
-                continue
-            part = self._counted.pop(connection).difference
-            self._closed = TcpInfo(*map(operator.add, self._closed, part))._replace(srtt_us=0)

@@ -9,18 +9,12 @@ from the times at different sizes (`FixedCost`); c is averaged over as many step
 A K that is too low cannot mislead: the only stable split is the one in which all ranks take equally long, and errors
 shrink with each split without changing sides. A K that is too high could make splits swing for ever, so it is dropped
 when a sample costs clearly more on a larger size, or less on a smaller one.
-
-A split is replaced at once where that shortens the step by more than the dead band. Where fixed costs dominate, sizes
-far from equal times cost next to nothing: such a split is replaced every few steps.
-
-Carrying and filtering times costs half a millisecond of a processor per step (docs/measurements.md). So where all ranks
-compute for less than `SHORT_S`, only one of `SHORT_EVERY` steps is measured, after the first ones.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
+from typing import Any
 
 from dynamix.schemas.apportion import divide_by_time
 from dynamix.schemas.messages.allocation import Allocation
@@ -74,15 +68,6 @@ SAME = 0.2
 
 PRECISION_2, LEAST_NOISE_2, MOST_NOISE_2 = PRECISION * PRECISION, LEAST_NOISE * LEAST_NOISE, MOST_NOISE * MOST_NOISE
 """Every step takes the squares of every rank."""
-
-
-class FilterState(NamedTuple):
-    """The state of a filter, in rank order: plain numbers for a checkpoint."""
-
-    rates: tuple[tuple[float, ...], ...]
-    fixed: tuple[int, ...]
-    is_fitted: tuple[bool, ...]
-    fits: tuple[tuple[float, ...], ...]
 
 
 @dataclass(slots=True)
@@ -141,7 +126,11 @@ class RankRate:
             self.begin(measured)
             self._newest = measured
             return measured / before
-        self._observe_noise(measured, MOST_OFF * noise_2)
+        self._num_seen += 1.0
+        off = 2.0 * (measured - self._newest) / (measured + self._newest)
+        weight = max(1.0 / (self._num_seen + 2.0), 1.0 / NOISE_WINDOW)
+        self.noise_2 += weight * (min(0.5 * off * off, MOST_OFF * noise_2) - self.noise_2)
+        self._newest = measured
         self._suspect = side
         if side:
             return 0.0
@@ -157,13 +146,6 @@ class RankRate:
     def error_2(self) -> float:
         """Square of the rate's standard error."""
         return self.value * self.value * self.noise_2 * max(1.0 / self._number, 0.5 * LONGEST)
-
-    def _observe_noise(self, measured: float, most_2: float) -> None:
-        self._num_seen += 1.0
-        off = 2.0 * (measured - self._newest) / (measured + self._newest)
-        weight = max(1.0 / (self._num_seen + 2.0), 1.0 / NOISE_WINDOW)
-        self.noise_2 += weight * (min(0.5 * off * off, most_2) - self.noise_2)
-        self._newest = measured
 
     def _is_change(self, noises: float, measured: float) -> bool:
         total = self._sum + noises
@@ -287,15 +269,12 @@ class RateFilter:
             if self._fits[rank].observe_jump(count, time_s, factor) and self.fixed[rank]:
                 self._forget_fixed(rank, count, time_s)
                 measured = rate.value
-        self._fit(rank, count, measured * (self.fixed[rank] + count))
-
-    def _fit(self, rank: int, count: int, time_s: float) -> None:
         fit, before = self._fits[rank], self.fixed[rank]
-        fit.observe(count, time_s)
+        fit.observe(count, measured * (before + count))
         found = fit.samples(self._most_fixed)
-        if self._rates[rank].noise_2 > MOST_NOISE_2:
+        if rate.noise_2 > MOST_NOISE_2:
             if before:
-                self._forget_fixed(rank, count, self._rates[rank].value * (before + count))
+                self._forget_fixed(rank, count, rate.value * (before + count))
             return
         if found is None or (self._is_fitted[rank] and abs(found - before) <= MIN_SPREAD * (before + count)):
             return
@@ -344,30 +323,25 @@ class RateFilter:
         return [mean + kept * ((rate.value or slowest) - mean) for rate in self._rates]
 
     @property
-    def state(self) -> FilterState:
-        """The state, for `restore`."""
-        return FilterState(
-            tuple(map(astuple, self._rates)),
-            tuple(self.fixed),
-            tuple(self._is_fitted),
-            tuple(map(astuple, self._fits)),
-        )
+    def state(self) -> list[list[Any]]:
+        """Plain numbers by rank, for `restore`."""
+        return [list(map(astuple, self._rates)), [*self.fixed], [*self._is_fitted], list(map(astuple, self._fits))]
 
-    def restore(self, state: FilterState) -> None:
+    def restore(self, state: Sequence[Sequence[Any]]) -> None:
         """Go on from a saved state of as many ranks."""
-        self._rates = [RankRate(*numbers) for numbers in state.rates]
-        self.fixed, self._is_fitted = list(state.fixed), list(state.is_fitted)
-        self._fits = [FixedCost(*numbers) for numbers in state.fits]
+        rates, fixed, is_fitted, fits = state
+        self._rates, self._fits = [RankRate(*each) for each in rates], [FixedCost(*each) for each in fits]
+        self.fixed, self._is_fitted = [*fixed], [*is_fitted]
 
 
 FAR = 0.1
-"""Share of a size by which it is far from equal times."""
+"""Share of a size by which it is far from equal times. Where fixed costs dominate that costs next to nothing."""
 
 SETTLE_STEPS = 8
 """Steps between two looks for such sizes."""
 
 SHORT_S = 0.02
-"""Compute time of the slowest rank below which not every step is measured."""
+"""Compute time of the slowest rank below which not every step is measured: it costs 0.5 ms of a processor."""
 
 SHORT_EVERY = 4
 """Steps between two measurements then: a change by three is followed after eight steps, some 0.2 s."""
@@ -383,15 +357,6 @@ DEAD_BAND = 0.03
 """A new split must shorten the slowest rank's predicted time by more than this share: batches keep their shapes."""
 
 
-class LoopPace(NamedTuple):
-    """Which steps are measured; plain numbers for a checkpoint."""
-
-    num_measured: int = 0
-    """Measurements under tracking, up to `FIRST_MEASURED`."""
-    is_short: bool = False
-    """Whether the slowest rank computed for less than `SHORT_S` in the newest measurement."""
-
-
 class FastLoop:
     """Writes allocations into a schedule: decisions, and better splits between them.
 
@@ -401,19 +366,32 @@ class FastLoop:
 
     def __init__(self, schedule: Schedule, min_local_batch_size: int, max_local_batch_sizes: Sequence[int]) -> None:
         self.filter = RateFilter(len(max_local_batch_sizes))
-        self.pace = LoopPace()
+        self._num_measured = 0
+        """Measurements under tracking, up to `FIRST_MEASURED`."""
+        self._is_short = False
+        """Whether the slowest rank computed for less than `SHORT_S` in the newest measurement."""
         self._schedule = schedule
         self._min_local_batch_size = min_local_batch_size
         self._upper = tuple(max_local_batch_sizes)
         self._num_kept = 0
         """Steps since the split was changed."""
 
+    @property
+    def state(self) -> list[Any]:
+        """Plain numbers for a checkpoint, and for `restore`."""
+        return [self.filter.state, self._num_measured, self._is_short]
+
+    def restore(self, state: Sequence[Any]) -> None:
+        """Go on from a saved state of as many ranks."""
+        filtered, self._num_measured, self._is_short = state
+        self.filter.restore(filtered)
+
     def measures(self, step: int) -> bool:
         """Whether the ranks exchange their times in a step with `tracking`.
 
         All ranks ask before the step, and have the same answer: it changes with measurements only.
         """
-        if not self.pace.is_short or self.pace.num_measured < FIRST_MEASURED:
+        if not self._is_short or self._num_measured < FIRST_MEASURED:
             return True
         number, place = divmod(step, SHORT_EVERY)
         return place == (number * SCATTER >> 30) % SHORT_EVERY
@@ -449,8 +427,8 @@ class FastLoop:
         better = self.better_split(seconds_per_sample, newest.local_batch_sizes, counts)
         if better is not None:
             self._schedule.revise(effective_step, newest.with_sizes(better))
-        is_short = self.longest_s(better or newest.local_batch_sizes) < SHORT_S
-        self.pace = LoopPace(min(self.pace.num_measured + 1, FIRST_MEASURED), is_short)
+        self._num_measured = min(self._num_measured + 1, FIRST_MEASURED)
+        self._is_short = self.longest_s(better or newest.local_batch_sizes) < SHORT_S
 
     def better_split(
         self, seconds_per_sample: Sequence[float], sizes: Sequence[int], counts: tuple[int, ...] = ()

@@ -41,7 +41,6 @@ class TraceField:
         rate_exponent: float,
         base_global_batch_size: int,
     ) -> None:
-        """The field of a job; `options` are all of the policy's."""
         self._nodes = tuple(nodes)
         self._index = {node.node: index for index, node in enumerate(self._nodes)}
         self._num_ranks = sum(len(node.ranks) for node in self._nodes)

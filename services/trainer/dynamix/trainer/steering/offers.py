@@ -38,13 +38,21 @@ class Offers:
         """Metrics of the decision for each window to come."""
 
     def consider(self, action: Action, effective_window: int) -> Refusal | None:
-        """Consider an action to start at `effective_window`; returns why it was refused, or `None`."""
+        """Consider an action to start at `effective_window`; returns why it was refused, or `None`.
+
+        It is kept as this job can carry it out: with its own exchange, and tracking only where it can.
+        """
         reason = self._refusal(action, effective_window)
-        if reason is None:
-            self._newest = self._feasible(action)
-        else:
+        if reason is not None:
             self._refuse(action, reason)
-        return reason
+            return reason
+        if self._lasting is not None:
+            action = _with(action, exchange=self._lasting)
+        if action.allocation.split == "tracking" and not self._options.supports_tracking:
+            self.num_refused["tracking"] += 1
+            action = _with(action, split="fixed")
+        self._newest = action
+        return None
 
     def adopt(self, effective_window: int) -> Action | None:
         """The action to start at `effective_window`, which then counts as adopted; `None` when there is none.
@@ -86,46 +94,29 @@ class Offers:
         self._last_refused = action, reason
 
     def _refusal(self, action: Action, effective_window: int) -> Refusal | None:
-        """Reason why an action does not fit this job, or `None`."""
-        if action.job != self._identity.job:
-            return "job"
-        if action.generation != self._identity.generation:
-            return "generation"
-        if action.window >= effective_window:  # that window has not ended; kept, it would keep out all before it
-            return "future"
-        if action.window <= max(self._adopted_window, -1 if self._newest is None else self._newest.window):
-            return "not_newer"
-        return self._misfit(action)
-
-    def _misfit(self, action: Action) -> Refusal | None:
-        if len(action.local_batch_sizes) != len(self._identity.max_local_batch_sizes):
-            return "length"
-        explores_rate = action.allocation.rate_factor == 1.0 or "learning_rate" in self._options.explores
-        if not (explores_rate and self._is_permitted(action.allocation.exchange)):
-            return "lever"
-        if self._global_batch_size not in (None, sum(action.local_batch_sizes)):
-            return "sum"
-        low, sizes = self._options.min_local_batch_size, action.local_batch_sizes
-        highs = self._identity.max_local_batch_sizes
-        fits = sum(sizes) > 0 and all(low <= size <= high for size, high in zip(sizes, highs, strict=True))
-        return None if fits else "bounds"
+        """Reason why an action does not fit this job, the first one in this order, or `None`."""
+        identity, options, allocation = self._identity, self._options, action.allocation
+        sizes, low, highs = allocation.local_batch_sizes, options.min_local_batch_size, identity.max_local_batch_sizes
+        explores_rate = allocation.rate_factor == 1.0 or "learning_rate" in options.explores
+        newest = self._adopted_window if self._newest is None else max(self._adopted_window, self._newest.window)
+        misfits: dict[Refusal, bool] = {
+            "job": action.job != identity.job,
+            "generation": action.generation != identity.generation,
+            "future": action.window >= effective_window,  # kept, it would keep out all before it
+            "not_newer": action.window <= newest,
+            "length": len(sizes) != len(highs),
+            "lever": not (explores_rate and self._is_permitted(allocation.exchange)),
+            "sum": self._global_batch_size not in (None, sum(sizes)),
+            "bounds": sum(sizes) == 0 or not all(map(lambda size, high: low <= size <= high, sizes, highs)),
+        }
+        return next((reason for reason, holds in misfits.items() if holds), None)
 
     def _is_permitted(self, exchange: Exchange) -> bool:
-        """Whether the job permits this exchange."""
         if exchange == EXACT or self._lasting is not None:
             return exchange in (EXACT, self._lasting)
         options = self._options
         fits = len(exchange.shares) in (0, len(self._identity.max_local_batch_sizes)) and options.supports_exchange
         return fits and is_permitted(exchange, options.exchange, options.named_codecs)
-
-    def _feasible(self, action: Action) -> Action:
-        """The action as this job can carry it out: with its own exchange, and tracking only where it can."""
-        if self._lasting is not None:
-            action = _with(action, exchange=self._lasting)
-        if action.allocation.split != "tracking" or self._options.supports_tracking:
-            return action
-        self.num_refused["tracking"] += 1
-        return _with(action, split="fixed")
 
 
 def _with(action: Action, **levers: Any) -> Action:

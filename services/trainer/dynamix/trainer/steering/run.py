@@ -22,7 +22,7 @@ from dynamix.trainer.data.plan import Counts, Position, ReferenceSteps, Schedule
 from dynamix.trainer.gradient.noise import NoiseAverage
 from dynamix.trainer.job.identity import JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
-from dynamix.trainer.measurement.meter import Row, energy_j, held_out_accuracy
+from dynamix.trainer.measurement.meter import Row, held_out_accuracy
 
 from .fast_loop import FastLoop
 from .field import TraceField
@@ -60,10 +60,6 @@ class Windows:
         """Steps of a window that has ended."""
         place = window - self._first
         return self._starts[place + 1] - self._starts[place]
-
-    def stretch(self, window: int) -> int:
-        """Factor of `window_steps`."""
-        return self.num_steps(window) // self._window_steps
 
     def measured(self, window: int, step_time_s: float) -> None:
         """Plan ahead after a window: all ranks give the same time per step, evaluations between steps included."""
@@ -124,7 +120,6 @@ class Reporter:
             "end_reason": (end_reason or "")[:MAX_REASON],
             "initial_split": initial.split,
             "initial_exchange": initial.exchange,
-            "supports_exchange": options.supports_exchange and options.fixed_exchange is None,
         }
         return Job(**shared | own)
 
@@ -138,14 +133,13 @@ class Reporter:
         pending: Allocation,
         total_samples: int | None,
         num_reports_dropped: int,
-        stretch: int = 1,
         cookies: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
         view: FieldView | None = None,
     ) -> Report:
         """The report of this node on the window that ended at `position`.
 
         `cookies` are those of the sockets of its ranks; they need no place in the rows, since they hardly ever change.
-        `view` is for this node's agent, where there is one. The window lasted `stretch` times the job's `window_steps`.
+        `view` is for this node's agent, where there is one.
         """
         ranks = []
         for rank in self._place.node_ranks:
@@ -160,6 +154,8 @@ class Reporter:
                 cookies=cookies.get(rank, ()),
             )
             ranks.append(known)
+        totals_before = self._totals_before
+        self._rows_before, self._totals_before = rows, totals
         return Report(
             job=self._identity.job,
             generation=self._identity.generation,
@@ -171,18 +167,13 @@ class Reporter:
             samples_seen=position.samples_seen,
             rows=tuple(ranks),
             totals=totals,
-            totals_before=self._totals_before,
+            totals_before=totals_before,
             total_samples=total_samples,
             held_out_accuracy=held_out_accuracy(rows),
             num_reports_dropped=num_reports_dropped,
             field=view,
-            energy_j=energy_j(rows),
-            stretch=stretch,
+            stretch=totals.num_steps // self._options.window_steps,
         )
-
-    def keep_window(self, rows: Sequence[Row], totals: JobTotals) -> None:
-        """Keep a window for the next one's report."""
-        self._rows_before, self._totals_before = rows, totals
 
     def receipt(
         self, action: Action, *, effective_window: int, effective_step: int, num_refused: Mapping[str, int]

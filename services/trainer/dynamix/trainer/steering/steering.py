@@ -69,8 +69,8 @@ class Steering:
             RuntimeError: on all ranks, when they do not.
         """
         run = self.run
-        speeds = run.fast_loop.filter.state, run.fast_loop.pace
-        stands = (run.identity.generation, *position, *run.schedule.entries_since(position.step), *speeds)
+        entries = run.schedule.entries_since(position.step)
+        stands = (run.identity.generation, *position, *entries, *run.fast_loop.state)
         everybody = self.collectives.gather_objects(stands)
         for rank, theirs in enumerate(everybody):
             if theirs != everybody[0]:
@@ -156,7 +156,7 @@ class Steering:
             )
         run.noise.observe_window(window_moments(row.noise for row in rows))
         window = run.windows.window_of(position.step - 1)
-        num_steps, stretch = run.windows.num_steps(window), run.windows.stretch(window)
+        num_steps = run.windows.num_steps(window)
         totals = job_totals(
             rows, window=window, num_steps=num_steps, global_batch_size=sizes.total, noise=run.noise.value
         )
@@ -166,7 +166,6 @@ class Steering:
                 position,
                 rows,
                 totals,
-                stretch=stretch,
                 sizes=sizes,
                 pending=run.schedule.newest,
                 total_samples=run.total_samples,
@@ -186,7 +185,6 @@ class Steering:
             **({} if self.offers is None else self.offers.take_explanation(window)),
         }
         self.history.add_window(position.step, metrics)
-        run.reporter.keep_window(rows, totals)
         self._sockets_due = self._sockets_due or window == 0  # some back ends connect at first use
 
     def expect_sockets(self) -> None:

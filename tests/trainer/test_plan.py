@@ -1,3 +1,5 @@
+"""Which samples each rank uses in each step: the schedule, the division of a step, and the order of an epoch."""
+
 import random
 
 import numpy as np
@@ -10,8 +12,79 @@ from torch.utils.data import WeightedRandomSampler
 
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.orders import Permutations, SampledOrders, epoch_order
-from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
+from dynamix.trainer.data.plan import (
+    Division,
+    PlanSampler,
+    Position,
+    Schedule,
+    StepPlan,
+    divide_tail,
+    largest_remainder,
+)
 from dynamix.trainer.steering.collectives import Collectives
+
+ENTRIES = st.lists(
+    st.tuples(st.integers(1, 50), st.tuples(st.integers(0, 9), st.integers(1, 9))), min_size=0, max_size=20
+)
+
+
+@given(ENTRIES, st.integers(0, 400))
+def test_the_newest_entry_that_has_begun_rules_a_step(gaps: list[tuple[int, tuple[int, int]]], cut: int) -> None:
+    schedule, rules, step = Schedule(Allocation((4, 4))), {0: (4, 4)}, 0
+    for gap, sizes in gaps:
+        step += gap
+        schedule.revise(step, Allocation(sizes))
+        rules[step] = sizes
+    expected = [rules[max(start for start in rules if start <= at)] for at in range(step + 3)]
+    assert [schedule.counts_at(at).values for at in range(step + 3)] == expected
+    assert schedule.newest.local_batch_sizes == expected[-1]
+
+    cut = min(cut, step)
+    kept = schedule.entries_since(cut)
+    schedule.drop_before(cut)
+    assert schedule.entries_since(cut) == kept
+    assert [schedule.counts_at(at).values for at in range(cut, step + 3)] == expected[cut:]
+
+
+def test_what_comes_too_late_or_does_not_fit_is_refused() -> None:
+    schedule = Schedule(Allocation((4, 4)))
+    schedule.revise(10, Allocation((1, 2)))
+    with pytest.raises(ValueError, match="an allocation for step 9 comes too late"):
+        schedule.revise(9, Allocation((2, 1)))
+    with pytest.raises(ValueError, match="3 sizes for 2 ranks"):
+        schedule.revise(11, Allocation((1, 2, 3)))
+    with pytest.raises(ValueError, match="without samples"):
+        schedule.revise(11, Allocation((0, 0)))
+    with pytest.raises(ValueError, match="before the schedule's first step"):
+        Schedule(Allocation((1,)), first_step=5).counts_at(4)
+    assert schedule.entries_since(0) == [(0, Allocation((4, 4))), (10, Allocation((1, 2)))]
+
+
+WEIGHTS = st.lists(st.integers(0, 1024), min_size=1, max_size=64)
+
+
+@given(WEIGHTS, st.integers(0, 10**6))
+def test_a_division_loses_no_sample_and_stays_within_one_of_the_exact_share(weights: list[int], total: int) -> None:
+    whole = sum(weights)
+    if whole == 0:
+        return
+    shares = largest_remainder(total, weights)
+    assert sum(shares) == total
+    for share, weight in zip(shares, weights, strict=True):
+        assert abs(share * whole - total * weight) < whole
+        assert weight > 0 or share == 0
+
+
+@given(WEIGHTS, st.data())
+def test_a_tail_gives_each_rank_two_samples_while_there_are_enough(sizes: list[int], data: st.DataObject) -> None:
+    if sum(sizes) == 0:
+        return
+    total = data.draw(st.integers(0, sum(sizes)))
+    shares = divide_tail(total, sizes)
+    enough = min(2, total // sum(size > 0 for size in sizes))
+    assert sum(shares) == total
+    assert all(min(size, enough) <= share <= size for share, size in zip(shares, sizes, strict=True))
+
 
 CHANGES = st.lists(
     st.tuples(st.integers(1, 6), st.tuples(*[st.integers(0, 40)] * 3).filter(lambda sizes: sum(sizes) > 0)), max_size=26
