@@ -21,8 +21,8 @@ from dynamix.trainer.measurement import clock as clock_module
 from dynamix.trainer.steering.fast_loop import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop
 
 HELD_FROM = 60
-SLOW_FROM = 160
-NUM_STEPS = 300
+SLOW_FROM = 260
+NUM_STEPS = 400
 SLOW_RANK = 2
 
 
