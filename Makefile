@@ -15,7 +15,7 @@ DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types overhead kernel bus exchange cluster virtual adaptdl containers dist format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-all test-frameworks gpu faults lint types overhead kernel bus exchange cluster virtual adaptdl containers dist format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -54,6 +54,9 @@ test: venv data ## the tests, three at a time (ARGS="-k name"); what takes long 
 test-slow: venv data ## whole jobs under torchrun, all faults in small counts, the demo, small runs of the benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist load --maxschedchunk 1 -m slow $(ARGS) \
 	    $$(grep -rl 'mark\.slow' tests --include='test_*.py' --exclude-dir=frameworks) # importing all others takes half a minute
+
+test-all: venv data ## test and test-slow in one run, as CI does
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist load --maxschedchunk 1 --ignore tests/frameworks $(ARGS)
 
 test-frameworks: $(FRAMEWORKS)/.installed ## what needs others' frameworks: adapters, loggers, tables; in a venv of their own
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n 2 --dist load --maxschedchunk 1 tests/frameworks $(ARGS)

@@ -20,6 +20,19 @@ hypothesis.settings.load_profile("tests")
 pytest_plugins = ["tests.support.bpf", "tests.support.extensions", "tests.support.faults"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that at the end no process works alone."""
+    items.sort(key=_most_seconds, reverse=True)
+
+
+def _most_seconds(item: pytest.Item) -> float:
+    """What a slow test may take; 0 for all others."""
+    if item.get_closest_marker("slow") is None:
+        return 0.0
+    limit = item.get_closest_marker("timeout")
+    return float(limit.args[0]) if limit else 300.0
+
+
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
-from tests.support import examples, trained_policies
+from tests.support import examples, learned
 from tests.support.brokers import until
 from tests.support.services_here import arbitrator_here
 
@@ -54,7 +54,7 @@ async def test_a_policy_that_cannot_decide_halts_its_own_generation_only(
         return Broken() if is_raising else await choose(self, job, recorded)
 
     monkeypatch.setattr(PolicyStore, "choose", broken)
-    await PolicyStore(bus).put("odd", trained_policies.with_metadata("\ud800"))
+    await PolicyStore(bus).put("odd", learned.with_metadata("\ud800"))
     await bus.publish(ODD)
     await bus.publish(OTHER)
     if is_there_first:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import structlog
-from tests.support import examples, learned, trained_policies
+from tests.support import examples, learned
 from tests.support.old_server import OldServer
 
 from dynamix.arbitrator.learned.policy_file import PolicyFile
@@ -198,7 +198,7 @@ def test_an_update_names_its_generations_and_is_refused_in_numbers_that_are_too_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = learned.policy_file(reward_weights={"beta": 1.0})
-    monkeypatch.setattr(service, "trajectory_of", lambda *_: trained_policies.trajectory(file.metadata))
+    monkeypatch.setattr(service, "trajectory_of", lambda *_: learned.trajectory(file.metadata))
     lessons = [(collected("time-aware"), End(terminated=True))]
     outcome = update(file.to_bytes(), lessons)
     assert outcome.content is not None

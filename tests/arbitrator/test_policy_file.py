@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support import learned, trained_policies
+from tests.support import learned
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, PPOSettings
@@ -50,15 +50,15 @@ def test_what_does_not_fit_is_refused(fields: dict[str, Any], reason: str) -> No
 )
 def test_metadata_that_are_not_ours_are_refused(metadata: object) -> None:
     with pytest.raises(NetworkFileError, match=r"metadata|not a policy file of DYNAMIX"):
-        PolicyFile.from_bytes(trained_policies.with_metadata(metadata))
+        PolicyFile.from_bytes(learned.with_metadata(metadata))
 
 
 @pytest.mark.parametrize("objective", ["clipped", "simplified"])
 def test_learning_continues_from_a_file_where_it_stopped(objective: Literal["clipped", "simplified"]) -> None:
-    file = trained_policies.trained_policy(objective)
+    file = learned.trained_policy(objective)
     again = Agent.of(PolicyFile.from_bytes(file.to_bytes()))
     assert again.file().digest == file.digest
-    assert trained_policies.learn_once(again).digest == trained_policies.trained_policy(objective, updates=2).digest
+    assert learned.learn_once(again).digest == learned.trained_policy(objective, updates=2).digest
 
 
 @given(st.data())

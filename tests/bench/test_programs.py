@@ -1,11 +1,10 @@
 """Each benchmark program runs as a user would start it, with numbers too small to judge anything."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 CANNOT_RUN = 2
@@ -32,10 +31,8 @@ PROGRAMS = {
 def test_a_program_runs_and_writes_its_table(name: str, tmp_path: Path) -> None:
     module, arguments = PROGRAMS[name]
     options = arguments.format(work=tmp_path / "work").split()
-    command = [sys.executable, "-m", f"bench.{module}", *options, "--csv", str(tmp_path / "csv")]
-    if module != "virtual":
-        command.append("--no-targets")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    options += ["--csv", str(tmp_path / "csv"), *(["--no-targets"] if module != "virtual" else [])]
+    done = run_script(f"bench.{module}", *options, cwd=ROOT)
     if done.returncode == CANNOT_RUN and module in NEEDS_ROOT and (os.geteuid() != 0 or "not found" in done.stderr):
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr

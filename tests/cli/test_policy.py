@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tests.support import learned
 from tests.support.deployed_broker import DeployedBroker, become, deployed_broker
-from tests.support.foreign_policy import of_other_features
 
 from dynamix.arbitrator.learned import policy_file
 from dynamix.cli.main import main
@@ -87,7 +86,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(
     good, older, agents = (tmp_path / f"{name}.safetensors" for name in ("good", "older", "agents"))
     agents.write_bytes(learned.policy_file("appetite").to_bytes())
     good.write_bytes(FIRST)
-    older.write_bytes(of_other_features())
+    older.write_bytes(learned.of_other_features())
     for arguments, reason in (
         (["import", str(older)], "policy 'ppo': its inputs are not those of this program (ping_ms)"),
         (["import", str(agents)], "agents of policy 'stigmergy' decide by this file, no arbitrator does: name it in"),
@@ -124,7 +123,7 @@ def test_without_a_broker_the_packages_policies_are_shown_and_that_is_said(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DYNAMIX_NATS_URL", "nats://127.0.0.1:1")
-    (package / "older.safetensors").write_bytes(of_other_features())
+    (package / "older.safetensors").write_bytes(learned.of_other_features())
     assert main(["policy", "list"]) == 0
     shown = capsys.readouterr()
     assert "no broker at nats://127.0.0.1:1" in shown.err

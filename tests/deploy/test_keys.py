@@ -65,11 +65,11 @@ async def test_a_revoked_key_is_out_at_once_and_after_a_restart(tmp_path: Path) 
 
 async def test_an_expired_key_is_out_and_a_replaced_file_is_used(broker: DeployedBroker) -> None:
     settings = broker.key("shortly", "--role", "trainer", "--job", "shortly")
-    replace_by(settings, lasting(broker, "shortly", 10))
+    replace_by(settings, lasting(broker, "shortly", 6))
     expires_s = read_credential(Path(settings.creds_file)).expires_s or 0
     closed: list[str] = []
     replaced, ended = broker.settings("replaced"), settings
-    replace_by(replaced, lasting(broker, "replaced", 10))
+    replace_by(replaced, lasting(broker, "replaced", 6))
     goes_on = await Bus.connect(replaced, name="test-1", on_closed=closed.append)
     bus = await Bus.connect(ended, name="test-1", on_closed=closed.append)
     replace_by(replaced, lasting(broker, "replaced", 600))

@@ -1,13 +1,11 @@
-"""The two example scripts: how little they differ, and that both run as a user would start them."""
+"""The two example scripts: how little they differ, and that both run."""
 
 import difflib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.support.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLAIN, ATTACHED, WORKLOAD = (EXAMPLES / f"ddp_{name}.py" for name in ("plain", "dynamix", "workload"))
@@ -29,26 +27,10 @@ def test_attaching_writes_five_lines() -> None:
     )
 
 
-def torchrun(directory: Path, script: Path, *arguments: str) -> str:
+def run(directory: Path, script: Path, *arguments: str) -> str:
     """What two ranks of the script print; there is no broker at the address."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DYNAMIX_")}
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *(str(script), *arguments),
-        ],
-        env={
-            **environ,
-            "DYNAMIX_NATS_URL": "nats://127.0.0.1:9",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        },
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    environ = {"DYNAMIX_NATS_URL": "nats://127.0.0.1:9", "GLOO_SOCKET_IFNAME": "lo"}
+    result = run_script(script, *arguments, cwd=directory, environ=environ, num_ranks=2)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -56,7 +38,7 @@ def torchrun(directory: Path, script: Path, *arguments: str) -> str:
 @pytest.mark.slow
 def test_the_attached_script_trains_without_a_broker(tmp_path: Path) -> None:
     """The script trains as plain DDP does."""
-    printed = torchrun(tmp_path, ATTACHED).splitlines()
+    printed = run(tmp_path, ATTACHED).splitlines()
     losses = [float(line.rpartition(" ")[2]) for line in printed if line.startswith("epoch")]
     assert len(losses) == 3
     assert losses[-1] < 0.2
@@ -67,7 +49,7 @@ def test_a_workload_trains_by_name(tmp_path: Path) -> None:
     """1,000 images, 32 to each of 2 ranks: 16 steps, and what they have learned is better than guessing."""
     data = EXAMPLES.parent / ".data"
     arguments = ("--workload", "fashion-14-cnn", "--data", str(data), "--num-samples", "1000", "--epochs", "2")
-    printed = torchrun(
+    printed = run(
         tmp_path, WORKLOAD, *arguments, "--local-batch-size", "32", "--optimizer", "adam", "--learning-rate", "0.003"
     )
     last = re.search(r"2000 samples, sizes \((\d+), (\d+)\): accuracy ([0-9.]+)", printed)

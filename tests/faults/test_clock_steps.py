@@ -11,8 +11,7 @@ from tests.support.control_plane import ControlPlane, control_plane, feed_window
 from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
 
-from dynamix.cli.services import SERVICES as NAMES
-from dynamix.cli.services import ServiceProcess, wait_until_ready
+from dynamix.cli.services import SERVICES
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import FEED
 
@@ -37,10 +36,7 @@ async def test_clock_steps_of_an_hour_change_no_decision(
     plane.environ |= {"PYTHONPATH": str(STEPPED_CLOCK), "STEPPED_CLOCK": str(clock), "DYNAMIX_LOG_LEVEL": "debug"}
     await plane.bus.publish(job)
     with logs.open("wb") as output:
-        for name in NAMES:
-            plane.services[name] = ServiceProcess(name, plane.environ, output)
-            plane.services[name].start()
-        await wait_until_ready(plane.bus, NAMES, 180.0)
+        await plane.start(*SERVICES, output=output)
         async with watching(plane.bus, job.job) as watch:
             for number, offset_s in enumerate(steps_s):
                 clock.write_text(str(offset_s))

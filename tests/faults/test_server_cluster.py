@@ -35,11 +35,11 @@ async def kill(server: ClusterServer, until_back: UntilBack) -> None:
 
 
 async def freeze(server: ClusterServer, until_back: UntilBack) -> None:
-    server.freeze()
+    server.pause()
     try:
         await until_back()
     finally:
-        server.thaw()
+        server.go_on()
 
 
 async def cut_off(server: ClusterServer, until_back: UntilBack) -> None:

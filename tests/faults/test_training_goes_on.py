@@ -1,4 +1,4 @@
-"""A real torchrun job under real services: kill -9 of any of them, and of a rank."""
+"""A real job of torchrun's agent under real services: kill -9 of any of them, and of a rank."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ async def test_training_continues_while_services_and_broker_are_killed(tmp_path:
         applied = len(await plane.messages(FEED.name, subjects.of("applied", JOB)))
         await plane.wait_for(FEED.name, subjects.of("applied", JOB), applied + 2)
         job.stop_after_epoch()
-        assert await job.process.wait() == 0
+        assert await job.ended() == 0
         assert {line["generation"] for line in job.steps()} == {0}
         for samples in used_per_epoch(job).values():
             assert sorted(samples) == list(range(NUM_SAMPLES))
@@ -74,7 +74,7 @@ async def test_a_killed_rank_restarts_the_job_at_its_sample_with_its_last_sizes(
         await job.wait_for_steps(65)
         first_specification = await specification_of(plane)
         os.kill(job.steps(rank=1)[-1]["pid"], signal.SIGKILL)
-        assert await job.process.wait() == 0
+        assert await job.ended() == 0
         second_specification = msgspec.structs.replace(await specification_of(plane), phase="running")
         assert (first_specification.generation, second_specification.generation) == (0, 1)
         steps = job.steps()

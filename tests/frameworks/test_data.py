@@ -18,6 +18,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from dynamix.trainer import Session, attach
 
+pytestmark = pytest.mark.slow  # these come first: ranks that are forked after parquet was read can hang
+
 NUM_SAMPLES, NUM_SHARDS = 120, 4
 SIZES = [(9, 4), (13, 1), (3, 10), (6, 7)]
 
@@ -107,8 +109,6 @@ def _attach(dataset: Any, num_workers: int = 0) -> tuple[Session, nn.Module, tor
     model = distribute(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     options: dict[str, Any] = {"num_workers": num_workers, "max_lag_windows": 9, "policy": "static", "connect": False}
-    if num_workers:
-        options["multiprocessing_context"] = "forkserver"
     options |= {"min_local_batch_size": 0, "global_batch": "adaptive", "window_steps": 1}
     return attach(model, optimizer, dataset, local_batch_size=(9, 4), **options), model, optimizer
 

@@ -2,15 +2,13 @@
 
 import difflib
 import importlib.util
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_EPOCHS, NUM_SAMPLES = 3, 12_288
@@ -32,16 +30,11 @@ def test_attaching_changes_at_most_ten_lines(name: str) -> None:
 
 def _record(directory: Path, name: str) -> dict[str, list[dict[str, Any]]]:
     """What the two ranks of both examples wrote down."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DYNAMIX_")}
-    settings = {"DYNAMIX_NATS_URL": "nats://127.0.0.1:9", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.frameworks.recorded_example", FRAMEWORKS[name], name, str(directory)],
-        env={**environ, **settings},
+    result = run_script(
+        "tests.frameworks.recorded_example",
+        *(FRAMEWORKS[name], name, str(directory)),
         cwd=EXAMPLES.parent,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+        environ={"DYNAMIX_NATS_URL": "nats://127.0.0.1:9", "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return {kind: [torch.load(directory / f"{kind}{rank}.pt") for rank in range(2)] for kind in ("plain", "dynamix")}

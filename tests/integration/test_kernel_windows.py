@@ -6,7 +6,6 @@ import pytest
 from tests.support.control_plane import NODE, ControlPlane, control_plane
 from tests.support.steady_training import JOB, training
 
-from dynamix.cli.services import ServiceProcess, wait_until_ready
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import MetricWindow, Report
 from dynamix.schemas.streams import FEED, REPORTS
@@ -14,27 +13,18 @@ from dynamix.schemas.streams import FEED, REPORTS
 pytestmark = [pytest.mark.bpf, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-async def started(plane: ControlPlane) -> ServiceProcess:
-    collector = plane.another("collector", {"DYNAMIX_COLLECTOR_PROBE": "auto"})
-    collector.start()
-    await wait_until_ready(plane.bus, ["collector"], 180.0)
-    return collector
-
-
 async def test_windows_use_the_kernel_probe_unless_the_collector_starts_after_the_job(tmp_path: Path) -> None:
     async with control_plane() as plane:
-        collector = await started(plane)
-        try:
-            async with training(plane, tmp_path, num_epochs=100) as job:  # outlives a slow start of the second one
-                await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), 4)
-                collector.kill()
-                before = await windows_of(plane)
-                collector = await started(plane)
-                await job.more_steps(1)
-                await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), len(before) + 2)
-                after = (await windows_of(plane))[len(before) :]
-        finally:
-            collector.stop()
+        plane.environ["DYNAMIX_COLLECTOR_PROBE"] = "auto"
+        await plane.start("collector")
+        async with training(plane, tmp_path, num_epochs=100) as job:  # outlives a slow start of the second one
+            await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), 4)
+            plane.services["collector"].kill()
+            before = await windows_of(plane)
+            await plane.start("collector")
+            await job.more_steps(1)
+            await plane.wait_for(FEED.name, subjects.of("window", JOB, NODE), len(before) + 2)
+            after = (await windows_of(plane))[len(before) :]
         stored: list[Report] = await plane.messages(REPORTS.name, subjects.of("report", JOB, NODE))  # type: ignore[assignment]
         reports = {report.window: report for report in stored}
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.brokers import until
 from tests.support.control_plane import NODE, control_plane, one_node_job, report_of
 
-from dynamix.cli.services import SERVICES, ServiceProcess, wait_until_ready
+from dynamix.cli.services import SERVICES
 from dynamix.schemas import subjects
 
 pytestmark = pytest.mark.timeout(300)
@@ -43,9 +43,7 @@ async def test_a_line_names_its_service_and_its_job_window_or_message(tmp_path: 
     async with control_plane() as plane:
         for service in SERVICES:
             with logs.path(service).open("wb") as output:
-                plane.services[service] = ServiceProcess(service, plane.environ, output)
-                plane.services[service].start()
-        await wait_until_ready(plane.bus, SERVICES, 180.0)
+                await plane.start(service, output=output)
 
         await plane.bus.publish(unknown)
         await plane.bus.publish(report_of(unknown, 0, (128,) * 4, (100.0,) * 4))

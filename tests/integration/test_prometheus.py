@@ -9,14 +9,7 @@ import torch
 from tests.support import examples
 from tests.support.control_plane import NODE, control_plane, feed_windows, one_node_job
 from tests.support.http_get import free_port
-from tests.support.prometheus import (
-    Prometheus,
-    eventually,
-    grafana_queries,
-    needs,
-    prometheus,
-    start_scraped,
-)
+from tests.support.prometheus import Prometheus, eventually, grafana_queries, needs, prometheus
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, distribute, gather, make_model
 
@@ -59,7 +52,8 @@ async def test_a_job_that_trains_answers_every_query_and_a_dead_service_raises_a
     ports, end = {name: free_port() for name in SERVICES}, tmp_path / "end"
     async with control_plane() as plane, prometheus(tmp_path, ports) as server:
         plane.environ["DYNAMIX_COLLECTOR_PROBE"] = "auto"
-        services = await start_scraped(plane, ports)
+        for name, port in ports.items():
+            await plane.start(name, DYNAMIX_METRICS_PORT=str(port))
         environ = {**bus_environment(plane.server.settings), "DYNAMIX_NODE": NODE}
         training = asyncio.create_task(asyncio.to_thread(run_ranks, train_until, 2, end, environ=environ))
         try:
@@ -75,9 +69,9 @@ async def test_a_job_that_trains_answers_every_query_and_a_dead_service_raises_a
             await answers_all(server, grafana_queries(f"({job}|{other.job})"))
             down = 'count(ALERTS{alertname="DynamixServiceDown",alertstate="firing"})'
             assert await server.values(down) == []
-            services["reward"].kill()
+            plane.services["reward"].kill()
             await eventually(lambda: server.values(f"{down} == 1"))
-            await start_scraped(plane, {"reward": ports["reward"]})
+            await plane.start("reward", DYNAMIX_METRICS_PORT=str(ports["reward"]))
             await eventually(lambda: has_no_value(server, down))
             rules = [rule for group in (await server.ask("rules"))["groups"] for rule in group["rules"]]
             assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []

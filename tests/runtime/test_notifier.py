@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from tests.support.brokers import ConfiguredServer
-from tests.support.service_processes import service_process
+from tests.support.small_service import service_process
 
 from dynamix.cli.services import SERVICES
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import read_supervisor
 
-STUCK = "tests.support.stuck_service"
+BLOCK = ("--mode", "block")
 
 
 class NotificationSocket:
@@ -67,7 +67,7 @@ async def test_a_service_is_ready_once_it_reads_its_streams_and_says_that_it_sto
     server: ConfiguredServer, bus: Bus, systemd: NotificationSocket, service: str
 ) -> None:
     assert bus.is_connected, "the streams are there"
-    async with service_process(server, f"dynamix.{service}", **systemd.environ()) as process:
+    async with service_process(server, module=f"dynamix.{service}", **systemd.environ()) as process:
         before = await systemd.lines_until("READY=1")
         assert before[-1] == "STATUS=working"
         assert set(before) <= {"STATUS=waiting for the broker", "STATUS=not reading its streams yet", "STATUS=working"}
@@ -83,7 +83,7 @@ async def test_a_frozen_loop_sends_no_sign_of_life_and_one_that_comes_back_does(
     assert bus.is_connected, "the streams are there"
     trigger = tmp_path / "now"
     arguments = ("--trigger", str(trigger), "--block-s", "4", "--stuck-after-s", "0")
-    async with service_process(server, STUCK, *arguments, **systemd.environ(0.4)) as process:
+    async with service_process(server, *BLOCK, *arguments, **systemd.environ(0.4)) as process:
         for _ in range(5):
             await systemd.lines_until("WATCHDOG=1")
         trigger.touch()
@@ -98,7 +98,7 @@ async def test_an_interpreter_that_is_stuck_sends_none_and_shows_where_when_syst
     assert bus.is_connected, "the streams are there"
     trigger = tmp_path / "now"
     arguments = ("--trigger", str(trigger), "--hold-lock", "--stuck-after-s", "1")
-    async with service_process(server, STUCK, *arguments, **systemd.environ(0.4)) as process:
+    async with service_process(server, *BLOCK, *arguments, **systemd.environ(0.4)) as process:
         await systemd.lines_until("WATCHDOG=1")
         trigger.touch()
         await systemd.silence(3)

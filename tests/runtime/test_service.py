@@ -13,8 +13,7 @@ import structlog
 from msgspec.structs import replace
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer, publish_states, until
-from tests.support.service_processes import service_process
-from tests.support.small_service import SmallSettings, main
+from tests.support.small_service import SmallSettings, main, service_process
 
 from dynamix.runtime import service as frame
 from dynamix.runtime.bus import Bus
@@ -25,7 +24,7 @@ from dynamix.schemas.streams import FEED
 
 
 def started(server: ConfiguredServer, *arguments: str, **environ: str) -> AbstractAsyncContextManager[Process]:
-    return service_process(server, "tests.support.small_service", *arguments, **environ)
+    return service_process(server, *arguments, **environ)
 
 
 async def heartbeat(bus: Bus, service: str = "collector") -> Live:
@@ -109,7 +108,7 @@ def test_settings_that_cannot_be_used_exit_with_2_and_help_is_printed_without_a_
     refused = capsys.readouterr().err
     assert refused == "dynamix collector: unknown argument '--mdoe': did you mean --mode?\n"
     assert frame.run("collector", SmallSettings, main, ["--help"]) == 0
-    assert "consume, fail, refuse, finish or ignore-stop." in capsys.readouterr().out
+    assert "consume, fail, refuse, finish, ignore-stop or block." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import IO, Any
 
 from tests.support import examples
 from tests.support.bus_watch import stored_messages
@@ -31,10 +31,10 @@ class ControlPlane:
         self.services: dict[str, ServiceProcess] = {}
         self.environ = {**bus_environment(server.settings), "DYNAMIX_NODE": NODE, "DYNAMIX_COLLECTOR_PROBE": "tcp_info"}
 
-    async def start(self, *names: str) -> None:
-        """Start services (again) and wait until they listen."""
+    async def start(self, *names: str, output: IO[bytes] | None = None, **environ: str) -> None:
+        """Start services (again) and wait until they listen; `output` takes their logs."""
         for name in names:
-            self.services[name] = ServiceProcess(name, self.environ)
+            self.services[name] = ServiceProcess(name, {**self.environ, **environ}, output)
             self.services[name].start()
         await wait_until_ready(self.bus, names, 180.0)
 

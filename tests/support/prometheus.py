@@ -13,9 +13,6 @@ from urllib.parse import quote
 
 import pytest
 
-from dynamix.cli.services import ServiceProcess, wait_until_ready
-
-from .control_plane import ControlPlane
 from .http_get import free_port, get
 
 RULES = Path(__file__).parents[2] / "deploy/prometheus/alerts.yaml"
@@ -85,16 +82,6 @@ async def eventually(condition: Callable[[], Awaitable[object]], timeout_s: floa
     async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 - see above
             await asyncio.sleep(0.2)
-
-
-async def start_scraped(plane: ControlPlane, ports: dict[str, int]) -> dict[str, ServiceProcess]:
-    """Start services that show their numbers on these ports, and wait until they are ready."""
-    services = {name: plane.another(name, {"DYNAMIX_METRICS_PORT": str(port)}) for name, port in ports.items()}
-    for service in services.values():
-        service.start()
-    plane.services |= services
-    await wait_until_ready(plane.bus, services, 180.0)
-    return services
 
 
 def grafana_queries(job: str = ".+") -> list[str]:

@@ -5,10 +5,8 @@ A `Bystander` publishes numbered messages and counts those that were acknowledge
 
 import asyncio
 import contextlib
-import os
 import re
 import secrets
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,11 +15,12 @@ from typing import Self
 
 import msgspec
 from bench.hosts import Host, Hosts
+from tests.support.brokers import ConfiguredServer
 from tests.support.bus_watch import stored_messages
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.errors import BusError
-from dynamix.runtime.embedded import EmbeddedServer, server_binary
+from dynamix.runtime.embedded import server_binary
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import FEED, STREAMS, Stream
@@ -36,7 +35,7 @@ _COMPLAINT = re.compile(r"\[(WRN|ERR|FTL)\]")
 _NAME, _SYNC = 'server_name: "dynamix-embedded"', 'sync_interval: "2m"'
 
 
-class ClusterServer(EmbeddedServer):
+class ClusterServer(ConfiguredServer):
     """One of the three: an embedded server that syncs as the deployed one does and knows the others."""
 
     def __init__(self, number: int, routes: Sequence[str], password: str, *, host: str = LOOPBACK) -> None:
@@ -46,14 +45,6 @@ class ClusterServer(EmbeddedServer):
         self._password = password
         self._routes = ", ".join(f'"nats-route://{address}"' for address in routes)
         self._listen = f'"{routes[number]}"'
-
-    def freeze(self) -> None:
-        """Let it neither answer nor close a connection, as a machine that is out of memory."""
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let a frozen one go on with what it believes."""
-        os.kill(self.pid, signal.SIGCONT)
 
     def _config(self, store: Path) -> str:
         text = super()._config(store)

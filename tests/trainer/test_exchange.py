@@ -121,15 +121,15 @@ def _changing(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:
     return found[:num_steps]
 
 
-def test_ranks_have_the_same_bits_wherever_they_are_averaged_over_500_steps_of_changing_levers() -> None:
-    first, *others = run_ranks(_changing, 3, 500)
+def test_ranks_have_the_same_bits_wherever_they_are_averaged_while_levers_change() -> None:
+    first, *others = run_ranks(_changing, 3, 200)
     averaged = [is_averaged for is_averaged, _ in first]
-    assert 100 < sum(averaged) < 400
+    assert 40 < sum(averaged) < 160
     for other in others:
         assert [is_averaged for is_averaged, _ in other] == averaged
-        differing = [step for step in range(500) if averaged[step] and other[step] != first[step]]
+        differing = [step for step in range(200) if averaged[step] and other[step] != first[step]]
         assert differing == []
-    assert sum(one != other for one, other in zip(first, others[0], strict=True)) > 50
+    assert sum(one != other for one, other in zip(first, others[0], strict=True)) > 20
 
 
 KINDS: dict[str, tuple[Callable[[int], list[nn.Module]], dict[str, Any]]] = {

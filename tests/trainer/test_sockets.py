@@ -5,8 +5,7 @@ import threading
 import time
 
 import pytest
-from tests.support.rank_connections import match, mesh, told, transfer
-from tests.support.sockets import Pair, connected, tcp_info
+from tests.support.sockets import Pair, connected, match, mesh, tcp_info, told, transfer
 
 from dynamix.trainer.measurement import sockets as sockets_module
 from dynamix.trainer.measurement.sockets import LEAST_SENDING_US, Connection, Endpoint, PeerSockets, TcpInfo

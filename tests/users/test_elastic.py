@@ -1,21 +1,21 @@
-"""Jobs of plain torchrun: one node killed for good while it trains, and a rank killed once."""
+"""Jobs of torchrun's agent: one node killed for good while it trains, and a rank killed once."""
 
 import json
 import os
+import runpy
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.steady_job import NUM_SAMPLES
-from tests.support.steady_training import SCRIPT
+from tests.support import steady_job
+from tests.support.http_get import free_port
+from tests.support.steady_training import start_agent
 
 NUM_EPOCHS = 1
 
@@ -45,48 +45,23 @@ dist.destroy_process_group()
 """
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 @contextmanager
-def _agent(directory: Path, port: int, name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A torchrun agent with one rank, in a session of its own."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DYNAMIX_")}
-    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic"),
-        "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
-        *(str(SCRIPT), str(directory), str(NUM_EPOCHS)),
-    ]
-    with (directory / f"{name}.log").open("wb") as log:
-        agent = subprocess.Popen(
-            command,
-            env={**environ, **settings, "DYNAMIX_JOB": "elastic-0a1b2c3d", "DYNAMIX_NATS_URL": "nats://127.0.0.1:9"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            yield agent
-        finally:
-            _kill(agent)
-
-
-def _kill(agent: subprocess.Popen[bytes]) -> None:
-    """Kill an agent and its rank, which torchrun starts in the same session."""
-    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
-    pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
-    for pid in (agent.pid, *pids):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    agent.wait()
+def _agent(directory: Path, port: int) -> Iterator[Any]:
+    """An agent with one rank."""
+    options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
+    options += [f"--rdzv-endpoint=127.0.0.1:{port}"]
+    options += ["--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    environ = {"DYNAMIX_JOB": "elastic-0a1b2c3d", "DYNAMIX_NATS_URL": "nats://127.0.0.1:9"}
+    agent = start_agent(options, environ, steady_job.main, directory, NUM_EPOCHS)
+    try:
+        yield agent
+    finally:
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+        pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
+        for pid in (agent.pid, *pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.join()
 
 
 def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
@@ -108,12 +83,13 @@ def _steps(directory: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_job_goes_on_with_the_ranks_that_are_left_at_the_same_global_batch(tmp_path: Path) -> None:
-    port = _free_port()
-    with _agent(tmp_path, port, "first") as first:
+    port = free_port()
+    with _agent(tmp_path, port) as first:
         _wait_until(lambda: _listens(port), 60)  # the agent that is killed must not be the one that holds the store
-        with _agent(tmp_path, port, "second"):
+        with _agent(tmp_path, port):
             _wait_until(lambda: any(len(s["sizes"]) == 2 and s["step"] >= 25 for s in _steps(tmp_path)), 90)
-        assert first.wait(120) == 0, (tmp_path / "first.log").read_text()[-3000:]
+        first.join(120)
+        assert first.exitcode == 0
     steps = _steps(tmp_path)
     assert {sum(step["sizes"]) for step in steps} == {32}
     alone = [step for step in steps if len(step["sizes"]) == 1]
@@ -121,7 +97,7 @@ def test_a_job_goes_on_with_the_ranks_that_are_left_at_the_same_global_batch(tmp
     resumed_at = alone[0]["step"]
     kept = [step for step in steps if step in alone or step["step"] < resumed_at]
     used = Counter(index for step in kept for index in step["indices"])
-    assert used == Counter(range(NUM_SAMPLES))
+    assert used == Counter(range(steady_job.NUM_SAMPLES))
     assert {step["generation"] for step in alone} != {step["generation"] for step in steps if step not in alone}
 
 
@@ -129,10 +105,7 @@ def test_a_job_goes_on_with_the_ranks_that_are_left_at_the_same_global_batch(tmp
 def test_restarted_ranks_of_plain_torchrun_find_each_other(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(KILLED_ONCE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("DYNAMIX_", "TORCH_"))}
-    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run(
-        [*command, str(script)], env={**environ, **settings}, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    options = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2", "--max-restarts=1"]
+    agent = start_agent(options, {}, runpy.run_path, str(script), None, "__main__")
+    agent.join(120)
+    assert agent.exitcode == 0

@@ -3,7 +3,6 @@
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -248,7 +247,7 @@ def _read_to_unequal_ends(rank: int, more: int) -> None:
 )
 def test_streams_that_end_after_different_numbers_of_samples_are_refused(more: int, error: str) -> None:
     with pytest.raises(RankError, match=error):
-        run_ranks(_read_to_unequal_ends, 2, more, timeout=timedelta(seconds=60))
+        run_ranks(_read_to_unequal_ends, 2, more)
 
 
 class Counting(Stream):
