@@ -99,11 +99,11 @@ def write(path: Path, content: bytes, *, mode: int | None = None, make_parents: 
 
 
 @contextlib.contextmanager
-def whole(path: Path, *, make_parents: bool = False) -> Iterator[io.BytesIO]:
+def whole(path: Path) -> Iterator[io.BytesIO]:
     """A file to fill: what a `with` block puts into it is written to `path` when the block ends without an error."""
     file = io.BytesIO()
     yield file
-    write(path, file.getvalue(), make_parents=make_parents)
+    write(path, file.getvalue())
 
 
 def _exists(path: Path, is_wanted: Callable[[int], bool], wanted: str) -> bool:

@@ -8,6 +8,7 @@ that overrides nats-py is in `Client` and `_Transport`. What
 
 import asyncio
 import base64
+import collections
 import contextlib
 import datetime as dt
 import hashlib
@@ -249,6 +250,10 @@ another so long after it is noticed. That takes 5 s, and a cluster without a lea
 MAX_REFUSED_LOGINS = 3
 
 Event = Literal["reconnected", "denied", "closed"]
+COUNTED = (
+    *("published", "retries", "duplicates", "too_many_requests", "publish_errors", "received", "received_twice"),
+    *("consumer_resets", "dropped_live", "dropped_received", "reconnects", "permission_denials"),
+)
 
 _DENIED = re.compile(r'permissions violation for (publish|subscription)[^"]*"([^"]+)"', re.IGNORECASE)
 
@@ -257,7 +262,8 @@ class BrokerConnection:
     """One NATS connection that reconnects for ever; the only object that holds nats-py's client.
 
     Attributes:
-        counters: what happened so far, by name.
+        counters: what happened on it so far, by the names of `COUNTED`.
+        num_handled: messages that consumers handed out, by kind.
         connected: set while there is a connection.
         inbox: prefix of every subject that this connection listens to for replies (`Login.inbox`).
         is_stalled: whether the server stores nothing; after `LEAVE_AFTER_S` we go to another one, where there is one.
@@ -270,7 +276,8 @@ class BrokerConnection:
         """`while_waiting` follows the warning that there is no broker: what that means and how to fix it."""
         check_bus(settings)
         self._while_waiting = while_waiting
-        self.counters: dict[str, int] = dict.fromkeys(("reconnects", "permission_denials"), 0)
+        self.counters = dict.fromkeys(COUNTED, 0)
+        self.num_handled: collections.Counter[str] = collections.Counter()
         self.connected = asyncio.Event()
         self._settings = settings
         self.login = Login(settings, name)
