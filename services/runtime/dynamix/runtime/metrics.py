@@ -32,14 +32,8 @@ class LabelTable(Generic[K, V]):
     """Bounded table of values with the label of a job: users make up any number of names.
 
     The entry recorded longest ago goes first; none is shown without news for `FORGET_AFTER_S`. Recording takes 0.3 us.
-    The loop records while the thread that writes a scrape reads.
-
-    Args:
-        max_entries: most entries kept.
-        clock: seconds, monotonic.
-
-    Attributes:
-        num_evicted: entries that went because there were too many.
+    The loop records while the thread that writes a scrape reads. `num_evicted` are the entries that went because there
+    were more than `max_entries`.
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,10 +78,8 @@ MAX_SAMPLES = 20_000
 class Scrape:
     """Takes what a service shows, once per request.
 
-    Labels never are `job` and `instance`, which Prometheus gives to what it scrapes: a run of ours is `training_job`.
-
-    Args:
-        component: the service: the label `component` of every sample.
+    Every sample has the label `component`, the service. Labels never are `job` and `instance`, which Prometheus gives
+    to what it scrapes: a run of ours is `training_job`.
     """
 
     def __init__(self, component: str) -> None:
@@ -210,16 +202,8 @@ class MetricsServer:
     """Answers while `async with` lasts. It neither knows users nor encrypts: loopback, unless a network is trusted.
 
     The service's own loop answers, so that an answer shows that it runs: one that is stuck is found by the probe's
-    time-out. Numbers are written in a thread.
-
-    Args:
-        host: the address to listen on.
-        port: 0 takes a free one.
-        metrics: what `/metrics` shows.
-        not_ready: why the service cannot work now, for `/readyz`; empty when it can.
-
-    Attributes:
-        port: the port in use.
+    time-out. Numbers are written in a thread. A `port` of 0 takes a free one; afterwards it is the one in use.
+    `not_ready` returns why the service cannot work now, for `/readyz`; empty when it can.
     """
 
     def __init__(self, host: str, port: int, metrics: ServiceMetrics, not_ready: Callable[[], str]) -> None:

@@ -35,16 +35,10 @@ PNG = FileKind("a PNG picture", lambda head: head.startswith(b"\x89PNG\r\n\x1a\n
 
 
 def check(path: Path, kind: FileKind | None = None, *, force: bool = False, make_parents: bool = False) -> None:
-    """Refuse a path that must not, or cannot, be written. Touches nothing.
+    """Refuse a path that must not, or cannot, be written, by RefusedOutputError with the reason. Touches nothing.
 
-    Args:
-        path: as the user gave it.
-        kind: what an existing file must be, unless it is empty. `None`: any regular file may be replaced.
-        force: whether a file of another kind may be replaced.
-        make_parents: whether missing directories will be made.
-
-    Raises:
-        RefusedOutputError: with the reason.
+    `kind` is what an existing file must be, unless it is empty or `force` is given; `None`: any regular file may be
+    replaced. `make_parents`: missing directories will be made.
     """
     exists = _exists(path, stat.S_ISREG, "a regular file: name a file")
     directory = path.resolve().parent

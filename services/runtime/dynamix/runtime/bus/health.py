@@ -204,10 +204,7 @@ UNKNOWN = "unknown"
 class DeadLetters:
     """Sets aside the messages that one service cannot use.
 
-    Args:
-        bus: where it is published.
-        service: the service that could not use them.
-        counters: gets `dead_letters`, and `dead_letters_not_kept` for those over the rate or refused by the bus.
+    `counters` gets `dead_letters`, and `dead_letters_not_kept` for those over the rate or refused by the bus.
     """
 
     def __init__(self, bus: Bus, service: str, counters: collections.Counter[str]) -> None:

@@ -195,10 +195,7 @@ class SystemdNotifier:
     It works in the service's own event loop, like `/livez`: one that is stuck sends no `WATCHDOG=1`, and systemd ends
     the process and starts it again (`WatchdogSec=`). That also covers what `bus.health.Watchdog` cannot see: code that
     keeps the interpreter lock, and a process that was stopped. `READY=1` is sent once, when `/readyz` would answer 200.
-
-    Args:
-        supervisor: where to, and how often; without a socket nothing is sent.
-        not_ready: why the service cannot work now; empty when it can.
+    Without a socket nothing is sent.
     """
 
     def __init__(self, supervisor: Supervisor, not_ready: Callable[[], str]) -> None:
