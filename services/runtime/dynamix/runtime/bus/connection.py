@@ -146,9 +146,16 @@ class Client(nats.aio.client.Client):
     A handler that raises is logged: an exception that reached nats-py would end its read loop in silence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, demands_tls: bool) -> None:
         super().__init__()
         self.handlers: dict[int, Handler] = {}
+        self._demands_tls = demands_tls
+
+    def _connect_command(self) -> bytes:
+        """Called after the server's INFO: the last chance to send nothing, where TLS is demanded and not offered."""
+        if self._demands_tls and not self._server_info.get("tls_required"):
+            raise nats.errors.Error("nats: the server offers no TLS although it is demanded: no password was sent")
+        return super()._connect_command()
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         handler = self.handlers.get(sid)
@@ -284,7 +291,7 @@ class BrokerConnection:
         self.inbox = self.login.inbox
         self._name = name
         self._on_closed = on_closed
-        self._client = Client()
+        self._client = Client(demands_tls=settings.demands_tls)
         self._wait = True
         self._opened = False
         self._closing = False
@@ -417,9 +424,9 @@ class BrokerConnection:
         if (tls := tls_context(settings)) is not None:  # read at each start: a new authority needs no other settings
             options["tls"] = tls
         if self.login.has_key:
-            options |= {"signature_cb": self._sign, "user_jwt_cb": self.login.jwt}
+            options |= {"signature_cb": self.login.sign, "user_jwt_cb": self.login.jwt}
         elif self.login.user:
-            options |= {"user": self.login.user, "password": self._password}
+            options |= {"user": self.login.user, "password": self.login.password}
         await self._client.connect(
             servers=[url.strip() for url in settings.url.split(",")],
             name=self._name,
@@ -437,22 +444,6 @@ class BrokerConnection:
             pending_size=0,  # buffer nothing while disconnected: our own tables know what to send again
             **options,
         )
-
-    def _sign(self, nonce: str) -> bytes:
-        """As `_password`, and before the JWT is taken."""
-        self._refuse_clear_text()
-        return self.login.sign(nonce)
-
-    def _refuse_clear_text(self) -> None:
-        """See, after the server's INFO, that it speaks TLS where that is demanded: the last chance to send nothing."""
-        info = self._client._server_info  # noqa: SLF001 - nats-py shows it nowhere else
-        if self._settings.demands_tls and not info.get("tls_required"):
-            raise nats.errors.Error("nats: the server offers no TLS although it is demanded: no password was sent")
-
-    def _password(self) -> str:
-        """Called by nats-py for each connection, after the server's INFO."""
-        self._refuse_clear_text()
-        return self.login.password()
 
     def _next_server(
         self, servers: list[nats.aio.client.Server], _info: dict[str, Any]
