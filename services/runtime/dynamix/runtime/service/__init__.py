@@ -38,7 +38,7 @@ from dynamix.runtime.bus.health import DeadLetters, Watchdog, send_heartbeats
 from dynamix.runtime.metrics import MetricsServer, Scrape, ServiceMetrics
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.runtime.settings import Loaded, Supervisor, check_bus, help_text, load, node_name
-from dynamix.schemas.messages import Message
+from dynamix.schemas.messages import Live, Message
 
 logger = logging.getLogger(__name__)
 
@@ -343,15 +343,8 @@ async def _work(
 ) -> int:
     """Run `main` until it is done or fails, a signal comes, or the connection is closed for good."""
     log, bus, code, errors = context.log, context.bus, EXIT_FAILED, list[BaseException]()
-    heartbeats = send_heartbeats(
-        bus,
-        watchdog,
-        lambda: context.counters,
-        service=context.service,
-        instance=context.instance,
-        node=context.node,
-        started_s=time.monotonic(),
-    )
+    ours = Live(service=context.service, instance=context.instance, node=context.node, uptime_s=0.0)
+    heartbeats = send_heartbeats(bus, watchdog, lambda: context.counters, ours, time.monotonic())
     log.info("started", pid=os.getpid())
     try:
         async with asyncio.TaskGroup() as tasks:
