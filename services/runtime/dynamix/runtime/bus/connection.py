@@ -257,10 +257,21 @@ another so long after it is noticed. That takes 5 s, and a cluster without a lea
 MAX_REFUSED_LOGINS = 3
 
 Event = Literal["reconnected", "denied", "closed"]
-COUNTED = (
-    *("published", "retries", "duplicates", "too_many_requests", "publish_errors", "received", "received_twice"),
-    *("consumer_resets", "dropped_live", "dropped_received", "reconnects", "permission_denials"),
-)
+BUS_COUNTERS = {
+    "published": "messages acknowledged by the broker",
+    "retries": "messages published again, since no acknowledgement came",
+    "duplicates": "acknowledged as stored before",
+    "too_many_requests": "messages that the broker refused for a moment, since a stream had too many to store",
+    "publish_errors": "messages that the broker refused",
+    "received": "messages read from streams",
+    "received_twice": "of those, left out since they came before",
+    "consumer_resets": "readers of streams that had to begin again",
+    "dropped_live": "heartbeats that were not sent, without a connection",
+    "dropped_received": "heartbeats not taken in time by their reader",
+    "reconnects": "connections made again",
+    "permission_denials": "subjects that the broker refused to this user",
+}
+"""What is counted on a connection, with its meaning."""
 
 _DENIED = re.compile(r'permissions violation for (publish|subscription)[^"]*"([^"]+)"', re.IGNORECASE)
 
@@ -269,7 +280,7 @@ class BrokerConnection:
     """One NATS connection that reconnects for ever; the only object that holds nats-py's client.
 
     Attributes:
-        counters: what happened on it so far, by the names of `COUNTED`.
+        counters: what happened on it so far, by the names of `BUS_COUNTERS`.
         num_handled: messages that consumers handed out, by kind.
         connected: set while there is a connection.
         inbox: prefix of every subject that this connection listens to for replies (`Login.inbox`).
@@ -283,7 +294,7 @@ class BrokerConnection:
         """`while_waiting` follows the warning that there is no broker: what that means and how to fix it."""
         check_bus(settings)
         self._while_waiting = while_waiting
-        self.counters = dict.fromkeys(COUNTED, 0)
+        self.counters = dict.fromkeys(BUS_COUNTERS, 0)
         self.num_handled: collections.Counter[str] = collections.Counter()
         self.connected = asyncio.Event()
         self._settings = settings

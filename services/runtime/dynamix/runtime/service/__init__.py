@@ -34,6 +34,7 @@ from dynamix.runtime.bus import (
     StreamFullError,
     StreamMissingError,
 )
+from dynamix.runtime.bus.connection import BUS_COUNTERS
 from dynamix.runtime.bus.health import DeadLetters, Watchdog, send_heartbeats
 from dynamix.runtime.metrics import MetricsServer, Scrape, ServiceMetrics
 from dynamix.runtime.rate_limit import RateLimit
@@ -109,20 +110,6 @@ COUNTERS = {
 }
 """Counters of any service (`Context.count`)."""
 GAUGES = {"ready": "1 once the service reads its streams"}
-BUS_COUNTERS = {
-    "published": "messages acknowledged by the broker",
-    "retries": "messages published again, since no acknowledgement came",
-    "duplicates": "acknowledged as stored before",
-    "too_many_requests": "messages that the broker refused for a moment, since a stream had too many to store",
-    "publish_errors": "messages that the broker refused",
-    "received": "messages read from streams",
-    "received_twice": "of those, left out since they came before",
-    "consumer_resets": "readers of streams that had to begin again",
-    "dropped_live": "heartbeats that were not sent, without a connection",
-    "dropped_received": "heartbeats not taken in time by their reader",
-    "reconnects": "connections made again",
-    "permission_denials": "subjects that the broker refused to this user",
-}
 BUS_GAUGES = {
     "in_flight": "messages published and not acknowledged yet",
     "unacknowledged": "of those, for longer than 5 s: the broker stores nothing",
