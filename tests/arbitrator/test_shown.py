@@ -78,7 +78,7 @@ async def test_what_a_key_may_not_see_is_left_out_and_the_rest_is_watched(
         if name == "ACTIONS":
             raise PermissionDeniedError("may not")
         behind = StreamCopy(name="broker-2", lag=7)
-        return StreamState(1, 1, 1, copies=StreamCopies("broker-1", (behind, StreamCopy("broker-3", current=True))))
+        return StreamState(2, 1, 0, copies=StreamCopies("broker-1", (behind, StreamCopy("broker-3", current=True))))
 
     await decisions.follow_requests(count_requests)
     with pytest.raises(asyncio.CancelledError):

@@ -9,15 +9,16 @@ from dynamix.collector.turns import WaitingReports
 from dynamix.runtime.bus import BusMessage
 from dynamix.schemas import subjects
 
-TRAINS = {"honest", "other"}
-
 
 def message(job: str, sequence: int) -> BusMessage:
     return BusMessage(subjects.of("report", job, "node-a"), bytes(2_000), sequence, 0, 0)
 
 
 def waiting(*messages: BusMessage) -> WaitingReports:
-    reports = WaitingReports(TRAINS.__contains__)
+    """`honest` and `other` train here."""
+    reports = WaitingReports()
+    for job in ("honest", "other"):
+        reports.note_training(message(job, 0).subject)
     reports.add(messages)
     return reports
 
@@ -45,7 +46,7 @@ def test_strangers_have_every_second_turn() -> None:
 
 
 def test_every_report_has_its_turn_once_and_those_of_a_job_keep_their_order() -> None:
-    chance, reports, handled = random.Random(7), WaitingReports(TRAINS.__contains__), list[BusMessage]()
+    chance, reports, handled = random.Random(7), waiting(), list[BusMessage]()
     names = ["honest", "other", "a", "b-1", "b-2"]
     for number in range(1, 2000):
         reports.add([message(chance.choice(names), number)])

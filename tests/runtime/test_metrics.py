@@ -37,15 +37,6 @@ async def answering(metrics: ServiceMetrics, reason: str = "") -> AsyncIterator[
         yield server.port
 
 
-async def raw(port: int, request: bytes) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
-    try:
-        return await reader.read()
-    finally:
-        writer.close()
-
-
 async def test_a_service_shows_what_it_has_handled_and_that_it_is_ready(server: ConfiguredServer, bus: Bus) -> None:
     await publish_states(bus, range(3))
     port = free_port()
@@ -110,7 +101,10 @@ async def test_a_port_that_is_taken_is_one_sentence_and_exit_code_1(server: Conf
 )
 async def test_every_request_gets_the_answer_that_it_should(request_text: bytes, status: int) -> None:
     async with answering(ServiceMetrics()) as port:
-        assert (await raw(port, request_text)).startswith(b"HTTP/1.1 %d " % status)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_text)
+        assert (await reader.read()).startswith(b"HTTP/1.1 %d " % status)
+        writer.close()
 
 
 async def test_a_number_that_cannot_be_shown_is_said_and_does_no_other_harm(caplog: pytest.LogCaptureFixture) -> None:

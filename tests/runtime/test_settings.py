@@ -1,6 +1,5 @@
 """Settings: defaults, environment, arguments; and what is refused, by name."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,7 +14,6 @@ from dynamix.runtime.settings import (
     help_text,
     load,
     node_name,
-    password_of,
     read,
     redact_url,
 )
@@ -35,15 +33,6 @@ class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
     sizes: tuple[int, ...] = (32, 1024)
     limit: float | None = None
-
-
-class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    low: int = 32
-    high: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.low > self.high:
-            raise ValueError(f"low={self.low} is above high={self.high}")
 
 
 def reward(environ: dict[str, str] | None = None, **flags: str) -> RewardSettings:
@@ -95,11 +84,6 @@ def test_a_wrong_key_or_value_is_an_error_that_names_it(key: str, text: str, mes
         reward({key: text})
 
 
-def test_values_that_contradict_each_other_are_a_settings_error() -> None:
-    with pytest.raises(SettingsError, match="up settings: low=2048 is above high=1024"):
-        read(Bounds, "up", {"DYNAMIX_UP_LOW": "2048"})
-
-
 def test_the_value_of_a_password_is_not_repeated_in_an_error() -> None:
     class Secret(msgspec.Struct, frozen=True, kw_only=True):
         password: int = 0
@@ -138,13 +122,6 @@ def test_any_host_name_gives_a_valid_node_name_of_its_own(monkeypatch: pytest.Mo
         names.add(check_token(node_name(SharedSettings())))
     assert len(names) == len(hosts)
     assert node_name(SharedSettings(node="rack-3")) == "rack-3"
-
-
-def test_a_password_file_overrules_the_password(tmp_path: Path) -> None:
-    file = tmp_path / "password"
-    file.write_text("from-file\n")
-    assert password_of(BusSettings(password="plain", password_file=str(file))) == "from-file"
-    assert password_of(BusSettings(password="plain")) == "plain"
 
 
 def test_every_setting_is_described_with_key_flag_default_and_meaning() -> None:

@@ -23,7 +23,7 @@ from .ebpf.probe import SocketProbe, open_probe
 from .ebpf.syscall import ProbeError
 from .observation import CollectorSettings, KernelObserver
 from .shown import ShownWindows
-from .turns import NAME_TOKEN, WaitingReports
+from .turns import WaitingReports
 from .window import metric_window, simulated_window
 
 READ_SHARE = 1.0
@@ -36,8 +36,6 @@ BEHIND = 64
 """Reports left in the broker from which those of jobs that train here are requested by their subjects."""
 ASK_EVERY_S = 0.02
 NUM_ASKED_AT_ONCE = 16
-MAX_RUNS, MAX_NAMES = 4, 200
-"""Runs of a job's name that are known to train here, and names."""
 
 InFlight = tuple[Message, asyncio.Future[int]]
 
@@ -95,9 +93,7 @@ class _Collector:
         self._observer = KernelObserver(context, probe)
         self._shown = ShownWindows(context.metrics, probe if isinstance(probe, SocketProbe) else None)
         self._choose = choose
-        self._training: dict[str, dict[str, None]] = {}
-        """Subjects of good reports, by name of their jobs; both the newest last."""
-        self._waiting = WaitingReports(self._training.__contains__)
+        self._waiting = WaitingReports()
         self._unstored = asyncio.Semaphore(MAX_UNSTORED)
         self._has_changed, self._has_room = asyncio.Event(), asyncio.Event()
         self._num_pending = 0
@@ -111,30 +107,26 @@ class _Collector:
         Raises:
             ExceptionGroup: of what ended the service, such as an output that cannot be stored.
         """
+        loop, ack_at = asyncio.get_running_loop(), 0.0
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read(consumer))
             asking = tasks.create_task(self._ask_for_newest())
-            await self._take_turns(consumer, tasks)
+            while not self._is_over:  # what waits for its turn at the end comes again after a restart
+                if not self._waiting or loop.time() >= ack_at:
+                    await self._acknowledge(consumer)
+                    ack_at = loop.time() + ACK_EVERY_S
+                if not self._waiting:
+                    self._has_changed.clear()
+                    await self._has_changed.wait()
+                    continue
+                await self._unstored.acquire()
+                begun, (message, is_newest) = loop.time(), self._waiting.take()
+                # only its job's newest is recent enough to read /proc for
+                outputs = await self._collect(message, fresh=is_newest and not self._num_pending)
+                tasks.create_task(self._finish(message, outputs))
+                await asyncio.sleep(READ_SHARE * (loop.time() - begun) if self._num_pending else 0)
             asking.cancel()
         await self._acknowledge(consumer)
-
-    async def _take_turns(self, consumer: Reader, tasks: asyncio.TaskGroup) -> None:
-        """What waits for its turn at the end comes again after a restart."""
-        loop, ack_at = asyncio.get_running_loop(), 0.0
-        while not self._is_over:
-            if not self._waiting or loop.time() >= ack_at:
-                await self._acknowledge(consumer)
-                ack_at = loop.time() + ACK_EVERY_S
-            if not self._waiting:
-                self._has_changed.clear()
-                await self._has_changed.wait()
-                continue
-            await self._unstored.acquire()
-            begun, (message, is_newest) = loop.time(), self._waiting.take()
-            # only its job's newest is recent enough to read /proc for
-            outputs = await self._collect(message, fresh=is_newest and not self._num_pending)
-            tasks.create_task(self._finish(message, outputs))
-            await asyncio.sleep(READ_SHARE * (loop.time() - begun) if self._num_pending else 0)
 
     async def _acknowledge(self, consumer: Reader) -> None:
         if (last := self._waiting.acknowledge()) is not None:
@@ -181,12 +173,7 @@ class _Collector:
         """While many reports wait in the broker, have the newest ones of jobs that train here handled before them."""
         while True:
             await self._is_behind.wait()
-            wanted = [
-                subject
-                for name, runs in self._training.items()
-                if self._waiting.num_waiting(name) < BEHIND
-                for subject in runs
-            ]
+            wanted = self._waiting.training_with_less_than(BEHIND)
             try:
                 for begin in range(0, len(wanted), NUM_ASKED_AT_ONCE):
                     some = wanted[begin : begin + NUM_ASKED_AT_ONCE]
@@ -199,18 +186,6 @@ class _Collector:
                 self._context.log.warning("a flood of reports delays all jobs of this node", reason=str(error))
                 await asyncio.sleep(1)
 
-    def _note_training(self, subject: str) -> None:
-        """Remember the subject of a good report; of each name, and of all, those that reported last."""
-        name = subject.split(".")[NAME_TOKEN]
-        runs = self._training.pop(name, {})
-        runs.pop(subject, None)
-        runs[subject] = None
-        self._training[name] = runs
-        if len(runs) > MAX_RUNS:
-            del runs[next(iter(runs))]
-        if len(self._training) > MAX_NAMES:
-            del self._training[next(iter(self._training))]
-
     async def _collect(self, message: BusMessage, *, fresh: bool) -> list[InFlight]:
         """Put window, state and trace of a report in flight; nothing of what is no report, which is set aside.
 
@@ -218,7 +193,7 @@ class _Collector:
         """
         try:
             report = decode(Report, message.subject, message.payload)
-            self._note_training(message.subject)
+            self._waiting.note_training(message.subject)
             window = await self._window(report, fresh=fresh)
             trace = trace_of(report, self._choose)
             outputs: tuple[Message, ...] = (window, state_of(window), *(() if trace is None else (trace,)))

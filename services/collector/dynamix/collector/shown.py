@@ -53,22 +53,18 @@ class ShownWindows:
         """Show all that is kept."""
         scrape.gauge("processors", "processors of the machine", os.cpu_count())
         if self._probe is not None:
-            _show_cost(scrape, self._probe)
+            with suppress(OSError):  # the probe was closed meanwhile: the service stops
+                programs = self._probe.cost().values()
+                seconds = sum(program.run_time_ns for program in programs) / 1e9
+                scrape.counter("probe_cost_seconds", "processor time of the probe's programs in the kernel", seconds)
+                num_runs = sum(program.num_runs for program in programs)
+                scrape.counter("probe_runs", "runs of the probe's programs", num_runs)
+            with suppress(OSError):  # not readable in this container
+                measured = int(STATS_ENABLED.read_text().strip() == "1")
+                scrape.gauge("probe_cost_measured", "1 while the kernel counts what the probe costs", measured)
         for _, window, age_s in self._windows.entries():
             _show_window(scrape, window, age_s)
         scrape.counter("jobs_not_shown", "jobs left out since too many are active", self._windows.num_evicted)
-
-
-def _show_cost(scrape: Scrape, probe: SocketProbe) -> None:
-    """Cost of the probe's programs; the kernel counts it while the sysctl kernel.bpf_stats_enabled is 1."""
-    with suppress(OSError):  # the probe was closed meanwhile: the service stops
-        programs = probe.cost().values()
-        seconds = sum(program.run_time_ns for program in programs) / 1e9
-        scrape.counter("probe_cost_seconds", "processor time of the probe's programs in the kernel", seconds)
-        scrape.counter("probe_runs", "runs of the probe's programs", sum(program.num_runs for program in programs))
-    with suppress(OSError):  # not readable in this container
-        measured = int(STATS_ENABLED.read_text().strip() == "1")
-        scrape.gauge("probe_cost_measured", "1 while the kernel counts what the probe costs", measured)
 
 
 def _show_window(scrape: Scrape, window: MetricWindow, age_s: float) -> None:

@@ -7,7 +7,7 @@ delivers first: it is handled once, and acknowledged in the order of the stream.
 """
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from dynamix.runtime.bus import BusMessage
 
@@ -16,6 +16,8 @@ MAX_READ = 16_384
 MAX_WAITING_BYTES = 128 << 20
 NAME_TOKEN = 3
 """Place of a job's name in a subject."""
+MAX_RUNS, MAX_NAMES = 4, 200
+"""Runs of a job's name that are known to train here, and names."""
 
 Queue = collections.deque[BusMessage]
 
@@ -23,9 +25,9 @@ Queue = collections.deque[BusMessage]
 class WaitingReports:
     """Takes messages in the order of the stream, hands them out in turns, and tracks what can be acknowledged."""
 
-    def __init__(self, trains_here: Callable[[str], bool]) -> None:
-        """`trains_here`: whether a name is that of a job that trains here."""
-        self._trains_here = trains_here
+    def __init__(self) -> None:
+        self._training: dict[str, dict[str, None]] = {}
+        """Subjects of good reports, by name of their jobs; both the newest last."""
         self._queues: tuple[dict[str, Queue], dict[str, Queue]] = ({}, {})
         """Waiting messages by name: those that train here, and the others; the next turn comes first."""
         self._last_turn = 1
@@ -47,9 +49,22 @@ class WaitingReports:
         """Whether more may be read."""
         return self._num_bytes < MAX_WAITING_BYTES and len(self._unfinished) < MAX_READ
 
-    def num_waiting(self, name: str) -> int:
-        """Reports of a name that wait."""
-        return sum(len(queues.get(name, ())) for queues in self._queues)
+    def note_training(self, subject: str) -> None:
+        """Remember the subject of a good report: its job trains here. Of each name, and of all, the newest are kept."""
+        name = subject.split(".")[NAME_TOKEN]
+        runs = self._training.pop(name, {})
+        runs.pop(subject, None)
+        runs[subject] = None
+        self._training[name] = runs
+        if len(runs) > MAX_RUNS:
+            del runs[next(iter(runs))]
+        if len(self._training) > MAX_NAMES:
+            del self._training[next(iter(self._training))]
+
+    def training_with_less_than(self, num_waiting: int) -> list[str]:
+        """Subjects of the jobs that train here of which fewer reports wait."""
+        waiting = {name: sum(len(queues.get(name, ())) for queues in self._queues) for name in self._training}
+        return [one for name, runs in self._training.items() if waiting[name] < num_waiting for one in runs]
 
     def add_early(self, message: BusMessage) -> None:
         """Add a message ahead of the stream's order."""
@@ -71,7 +86,7 @@ class WaitingReports:
         name = message.subject.split(".")[NAME_TOKEN]
         queue = next((queues[name] for queues in self._queues if name in queues), None)
         if queue is None:
-            queue = self._queues[not self._trains_here(name)][name] = collections.deque()
+            queue = self._queues[name not in self._training][name] = collections.deque()
         queue.append(message)
         self._newest[message.subject] = max(message.sequence, self._newest.get(message.subject, 0))
         self._num_bytes += len(message.payload)
@@ -84,7 +99,7 @@ class WaitingReports:
         queue = queues.pop(name)
         message = queue.popleft()
         if queue:
-            self._queues[not self._trains_here(name)][name] = queue
+            self._queues[name not in self._training][name] = queue
         self._num_bytes -= len(message.payload)
         if is_newest := self._newest.get(message.subject) == message.sequence:
             del self._newest[message.subject]

@@ -59,11 +59,7 @@ def read_network(
 ) -> Traffic:
     """The traffic of a window by the first wanted probe that knows it, with the reasons of those that do not.
 
-    Args:
-        report: of the window.
-        node: what the collector read of the machine.
-        wanted: `auto` for the best one.
-        kernel: what eBPF counted, or why it did not.
+    `node` is what the collector read of the machine, `kernel` what eBPF counted, or why it did not.
     """
     probes: dict[Probe, Callable[[], Traffic | str]] = {
         "ebpf": lambda: kernel,

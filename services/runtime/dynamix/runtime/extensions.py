@@ -30,10 +30,7 @@ def extension_names(group: Group) -> list[str]:
 def load_extension(group: Group, name: str, check: Callable[[Any], T]) -> T | None:
     """The object that is registered under a name; `None` when no package registers it.
 
-    Args:
-        group: the entry-point group.
-        name: as registered.
-        check: returns the object, now of a known type; raises TypeError or ValueError saying what it lacks.
+    `check` returns the object, now of a known type, or raises TypeError or ValueError saying what it lacks.
 
     Raises:
         ExtensionError: when two packages register the name, or the object cannot be imported, made or used.

@@ -6,13 +6,14 @@ costs nothing: no number is copied or labelled while messages are handled. It kn
 
 import asyncio
 import collections
+import contextlib
 import errno
 import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from http import HTTPStatus
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -32,14 +33,8 @@ class LabelTable(Generic[K, V]):
     """Bounded table of values with the label of a job: users make up any number of names.
 
     The entry recorded longest ago goes first; none is shown without news for `FORGET_AFTER_S`. Recording takes 0.3 us.
-    The loop records while the thread that writes a scrape reads.
-
-    Args:
-        max_entries: most entries kept.
-        clock: seconds, monotonic.
-
-    Attributes:
-        num_evicted: entries that went because there were too many.
+    The loop records while the thread that writes a scrape reads. `num_evicted` are the entries that went because there
+    were more than `max_entries`.
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,10 +79,8 @@ MAX_SAMPLES = 20_000
 class Scrape:
     """Takes what a service shows, once per request.
 
-    Labels never are `job` and `instance`, which Prometheus gives to what it scrapes: a run of ours is `training_job`.
-
-    Args:
-        component: the service: the label `component` of every sample.
+    Every sample has the label `component`, the service. Labels never are `job` and `instance`, which Prometheus gives
+    to what it scrapes: a run of ours is `training_job`.
     """
 
     def __init__(self, component: str) -> None:
@@ -195,31 +188,12 @@ class PortError(OSError):
     """The port cannot be listened on; the message has the reason and the fix."""
 
 
-class HttpAnswer(NamedTuple):
-    """An HTTP answer."""
-
-    status: int
-    body: bytes
-    content_type: str = TEXT
-
-
-NO_REQUEST = HttpAnswer(400, b"this port answers GET /metrics, /livez and /readyz\n")
-
-
 class MetricsServer:
     """Answers while `async with` lasts. It neither knows users nor encrypts: loopback, unless a network is trusted.
 
     The service's own loop answers, so that an answer shows that it runs: one that is stuck is found by the probe's
-    time-out. Numbers are written in a thread.
-
-    Args:
-        host: the address to listen on.
-        port: 0 takes a free one.
-        metrics: what `/metrics` shows.
-        not_ready: why the service cannot work now, for `/readyz`; empty when it can.
-
-    Attributes:
-        port: the port in use.
+    time-out. Numbers are written in a thread. A `port` of 0 takes a free one; afterwards it is the one in use.
+    `not_ready` returns why the service cannot work now, for `/readyz`; empty when it can.
     """
 
     def __init__(self, host: str, port: int, metrics: ServiceMetrics, not_ready: Callable[[], str]) -> None:
@@ -258,55 +232,52 @@ class MetricsServer:
         assert task is not None, "asyncio starts a task for each connection"
         self._connections.add(task)
         try:
-            if len(self._connections) > MAX_CONNECTIONS:
-                await _write(writer, HttpAnswer(503, b"too many connections\n"), head=False)
-                return
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                request = await reader.readuntil(b"\r\n\r\n")
-            first, *lines = request.decode("latin-1").split("\r\n")
-            method, path, version = first.split(" ")
-            pairs = (line.partition(":") for line in lines)
-            headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-            is_ours = version.startswith("HTTP/1.")
-            answer = await self._answer(method, path, headers) if is_ours else NO_REQUEST
-            await _write(writer, answer, head=method == "HEAD")
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
-            await _write(writer, NO_REQUEST, head=False)
+            head = b""
+            if len(self._connections) <= MAX_CONNECTIONS:
+                with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+                    async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                        head = await reader.readuntil(b"\r\n\r\n")
+                status, body, content_type = await self._answer(head.decode("latin-1"))
+            else:
+                status, body, content_type = 503, b"too many connections\n", TEXT
+            lines = (
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+                f"Content-Type: {content_type}",
+                f"Content-Length: {len(body)}",
+                "Connection: close",
+                "Cache-Control: no-store",
+                "X-Content-Type-Options: nosniff",
+            )
+            writer.write("\r\n".join((*lines, "", "")).encode() + (b"" if head.startswith(b"HEAD ") else body))
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await writer.drain()
         except (OSError, TimeoutError):
             pass  # the other side is gone, or sends nothing
         finally:
             self._connections.discard(task)
             writer.close()
 
-    async def _answer(self, method: str, path: str, headers: Mapping[str, str]) -> HttpAnswer:
+    async def _answer(self, head: str) -> tuple[int, bytes, str]:
+        """Status, body and its type of the answer to a request, by its first line and headers."""
+        first, *lines = head.split("\r\n")
+        method, path, version = first.split(" ") if first.count(" ") == 2 else ("", "", "")
+        if not version.startswith("HTTP/1."):
+            return 400, b"this port answers GET /metrics, /livez and /readyz\n", TEXT
         if method not in {"GET", "HEAD"}:
-            return HttpAnswer(405, b"only GET\n")
+            return 405, b"only GET\n", TEXT
         match path.partition("?")[0]:
             case "/livez":
-                return HttpAnswer(200, b"ok\n")
+                reason = ""
             case "/readyz":
                 reason = self._not_ready()
-                return HttpAnswer(503, f"{reason}\n".encode()) if reason else HttpAnswer(200, b"ok\n")
             case "/metrics":
+                accepted = "".join(line.partition(":")[2] for line in lines if line.lower().startswith("accept:"))
                 try:
                     async with self._writing:
-                        shown = await asyncio.to_thread(self._metrics.exposition, headers.get("accept", ""))
+                        return 200, *await asyncio.to_thread(self._metrics.exposition, accepted.strip())
                 except Exception:  # any service may add a source: its fault is answered and logged, and ends no service
                     logger.exception("the metrics cannot be shown")
-                    return HttpAnswer(500, b"the metrics cannot be shown: see the service's log\n")
-                return HttpAnswer(200, *shown)
-        return HttpAnswer(404, b"there are /metrics, /livez and /readyz\n")
-
-
-async def _write(writer: asyncio.StreamWriter, answer: HttpAnswer, *, head: bool) -> None:
-    lines = (
-        f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
-        f"Content-Type: {answer.content_type}",
-        f"Content-Length: {len(answer.body)}",
-        "Connection: close",
-        "Cache-Control: no-store",
-        "X-Content-Type-Options: nosniff",
-    )
-    writer.write("\r\n".join((*lines, "", "")).encode() + (b"" if head else answer.body))
-    async with asyncio.timeout(ANSWER_TIMEOUT_S):
-        await writer.drain()
+                    return 500, b"the metrics cannot be shown: see the service's log\n", TEXT
+            case _:
+                return 404, b"there are /metrics, /livez and /readyz\n", TEXT
+        return (503, f"{reason}\n".encode(), TEXT) if reason else (200, b"ok\n", TEXT)

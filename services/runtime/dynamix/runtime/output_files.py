@@ -35,16 +35,10 @@ PNG = FileKind("a PNG picture", lambda head: head.startswith(b"\x89PNG\r\n\x1a\n
 
 
 def check(path: Path, kind: FileKind | None = None, *, force: bool = False, make_parents: bool = False) -> None:
-    """Refuse a path that must not, or cannot, be written. Touches nothing.
+    """Refuse a path that must not, or cannot, be written, by RefusedOutputError with the reason. Touches nothing.
 
-    Args:
-        path: as the user gave it.
-        kind: what an existing file must be, unless it is empty. `None`: any regular file may be replaced.
-        force: whether a file of another kind may be replaced.
-        make_parents: whether missing directories will be made.
-
-    Raises:
-        RefusedOutputError: with the reason.
+    `kind` is what an existing file must be, unless it is empty or `force` is given; `None`: any regular file may be
+    replaced. `make_parents`: missing directories will be made.
     """
     exists = _exists(path, stat.S_ISREG, "a regular file: name a file")
     directory = path.resolve().parent
@@ -99,11 +93,11 @@ def write(path: Path, content: bytes, *, mode: int | None = None, make_parents: 
 
 
 @contextlib.contextmanager
-def whole(path: Path, *, make_parents: bool = False) -> Iterator[io.BytesIO]:
+def whole(path: Path) -> Iterator[io.BytesIO]:
     """A file to fill: what a `with` block puts into it is written to `path` when the block ends without an error."""
     file = io.BytesIO()
     yield file
-    write(path, file.getvalue(), make_parents=make_parents)
+    write(path, file.getvalue())
 
 
 def _exists(path: Path, is_wanted: Callable[[int], bool], wanted: str) -> bool:

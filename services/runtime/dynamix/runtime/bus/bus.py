@@ -1,7 +1,6 @@
 """The bus as the services see it: one object per process that publishes, consumes and reads."""
 
 import asyncio
-import collections
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
@@ -15,7 +14,7 @@ from dynamix.schemas.subjects import BY_STRUCT
 
 from .connection import BrokerConnection
 from .errors import PermissionDeniedError, StaleWriterError
-from .follow import Following, Subscription
+from .follow import MAX_UNREAD, Following, Subscription
 from .publish import Publisher
 from .read import DirectReader, DurableReader, Reader, Start
 from .requests import Answer, BusMessage, Requests, StreamState
@@ -41,15 +40,12 @@ class Bus:
 
     def __init__(self, connection: BrokerConnection) -> None:
         self._connection = connection
-        self.num_handled: collections.Counter[str] = collections.Counter()
+        self.num_handled = connection.num_handled
         self.requests = Requests(connection)
         self._publisher = Publisher(connection)
         connection.is_stalled = lambda: bool(self._publisher.num_late or self.requests.num_late)
         self._intake: weakref.WeakSet[Reader | Subscription | Following] = weakref.WeakSet()
         self._intake_stopped = False
-        self._counters = dict.fromkeys(
-            ("received", "received_twice", "consumer_resets", "dropped_live", "dropped_received"), 0
-        )
 
     @classmethod
     async def connect(
@@ -95,13 +91,11 @@ class Bus:
         The first is what is not acknowledged, the others what was not for 5 s; `failed_lately` counts the last minute.
         """
         return {
-            **self._publisher.counters,
+            **self._connection.counters,
             "in_flight": self._publisher.num_in_flight,
             "unacknowledged": self._publisher.num_late,
             "unanswered": self.requests.num_late,
             "failed_lately": self._publisher.num_failed_lately,
-            **self._counters,
-            **self._connection.counters,
         }
 
     @property
@@ -172,7 +166,7 @@ class Bus:
     async def publish_live(self, message: Live) -> None:
         """Publish on core NATS, unstored; while disconnected it is dropped and counted."""
         if not await self._connection.send(subjects.subject_of(message), codec.encode(message)):
-            self._counters["dropped_live"] += 1
+            self._connection.counters["dropped_live"] += 1
 
     async def last(self, stream: str, subject: str) -> BusMessage | None:
         """The last stored message of a subject, `None` when there is none. Raises as `stream_state`."""
@@ -221,11 +215,9 @@ class Bus:
         `start` counts only when it does not know it yet.
         """
         place = self._connection, self.requests, stream, subjects
-        options: dict[str, Any] = {"start": start, "max_batch": max_batch}
-        options |= {"counters": self._counters, "num_handled": self.num_handled}
         if durable is None:
-            return self._admit(DirectReader(*place, **options))
-        return self._admit(DurableReader(*place, durable=durable, **options))
+            return self._admit(DirectReader(*place, start=start, max_batch=max_batch))
+        return self._admit(DurableReader(*place, durable=durable, start=start, max_batch=max_batch))
 
     def follow(self, stream: str, subject: str) -> Following:
         """Follow the newest message of one subject of a stream that announces; nothing is kept for us at the broker.
@@ -236,7 +228,7 @@ class Bus:
 
     def subscribe(self, subject: str) -> Subscription:
         """Listen on core NATS, where nothing is stored: for `live`. A slow reader loses the oldest, counted."""
-        return self._admit(Subscription(self._connection, self._counters, subject))
+        return self._admit(Subscription(self._connection, subject, MAX_UNREAD))
 
     def stop_intake(self) -> None:
         """End every loop over a consumer or a subscription, also ones that begin later; publishing still works."""

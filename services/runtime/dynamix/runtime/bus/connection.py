@@ -8,6 +8,7 @@ that overrides nats-py is in `Client` and `_Transport`. What
 
 import asyncio
 import base64
+import collections
 import contextlib
 import datetime as dt
 import hashlib
@@ -145,9 +146,16 @@ class Client(nats.aio.client.Client):
     A handler that raises is logged: an exception that reached nats-py would end its read loop in silence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, demands_tls: bool) -> None:
         super().__init__()
         self.handlers: dict[int, Handler] = {}
+        self._demands_tls = demands_tls
+
+    def _connect_command(self) -> bytes:
+        """Called after the server's INFO: the last chance to send nothing, where TLS is demanded and not offered."""
+        if self._demands_tls and not self._server_info.get("tls_required"):
+            raise nats.errors.Error("nats: the server offers no TLS although it is demanded: no password was sent")
+        return super()._connect_command()
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         handler = self.handlers.get(sid)
@@ -249,6 +257,21 @@ another so long after it is noticed. That takes 5 s, and a cluster without a lea
 MAX_REFUSED_LOGINS = 3
 
 Event = Literal["reconnected", "denied", "closed"]
+BUS_COUNTERS = {
+    "published": "messages acknowledged by the broker",
+    "retries": "messages published again, since no acknowledgement came",
+    "duplicates": "acknowledged as stored before",
+    "too_many_requests": "messages that the broker refused for a moment, since a stream had too many to store",
+    "publish_errors": "messages that the broker refused",
+    "received": "messages read from streams",
+    "received_twice": "of those, left out since they came before",
+    "consumer_resets": "readers of streams that had to begin again",
+    "dropped_live": "heartbeats that were not sent, without a connection",
+    "dropped_received": "heartbeats not taken in time by their reader",
+    "reconnects": "connections made again",
+    "permission_denials": "subjects that the broker refused to this user",
+}
+"""What is counted on a connection, with its meaning."""
 
 _DENIED = re.compile(r'permissions violation for (publish|subscription)[^"]*"([^"]+)"', re.IGNORECASE)
 
@@ -257,7 +280,8 @@ class BrokerConnection:
     """One NATS connection that reconnects for ever; the only object that holds nats-py's client.
 
     Attributes:
-        counters: what happened so far, by name.
+        counters: what happened on it so far, by the names of `BUS_COUNTERS`.
+        num_handled: messages that consumers handed out, by kind.
         connected: set while there is a connection.
         inbox: prefix of every subject that this connection listens to for replies (`Login.inbox`).
         is_stalled: whether the server stores nothing; after `LEAVE_AFTER_S` we go to another one, where there is one.
@@ -270,14 +294,15 @@ class BrokerConnection:
         """`while_waiting` follows the warning that there is no broker: what that means and how to fix it."""
         check_bus(settings)
         self._while_waiting = while_waiting
-        self.counters: dict[str, int] = dict.fromkeys(("reconnects", "permission_denials"), 0)
+        self.counters = dict.fromkeys(BUS_COUNTERS, 0)
+        self.num_handled: collections.Counter[str] = collections.Counter()
         self.connected = asyncio.Event()
         self._settings = settings
         self.login = Login(settings, name)
         self.inbox = self.login.inbox
         self._name = name
         self._on_closed = on_closed
-        self._client = Client()
+        self._client = Client(demands_tls=settings.demands_tls)
         self._wait = True
         self._opened = False
         self._closing = False
@@ -410,9 +435,9 @@ class BrokerConnection:
         if (tls := tls_context(settings)) is not None:  # read at each start: a new authority needs no other settings
             options["tls"] = tls
         if self.login.has_key:
-            options |= {"signature_cb": self._sign, "user_jwt_cb": self.login.jwt}
+            options |= {"signature_cb": self.login.sign, "user_jwt_cb": self.login.jwt}
         elif self.login.user:
-            options |= {"user": self.login.user, "password": self._password}
+            options |= {"user": self.login.user, "password": self.login.password}
         await self._client.connect(
             servers=[url.strip() for url in settings.url.split(",")],
             name=self._name,
@@ -430,22 +455,6 @@ class BrokerConnection:
             pending_size=0,  # buffer nothing while disconnected: our own tables know what to send again
             **options,
         )
-
-    def _sign(self, nonce: str) -> bytes:
-        """As `_password`, and before the JWT is taken."""
-        self._refuse_clear_text()
-        return self.login.sign(nonce)
-
-    def _refuse_clear_text(self) -> None:
-        """See, after the server's INFO, that it speaks TLS where that is demanded: the last chance to send nothing."""
-        info = self._client._server_info  # noqa: SLF001 - nats-py shows it nowhere else
-        if self._settings.demands_tls and not info.get("tls_required"):
-            raise nats.errors.Error("nats: the server offers no TLS although it is demanded: no password was sent")
-
-    def _password(self) -> str:
-        """Called by nats-py for each connection, after the server's INFO."""
-        self._refuse_clear_text()
-        return self.login.password()
 
     def _next_server(
         self, servers: list[nats.aio.client.Server], _info: dict[str, Any]

@@ -58,13 +58,9 @@ class ApiError(BusError):
         self.code = code
         self.err_code = err_code
 
-    @property
-    def may_pass(self) -> bool:
-        """Whether trying again can help: JetStream answers 503 then, and 500 otherwise."""
-        return self.code == UNAVAILABLE
-
 
 UNAVAILABLE = 503
+"""JetStream's code where trying again can help; 500 otherwise."""
 CONSUMER_NOT_FOUND = 10014
 MESSAGE_NOT_FOUND = 10037
 STREAM_NOT_FOUND = 10059

@@ -96,17 +96,13 @@ class _Listener:
 class Subscription(_Listener):
     """`async with bus.subscribe(subject) as messages: async for message in messages: ...`, for core NATS."""
 
-    def __init__(self, connection: BrokerConnection, counters: dict[str, int], subject: str) -> None:
-        super().__init__(connection, subject, MAX_UNREAD)
-        self._counters = counters
-
     def _on_message(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
         is_stored = b"\r\nnats-stream:" in (headers or b"").lower()
         if is_stored or not covers(self._heard_on, subject.decode(errors="replace")):
             self._warn_of_stranger(subject)
             return
-        if len(self._messages) == MAX_UNREAD:  # nats-py itself would drop the newest
-            self._counters["dropped_received"] += 1
+        if len(self._messages) == self._messages.maxlen:  # nats-py itself would drop the newest
+            self._connection.counters["dropped_received"] += 1
             if self._limit.allow("slow"):
                 logger.warning("too slow for %s: the oldest messages are dropped", self._heard_on)
         self._queue(BusMessage(subject.decode(), payload, 0, 0, 0))

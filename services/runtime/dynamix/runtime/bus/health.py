@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Never, Self
 
+from msgspec.structs import replace
+
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.messages import Dead, Live
@@ -144,29 +146,23 @@ WARN_BEFORE_S = 30 * DAY_S
 
 
 async def send_heartbeats(
-    bus: Bus,
-    watchdog: Watchdog,
-    counters: Callable[[], Mapping[str, int]],
-    *,
-    service: str,
-    instance: str,
-    node: str,
-    started_s: float,
+    bus: Bus, watchdog: Watchdog, counters: Callable[[], Mapping[str, int]], ours: Live, started_s: float
 ) -> Never:
     """Send a heartbeat every `HEARTBEAT_S`, until cancelled. One that the bus does not take is left out.
 
-    It holds the process's `counters`, the bus's own with the prefix `bus_`, how late the event loop ran by the watchdog
-    (`loop_lag_ms` since the last heartbeat, `max_loop_lag_ms` in all), and the uptime since `started_s` (monotonic).
+    It is `ours` with the process's `counters`, the bus's own with the prefix `bus_`, how late the event loop ran by the
+    watchdog (`loop_lag_ms` since the last heartbeat, `max_loop_lag_ms` in all), and the uptime since `started_s`
+    (monotonic).
 
     Raises:
         PermissionDeniedError: when the broker denies them. Then the login is that of another service or node, and this
             one would take messages from where they belong, unheard.
     """
     denied: asyncio.Future[PermissionDeniedError] = asyncio.get_running_loop().create_future()
-    ours = subjects.of("live", service, instance).lower()
+    own_subject = subjects.subject_of(ours).lower()
 
     def note(subject: str, denial: PermissionDeniedError) -> None:
-        if subject == ours and not denied.done():
+        if subject == own_subject and not denied.done():
             denied.set_result(denial)
 
     forget, warn_at = bus.when_denied(note), 0.0
@@ -176,20 +172,19 @@ async def send_heartbeats(
             if left is not None and left < WARN_BEFORE_S and time.monotonic() >= warn_at:
                 warn_at = time.monotonic() + DAY_S
                 fix = "replace its file by a new one of `dynamix keys create`"
-                logger.warning("the credential of this %s expires in %.1f days: %s", service, left / DAY_S, fix)
+                logger.warning("the credential of this %s expires in %.1f days: %s", ours.service, left / DAY_S, fix)
             shown = {f"bus_{name}": value for name, value in bus.counters.items()} | dict(counters())
             shown["loop_lag_ms"] = int(1000 * watchdog.take_max_lag_s())
             shown["max_loop_lag_ms"] = int(1000 * watchdog.max_lag_s)
             uptime_s = time.monotonic() - started_s
             with contextlib.suppress(BusError):
-                await bus.publish_live(
-                    Live(service=service, instance=instance, node=node, uptime_s=uptime_s, counters=shown)
-                )
+                await bus.publish_live(replace(ours, uptime_s=uptime_s, counters=shown))
             if (await asyncio.wait([denied], timeout=HEARTBEAT_S))[0]:
-                limit = {"collector": f" --node {node}", "reward": f" --instance {instance}"}.get(service, "")
+                limits = {"collector": f" --node {ours.node}", "reward": f" --instance {ours.instance}"}
                 raise PermissionDeniedError(
                     f"{denied.result()}; its login is for another service, node or instance: correct DYNAMIX_NODE or "
-                    f"DYNAMIX_INSTANCE, or give it a key of `dynamix keys create NAME --role {service}{limit}`"
+                    "DYNAMIX_INSTANCE, or give it a key of `dynamix keys create NAME --role "
+                    f"{ours.service}{limits.get(ours.service, '')}`"
                 )
     finally:
         forget()
@@ -204,10 +199,7 @@ UNKNOWN = "unknown"
 class DeadLetters:
     """Sets aside the messages that one service cannot use.
 
-    Args:
-        bus: where it is published.
-        service: the service that could not use them.
-        counters: gets `dead_letters`, and `dead_letters_not_kept` for those over the rate or refused by the bus.
+    `counters` gets `dead_letters`, and `dead_letters_not_kept` for those over the rate or refused by the bus.
     """
 
     def __init__(self, bus: Bus, service: str, counters: collections.Counter[str]) -> None:

@@ -18,13 +18,8 @@ class ProvisionError(BusError):
 async def provision(bus: Bus, streams: Sequence[Stream] = STREAMS, *, num_replicas: int | None = None) -> list[str]:
     """Create or update the streams; returns what was done, one line per stream. Running it twice does nothing new.
 
-    Args:
-        bus: connected as a user who may.
-        streams: what there shall be; other streams are left alone.
-        num_replicas: copies in a cluster; `None` keeps what is, and makes new streams with one.
-
-    Raises:
-        ProvisionError: when a stream exists and JetStream cannot change it as wanted.
+    Other streams are left alone. `num_replicas` are the copies in a cluster; `None` keeps what is, and makes new
+    streams with one. Raises ProvisionError when a stream exists and JetStream cannot change it as wanted.
     """
     return [await _provision_one(bus, stream, num_replicas) for stream in streams]
 

@@ -121,7 +121,7 @@ class Publisher:
         self._retries: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._failed_at: collections.deque[float] = collections.deque(maxlen=MAX_LATELY)
-        self.counters = dict.fromkeys(("published", "retries", "duplicates", "too_many_requests", "publish_errors"), 0)
+        self._counters = connection.counters
 
     @property
     def num_in_flight(self) -> int:
@@ -229,9 +229,9 @@ class Publisher:
         if ack.error is not None:
             self._note_refusal(token, entry, ack.error)
             return
-        self.counters["published"] += 1
+        self._counters["published"] += 1
         if ack.duplicate:
-            self.counters["duplicates"] += 1
+            self._counters["duplicates"] += 1
         self._remove(token, entry)
         if not entry.future.done():
             entry.future.set_result(ack.seq)
@@ -248,7 +248,7 @@ class Publisher:
             pass  # no refusal: the first copy is acknowledged once it is stored, or a later one tells that it is not
         elif refusal.code >= SERVER_ERROR or refusal.code == TOO_MANY_REQUESTS:  # it is sent once more when it is due
             if refusal.code == TOO_MANY_REQUESTS:
-                self.counters["too_many_requests"] += 1
+                self._counters["too_many_requests"] += 1
                 if len(self._table) <= MAX_INSISTENT and self._loop.time() < entry.since + INSIST_S:
                     self._broker_is_busy = True
                     entry.due = 0.0
@@ -287,13 +287,13 @@ class Publisher:
                 elif now >= entry.due and self._connection.connected.is_set():
                     entry.num_retries += 1
                     entry.due = now + min(ACK_TIMEOUT_S * 2**entry.num_retries, MAX_ACK_TIMEOUT_S)
-                    self.counters["retries"] += 1
+                    self._counters["retries"] += 1
                     await self._send(token, entry)
 
     def _fail(self, token: bytes, entry: InFlight, error: BusError) -> None:
         self._remove(token, entry)
         if not entry.future.done():
-            self.counters["publish_errors"] += 1
+            self._counters["publish_errors"] += 1
             if not isinstance(error, StaleWriterError | ConnectionClosedError):  # nothing is wrong with the store
                 self._failed_at.append(self._loop.time())
             entry.future.set_exception(error)

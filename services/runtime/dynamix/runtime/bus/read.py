@@ -88,9 +88,7 @@ class Reader(ABC):
         *,
         operation: str,
         start: Start,
-        max_batch: int = 512,
-        counters: dict[str, int],
-        num_handled: collections.Counter[str],
+        max_batch: int,
     ) -> None:
         if max_batch < 1 or not subjects:
             raise ValueError(f"a reader needs at least one subject and max_batch >= 1, not {subjects}, {max_batch}")
@@ -123,10 +121,9 @@ class Reader(ABC):
         self._error: BusError | None = None
         self._ended = False
         self._keeper: asyncio.Task[None] | None = None
-        self._counters = counters
+        self._counters = connection.counters
         kinds = {subject.removeprefix(ROOT + ".").partition(".")[0] for subject in subjects}
         self._kind = kinds.pop() if len(kinds) == 1 else "other"
-        self._num_handled = num_handled
         self._stack = AsyncExitStack()
         self._limit = RateLimit(per_s=0.1)
 
@@ -173,7 +170,7 @@ class Reader(ABC):
         self._bytes -= sum(len(message.payload) for message in batch)
         self._taken.set()
         self._counters["received"] += len(batch)
-        self._num_handled[self._kind] += len(batch)
+        self._connection.num_handled[self._kind] += len(batch)
         return batch
 
     async def ack(self, message: BusMessage) -> None:  # noqa: ARG002 - see DurableReader

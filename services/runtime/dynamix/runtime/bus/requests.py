@@ -301,7 +301,7 @@ class Requests:
                 try:
                     return await once()
                 except (TimeoutError, ApiError) as error:
-                    if isinstance(error, ApiError) and not error.may_pass:
+                    if isinstance(error, ApiError) and error.code != UNAVAILABLE:
                         raise
                     if time.monotonic() > begun + budget_s:
                         raise NoAnswerError(f"no answer to {operation} within {budget_s:g} s: {error}") from error

@@ -34,11 +34,12 @@ from dynamix.runtime.bus import (
     StreamFullError,
     StreamMissingError,
 )
+from dynamix.runtime.bus.connection import BUS_COUNTERS
 from dynamix.runtime.bus.health import DeadLetters, Watchdog, send_heartbeats
 from dynamix.runtime.metrics import MetricsServer, Scrape, ServiceMetrics
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.runtime.settings import Loaded, Supervisor, check_bus, help_text, load, node_name
-from dynamix.schemas.messages import Message
+from dynamix.schemas.messages import Live, Message
 
 logger = logging.getLogger(__name__)
 
@@ -109,20 +110,6 @@ COUNTERS = {
 }
 """Counters of any service (`Context.count`)."""
 GAUGES = {"ready": "1 once the service reads its streams"}
-BUS_COUNTERS = {
-    "published": "messages acknowledged by the broker",
-    "retries": "messages published again, since no acknowledgement came",
-    "duplicates": "acknowledged as stored before",
-    "too_many_requests": "messages that the broker refused for a moment, since a stream had too many to store",
-    "publish_errors": "messages that the broker refused",
-    "received": "messages read from streams",
-    "received_twice": "of those, left out since they came before",
-    "consumer_resets": "readers of streams that had to begin again",
-    "dropped_live": "heartbeats that were not sent, without a connection",
-    "dropped_received": "heartbeats not taken in time by their reader",
-    "reconnects": "connections made again",
-    "permission_denials": "subjects that the broker refused to this user",
-}
 BUS_GAUGES = {
     "in_flight": "messages published and not acknowledged yet",
     "unacknowledged": "of those, for longer than 5 s: the broker stores nothing",
@@ -195,10 +182,7 @@ class SystemdNotifier:
     It works in the service's own event loop, like `/livez`: one that is stuck sends no `WATCHDOG=1`, and systemd ends
     the process and starts it again (`WatchdogSec=`). That also covers what `bus.health.Watchdog` cannot see: code that
     keeps the interpreter lock, and a process that was stopped. `READY=1` is sent once, when `/readyz` would answer 200.
-
-    Args:
-        supervisor: where to, and how often; without a socket nothing is sent.
-        not_ready: why the service cannot work now; empty when it can.
+    Without a socket nothing is sent.
     """
 
     def __init__(self, supervisor: Supervisor, not_ready: Callable[[], str]) -> None:
@@ -346,15 +330,8 @@ async def _work(
 ) -> int:
     """Run `main` until it is done or fails, a signal comes, or the connection is closed for good."""
     log, bus, code, errors = context.log, context.bus, EXIT_FAILED, list[BaseException]()
-    heartbeats = send_heartbeats(
-        bus,
-        watchdog,
-        lambda: context.counters,
-        service=context.service,
-        instance=context.instance,
-        node=context.node,
-        started_s=time.monotonic(),
-    )
+    ours = Live(service=context.service, instance=context.instance, node=context.node, uptime_s=0.0)
+    heartbeats = send_heartbeats(bus, watchdog, lambda: context.counters, ours, time.monotonic())
     log.info("started", pid=os.getpid())
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -22,7 +22,7 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
-from dynamix.schemas.messages import Action, Job, Message, Report, Reward, Trace
+from dynamix.schemas.messages import Action, Job, Live, Message, Report, Reward, Trace
 from dynamix.schemas.messages.fields import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, JOBS
 
@@ -283,14 +283,9 @@ class BusClient(Transport):
 
     async def _send_heartbeats(self, bus: Bus) -> None:
         async with Watchdog(0.0, tick_s=HEARTBEAT_S) as lag:
+            ours = Live(service=SERVICE, instance=self._node, node=self._node, uptime_s=0.0)
             await send_heartbeats(
-                bus,
-                lag,
-                lambda: {**self._counters, "reports_dropped": self.num_reports_dropped},
-                service=SERVICE,
-                instance=self._node,
-                node=self._node,
-                started_s=self._started_s,
+                bus, lag, lambda: {**self._counters, "reports_dropped": self.num_reports_dropped}, ours, self._started_s
             )
 
     async def _listen(self, bus: Bus, subject: str) -> None:
