@@ -14,7 +14,8 @@ from dynamix.arbitrator.policies.policy import Array32
 from dynamix.lab.comparison.omnilearn import OmniLearn
 from dynamix.lab.comparison.rows import Row
 from dynamix.lab.comparison.runs import Ledger, RunTask, outcomes, run_task
-from dynamix.lab.simulator.cluster import ComputeTimes, best_split
+from dynamix.lab.simulator.clock import ComputeTimes
+from dynamix.lab.simulator.cluster import best_split
 from dynamix.lab.simulator.episode import EpisodeError, RunOutcome
 from dynamix.runtime.output_files import RefusedOutputError
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
@@ -156,7 +157,7 @@ def test_the_best_split_is_the_best_of_all_there_are() -> None:
     lower, upper = np.array([1, 2, 0]), np.array([9, 12, 20])
 
     def slowest_s(sizes: tuple[int, ...]) -> float:
-        return float(np.max(np.maximum(times.least_s, times.fixed_s + times.s_per_sample * np.array(sizes))))
+        return float(times.of(np.array(sizes)).max())
 
     ranges = (range(low, high + 1) for low, high in zip(lower, upper, strict=True))
     every = [sizes for sizes in itertools.product(*ranges) if sum(sizes) == 20]
