@@ -53,7 +53,7 @@ def test_packed_and_unpacked_files_are_read(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
-    name = FASHION_MNIST.files["test"][0].name
+    name = FASHION_MNIST.files["test"][0][0]
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(_idx((1,), b"x")))
     with pytest.raises(CorruptDataError, match="fetch it again"):
         fashion_mnist("test", tmp_path)
@@ -67,8 +67,8 @@ def test_cifar_is_joined_in_the_order_of_its_files(tmp_path: Path, monkeypatch: 
     files = tuple((f"{n}.bin", hashlib.md5(content).hexdigest()) for n, content in enumerate(contents))
     monkeypatch.setitem(CIFAR10.files, "train", files)
     (tmp_path / "cifar-10-batches-bin").mkdir()
-    for file, content in zip(files, contents, strict=True):
-        (tmp_path / "cifar-10-batches-bin" / file.name).write_bytes(content)
+    for (file, _), content in zip(files, contents, strict=True):
+        (tmp_path / "cifar-10-batches-bin" / file).write_bytes(content)
     pixels, labels = cifar10("train", tmp_path)
     assert labels.tolist() == [3, 8]
     assert pixels[:, 2, 31, 31].tolist() == [10, 20]
