@@ -68,28 +68,11 @@ def test_a_line_torn_by_a_kill_is_dropped_and_the_others_stand(task: RunTask, tm
         assert ledger.get(later) == outcome(2.5)
 
 
-def test_without_resume_old_results_are_put_aside_not_lost(task: RunTask, tmp_path: Path) -> None:
-    path = tmp_path / "runs.jsonl"
-    with Ledger(path) as ledger:
-        ledger.record_outcome(task, outcome(1.5), "first")
-    later = msgspec.structs.replace(task, seed=4)
-    with Ledger(path, resume=False) as ledger:
-        assert task not in ledger
-        assert path.exists()  # until there is something to take its place
-        ledger.record_outcome(later, outcome(2.5), "second")
-    with Ledger(path) as ledger:
-        assert task not in ledger
-        assert later in ledger
-    with Ledger(tmp_path / "runs.jsonl.old") as ledger:
-        assert task in ledger
-
-
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(b"something else\n")
-    for resume in (True, False):
-        with pytest.raises(RefusedOutputError, match=r"notes\.txt exists and is not a file of results"):
-            Ledger(path, resume=resume)
+    with pytest.raises(RefusedOutputError, match=r"notes\.txt exists and is not a file of results"):
+        Ledger(path)
     assert path.read_bytes() == b"something else\n"
 
 
