@@ -548,7 +548,7 @@ def evaluated(name: str, options: argparse.Namespace) -> Result:
     """Run `dynamix evaluate` on the held-out scenarios; every policy over all families and in each."""
     path, image = options.work / f"{name}.json", options.csv / f"{name}.png"
     options.csv.mkdir(parents=True, exist_ok=True)
-    arguments = ["evaluate", "--resume", "--results", str(options.work / f"{name}.jsonl"), *EVALUATIONS[name]]
+    arguments = ["evaluate", "--results", str(options.work / f"{name}.jsonl"), *EVALUATIONS[name]]
     arguments += ["--json", str(path), "--png", str(image), "--jobs", str(options.jobs)]
     if options.seeds:
         arguments += ["--seeds", str(options.seeds)]

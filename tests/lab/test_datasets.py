@@ -11,7 +11,6 @@ from dynamix.lab.workloads.datasets import (
     FASHION_MNIST,
     CorruptDataError,
     MissingDataError,
-    PublishedFile,
     cifar10,
     fashion_mnist,
     read_text,
@@ -42,8 +41,8 @@ def test_missing_data_names_the_file_and_how_to_get_it(tmp_path: Path) -> None:
 def test_packed_and_unpacked_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = _idx((2, 1, 2), bytes((0, 255, 51, 102))), _idx((2,), bytes((3, 1)))
     files = (
-        PublishedFile("images", hashlib.md5(images).hexdigest()),
-        PublishedFile("labels", hashlib.md5(labels).hexdigest()),
+        ("images", hashlib.md5(images).hexdigest()),
+        ("labels", hashlib.md5(labels).hexdigest()),
     )
     monkeypatch.setitem(FASHION_MNIST.files, "test", files)
     (tmp_path / "images.gz").write_bytes(gzip.compress(images))
@@ -54,7 +53,7 @@ def test_packed_and_unpacked_files_are_read(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
-    name = FASHION_MNIST.files["test"][0].name
+    name = FASHION_MNIST.files["test"][0][0]
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(_idx((1,), b"x")))
     with pytest.raises(CorruptDataError, match="fetch it again"):
         fashion_mnist("test", tmp_path)
@@ -65,11 +64,11 @@ def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
 
 def test_cifar_is_joined_in_the_order_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = [bytes((label,)) + bytes((pixel,)) * 3072 for label, pixel in ((3, 10), (8, 20))]
-    files = tuple(PublishedFile(f"{n}.bin", hashlib.md5(content).hexdigest()) for n, content in enumerate(contents))
+    files = tuple((f"{n}.bin", hashlib.md5(content).hexdigest()) for n, content in enumerate(contents))
     monkeypatch.setitem(CIFAR10.files, "train", files)
     (tmp_path / "cifar-10-batches-bin").mkdir()
-    for file, content in zip(files, contents, strict=True):
-        (tmp_path / "cifar-10-batches-bin" / file.name).write_bytes(content)
+    for (file, _), content in zip(files, contents, strict=True):
+        (tmp_path / "cifar-10-batches-bin" / file).write_bytes(content)
     pixels, labels = cifar10("train", tmp_path)
     assert labels.tolist() == [3, 8]
     assert pixels[:, 2, 31, 31].tolist() == [10, 20]

@@ -14,7 +14,8 @@ from dynamix.arbitrator.policies.policy import Array32
 from dynamix.lab.comparison.omnilearn import OmniLearn
 from dynamix.lab.comparison.rows import Row
 from dynamix.lab.comparison.runs import Ledger, RunTask, outcomes, run_task
-from dynamix.lab.simulator.cluster import ComputeTimes, best_split
+from dynamix.lab.simulator.clock import ComputeTimes
+from dynamix.lab.simulator.cluster import best_split
 from dynamix.lab.simulator.episode import EpisodeError, RunOutcome
 from dynamix.runtime.output_files import RefusedOutputError
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
@@ -67,28 +68,11 @@ def test_a_line_torn_by_a_kill_is_dropped_and_the_others_stand(task: RunTask, tm
         assert ledger.get(later) == outcome(2.5)
 
 
-def test_without_resume_old_results_are_put_aside_not_lost(task: RunTask, tmp_path: Path) -> None:
-    path = tmp_path / "runs.jsonl"
-    with Ledger(path) as ledger:
-        ledger.record_outcome(task, outcome(1.5), "first")
-    later = msgspec.structs.replace(task, seed=4)
-    with Ledger(path, resume=False) as ledger:
-        assert task not in ledger
-        assert path.exists()  # until there is something to take its place
-        ledger.record_outcome(later, outcome(2.5), "second")
-    with Ledger(path) as ledger:
-        assert task not in ledger
-        assert later in ledger
-    with Ledger(tmp_path / "runs.jsonl.old") as ledger:
-        assert task in ledger
-
-
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(b"something else\n")
-    for resume in (True, False):
-        with pytest.raises(RefusedOutputError, match=r"notes\.txt exists and is not a file of results"):
-            Ledger(path, resume=resume)
+    with pytest.raises(RefusedOutputError, match=r"notes\.txt exists and is not a file of results"):
+        Ledger(path)
     assert path.read_bytes() == b"something else\n"
 
 
@@ -156,7 +140,7 @@ def test_the_best_split_is_the_best_of_all_there_are() -> None:
     lower, upper = np.array([1, 2, 0]), np.array([9, 12, 20])
 
     def slowest_s(sizes: tuple[int, ...]) -> float:
-        return float(np.max(np.maximum(times.least_s, times.fixed_s + times.s_per_sample * np.array(sizes))))
+        return float(times.of(np.array(sizes)).max())
 
     ranges = (range(low, high + 1) for low, high in zip(lower, upper, strict=True))
     every = [sizes for sizes in itertools.product(*ranges) if sum(sizes) == 20]

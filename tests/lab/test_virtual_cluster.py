@@ -43,31 +43,6 @@ def test_the_action_of_a_window_rules_once_the_lag_is_over(lag_windows: int) -> 
     assert (applied.decided_window, applied.effective_window, applied.effective_step) == (1, first, 5 * first)
 
 
-def test_every_sample_is_used_once_per_epoch_whatever_the_sizes_do() -> None:
-    run = cluster(scenario(lag_windows=0, window_steps=3, **LONG), data=_numbered(500))
-    used: list[torch.Tensor] = []
-    step = run.gradients.step
-
-    def spy(inputs: torch.Tensor, labels: torch.Tensor, *rest: object, **named: bool) -> object:
-        used.append(inputs[:, 0, 0, 0].clone())
-        return step(inputs, labels, *rest, **named)  # type: ignore[arg-type]
-
-    run.gradients.step = spy  # type: ignore[method-assign,assignment]
-    while run.position.epoch < 3:
-        run.run_window()
-        run.offer(action(run.job, run.window - 1, OTHER if run.window % 2 else (32, 9, 8, 70)))
-    numbers = torch.cat(used)
-    for epoch in range(3):
-        assert sorted(numbers[500 * epoch : 500 * (epoch + 1)].tolist()) == list(range(500))
-
-
-def _numbered(count: int) -> virtual.Data:
-    """Inputs that say which sample they are."""
-    made = data(count)
-    made.train.inputs[:, 0, 0, 0] = torch.arange(count)
-    return made
-
-
 def test_a_window_adds_up_what_its_steps_cost() -> None:
     workers = (Workers(samples_per_s=1000.0, overhead_s=0.004), Workers(samples_per_s=2000.0, overhead_s=0.002))
     network = Network(bandwidth_mbit_s=80.0, latency_s=0.0, overlap=0.0, num_buckets=1, gradient_bytes=50_000)

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.support.small_suites import write_suite
 
 from dynamix.lab.simulator.scenario import (
     Network,
     Scenario,
     Workers,
     digest_of,
-    is_control,
     read_suite,
     suite_named,
 )
@@ -85,13 +83,6 @@ def test_shipped_scenarios_name_workloads_and_optimizers_that_exist(name: str) -
         assert scenario.workload in WORKLOADS
         assert scenario.optimizer in OPTIMIZERS
         assert sum(len(node.ranks) for node in scenario.nodes) == scenario.world_size
-
-
-def test_a_family_is_the_control_when_all_its_workers_are_alike_and_stay_alike(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, alike=4000, mixed=1000)
-    assert suite.heterogeneous_families == ["mixed"]
-    assert is_control(suite.families["alike"])
-    assert not is_control(suite.scenarios)
 
 
 def test_the_digest_is_of_a_scenarios_content(tmp_path: Path) -> None:

@@ -294,33 +294,26 @@ def parse_rows(text: str, files: Mapping[str, Sequence[str]] | None = None) -> t
             pieces[-1] += f",{piece}"
         else:
             pieces.append(piece)
-    return tuple(_parsed(piece, files or {}) for piece in pieces)
+    return tuple(_parsed(piece, files) for piece in pieces)
 
 
-def _parsed(text: str, files: Mapping[str, Sequence[str]]) -> Row:
+def _parsed(text: str, files: Mapping[str, Sequence[str]] | None) -> Row:
     policy, _, keys = text.partition(":")
-    table: dict[str, Any] = {"policy": policy}
     options: dict[str, str] = {}
+    table: dict[str, Any] = {"policy": policy, "options": options}
     for piece in filter(None, keys.split(",")):
         key, equals, value = piece.partition("=")
         if not equals or not value:
             raise ValueError(f"policy {text!r}: write NAME[:KEY=VALUE,...], {piece!r} is not KEY=VALUE")
-        if key == "local_batch_size":
-            table[key] = int(value) if value.isdecimal() else value
-        elif key == "learning_rate_factor" and value != "best":
-            table[key] = option_value(value)
-        elif key in {"learning_rate_factor", "exchange"}:
-            table[key] = value
-        else:
-            options[key] = value
+        (table if key in {"local_batch_size", "learning_rate_factor", "exchange"} else options)[key] = value
     try:
-        return make_row({**table, "options": options}, files)
+        return make_row(table, files, strict=False)
     except ValueError as error:
         raise ValueError(f"policy {text!r}: {error}") from error
 
 
-def make_row(table: Mapping[str, Any], files: Mapping[str, Sequence[str]] | None = None) -> Row:
-    """A checked row of the keys of `Row`; options may be named as in `codec = "int8"`.
+def make_row(table: Mapping[str, Any], files: Mapping[str, Sequence[str]] | None = None, *, strict: bool = True) -> Row:
+    """A checked row of the keys of `Row`; without `strict` numbers may be given as text.
 
     Raises:
         ValueError: when a key or value cannot be used.
@@ -331,7 +324,7 @@ def make_row(table: Mapping[str, Any], files: Mapping[str, Sequence[str]] | None
         raise ValueError("options must be a table: options = { track = 1 }")  # noqa: TRY004 - of a user's file
     options = {key: option_value(value) if isinstance(value, str) else value for key, value in named.items()}
     try:
-        row = msgspec.convert({**table, "options": options}, Row)
+        row = msgspec.convert({**table, "options": options}, Row, strict=strict)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
     row = row if row.files else replace(row, files=tuple(files.get(row.policy, ())))
@@ -357,15 +350,15 @@ def _label(row: Row, named: Mapping[str, object]) -> str:
     values = {key: f"{value:g}" if isinstance(value, float | int) else value for key, value in named.items()}
     options = ",".join(f"{key}={value}" for key, value in values.items() if not (is_tracked and key == "track"))
     factor = row.learning_rate_factor
-    parts = (
-        (row.policy, "{}", True),
-        ("", "+track", is_tracked),
-        (options, ":{}", options),
-        (row.local_batch_size, "@{}", row.local_batch_size),
-        (row.exchange, "/exchange={}", row.exchange),
-        (factor if isinstance(factor, str) else f"{factor:g}", "/rate={}", factor != 1),
-    )
-    return "".join(text.format(value) for value, text, is_set in parts if is_set)
+    parts = {
+        row.policy: True,
+        "+track": is_tracked,
+        f":{options}": options,
+        f"@{row.local_batch_size}": row.local_batch_size,
+        f"/exchange={row.exchange}": row.exchange,
+        f"/rate={factor if isinstance(factor, str) else format(factor, 'g')}": factor != 1,
+    }
+    return "".join(text for text, is_set in parts.items() if is_set)
 
 
 def row_names(files: Collection[str] = ()) -> list[str]:

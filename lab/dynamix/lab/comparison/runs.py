@@ -112,30 +112,23 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
 class Ledger:
     """Outcomes by key, in a file: after a kill an incomplete last line is dropped and all others are kept."""
 
-    def __init__(self, path: Path | None = None, *, resume: bool = True) -> None:
-        """Read and check `path`, or keep outcomes in memory only. Without `resume` a ledger there becomes *.old.
+    def __init__(self, path: Path | None = None) -> None:
+        """Read and check `path`, or keep outcomes in memory only.
 
-        Nothing is written, moved or cut off before there is an outcome to add: until then a wrong argument or missing
-        data may still end the command.
+        Nothing is written or cut off before there is an outcome to add: until then a wrong argument or missing data may
+        still end the command.
 
         Raises:
-            RefusedOutputError: when `path`, or what *.old would replace, is anything but a ledger.
+            RefusedOutputError: when `path` is anything but a ledger.
         """
         self._outcomes: dict[str, RunOutcome] = {}
         self._end = 0
         """End of the last whole line in the file."""
         self._file: IO[bytes] | None = None
-        self._path, self._resume = path, resume
+        self._path = path
         if path is not None:
             output_files.check(path, LEDGER, make_parents=True)
-            if resume:
-                self._outcomes, self._end = _read(path)
-            elif path.exists():
-                output_files.check(self._old(path), LEDGER)
-
-    @staticmethod
-    def _old(path: Path) -> Path:
-        return path.with_name(path.name + ".old")
+            self._outcomes, self._end = _read(path)
 
     def __enter__(self) -> Self:
         return self
@@ -162,8 +155,6 @@ class Ledger:
             return
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._resume and self._path.exists():
-                self._path.replace(self._old(self._path))
             self._file = self._path.open("ab")
             self._file.truncate(self._end)  # behind the last whole line
             if self._end == 0:

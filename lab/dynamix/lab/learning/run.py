@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from dynamix.arbitrator.deciding.signatures import Finding, reward_signatures, value_signature
 from dynamix.arbitrator.learned.policy import metadata_of
-from dynamix.arbitrator.learned.policy_file import PAPER, LearnedSetName, PolicyFile, PolicyMetadata, PPOSettings
+from dynamix.arbitrator.learned.policy_file import PAPER, LearnedSetName, PolicyFile, PPOSettings
 from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.lab.simulator.episode import EpisodeError, run_in_order
@@ -33,9 +33,6 @@ def resized(scenario: Scenario, num_workers: int, ranks_per_node: int | None = N
     """The scenario with this number of workers, drawn evenly from its own in their order; its name has the number.
 
     With fewer workers than it has some kinds may be missing, with more each comes again in proportion.
-
-    Raises:
-        ValueError: when it names a worker that is not there then.
     """
     present = scenario.per_worker
     chosen = [present[(2 * index + 1) * len(present) // (2 * num_workers)] for index in range(num_workers)]
@@ -239,7 +236,7 @@ class LearningCheckpointError(ValueError):
     """The checkpoint cannot be resumed from; the message has the reason and the fix."""
 
 
-class LearningCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+class LearningCheckpoint(msgspec.Struct, kw_only=True):
     """The state of a learning run between two updates."""
 
     plan_digest: str
@@ -319,13 +316,15 @@ def learn(
     """
     found = LearningCheckpoint.read(checkpoint, plan) if checkpoint else None
     run = _LearningRun(plan, num_workers, data, found)
-    while not run.is_done and not (minutes is not None and run.elapsed_s > 60 * minutes):
-        row, begun = run.update()
+    state, history = run.state, run.state.history
+    while len(history) < plan.num_updates and not (minutes is not None and run.elapsed_s > 60 * minutes):
+        known = {finding.signature for finding in findings(history)}
+        run.update()
         if checkpoint is not None:
-            run.state().write(checkpoint)
+            state.write(checkpoint)
         if observer is not None:
-            observer(row, begun)
-    return LearningResult(run.result(), run.history, run.is_done)
+            observer(history[-1], [finding for finding in findings(history) if finding.signature not in known])
+    return LearningResult(run.result(), history, len(history) == plan.num_updates)
 
 
 class _LearningRun:
@@ -339,12 +338,20 @@ class _LearningRun:
         self._data = data
         self._begin_s = time.monotonic()
         if found is None:
-            self._agent = Agent.new(_metadata(plan))
+            metadata = metadata_of(
+                plan.action_set,
+                policy=plan.policy,
+                settings=plan.settings,
+                reward_formula=plan.formula or "auto",
+                reward_weights={name: float(getattr(plan.weights, name)) for name in Weights.__struct_fields__},
+                scenarios=tuple(scenario.name for stage in plan.stages for scenario in stage),
+                seeds=(plan.seed,),
+            )
             everywhere = [scenario for stage in plan.stages for scenario in stage]
             rules = self._times(b"", VALIDATION_SEEDS, plan.num_validation_seeds, everywhere)
             means = {name: float(np.mean([run.time_s for run in runs])) for name, runs in rules.items()}
             times = {name: [run.time_s for run in runs] for name, runs in rules.items()}
-            content = self._agent.file().to_bytes()
+            content = Agent.new(metadata).file().to_bytes()
             found = LearningCheckpoint(
                 plan_digest=plan.digest,
                 references_s=means,
@@ -356,39 +363,18 @@ class _LearningRun:
                 elapsed_s=0.0,
             )
         self._agent = Agent.of(PolicyFile.from_bytes(found.current))
-        self._before = found
-        self.history = list(found.history)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the plan has no further update."""
-        return len(self.history) >= self._plan.num_updates
+        self._before_s = found.elapsed_s
+        self.state = found
 
     @property
     def elapsed_s(self) -> float:
         """Wall-clock time of learning over all starts, in seconds."""
-        return self._before.elapsed_s + time.monotonic() - self._begin_s
-
-    def state(self) -> LearningCheckpoint:
-        """Return the current state as a checkpoint."""
-        return msgspec.structs.replace(
-            self._before,
-            current=self._agent.file().to_bytes(),
-            history=self.history,
-            elapsed_s=self.elapsed_s,
-        )
-
-    def update(self) -> tuple[LearningUpdate, list[Finding]]:
-        """Play a batch, learn from it, validate now and then; the row, and the failure signatures that are new."""
-        before = {finding.signature for finding in findings(self.history)}
-        row = self._learned(len(self.history))
-        self.history.append(row)
-        return row, [finding for finding in findings(self.history) if finding.signature not in before]
+        return self._before_s + time.monotonic() - self._begin_s
 
     def result(self) -> PolicyFile:
         """The version that the plan asks for, with its scores on seeds that chose nothing."""
         plan = self._plan
-        content = self._before.best if plan.select == "best" else self._agent.file().to_bytes()
+        content = self.state.best if plan.select == "best" else self.state.current
         rules = self._times(b"", SCORE_SEEDS, plan.num_score_seeds)
         runs = self._times(content, SCORE_SEEDS, plan.num_score_seeds)
         ratios = {
@@ -400,14 +386,15 @@ class _LearningRun:
         scores |= {"vs_rule": geometric_mean(ratios.values()), "missed": float(sum(run.missed for run in flat))}
         scores["num_runs"] = float(len(flat))
         file = PolicyFile.from_bytes(content)
-        done = self.history[: file.metadata.num_updates]
+        done = self.state.history[: file.metadata.num_updates]
         metadata = msgspec.structs.replace(
             file.metadata, scores=scores, num_episodes=done[-1].num_episodes if done else 0
         )
         return PolicyFile(metadata, file.tensors)
 
-    def _learned(self, number: int) -> LearningUpdate:
-        plan, file, references_s = self._plan, self._agent.file().to_bytes(), self._before.references_s
+    def update(self) -> None:
+        """Play a batch, learn from it, and validate now and then; the state is that after it."""
+        plan, references_s, number = self._plan, self.state.references_s, len(self.state.history)
         tasks = []
         for episode in plan.episodes_of(number):
             scenario, weights = plan.scenario_of(episode), plan.weights
@@ -417,7 +404,7 @@ class _LearningRun:
             task = EpisodeTask(
                 scenario=scenario,
                 seed=plan.training_seed(episode),
-                policy=file,
+                policy=self.state.current,
                 mode="explore",
                 formula=plan.formula,
                 weights=weights,
@@ -433,9 +420,10 @@ class _LearningRun:
                 "window; raise target_accuracy, or lower window_steps"
             )
         stats = self._agent.learn(trajectories, progress=number / plan.num_updates)
+        self.state.current = self._agent.file().to_bytes()
         is_explained = math.isfinite(stats.explained_variance) and plan.settings.objective == "clipped"
         numbers = {name: value for name, value in stats._asdict().items() if name in LearningUpdate.__struct_fields__}
-        return LearningUpdate(
+        row = LearningUpdate(
             update=number + 1,
             num_episodes=plan.episodes_of(number).stop,
             returns=tuple(trajectory.total_reward for trajectory in trajectories),
@@ -448,19 +436,21 @@ class _LearningRun:
             validation_vs_rule=self._validated(number),
             elapsed_s=self.elapsed_s,
         )
+        self.state.history.append(row)
+        self.state.elapsed_s = row.elapsed_s
 
     def _validated(self, number: int) -> float | None:
         """Time to target of the likeliest actions against the rule, now and then; the best version is kept."""
         plan = self._plan
         if (number + 1) % plan.validate_every and number + 1 != plan.num_updates:
             return None
-        content = self._agent.file().to_bytes()
+        content = self.state.current
         runs = self._times(content, VALIDATION_SEEDS, plan.num_validation_seeds)
-        rules = self._before.validation_s
+        rules = self.state.validation_s
         ratios = [run.time_s / rule for name in runs for run, rule in zip(runs[name], rules[name], strict=True)]
         vs_rule = geometric_mean(ratios)
-        if vs_rule < self._before.best_vs_rule:
-            self._before = msgspec.structs.replace(self._before, best=content, best_vs_rule=vs_rule)
+        if vs_rule < self.state.best_vs_rule:
+            self.state.best, self.state.best_vs_rule = content, vs_rule
         return vs_rule
 
     def _times(
@@ -475,15 +465,3 @@ class _LearningRun:
         ]
         played = iter(run_in_order(play, tasks, jobs=self._num_workers))
         return {scenario.name: [next(played) for _ in range(num_seeds)] for scenario in scenarios}
-
-
-def _metadata(plan: LearningPlan) -> PolicyMetadata:
-    return metadata_of(
-        plan.action_set,
-        policy=plan.policy,
-        settings=plan.settings,
-        reward_formula=plan.formula or "auto",
-        reward_weights={name: float(getattr(plan.weights, name)) for name in Weights.__struct_fields__},
-        scenarios=tuple(scenario.name for stage in plan.stages for scenario in stage),
-        seeds=(plan.seed,),
-    )

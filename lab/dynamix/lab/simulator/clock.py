@@ -36,6 +36,7 @@ from .exchange import StepTraffic, exchange_times_s
 from .scenario import BYTES_PER_MBIT, Scenario
 
 Array64 = npt.NDArray[np.float64]
+Sizes = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 SLOW, CONGESTED, JITTER, LABELS = range(4)
@@ -154,6 +155,18 @@ class StepTiming(NamedTuple):
         return [time_s / size if size else 0.0 for time_s, size in zip(self.compute_s.tolist(), sizes, strict=True)]
 
 
+class ComputeTimes(NamedTuple):
+    """Seconds that each worker computes on `size` samples: max(least_s, fixed_s + s_per_sample * size)."""
+
+    least_s: Array64
+    fixed_s: Array64
+    s_per_sample: Array64
+
+    def of(self, sizes: Array64 | Sizes) -> Array64:
+        """The seconds of each worker on its own number of samples."""
+        return np.maximum(self.least_s, self.fixed_s + self.s_per_sample * sizes)
+
+
 class VirtualClock:
     """The formulas with one scenario's numbers."""
 
@@ -222,6 +235,11 @@ class VirtualClock:
         update_s = self.decision_s if decided else 0.0
         step_s = slowest_s - begun_s + exposed_s + update_s
         return StepTiming(compute_s, sync_s, update_s, step_s, communication_s)
+
+    def compute_times(self, conditions: Conditions) -> ComputeTimes:
+        """What each worker's computing takes, as a function of its size."""
+        fixed_s, s_per_sample = conditions.slowdown * self._overhead_s, conditions.slowdown * self._s_per_sample
+        return ComputeTimes(fixed_s + self._saturation * s_per_sample, fixed_s, s_per_sample)
 
     def link_rates(self, conditions: Conditions) -> Array64:
         """Bytes per second at which each worker sends to the next one around the ring: over both of their links."""

@@ -31,7 +31,7 @@ from dynamix.trainer.steering.fast_loop import FastLoop
 from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.run import Reporter, field_of
 
-from .clock import LABELS, Conditions, Disturbances, StepTiming, VirtualClock, generator
+from .clock import LABELS, ComputeTimes, Conditions, Disturbances, Sizes, StepTiming, VirtualClock, generator
 from .exchange import ActiveExchange, StepTraffic, VirtualExchange, total_bytes
 from .gradients import StepSums, gradients_of
 from .rounds import VirtualRounds
@@ -103,6 +103,17 @@ def training_part(scenario: Scenario, data: Data, seed: int) -> Part:
     return Part(inputs, labels)
 
 
+class Step(NamedTuple):
+    """One step as it was run."""
+
+    plan: StepPlan
+    sums: StepSums
+    timing: StepTiming
+    conditions: Conditions
+    traffic: StepTraffic | None
+    """What was sent in it, unless that was uncoded gradients by all-reduces."""
+
+
 class WindowRecorder:
     """Sums over the steps of a window, one number per worker in each array."""
 
@@ -111,63 +122,20 @@ class WindowRecorder:
     ) -> None:
         """`link_rates` has bytes per second at which each worker sends to the next one."""
         self._link_rates = link_rates
-        count = scenario.world_size
         self._local_ranks = [local_rank for node in scenario.nodes for local_rank in range(len(node.ranks))]
         self._memory_sizes = np.array(scenario.max_local_batch_sizes, dtype=np.float64)
         self._tx_bytes_per_step = tx_bytes_per_step
         self._is_ring = scenario.network.topology == "ring"
         self._round_trip_us = 2e6 * scenario.network.latency_s
         self._retransmits_per_s = 0.0 if scenario.congestion is None else scenario.congestion.retransmits_per_s
-        self._tx_bytes, self._rx_bytes = np.zeros(count), np.zeros(count)
-        self._retransmits = np.zeros(count)
+        zeros = np.zeros(scenario.world_size)
+        self._tx_bytes, self._rx_bytes, self._retransmits = zeros, zeros, zeros
         self._coded_before = CodedSquares()
-        self._begin()
+        self._steps: list[Step] = []
 
-    def _begin(self) -> None:
-        count = len(self._local_ranks)
-        self._time_s = self._update_s = 0.0
-        self._compute_s, self._sync_s, self._weighted_round_trip = np.zeros(count), np.zeros(count), np.zeros(count)
-        self._loss, self._num_correct = np.zeros(count), np.zeros(count)
-        self._num_samples = np.zeros(count, dtype=np.int64)
-        self._largest = np.zeros(count)
-        self._noise = [NoiseSums() for _ in range(count)]
-        self._drift_own, self._drift_mean = np.zeros(count), 0.0
-        self._sending_s, self._num_rings = np.zeros(count), 0
-
-    def record_step(
-        self,
-        plan: StepPlan,
-        sums: StepSums,
-        timing: StepTiming,
-        conditions: Conditions,
-        traffic: StepTraffic | None = None,
-    ) -> None:
-        """Add a step; `traffic` is what was sent in it, unless that was uncoded gradients by all-reduces."""
-        sizes = np.asarray(plan.counts.values)
-        self._num_samples += sizes
-        self._largest = np.maximum(self._largest, sizes)
-        self._loss += sums.loss
-        self._num_correct += sums.num_correct
-        self._compute_s += timing.compute_s
-        self._sync_s += timing.sync_s
-        self._update_s += timing.update_s
-        self._time_s += timing.step_s
-        if traffic is None:
-            self._sending_s += self._tx_bytes_per_step / self._link_rates(conditions)
-            self._num_rings += 1
-            self._tx_bytes += self._tx_bytes_per_step
-            self._rx_bytes += self._tx_bytes_per_step
-        else:
-            sent, received = total_bytes(traffic)
-            self._tx_bytes += sent
-            self._rx_bytes += received
-        self._retransmits += conditions.congested * (self._retransmits_per_s * timing.step_s)
-        self._weighted_round_trip += conditions.congestion * timing.step_s
-        if sums.norms is not None:
-            sums.norms.add_to(self._noise, plan.counts)
-        if sums.drift is not None:
-            self._drift_own += sums.drift.own
-            self._drift_mean += sums.drift.mean
+    def record_step(self, step: Step) -> None:
+        """Add a step."""
+        self._steps.append(step)
 
     def take_rows(
         self, held_out_accuracy: float | None, learning_rate: float, coded: CodedSquares
@@ -176,13 +144,36 @@ class WindowRecorder:
 
         `coded` is that of all ranks together from the first step on.
         """
-        count = len(self._local_ranks)
+        steps, self._steps = self._steps, []
+        timings, count = [step.timing for step in steps], len(self._local_ranks)
+        zeros, each_way = np.zeros(count), np.full(count, self._tx_bytes_per_step)
+        noise, rings_s, drift_own, drift_mean = [NoiseSums() for _ in range(count)], zeros, zeros, 0.0
+        for plan, sums, timing, conditions, traffic in steps:
+            if traffic is None:
+                rings_s = rings_s + each_way / self._link_rates(conditions)
+            sent, received = (each_way, each_way) if traffic is None else total_bytes(traffic)
+            self._tx_bytes, self._rx_bytes = self._tx_bytes + sent, self._rx_bytes + received
+            retransmits = conditions.congested * (self._retransmits_per_s * timing.step_s)
+            self._retransmits = self._retransmits + retransmits
+            if sums.norms is not None:
+                sums.norms.add_to(noise, plan.counts)
+            if sums.drift is not None:
+                drift_own, drift_mean = drift_own + sums.drift.own, drift_mean + sums.drift.mean
+        sizes = np.array([step.plan.counts.values for step in steps])
+        num_samples = sizes.sum(axis=0)
+        loss, num_correct = (
+            sum((getattr(step.sums, name) for step in steps), zeros) for name in ("loss", "num_correct")
+        )
+        computes_s = sum((timing.compute_s for timing in timings), zeros)
+        syncs_s = sum((timing.sync_s for timing in timings), zeros)
+        update_s, time_s = (sum(getattr(timing, name) for timing in timings) for name in ("update_s", "step_s"))
+        round_trips = sum((step.conditions.congestion * step.timing.step_s for step in steps), zeros)
         window = coded.since(self._coded_before)
         self._coded_before = coded
         each = CodedSquares(window.wanted / count, window.sent / count)
-        link_bytes, rows = self._num_rings * self._tx_bytes_per_step, []
+        link_bytes, rows = sum(step.traffic is None for step in steps) * self._tx_bytes_per_step, []
         for rank, local_rank in enumerate(self._local_ranks):
-            compute_s, sending_s = float(self._compute_s[rank]), self._sending_s[rank]
+            compute_s, sending_s = float(computes_s[rank]), rings_s[rank]
             link, sockets = None, None
             if self._is_ring and sending_s > 0:  # how fast it sent to the next rank
                 link = float(link_bytes / sending_s)
@@ -191,7 +182,7 @@ class WindowRecorder:
                     tx_bytes=int(self._tx_bytes[rank]),
                     rx_bytes=int(self._rx_bytes[rank]),
                     retransmits=int(self._retransmits[rank]),
-                    srtt_us=self._round_trip_us * float(self._weighted_round_trip[rank]) / self._time_s,
+                    srtt_us=self._round_trip_us * float(round_trips[rank]) / time_s,
                 )
             rows.append(
                 Row(
@@ -204,31 +195,29 @@ class WindowRecorder:
                         uid=0,
                         local_batch_size=0,
                         pending_local_batch_size=0,
-                        num_samples=int(self._num_samples[rank]),
-                        loss_sum=float(self._loss[rank]),
-                        num_correct=float(self._num_correct[rank]),
+                        num_samples=int(num_samples[rank]),
+                        loss_sum=float(loss[rank]),
+                        num_correct=float(num_correct[rank]),
                         data_time_s=0.0,
                         compute_time_s=compute_s,
-                        sync_time_s=float(self._sync_s[rank]),
-                        update_time_s=self._update_s,
+                        sync_time_s=float(syncs_s[rank]),
+                        update_time_s=update_s,
                         sockets=sockets,
                         link_bytes_per_s=link,
                         link_peer=None if link is None else (rank + 1) % count,
                     ),
-                    noise=self._noise[rank],
+                    noise=noise[rank],
                     held_out_accuracy=held_out_accuracy,
-                    drift=(float(self._drift_own[rank]), self._drift_mean),
+                    drift=(float(drift_own[rank]), drift_mean),
                     learning_rate=learning_rate,
                     coded=each,
                 )
             )
-        busy = self._compute_s / self._time_s
-        memory = self._largest / self._memory_sizes
+        memory = sizes.max(axis=0) / self._memory_sizes
         simulated = [
             SystemMetrics(cpu_time_ratio=ratio, memory_ratio=share)
-            for ratio, share in zip(busy.tolist(), memory.tolist(), strict=True)
+            for ratio, share in zip((computes_s / time_s).tolist(), memory.tolist(), strict=True)
         ]
-        self._begin()
         return rows, simulated
 
 
@@ -391,7 +380,8 @@ class VirtualCluster:
         begun_s = self.rounds.computed_s
         computed_s = begun_s if step.is_local else None
         timing = self._clock.step(sizes, conditions, decided=decided, traffic=traffic, computed_s=computed_s)
-        self._recorder.record_step(plan, sums, timing, conditions, () if step.is_local and not traffic else traffic)
+        sent = () if step.is_local and not traffic else traffic
+        self._recorder.record_step(Step(plan, sums, timing, conditions, sent))
         self._evaluate(self.time_s + timing.step_s)  # what was due before the step's end saw the parameters before it
         if step.is_local:
             self.rounds.end_step(timing.compute_s, step)
@@ -503,26 +493,9 @@ class VirtualCluster:
         return reports
 
 
-Sizes = npt.NDArray[np.int64]
-
-FAR = 2.0**20
-"""Samples: above every saturation, where computing times are straight lines."""
 NUM_HALVINGS = 60
 ROUNDING = 1e-9
 """Samples: a whole size may come out a little less."""
-
-
-class ComputeTimes(NamedTuple):
-    """Seconds that each worker computes on `size` samples: max(least_s, fixed_s + s_per_sample * size)."""
-
-    least_s: Array64
-    fixed_s: Array64
-    s_per_sample: Array64
-
-    def within(self, time_s: float, lower: Sizes, upper: Sizes) -> Sizes:
-        """The greatest sizes that take no longer than this; the lower bound where even that takes longer."""
-        sizes = np.floor((time_s - self.fixed_s) / self.s_per_sample + ROUNDING)
-        return np.clip(np.where(self.least_s <= time_s, sizes, lower), lower, upper).astype(np.int64)
 
 
 class ClairvoyantCluster(VirtualCluster):
@@ -533,19 +506,10 @@ class ClairvoyantCluster(VirtualCluster):
 
     def _step(self) -> None:
         step = self.position.step
-        conditions = self._disturbances.at(step, self.time_s)
-
-        def compute_s(sizes: Array64) -> Array64:
-            return self._clock.step(sizes, conditions).compute_s
-
-        initial = self._options.initial_allocation
+        times = self._clock.compute_times(self._disturbances.at(step, self.time_s))
         upper = np.array(self._identity.max_local_batch_sizes)
         lower = np.minimum(self._options.min_local_batch_size, upper)
-        ones = np.ones(len(upper))
-        least_s, near_s, far_s = compute_s(ones), compute_s(FAR * ones), compute_s(2 * FAR * ones)
-        s_per_sample = (far_s - near_s) / FAR
-        times = ComputeTimes(least_s, near_s - FAR * s_per_sample, s_per_sample)
-        split = best_split(sum(initial.local_batch_sizes), times, lower, upper)
+        split = best_split(sum(self._options.local_batch_sizes), times, lower, upper)
         self._schedule.revise(step, Allocation(split))
         super()._step()
 
@@ -553,14 +517,20 @@ class ClairvoyantCluster(VirtualCluster):
 def best_split(total: int, times: ComputeTimes, lower: Sizes, upper: Sizes) -> tuple[int, ...]:
     """The whole sizes with the shortest slowest time. A total outside of the bounds becomes the nearest within."""
     total = int(np.clip(total, lower.sum(), upper.sum()))
-    low, high = 0.0, float(np.max(np.maximum(times.least_s, times.fixed_s + times.s_per_sample * upper)))
+
+    def within(time_s: float) -> Sizes:
+        """The greatest sizes that take no longer than this; the lower bound where even that takes longer."""
+        sizes = np.floor((time_s - times.fixed_s) / times.s_per_sample + ROUNDING)
+        return np.clip(np.where(times.least_s <= time_s, sizes, lower), lower, upper).astype(np.int64)
+
+    low, high = 0.0, float(times.of(upper).max())
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
-        if times.within(middle, lower, upper).sum() >= total:
+        if within(middle).sum() >= total:
             high = middle
         else:
             low = middle
-    sizes = times.within(high, lower, upper)
+    sizes = within(high)
     while (excess := int(sizes.sum()) - total) > 0:
         ends_s = np.where(sizes > lower, times.fixed_s + times.s_per_sample * sizes, -np.inf)
         slowest = np.argsort(-ends_s, kind="stable")[:excess]

@@ -112,14 +112,6 @@ def run_counted(legs: Sequence[Leg]) -> tuple[CollectiveTraffic, ...]:
     return tuple(found)
 
 
-class Lanes(NamedTuple):
-    """Times of one bucket, in seconds: in the first lane, in the second, and on the busiest link."""
-
-    first_s: float
-    second_s: float
-    link_s: float
-
-
 def exchange_times_s(
     traffic: StepTraffic,
     bandwidth: Array64,
@@ -144,10 +136,11 @@ def exchange_times_s(
         busiest = np.maximum(collective.sent, collective.received)
         return float((latency_s + busiest / bandwidth).max())
 
-    def lanes_of(bucket: BucketTraffic) -> Lanes:
+    def lanes_of(bucket: BucketTraffic) -> tuple[float, float, float]:
+        """Seconds of a bucket in the first lane, in the second, and on the busiest link."""
         collectives, coding_s = bucket.collectives, 0.0
         if not collectives:
-            return Lanes(0.0, 0.0, 0.0)
+            return 0.0, 0.0, 0.0
         if len(collectives) > 1 or not collectives[0].is_ring:
             num_messages = sum(each.num_messages for each in collectives)
             per_byte_s = coding.s_per_byte(bucket.codec)
@@ -156,14 +149,14 @@ def exchange_times_s(
         sent = np.sum([each.sent for each in collectives], axis=0)
         received = np.sum([each.received for each in collectives], axis=0)
         link_s = float((np.maximum(sent, received) / bandwidth).max())
-        return Lanes(coding_s / 2 + first_s, coding_s / 2 + sum(further_s), link_s)
+        return coding_s / 2 + first_s, coding_s / 2 + sum(further_s), link_s
 
     def finish_s(ready_s: Sequence[float]) -> float:
         first = second = link = 0.0
-        for times, ready in zip(lanes, ready_s, strict=True):
-            first = max(first, ready) + times.first_s
-            second = max(second, first) + times.second_s
-            link = max(link, ready) + times.link_s
+        for (first_s, second_s, link_s), ready in zip(lanes, ready_s, strict=True):
+            first = max(first, ready) + first_s
+            second = max(second, first) + second_s
+            link = max(link, ready) + link_s
         return max(second, link)
 
     lanes = [lanes_of(bucket) for bucket in traffic]

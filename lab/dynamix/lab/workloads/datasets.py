@@ -25,21 +25,14 @@ class CorruptDataError(ValueError):
     """A file is there and is not what its publisher made."""
 
 
-class PublishedFile(NamedTuple):
-    """One file of a data set."""
-
-    name: str
-    md5: str
-    """MD5 of the unpacked file."""
-
-
 class PublishedDataset(NamedTuple):
     """The files of a data set by split, and where they are looked for."""
 
     title: str
     directories: tuple[Path, ...]
     how_to_get: str
-    files: dict[str, tuple[PublishedFile, ...]]
+    files: dict[str, tuple[tuple[str, str], ...]]
+    """Name of each file, and MD5 of it unpacked."""
 
     def read(self, split: str, directory: str | Path | None) -> list[bytes]:
         """The unpacked contents of a split's files.
@@ -56,21 +49,21 @@ class PublishedDataset(NamedTuple):
         if split not in self.files:
             raise ValueError(f"split={split!r}: {self.title} has 'train' and 'test'")
         places, contents = _places(directory, self.directories), []
-        for file in self.files[split]:
-            paths = (place / name for place in places for name in (f"{file.name}.gz", file.name))
+        for file, md5 in self.files[split]:
+            paths = (place / name for place in places for name in (f"{file}.gz", file))
             path = next((path for path in paths if path.is_file()), None)
             if path is None:
                 looked = ", ".join(map(str, places))
                 raise MissingDataError(
-                    f"{self.title} is missing: no {file.name} or {file.name}.gz in {looked}. {self.how_to_get}"
+                    f"{self.title} is missing: no {file} or {file}.gz in {looked}. {self.how_to_get}"
                 )
             try:
                 content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
             except (gzip.BadGzipFile, EOFError) as error:
                 raise CorruptDataError(f"{path} cannot be unpacked ({error}): fetch it again") from error
-            md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
-            if md5 != file.md5:
-                raise CorruptDataError(f"{path} has md5 {md5} unpacked, its publisher's has {file.md5}: fetch it again")
+            found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+            if found != md5:
+                raise CorruptDataError(f"{path} has md5 {found} unpacked, its publisher's has {md5}: fetch it again")
             contents.append(content)
         return contents
 
@@ -82,12 +75,12 @@ FASHION_MNIST = PublishedDataset(
     "https://github.com/zalandoresearch/fashion-mnist into a directory of your own and name that.",
     {
         "train": (
-            PublishedFile("train-images-idx3-ubyte", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
-            PublishedFile("train-labels-idx1-ubyte", "9018921c3c673c538a1fc5bad174d6f9"),
+            ("train-images-idx3-ubyte", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
+            ("train-labels-idx1-ubyte", "9018921c3c673c538a1fc5bad174d6f9"),
         ),
         "test": (
-            PublishedFile("t10k-images-idx3-ubyte", "8181f5470baa50b63fa0f6fddb340f0a"),
-            PublishedFile("t10k-labels-idx1-ubyte", "15d484375f8d13e6eb1aabb0c3f46965"),
+            ("t10k-images-idx3-ubyte", "8181f5470baa50b63fa0f6fddb340f0a"),
+            ("t10k-labels-idx1-ubyte", "15d484375f8d13e6eb1aabb0c3f46965"),
         ),
     },
 )
@@ -102,13 +95,13 @@ CIFAR10 = PublishedDataset(
     "of your own and name that.",
     {
         "train": (
-            PublishedFile("data_batch_1.bin", "5dd7e06a14cb22eb9f671a540d1b7c25"),
-            PublishedFile("data_batch_2.bin", "5ea93a67294ea407fff1d09f752e9692"),
-            PublishedFile("data_batch_3.bin", "942cd6a4bcdd0dd3c604fbe906cb4421"),
-            PublishedFile("data_batch_4.bin", "ae636b3ba5c66a11e91e8cb52e771fcb"),
-            PublishedFile("data_batch_5.bin", "53f37980c15c3d472c316c40844f3f0d"),
+            ("data_batch_1.bin", "5dd7e06a14cb22eb9f671a540d1b7c25"),
+            ("data_batch_2.bin", "5ea93a67294ea407fff1d09f752e9692"),
+            ("data_batch_3.bin", "942cd6a4bcdd0dd3c604fbe906cb4421"),
+            ("data_batch_4.bin", "ae636b3ba5c66a11e91e8cb52e771fcb"),
+            ("data_batch_5.bin", "53f37980c15c3d472c316c40844f3f0d"),
         ),
-        "test": (PublishedFile("test_batch.bin", "803d5f7f4d78ea53de84dbe85f74fb6d"),),
+        "test": (("test_batch.bin", "803d5f7f4d78ea53de84dbe85f74fb6d"),),
     },
 )
 """Looked for where `make data-cifar` puts it, and where the publisher's archive is unpacked beside it."""

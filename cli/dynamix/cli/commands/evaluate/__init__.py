@@ -5,7 +5,8 @@ Other rows come from a TOML file (--rows, see scenarios/rows) or a list (--polic
 keys of a row after a colon, for example goodput:track=1 or static:track=1,local_batch_size=128.
 rule:learning_rate_factor=best is the best of the learning rates times 0.5, 1 and 2; oracle is the best constant global
 batch, divided by the speeds of every step. With --exchange local every job permits lossy codecs and local steps;
-rule:exchange=exact is a row without them. Interrupted, it shows the finished runs; --resume continues.
+rule:exchange=exact is a row without them. Interrupted, it shows the finished runs; the same command continues, since no
+run is made twice.
 
   dynamix evaluate tune     choose the baselines' settings on the train scenarios
 """
@@ -82,11 +83,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _add_run_arguments(parser: argparse.ArgumentParser, results: str) -> None:
     add_option(parser, "--jobs", 2, "worker processes")
     add_data_argument(parser)
-    what = "the results of all runs, one per line"
+    what = "keeps the results of all runs, one per line: what is there is not run again"
     add_option(parser, "--results", results, what, metavar="FILE", type=output_path(LEDGER, make_parents=True))
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the runs in FILE; otherwise an existing file is renamed to FILE.old"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:

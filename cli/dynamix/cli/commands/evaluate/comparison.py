@@ -86,7 +86,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     with explained(OSError, ValueError, EpisodeError):
         comparison = planned(arguments)
         suite, rows, tuned, cells, against = comparison
-        with Ledger(Path(arguments.results), resume=arguments.resume) as ledger:
+        with Ledger(Path(arguments.results)) as ledger:
             with RunsProgress() as progress:
                 for warning in _warnings(comparison):
                     progress.write_line(warning)
@@ -94,7 +94,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
                 try:
                     fill(cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=progress.show_run)
                 except KeyboardInterrupt:
-                    progress.write_line("Interrupted: the verdict is on the finished runs; --resume continues.")
+                    progress.write_line("Interrupted: the verdict is on the finished runs; the same command continues.")
                     exit_code = INTERRUPTED
             verdict, table = judge(suite, rows, cells, ledger, tuned, command=command, against=against)
         if arguments.json != STANDARD_OUTPUT:
@@ -233,7 +233,7 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
                 raise MisuseError(f"--{option} {named[option]}: {what}; name another file with -o")
             output_files.check(output, TUNED, force=arguments.force)
         suite = read_suite(Path(arguments.scenarios)) if arguments.scenarios else suite_named(TRAIN)
-        with Ledger(Path(arguments.results), resume=arguments.resume) as ledger, RunsProgress() as progress:
+        with Ledger(Path(arguments.results)) as ledger, RunsProgress() as progress:
             tuned = tune(
                 suite,
                 ledger,
