@@ -28,7 +28,7 @@ from dynamix.cli.fleet import Fleet
 from dynamix.cli.jobs import newest_job
 from dynamix.cli.main import main
 from dynamix.cli.services import SERVICES, Heartbeats, bus_environment
-from dynamix.cli.terminal import bar, curve, duration, number, percent, ranges, signed_count, sizes_text
+from dynamix.cli.terminal import bar, curve, duration, number, percent, ranges, sizes_text
 from dynamix.recording.job_view import JobView
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
@@ -164,8 +164,6 @@ def test_a_stacked_bar_has_exactly_its_width(values: list[float], width: int) ->
         (number(5120.4), "5,120"),
         (number(0.51234), "0.512"),
         (percent(0.8123), "81.2 %"),
-        (signed_count(25), "+25"),
-        (signed_count(0), "·"),
         (bar(0.5, 4), "██░░"),
         (bar(7.0, 4), "████"),
         (curve([1, 2, 3, 4, 5, 6, 7, 8], 8), "▁▂▃▄▅▆▇█"),

@@ -141,7 +141,7 @@ async def test_its_children_die_with_it_and_a_second_one_is_refused(up: Up, envi
     await up.end(signal.SIGKILL)
     async with asyncio.timeout(10):
         await asyncio.gather(*[exited(pid) for pid in pids.values()])
-    assert json.loads(path(environ).read_text())["pid"] == up.process.pid
+    assert json.loads(path(environ).read_text())[1] == up.process.pid
     assert find(environ).user == ""  # its file is left over and means nothing
 
 

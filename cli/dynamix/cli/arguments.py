@@ -50,9 +50,8 @@ def number(low: float = -math.inf, high: float = math.inf, *, above: bool = Fals
     return finite
 
 
-def seed(text: str) -> int:
-    """An argument's type: a seed of random numbers."""
-    return count(0, MAX_SEED)(text)
+seed = count(0, MAX_SEED)
+"""An argument's type: a seed of random numbers."""
 
 
 def window_key(text: str) -> tuple[int | None, int]:

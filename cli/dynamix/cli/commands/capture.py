@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-from collections import Counter
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -56,10 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
         "windows": "as many windows as asked for",
         "interrupted": "interrupted, all before is there",
     }[found["end"].reason]
-    kinds = ", ".join(f"{number} {kind}" for kind, number in found["kinds"].items())
     text = (
-        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}): {kinds}; "
-        f"{found['num_file_bytes'] / 1024:.0f} KiB for {found['num_payload_bytes'] / 1024:.0f}"
+        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}), "
+        f"{found['end'].num_records} messages in {found['num_file_bytes'] / 1024:.0f} KiB"
     )
     write_result(found, text, arguments.json)
     return 0
@@ -79,51 +77,43 @@ async def capture(
 
     A window is complete when the first report of the next one comes: a window takes longer than deciding on it.
     """
-    kinds: Counter[str] = Counter()
     windows: set[tuple[int, int]] = set()
-    num_bytes, is_full = 0, False
+    is_full = False
     with (
         CaptureWriter(path, CaptureHeader.of(job)) as writer,
-        ProgressLine(PLAIN_EVERY_S, keep=True) as progress,
+        ProgressLine(PLAIN_EVERY_S) as progress,
     ):
         async with Source(bus, job, past=past, stop=stop) as source, _flushing(writer):
             if not past:
                 progress.write_line(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.")
             while not is_full and (batch := await source.read()):
                 for record in batch:
-                    kind, window = _described(record)
+                    window = _reported(record)
                     if window is not None and window not in windows and len(windows) == most:
                         is_full = True
                         break
                     windows |= {window} if window is not None else set()
-                    kinds[kind] += 1
-                    num_bytes += len(record.payload)
                     writer.write_record(record)
                 progress.show(
-                    f"{len(windows)} windows, {writer.num_records} messages, "
-                    f"{num_bytes / 1024:.0f} KiB ({writer.num_bytes / 1024:.0f} in the file)"
+                    f"{len(windows)} windows, {writer.num_records} messages, {writer.num_bytes / 1024:.0f} KiB"
                 )
         end = writer.finish("windows" if is_full else source.reason)
     return {
         "file": str(path),
         "job": job,
         "num_windows": len(windows),
-        "kinds": dict(sorted(kinds.items())),
-        "num_payload_bytes": num_bytes,
         "num_file_bytes": writer.num_bytes,
         "end": end,
     }
 
 
-def _described(record: Record) -> tuple[str, tuple[int, int] | None]:
-    """The kind of a record, and generation and window of a report; `foreign` when it is of another program."""
-    kind = "foreign"
-    with contextlib.suppress(ValueError):  # what cannot be decoded is counted, too
-        kind = subjects.parse(record.subject).kind
-        if kind == "report":
+def _reported(record: Record) -> tuple[int, int] | None:
+    """Generation and window of a report."""
+    with contextlib.suppress(ValueError):  # what cannot be decoded is captured, too
+        if subjects.parse(record.subject).kind == "report":
             report = decode(Report, record.subject, record.payload)
-            return kind, (report.generation, report.window)
-    return kind, None
+            return report.generation, report.window
+    return None
 
 
 @contextlib.asynccontextmanager

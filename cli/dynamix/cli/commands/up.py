@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.print_env:
         if other is None:
             raise CommandError("no broker of `dynamix up` runs: start one with `dynamix up`")
-        for key, value in bus_environment(other.settings).items():
+        for key, value in bus_environment(other[0]).items():
             print(f"export {key}={shlex.quote(value)}")
         return 0
     given = {name: getattr(arguments, name) for name in ("store_dir", "port", "metrics_port")}
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         read(SharedSettings, "", os.environ)  # the services would refuse it, each by itself
         settings = read(UpSettings, "up", os.environ, {name: value for name, value in given.items() if value})
     if other is not None:
-        raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
+        raise CommandError(f"it runs already, as process {other[1]} at {other[0].url}: stop that one first")
     if os.environ.get("DYNAMIX_METRICS_PORT"):
         raise CommandError("DYNAMIX_METRICS_PORT is for one service, and three start here: use --metrics-port N")
     _check_port("--port", settings.port)

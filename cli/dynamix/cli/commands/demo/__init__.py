@@ -205,7 +205,7 @@ def run(arguments: argparse.Namespace) -> int:
             max_windows=max(DemoPlan().max_windows, arguments.windows),
             pace_s_per_sample=arguments.pace,
         )
-        with ProgressLine(PLAIN_EVERY_S, keep=True) as progress:
+        with ProgressLine(PLAIN_EVERY_S) as progress:
             progress.write_line(introduction(plan))
             try:
                 runs = asyncio.run(run_demo(plan, progress, arguments.captures, dashboard=arguments.dashboard))

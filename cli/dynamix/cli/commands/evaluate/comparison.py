@@ -3,14 +3,14 @@
 import argparse
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from dynamix.cli.arguments import STANDARD_OUTPUT
 from dynamix.cli.errors import INTERRUPTED, MisuseError, explained
 from dynamix.cli.output import TUNED, write_file, write_json
-from dynamix.cli.terminal import UNKNOWN, ProgressLine, bar, duration, formatted, print_table
+from dynamix.cli.terminal import UNKNOWN, ProgressLine, duration, formatted, print_table
 from dynamix.lab.comparison.figure import draw
 from dynamix.lab.comparison.rows import (
     Choice,
@@ -39,24 +39,20 @@ from dynamix.lab.simulator.scenario import (
 from dynamix.runtime import output_files
 
 HEADINGS = ("median", "missed", "runs", "vs best static", "vs goodput", "at fixed time", "test")
-BAR_WIDTH = 20
 HOW_TO_FIX = "run `dynamix evaluate tune`"
 
 
-class RunsProgress(ProgressLine):
-    """Progress: runs that are done, that are left, and the last one."""
+def shown_on(line: ProgressLine) -> Callable[[ComparisonProgress], None]:
+    """Shows the runs that are done, that are left, and the last one."""
+    begun_s = time.monotonic()
 
-    def __init__(self) -> None:
-        super().__init__(keep=True)
-        self._begun_s = time.monotonic()
-
-    def show_run(self, progress: ComparisonProgress) -> None:
-        """Show a run that has ended."""
+    def show_run(progress: ComparisonProgress) -> None:
         done, total = progress.num_done, progress.num_total
-        passed = duration(time.monotonic() - self._begun_s)
         left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"
-        text = f"{bar(done / total, BAR_WIDTH)} {done}/{total} runs, {passed}{left}: {progress.newest}"
-        self.show(text, now=done == total)
+        text = f"{done}/{total} runs, {duration(time.monotonic() - begun_s)}{left}: {progress.newest}"
+        line.show(text, now=done == total)
+
+    return show_run
 
 
 class PlannedComparison(NamedTuple):
@@ -84,12 +80,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
         comparison = planned(arguments)
         suite, rows, tuned, cells, against = comparison
         with Ledger(Path(arguments.results), resume=arguments.resume) as ledger:
-            with RunsProgress() as progress:
+            with ProgressLine() as progress:
                 for warning in _warnings(comparison):
                     progress.write_line(warning)
                 progress.write_line(estimate(cells, ledger, jobs=arguments.jobs))
                 try:
-                    fill(cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=progress.show_run)
+                    fill(cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=shown_on(progress))
                 except KeyboardInterrupt:
                     progress.write_line("Interrupted: the verdict is on the finished runs; --resume continues.")
                     exit_code = INTERRUPTED
@@ -233,7 +229,7 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
                 raise MisuseError(f"--{option} {named[option]}: {what}; name another file with -o")
             output_files.check(output, TUNED, force=arguments.force)
         suite = read_suite(Path(arguments.scenarios)) if arguments.scenarios else suite_named(TRAIN)
-        with Ledger(Path(arguments.results), resume=arguments.resume) as ledger, RunsProgress() as progress:
+        with Ledger(Path(arguments.results), resume=arguments.resume) as ledger, ProgressLine() as progress:
             tuned = tune(
                 suite,
                 ledger,
@@ -244,7 +240,7 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
                 jobs=arguments.jobs,
                 data=arguments.data,
                 on_estimate=progress.write_line,
-                on_progress=progress.show_run,
+                on_progress=shown_on(progress),
             )
         write_file(output, to_toml(tuned).encode())
 
