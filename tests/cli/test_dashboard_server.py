@@ -287,26 +287,15 @@ def test_the_command_prints_its_url_with_a_token_unless_that_is_from_a_file(tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "code", "said"),
+    ("arguments", "code", "said"),
     [
-        ([str(DEMO), "--port", "99999"], {}, 2, "port must be 0 (a free one) to 65535, not 99999"),
-        ([str(DEMO)], {"DYNAMIX_DASHBOARD_TOKN": "x"}, 2, "did you mean DYNAMIX_DASHBOARD_TOKEN"),
-        ([str(DEMO)], {"DYNAMIX_DASHBOARD_TOKEN": "short"}, 2, "at least 16 printable ASCII characters"),
-        ([str(DEMO), "--token-file", "/none"], {}, 1, "cannot read /none: No such file or directory"),
-        ([str(DEMO), "--host", "192.0.2.1"], {}, 1, "cannot listen on 192.0.2.1:8650"),
+        (["--port", "99999"], 2, "--port: 99999: it must be 0 to 65535"),
+        (["--token-file", "/none"], 1, "cannot read /none: No such file or directory"),
+        (["--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1:8650"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_in_a_sentence(  # noqa: PLR0917 - as pytest calls
-    arguments: list[str],
-    environ: dict[str, str],
-    code: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_what_cannot_be_shown_is_refused_in_a_sentence(
+    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert main(["dashboard", *arguments]) == code
-    found = capsys.readouterr().err
-    assert said in found
-    assert "short" not in found.partition("TOKEN")[0]
+    assert main(["dashboard", str(DEMO), *arguments]) == code
+    assert said in capsys.readouterr().err

@@ -62,7 +62,7 @@ async def start(environ: dict[str, str], *arguments: str) -> Up:
 def test_a_home_that_cannot_be_made_is_named_with_the_fix(
     home: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "DYNAMIX_UP_STORE_DIR"):
+    for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", home)
     assert main(["up"]) in {1, 2}

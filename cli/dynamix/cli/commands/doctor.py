@@ -10,6 +10,7 @@ import ctypes
 import errno
 import importlib.metadata
 import os
+import platform
 import re
 import socket
 import stat
@@ -73,8 +74,6 @@ class DoctorCheck(msgspec.Struct, frozen=True):
         return self.permitted and not self.present and self.needed_for == "everything"
 
 
-OLDEST_PYTHON = (3, 11)
-PACKAGES = ("msgspec", "nats-py", "numpy", "structlog", "uvloop")
 OLDEST_SERVER = (2, 15, 1)
 """Older ones have known holes: CVE-2026-33218 and its batch."""
 FASHION_MNIST = tuple(
@@ -195,15 +194,13 @@ def report(sections: Mapping[str, Sequence[DoctorCheck]]) -> str:
 
 def software() -> list[DoctorCheck]:
     """Everything that is installed or is not."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    fix = "" if sys.version_info[:2] >= OLDEST_PYTHON else "install Python 3.11 or newer and make the venv with it"
+    version = platform.python_version()
     torch = "pip install torch; https://pytorch.org says which build fits your GPU"
     places = [directory.absolute() for directory in DATA_DIRECTORIES]
     data = next((place for place in places if all(any(place.glob(f"{name}*")) for name in FASHION_MNIST)), None)
     how = "`make data` in a clone, Debian's package dataset-fashion-mnist, or `dynamix demo --data DIR`"
     return [
-        DoctorCheck("Python", "everything", f"{version} at {sys.executable}", fix),
-        installed("packages", "everything", PACKAGES, "pip install dynamix-batch (or `make venv` in a clone)"),
+        DoctorCheck("Python", "everything", f"{version} at {sys.executable}"),
         server(),
         installed("PyTorch", "training", ("torch",), torch),
         installed("views", "live views", ("rich", "matplotlib"), "pip install 'dynamix-batch[cli]'"),

@@ -241,10 +241,9 @@ async def run_demo(plan: DemoPlan, progress: ProgressLine, captures: Path | None
     runs = []
     async with services(progress.write_line) as running, contextlib.AsyncExitStack() as stack:
         if dashboard:
-            from dynamix.cli.dashboard import DashboardSettings
             from dynamix.cli.dashboard.server import served
 
-            server = await stack.enter_async_context(served(running.bus, DashboardSettings(port=0), ""))
+            server = await stack.enter_async_context(served(running.bus, host="127.0.0.1", port=0, token=""))
             progress.write_line(f"The page: {server.url} (until the demo ends)")
         for variant in VARIANTS:
             job = f"demo-{variant.policy}-{subjects.new_run_id()}"

@@ -288,8 +288,9 @@ async def watch(fleet: Fleet, wanted: str | None) -> None:
                 news = fleet.news
                 name = fleet.newest(time.time_ns())
                 view = None if name is None else fleet.opened(name) or fleet.jobs[name]
-                now = {"now_ns": time.time_ns(), "now_s": time.monotonic()}
-                live.update(frame(view, fleet.heartbeats, console, missing=missing, **now), refresh=True)
+                now_ns, now_s = time.time_ns(), time.monotonic()
+                shown = frame(view, fleet.heartbeats, console, now_ns=now_ns, now_s=now_s, missing=missing)
+                live.update(shown, refresh=True)
                 await asyncio.sleep(MIN_INTERVAL_S)
                 waiting = [asyncio.create_task(news.wait()), asyncio.create_task(left.wait())]
                 await asyncio.wait(waiting, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
