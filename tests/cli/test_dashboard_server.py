@@ -252,12 +252,9 @@ async def test_every_file_of_the_page_is_served_and_none_other() -> None:
         index = await ask(server, "/")
         assert (index.status, index.headers["content-type"]) == (200, "text/html; charset=utf-8")
         assert "server" not in index.headers
-        size = 0
         for path in (file for file in PAGE.rglob("*") if file.is_file()):
             found = await ask(server, f"/page/{path.relative_to(PAGE).as_posix()}")
             assert (found.status, len(found.body)) == (200, path.stat().st_size)
-            size += len(found.body)
-        assert size < 500_000
         for path in ("/page/../server.py", "/page/%2e%2e/server.py", "/page/", "/etc/passwd", "/api"):
             assert (await ask(server, path)).status == 404
         for method in ("POST", "PUT", "DELETE", "PATCH"):

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from tests.support import examples
 
-from dynamix.cli.commands.demo import DemoPlan, DemoRun, DemoStep, draw, show_window, summarise
-from dynamix.cli.terminal import ProgressLine
+from dynamix.cli.commands.demo import DemoPlan, DemoRun, DemoStep, draw, summarise
 from dynamix.recording.job_view import JobView
 
 PLAN = DemoPlan(target_accuracy=0.8, window_steps=2)
@@ -47,9 +46,3 @@ def test_the_clock_stops_when_the_mean_of_three_evaluations_is_at_the_target() -
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     draw([a_run(), a_run("split", 0.05), a_run("rule", 0.02)], PLAN, str(tmp_path / "demo.png"))
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_last_line_of_a_run_has_the_accuracy_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressLine() as shown:
-        show_window(shown, "static", a_job(), 0.838)
-    assert capsys.readouterr().err.endswith("83.8%, 2 applied\n")

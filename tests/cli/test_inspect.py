@@ -10,7 +10,6 @@ from tests.support.examples import reward
 
 from dynamix.cli.commands.inspect import Inspection, inspect
 from dynamix.cli.main import main
-from dynamix.recording import capture
 from dynamix.schemas.chain import seal
 from dynamix.schemas.messages import Action, Message
 
@@ -142,10 +141,3 @@ def test_a_damaged_or_cut_capture_is_shown_as_far_as_it_is_good(
     assert "cannot read" in capsys.readouterr().err
     empty = capture_files.write(tmp_path / "empty.dxc", [])
     assert shown(empty) == 0
-
-
-def test_the_fixture_holds_every_kind_and_the_whole_job() -> None:
-    subjects = {one.subject.split(".")[2] for one in capture.records(DEMO)}
-    assert subjects == {"job", "report", "window", "state", "reward", "action", "applied"}
-    assert [job.phase for job in inspect(DEMO).jobs] == ["running", "ended"]
-    assert DEMO.stat().st_size < 300_000

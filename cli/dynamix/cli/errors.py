@@ -1,7 +1,9 @@
 """Errors of commands, each in a sentence for the person who typed it."""
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from typing import Any
 
 from dynamix.runtime.output_files import RefusedOutputError
 
@@ -24,16 +26,22 @@ class MisuseError(CommandError):
         super().__init__(text, exit_code=MISUSED)
 
 
-@contextlib.contextmanager
-def first_of_group() -> Iterator[None]:
-    """Raise the first error of a group of tasks in place of the group."""
+@contextlib.asynccontextmanager
+async def beside(*works: Coroutine[Any, Any, object]) -> AsyncGenerator[None, None]:
+    """Do other work for as long as the context lasts; raises its first error, also in the midst of the context."""
     try:
-        yield
-    except BaseExceptionGroup as group:
-        error: BaseException = group
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+    except BaseExceptionGroup as raised:
+        error: BaseException = raised
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        raise error from group
+        raise error from raised
 
 
 @contextlib.contextmanager

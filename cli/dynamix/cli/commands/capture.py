@@ -12,12 +12,11 @@ import argparse
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from dynamix.cli.arguments import add_json_argument, add_output_argument, count
 from dynamix.cli.connection import connected, find
-from dynamix.cli.errors import first_of_group
+from dynamix.cli.errors import beside
 from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.output import CAPTURE, Document, write_result, writing
 from dynamix.cli.source import Source
@@ -83,7 +82,7 @@ async def capture(
         CaptureWriter(path, CaptureHeader.of(job)) as writer,
         ProgressLine(PLAIN_EVERY_S) as progress,
     ):
-        async with Source(bus, job, past=past, stop=stop) as source, _flushing(writer):
+        async with Source(bus, job, past=past, stop=stop) as source, beside(_flush(writer)):
             if not past:
                 progress.write_line(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.")
             while not is_full and (batch := await source.read()):
@@ -116,17 +115,8 @@ def _reported(record: Record) -> tuple[int, int] | None:
     return None
 
 
-@contextlib.asynccontextmanager
-async def _flushing(writer: CaptureWriter) -> AsyncGenerator[None, None]:
+async def _flush(writer: CaptureWriter) -> None:
     """Flush the file every few seconds, also while no batch comes. Raises OSError when it cannot be written."""
-
-    async def flush() -> None:
-        while True:
-            await asyncio.sleep(FLUSH_EVERY_S)
-            writer.flush()
-
-    with first_of_group():
-        async with asyncio.TaskGroup() as group:
-            flushing = group.create_task(flush())
-            yield
-            flushing.cancel()
+    while True:
+        await asyncio.sleep(FLUSH_EVERY_S)
+        writer.flush()

@@ -14,13 +14,13 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dynamix.cli.arguments import MAX_PORT, add_option, count
 from dynamix.cli.connection import connected, path, published, running
-from dynamix.cli.errors import MISUSED, CommandError, MisuseError, explained, first_of_group
+from dynamix.cli.errors import MISUSED, CommandError, MisuseError, beside, explained
 from dynamix.cli.services import (
     SERVICES,
     UNANSWERED,
@@ -169,7 +169,8 @@ async def _run_until_signal(server: EmbeddedServer, ports: list[int], store: Pat
                 process.start()
             children = [Child("broker", lambda: server.pid, restart, stay), *map(service, processes)]
             with published(server.settings, os.environ) as file:
-                async with kept(children, _announce(bus, processes, file), watch_store(bus, server, store)):
+                works = [_announce(bus, processes, file), watch_store(bus, server, store)]
+                async with beside(*map(keep, children), *works):
                     await stop.wait()
     _say("stopped", "")
 
@@ -227,26 +228,8 @@ def service(process: ServiceProcess) -> Child:
     return Child(process.name, lambda: process.pid, start, lambda: asyncio.to_thread(process.stop), process.exit_code)
 
 
-@contextlib.asynccontextmanager
-async def kept(children: Iterable[Child], *beside: Awaitable[None]) -> AsyncIterator[None]:
-    """Keep started children running, and other work `beside`, until the context ends, then stop them.
-
-    Raises ChildSettingsError, also in the midst of the context, when a child refused its settings.
-    """
-    with first_of_group():
-        async with asyncio.TaskGroup() as group:
-            tasks = [asyncio.ensure_future(work) for work in beside]
-            tasks += [group.create_task(_keep(child)) for child in children]
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _keep(child: Child) -> None:
-    """Start a child again whenever it ends, until cancelled."""
+async def keep(child: Child) -> None:
+    """Start a child again whenever it ends, until cancelled. Raises ChildSettingsError when it refused its settings."""
     wait_s, time_s = MIN_WAIT_S, asyncio.get_running_loop().time
     try:
         while True:
