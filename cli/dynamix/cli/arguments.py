@@ -135,13 +135,9 @@ def _add_output(parser: argparse.ArgumentParser, *flags: str, **options: Any) ->
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """Declare `--json FILE`."""
+    what = "write the result as JSON ('-': standard output, nothing else)"
     to_file = output_path(JSON)
-    _add_output(
-        parser,
-        "--json",
-        type=lambda text: text if text == STANDARD_OUTPUT else to_file(text),
-        help="write the result as JSON ('-': standard output, nothing else)",
-    )
+    _add_output(parser, "--json", type=lambda text: text if text == STANDARD_OUTPUT else to_file(text), help=what)
 
 
 def add_png_argument(parser: argparse.ArgumentParser, what: str, default: str | None = None) -> None:

@@ -24,7 +24,6 @@ MOST_RANKS = 64
 """On the page, ranks that are shown one by one: of a larger job the slowest, and in curves minimum, median, maximum."""
 MOST_WINDOWS = 5000
 """Windows of a capture on the page: the newest ones."""
-SHOWN_KINDS = ("job", "window", "reward", "action", "applied", "event")
 PRIVATE = ("carry", "profile", "logprobs", "values", "job")
 """Fields of an action that are the policy's own, or known."""
 
@@ -233,8 +232,6 @@ class CapturedJob:
         with CaptureReader(path) as reader:
             self.job = reader.header.job
             for record in reader:
-                if record.subject.split(".")[2:3][0] not in SHOWN_KINDS:
-                    continue
                 try:
                     self._messages.append((record.timestamp_ns, decode_any(record.subject, record.payload)))
                 except MalformedMessageError:

@@ -13,7 +13,6 @@ from dynamix.cli.output import TUNED, write_file, write_json
 from dynamix.cli.terminal import UNKNOWN, ProgressLine, duration, formatted, print_table
 from dynamix.lab.comparison.figure import draw
 from dynamix.lab.comparison.rows import (
-    Choice,
     Row,
     Tuned,
     parse_rows,
@@ -244,14 +243,7 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
             )
         write_file(output, to_toml(tuned).encode())
 
-    def shown(baseline: str, choice: Choice) -> str:
-        return f"{choice.setting.removeprefix(baseline).lstrip(':@')}: {choice.score_s:.1f} s"
-
-    families = [*tuned.families.items(), ("all", tuned.overall)]
-    rows = [(family, *(shown(name, choices[name]) for name in tuned.overall)) for family, choices in families]
-    headings = ("family", *tuned.overall)
-    title = f"Best of {tuned.num_settings} settings each"
     if arguments.json != STANDARD_OUTPUT:
-        print_table(headings, rows, left=headings, title=title)
+        print(f"{output} has the best of {tuned.num_settings} settings each for {', '.join(tuned.overall)}")
     write_json(tuned, arguments.json)
     return 0
