@@ -156,7 +156,7 @@ async def test_a_signal_finishes_the_file(bus: Bus, tmp_path: Path) -> None:
         command.send_signal(signal.SIGINT)  # else it would go on until the job ends
         output, errors = await command.communicate()
     assert command.returncode == 0, errors
-    assert b"(interrupted, all before is there)" in output
+    assert b"(interrupted)" in output
     with CaptureReader(path) as reader:
         assert identities(list(reader)) == expected(told)[: reader.num_records]
     assert reader.end is not None

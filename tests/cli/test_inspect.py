@@ -48,7 +48,7 @@ def shown(path: Path, *arguments: str) -> int:
 def test_the_demo_is_shown_as_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(DEMO) == 0
     output = capsys.readouterr().out
-    assert "whole, to the end of the job; 181 messages" in output
+    assert "complete (ended); 181 messages" in output
     assert "job ended, closed: generation 0, 4 ranks on 1 node, 10 steps a window, sgd, policy proportional" in output
     assert "messages: action 30, applied 29, job 2, report 30, reward 30, state 30, window 30" in output
     assert "gaps: none, every window has all its messages" in output

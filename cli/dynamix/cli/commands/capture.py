@@ -48,14 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_job(arguments.job)
     with writing(arguments.output):
         found = asyncio.run(_from_bus(arguments))
-    why = {
-        "ended": "the job has ended",
-        "stored": "as stored so far",
-        "windows": "as many windows as asked for",
-        "interrupted": "interrupted, all before is there",
-    }[found["end"].reason]
     text = (
-        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}), "
+        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({found['end'].reason}), "
         f"{found['end'].num_records} messages in {found['num_file_bytes'] / 1024:.0f} KiB"
     )
     write_result(found, text, arguments.json)

@@ -5,7 +5,6 @@ Without a name it shows the newest running job. Press q to leave; the job is not
 
 import argparse
 import asyncio
-import importlib.util
 import os
 import sys
 import time
@@ -36,8 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
     configure_log("critical")  # the screen belongs to the view
     if arguments.job is not None:
         check_job(arguments.job)
-    if arguments.json is None and importlib.util.find_spec("rich") is None:
-        raise CommandError("the view needs the package rich: pip install 'dynamix-batch[cli]', or use --json -")
     asyncio.run(_run(arguments.job, arguments.json, once=arguments.once or not sys.stdout.isatty()))
     return 0
 
