@@ -31,7 +31,6 @@ from dynamix.lab.simulator.scenario import (
     TUNED_EXCHANGE_FILE,
     TUNED_FILE,
     Suite,
-    read_suite,
     scenario_root,
     suite_named,
 )
@@ -69,12 +68,13 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Run the comparison and show the verdict; an interrupt shows what there is and returns 130."""
     exit_code = 0
     # the command that makes these numbers again, without options that do not change them
-    which = ["--scenarios", arguments.scenarios] if arguments.scenarios else ["--suite", arguments.suite]
-    which += ["--rows", arguments.rows] if arguments.rows else ["--policies", arguments.policies]
+    which = ["--rows", arguments.rows] if arguments.rows else ["--policies", arguments.policies]
     which += [word for text in arguments.policy_file for word in ("--policy-file", text)]
     which += ["--exchange", arguments.exchange] if arguments.exchange else []
     which += ["--against", arguments.against] if arguments.against else []
-    command = shlex.join(["dynamix", "evaluate", *which, "--seeds", str(arguments.seeds)])
+    command = shlex.join(
+        ["dynamix", "evaluate", "--scenarios", arguments.scenarios, *which, "--seeds", str(arguments.seeds)]
+    )
     with explained(OSError, ValueError, EpisodeError):
         comparison = planned(arguments)
         suite, rows, tuned, cells, against = comparison
@@ -100,7 +100,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def planned(arguments: argparse.Namespace) -> PlannedComparison:
     """The comparison that the arguments ask for. Raises ValueError when a policy or scenario cannot be used."""
-    suite = read_suite(Path(arguments.scenarios)) if arguments.scenarios else suite_named(arguments.suite)
+    suite = suite_named(arguments.scenarios)
     files: dict[str, list[str]] = {}
     for text in arguments.policy_file:
         name, _, paths = text.partition("=")
@@ -227,7 +227,7 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
                 what = f"{output} holds the choices for all baselines on the train scenarios"
                 raise MisuseError(f"--{option} {named[option]}: {what}; name another file with -o")
             output_files.check(output, TUNED, force=arguments.force)
-        suite = read_suite(Path(arguments.scenarios)) if arguments.scenarios else suite_named(TRAIN)
+        suite = suite_named(arguments.scenarios or TRAIN)
         with Ledger(Path(arguments.results), resume=arguments.resume) as ledger, ProgressLine() as progress:
             tuned = tune(
                 suite,
