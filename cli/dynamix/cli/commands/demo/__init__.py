@@ -199,7 +199,8 @@ def run(arguments: argparse.Namespace) -> int:
             pace_s_per_sample=arguments.pace,
         )
         with ProgressLine(PLAIN_EVERY_S) as progress:
-            progress.write_line(introduction(plan))
+            about = (__doc__ or "").partition("\n\n")[2]
+            progress.write_line(f"{about}Target: {plan.target_accuracy:.0%}, the mean of {LOOKS} evaluations.")
             try:
                 runs = asyncio.run(run_demo(plan, progress, arguments.captures, dashboard=arguments.dashboard))
             except asyncio.CancelledError:
@@ -239,6 +240,8 @@ async def run_demo(plan: DemoPlan, progress: ProgressLine, captures: Path | None
             server = await stack.enter_async_context(served(running.bus, host="127.0.0.1", port=0, token=""))
             progress.write_line(f"The page: {server.url} (until the demo ends)")
         for variant in VARIANTS:
+            given = "".join(f', {name}="{value}"' for name, value in variant.arguments.items())
+            progress.write_line(f"{variant.policy}: attach(model, optimizer, dataset{given}), {variant.what}")
             job = f"demo-{variant.policy}-{subjects.new_run_id()}"
             runs.append(await run_job(plan, variant, job, running, progress))
             if captures is not None:
@@ -335,24 +338,6 @@ async def _train(plan: DemoPlan, variant: Variant, job: str, running: RunningSer
 
 
 # --- on the terminal
-
-
-def introduction(plan: DemoPlan) -> str:
-    """Introduce the runs: what is real about them, and how the script's call differs."""
-    calls = "".join(
-        f"  {variant.policy:8}attach(model, optimizer, dataset, local_batch_size={plan.local_batch_size}"
-        + "".join(f', {name}="{value}"' for name, value in variant.arguments.items())
-        + f")  # {variant.what}\n"
-        for variant in VARIANTS
-    )
-    return (
-        f"A {plan.num_ranks}-process gloo job trains a small CNN on Fashion-MNIST to {plan.target_accuracy:.0%} "
-        f"held-out accuracy, the mean of {LOOKS} evaluations, {len(VARIANTS)} times with one seed.\n"
-        f"Its ranks are PACED: they sleep to {plan.pace_s_per_sample * 1000:g} ms per sample, rank "
-        f"{plan.slow_rank} to {plan.slowdown:g} times that. Data, gradients, processes and messages are real.\n"
-        f"One call differs in its script:\n{calls}"
-        "Shown per window: local batch sizes, step time, held-out accuracy, actions applied."
-    )
 
 
 def show_window(progress: ProgressLine, policy: str, view: JobView, final_accuracy: float | None = None) -> None:
