@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from dynamix.cli.commands.up import Child, keep
-from dynamix.cli.errors import beside
+from dynamix.cli.services import beside
 
 
 class Sleeper:

@@ -1,9 +1,7 @@
 """Errors of commands, each in a sentence for the person who typed it."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from dynamix.runtime.output_files import RefusedOutputError
 
@@ -24,24 +22,6 @@ class MisuseError(CommandError):
 
     def __init__(self, text: str) -> None:
         super().__init__(text, exit_code=MISUSED)
-
-
-@contextlib.asynccontextmanager
-async def beside(*works: Coroutine[Any, Any, object]) -> AsyncGenerator[None, None]:
-    """Do other work for as long as the context lasts; raises its first error, also in the midst of the context."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-    except BaseExceptionGroup as raised:
-        error: BaseException = raised
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from raised
 
 
 @contextlib.contextmanager

@@ -13,9 +13,8 @@ from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Job, Live, Message, MetricWindow
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-from .errors import beside
 from .jobs import is_called, newest_job, stored_messages
-from .services import Heartbeats, hear
+from .services import Heartbeats, beside, hear
 
 PAST_MESSAGES = 16384
 """Messages of FEED, of all jobs, among which those of one job are read for its curves: a second at most."""

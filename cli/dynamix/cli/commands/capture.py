@@ -16,9 +16,9 @@ from pathlib import Path
 
 from dynamix.cli.arguments import add_json_argument, add_output_argument, count
 from dynamix.cli.connection import connected, find
-from dynamix.cli.errors import beside
 from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.output import CAPTURE, Document, write_result, writing
+from dynamix.cli.services import beside
 from dynamix.cli.source import Source
 from dynamix.cli.terminal import ProgressLine, stop_event
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record

@@ -20,12 +20,13 @@ from typing import Literal, NamedTuple
 
 from dynamix.cli.arguments import MAX_PORT, add_option, count
 from dynamix.cli.connection import connected, path, published, running
-from dynamix.cli.errors import MISUSED, CommandError, MisuseError, beside, explained
+from dynamix.cli.errors import MISUSED, CommandError, MisuseError, explained
 from dynamix.cli.services import (
     SERVICES,
     UNANSWERED,
     Heartbeats,
     ServiceProcess,
+    beside,
     bus_environment,
     hear,
     wait_until_ready,
