@@ -11,8 +11,6 @@ import msgspec
 
 from dynamix.arbitrator.learning.service import LearnerSettings
 from dynamix.arbitrator.service import ArbitratorSettings
-from dynamix.cli.commands.up import UpSettings
-from dynamix.cli.dashboard import DashboardSettings
 from dynamix.cli.main import Parser, command_module, command_names
 from dynamix.collector.observation import CollectorSettings
 from dynamix.reward.service import RewardSettings
@@ -61,8 +59,6 @@ OWNERS = (
     SettingsOwner("Arbitrator", "arbitrator", ArbitratorSettings),
     SettingsOwner("Learner (`python -m dynamix.arbitrator.learning`)", "learner", LearnerSettings),
     SettingsOwner("Training processes", "trainer", TrainerSettings),
-    SettingsOwner("`dynamix up`", "up", UpSettings),
-    SettingsOwner("`dynamix dashboard`", "dashboard", DashboardSettings),
 )
 
 
@@ -130,10 +126,8 @@ def _spelled(action: argparse.Action) -> str:
 
 def settings_section(owner: SettingsOwner) -> str:
     """The variables of one owner."""
-    command = _parser(owner.component).actions if owner.component in command_names() else []
-    options = {one.dest: f"`{one.option_strings[-1]}`" for one in command if one.option_strings}
     rows = "".join(
-        f"| `{one.variable}` | {f'`{one.default}`' if one.default else ''} | {options.get(one.name, one.meaning)} |\n"
+        f"| `{one.variable}` | {f'`{one.default}`' if one.default else ''} | {one.meaning} |\n"
         for one in describe(owner.struct, owner.component)
     )
     return f"### {owner.title}\n\n| variable | default | meaning |\n|---|---|---|\n{rows}"

@@ -21,7 +21,7 @@ REFUSED = [
     ("demo --target nan", "demo: argument --target: nan: it must be a number above 0 and at most 1"),
     ("demo --pace inf", "demo: argument --pace: inf: it must be a number at least 0 and at most 10"),
     ("simulate train/mixed-8 --seed -1", "simulate: argument --seed: -1: it must be 0 to 2147483647"),
-    ("up --port 99999", "up: up settings: port must be 0 (a free one) to 65535, not 99999"),
+    ("up --port 99999", "up: argument --port: 99999: it must be 0 to 65535"),
     ("up --port 5000 --metrics-port 5000", "--metrics-port: 5000 is the broker's own port"),
     ("train --name mnist", "put torchrun's options, the script and its arguments behind --"),
     (f"train --name {LONG} -- x.py", "cannot be part of a subject: use 1 to 63 of the characters"),
@@ -115,7 +115,6 @@ def test_files_that_are_not_named_are_checked_too(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, words in (
-        ("dynamix-demo.png", ["demo"]),
         ("ppo-0.safetensors", ["learn"]),
         ("ppo-0.safetensors.checkpoint", ["learn"]),
         ("dynamix-evaluate.jsonl", ["evaluate"]),

@@ -105,7 +105,6 @@ async def test_the_past_is_all_that_is_stored_of_the_job_in_the_order_of_storing
     said = json.loads(report.read_text())
     assert said["num_windows"] == 3
     assert said["num_file_bytes"] == path.stat().st_size
-    assert said["kinds"]["report"] == 7
     assert said["end"]["num_records"] == len(told) + 1
     assert await typed("capture", "mnist", "--past", "-o", str(path)) == 2, "a capture cannot be made again"
 
@@ -157,7 +156,7 @@ async def test_a_signal_finishes_the_file(bus: Bus, tmp_path: Path) -> None:
         command.send_signal(signal.SIGINT)  # else it would go on until the job ends
         output, errors = await command.communicate()
     assert command.returncode == 0, errors
-    assert b"(interrupted, all before is there)" in output
+    assert b"(interrupted)" in output
     with CaptureReader(path) as reader:
         assert identities(list(reader)) == expected(told)[: reader.num_records]
     assert reader.end is not None

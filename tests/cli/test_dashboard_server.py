@@ -252,12 +252,9 @@ async def test_every_file_of_the_page_is_served_and_none_other() -> None:
         index = await ask(server, "/")
         assert (index.status, index.headers["content-type"]) == (200, "text/html; charset=utf-8")
         assert "server" not in index.headers
-        size = 0
         for path in (file for file in PAGE.rglob("*") if file.is_file()):
             found = await ask(server, f"/page/{path.relative_to(PAGE).as_posix()}")
             assert (found.status, len(found.body)) == (200, path.stat().st_size)
-            size += len(found.body)
-        assert size < 500_000
         for path in ("/page/../server.py", "/page/%2e%2e/server.py", "/page/", "/etc/passwd", "/api"):
             assert (await ask(server, path)).status == 404
         for method in ("POST", "PUT", "DELETE", "PATCH"):
@@ -287,26 +284,15 @@ def test_the_command_prints_its_url_with_a_token_unless_that_is_from_a_file(tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "code", "said"),
+    ("arguments", "code", "said"),
     [
-        ([str(DEMO), "--port", "99999"], {}, 2, "port must be 0 (a free one) to 65535, not 99999"),
-        ([str(DEMO)], {"DYNAMIX_DASHBOARD_TOKN": "x"}, 2, "did you mean DYNAMIX_DASHBOARD_TOKEN"),
-        ([str(DEMO)], {"DYNAMIX_DASHBOARD_TOKEN": "short"}, 2, "at least 16 printable ASCII characters"),
-        ([str(DEMO), "--token-file", "/none"], {}, 1, "cannot read /none: No such file or directory"),
-        ([str(DEMO), "--host", "192.0.2.1"], {}, 1, "cannot listen on 192.0.2.1:8650"),
+        (["--port", "99999"], 2, "--port: 99999: it must be 0 to 65535"),
+        (["--token-file", "/none"], 1, "cannot read /none: No such file or directory"),
+        (["--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1:8650"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_in_a_sentence(  # noqa: PLR0917 - as pytest calls
-    arguments: list[str],
-    environ: dict[str, str],
-    code: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_what_cannot_be_shown_is_refused_in_a_sentence(
+    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert main(["dashboard", *arguments]) == code
-    found = capsys.readouterr().err
-    assert said in found
-    assert "short" not in found.partition("TOKEN")[0]
+    assert main(["dashboard", str(DEMO), *arguments]) == code
+    assert said in capsys.readouterr().err

@@ -1,15 +1,11 @@
 """`dynamix doctor --actions JOB`, on logs that are whole and logs that are not."""
 
-import json
-from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer
 
-from dynamix.cli.commands.doctor import DoctorCheck, actions
-from dynamix.cli.main import main
+from dynamix.cli.commands.doctor import actions
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.chain import seal
@@ -68,14 +64,3 @@ async def test_no_job_no_action_and_no_broker_are_told_apart(server: ConfiguredS
     await bus.publish(examples.job())
     assert (await actions(server.settings, examples.JOB)).found == f"none yet of {examples.JOB}"
     assert not (await actions(BusSettings(url="nats://127.0.0.1:1"), examples.JOB)).present
-
-
-@pytest.mark.parametrize(("present", "code"), [(True, 0), (False, 1)])
-def test_the_exit_code_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, present: bool, code: int) -> None:
-    async def found(_settings: BusSettings, job: str) -> DoctorCheck:
-        return DoctorCheck("actions", "training", job, "" if present else "fix")
-
-    monkeypatch.setattr("dynamix.cli.commands.doctor.actions", found)
-    assert main(["doctor", "--actions", examples.JOB, "--json", str(tmp_path / "found.json")]) == code
-    (written,) = json.loads((tmp_path / "found.json").read_text())["findings"]
-    assert (written["name"], written["found"]) == ("actions", examples.JOB)

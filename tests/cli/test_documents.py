@@ -118,16 +118,6 @@ def test_a_node_of_a_running_job_without_a_collector_is_an_alarm() -> None:
     assert list(alarms_of([measured], heartbeats, now_ns=NOW, now_s=101.0)) == []
 
 
-def test_a_capture_shows_the_job_at_any_of_its_moments() -> None:
-    captured = CapturedJob(DEMO)
-    begin, middle, end = (captured.document(part * captured.duration_s, with_windows=True) for part in (0, 0.5, 1))
-    assert [document["job"]["window"] for document in (begin, middle, end)][::2] == [None, 29]
-    assert 5 < middle["job"]["window"] < 25
-    assert len(begin["windows"]) == len(end["windows"]) == 30
-    assert sum(end["windows"][-1]["local_batch_sizes"].values()) == 512
-    assert end["windows"][0]["applied"]["effective_window"] == 2
-
-
 def test_a_capture_that_is_cut_off_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
     cut = tmp_path / "cut.dxc"
     cut.write_bytes(DEMO.read_bytes()[:-100])

@@ -122,7 +122,7 @@ def test_tune_reads_train_scenarios_only_and_writes_what_evaluate_reads(
     tuned = read_tuned(output)
     assert tuned.command == "dynamix evaluate tune --baselines static,goodput --seeds 1"
     assert list(tuned.overall) == ["static", "goodput"]
-    assert "Best of 6 settings each" in capsys.readouterr().out
+    assert "the best of 6 settings each for static, goodput" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", [("--baselines", "static"), ("--scenarios", "suite")])

@@ -8,8 +8,6 @@ from tests.support import learning
 
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.cli.main import main
-from dynamix.collector.agent import AgentNetwork
-from dynamix.schemas.policies import MULTIPLIERS
 
 TINY = ["--workers", "1"]
 for one in ("num_episodes=4", "episodes_per_update=2", "validate_every=2", "update_epochs=1"):
@@ -92,13 +90,3 @@ def test_reward_weights_and_objective_replace_the_presets(scenarios: Path, tmp_p
         "paper-adam",
     )
     assert metadata.reward_weights == {"accuracy": 1.0, "alpha": 1.0, "beta": 0.1, "delta": 0.0, "eta": 0.01}
-
-
-def test_agents_are_learned_by_a_curriculum(scenarios: Path, tmp_path: Path) -> None:
-    output = tmp_path / "agents.safetensors"
-    how = ["--policy", "stigmergy", "--set", "curriculum=[2,4]"]
-    assert main(["learn", "--scenarios", str(scenarios), "-o", str(output), *how, *TINY]) == 0
-    metadata = PolicyFile.read(output).metadata
-    assert (metadata.policy, metadata.action_set) == ("stigmergy", "appetite")
-    assert metadata.scenarios == ("two-speeds-of-2", "two-speeds-of-4")
-    assert AgentNetwork.read(output).actions == MULTIPLIERS

@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from dynamix.cli.commands.up import Child, kept
+from dynamix.cli.commands.up import Child, keep
+from dynamix.cli.services import beside
 
 
 class Sleeper:
@@ -48,7 +49,7 @@ async def test_a_killed_child_is_started_again_until_that_works_and_stopped_at_t
     monkeypatch.setattr("dynamix.cli.commands.up.MIN_WAIT_S", 0.01)
     child = Sleeper()
     await child.start()
-    async with kept([Child("sleeper", child.pid, child.start, child.stop)]):
+    async with beside(keep(Child("sleeper", child.pid, child.start, child.stop))):
         for expected in (2, 3):
             child.fails = expected == 3
             child.started.clear()

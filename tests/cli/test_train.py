@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,9 @@ TORCHRUN = ["--standalone", "--nproc-per-node", "1"]
 def test_the_id_is_the_name_and_eight_digits_never_the_same_twice() -> None:
     first, second = (train.identity([*TORCHRUN, "train.py"], name="mnist", given="")["DYNAMIX_JOB"] for _ in range(2))
     assert first != second
-    name, _, run_id = first.rpartition("-")
-    assert (name, len(run_id), int(run_id, 16) >= 0) == ("mnist", 8, True)
+    assert re.fullmatch("mnist-[0-9a-f]{8}", first)
+    given = train.identity(["--nnodes", "2", "train.py"], name="ignored", given="mnist-0a1b2c3d")
+    assert given == {"DYNAMIX_JOB": "mnist-0a1b2c3d"}
 
 
 @pytest.mark.parametrize(("script", "name"), [("a/b/My_Script.py", "my-script"), ("___.py", "job")])
@@ -31,29 +33,26 @@ def test_without_a_name_it_is_the_scripts_unless_the_script_gives_one(script: st
     assert named["DYNAMIX_TRAINER_NAME"] == name
 
 
-def test_a_given_id_is_taken_as_it_is() -> None:
-    named = train.identity(["--nnodes", "2", "train.py"], name="ignored", given="mnist-0a1b2c3d")
-    assert named == {"DYNAMIX_JOB": "mnist-0a1b2c3d"}
-
-
-@pytest.mark.parametrize(("name", "given"), [("My Job", ""), ("x" * 55, ""), (None, "a.b")])
-def test_a_name_that_cannot_be_a_subject_is_a_usage_error(name: str | None, given: str) -> None:
-    with pytest.raises(CommandError) as caught:
-        train.identity(["train.py"], name=name, given=given)
-    assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize("option", [["--nnodes", "2"], ["--nnodes=1:4"], ["--standalone", "--nnodes", "4:4"]])
-def test_several_nodes_must_be_told_one_id(option: list[str]) -> None:
-    with pytest.raises(CommandError, match=r"--job train-[0-9a-f]{8}"):
-        train.identity([*option, "train.py"], name=None, given="")
-
-
 @pytest.mark.parametrize(
-    "arguments", [["--nnodes", "1", "train.py"], ["--nnodes=1:1", "t.py"], ["t.py", "--nnodes", "9"]]
+    ("words", "name", "given", "said"),
+    [
+        ("t.py", "My Job", "", "cannot be part of a subject"),
+        ("t.py", "x" * 55, "", "use at most 54"),
+        ("t.py", None, "a.b", "cannot be part of a subject"),
+        *((f"{option} t.py", None, "", r"--job t-[0-9a-f]{8}") for option in ("--nnodes 2", "--nnodes=1:4")),
+        *((f"{option} t.py", None, "", "") for option in ("--nnodes 1", "--nnodes=1:1", "--standalone")),
+        ("t.py --nnodes 9", None, "", ""),
+    ],
 )
-def test_one_node_is_one_node_whatever_the_script_is_told(arguments: list[str]) -> None:
-    assert not train.spans_nodes(arguments)
+def test_a_wrong_name_is_a_usage_error_and_several_nodes_must_be_told_one_id(
+    words: str, name: str | None, given: str, said: str
+) -> None:
+    if not said:
+        train.identity(words.split(), name=name, given=given)
+        return
+    with pytest.raises(CommandError, match=said) as caught:
+        train.identity(words.split(), name=name, given=given)
+    assert caught.value.exit_code == 2
 
 
 def test_a_credential_says_which_jobs_can_be_trained(tmp_path: Path) -> None:

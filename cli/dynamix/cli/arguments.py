@@ -50,9 +50,8 @@ def number(low: float = -math.inf, high: float = math.inf, *, above: bool = Fals
     return finite
 
 
-def seed(text: str) -> int:
-    """An argument's type: a seed of random numbers."""
-    return count(0, MAX_SEED)(text)
+seed = count(0, MAX_SEED)
+"""An argument's type: a seed of random numbers."""
 
 
 def window_key(text: str) -> tuple[int | None, int]:
@@ -136,13 +135,9 @@ def _add_output(parser: argparse.ArgumentParser, *flags: str, **options: Any) ->
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """Declare `--json FILE`."""
+    what = "write the result as JSON ('-': standard output, nothing else)"
     to_file = output_path(JSON)
-    _add_output(
-        parser,
-        "--json",
-        type=lambda text: text if text == STANDARD_OUTPUT else to_file(text),
-        help="write the result as JSON ('-': standard output, nothing else)",
-    )
+    _add_output(parser, "--json", type=lambda text: text if text == STANDARD_OUTPUT else to_file(text), help=what)
 
 
 def add_png_argument(parser: argparse.ArgumentParser, what: str, default: str | None = None) -> None:

@@ -31,21 +31,6 @@ class NoBrokerError(CommandError):
     """There is no broker at the address, or it does not answer."""
 
 
-class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of the file."""
-
-    url: str
-    user: str
-    password: str
-    pid: int
-    """The `dynamix up` that wrote it."""
-
-    @property
-    def settings(self) -> BusSettings:
-        """How to reach the broker."""
-        return BusSettings(url=self.url, user=self.user, password=self.password)
-
-
 def find(environ: Mapping[str, str]) -> BusSettings:
     """Settings of the connection to the broker.
 
@@ -55,7 +40,7 @@ def find(environ: Mapping[str, str]) -> BusSettings:
         with explained(SettingsError, exit_code=MISUSED):
             return read(BusSettings, "nats", environ)
     found = running(environ)
-    return found.settings if found else BusSettings()
+    return found[0] if found else BusSettings()
 
 
 def is_configured(environ: Mapping[str, str]) -> bool:
@@ -63,8 +48,8 @@ def is_configured(environ: Mapping[str, str]) -> bool:
     return any(key.startswith(PREFIX) and value for key, value in environ.items())
 
 
-def running(environ: Mapping[str, str]) -> ConnectionFile | None:
-    """The connection file of the running `dynamix up`; `None` when none runs.
+def running(environ: Mapping[str, str]) -> tuple[BusSettings, int] | None:
+    """How to reach the broker of the running `dynamix up`, and its process id; `None` when none runs.
 
     Raises CommandError when others may read or could have written the file.
     """
@@ -78,7 +63,7 @@ def running(environ: Mapping[str, str]) -> ConnectionFile | None:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None
-            return msgspec.json.decode(opened.read(), type=ConnectionFile)
+            return msgspec.json.decode(opened.read(), type=tuple[BusSettings, int])
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -123,8 +108,7 @@ def published(settings: BusSettings, environ: Mapping[str, str]) -> Iterator[Pat
     """Leave the file for other commands for as long as the context lasts."""
     file = path(environ)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    content = ConnectionFile(url=settings.url, user=settings.user, password=settings.password, pid=os.getpid())
-    output_files.write(file, msgspec.json.encode(content), mode=0o600)
+    output_files.write(file, msgspec.json.encode((settings, os.getpid())), mode=0o600)
     with file.open("rb") as ours:
         fcntl.flock(ours, fcntl.LOCK_EX)
         try:

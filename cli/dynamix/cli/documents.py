@@ -12,9 +12,9 @@ from typing import Literal
 import msgspec
 
 from dynamix.recording.capture import CaptureReader
-from dynamix.recording.job_view import JobView, RankView, Window
+from dynamix.recording.job_view import JobView, Window
 from dynamix.schemas.codec import MalformedMessageError, decode_any
-from dynamix.schemas.messages import Message, MetricWindow
+from dynamix.schemas.messages import Message
 
 from .output import Document, document_of
 from .services import NOT_STORED, Heartbeats
@@ -24,7 +24,6 @@ MOST_RANKS = 64
 """On the page, ranks that are shown one by one: of a larger job the slowest, and in curves minimum, median, maximum."""
 MOST_WINDOWS = 5000
 """Windows of a capture on the page: the newest ones."""
-SHOWN_KINDS = ("job", "window", "reward", "action", "applied", "event")
 PRIVATE = ("carry", "profile", "logprobs", "values", "job")
 """Fields of an action that are the policy's own, or known."""
 
@@ -38,10 +37,18 @@ def job_document(view: JobView, now_ns: int, *, most_ranks: int | None = None) -
     All ranks wait at least the time of the communication; what a rank waits more, it waits for slower ranks. Ranks
     measure the time from their last gradient to the reduced one.
     """
-    rows = [row for _, row in sorted(view.ranks.items())]
+    rows = list(view.ranks.values())
     times = [row.metrics.training.sync_time_s for row in rows if row.window == view.window]
     least_sync_s = min((time for time in times if time is not None), default=0.0)
     shown = sorted(rows, key=lambda row: row.busy_time_s, reverse=True)[:most_ranks]
+    ranks = []
+    for row in sorted(shown, key=lambda row: row.rank):
+        sync_s = row.metrics.training.sync_time_s
+        one = {"node": row.node, "window": row.window, "communication_time_s": None, "wait_time_s": None}
+        if sync_s is not None:
+            one["communication_time_s"] = communication_s = min(sync_s, least_sync_s)
+            one["wait_time_s"] = sync_s - communication_s
+        ranks.append({**one, "reward": row.reward and row.reward.reward, **document_of(row.metrics)})
     return {
         "name": view.name,
         "phase": view.phase(now_ns),
@@ -54,40 +61,17 @@ def job_document(view: JobView, now_ns: int, *, most_ranks: int | None = None) -
         "exchange": document_of(view.exchange),
         "num_ranks": view.job.world_size if view.job else len(rows),
         "num_ranks_known": len(rows),
-        "ranks": [_rank(row, least_sync_s) for row in sorted(shown, key=lambda row: row.rank)],
-        "nodes": [_node(node) for _, node in sorted(view.nodes.items())],
+        "ranks": ranks,
+        "nodes": [
+            {**document_of(node, leave_out=("job", "job_metrics", "ranks")), "num_ranks": len(node.ranks)}
+            for _, node in sorted(view.nodes.items())
+        ],
         "action": document_of(view.action, leave_out=PRIVATE),
         "applied": document_of(view.applied),
         "events": [
             {"time_unix_s": time_ns / 1e9 or None, **document_of(event)} for time_ns, event in reversed(view.events)
         ],
         "reward": {"formula": view.formula, "mean": view.mean_reward(), "terms": view.reward_terms()},
-    }
-
-
-def _rank(row: RankView, least_sync_s: float) -> Document:
-    sync_s = row.metrics.training.sync_time_s
-    communication_s = None if sync_s is None else min(sync_s, least_sync_s)
-    return {
-        "node": row.node,
-        "window": row.window,
-        "communication_time_s": communication_s,
-        "wait_time_s": None if sync_s is None or communication_s is None else sync_s - communication_s,
-        "reward": None if row.reward is None else row.reward.reward,
-        **document_of(row.metrics),
-    }
-
-
-def _node(node: MetricWindow) -> Document:
-    interval_s = node.node_metrics.interval_s
-    rates = {
-        f"{name}_per_s": count / interval_s if count is not None and interval_s else None
-        for name, count in (("tx_bytes", node.node_metrics.tx_bytes), ("rx_bytes", node.node_metrics.rx_bytes))
-    }
-    return {
-        **document_of(node, leave_out=("job", "job_metrics", "ranks")),
-        "num_ranks": len(node.ranks),
-        **rates,
     }
 
 
@@ -136,7 +120,6 @@ def window_document(window: Window, *, most_ranks: int | None = None) -> Documen
         "decision_s": window.decision_s,
         "applied": document_of(window.applied, leave_out=("local_batch_sizes",) if is_short else ()),
         "applied_unix_s": window.applied_ns / 1e9 or None,
-        "num_doubles": window.num_doubles,
         "ranks": [
             {"rank": rank, "metrics": ranks.get(rank), "reward": rewards.get(rank)} for rank in sorted(ranks | rewards)
         ],
@@ -248,8 +231,6 @@ class CapturedJob:
         with CaptureReader(path) as reader:
             self.job = reader.header.job
             for record in reader:
-                if record.subject.split(".")[2:3][0] not in SHOWN_KINDS:
-                    continue
                 try:
                     self._messages.append((record.timestamp_ns, decode_any(record.subject, record.payload)))
                 except MalformedMessageError:

@@ -25,18 +25,6 @@ class MisuseError(CommandError):
 
 
 @contextlib.contextmanager
-def first_of_group() -> Iterator[None]:
-    """Raise the first error of a group of tasks in place of the group."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from group
-
-
-@contextlib.contextmanager
 def explained(*kinds: type[Exception], exit_code: int = FAILED) -> Iterator[None]:
     """End the command with the message of an exception of these kinds; a refused output is always an error of usage."""
     try:

@@ -13,9 +13,8 @@ from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Job, Live, Message, MetricWindow
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-from .errors import first_of_group
-from .jobs import is_called, newest_job
-from .services import Heartbeats, hear
+from .jobs import is_called, newest_job, stored_messages
+from .services import Heartbeats, beside, hear
 
 PAST_MESSAGES = 16384
 """Messages of FEED, of all jobs, among which those of one job are read for its curves: a second at most."""
@@ -49,13 +48,7 @@ async def stored_job(bus: Bus, job: str) -> JobView:
     ):
         newest_of_each = [await bus.last(stream, subject) for subject in wanted]
         end = max((message.sequence for message in newest_of_each if message is not None), default=0)
-        if end == 0:
-            continue
-        async with bus.consume(stream, wanted, start=max(1, end - length)) as consumer:
-            async for batch in consumer:
-                fold_all(view, batch)
-                if batch[-1].sequence >= end:
-                    break
+        fold_all(view, [message async for message in stored_messages(bus, stream, wanted, max(1, end - length))])
     return view
 
 
@@ -94,21 +87,14 @@ class Fleet:
 
         Raises BusError, also in the midst of the context, when the streams cannot be read.
         """
-        with first_of_group():
-            async with asyncio.TaskGroup() as group:
-                wanted = [subjects.of("action", subjects.ANY)]
-                following = (
-                    hear(self._bus, self._record_beat),
-                    self._follow_jobs(),
-                    self._consume(ACTIONS.name, wanted, "last_per_subject"),
-                    self._follow_feed(),
-                )
-                tasks = [group.create_task(work) for work in following]
-                try:
-                    yield
-                finally:
-                    for task in tasks:
-                        task.cancel()
+        wanted = [subjects.of("action", subjects.ANY)]
+        async with beside(
+            hear(self._bus, self._record_beat),
+            self._follow_jobs(),
+            self._consume(ACTIONS.name, wanted, "last_per_subject"),
+            self._follow_feed(),
+        ):
+            yield
 
     def newest(self, now_ns: int) -> str | None:
         """The job to show now: a job that died without a word gives way to another one that runs."""

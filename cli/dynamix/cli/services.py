@@ -1,11 +1,11 @@
-"""The services: as child processes of a command, and by their heartbeats."""
+"""The services: as child processes of a command, and by their heartbeats; and work beside a command's own."""
 
 import asyncio
 import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import IO, Any
 
 import msgspec
@@ -86,6 +86,24 @@ class ServiceProcess:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
+
+
+@contextlib.asynccontextmanager
+async def beside(*works: Coroutine[Any, Any, object]) -> AsyncGenerator[None, None]:
+    """Do other work for as long as the context lasts; raises its first error, also in the midst of the context."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+    except BaseExceptionGroup as raised:
+        error: BaseException = raised
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from raised
 
 
 async def wait_until_ready(bus: Bus, names: Collection[str], timeout_s: float = 120.0) -> None:

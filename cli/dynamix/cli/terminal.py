@@ -52,11 +52,6 @@ def percent(share: float | None) -> str:
     return formatted(share, "{:.1f} %", 100)
 
 
-def signed_count(value: int) -> str:
-    """A whole number with its sign; 0 is a dot, so that what changed stands out."""
-    return "·" if value == 0 else f"{value:+d}"
-
-
 def sizes_text(values: Sequence[int]) -> str:
     """Sizes in rank order where they are few, otherwise their range and median."""
     if not values:
@@ -135,13 +130,12 @@ PLAIN_EVERY_S = 10.0
 class ProgressLine:
     """A line, redrawn on a terminal and repeated now and then elsewhere: `with ProgressLine() as progress: ...`.
 
-    It is repeated every `plain_every_s` seconds; with `keep` the last line stays on the terminal at the end.
+    It is repeated every `plain_every_s` seconds; the last line stays on the terminal.
     """
 
-    def __init__(self, plain_every_s: float = PLAIN_EVERY_S, *, keep: bool = False) -> None:
+    def __init__(self, plain_every_s: float = PLAIN_EVERY_S) -> None:
         self._is_terminal = sys.stderr.isatty()
         self._every_s = TERMINAL_EVERY_S if self._is_terminal else plain_every_s
-        self._keep = keep
         self._shown_s = time.monotonic()
         self._newest = ""
         self._width = 0
@@ -160,17 +154,17 @@ class ProgressLine:
 
     def write_line(self, text: str) -> None:
         """Write a line that stays."""
-        self._erase()
-        sys.stderr.write(text + "\n")
+        erased = f"\r{'':{self._width}}\r" if self._width else ""
+        self._width = 0
+        sys.stderr.write(f"{erased}{text}\n")
         sys.stderr.flush()
 
     def finish(self) -> None:
         """End the line: what follows begins on a line of its own."""
-        if self._keep and self._width:
+        if self._width:
             self._write(self._newest)
             sys.stderr.write("\n")
             self._width = 0
-        self._erase()
 
     def _write(self, text: str) -> None:
         self._shown_s = time.monotonic()
@@ -181,12 +175,6 @@ class ProgressLine:
         sys.stderr.write(f"\r{cut:{self._width}}")
         sys.stderr.flush()
         self._width = len(cut)
-
-    def _erase(self) -> None:
-        if self._width:
-            sys.stderr.write(f"\r{'':{self._width}}\r")
-            sys.stderr.flush()
-            self._width = 0
 
 
 @contextlib.contextmanager

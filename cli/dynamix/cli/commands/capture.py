@@ -12,15 +12,13 @@ import argparse
 import asyncio
 import contextlib
 import os
-from collections import Counter
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from dynamix.cli.arguments import add_json_argument, add_output_argument, count
 from dynamix.cli.connection import connected, find
-from dynamix.cli.errors import first_of_group
 from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.output import CAPTURE, Document, write_result, writing
+from dynamix.cli.services import beside
 from dynamix.cli.source import Source
 from dynamix.cli.terminal import ProgressLine, stop_event
 from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record
@@ -50,16 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_job(arguments.job)
     with writing(arguments.output):
         found = asyncio.run(_from_bus(arguments))
-    why = {
-        "ended": "the job has ended",
-        "stored": "as stored so far",
-        "windows": "as many windows as asked for",
-        "interrupted": "interrupted, all before is there",
-    }[found["end"].reason]
-    kinds = ", ".join(f"{number} {kind}" for kind, number in found["kinds"].items())
     text = (
-        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({why}): {kinds}; "
-        f"{found['num_file_bytes'] / 1024:.0f} KiB for {found['num_payload_bytes'] / 1024:.0f}"
+        f"{found['file']}: {found['num_windows']} windows of {found['job']} ({found['end'].reason}), "
+        f"{found['end'].num_records} messages in {found['num_file_bytes'] / 1024:.0f} KiB"
     )
     write_result(found, text, arguments.json)
     return 0
@@ -79,64 +70,47 @@ async def capture(
 
     A window is complete when the first report of the next one comes: a window takes longer than deciding on it.
     """
-    kinds: Counter[str] = Counter()
     windows: set[tuple[int, int]] = set()
-    num_bytes, is_full = 0, False
+    is_full = False
     with (
         CaptureWriter(path, CaptureHeader.of(job)) as writer,
-        ProgressLine(PLAIN_EVERY_S, keep=True) as progress,
+        ProgressLine(PLAIN_EVERY_S) as progress,
     ):
-        async with Source(bus, job, past=past, stop=stop) as source, _flushing(writer):
+        async with Source(bus, job, past=past, stop=stop) as source, beside(_flush(writer)):
             if not past:
                 progress.write_line(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.")
             while not is_full and (batch := await source.read()):
                 for record in batch:
-                    kind, window = _described(record)
+                    window = _reported(record)
                     if window is not None and window not in windows and len(windows) == most:
                         is_full = True
                         break
                     windows |= {window} if window is not None else set()
-                    kinds[kind] += 1
-                    num_bytes += len(record.payload)
                     writer.write_record(record)
                 progress.show(
-                    f"{len(windows)} windows, {writer.num_records} messages, "
-                    f"{num_bytes / 1024:.0f} KiB ({writer.num_bytes / 1024:.0f} in the file)"
+                    f"{len(windows)} windows, {writer.num_records} messages, {writer.num_bytes / 1024:.0f} KiB"
                 )
         end = writer.finish("windows" if is_full else source.reason)
     return {
         "file": str(path),
         "job": job,
         "num_windows": len(windows),
-        "kinds": dict(sorted(kinds.items())),
-        "num_payload_bytes": num_bytes,
         "num_file_bytes": writer.num_bytes,
         "end": end,
     }
 
 
-def _described(record: Record) -> tuple[str, tuple[int, int] | None]:
-    """The kind of a record, and generation and window of a report; `foreign` when it is of another program."""
-    kind = "foreign"
-    with contextlib.suppress(ValueError):  # what cannot be decoded is counted, too
-        kind = subjects.parse(record.subject).kind
-        if kind == "report":
+def _reported(record: Record) -> tuple[int, int] | None:
+    """Generation and window of a report."""
+    with contextlib.suppress(ValueError):  # what cannot be decoded is captured, too
+        if subjects.parse(record.subject).kind == "report":
             report = decode(Report, record.subject, record.payload)
-            return kind, (report.generation, report.window)
-    return kind, None
+            return report.generation, report.window
+    return None
 
 
-@contextlib.asynccontextmanager
-async def _flushing(writer: CaptureWriter) -> AsyncGenerator[None, None]:
+async def _flush(writer: CaptureWriter) -> None:
     """Flush the file every few seconds, also while no batch comes. Raises OSError when it cannot be written."""
-
-    async def flush() -> None:
-        while True:
-            await asyncio.sleep(FLUSH_EVERY_S)
-            writer.flush()
-
-    with first_of_group():
-        async with asyncio.TaskGroup() as group:
-            flushing = group.create_task(flush())
-            yield
-            flushing.cancel()
+    while True:
+        await asyncio.sleep(FLUSH_EVERY_S)
+        writer.flush()

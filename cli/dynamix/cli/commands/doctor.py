@@ -10,6 +10,7 @@ import ctypes
 import errno
 import importlib.metadata
 import os
+import platform
 import re
 import socket
 import stat
@@ -27,7 +28,7 @@ from dynamix.arbitrator.deciding.job_log import ActionStoreError, checked_action
 from dynamix.cli.arguments import add_json_argument
 from dynamix.cli.connection import connected, find, is_configured
 from dynamix.cli.errors import CommandError, explained
-from dynamix.cli.jobs import check_job
+from dynamix.cli.jobs import check_job, stored_messages
 from dynamix.cli.output import write_result
 from dynamix.cli.services import NOT_STORED, SERVICES, Heartbeats, hear
 from dynamix.collector.ebpf.loader import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
@@ -73,8 +74,6 @@ class DoctorCheck(msgspec.Struct, frozen=True):
         return self.permitted and not self.present and self.needed_for == "everything"
 
 
-OLDEST_PYTHON = (3, 11)
-PACKAGES = ("msgspec", "nats-py", "numpy", "structlog", "uvloop")
 OLDEST_SERVER = (2, 15, 1)
 """Older ones have known holes: CVE-2026-33218 and its batch."""
 FASHION_MNIST = tuple(
@@ -195,15 +194,13 @@ def report(sections: Mapping[str, Sequence[DoctorCheck]]) -> str:
 
 def software() -> list[DoctorCheck]:
     """Everything that is installed or is not."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    fix = "" if sys.version_info[:2] >= OLDEST_PYTHON else "install Python 3.11 or newer and make the venv with it"
+    version = platform.python_version()
     torch = "pip install torch; https://pytorch.org says which build fits your GPU"
     places = [directory.absolute() for directory in DATA_DIRECTORIES]
     data = next((place for place in places if all(any(place.glob(f"{name}*")) for name in FASHION_MNIST)), None)
     how = "`make data` in a clone, Debian's package dataset-fashion-mnist, or `dynamix demo --data DIR`"
     return [
-        DoctorCheck("Python", "everything", f"{version} at {sys.executable}", fix),
-        installed("packages", "everything", PACKAGES, "pip install dynamix-batch (or `make venv` in a clone)"),
+        DoctorCheck("Python", "everything", f"{version} at {sys.executable}"),
         server(),
         installed("PyTorch", "training", ("torch",), torch),
         installed("views", "live views", ("rich", "matplotlib"), "pip install 'dynamix-batch[cli]'"),
@@ -381,13 +378,9 @@ async def actions(settings: BusSettings, name: str) -> DoctorCheck:
             newest, _ = await checked_action(bus, job)
             if newest is None:
                 return DoctorCheck("actions", "training", f"none yet of {name}")
-            async with bus.consume(ACTIONS.name, [subjects.of("action", name)], start="all") as consumer:
-                async for batch in consumer:
-                    for stored in batch:
-                        if stored.sequence <= newest.sequence:
-                            check.check_next(decode(Action, stored.subject, stored.payload), stored.payload)
-                    if batch[-1].sequence >= newest.sequence:
-                        break
+            async for stored in stored_messages(bus, ACTIONS.name, [subjects.of("action", name)]):
+                if stored.sequence <= newest.sequence:
+                    check.check_next(decode(Action, stored.subject, stored.payload), stored.payload)
     except (ActionStoreError, BrokenChainError, MalformedMessageError) as error:
         return DoctorCheck("actions", "training", str(error), HOW_TO_RESTORE)
     except (CommandError, ValueError) as error:

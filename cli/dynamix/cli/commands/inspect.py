@@ -36,12 +36,6 @@ from dynamix.schemas.messages.allocation import EXACT
 
 MOST_MISSING = 1000
 """Most absent windows in a row that are listed, since a malformed message may name any number."""
-ENDS = {
-    "ended": "whole, to the end of the job",
-    "stored": "whole, what was stored when it was made",
-    "windows": "whole, the windows that were asked for",
-    "interrupted": "whole, made until it was interrupted",
-}
 HEADINGS = (
     *("window", "at, s", "batch", "step, ms", "loss", "accuracy", "held out", "sizes", "probe"),
     *("decided", "after, ms", "adopted", "reward"),
@@ -196,9 +190,10 @@ def lines(inspection: Inspection, here: Fingerprint) -> Iterator[str]:
     """Describe the file and its damage, a sentence each."""
     header, end = inspection.header, inspection.end
     lasted_s = (inspection.last_ns - inspection.first_ns) / 1e9
+    state = f"complete ({end.reason})" if end else "INCOMPLETE"
     yield (
-        f"{header.job}, captured {header.created}: {ENDS[end.reason] if end else 'INCOMPLETE'}; "
-        f"{inspection.num_records} messages of {lasted_s:.1f} s, {inspection.num_payload_bytes / 1024:.0f} KiB"
+        f"{header.job}, captured {header.created}: {state}; {inspection.num_records} messages of {lasted_s:.1f} s, "
+        f"{inspection.num_payload_bytes / 1024:.0f} KiB"
     )
     if inspection.fault:
         yield f"damaged: {inspection.fault}"

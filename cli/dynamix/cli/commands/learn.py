@@ -112,10 +112,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> "LearningPlan":
     """The preset of the policy with the changes of `--set`. Weights that are not given are those of the formula."""
     from dynamix.lab.learning import LearningPlan, plan_named
-    from dynamix.lab.simulator.scenario import TRAIN, read_suite, suite_named
+    from dynamix.lab.simulator.scenario import suite_named
     from dynamix.reward.formula import TIME_ONLY, Weights
 
-    suite = suite_named(TRAIN) if arguments.scenarios == TRAIN else read_suite(Path(arguments.scenarios))
+    suite = suite_named(arguments.scenarios)
     default = plan_named(arguments.policy, suite.scenarios, seed=arguments.seed)
     given: dict[type[msgspec.Struct], dict[str, Any]] = {LearningPlan: {}, Weights: {}, type(default.settings): {}}
     for text in arguments.set:

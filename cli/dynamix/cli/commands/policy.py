@@ -114,16 +114,16 @@ async def opened() -> AsyncIterator[PolicyCatalogue]:
     where = redact_url(settings.url)
     try:
         async with connected(settings, "policy", timeout_s=CONNECT_TIMEOUT_S, wait=False) as bus:
+            store = PolicyStore(bus)
             with explained(ValueError):
                 try:
                     await bus.stream_state(POLICIES.name)
-                    store = PolicyStore(bus)
                     versions = [*await store.versions(), *shipped]
-                    catalogue = PolicyCatalogue(sorted(versions, key=lambda one: (one.name, -one.version)), store)
                 except StreamMissingError:
                     absence = f"the broker at {where} has no stream for policies: run `dynamix provision`"
-                    catalogue = PolicyCatalogue(shipped, None, absence)
-                yield catalogue
+                    yield PolicyCatalogue(shipped, None, absence)
+                else:
+                    yield PolicyCatalogue(sorted(versions, key=lambda one: (one.name, -one.version)), store)
     except NoBrokerError:
         yield PolicyCatalogue(shipped, None, f"no broker at {where}: {HOW_TO_START}")
 

@@ -18,8 +18,6 @@ from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.log import configure as configure_log
 from dynamix.schemas.subjects import BY_NAME, ROOT
 
-MAX_WAIT_S = 86_400.0
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -29,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what = "only remove the messages on these subjects from their stream"
     parser.add_argument("--purge", metavar="SUBJECT", help=what)
     what = "seconds to wait for the broker (default: %(default)g)"
-    parser.add_argument("--wait", type=number(0, MAX_WAIT_S), default=60.0, metavar="SECONDS", help=what)
+    parser.add_argument("--wait", type=number(0, 86_400), default=60.0, metavar="SECONDS", help=what)
     add_json_argument(parser)
 
 

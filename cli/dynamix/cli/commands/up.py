@@ -14,19 +14,19 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import msgspec
-
+from dynamix.cli.arguments import MAX_PORT, add_option, count
 from dynamix.cli.connection import connected, path, published, running
-from dynamix.cli.errors import MISUSED, CommandError, MisuseError, explained, first_of_group
+from dynamix.cli.errors import MISUSED, CommandError, MisuseError, explained
 from dynamix.cli.services import (
     SERVICES,
     UNANSWERED,
     Heartbeats,
     ServiceProcess,
+    beside,
     bus_environment,
     hear,
     wait_until_ready,
@@ -38,7 +38,7 @@ from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.service import EXIT_USAGE
-from dynamix.runtime.settings import MAX_PORT, SettingsError, SharedSettings, read
+from dynamix.runtime.settings import SettingsError, SharedSettings, read
 from dynamix.schemas.messages import Live
 
 LOCK = "lock"
@@ -54,42 +54,18 @@ MIN_ROOM_BYTES = 16 << 20
 """Twice the largest block that a stream begins with."""
 
 
-class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of `dynamix up`: `DYNAMIX_UP_<FIELD>` or `--field`."""
-
-    store_dir: str = ""
-    """Directory of the streams; default: dynamix/jetstream below XDG_STATE_HOME (~/.local/state)."""
-    port: int = 0
-    """Port of the broker on 127.0.0.1; 0 takes a free one."""
-    metrics_port: int = 0
-    """First of three ports on 127.0.0.1 with metrics and health of collector, reward and arbitrator; 0: none."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for an invalid port."""
-        if not 0 <= self.port <= MAX_PORT:
-            raise ValueError(f"port must be 0 (a free one) to {MAX_PORT}, not {self.port}")
-        last = MAX_PORT - len(SERVICES) + 1
-        if not 0 <= self.metrics_port <= last:
-            raise ValueError(f"metrics_port must be 0 (none) to {last}, not {self.metrics_port}")
-
-    @property
-    def metrics_ports(self) -> list[int]:
-        """Ports with metrics, in the order of `SERVICES`; 0 where there are to be none."""
-        return [self.metrics_port + index if self.metrics_port else 0 for index in range(len(SERVICES))]
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
         "--store-dir", metavar="DIR", help="keep the streams here (default: ~/.local/state/dynamix/jetstream)"
     )
-    parser.add_argument("--port", metavar="N", help="the broker's port on 127.0.0.1 (default: a free one)")
-    parser.add_argument(
-        "--metrics-port",
-        metavar="N",
-        help="serve /metrics, /livez and /readyz: the collector on port N of 127.0.0.1, reward and arbitrator on the "
-        "next two (default: none)",
+    what = "the broker's port on 127.0.0.1; 0: a free one"
+    add_option(parser, "--port", 0, what, type=count(0, MAX_PORT), metavar="N")
+    what = (
+        "serve /metrics, /livez and /readyz: the collector on port N of 127.0.0.1, reward and arbitrator on the next "
+        "two; 0: none"
     )
+    add_option(parser, "--metrics-port", 0, what, type=count(0, MAX_PORT - len(SERVICES) + 1), metavar="N")
     parser.add_argument(
         "--print-env",
         action="store_true",
@@ -103,25 +79,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.print_env:
         if other is None:
             raise CommandError("no broker of `dynamix up` runs: start one with `dynamix up`")
-        for key, value in bus_environment(other.settings).items():
+        for key, value in bus_environment(other[0]).items():
             print(f"export {key}={shlex.quote(value)}")
         return 0
-    given = {name: getattr(arguments, name) for name in ("store_dir", "port", "metrics_port")}
     with explained(SettingsError, exit_code=MISUSED):
         read(SharedSettings, "", os.environ)  # the services would refuse it, each by itself
-        settings = read(UpSettings, "up", os.environ, {name: value for name, value in given.items() if value})
     if other is not None:
-        raise CommandError(f"it runs already, as process {other.pid} at {other.url}: stop that one first")
+        raise CommandError(f"it runs already, as process {other[1]} at {other[0].url}: stop that one first")
     if os.environ.get("DYNAMIX_METRICS_PORT"):
         raise CommandError("DYNAMIX_METRICS_PORT is for one service, and three start here: use --metrics-port N")
-    _check_port("--port", settings.port)
-    for port in filter(None, settings.metrics_ports):
-        if port == settings.port:
+    first = arguments.metrics_port
+    ports = [first + index if first else 0 for index in range(len(SERVICES))]
+    _check_port("--port", arguments.port)
+    for port in filter(None, ports):
+        if port == arguments.port:
             raise CommandError(f"--metrics-port: {port} is the broker's own port: keep it out of the three")
         _check_port("--metrics-port", port)
     configure_log("warning")
-    with _locked_store(settings) as store:
-        asyncio.run(_run_until_signal(EmbeddedServer(store_dir=store, port=settings.port), settings, store))
+    with _locked_store(arguments.store_dir) as store:
+        asyncio.run(_run_until_signal(EmbeddedServer(store_dir=store, port=arguments.port), ports, store))
     return 0
 
 
@@ -137,11 +113,11 @@ def _check_port(flag: str, port: int) -> None:
 
 
 @contextlib.contextmanager
-def _locked_store(settings: UpSettings) -> Iterator[Path]:
+def _locked_store(given: str | None) -> Iterator[Path]:
     """The directory of the streams, made and kept from a second broker, which would destroy them."""
     state = os.environ.get("XDG_STATE_HOME") or Path(os.environ.get("HOME") or Path.home()) / ".local" / "state"
     connection = path(os.environ)
-    store = Path(settings.store_dir or Path(state) / "dynamix" / "jetstream")
+    store = Path(given or Path(state) / "dynamix" / "jetstream")
     fix = "pass --store-dir DIR, or set XDG_RUNTIME_DIR or HOME to a directory of yours"
     try:
         output_files.check_directory(store)
@@ -162,7 +138,7 @@ def _locked_store(settings: UpSettings) -> Iterator[Path]:
         yield store
 
 
-async def _run_until_signal(server: EmbeddedServer, settings: UpSettings, store: Path) -> None:
+async def _run_until_signal(server: EmbeddedServer, ports: list[int], store: Path) -> None:
     """The broker outside, then our own connection, then the services: each needs what is around it to end well."""
 
     async def restart() -> None:
@@ -182,18 +158,20 @@ async def _run_until_signal(server: EmbeddedServer, settings: UpSettings, store:
         async with server, connected(server.settings, "up") as bus:
             await provision(bus)
             _say("broker", f"{server.settings.url} as process {server.pid}, streams in {store}")
-            if settings.metrics_port:
-                first, *_, last = settings.metrics_ports
-                _say("metrics", f"http://127.0.0.1:{first} to {last}, /metrics, /livez and /readyz")
+            if ports[0]:
+                _say("metrics", f"http://127.0.0.1:{ports[0]} to {ports[-1]}, /metrics, /livez and /readyz")
             shared = bus_environment(server.settings)
             shared["DYNAMIX_LOG_LEVEL"] = os.environ.get("DYNAMIX_LOG_LEVEL") or "warning"
-            ports = zip(SERVICES, settings.metrics_ports, strict=True)
-            processes = [ServiceProcess(name, shared | {"DYNAMIX_METRICS_PORT": str(port)}) for name, port in ports]
+            processes = [
+                ServiceProcess(name, shared | {"DYNAMIX_METRICS_PORT": str(port)})
+                for name, port in zip(SERVICES, ports, strict=True)
+            ]
             for process in processes:
                 process.start()
             children = [Child("broker", lambda: server.pid, restart, stay), *map(service, processes)]
             with published(server.settings, os.environ) as file:
-                async with kept(children, _announce(bus, processes, file), watch_store(bus, server, store)):
+                works = [_announce(bus, processes, file), watch_store(bus, server, store)]
+                async with beside(*map(keep, children), *works):
                     await stop.wait()
     _say("stopped", "")
 
@@ -251,26 +229,8 @@ def service(process: ServiceProcess) -> Child:
     return Child(process.name, lambda: process.pid, start, lambda: asyncio.to_thread(process.stop), process.exit_code)
 
 
-@contextlib.asynccontextmanager
-async def kept(children: Iterable[Child], *beside: Awaitable[None]) -> AsyncIterator[None]:
-    """Keep started children running, and other work `beside`, until the context ends, then stop them.
-
-    Raises ChildSettingsError, also in the midst of the context, when a child refused its settings.
-    """
-    with first_of_group():
-        async with asyncio.TaskGroup() as group:
-            tasks = [asyncio.ensure_future(work) for work in beside]
-            tasks += [group.create_task(_keep(child)) for child in children]
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _keep(child: Child) -> None:
-    """Start a child again whenever it ends, until cancelled."""
+async def keep(child: Child) -> None:
+    """Start a child again whenever it ends, until cancelled. Raises ChildSettingsError when it refused its settings."""
     wait_s, time_s = MIN_WAIT_S, asyncio.get_running_loop().time
     try:
         while True:

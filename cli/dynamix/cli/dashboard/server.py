@@ -29,7 +29,6 @@ from dynamix.cli.output import Document
 from dynamix.recording.job_view import JobView
 from dynamix.runtime.bus import Bus
 
-from . import DashboardSettings
 from .access import Gate
 
 PAGE = Path(__file__).parent / "page"
@@ -157,16 +156,13 @@ class DashboardServer:
 
 
 @contextlib.asynccontextmanager
-async def served(bus: Bus, settings: DashboardSettings, token: str) -> AsyncIterator[DashboardServer]:
+async def served(bus: Bus, *, host: str, port: int, token: str) -> AsyncIterator[DashboardServer]:
     """Serve a bus for as long as the context lasts.
 
     Raises OSError when it cannot listen, and BusError, also in the midst, when the bus cannot be followed any more.
     """
     fleet = Fleet(bus)
-    async with (
-        fleet.following(),
-        DashboardServer(host=settings.host, port=settings.port, token=token, fleet=fleet) as server,
-    ):
+    async with fleet.following(), DashboardServer(host=host, port=port, token=token, fleet=fleet) as server:
         yield server
 
 

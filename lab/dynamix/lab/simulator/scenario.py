@@ -340,14 +340,11 @@ def scenario_root() -> Path:
 
 
 def suite_named(name: str) -> Suite:
-    """One of the suites that come with the package: `heldout` or `train`.
+    """One of the suites that come with the package, `heldout` or `train`, or the scenarios of a directory.
 
-    Raises:
-        ValueError: when it is neither, or one of its files is not a scenario.
+    Raises ValueError and OSError as `read_suite`.
     """
-    if name not in SUITES:
-        raise ValueError(f"no suite is called {name!r}: choose {' or '.join(SUITES)}, or a directory with --scenarios")
-    return read_suite(scenario_root() / name, name)
+    return read_suite(scenario_root() / name, name) if name in SUITES else read_suite(Path(name))
 
 
 def read_suite(directory: Path, name: str | None = None) -> Suite:

@@ -25,27 +25,17 @@ from dynamix.trainer import attach  # DYNAMIX
 from . import DemoPlan, DemoStep, is_at_target
 
 
-class SmallCnn(nn.Sequential):
+def small_cnn() -> nn.Module:
     """Two convolutions and two linear layers: 27,690 parameters, fast on a fraction of a core."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Conv2d(1, 8, 5, stride=2),
-            nn.ReLU(),
-            nn.Conv2d(8, 16, 3, stride=2),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(16 * 5 * 5, 64),
-            nn.ReLU(),
-            nn.Linear(64, 10),
-        )
+    convolutions = (nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU())
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(16 * 5 * 5, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def train(plan: DemoPlan, arguments: dict[str, Any], log: IO[bytes] | None) -> None:
     """Train until the target is reached and the least number of windows is done; rank 0 writes `log`."""
     rank = dist.get_rank()
     torch.manual_seed(plan.seed)
-    model = DistributedDataParallel(SmallCnn())
+    model = DistributedDataParallel(small_cnn())
     optimizer = torch.optim.SGD(model.parameters(), lr=plan.learning_rate, momentum=plan.momentum)
     criterion = nn.CrossEntropyLoss()
     evaluator = Evaluator(plan)
@@ -77,9 +67,8 @@ def train(plan: DemoPlan, arguments: dict[str, Any], log: IO[bytes] | None) -> N
                 next_evaluation += plan.evaluate_every_samples
                 accuracy = evaluator.accuracy(model.module)
                 session.evaluated(accuracy)
-            times = {"trained_s": trained_s, "step_time_s": step_time_s}
             if log is not None:
-                line = DemoStep(step=session.step_index, samples=session.position, accuracy=accuracy, **times)
+                line = DemoStep(trained_s=trained_s, step_time_s=step_time_s, accuracy=accuracy)
                 log.write(msgspec.json.encode(line) + b"\n")
             if evaluator.is_done(accuracy, session.step_index):
                 session.close()

@@ -37,9 +37,7 @@ POLICIES = ",".join(
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the comparison, and of `tune`."""
-    which = parser.add_mutually_exclusive_group()
-    add_option(which, "--suite", "heldout", "the scenarios of the package", choices=("heldout", "train"))
-    which.add_argument("--scenarios", metavar="DIR", help="a directory with scenario files of your own")
+    add_option(parser, "--scenarios", "heldout", "a suite of the package, or a directory", metavar="heldout|train|DIR")
     rows = parser.add_mutually_exclusive_group()
     add_option(
         rows, "--policies", POLICIES, "policies to compare, NAME[:KEY=VALUE,...], separated by commas", metavar="LIST"

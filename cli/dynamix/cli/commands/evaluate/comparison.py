@@ -1,21 +1,21 @@
 """An evaluation: the runs that it takes, reasons to doubt its verdict, its tables; and the tuning of the baselines."""
 
 import argparse
+import itertools
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from dynamix.cli.arguments import STANDARD_OUTPUT
 from dynamix.cli.errors import INTERRUPTED, MisuseError, explained
 from dynamix.cli.output import TUNED, write_file, write_json
-from dynamix.cli.terminal import UNKNOWN, ProgressLine, bar, duration, formatted, print_table
+from dynamix.cli.terminal import UNKNOWN, ProgressLine, duration, formatted, print_table
 from dynamix.lab.comparison.figure import draw
 from dynamix.lab.comparison.rows import (
     BEST_STATIC,
     GOODPUT,
-    Choice,
     Row,
     Tuned,
     parse_rows,
@@ -34,32 +34,25 @@ from dynamix.lab.simulator.scenario import (
     TUNED_EXCHANGE_FILE,
     TUNED_FILE,
     Suite,
-    read_suite,
     scenario_root,
     suite_named,
 )
 from dynamix.runtime import output_files
 
 HEADINGS = ("median", "missed", "runs", "vs best static", "vs goodput", "at fixed time", "test")
-BAR_WIDTH = 20
 HOW_TO_FIX = "run `dynamix evaluate tune`"
 
 
-class RunsProgress(ProgressLine):
-    """Progress: runs that are done, that are left, and the last one."""
+def shown_on(line: ProgressLine) -> Callable[[int, int, str], None]:
+    """Shows the runs that are done, that are left, and the last one."""
+    begun_s, number = time.monotonic(), itertools.count(1)
 
-    def __init__(self) -> None:
-        super().__init__(keep=True)
-        self._begun_s = time.monotonic()
-        self._num_here = 0
+    def show_run(done: int, total: int, newest: str) -> None:
+        passed_s = time.monotonic() - begun_s
+        left_s = passed_s / next(number) * (total - done)
+        line.show(f"{done}/{total} runs, {duration(passed_s)}, {duration(left_s)} left: {newest}", now=done == total)
 
-    def show_run(self, done: int, total: int, newest: str) -> None:
-        """Show a run that has ended."""
-        self._num_here += 1
-        passed_s = time.monotonic() - self._begun_s
-        left = duration(passed_s / self._num_here * (total - done))
-        text = f"{bar(done / total, BAR_WIDTH)} {done}/{total} runs, {duration(passed_s)}, {left} left: {newest}"
-        self.show(text, now=done == total)
+    return show_run
 
 
 class PlannedComparison(NamedTuple):
@@ -77,22 +70,23 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Run the comparison and show the verdict; an interrupt shows what there is and returns 130."""
     exit_code = 0
     # the command that makes these numbers again, without options that do not change them
-    which = ["--scenarios", arguments.scenarios] if arguments.scenarios else ["--suite", arguments.suite]
-    which += ["--rows", arguments.rows] if arguments.rows else ["--policies", arguments.policies]
+    which = ["--rows", arguments.rows] if arguments.rows else ["--policies", arguments.policies]
     which += [word for text in arguments.policy_file for word in ("--policy-file", text)]
     which += ["--exchange", arguments.exchange] if arguments.exchange else []
     which += ["--against", arguments.against] if arguments.against else []
-    command = shlex.join(["dynamix", "evaluate", *which, "--seeds", str(arguments.seeds)])
+    command = shlex.join(
+        ["dynamix", "evaluate", "--scenarios", arguments.scenarios, *which, "--seeds", str(arguments.seeds)]
+    )
     with explained(OSError, ValueError, EpisodeError):
         comparison = planned(arguments)
         suite, rows, tuned, cells, against = comparison
         with Ledger(Path(arguments.results)) as ledger:
-            with RunsProgress() as progress:
+            with ProgressLine() as progress:
                 for warning in _warnings(comparison):
                     progress.write_line(warning)
                 progress.write_line(estimate(cells, ledger, jobs=arguments.jobs))
                 try:
-                    fill(cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=progress.show_run)
+                    fill(cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=shown_on(progress))
                 except KeyboardInterrupt:
                     progress.write_line("Interrupted: the verdict is on the finished runs; the same command continues.")
                     exit_code = INTERRUPTED
@@ -108,7 +102,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def planned(arguments: argparse.Namespace) -> PlannedComparison:
     """The comparison that the arguments ask for. Raises ValueError when a policy or scenario cannot be used."""
-    suite = read_suite(Path(arguments.scenarios)) if arguments.scenarios else suite_named(arguments.suite)
+    suite = suite_named(arguments.scenarios)
     files: dict[str, list[str]] = {}
     for text in arguments.policy_file:
         name, _, paths = text.partition("=")
@@ -232,8 +226,8 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
                 what = f"{output} holds the choices for all baselines on the train scenarios"
                 raise MisuseError(f"--{option} {named[option]}: {what}; name another file with -o")
             output_files.check(output, TUNED, force=arguments.force)
-        suite = read_suite(Path(arguments.scenarios)) if arguments.scenarios else suite_named(TRAIN)
-        with Ledger(Path(arguments.results)) as ledger, RunsProgress() as progress:
+        suite = suite_named(arguments.scenarios or TRAIN)
+        with Ledger(Path(arguments.results)) as ledger, ProgressLine() as progress:
             tuned = tune(
                 suite,
                 ledger,
@@ -244,18 +238,11 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
                 jobs=arguments.jobs,
                 data=arguments.data,
                 on_estimate=progress.write_line,
-                on_progress=progress.show_run,
+                on_progress=shown_on(progress),
             )
         write_file(output, to_toml(tuned).encode())
 
-    def shown(baseline: str, choice: Choice) -> str:
-        return f"{choice.setting.removeprefix(baseline).lstrip(':@')}: {choice.score_s:.1f} s"
-
-    families = [*tuned.families.items(), ("all", tuned.overall)]
-    rows = [(family, *(shown(name, choices[name]) for name in tuned.overall)) for family, choices in families]
-    headings = ("family", *tuned.overall)
-    title = f"Best of {tuned.num_settings} settings each"
     if arguments.json != STANDARD_OUTPUT:
-        print_table(headings, rows, left=headings, title=title)
+        print(f"{output} has the best of {tuned.num_settings} settings each for {', '.join(tuned.overall)}")
     write_json(tuned, arguments.json)
     return 0

@@ -5,7 +5,6 @@ Without a name it shows the newest running job. Press q to leave; the job is not
 
 import argparse
 import asyncio
-import importlib.util
 import os
 import sys
 import time
@@ -16,8 +15,7 @@ from dynamix.cli.documents import alarms_of, job_document, window_document
 from dynamix.cli.errors import CommandError
 from dynamix.cli.fleet import Fleet
 from dynamix.cli.jobs import NO_JOB, check_job, known_jobs, none_called
-from dynamix.cli.output import Document, write_json
-from dynamix.cli.services import Heartbeats
+from dynamix.cli.output import write_json
 from dynamix.recording.job_view import JobView
 from dynamix.runtime.log import configure as configure_log
 
@@ -37,35 +35,39 @@ def run(arguments: argparse.Namespace) -> int:
     configure_log("critical")  # the screen belongs to the view
     if arguments.job is not None:
         check_job(arguments.job)
-    if arguments.json is None and importlib.util.find_spec("rich") is None:
-        raise CommandError("the view needs the package rich: pip install 'dynamix-batch[cli]', or use --json -")
-    asyncio.run(_run(arguments))
+    asyncio.run(_run(arguments.job, arguments.json, once=arguments.once or not sys.stdout.isatty()))
     return 0
 
 
-async def _run(arguments: argparse.Namespace) -> None:
-    wanted = arguments.job
+async def _run(wanted: str | None, json: str | None, *, once: bool) -> None:
     async with connected(find(os.environ), "top") as bus:
         fleet = Fleet(bus, wanted)
-        if arguments.json is None and not arguments.once and sys.stdout.isatty():
+        if json is None and not once:
             from .frame import watch
 
             await watch(fleet, wanted)
             return
         view = await stored(fleet)
         missing = NO_JOB if wanted is None else none_called(wanted, await known_jobs(bus))
-    if arguments.json is not None:
-        write_json(snapshot(view, fleet.heartbeats), arguments.json)
+    now_ns, now_s = time.time_ns(), time.monotonic()
+    views = [] if view is None else [view]
+    document = {
+        "job": None if view is None else job_document(view, now_ns),
+        "windows": [window_document(window) for view in views for window in view.history],
+        "services": fleet.heartbeats.document(now_s),
+        "services_missing": fleet.heartbeats.missing(now_s),
+        "alarms": alarms_of(views, fleet.heartbeats, now_ns=now_ns, now_s=now_s),
+    }
+    write_json(document, json)
     if view is None and wanted is not None:
         raise CommandError(missing)
-    if arguments.json is None:
+    if json is None:
         from rich.console import Console
 
         from .frame import frame
 
         console = Console()
-        now = {"now_ns": time.time_ns(), "now_s": time.monotonic()}
-        console.print(frame(view, fleet.heartbeats, console, missing=missing, **now))
+        console.print(frame(view, fleet.heartbeats, console, missing=missing, now_ns=now_ns, now_s=now_s))
 
 
 async def stored(fleet: Fleet) -> JobView | None:
@@ -76,15 +78,3 @@ async def stored(fleet: Fleet) -> JobView | None:
         view = None if name is None else await fleet.open(name)
         await asyncio.sleep(HEARTBEAT_WAIT_S)
     return view
-
-
-def snapshot(view: JobView | None, heartbeats: Heartbeats) -> Document:
-    """Shown values, with the units in the names; `job` is `None` while there is none."""
-    now_ns, now_s = time.time_ns(), time.monotonic()
-    return {
-        "job": None if view is None else job_document(view, now_ns),
-        "windows": [] if view is None else [window_document(window) for window in view.history],
-        "services": heartbeats.document(now_s),
-        "services_missing": heartbeats.missing(now_s),
-        "alarms": alarms_of([] if view is None else [view], heartbeats, now_ns=now_ns, now_s=now_s),
-    }

@@ -22,7 +22,7 @@ from dynamix.cli.documents import alarms_of
 from dynamix.cli.fleet import Fleet
 from dynamix.cli.jobs import NO_JOB, none_called
 from dynamix.cli.services import Heartbeats
-from dynamix.cli.terminal import UNKNOWN, bar, curve, duration, number, percent, signed_count
+from dynamix.cli.terminal import UNKNOWN, bar, curve, duration, number, percent
 from dynamix.recording.job_view import JobView, RankView
 from dynamix.schemas.messages.allocation import EXACT
 
@@ -150,7 +150,7 @@ def _add_decision(below: Table, view: JobView) -> None:
         more, less = sum(delta > 0 for delta in deltas), sum(delta < 0 for delta in deltas)
         changes = f"{more} ranks more, {less} less, {len(deltas) - more - less} the same"
         if len(deltas) <= SHOWN_CHANGES:
-            changes = " ".join(map(signed_count, deltas))
+            changes = " ".join(f"{delta:+d}" if delta else "·" for delta in deltas)
         version = f" v{action.policy_version}" if action.policy_version else ""
         by = (f"  of window {action.window} by {action.policy}{version}", "dim")
         gap = (", inputs missing" if action.gap else "", "yellow")
@@ -288,8 +288,9 @@ async def watch(fleet: Fleet, wanted: str | None) -> None:
                 news = fleet.news
                 name = fleet.newest(time.time_ns())
                 view = None if name is None else fleet.opened(name) or fleet.jobs[name]
-                now = {"now_ns": time.time_ns(), "now_s": time.monotonic()}
-                live.update(frame(view, fleet.heartbeats, console, missing=missing, **now), refresh=True)
+                now_ns, now_s = time.time_ns(), time.monotonic()
+                shown = frame(view, fleet.heartbeats, console, now_ns=now_ns, now_s=now_s, missing=missing)
+                live.update(shown, refresh=True)
                 await asyncio.sleep(MIN_INTERVAL_S)
                 waiting = [asyncio.create_task(news.wait()), asyncio.create_task(left.wait())]
                 await asyncio.wait(waiting, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)

@@ -159,14 +159,16 @@ export class Nodes {
     this.rows.replaceChildren(...job.nodes.map((node) => element("tr", {},
       element("th", { scope: "row", class: "nowrap" }, node.node),
       ...[whole(node.num_ranks), percent(node.node_metrics.cpu_time_ratio), number(node.node_metrics.load_per_cpu),
-        percent(node.node_metrics.memory_used_ratio), megabytes(node.tx_bytes_per_s), megabytes(node.rx_bytes_per_s),
+        percent(node.node_metrics.memory_used_ratio), megabytes(node.node_metrics, "tx_bytes"), megabytes(node.node_metrics, "rx_bytes"),
         whole(node.node_metrics.retransmits)].map((text) => element("td", { class: "number" }, text)),
       element("td", {}, node.probe_note ? `${node.probe}: ${node.probe_note}` : node.probe))));
   }
 }
 
-function megabytes(bytes) {
-  if (bytes === null || bytes === undefined) return number(null);
+// Megabytes per second over the node's interval.
+function megabytes({ interval_s: seconds, ...counted }, name) {
+  if (counted[name] === null || !seconds) return number(null);
+  const bytes = counted[name] / seconds;
   return bytes > 0 && bytes < 1000 ? "< 0.001" : number(bytes / 1e6);
 }
 
