@@ -1,7 +1,7 @@
 import pytest
 
-from dynamix.trainer.measurement import clock as clock_module
-from dynamix.trainer.measurement.clock import Clock, DeviceClock, StepTimes
+from dynamix.trainer.gradient import clock as clock_module
+from dynamix.trainer.gradient.clock import Clock, DeviceClock, StepTimes
 
 
 @pytest.fixture

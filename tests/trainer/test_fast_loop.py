@@ -17,7 +17,7 @@ from dynamix.schemas.messages import Applied, Job, Report
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer import Session
 from dynamix.trainer.data.plan import Schedule
-from dynamix.trainer.measurement import clock as clock_module
+from dynamix.trainer.gradient import clock as clock_module
 from dynamix.trainer.steering.fast_loop import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop
 
 HELD_FROM = 60

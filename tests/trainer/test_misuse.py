@@ -84,7 +84,7 @@ def _misuse(_rank: int) -> None:
         attach_numbered(data, plain, connect="nats://127.0.0.1:4222")
     with pytest.raises(ValueError, match="name='My Job!': a job's name has 1 to 54 of the characters"):
         attach_numbered(data, distribute(make_model()), name="My Job!")
-    with pytest.raises(TypeError, match=r"Linear is no torch.optim.Optimizer, and wraps none: pass model, opt"):
+    with pytest.raises(TypeError, match=r"Linear is not a torch.optim.Optimizer and wraps none: pass model, opt"):
         dynamix.attach(optimizer, nn.Linear(2, 2), data, local_batch_size=8)  # type: ignore[arg-type]
     session, optimizer = attach_numbered(data, plain, weighting="loss", seed=5)
     state = session.state_dict()

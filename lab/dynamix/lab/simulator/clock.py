@@ -21,7 +21,7 @@ Where a codec, local steps or another route is active, `exchange` has the formul
 of a ring are the same.
 
 A straggler and the jitter of a step slow all of a worker's computing, its overhead too. The parts are those of the real
-clock (`dynamix.trainer.measurement.clock`): data 0, compute, sync = waiting for the slowest and the exposed
+clock (`dynamix.trainer.gradient.clock`): data 0, compute, sync = waiting for the slowest and the exposed
 communication, update = the cost of a decision. The optimizer's own time belongs to `overhead_s`.
 """
 

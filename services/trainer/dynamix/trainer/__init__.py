@@ -3,7 +3,7 @@
 from dynamix.schemas.messages.allocation import Exchange
 
 from .attach import attach
-from .measurement.clock import StepTimes
+from .gradient.clock import StepTimes
 from .session import Session
 
 __all__ = ["Exchange", "Session", "StepTimes", "attach"]

@@ -29,6 +29,7 @@ from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.exchange.transport import forget_imports
+from dynamix.trainer.gradient.clock import Clock, DeviceClock
 from dynamix.trainer.gradient.hook import BaseHook, CoveredModels, GradientHook, Reduction, StepWeights
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
@@ -45,7 +46,6 @@ from dynamix.trainer.gradient.models import (
 from dynamix.trainer.job.options import options_of
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import MetricHistory, MetricLogger, find_loggers
-from dynamix.trainer.measurement.clock import Clock, DeviceClock
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
 from dynamix.trainer.steering.collectives import Collectives
 from dynamix.trainer.steering.run import Run

@@ -17,13 +17,13 @@ from dynamix.trainer.arguments import AtLeast0, Share, checked
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.plan import ExchangePlan
+from dynamix.trainer.gradient.clock import StepTimes
 from dynamix.trainer.gradient.hook import CoveredModels
 from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.job.identity import lower_cap
 from dynamix.trainer.local_steps import LocalSteps
-from dynamix.trainer.measurement.clock import StepTimes
 from dynamix.trainer.measurement.meter import Scalar
 from dynamix.trainer.steering.run import reason_after
 from dynamix.trainer.steering.steering import Steering

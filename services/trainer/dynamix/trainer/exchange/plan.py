@@ -85,7 +85,7 @@ def exchange_codec(name: str) -> ExchangeCodec:
 
 def _checked(found: object) -> ExchangeCodec:
     if not isinstance(found, ExchangeCodec):
-        raise TypeError(f"{type(found).__name__} is no exchange codec: it needs name, is_lossless and reduce(...)")
+        raise TypeError(f"{type(found).__name__} is not an exchange codec: it needs name, is_lossless and reduce(...)")
     if not found.is_lossless and not isinstance(found, ErrorFeedback):
         raise TypeError(f"{type(found).__name__} rounds: it must derive from {ErrorFeedback.__qualname__}")
     return found

@@ -1,1 +1,1 @@
-"""Gradients: exact weighting, the noise estimate and the learning rate, for batch sizes that differ and change."""
+"""Gradients: exact weighting, the times of a step, the noise estimate and the learning rate."""

@@ -31,8 +31,8 @@ from dynamix.trainer.data.plan import MicroBatch, StepPlan
 from dynamix.trainer.exchange.codec import HALF_TYPES, BucketPart, BucketView, CodedSquares
 from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange
 from dynamix.trainer.exchange.transport import LentTensor, launched
-from dynamix.trainer.measurement.clock import Clock
 
+from .clock import Clock
 from .losses import LossWarnings
 from .models import set_gradient_sync
 from .noise import NOT_MEASURED, NormSketch, SquaredNorms, StepSketches, is_measured

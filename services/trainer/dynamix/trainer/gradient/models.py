@@ -43,7 +43,7 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"{type(optimizer).__name__} is no torch.optim.Optimizer, and wraps none: pass model, optimizer and "
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer and wraps none: pass model, optimizer and "
             "data set in this order"
         )
     return optimizer

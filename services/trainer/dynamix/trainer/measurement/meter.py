@@ -19,11 +19,11 @@ from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, R
 from dynamix.trainer.arguments import checked
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.codec import CodedSquares
+from dynamix.trainer.gradient.clock import Clock, StepTimes
 from dynamix.trainer.gradient.hook import Reduction
 from dynamix.trainer.gradient.noise import NOT_MEASURED, NoiseSums, SquaredNorms
 from dynamix.trainer.local_steps import RoundDrift
 
-from .clock import Clock, StepTimes
 from .sockets import PeerSockets, ProcessIdentity, this_process
 
 

@@ -104,7 +104,7 @@ def own_connections() -> dict[Connection, int]:
     found = {}
     for entry in FDS.iterdir():
         try:
-            is_socket = os.readlink(entry).startswith("socket:")  # noqa: PTH115 - one call; the target is no path
+            is_socket = os.readlink(entry).startswith("socket:")  # noqa: PTH115 - one call; the target is not a path
         except OSError:  # closed since it was listed
             continue
         if is_socket and (connection := _connection(int(entry.name))) is not None:
