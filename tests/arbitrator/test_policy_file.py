@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_refused(fields: dict[str, Any], reason: str) -> No
     "metadata", [5, None, {}, "\ud800", "", "[" * 100_000, '{"policy": "ppo", "settings": {"gama": 1}}']
 )
 def test_metadata_that_are_not_ours_are_refused(metadata: object) -> None:
-    with pytest.raises(NetworkFileError, match="metadata|not a policy file of DYNAMIX"):
+    with pytest.raises(NetworkFileError, match=r"metadata|not a policy file of DYNAMIX"):
         PolicyFile.from_bytes(trained_policies.with_metadata(metadata))
 
 

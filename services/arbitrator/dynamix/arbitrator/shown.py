@@ -268,19 +268,16 @@ def _show_stream(scrape: Scrape, name: str, state: StreamState) -> None:
 
 
 def _show_job(scrape: Scrape, job: str, standing: JobStanding, age_s: float) -> None:
-    scrape.gauge("job_state_window", "newest window with a state", standing.window, training_job=job)
-    scrape.gauge("job_decided_window", "newest decided window, -1 for none", standing.decided_window, training_job=job)
-    scrape.gauge("job_state_age_seconds", "since the newest state of the job", age_s, training_job=job)
-    scrape.gauge(
-        "job_window_seconds", "from one window to the next, the last time", standing.window_s, training_job=job
-    )
-    scrape.gauge(
-        "job_decided_global_batch_size", "sum of the newest decided sizes", standing.global_batch_size, training_job=job
-    )
-    scrape.gauge(
-        "job_stuck_ratio", "share of ranks whose size is stuck at a bound", standing.stuck_share, training_job=job
-    )
-    scrape.gauge("job_halted", "1 while this generation is not decided", int(standing.halted), training_job=job)
+    for name, meaning, value in (
+        ("job_state_window", "newest window with a state", standing.window),
+        ("job_decided_window", "newest decided window, -1 for none", standing.decided_window),
+        ("job_state_age_seconds", "since the newest state of the job", age_s),
+        ("job_window_seconds", "from one window to the next, the last time", standing.window_s),
+        ("job_decided_global_batch_size", "sum of the newest decided sizes", standing.global_batch_size),
+        ("job_stuck_ratio", "share of ranks whose size is stuck at a bound", standing.stuck_share),
+        ("job_halted", "1 while this generation is not decided", int(standing.halted)),
+    ):
+        scrape.gauge(name, meaning, value, training_job=job)
     for reason, count in standing.num_refused.items():
         scrape.gauge(
             "job_refused_actions",
