@@ -44,9 +44,6 @@ class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of all jobs held in memory at once, some 0.4 kB each; as for `max_jobs`."""
     forget_after_s: Annotated[float, Meta(gt=0)] = 3600.0
     """A job without a state for so long is dropped from memory, and read again when its next one comes."""
-    policy_cache: str = ""
-    """Directory that keeps the learned policies that were read, by digest; empty: none. With it a restart can continue
-    with a version that the bus has lost."""
     broker_log: str = ""
     """The log file of nats-server on this machine, in which refused operations are counted; empty: they are not."""
 
@@ -61,8 +58,7 @@ async def serve(context: Context[ArbitratorSettings]) -> None:
         followed |= {
             "metrics of ended jobs": partial(shown.follow_ends, context.bus),
             "metrics of refused actions": partial(shown.follow_receipts, context.bus, context.dead_letter),
-            "metrics of streams": partial(shown.follow_streams, context.bus.stream_state),
-            "metrics of requests": partial(shown.follow_requests, context.bus.count_requests),
+            "metrics of the broker": partial(shown.follow_broker, context.bus.stream_state, context.bus.count_requests),
         }
         if context.settings.broker_log:
             log = Path(context.settings.broker_log)
@@ -149,9 +145,7 @@ class _Arbitrator:
         self._context = context
         self._shown = shown
         self._bus = context.bus
-        settings = context.settings
-        cache = Path(settings.policy_cache) if settings.policy_cache else None
-        self._surroundings = Surroundings(context.bus, PolicyStore(context.bus, cache), context.log, context.count)
+        self._surroundings = Surroundings(context.bus, PolicyStore(context.bus), context.log, context.count)
         self._waiting: OrderedDict[str, _Wanted] = OrderedDict()
         """Jobs that wait to be opened, the next one first: one whose states continue comes before a crowd of others."""
         self._jobs: dict[str, _Job] = {}

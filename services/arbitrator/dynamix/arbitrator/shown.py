@@ -165,9 +165,11 @@ class ShownDecisions:
         else:
             self._runs.forget_run(job.job)
 
-    async def follow_streams(self, state_of: Callable[[str], Awaitable[StreamState]]) -> None:
-        """Note what the streams of messages hold, now and every `STREAMS_EVERY_S`, until cancelled."""
-        names = [stream.name for stream in (REPORTS, FEED, JOBS, ACTIONS, DEAD, PROFILES)]
+    async def follow_broker(
+        self, state_of: Callable[[str], Awaitable[StreamState]], count_requests: Callable[[], Awaitable[int]]
+    ) -> None:
+        """Note what the streams hold and how many requests the broker has had, every `STREAMS_EVERY_S`."""
+        names, counts = [stream.name for stream in (REPORTS, FEED, JOBS, ACTIONS, DEAD, PROFILES)], True
         while True:
             for name in tuple(names):
                 try:
@@ -175,16 +177,12 @@ class ShownDecisions:
                 except PermissionDeniedError as error:
                     names.remove(name)
                     logger.warning("%s is not watched: %s; run `dynamix keys refresh`", name, error)
-            await asyncio.sleep(STREAMS_EVERY_S)
-
-    async def follow_requests(self, count_requests: Callable[[], Awaitable[int]]) -> None:
-        """Note how many requests the broker has had, as often as what streams hold, until cancelled."""
-        while True:
-            try:
-                self._num_requests = await count_requests()
-            except PermissionDeniedError as error:
-                logger.warning("requests to the broker are not counted: %s; run `dynamix keys refresh`", error)
-                return
+            if counts:
+                try:
+                    self._num_requests = await count_requests()
+                except PermissionDeniedError as error:
+                    counts = False
+                    logger.warning("requests to the broker are not counted: %s; run `dynamix keys refresh`", error)
             await asyncio.sleep(STREAMS_EVERY_S)
 
     async def follow_violations(self, log: Path) -> None:
