@@ -56,7 +56,7 @@ done
 rm -rf "$root/opt/dynamix"
 if [ -n "$purge" ]; then
     rm -rf "$root/etc/dynamix"
-    for place in lib/dynamix-nats lib/dynamix-train cache/dynamix-arbitrator; do
+    for place in lib/dynamix-nats lib/dynamix-train; do
         rm -rf "$root/var/$place" "$root/var/$(dirname "$place")/private/$(basename "$place")"
     done
 elif [ -d "$root/etc/dynamix" ]; then

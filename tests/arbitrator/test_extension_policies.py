@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.arbitrator.test_halting import NODES, decided, report
+from tests.arbitrator.test_halting import NODES, report
 from tests.support import examples
-from tests.support.brokers import until
+from tests.support.arbitrators import stored_actions
 from tests.support.extensions import register
 from tests.support.services_here import arbitrator_here
 
@@ -16,10 +16,6 @@ from dynamix.arbitrator.policies.registry import POLICIES, extension_policy, pol
 from dynamix.lab.comparison.rows import parse_rows
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.extensions import ExtensionError
-from dynamix.schemas import subjects
-from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Action
-from dynamix.schemas.streams import ACTIONS
 
 Write = Callable[[str], int]
 HALVED = examples.job(NODES, policy="halving")
@@ -43,10 +39,7 @@ async def test_an_arbitrator_decides_with_an_installed_policy(bus: Bus) -> None:
     await bus.publish(HALVED)
     async with arbitrator_here(bus):
         await report(bus, HALVED)
-        assert await decided(bus) == [HALVED.job]
-    message = await bus.last(ACTIONS.name, subjects.of("action", HALVED.job))
-    assert message is not None
-    action = decode(Action, message.subject, message.payload)
+        (action,) = await stored_actions(bus, HALVED.job, 1)
     assert (action.policy, action.policy_version, action.policy_digest) == ("halving", 3, b"")
     assert action.local_batch_sizes == (64, 64, 64, 64)
     assert parse_rows("halving:divisor=4")[0].options == {"divisor": 4}  # a comparison can have it
@@ -92,16 +85,3 @@ def test_an_error_in_an_extension_names_the_policy_and_the_window(theirs: Write)
     assert policy is not None
     with pytest.raises(ExtensionError, match=r"'theirs' \(their_module\.Theirs\) failed at window 4: .*: full; fix"):
         policy.decide(HALVED, 4, None, None, b"")  # type: ignore[arg-type]  # it looks at none
-
-
-@pytest.mark.parametrize("source", ["raise RuntimeError('no licence')", THEIRS + "Theirs.decide = lambda *_: 1 / 0"])
-async def test_a_broken_extension_halts_only_the_jobs_that_name_it(bus: Bus, theirs: Write, source: str) -> None:
-    theirs(source)
-    broken, other = (examples.job(NODES, job=f"{name}-0", policy=name) for name in ("theirs", "static"))
-    await bus.publish(broken)
-    async with arbitrator_here(bus) as context:
-        await bus.publish(other)
-        await report(bus, broken)
-        await report(bus, other)
-        assert await decided(bus) == [other.job]
-        await until(lambda: context.counters.get("halted") == 1)  # jobs are opened one beside the other

@@ -11,6 +11,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 from tests.support import examples
+from tests.support.arbitrators import stored_actions
 from tests.support.brokers import until
 from tests.support.old_server import OldServer
 from tests.support.services_here import services_here
@@ -25,7 +26,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Action, Job, JobProfile
-from dynamix.schemas.streams import ACTIONS, JOBS, PROFILES
+from dynamix.schemas.streams import JOBS, PROFILES
 
 FAMILY = "mnist-0a1b2c3d"
 JOB = examples.job({"node-a": (0, 1)}, policy="rule", family=FAMILY)
@@ -173,21 +174,9 @@ async def test_a_service_keeps_what_a_run_taught_and_gives_it_to_the_next(bus: B
             for window in range(6):
                 state = examples.state(window_index=window, throughput=(3000.0, 1000.0))
                 await bus.publish(msgspec.structs.replace(state, job=name))
-            actions = await decided(bus, name, 6)
+            actions = await stored_actions(bus, name, 6)
             assert actions[0].profile == (b"" if profile is None else encode(profile))
             assert not any(action.profile for action in actions[1:])
             await bus.publish(msgspec.structs.replace(job, phase="ended", end_reason="completed"))
             profile = await until_run(bus, number)
             assert (profile.job, profile.num_windows, bool(profile.memory)) == (name, 6, True)
-
-
-async def decided(bus: Bus, job: str, count: int) -> list[Action]:
-    """The first actions of a job."""
-    found: list[Action] = []
-    async with asyncio.timeout(30):
-        async with bus.consume(ACTIONS.name, [subjects.of("action", job)], start="all") as consumer:
-            async for batch in consumer:
-                found += [decode(Action, one.subject, one.payload) for one in batch]
-                if len(found) >= count:
-                    return found
-    raise AssertionError("a consumer ends only when it is told to")

@@ -1,10 +1,9 @@
 """An error of one job's policy halts the decisions for that generation only."""
 
-import asyncio
-
 import msgspec
 import pytest
 from tests.support import examples, learned
+from tests.support.arbitrators import stored_actions
 from tests.support.brokers import until
 from tests.support.services_here import arbitrator_here
 
@@ -12,10 +11,7 @@ from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.baselines import Static
 from dynamix.arbitrator.policies.policy import Decision, Policy
 from dynamix.runtime.bus import Bus
-from dynamix.schemas import subjects
-from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job
-from dynamix.schemas.streams import ACTIONS
 
 NODES: dict[str, tuple[int, ...]] = {"node-a": (0, 1), "node-b": (2, 3)}
 ODD, OTHER = examples.job(NODES, job="odd-0", policy="odd"), examples.job(NODES, job="other-0", policy="static")
@@ -25,12 +21,6 @@ async def report(bus: Bus, job: Job) -> None:
     """One window of all nodes."""
     for node, ranks in NODES.items():
         await bus.publish(msgspec.structs.replace(examples.state(node, ranks), job=job.job))
-
-
-async def decided(bus: Bus) -> list[str]:
-    """The job of the first action."""
-    async with asyncio.timeout(60), bus.consume(ACTIONS.name, [subjects.of("action", "*")], start="all") as consumer:
-        return [decode(Action, message.subject, message.payload).job for message in await anext(consumer)]
 
 
 class Broken(Static):
@@ -63,5 +53,5 @@ async def test_a_policy_that_cannot_decide_halts_its_own_generation_only(
         if not is_there_first:
             await report(bus, ODD)
         await report(bus, OTHER)
-        assert await decided(bus) == [OTHER.job]
+        assert [action.job for action in await stored_actions(bus, "*", 1)] == [OTHER.job]
         await until(lambda: context.counters.get("halted") == 1)  # jobs are opened beside each other

@@ -12,7 +12,6 @@ from tests.support.brokers import ConfiguredServer, connected, operate, until
 from tests.support.services_here import arbitrator_here
 from tests.support.stored_blocks import block_of, flip_in_header, flip_in_payload, records
 
-from dynamix.arbitrator.deciding import job_log
 from dynamix.arbitrator.deciding.job_log import ActionStoreError, JobLog, Surroundings
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.runtime.bus import Bus, BusMessage
@@ -184,22 +183,12 @@ async def test_a_running_arbitrator_refuses_another_chain_than_its_own(bus: Bus)
     assert await actions(bus) == []
 
 
-class TestRot:
+@pytest.mark.parametrize(("where", "index"), [("header", 9), ("payload", -1)])
+async def test_after_a_bit_of_the_brokers_file_flipped_the_job_is_refused_and_the_others_continue(
+    tmp_path: Path, where: str, index: int
+) -> None:
     """A real broker stops, one bit of its file changes, it starts again."""
-
-    @pytest.fixture
-    async def server(self, tmp_path: Path) -> Any:
-        async with ConfiguredServer(store_dir=tmp_path / "store") as running:
-            yield running
-
-    def rot(self, tmp_path: Path, where: str, index: int) -> None:
-        block = block_of(tmp_path / "store", ACTIONS.name)
-        {"header": flip_in_header, "payload": flip_in_payload}[where](block, records(block)[index])
-
-    @pytest.mark.parametrize(("where", "index"), [("header", 9), ("payload", -1)])
-    async def test_after_a_restart_of_both_the_job_is_refused_and_the_others_continue(
-        self, server: ConfiguredServer, tmp_path: Path, where: str, index: int
-    ) -> None:
+    async with ConfiguredServer(store_dir=tmp_path / "store") as server:
         async with connected(server.settings) as bus:
             await provision(bus)
             for job, windows in ((OTHER, range(5)), (JOB, range(10))):
@@ -207,7 +196,8 @@ class TestRot:
                 await decide(bus, await opened(bus, job), windows)
             await bus.publish(receipt((await actions(bus))[-1]))
         await server.kill()
-        self.rot(tmp_path, where, index)
+        block = block_of(tmp_path / "store", ACTIONS.name)
+        {"header": flip_in_header, "payload": flip_in_payload}[where](block, records(block)[index])
         await server.start()
         async with connected(server.settings) as bus:
             before = (await bus.stream_state(ACTIONS.name)).last_sequence
@@ -224,20 +214,3 @@ class TestRot:
             assert (event.signature, event.limit) == ("log-refused", 9.0)
             own = subjects.of("action", JOB.job)
             assert await bus.first(ACTIONS.name, own, start=before + 1) is None  # nothing on top
-
-    async def test_an_arbitrator_that_ran_all_the_while_refuses_it_too(
-        self, server: ConfiguredServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(job_log, "SHOW_WAITS_S", (0.01, 0.01))
-        async with connected(server.settings) as bus:
-            await provision(bus)
-            others, log = await opened(bus, OTHER), await opened(bus)
-            await decide(bus, others, range(5))
-            await decide(bus, log, range(10))
-            await server.stop()
-            self.rot(tmp_path, "payload", -1)
-            await server.start()
-            with pytest.raises(ActionStoreError, match="before our own 15"):
-                await decide(bus, log, range(10, 11))
-            await decide(bus, others, range(5, 7))
-            assert [action.window for action in await actions(bus, OTHER)] == list(range(7))

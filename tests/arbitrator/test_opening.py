@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import structlog
 from tests.support import examples
+from tests.support.arbitrators import stored_actions
 from tests.support.brokers import operate, until
 from tests.support.services_here import arbitrator_here
 
@@ -16,15 +17,12 @@ from dynamix.arbitrator.shown import ShownDecisions
 from dynamix.runtime.bus import Bus, BusMessage, PublishError
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.service import Context
-from dynamix.schemas import subjects
-from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Action, Job, State
+from dynamix.schemas.messages import Job, State
 from dynamix.schemas.streams import ACTIONS, FEED
 
 NUM_CROWD = 100
 NODES = {"node-a": (0, 1)}
 HONEST = examples.job(NODES, policy="static")
-Arbitrating = Context[ArbitratorSettings]
 
 
 def crowd() -> list[Job]:
@@ -35,21 +33,28 @@ def state_of(job: Job, window: int = 0) -> State:
     return msgspec.structs.replace(examples.state("node-a", (0, 1), window), job=job.job)
 
 
-async def until_counter(context: Arbitrating, name: str, value: int) -> None:
-    async with asyncio.timeout(60):
-        while context.counters.get(name) != value:  # noqa: ASYNC110 - a counter has no event
-            await asyncio.sleep(0.01)
-
-
-async def decisions(bus: Bus, job: str, count: int) -> list[int]:
+async def windows(bus: Bus, job: str, count: int) -> list[int]:
     """The windows of a job's first decisions."""
-    found: list[int] = []
-    async with asyncio.timeout(60), bus.consume(ACTIONS.name, [subjects.of("action", job)], start="all") as consumer:
-        async for batch in consumer:
-            found += [decode(Action, one.subject, one.payload).window for one in batch]
-            if len(found) >= count:
-                return found
-    raise AssertionError("the consumer ended")
+    return [action.window for action in await stored_actions(bus, job, count)]
+
+
+@pytest.fixture
+def goes_on() -> asyncio.Event:
+    return asyncio.Event()
+
+
+@pytest.fixture
+def opening(monkeypatch: pytest.MonkeyPatch, goes_on: asyncio.Event) -> list[Job]:
+    """The jobs that began to be opened, each of which waits for `goes_on`."""
+    opened, found = JobLog.open, list[Job]()
+
+    async def slow(job: Job, *arguments: object) -> JobLog:
+        found.append(job)
+        await goes_on.wait()
+        return await opened(job, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(JobLog, "open", slow)
+    return found
 
 
 @pytest.fixture
@@ -65,29 +70,23 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[State]:
     return found
 
 
-async def test_a_crowd_of_new_jobs_does_not_delay_one_that_is_open(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_crowd_of_new_jobs_does_not_delay_one_that_is_open(
+    bus: Bus, opening: list[Job], goes_on: asyncio.Event
+) -> None:
     """None of the crowd can be opened, as if each took for ever: the job that is open is decided all the same."""
-    opened = JobLog.open
-    entered = []
-
-    async def stuck(job: Job, *arguments: object) -> JobLog:
-        if job.job != HONEST.job:
-            entered.append(job.job)
-            await asyncio.Event().wait()
-        return await opened(job, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(JobLog, "open", stuck)
+    goes_on.set()
     await bus.publish(HONEST)
     async with arbitrator_here(bus) as context:
         await bus.publish(state_of(HONEST))
-        assert await decisions(bus, HONEST.job, 1) == [0]
+        assert await windows(bus, HONEST.job, 1) == [0]
+        goes_on.clear()
         for job in crowd():
             await bus.publish_soon(job)
             await bus.publish_soon(state_of(job))
-        await until_counter(context, "jobs_waiting", NUM_CROWD)
+        await until(lambda: context.counters.get("jobs_waiting") == NUM_CROWD)
         await bus.publish(state_of(HONEST, 1))
-        assert await decisions(bus, HONEST.job, 2) == [0, 1]
-        assert len(entered) == MAX_OPENING
+        assert await windows(bus, HONEST.job, 2) == [0, 1]
+        assert len(opening) == 1 + MAX_OPENING
 
 
 async def test_a_job_whose_decision_is_not_stored_delays_no_other(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,14 +103,14 @@ async def test_a_job_whose_decision_is_not_stored_delays_no_other(bus: Bus, monk
     for job in (HONEST, slow):
         await bus.publish(job)
     async with arbitrator_here(bus) as context:
-        await until_counter(context, "jobs_waiting", 0)
+        await until(lambda: context.counters.get("jobs_waiting") == 0)
         await bus.publish(state_of(HONEST))
-        assert await decisions(bus, HONEST.job, 1) == [0]
+        assert await windows(bus, HONEST.job, 1) == [0]
         await bus.publish(state_of(slow))
         async with asyncio.timeout(60):
             await entered.wait()
         await bus.publish(state_of(HONEST, 1))
-        assert await decisions(bus, HONEST.job, 2) == [0, 1]
+        assert await windows(bus, HONEST.job, 2) == [0, 1]
 
 
 async def test_a_restart_decides_for_all_jobs_and_opens_none_without_states(bus: Bus) -> None:
@@ -122,49 +121,41 @@ async def test_a_restart_decides_for_all_jobs_and_opens_none_without_states(bus:
         await bus.publish(state_of(job))
     async with arbitrator_here(bus) as context:
         for job in jobs[:3]:
-            assert await decisions(bus, job.job, 1) == [0]
-        await until_counter(context, "jobs_waiting", 0)
+            assert await windows(bus, job.job, 1) == [0]
+        await until(lambda: context.counters.get("jobs_waiting") == 0)
         assert context.counters["jobs"] == 3
 
 
 async def test_a_job_whose_states_go_on_is_opened_before_a_crowd_that_waits_longer_and_no_more_wait_than_may(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch, read: list[State]
+    bus: Bus, opening: list[Job], goes_on: asyncio.Event, read: list[State]
 ) -> None:
-    opened, goes_on, entered = JobLog.open, asyncio.Event(), list[str]()
-
-    async def slow(job: Job, *arguments: object) -> JobLog:
-        entered.append(job.job)
-        await goes_on.wait()
-        return await opened(job, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(JobLog, "open", slow)
     jobs = [*crowd()[: MAX_OPENING + 2], HONEST]
     for job in jobs:
         await bus.publish(job)
     async with arbitrator_here(bus, max_jobs=3) as context:
-        await until_counter(context, "jobs_waiting", 0)
+        await until(lambda: context.counters.get("jobs_waiting") == 0)
         for job in jobs:
             await bus.publish(state_of(job))
         await bus.publish(state_of(HONEST, 1))
         await bus.publish(state_of(crowd()[-1]))  # it has no room to wait
         await until(lambda: len(read) == len(jobs) + 2)
         goes_on.set()
-        assert await decisions(bus, HONEST.job, 2) == [0, 1]
-        await until_counter(context, "jobs_waiting", 0)
+        assert await windows(bus, HONEST.job, 2) == [0, 1]
+        await until(lambda: context.counters.get("jobs_waiting") == 0)
         assert context.counters["jobs_put_off"] == 1
-    assert entered[MAX_OPENING] == HONEST.job
+    assert opening[MAX_OPENING].job == HONEST.job
 
 
 async def test_a_specification_of_a_made_up_generation_stops_no_job_that_is_open(bus: Bus) -> None:
     await bus.publish(HONEST)
     async with arbitrator_here(bus) as context:
         await bus.publish(state_of(HONEST))
-        assert await decisions(bus, HONEST.job, 1) == [0]
+        assert await windows(bus, HONEST.job, 1) == [0]
         await bus.publish(msgspec.structs.replace(HONEST, generation=2**53 - 1))
         await bus.publish(msgspec.structs.replace(state_of(HONEST), generation=2**53 - 1))
-        await until_counter(context, "dead_letters", 2)  # the specification, and a state without one
+        await until(lambda: context.counters.get("dead_letters") == 2)  # the specification, and a state without one
         await bus.publish(state_of(HONEST, 1))
-        assert await decisions(bus, HONEST.job, 2) == [0, 1]
+        assert await windows(bus, HONEST.job, 2) == [0, 1]
 
 
 async def test_a_job_that_falls_behind_is_decided_once_for_each_window(
@@ -176,27 +167,19 @@ async def test_a_job_that_falls_behind_is_decided_once_for_each_window(
     await bus.publish(HONEST)
     async with arbitrator_here(bus) as context:
         await bus.publish(state_of(HONEST))
-        assert await decisions(bus, HONEST.job, 1) == [0]
+        assert await windows(bus, HONEST.job, 1) == [0]
         await asyncio.gather(*[await bus.publish_soon(state_of(HONEST, window)) for window in range(1, 300)])
-        assert await decisions(bus, HONEST.job, 300) == list(range(300))
+        assert await windows(bus, HONEST.job, 300) == list(range(300))
         assert context.counters["states_put_off"] > 8
 
 
 async def test_states_and_a_generation_that_come_while_a_job_is_opened_are_decided_in_order(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch, read: list[State]
+    bus: Bus, opening: list[Job], goes_on: asyncio.Event, read: list[State]
 ) -> None:
-    opened, goes_on, generations = JobLog.open, asyncio.Event(), list[int]()
-
-    async def slow(job: Job, *arguments: object) -> JobLog:
-        generations.append(job.generation)
-        await goes_on.wait()
-        return await opened(job, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(JobLog, "open", slow)
     await bus.publish(HONEST)
     await bus.publish(state_of(HONEST))
     async with arbitrator_here(bus) as context:
-        await until(lambda: generations == [0])
+        await until(lambda: len(opening) == 1)
         for window in (1, 2):
             await bus.publish(state_of(HONEST, window))
         await bus.publish(msgspec.structs.replace(HONEST, generation=1))
@@ -204,9 +187,9 @@ async def test_states_and_a_generation_that_come_while_a_job_is_opened_are_decid
             await bus.publish(msgspec.structs.replace(state_of(HONEST), generation=generation))
         await until(lambda: len(read) == 4)
         goes_on.set()
-        assert await decisions(bus, HONEST.job, 4) == [0, 1, 2, 0]
-        await until_counter(context, "dead_letters", 1)
-    assert generations == [0, 1]
+        assert await windows(bus, HONEST.job, 4) == [0, 1, 2, 0]
+        await until(lambda: context.counters.get("dead_letters") == 1)
+    assert [job.generation for job in opening] == [0, 1]
 
 
 async def test_a_state_that_comes_while_a_job_is_found_to_have_none_is_decided(
@@ -229,23 +212,23 @@ async def test_a_state_that_comes_while_a_job_is_found_to_have_none_is_decided(
         await bus.publish(state_of(HONEST))
         await until(lambda: len(read) == 1)
         goes_on.set()
-        assert await decisions(bus, HONEST.job, 1) == [0]
+        assert await windows(bus, HONEST.job, 1) == [0]
 
 
 @pytest.mark.parametrize("limits", [{"max_jobs": 1}, {"max_ranks": 3}, {"forget_after_s": 0.2}])
 async def test_jobs_that_were_dropped_from_memory_go_on_with_their_next_state(
     bus: Bus, limits: dict[str, float]
 ) -> None:
-    jobs = [HONEST, examples.job(NODES, job="other-0", policy="static")]
+    jobs, num_held = [HONEST, examples.job(NODES, job="other-0", policy="static")], 1 - ("forget_after_s" in limits)
     for job in jobs:
         await bus.publish(job)
     async with arbitrator_here(bus, **limits) as context:
-        await until_counter(context, "ready", 1)  # of the states before, those of one job have room to wait
+        await until(lambda: context.counters.get("ready"))  # of the states before, those of one job have room to wait
         for window in range(3):
             for job in jobs:
                 await bus.publish(state_of(job, window))
-                assert await decisions(bus, job.job, window + 1) == list(range(window + 1))
-                await until_counter(context, "jobs", 0 if "forget_after_s" in limits else 1)
+                assert await windows(bus, job.job, window + 1) == list(range(window + 1))
+                await until(lambda: context.counters.get("jobs") == num_held)
 
 
 async def test_a_job_is_taken_up_again_after_actions_alone_was_made_again(bus: Bus) -> None:
@@ -254,14 +237,14 @@ async def test_a_job_is_taken_up_again_after_actions_alone_was_made_again(bus: B
     async with arbitrator_here(bus) as context:
         for window in range(3):
             await bus.publish(state_of(HONEST, window))
-        assert await decisions(bus, HONEST.job, 3) == [0, 1, 2]
+        assert await windows(bus, HONEST.job, 3) == [0, 1, 2]
         await bus.publish(examples.applied(2, 4, job=HONEST.job, local_batch_sizes=(128, 128)))
         await operate(bus, f"STREAM.DELETE.{ACTIONS.name}")
         await provision(bus)
         await bus.publish(state_of(HONEST, 3))
-        await until_counter(context, "jobs", 0)
+        await until(lambda: context.counters.get("jobs") == 0)
         await bus.publish(state_of(HONEST, 4))
-        assert await decisions(bus, HONEST.job, 2) == [3, 4]
+        assert await windows(bus, HONEST.job, 2) == [3, 4]
         assert "halted" not in context.counters
 
 

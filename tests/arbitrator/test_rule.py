@@ -1,8 +1,9 @@
-"""`rule` in closed loop with a cluster made of formulas, whose best batch is known."""
+"""`rule` in closed loop: with a cluster made of formulas, and with an event simulation that knows no model."""
 
 import numpy as np
 import pytest
 from tests.support import examples
+from tests.support.event_cluster import Device, EventCluster
 from tests.support.toy_cluster import ToyCluster
 
 from dynamix.arbitrator.policies.rule import Rule
@@ -75,3 +76,42 @@ def test_its_own_split_equalises_compute_times() -> None:
     sizes = np.array(cluster.run(Rule(), job_of(supports_tracking=False), 40)[-1].allocation.local_batch_sizes)
     times_s = cluster.overhead_s + sizes / RATES
     assert times_s.max() / times_s.min() < 1.1
+
+
+FAST, SLOW = Device(0.25e-3, 0.002), Device(1e-3, 0.002)
+LATE_FAST, LATE_SLOW = Device(0.25e-3, 0.040), Device(1e-3, 0.040)
+NARROW, LATE_NARROW = Device(1e-3, 0.002, saturation=32), Device(1e-3, 0.040, saturation=32)
+
+CLUSTERS = {
+    "2 and 40 ms": (SLOW,) * 4 + (LATE_SLOW,) * 4,
+    "2 and 40 ms, four speeds": (FAST, LATE_SLOW, SLOW, LATE_FAST) * 2,
+    "40 ms on the fast ones": (SLOW,) * 4 + (LATE_FAST,) * 4,
+    "nothing gained under 32": (NARROW,) * 8,
+    "nothing gained under 32 on half": (NARROW,) * 4 + (SLOW,) * 4,
+    "both": (NARROW,) * 4 + (LATE_NARROW,) * 4,
+    "both, on some": (NARROW, LATE_NARROW, SLOW, LATE_SLOW) * 2,
+}
+
+
+def event_job(size: int) -> Job:
+    return job_of(size=size, min_local_batch_size=1, initial_split="tracking")
+
+
+def worth_of(total: float, noise_scale: float, step_s: float) -> float:
+    """What the rule maximises, with the learning rate in proportion to the square root of the batch."""
+    return total**1.25 / (total + noise_scale) / step_s
+
+
+@pytest.mark.parametrize("noise_scale", [100.0, 1000.0])
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_the_chosen_batch_is_within_20_percent_of_the_best(cluster: str, noise_scale: float) -> None:
+    exact = EventCluster(CLUSTERS[cluster], noise_scale=noise_scale)
+    totals = np.unique(np.geomspace(8, 4096, 40).astype(int))
+    times_s = [exact.best_time_s(int(total), event_job(64)) for total in totals]
+    fine = np.geomspace(8, 4096, 2000)
+    values = worth_of(fine, noise_scale, np.interp(fine, totals, times_s))
+    for size, jitter in ((16, 0.0), (64, 0.03), (256, 0.03)):
+        found = EventCluster(exact.devices, noise_scale=noise_scale, jitter=jitter).run(Rule(), event_job(size), 30)
+        total = float(np.median(found[-8:]))
+        assert total == pytest.approx(fine[values.argmax()], rel=0.2)
+        assert worth_of(total, noise_scale, exact.best_time_s(round(total), event_job(size))) > 0.97 * values.max()

@@ -73,16 +73,15 @@ async def test_what_a_key_may_not_see_is_left_out_and_the_rest_is_watched(
         return count
 
     async def state_of(name: str) -> StreamState:
-        if next(num_asked) > 9:
+        if next(num_asked) > 20:
             raise asyncio.CancelledError
         if name == "ACTIONS":
             raise PermissionDeniedError("may not")
         behind = StreamCopy(name="broker-2", lag=7)
         return StreamState(2, 1, 0, copies=StreamCopies("broker-1", (behind, StreamCopy("broker-3", current=True))))
 
-    await decisions.follow_requests(count_requests)
     with pytest.raises(asyncio.CancelledError):
-        await decisions.follow_streams(state_of)
+        await decisions.follow_broker(state_of, count_requests)
     assert shown_now(metrics, "broker_requests_total", "component") == {"arbitrator": 7.0}
     assert shown_now(metrics, "stream_copy_lag", "stream") == dict.fromkeys(
         ("REPORTS", "FEED", "JOBS", "DEAD", "PROFILES"), 7.0

@@ -10,9 +10,6 @@ from dynamix.arbitrator.deciding.signatures import (
     spread_signature,
     value_signature,
 )
-from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.messages import Event
-from dynamix.schemas.subjects import subject_of
 
 JOB = examples.job()  # four ranks from 32 to 1024
 
@@ -57,11 +54,3 @@ def test_a_value_function_that_explains_five_percent_is_reported() -> None:
     assert finding.value == pytest.approx(0.05)
     assert value_signature([0.05] * 5 + [0.9] * 10) is None
     assert value_signature([0.0] * 9) is None
-
-
-@pytest.mark.parametrize(
-    "finding", [*reward_signatures([5.0] * 30), *reward_signatures([9.0] * 10 + [0.0] * 10)], ids=lambda f: f.signature
-)
-def test_a_finding_becomes_an_event_that_can_be_sent(finding: Finding) -> None:
-    event = finding.event(job="ppo", generation=0, window=30, service="learner")
-    assert decode(Event, subject_of(event), encode(event)) == event

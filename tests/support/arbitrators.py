@@ -11,7 +11,11 @@ from tests.support import examples
 from tests.support.control_plane import ControlPlane
 
 from dynamix.cli.services import ServiceProcess
-from dynamix.schemas.messages import Job, State
+from dynamix.runtime.bus import Bus
+from dynamix.schemas import subjects
+from dynamix.schemas.codec import decode
+from dynamix.schemas.messages import Action, Job, State
+from dynamix.schemas.streams import ACTIONS
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
 
@@ -35,6 +39,17 @@ async def feed_states(plane: ControlPlane, windows: Iterable[int], every_s: floa
         for state in states_of(window):
             await plane.bus.publish_soon(state)
         await asyncio.sleep(every_s)
+
+
+async def stored_actions(bus: Bus, job: str, count: int) -> list[Action]:
+    """The first actions of a job (`*`: of any), once there are so many."""
+    found: list[Action] = []
+    async with asyncio.timeout(60), bus.consume(ACTIONS.name, [subjects.of("action", job)], start="all") as consumer:
+        async for batch in consumer:
+            found += [decode(Action, one.subject, one.payload) for one in batch]
+            if len(found) >= count:
+                return found
+    raise AssertionError("the consumer ended")
 
 
 class Feeding:

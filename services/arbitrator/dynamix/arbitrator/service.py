@@ -2,10 +2,9 @@
 
 import asyncio
 import collections
-import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from dynamix.runtime.bus import BusError, BusMessage, FailoverWait
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Job, State
+from dynamix.schemas.messages import Event, Job, State
 from dynamix.schemas.messages.fields import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
@@ -31,7 +30,6 @@ from .deciding.job_log import (
     Stored,
     Surroundings,
     reason_of,
-    refused_log,
 )
 from .learned.policy_store import PolicyAbsentError, PolicyStore
 from .shown import ShownDecisions
@@ -46,9 +44,6 @@ class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of all jobs held in memory at once, some 0.4 kB each; as for `max_jobs`."""
     forget_after_s: Annotated[float, Meta(gt=0)] = 3600.0
     """A job without a state for so long is dropped from memory, and read again when its next one comes."""
-    policy_cache: str = ""
-    """Directory that keeps the learned policies that were read, by digest; empty: none. With it a restart can continue
-    with a version that the bus has lost."""
     broker_log: str = ""
     """The log file of nats-server on this machine, in which refused operations are counted; empty: they are not."""
 
@@ -63,8 +58,7 @@ async def serve(context: Context[ArbitratorSettings]) -> None:
         followed |= {
             "metrics of ended jobs": partial(shown.follow_ends, context.bus),
             "metrics of refused actions": partial(shown.follow_receipts, context.bus, context.dead_letter),
-            "metrics of streams": partial(shown.follow_streams, context.bus.stream_state),
-            "metrics of requests": partial(shown.follow_requests, context.bus.count_requests),
+            "metrics of the broker": partial(shown.follow_broker, context.bus.stream_state, context.bus.count_requests),
         }
         if context.settings.broker_log:
             log = Path(context.settings.broker_log)
@@ -97,6 +91,7 @@ MAX_BEHIND_BYTES = 32 << 20
 MAX_QUEUED_BYTES = 256 << 20
 """Bytes of all jobs in memory above which no more is read: decisions wait, as without a broker."""
 
+MAX_EXPLANATION = 1024
 KEPT_BYTES = 4096
 """Bytes that are kept of a message that may become a dead letter."""
 
@@ -150,9 +145,7 @@ class _Arbitrator:
         self._context = context
         self._shown = shown
         self._bus = context.bus
-        settings = context.settings
-        cache = Path(settings.policy_cache) if settings.policy_cache else None
-        self._surroundings = Surroundings(context.bus, PolicyStore(context.bus, cache), context.log, context.count)
+        self._surroundings = Surroundings(context.bus, PolicyStore(context.bus), context.log, context.count)
         self._waiting: OrderedDict[str, _Wanted] = OrderedDict()
         """Jobs that wait to be opened, the next one first: one whose states continue comes before a crowd of others."""
         self._jobs: dict[str, _Job] = {}
@@ -433,32 +426,22 @@ class _Arbitrator:
 
         Of several servers one that was cut off may answer, which does not know the last of them.
         """
-        wait = FailoverWait(self._bus.stream_state, FEED.name)
+        wanted, wait = subjects.of("state", job.name, subjects.ANY), FailoverWait(self._bus.stream_state, FEED.name)
         while True:
-            async with contextlib.aclosing(self._own_states(job.name, job.folded, until)) as messages:
-                async for message in messages:
-                    state = await self._decoded(State, message)
-                    if state is not None:
-                        await self._fold(job, message, state, is_new=message.sequence >= first)
-                    job.folded = message.sequence
+            newest, position = await self._bus.last(FEED.name, wanted), job.folded
+            last = min(until, 0 if newest is None else newest.sequence)
+            if position < last:  # a job that ended long ago costs no consumer
+                async with self._bus.consume(FEED.name, [wanted], start=position + 1) as consumer:
+                    while position < last and (batch := await anext(consumer, None)):
+                        position = batch[-1].sequence
+                        for message in (one for one in batch if one.sequence <= until):
+                            state = await self._decoded(State, message)
+                            if state is not None:
+                                await self._fold(job, message, state, is_new=message.sequence >= first)
+                            job.folded = message.sequence
+                            await asyncio.sleep(0)  # a long way to catch up must not delay the states of others
             if job.folded >= until or first > until or not await self._pause(job, wait):
                 return
-
-    async def _own_states(self, job: str, after: int, until: int) -> AsyncGenerator[BusMessage, None]:
-        """The states of a job that FEED holds; those of one that ended long ago cost nothing."""
-        wanted = subjects.of("state", job, subjects.ANY)
-        newest = await self._bus.last(FEED.name, wanted)
-        if newest is None or newest.sequence <= after:
-            return
-        async with self._bus.consume(FEED.name, [wanted], start=after + 1) as consumer:
-            async for batch in consumer:
-                for message in batch:
-                    if message.sequence > until:
-                        return
-                    yield message
-                    await asyncio.sleep(0)  # a long way to catch up must not delay the states of others
-                if batch[-1].sequence >= min(until, newest.sequence):
-                    return
 
     async def _decoded(self, kind: type[M], message: BusMessage) -> M | None:
         try:
@@ -487,4 +470,14 @@ class _Arbitrator:
         )
         if isinstance(error, ActionStoreError):
             self._context.count("refused_logs")
-            await self._bus.publish_soon(refused_log(job.name, job.generation, error))
+            event = Event(
+                job=job.name,
+                generation=job.generation,
+                window=max(0, error.known_window),
+                signature="log-refused",
+                service="arbitrator",
+                value=error.window,
+                limit=error.known_window,
+                explanation=str(error)[:MAX_EXPLANATION],
+            )
+            await self._bus.publish_soon(event)

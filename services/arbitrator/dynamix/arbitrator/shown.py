@@ -165,9 +165,11 @@ class ShownDecisions:
         else:
             self._runs.forget_run(job.job)
 
-    async def follow_streams(self, state_of: Callable[[str], Awaitable[StreamState]]) -> None:
-        """Note what the streams of messages hold, now and every `STREAMS_EVERY_S`, until cancelled."""
-        names = [stream.name for stream in (REPORTS, FEED, JOBS, ACTIONS, DEAD, PROFILES)]
+    async def follow_broker(
+        self, state_of: Callable[[str], Awaitable[StreamState]], count_requests: Callable[[], Awaitable[int]]
+    ) -> None:
+        """Note what the streams hold and how many requests the broker has had, every `STREAMS_EVERY_S`."""
+        names, counts = [stream.name for stream in (REPORTS, FEED, JOBS, ACTIONS, DEAD, PROFILES)], True
         while True:
             for name in tuple(names):
                 try:
@@ -175,16 +177,12 @@ class ShownDecisions:
                 except PermissionDeniedError as error:
                     names.remove(name)
                     logger.warning("%s is not watched: %s; run `dynamix keys refresh`", name, error)
-            await asyncio.sleep(STREAMS_EVERY_S)
-
-    async def follow_requests(self, count_requests: Callable[[], Awaitable[int]]) -> None:
-        """Note how many requests the broker has had, as often as what streams hold, until cancelled."""
-        while True:
-            try:
-                self._num_requests = await count_requests()
-            except PermissionDeniedError as error:
-                logger.warning("requests to the broker are not counted: %s; run `dynamix keys refresh`", error)
-                return
+            if counts:
+                try:
+                    self._num_requests = await count_requests()
+                except PermissionDeniedError as error:
+                    counts = False
+                    logger.warning("requests to the broker are not counted: %s; run `dynamix keys refresh`", error)
             await asyncio.sleep(STREAMS_EVERY_S)
 
     async def follow_violations(self, log: Path) -> None:
@@ -268,19 +266,16 @@ def _show_stream(scrape: Scrape, name: str, state: StreamState) -> None:
 
 
 def _show_job(scrape: Scrape, job: str, standing: JobStanding, age_s: float) -> None:
-    scrape.gauge("job_state_window", "newest window with a state", standing.window, training_job=job)
-    scrape.gauge("job_decided_window", "newest decided window, -1 for none", standing.decided_window, training_job=job)
-    scrape.gauge("job_state_age_seconds", "since the newest state of the job", age_s, training_job=job)
-    scrape.gauge(
-        "job_window_seconds", "from one window to the next, the last time", standing.window_s, training_job=job
-    )
-    scrape.gauge(
-        "job_decided_global_batch_size", "sum of the newest decided sizes", standing.global_batch_size, training_job=job
-    )
-    scrape.gauge(
-        "job_stuck_ratio", "share of ranks whose size is stuck at a bound", standing.stuck_share, training_job=job
-    )
-    scrape.gauge("job_halted", "1 while this generation is not decided", int(standing.halted), training_job=job)
+    for name, meaning, value in (
+        ("job_state_window", "newest window with a state", standing.window),
+        ("job_decided_window", "newest decided window, -1 for none", standing.decided_window),
+        ("job_state_age_seconds", "since the newest state of the job", age_s),
+        ("job_window_seconds", "from one window to the next, the last time", standing.window_s),
+        ("job_decided_global_batch_size", "sum of the newest decided sizes", standing.global_batch_size),
+        ("job_stuck_ratio", "share of ranks whose size is stuck at a bound", standing.stuck_share),
+        ("job_halted", "1 while this generation is not decided", int(standing.halted)),
+    ):
+        scrape.gauge(name, meaning, value, training_job=job)
     for reason, count in standing.num_refused.items():
         scrape.gauge(
             "job_refused_actions",

@@ -32,7 +32,7 @@ from dynamix.runtime.bus.requests import nanoseconds
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Applied, Event, Job, State
+from dynamix.schemas.messages import Action, Applied, Job, State
 from dynamix.schemas.streams import ACTIONS, FEED, PROFILES
 
 from .fold import Fold
@@ -45,7 +45,6 @@ MOST_DECIDED_MEANWHILE = 256
 """Actions that other arbitrators may store while the actions of a job are read."""
 SHOW_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Waits before the newest action is read again: a broker may refuse for an action that it shows a moment later."""
-MAX_EXPLANATION = 1024
 
 
 class ActionStoreError(RuntimeError):
@@ -455,17 +454,3 @@ def reason_of(error: Exception) -> tuple[str, Exception | None]:
     """The text of the error, and the error itself where it is unexpected and its traceback is wanted."""
     is_foreseen = isinstance(error, (ActionStoreError, ValueError))
     return (str(error), None) if is_foreseen else (repr(error), error)
-
-
-def refused_log(job: str, generation: int, error: ActionStoreError) -> Event:
-    """The event about stored actions that are not those that were written: people have to fix what the broker lost."""
-    return Event(
-        job=job,
-        generation=generation,
-        window=max(0, error.known_window),
-        signature="log-refused",
-        service="arbitrator",
-        value=error.window,
-        limit=error.known_window,
-        explanation=str(error)[:MAX_EXPLANATION],
-    )

@@ -10,7 +10,6 @@ import datetime as dt
 import hashlib
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import NamedTuple
 
 from dynamix.arbitrator.policies.policy import NamedPolicy, Policy, digest_of
@@ -24,7 +23,7 @@ from dynamix.schemas.policies import VERSION, VERSION_OPTION, check_options
 from dynamix.schemas.streams import POLICIES
 
 from .policy import LearnedPolicy
-from .policy_file import SHIPPED_VERSION, SUFFIX, PolicyFile, shipped_names, shipped_policy
+from .policy_file import SHIPPED_VERSION, PolicyFile, shipped_names, shipped_policy
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +55,10 @@ def shipped_version(name: str) -> StoredPolicy | None:
 
 
 class PolicyStore:
-    """The policies on the bus, with an optional directory that keeps what was read."""
+    """The policies on the bus, and those in memory of which they were made."""
 
-    def __init__(self, bus: Bus, cache: Path | None = None) -> None:
+    def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._cache = cache
         self._held: dict[tuple[str, int | None, bytes | None], LearnedPolicy] = {}
         """By name, version and digest."""
 
@@ -79,8 +77,6 @@ class PolicyStore:
         if found is not None and version not in (None, found.version):
             older = [_stored(one) async for one in self._messages(name)]
             found = next((one for one in older if one.version == version), None)
-        if found is not None:
-            self._keep(found)
         return found
 
     async def versions(self, name: str = subjects.ANY) -> list[StoredPolicy]:
@@ -128,32 +124,6 @@ class PolicyStore:
                 continue
             return StoredPolicy(name, version, digest, data)
 
-    def _cached(self, digest: bytes) -> bytes | None:
-        """A file of this digest, from the cache; `None` when it has none."""
-        if self._cache is None:
-            return None
-        try:
-            data = (self._cache / (digest.hex() + SUFFIX)).read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            logger.warning("cannot read the cache of policies: %s", error)
-            return None
-        return data if hashlib.sha256(data).digest() == digest else None
-
-    def _keep(self, stored: StoredPolicy) -> None:
-        """Leave a copy in the cache; a cache that cannot be written costs only what it would have saved."""
-        if self._cache is None or self._cached(stored.digest) is not None:
-            return
-        path = self._cache / (stored.digest.hex() + SUFFIX)
-        partial = path.with_suffix(".partial")
-        try:
-            self._cache.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(stored.data)
-            partial.replace(path)
-        except OSError as error:
-            logger.warning("cannot keep a policy in the cache: %s", error)
-
     async def choose(self, job: Job, recorded: Action | None) -> Policy:
         """The policy for a generation of a job.
 
@@ -195,10 +165,8 @@ class PolicyStore:
         return self._held[key]
 
     async def _find(self, name: str, version: int | None, digest: bytes | None) -> StoredPolicy:
-        """Look for a version in the cache, among the shipped files, and on the bus."""
+        """Look for a version among the shipped files and on the bus."""
         shipped = shipped_version(name)
-        if version is not None and digest and (cached := self._cached(digest)) is not None:
-            return StoredPolicy(name, version, digest, cached)
         if shipped is not None and version == SHIPPED_VERSION:
             return shipped
         if (stored := await self.find(name, version)) is not None:

@@ -66,7 +66,10 @@ class Proportional:
         current = decided_sizes(obs_WF)
         smoothing = option(self.options, job, "smoothing")
         measured = window_of(job, obs_WF, global_F)  # NaN for a stale row and for a rank that had no samples
-        previous = _unpack(carry, job.world_size)
+        previous = np.full(job.world_size, np.nan)
+        if len(carry) == 4 * job.world_size:
+            kept = np.frombuffer(carry, dtype="<f4").astype(np.float64)
+            previous = np.where((kept > 0) & np.isfinite(kept), kept, np.nan)
         smoothed = filtered(previous, measured.samples_W / measured.compute_W, math.inf, smoothing)
         proposed = _split(job, current, smoothed)
         gain = 1 - _step_time_s(proposed, smoothed) / max(_step_time_s(current, smoothed), 1e-12)
@@ -100,13 +103,6 @@ def _step_time_s(sizes: tuple[int, ...], throughput: Array64) -> float:
     """Compute time of the slowest rank known: what a step cannot be shorter than; 0 when none is."""
     known = ~np.isnan(throughput)
     return float(np.max(np.asarray(sizes, dtype=np.float64)[known] / throughput[known], initial=0.0))
-
-
-def _unpack(carry: bytes, world_size: int) -> Array64:
-    if len(carry) != 4 * world_size:
-        return np.full(world_size, np.nan)
-    throughput = np.frombuffer(carry, dtype="<f4").astype(np.float64)
-    return np.where((throughput > 0) & np.isfinite(throughput), throughput, np.nan)
 
 
 class Split(Proportional):
@@ -168,22 +164,18 @@ class NoiseScale:
         noise = state.noise.observe(job_value(global_F, "noise_scale"))
         fit = StepTimeFit.of(state.fit, job).observe(job, window_of(job, obs_WF, global_F))
         current = decided_sizes(obs_WF)
-        total = self._total(job, sum(current), noise.noise_scale)
+        factor, wanted = option(self.options, job, "multiplier"), float(sum(current))
+        reason = "no noise scale is known yet"
+        if not math.isnan(noise.noise_scale):
+            pace = Pace(max_change=option(self.options, job, "max_change"))
+            wanted = pace.step(max(wanted, 1.0), max(clamp_total(job, factor * noise.noise_scale), 1))
+            reason = f"towards {factor:g} times the noise scale of {noise.noise_scale:.3g}"
+        total = clamp_total(job, wanted)
         if option(self.options, job, "proportional") == 1:
             sizes = by_speed(job, total, fit.model(job), current)
         else:
             sizes = current if total == sum(current) else equally(job, total)
-        factor, reason = option(self.options, job, "multiplier"), "no noise scale is known yet"
-        if not math.isnan(noise.noise_scale):
-            reason = f"towards {factor:g} times the noise scale of {noise.noise_scale:.3g}"
         return Decision(allocation_of(self.options, job, sizes), carry=pack(_State(noise, fit.kept())), reason=reason)
-
-    def _total(self, job: Job, current: int, noise_scale: float) -> int:
-        if math.isnan(noise_scale):
-            return clamp_total(job, current)
-        pace = Pace(max_change=option(self.options, job, "max_change"))
-        target = clamp_total(job, option(self.options, job, "multiplier") * noise_scale)
-        return clamp_total(job, pace.step(max(current, 1), max(target, 1)))
 
 
 NUM_CANDIDATES = 50
@@ -297,26 +289,20 @@ class Doubling:
         samples = job_value(global_F, "throughput") * job_value(global_F, "step_time_s") * steps_of(job, global_F)
         improvement = option(self.options, job, "min_improvement")
         schedule = schedule.observe(samples, job_value(global_F, "loss"), improvement)
-        if self._is_due(job, schedule):
+        every = option(self.options, job, "every_samples")
+        is_stalled = schedule.num_stalled >= option(self.options, job, "patience_windows")
+        is_over = schedule.num_doublings >= option(self.options, job, "max_doublings")
+        if not is_over and (schedule.samples >= every if every > 0 else is_stalled):
             schedule = replace(schedule, samples=0.0, num_doublings=schedule.num_doublings + 1, num_stalled=0)
         fit = StepTimeFit.of(schedule.fit, job).observe(job, window_of(job, obs_WF, global_F))
         carry = pack(replace(schedule, fit=fit.kept()))
-        sizes = self._sizes(job, schedule, fit, decided_sizes(obs_WF))
-        reason = f"doubled {schedule.num_doublings} times; {schedule.num_stalled} windows without a lower loss"
-        return Decision(allocation_of(self.options, job, sizes), carry=carry, reason=reason)
-
-    def _is_due(self, job: Job, schedule: _Schedule) -> bool:
-        known, every = self.options, option(self.options, job, "every_samples")
-        is_stalled = schedule.num_stalled >= option(known, job, "patience_windows")
-        is_over = schedule.num_doublings >= option(known, job, "max_doublings")
-        return not is_over and (schedule.samples >= every if every > 0 else is_stalled)
-
-    def _sizes(self, job: Job, schedule: _Schedule, fit: StepTimeFit, current: tuple[int, ...]) -> tuple[int, ...]:
         initial = job.initial_local_batch_sizes
         total = clamp_total(job, sum(initial) * 2 ** min(schedule.num_doublings, MAX_DOUBLINGS))
+        sizes = scaled(job, total, initial)
         if option(self.options, job, "proportional") == 1:
-            return by_speed(job, total, fit.model(job), current)
-        return scaled(job, total, initial)
+            sizes = by_speed(job, total, fit.model(job), decided_sizes(obs_WF))
+        reason = f"doubled {schedule.num_doublings} times; {schedule.num_stalled} windows without a lower loss"
+        return Decision(allocation_of(self.options, job, sizes), carry=carry, reason=reason)
 
 
 class Stigmergy:

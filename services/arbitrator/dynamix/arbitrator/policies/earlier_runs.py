@@ -53,20 +53,16 @@ class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
         if cold.model(job) is None or model is None:  # nothing was measured: nothing is known of this cluster
             return SeenTimes(replace(self, cold=cold), fit, cold)
         off = disagreement(model, window)
-        runs = self._judged(agrees=off is None)
+        num_agreeing, num_off = self.num_agreeing + (off is None), self.num_off + (off is not None)
+        standing = Standing.ACCEPTED if num_agreeing >= ENOUGH else Standing.ON_TRIAL
+        standing = Standing.DROPPED if num_off >= ENOUGH else standing
+        runs = replace(self, standing=standing, num_agreeing=num_agreeing, num_off=num_off)
         warm = fit.observe(job, window) if off is None else fit
         deciding = warm if off is None else cold
         is_first = off is None and runs.num_agreeing == 1
         if runs.standing is Standing.ON_TRIAL:
             return SeenTimes(replace(runs, cold=cold), warm, deciding, off or "", is_first)
         return SeenTimes(replace(runs, cold=None), deciding, deciding, off or "", is_first)
-
-    def _judged(self, *, agrees: bool) -> "EarlierRuns":
-        """After a window that agreed, or did not."""
-        seen = replace(self, num_agreeing=self.num_agreeing + agrees, num_off=self.num_off + (not agrees))
-        if seen.num_off >= ENOUGH:
-            return replace(seen, standing=Standing.DROPPED)
-        return replace(seen, standing=Standing.ACCEPTED) if seen.num_agreeing >= ENOUGH else seen
 
 
 class SeenTimes(NamedTuple):
