@@ -115,6 +115,7 @@ def test_files_that_are_not_named_are_checked_too(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, words in (
+        ("dynamix-demo.png", ["demo"]),
         ("ppo-0.safetensors", ["learn"]),
         ("ppo-0.safetensors.checkpoint", ["learn"]),
         ("dynamix-evaluate.jsonl", ["evaluate"]),

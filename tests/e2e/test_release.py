@@ -32,7 +32,7 @@ def test_a_release_is_installed_into_an_environment_of_its_own_and_runs_the_demo
         [
             *("sh", str(ROOT / "deploy/release.sh"), str(dist), str(python), str(ROOT / ".data/fashion-mnist")),
             *("--windows", "5", "--target", "0.4", "--pace", "0.0004"),
-            *("--json", str(result)),
+            *("--json", str(result), "--png", str(tmp_path / "out.png")),
         ],
         cwd=tmp_path,
         capture_output=True,
@@ -42,6 +42,7 @@ def test_a_release_is_installed_into_an_environment_of_its_own_and_runs_the_demo
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "tried and ready:" in done.stdout
     assert sorted(path.suffix for path in dist.iterdir()) == [".gz", ".whl"]
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     runs = json.loads(result.read_text())["runs"]
     assert [run["policy"] for run in runs] == ["static", "split", "rule"]
     assert all(run["final_accuracy"] >= 0.4 and run["num_actions_applied"] >= 3 for run in runs)

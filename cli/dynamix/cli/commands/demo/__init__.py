@@ -23,6 +23,7 @@ from dynamix.cli.arguments import (
     STANDARD_OUTPUT,
     add_json_argument,
     add_option,
+    add_png_argument,
     count,
     number,
     output_directory,
@@ -48,6 +49,7 @@ MAX_WINDOWS, MAX_PACE_S = 100_000, 10.0
 LAST_MESSAGES_TIMEOUT_S = 5.0
 MAX_ERROR_CHARACTERS = 3000
 PLAIN_EVERY_S = 5.0
+RUN_COLOURS = ("#888888", "#0b6e4f", "#c44e52")
 TORCH_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -112,9 +114,11 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
 class DemoStep(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the training script's own log, written by rank 0 after each step."""
 
+    step: int
     trained_s: float
     """Training time so far, without evaluation."""
     step_time_s: float
+    samples: int
     accuracy: float | None = None
     """Held-out accuracy, on the steps where it was evaluated."""
 
@@ -133,6 +137,7 @@ class DemoRun(msgspec.Struct, frozen=True, kw_only=True):
     num_actions_applied: int
     local_batch_sizes: list[tuple[int, ...]]
     """Per window, per rank."""
+    steps: list[DemoStep]
 
 
 def is_at_target(accuracies: Sequence[float], target_accuracy: float) -> bool:
@@ -160,6 +165,7 @@ def summarise(plan: DemoPlan, policy: str, steps: list[DemoStep], view: JobView)
         num_windows=len(sizes),
         num_actions_applied=sum(window.applied is not None for window in view.windows.values()),
         local_batch_sizes=sizes,
+        steps=steps,
     )
 
 
@@ -174,6 +180,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what = "keep each run as a capture, DIR/POLICY.dxc"
     parser.add_argument("--captures", metavar="DIR", type=output_directory, help=what)
     add_json_argument(parser)
+    add_png_argument(parser, "write the picture (default: %(default)s)", default="dynamix-demo.png")
     add_option(parser, "--target", plan.target_accuracy, "held-out accuracy to reach", type=number(0, 1, above=True))
     what = "least number of windows per run"
     add_option(parser, "--windows", plan.min_windows, what, type=count(1, MAX_WINDOWS))
@@ -205,10 +212,10 @@ def run(arguments: argparse.Namespace) -> int:
                 runs = asyncio.run(run_demo(plan, progress, arguments.captures, dashboard=arguments.dashboard))
             except asyncio.CancelledError:
                 raise CommandError("ended by SIGTERM", exit_code=128 + signal.SIGTERM) from None
+    draw(runs, plan, arguments.png)
     if arguments.json != STANDARD_OUTPUT:
         show(runs)
-    if arguments.captures is not None:
-        print(f"Captures: {arguments.captures} (docs/export.md draws the picture of the README)", file=sys.stderr)
+    print(f"Picture: {arguments.png}", file=sys.stderr)
     write_json({"runs": runs}, arguments.json)
     return 0 if all(run.time_to_target_s is not None for run in runs) else 1
 
@@ -376,3 +383,45 @@ def show(runs: Sequence[DemoRun]) -> None:
         for run in runs
     ]
     print_table(headings, rows, left=("policy",), title="Same seed, same data, same target")
+
+
+def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: str) -> None:
+    """Write a PNG of the runs to `path`; the first one's sizes are not drawn, since they never change."""
+    from matplotlib.figure import Figure
+
+    from dynamix.cli.figures import COLOURS, finish, save
+
+    k = plan.window_steps
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    grid = figure.add_gridspec(len(runs), 2, width_ratios=(1.15, 1))
+    accuracy = figure.add_subplot(grid[:, 0])
+    times = figure.add_subplot(grid[-1, 1], sharex=accuracy)
+    for run, colour in zip(runs, RUN_COLOURS, strict=False):
+        reached = run.time_to_target_s
+        label = run.policy + (": target not reached" if reached is None else f": {reached:.1f} s to the target")
+        points = [(step.trained_s, step.accuracy) for step in run.steps if step.accuracy is not None]
+        accuracy.plot(*zip(*points, strict=True), marker="o", markersize=3, color=colour, label=label)
+        if reached is not None:
+            accuracy.axvline(reached, color=colour, linestyle=":", linewidth=1)
+        windows = [run.steps[first : first + k] for first in range(0, len(run.steps) - k + 1, k)]
+        medians = [statistics.median(step.step_time_s * 1000 for step in window) for window in windows]
+        times.plot([window[-1].trained_s for window in windows], medians, color=colour, label=run.policy)
+    accuracy.axhline(plan.target_accuracy, color="black", linewidth=0.8, linestyle="--")
+    place = (0.01, plan.target_accuracy)
+    accuracy.annotate(f"target {plan.target_accuracy:g}", place, xycoords=("axes fraction", "data"), va="bottom")
+    accuracy.set_xlabel("training time [s], evaluation left out")
+    finish(accuracy, from_zero=False, title="Held-out accuracy", ylabel="accuracy")
+    finish(times, title="Step time, median of each window", xlabel="training time [s]", ylabel="ms")
+    for row, run in enumerate(runs[1:]):
+        axes = figure.add_subplot(grid[row, 1], sharex=accuracy)
+        by_window = run.local_batch_sizes
+        starts = [0.0, *(step.trained_s for step in run.steps[k - 1 :: k])][: len(by_window) + 1]
+        for rank, sizes in enumerate(zip(*by_window[:1], *by_window, strict=True)):
+            label = f"rank {rank}" + (f" ({plan.slowdown:g}x slower)" if rank == plan.slow_rank else "")
+            axes.step(starts, sizes[: len(starts)], where="pre", label=label, color=COLOURS[rank % len(COLOURS)])
+        finish(axes, title=f"Local batch sizes, {run.policy}", ylabel="samples per step")
+    figure.suptitle(
+        f"{plan.num_ranks} ranks, rank {plan.slow_rank} paced {plan.slowdown:g} times slower; "
+        f"{plan.local_batch_size} samples each at the start, Fashion-MNIST"
+    )
+    save(figure, path)

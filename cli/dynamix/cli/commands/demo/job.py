@@ -67,8 +67,9 @@ def train(plan: DemoPlan, arguments: dict[str, Any], log: IO[bytes] | None) -> N
                 next_evaluation += plan.evaluate_every_samples
                 accuracy = evaluator.accuracy(model.module)
                 session.evaluated(accuracy)
+            times = {"trained_s": trained_s, "step_time_s": step_time_s}
             if log is not None:
-                line = DemoStep(trained_s=trained_s, step_time_s=step_time_s, accuracy=accuracy)
+                line = DemoStep(step=session.step_index, samples=session.position, accuracy=accuracy, **times)
                 log.write(msgspec.json.encode(line) + b"\n")
             if evaluator.is_done(accuracy, session.step_index):
                 session.close()
