@@ -10,7 +10,7 @@ from dynamix.arbitrator.policies.policy import MAX_REASON, Array32
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.fields import MAX_CARRY_BYTES
+from dynamix.schemas.messages.allocation import MAX_CARRY_BYTES
 
 NUMBERS = np.array([np.nan, 0.0, -1.0, 1e-38, 1e-6, 0.01, 1.0, 7.0, 500.0, 1e6, 3e38, -3e38], dtype=np.float32)
 """What a mask and a foreign collector could let through."""

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from dynamix.schemas.owner_shares import balanced_shares, ring_time, shared_time
+from dynamix.schemas.apportion import balanced_shares, ring_time, shared_time
 
 PARTS = 30
 

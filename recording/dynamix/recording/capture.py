@@ -31,7 +31,7 @@ from dynamix.runtime import output_files
 from dynamix.runtime.input_files import check_regular
 from dynamix.schemas import codec
 from dynamix.schemas.codec import MalformedMessageError
-from dynamix.schemas.messages.fields import Token
+from dynamix.schemas.messages.allocation import Token
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS, REPORTS
 
 from .fingerprint import Fingerprint, fingerprint

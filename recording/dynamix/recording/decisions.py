@@ -30,7 +30,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import Action, Job, State
-from dynamix.schemas.messages.fields import MAX_GENERATION
+from dynamix.schemas.messages.allocation import MAX_GENERATION
 from dynamix.schemas.policies import PolicyOptions, check_options
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 

@@ -15,7 +15,7 @@ from dynamix.runtime.settings import BusSettings, node_name
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job
-from dynamix.schemas.messages.fields import MAX_GENERATION
+from dynamix.schemas.messages.allocation import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, JOBS
 from dynamix.trainer.job.identity import merge_caps, read_caps
 from dynamix.trainer.job.options import warn_of_policy

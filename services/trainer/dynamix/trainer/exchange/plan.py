@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dynamix.schemas.apportion import balanced_shares
 from dynamix.schemas.messages.allocation import EXACT, SERVERS, Exchange
-from dynamix.schemas.owner_shares import balanced_shares
 from dynamix.trainer.data.plan import Schedule
 from dynamix.trainer.exchange.codec import BucketView, CodedSquares, ErrorFeedback, ExchangeCodec, Member, legs_of
 
