@@ -28,6 +28,7 @@ from dynamix.cli.errors import CommandError, MisuseError, explained, reading
 from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.source import Source
 from dynamix.cli.terminal import ProgressLine, stop_event
+from dynamix.extras.export import is_file_name
 from dynamix.recording.capture import CaptureError, Record, read_header, records
 from dynamix.recording.job_view import JobView, NodeWindow, Window, WindowKey
 from dynamix.schemas.codec import MalformedMessageError, decode_any
@@ -73,11 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
     if export.num_refused:
         raise CommandError(f"{export.num_refused} spans were not taken: is there a collector of OpenTelemetry?")
     return 0
-
-
-def is_file_name(text: str) -> bool:
-    """Whether a capture is meant, also one that does not exist, and not a job: no id has a slash or a dot."""
-    return "/" in text or "." in text or Path(text).is_file()
 
 
 def _from_file(file: Path, export: "SpanExport") -> int:

@@ -7,12 +7,9 @@ varied: run the job with `--policy random`. Each window's virtual step time come
 """
 
 import argparse
-import asyncio
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from dynamix.cli.arguments import (
@@ -23,12 +20,10 @@ from dynamix.cli.arguments import (
     add_png_argument,
     number,
 )
-from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, MisuseError, explained, reading
-from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.output import SCENARIO, write_file, write_json
-from dynamix.cli.source import capture_stored
 from dynamix.cli.terminal import print_lines, print_table
+from dynamix.extras.export import capture_of, is_file_name
 from dynamix.recording.capture import CaptureError, CaptureReader
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
@@ -69,9 +64,15 @@ def run(arguments: argparse.Namespace) -> int:
             f"--output {arguments.output}: the scenario gets the name of the file: use 1 to 63 of the characters a-z, "
             "0-9 and '-' before .toml"
         )
-    found = _read(path) if path.exists() and not path.is_dir() else _stored(arguments.source)
+    with capture_of(arguments.source, "calibrate") as capture:
+        found = _read(capture)
     windows = [message for message in found if isinstance(message, MetricWindow)]
     jobs = [message for message in found if isinstance(message, Job)]
+    if not windows and not is_file_name(arguments.source):
+        raise CommandError(
+            f"no metric window of {arguments.source} is kept: a collector must run beside the job (`dynamix up`), and "
+            f"FEED keeps {FEED.max_age_s / 3600:g} hours"
+        )
     if not jobs:
         raise CommandError(f"{path} has no specification of the job: capture the job again")
     settings = CalibrationSettings(
@@ -115,28 +116,6 @@ def _read(path: Path) -> list[Message]:
             raise CommandError(f"{path.name} holds what cannot be decoded: {error}") from error
     for fault in reader.faults:
         print(f"{fault}; going on with what is good", file=sys.stderr)
-    return found
-
-
-def _stored(wanted: str) -> list[Message]:
-    """The same of the job on the bus with the id `wanted`, or of the only one whose id begins so."""
-
-    async def captured(path: Path) -> str:
-        async with connected(find(os.environ), "calibrate") as bus:
-            job = (await find_job(bus, wanted)).job
-            await capture_stored(bus, job, path)
-            return job
-
-    check_job(wanted, or_file=True)
-    with TemporaryDirectory(prefix="dynamix-") as directory:
-        path = Path(directory) / wanted
-        job = asyncio.run(captured(path))
-        found = _read(path)
-    if not any(isinstance(message, MetricWindow) for message in found):
-        raise CommandError(
-            f"no metric window of {job} is kept: a collector must run beside the job (`dynamix up`), and FEED "
-            f"keeps {FEED.max_age_s / 3600:g} hours"
-        )
     return found
 
 
