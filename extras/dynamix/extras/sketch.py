@@ -334,8 +334,9 @@ class Peeling(NamedTuple):
         order = np.concatenate(rounds)
         if len(order) < num_elements:
             return None
-        found = (order, cells.take(order, axis=1), np.concatenate(singles))
-        return cls(*(torch.from_numpy(each).to(hashed.cells.device) for each in found), [len(each) for each in rounds])
+        arrays = (order, cells.take(order, axis=1), np.concatenate(singles))
+        places, in_order, single = (torch.from_numpy(each).to(hashed.cells.device) for each in arrays)
+        return cls(places, in_order, single, [len(each) for each in rounds])
 
     def take_out(self, table: Tensor) -> Tensor:
         """The elements' values in a table, modulo 2^64; what remains in it is zero."""
