@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points, version
 from typing import Any, NoReturn
 
-from dynamix.schemas.policies import suggestion
+from dynamix.schemas.spelling import suggestion
 
 from .errors import CommandError
 

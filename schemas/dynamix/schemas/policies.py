@@ -4,10 +4,9 @@ The script's process refuses options that the arbitrator would refuse too late: 
 states them, for our policies that are code. Learned ones have theirs in their files.
 """
 
-import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .messages.allocation import EXACT, EXCHANGE_CODECS, ROUTES, TOKEN_PATTERN, Exchange, Split
+from .spelling import suggestion
 
 Array64 = npt.NDArray[np.float64]
 
@@ -219,18 +219,6 @@ def option_value(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that a misspelt one most resembles; `None` where none is near."""
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """`: did you mean ...?` with the nearest known name, otherwise `: known are ...`; to follow the unknown name."""
-    names = sorted(known)
-    near = nearest(name, names)
-    return f": did you mean {near}?" if near is not None else f": known are {', '.join(names) or 'none'}"
 
 
 def check_options(policy: str, known: Options, given: PolicyOptions) -> None:

@@ -28,7 +28,7 @@ from dynamix.cli.arguments import (
 from dynamix.cli.errors import INTERRUPTED, MISUSED, MisuseError, explained
 from dynamix.cli.output import POLICY, Document, write_file, write_result
 from dynamix.runtime import output_files
-from dynamix.schemas.policies import suggestion
+from dynamix.schemas.spelling import suggestion
 
 if TYPE_CHECKING:
     from dynamix.arbitrator.deciding.signatures import Finding

@@ -21,7 +21,7 @@ import msgspec
 
 from dynamix.runtime.credentials import Credential, read_credential
 from dynamix.runtime.input_files import check_regular, read_secret
-from dynamix.schemas.policies import suggestion
+from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 
 PREFIX = "DYNAMIX_"

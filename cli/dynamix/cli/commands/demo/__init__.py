@@ -42,7 +42,8 @@ from dynamix.runtime.extensions import extension_names
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages.allocation import GlobalBatch
-from dynamix.schemas.policies import DEFAULT_POLICY, OUR_POLICIES, SPLIT_POLICY, suggestion
+from dynamix.schemas.policies import DEFAULT_POLICY, OUR_POLICIES, SPLIT_POLICY
+from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.streams import FEED
 
 NUM_TRAINING_IMAGES = 60_000

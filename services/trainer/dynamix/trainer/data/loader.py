@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from dynamix.schemas.policies import nearest
+from dynamix.schemas.spelling import nearest
 from dynamix.trainer.arguments import AtLeast0, checked
 
 from .orders import Orders, OwnSampler, Permutations, SampledOrders

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from dynamix.runtime.extensions import Group, extension_names, load_extension
-from dynamix.schemas.policies import suggestion
+from dynamix.schemas.spelling import suggestion
 from dynamix.trainer.exchange.codec import ErrorFeedback, ExchangeCodec, PlainExchange
 from dynamix.trainer.exchange.rows import RowsExchange
 

@@ -40,9 +40,9 @@ from dynamix.schemas.policies import (
     check_options,
     initial_exchange,
     initial_split,
-    nearest,
     option_value,
 )
+from dynamix.schemas.spelling import nearest
 from dynamix.schemas.subjects import is_token
 from dynamix.trainer.arguments import AtLeast0, AtLeast1, checked
 from dynamix.trainer.exchange.codecs import CODECS, GROUP, exchange_codec
