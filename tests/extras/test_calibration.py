@@ -211,6 +211,8 @@ def test_a_saturation_is_found_with_the_rest_where_it_shows_and_not_made_up() ->
         assert abs(line.saturation - saturation) < 4 * line.saturation_error
     assert fit_rank(samples, slow * jitter * (0.040 + samples / 1500)).saturation == 0.0
     assert fit_rank(samples, slow * jitter * (0.002 + np.maximum(samples, 300) / 1500)).saturation == 0.0
+    two = np.resize([32.0, 128.0, 128.0, 128.0], 1000)
+    assert fit_rank(two, 0.040 + two / 1500).overhead_s == pytest.approx(0.040, abs=0.0015)
 
 
 def test_stays_are_time_over_departures() -> None:

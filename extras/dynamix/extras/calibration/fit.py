@@ -178,10 +178,11 @@ def fit_rank(samples: Array64, busy_s: Array64) -> RankSpeed:
     speed = None
     if x.max() >= MIN_SPREAD * x.min():
         plain = _line(x, y, 0.0)
-        saturated = min((_line(x, y, float(start)) for start in np.quantile(x, SATURATIONS)), key=lambda fit: fit.cost)
-        sides = [(_near(-saturated.fun) & side).sum() for side in (x < saturated.x[2], x > saturated.x[2])]
-        if saturated.cost < VISIBLE * plain.cost and min(sides) >= MIN_SIDE:
-            speed = _speed(x, y, saturated)
+        if starts := [start for start in np.quantile(x, SATURATIONS).tolist() if start < x.max()]:
+            saturated = min((_line(x, y, start) for start in starts), key=lambda fit: fit.cost)
+            sides = [(_near(-saturated.fun) & side).sum() for side in (x < saturated.x[2], x > saturated.x[2])]
+            if saturated.cost < VISIBLE * plain.cost and min(sides) >= MIN_SIDE:
+                speed = _speed(x, y, saturated)
         speed = speed or _speed(x, y, plain)
     if speed is None:  # overhead and rate cannot be told apart: a line through the origin
         speed = RankSpeed(samples_per_s=float(np.median(x / y)))
@@ -200,7 +201,7 @@ def _line(x: Array64, y: Array64, saturation: float) -> Any:
         found: Array64 = np.log((numbers[0] + numbers[1] * np.maximum(x, [*numbers, 0.0][2])) / y)
         return found
 
-    some = slice(None, None, -(-len(x) // MAX_START))
+    some = np.argsort(x)[np.linspace(0, len(x) - 1, min(len(x), MAX_START)).astype(int)]  # with least and most samples
     slope, overhead = siegelslopes(y[some], np.maximum(x, saturation)[some])
     least = LEAST_SIZED_SHARE * float(np.median(y) / x.max())
     numbers = 3 if saturation else 2
