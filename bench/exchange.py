@@ -43,8 +43,8 @@ from dynamix.collector.procfs import parse_net_dev
 from dynamix.lab.simulator.exchange import run_counted
 from dynamix.lab.simulator.scenario import Coding
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
+from dynamix.schemas.apportion import balanced_shares
 from dynamix.schemas.messages.allocation import SERVERS
-from dynamix.schemas.owner_shares import balanced_shares
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, ExchangeCodec, Member, legs_of, perform_alike
 from dynamix.trainer.exchange.plan import CODECS, Pipeline, Sent, exchange_codec
 from dynamix.trainer.exchange.servers import GradientServers

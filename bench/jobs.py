@@ -33,12 +33,12 @@ from dynamix.schemas.messages import (
     JobTotals,
     Message,
     MetricWindow,
+    NetworkMetrics,
     NodeMetrics,
     NodeRanks,
     RankRow,
     Report,
     Reward,
-    SocketCounters,
     State,
     SystemMetrics,
 )
@@ -151,8 +151,8 @@ def _row(job: Job, rank: int, rng: np.random.Generator) -> RankRow:
         compute_time_s=compute_s * job.window_steps,
         sync_time_s=max(0.005, 0.14 - compute_s) * job.window_steps,
         update_time_s=0.006 * job.window_steps,
-        sockets=SocketCounters(tx_bytes=48_123_456 + rank, rx_bytes=47_987_654, retransmits=rank % 8, srtt_us=212.5),
-        sockets_before=SocketCounters(tx_bytes=0, rx_bytes=0, retransmits=0),
+        sockets=NetworkMetrics(tx_bytes=48_123_456 + rank, rx_bytes=47_987_654, retransmits=rank % 8, srtt_us=212.5),
+        sockets_before=NetworkMetrics(tx_bytes=0, rx_bytes=0, retransmits=0),
     )
 
 

@@ -5,7 +5,7 @@ import sys
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MAX_MESSAGE_BYTES, VERSION
 from dynamix.schemas.features import FEATURE_VERSION, GLOBAL_FEATURES, RANK_FEATURES
-from dynamix.schemas.messages.fields import TOKEN_PATTERN
+from dynamix.schemas.messages.allocation import TOKEN_PATTERN
 from dynamix.schemas.streams import STREAMS, Stream
 from dynamix.schemas.subjects import KINDS, SERVICES, WATCHER, Kind
 
@@ -82,10 +82,10 @@ def _row(stream: Stream) -> str:
 
 
 def _features() -> str:
-    lines = [f"Version {FEATURE_VERSION}.", "", "| # | feature of a rank | group | meaning |", "|---|---|---|---|"]
-    lines += [f"| {i} | `{f.name}` | {f.group} | {f.meaning} |" for i, f in enumerate(RANK_FEATURES)]
+    lines = [f"Version {FEATURE_VERSION}.", "", "| # | feature of a rank | meaning |", "|---|---|---|"]
+    lines += [f"| {i} | `{name}` | {meaning} |" for i, (name, meaning) in enumerate(RANK_FEATURES.items())]
     lines += ["", "| # | feature of the job | meaning |", "|---|---|---|"]
-    lines += [f"| {i} | `{f.name}` | {f.meaning} |" for i, f in enumerate(GLOBAL_FEATURES)]
+    lines += [f"| {i} | `{name}` | {meaning} |" for i, (name, meaning) in enumerate(GLOBAL_FEATURES.items())]
     return "\n".join(lines) + "\n"
 
 

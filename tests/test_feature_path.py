@@ -144,5 +144,5 @@ def test_every_metric_is_a_feature(struct: type[Metrics], field: str) -> None:
 
 def test_every_feature_has_a_source() -> None:
     values = unpack_ranks(_state(_full(TrainingMetrics)))[0]
-    unknown = {feature.name for feature, value in zip(RANK_FEATURES, values, strict=True) if np.isnan(value)}
+    unknown = {name for name, value in zip(RANK_FEATURES, values, strict=True) if np.isnan(value)}
     assert unknown == FILLED_IN_BY_THE_FOLD

@@ -21,8 +21,7 @@ from dynamix.arbitrator.policies.rule import Rule
 from dynamix.lab.learning import PRESETS
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
-from dynamix.schemas.messages.fields import MAX_CARRY_BYTES
+from dynamix.schemas.messages.allocation import EXACT, MAX_CARRY_BYTES, Allocation, Exchange
 from dynamix.schemas.policies import (
     DEFAULT_POLICY,
     DIVIDED_BY_RANKS,

@@ -18,10 +18,10 @@ from dynamix.arbitrator.policies.exchange import (
 )
 from dynamix.arbitrator.policies.policy import Array32, Array64, pack, unpack
 from dynamix.arbitrator.policies.step_time import StepTime
+from dynamix.schemas.apportion import ring_time, shared_time
 from dynamix.schemas.features import RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange
-from dynamix.schemas.owner_shares import ring_time, shared_time
 
 MB = 1e6
 GRADIENT = 0.5 * MB

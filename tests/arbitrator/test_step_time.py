@@ -17,8 +17,8 @@ from dynamix.arbitrator.policies.step_time import (
     window_of,
 )
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
-from dynamix.schemas.messages.fields import MAX_CARRY_BYTES
-from dynamix.schemas.progress import progress
+from dynamix.schemas.messages.allocation import MAX_CARRY_BYTES
+from dynamix.schemas.policies import progress
 
 
 class _Carry(msgspec.Struct, array_like=True):

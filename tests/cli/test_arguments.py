@@ -49,7 +49,6 @@ REFUSED = [
     (f"export {DEMO} -o job.xlsx", "job.xlsx: its ending names no format: choose one with --format"),
     (f"export {DEMO} --format parquet", "Parquet is not text: name a file with -o FILE"),
     ("calibrate x --workload w -o My.toml", "the scenario gets the name of the file"),
-    ("calibrate x --workload w --servers 2", "--servers 2: a ring has none, add --topology parameter-server"),
     (f"trace {DEMO} --endpoint localhost:4318", "'localhost:4318' is no URL: write http://host:4318/v1/traces"),
     ("family show No!", "cannot be part of a subject"),
 ]

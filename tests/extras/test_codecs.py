@@ -10,7 +10,7 @@ from tests.support.exchanges import VirtualRanks, dense_sum, make_parts, masked,
 
 from dynamix.extras.powersgd import RANK, LowRankExchange
 from dynamix.extras.sketch import LOOK_AGAIN, Peeling
-from dynamix.trainer.exchange.codec import BucketView, Collective, ErrorFeedback, Leg, Member, Sum, Trade, perform_alike
+from dynamix.trainer.exchange.codec import BucketView, ErrorFeedback, Leg, Member, Sum, Trade, perform_alike
 
 LENGTH = 8000
 
@@ -22,20 +22,19 @@ def exact_sum(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def kinds_of_step(ranks: VirtualRanks, gradients: list[torch.Tensor]) -> tuple[list[str], torch.Tensor]:
-    """What rank 0 asks for in a step, and the sum."""
-    asked: list[Collective] = []
-    first = ranks.codecs[0]
-    reduce = first.reduce
+    """The kinds of rank 0's collectives in a step, and the sum."""
+    asked: list[str] = []
+    first, reduce = ranks.codecs[0], ranks.codecs[0].reduce
 
     def watched(bucket: BucketView, member: Member) -> Leg:
         for each in reduce(bucket, member):
-            asked.append(each)
+            asked.append(type(each).__name__)
             yield each
 
     first.reduce = watched  # type: ignore[method-assign]
     summed = ranks.reduce(gradients)
     del first.reduce
-    return [type(each).__name__ for each in asked], summed
+    return asked, summed
 
 
 @settings(deadline=None, max_examples=100)

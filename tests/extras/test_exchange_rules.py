@@ -1,4 +1,4 @@
-"""Published rules for how gradients travel: what they decide, by numbers from their papers' formulas."""
+"""Published rules for the gradient exchange: their decisions, by numbers from their papers' formulas."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -100,16 +100,8 @@ def test_accordion_compresses_hard_while_the_norm_is_steady() -> None:
 def test_gravac_tries_codecs_and_keeps_the_one_of_most_throughput_times_gain(
     gains: dict[str, float], best: str
 ) -> None:
-    throughput = {"none": 100.0, "bf16": 150.0, "int8": 160.0}
-    of, carry, ruling, found = job(trial=4, hold=6), b"", ["none", "none"], []
-    for window in range(36):
-        ruled = ruling.pop(0)  # a decision rules two windows later
-        global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
-        global_F[GLOBAL_INDEX["throughput"]] = throughput[ruled]
-        global_F[GLOBAL_INDEX["coding_gain"]] = gains.get(ruled, math.nan)
-        decision = policy_named("gravac").decide(of, window, OBS_WF, global_F, carry)
-        carry, codec = decision.carry, decision.allocation.exchange.codec
-        ruling.append(codec)
-        found.append(codec)
-    search = ["none"] * 4 + ["bf16"] * 4 + ["int8"] * 4
-    assert found == [*search, *[best] * 6, *search, *[best] * 6]
+    throughput, search = {"none": 100.0, "bf16": 150.0, "int8": 160.0}, ["none"] * 4 + ["bf16"] * 4 + ["int8"] * 4
+    expected = [*search, *[best] * 6, *search, *[best] * 6]
+    active = ["none", "none", *expected]  # a decision is active two windows later
+    windows = [{"throughput": throughput[codec], "coding_gain": gains.get(codec, math.nan)} for codec in active]
+    assert codecs(decided("gravac", job(trial=4, hold=6), windows[: len(expected)])) == expected

@@ -56,10 +56,8 @@ def test_traffic_of_the_namespace_is_a_rate_over_the_collectors_interval() -> No
 
 
 def test_states_are_unpacked_together_as_each_alone() -> None:
-    states = [examples.state(f"node-{number}", tuple(range(number))) for number in (1, 2, 3, 5)]
-    rows = stack_ranks(states)
-    np.testing.assert_array_equal(rows, np.concatenate([unpack_ranks(state) for state in states]))
-    assert rows.flags.writeable
+    states = [examples.state(f"node-{number}", tuple(range(number))) for number in (1, 2, 5)]
+    np.testing.assert_array_equal(stack_ranks(states), np.concatenate([unpack_ranks(state) for state in states]))
 
 
 def test_numbers_are_rounded_once_and_what_float32_cannot_hold_is_unknown() -> None:

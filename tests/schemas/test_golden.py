@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.support import examples
 
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode_any, encode
-from dynamix.schemas.messages import Applied, Dead, Event, Live, Message, PolicyVersion, RankReward, Reward
+from dynamix.schemas.messages import Dead, Live, Message, PolicyVersion, RankReward
 from dynamix.schemas.subjects import KINDS
 
 HEAD_BYTES = 4
@@ -28,39 +29,18 @@ MESSAGES: dict[str, Message] = {
     ),
     "window": examples.window(),
     "state": examples.state(),
-    "reward": Reward(
-        job=examples.JOB,
-        generation=0,
-        window=3,
-        node="node-a",
-        formula="paper-sgd",
+    "reward": msgspec.structs.replace(
+        examples.reward("node-a", (0,), 3),
         ranks=(RankReward(rank=0, reward=0.5, terms={"accuracy": 0.75, "iteration_time": -0.25}),),
     ),
     "action": seal(examples.action(5, carry=b"\x01\x02"), b"p" * 32),
-    "applied": Applied(
-        job=examples.JOB,
-        generation=0,
-        decided_window=3,
-        effective_window=5,
-        effective_step=50,
-        local_batch_sizes=(1, 2),
-        num_refused={"stale": 1},
-    ),
+    "applied": examples.applied(3, 5, local_batch_sizes=(1, 2), num_refused={"stale": 1}),
     "trace": examples.trace(window=3),
     "profile": examples.profile(),
     "policy": PolicyVersion(policy="ppo", version=3, digest=b"d" * 32, content=b"file"),
     "dead": Dead(service="reward", subject="dynamix.v1.window.a.b", sequence=9, reason="why", payload=b"x"),
     "live": Live(service="reward", instance="node-a", uptime_s=1.5, counters={"rewards": 4}),
-    "event": Event(
-        job=examples.JOB,
-        generation=0,
-        window=9,
-        signature="size-stuck",
-        service="arbitrator",
-        value=1.0,
-        limit=0.9,
-        explanation="why",
-    ),
+    "event": examples.event(9, value=1.0, limit=0.9, explanation="why"),
 }
 
 

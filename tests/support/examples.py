@@ -24,7 +24,6 @@ from dynamix.schemas.messages import (
     RankRow,
     Report,
     Reward,
-    SocketCounters,
     State,
     SystemMetrics,
     Trace,
@@ -240,8 +239,8 @@ def profile(**changes: Any) -> JobProfile:
 
 def sockets(
     tx_bytes: int = 1000, rx_bytes: int = 2000, retransmits: int = 0, srtt_us: float | None = 50.0
-) -> SocketCounters:
-    return SocketCounters(tx_bytes=tx_bytes, rx_bytes=rx_bytes, retransmits=retransmits, srtt_us=srtt_us)
+) -> NetworkMetrics:
+    return NetworkMetrics(tx_bytes=tx_bytes, rx_bytes=rx_bytes, retransmits=retransmits, srtt_us=srtt_us)
 
 
 def reward(node: str, ranks: tuple[int, ...], window: int = 0, value: float = 0.5, **changes: Any) -> Reward:

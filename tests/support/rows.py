@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dynamix.schemas.messages import RankRow, SocketCounters
+from dynamix.schemas.messages import NetworkMetrics, RankRow
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.gradient.noise import NoiseSums
 from dynamix.trainer.measurement.meter import Row
@@ -26,7 +26,7 @@ def row(**changes: Any) -> Row:
         "compute_time_s": 0.75,
         "sync_time_s": 0.75,
         "update_time_s": 0.1,
-        "sockets": SocketCounters(tx_bytes=7, rx_bytes=8, retransmits=9, srtt_us=10.0),
+        "sockets": NetworkMetrics(tx_bytes=7, rx_bytes=8, retransmits=9, srtt_us=10.0),
         "device_memory_bytes": 11,
         "device_memory_total_bytes": 12,
         "times_split": True,

@@ -21,8 +21,8 @@ from tests.support.training import flat_parameters
 from tests.support.whole_numbers import Whole, attach, distributed, train_step
 
 from dynamix.cli.main import main
+from dynamix.schemas.apportion import balanced_shares
 from dynamix.schemas.messages.allocation import EXACT, Exchange
-from dynamix.schemas.owner_shares import balanced_shares
 from dynamix.trainer.exchange.servers import GradientServer
 from dynamix.trainer.job.options import VARIABLE, served_exchange
 

@@ -8,19 +8,19 @@ from tests.support import examples
 from tests.support.rows import row
 
 from dynamix.schemas.codec import decode, encode
-from dynamix.schemas.messages import GradientNoise, Report, SocketCounters
+from dynamix.schemas.messages import GradientNoise, NetworkMetrics, Report
 from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.measurement.meter import ROWS, job_totals
 from dynamix.trainer.steering.collectives import LENGTH_BYTES, ROW_BYTES
 
 COUNT = st.integers(0, 2**53 - 1)
-SOCKETS = st.builds(SocketCounters, tx_bytes=COUNT, rx_bytes=COUNT, retransmits=COUNT, srtt_us=st.floats(0, 1e6))
+SOCKETS = st.builds(NetworkMetrics, tx_bytes=COUNT, rx_bytes=COUNT, retransmits=COUNT, srtt_us=st.floats(0, 1e6))
 
 
 @given(SOCKETS | st.none(), COUNT, st.floats(allow_nan=False, allow_infinity=False), COUNT | st.none())
 def test_a_row_survives_the_gather_whole(
-    sockets: SocketCounters | None, num_samples: int, loss_sum: float, memory: int | None
+    sockets: NetworkMetrics | None, num_samples: int, loss_sum: float, memory: int | None
 ) -> None:
     sent = row(sockets=sockets, num_samples=num_samples, loss_sum=loss_sum, device_memory_bytes=memory)
     packed = msgspec.msgpack.encode(sent)

@@ -15,7 +15,7 @@ from torch import nn
 
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
-from dynamix.schemas.messages.fields import MAX_SOCKETS
+from dynamix.schemas.messages.allocation import MAX_SOCKETS
 from dynamix.trainer.measurement.sockets import MAX_NODE_SOCKETS, Connection, Endpoint, PeerSockets
 
 

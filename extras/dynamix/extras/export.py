@@ -4,19 +4,21 @@
   dynamix export JOB --format csv                 what the broker has stored of a job, to standard output
   dynamix export JOB --format jsonl | head -1     an object per row, null for unknown values
 
-A name that is a file, or has a slash in it, is a capture. The columns are those of `dynamix.recording.load`
+A name that is a file, or has a slash or a dot in it, is a capture. The columns are those of `dynamix.recording.load`
 (docs/replay.md). Parquet needs the extra `tables` and a file.
 """
 
 import argparse
 import asyncio
+import contextlib
 import csv
 import io
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -25,9 +27,9 @@ from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, MisuseError, explained, reading
 from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.output import write_file
-from dynamix.cli.source import Source
-from dynamix.recording import CaptureTable, load, table_of
-from dynamix.recording.capture import CaptureError, Record
+from dynamix.cli.source import capture_stored
+from dynamix.recording import CaptureTable, load
+from dynamix.recording.capture import CaptureError
 from dynamix.runtime.output_files import FileKind
 
 TABLE = FileKind("a table of this program", lambda head: head.startswith((b"PAR1", b"job,generation,", b'{"job":')))
@@ -61,11 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _table(job: str) -> CaptureTable:
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
-        if Path(job).exists() or os.sep in job:
-            with explained(CaptureError), reading(job):
-                table = load(job)
-        else:
-            table = asyncio.run(_of_job(job))
+        with capture_of(job, "export") as path, explained(CaptureError), reading(job):
+            table = load(path)
     for note in noted:
         print(f"dynamix export: {note.message}", file=sys.stderr)
     if table.num_rows == 0:
@@ -73,15 +72,27 @@ def _table(job: str) -> CaptureTable:
     return table
 
 
-async def _of_job(wanted: str) -> CaptureTable:
-    check_job(wanted, or_file=True)
-    async with connected(find(os.environ), "export") as bus:
-        job = (await find_job(bus, wanted)).job
-        records: list[Record] = []
-        async with Source(bus, job, past=True, stop=asyncio.Event()) as source:
-            while batch := await source.read():
-                records += batch
-    return table_of(job, records, job)
+def is_file_name(text: str) -> bool:
+    """Whether a capture is meant, also one that does not exist, and not a job: no id has a slash or a dot."""
+    return "/" in text or "." in text or Path(text).is_file()
+
+
+@contextlib.contextmanager
+def capture_of(name: str, command: str) -> Iterator[Path]:
+    """The capture of that name, or one of what the broker has now of the job of that name."""
+    if is_file_name(name):
+        yield Path(name)
+        return
+
+    async def capture(path: Path) -> None:
+        async with connected(find(os.environ), command) as bus:
+            await capture_stored(bus, (await find_job(bus, name)).job, path)
+
+    check_job(name, or_file=True)
+    with TemporaryDirectory(prefix="dynamix-") as directory:
+        path = Path(directory) / name
+        asyncio.run(capture(path))
+        yield path
 
 
 def _csv(table: CaptureTable) -> bytes:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dynamix.trainer.exchange.codec import (
     BucketPart,
@@ -51,16 +52,13 @@ def packed_bytes(num_cells: int, width: int) -> int:
     return num_cells // 8 * width
 
 
-def pack_cells(cells: Tensor, width: int, packed: Tensor) -> None:
-    """Write the lowest bits of cells in int64, whole groups."""
-    start = 0
+def pack_cells(cells: Tensor, width: int) -> Tensor:
+    """The lowest bits of cells in int64, whole groups, as bytes."""
+    planes = []
     for low, bits in _planes(width):
-        stop = start + packed_bytes(len(cells), bits)
-        plane = cells >> low if low else cells
-        packed[start:stop].copy_(
-            pack_bits((plane & 1).to(torch.bool)) if bits == 1 else plane.to(PLANES[bits]).view(torch.uint8)
-        )
-        start = stop
+        plane = cells >> low
+        planes.append(pack_bits((plane & 1).to(torch.bool)) if bits == 1 else plane.to(PLANES[bits]).view(torch.uint8))
+    return torch.cat(planes)
 
 
 def unpack_cells(packed: Tensor, width: int) -> Tensor:
@@ -93,40 +91,25 @@ ALIGNMENT = 8
 """Messages end where numbers of any type may begin: cells of the next rank lie behind one."""
 
 
-class ExceptionList(NamedTuple):
-    """Messages with so many numbers of a type at most."""
+def pack_exceptions(places: Tensor, numbers: Tensor, capacity: int) -> Tensor:
+    """A message of so many numbers: places, then numbers; what is not used is zero, at place 0."""
+    assert len(places) <= capacity, "a span has no more exceptions"
+    unused = (0, capacity - len(places))
+    parts = (pad(each, unused).view(torch.uint8) for each in (places.to(torch.int32), numbers))
+    message = torch.cat([*parts])
+    return pad(message, (0, -len(message) % ALIGNMENT))
 
-    capacity: int
-    dtype: torch.dtype
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of a message."""
-        return -(-self._used_bytes // ALIGNMENT) * ALIGNMENT
-
-    @property
-    def _used_bytes(self) -> int:
-        return self.capacity * (PLACE_BYTES + self.dtype.itemsize)
-
-    def packed(self, places: Tensor, numbers: Tensor) -> Tensor:
-        """A message: places, then numbers; what is not used is zero, at place 0."""
-        assert len(places) <= self.capacity, "a span has no more exceptions"
-        all_places = places.new_zeros(self.capacity, dtype=torch.int32)
-        all_numbers = numbers.new_zeros(self.capacity, dtype=self.dtype)
-        all_places[: len(places)], all_numbers[: len(numbers)] = places, numbers
-        unused = all_places.new_zeros(self.num_bytes - self._used_bytes, dtype=torch.uint8)
-        return torch.cat([all_places.view(torch.uint8), all_numbers.view(torch.uint8), unused])
-
-    def add(self, message: Tensor, sums: Tensor) -> None:
-        """Add the numbers of a message to those at their places; several messages in the same order on every rank."""
-        places = message[: self.capacity * PLACE_BYTES].clone().view(torch.int32)
-        numbers = message[self.capacity * PLACE_BYTES : self._used_bytes].clone().view(self.dtype)
-        sums.index_add_(0, places, numbers.to(sums.dtype))
+def add_exceptions(message: Tensor, capacity: int, dtype: torch.dtype, sums: Tensor) -> None:
+    """Add the numbers of a message to those at their places; several messages in the same order on every rank."""
+    end = capacity * PLACE_BYTES
+    places = message[:end].clone().view(torch.int32)
+    numbers = message[end : end + capacity * dtype.itemsize].clone().view(dtype)
+    sums.index_add_(0, places, numbers.to(sums.dtype))
 
 
 HIGHEST = 1100
 """Exponents lie between plus and minus this, also those of float64."""
-SPAN_BITS = 4 * HIGHEST
 EXCEPTIONS = 128
 """One exception is permitted per this many numbers."""
 
@@ -150,17 +133,6 @@ NOTHING = Span(-HIGHEST, HIGHEST)
 """The span of no number."""
 
 
-class FixedPoint(NamedTuple):
-    """Numbers of a span as integers, and as exceptions the rest of those that are not whole."""
-
-    integers: Tensor
-    """The integers, as int64."""
-    places: Tensor
-    """Positions of the exceptions."""
-    rests: Tensor
-    """Parts of the exceptions below the unit; as exact as the numbers."""
-
-
 def find_span(numbers: Tensor) -> Span:
     """The span of finite numbers in float64, zeros left out."""
     bits = numbers.view(torch.int64)
@@ -176,20 +148,6 @@ def find_span(numbers: Tensor) -> Span:
     return Span(int(torch.frexp(numbers.abs().amax()).exponent), unit)
 
 
-def span_bits(span: Span, like: Tensor) -> Tensor:
-    """A span as bool: one run of bits per end, the longer the wider the span."""
-    bits = like.new_zeros(2, 2 * HIGHEST, dtype=torch.bool)
-    bits[0, : span.top + HIGHEST] = True
-    bits[1, : HIGHEST - span.unit] = True
-    return bits.view(-1)
-
-
-def read_span(bits: Tensor) -> Span:
-    """The span of which `span_bits` made them, or the least that has all those that were united."""
-    top, unit = bits.view(2, 2 * HIGHEST).sum(1).tolist()
-    return Span(top - HIGHEST, HIGHEST - unit)
-
-
 def width_of_sums(span: Span, num_ranks: int) -> int | None:
     """Bits of a sum of integers over ranks, with a sign; `None` where 64 are too few."""
     if span == NOTHING:
@@ -198,16 +156,16 @@ def width_of_sums(span: Span, num_ranks: int) -> int | None:
     return width if width <= MAX_WIDTH and span.unit >= LOWEST_UNIT else None
 
 
-def to_fixed(numbers: Tensor, span: Span) -> FixedPoint:
-    """Numbers in float64 that are within the span."""
+def to_fixed(numbers: Tensor, span: Span) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers in float64 that are within the span as int64; places and parts below the unit of the exceptions."""
     if span == NOTHING:
         nowhere = numbers.new_zeros(0)
-        return FixedPoint(torch.zeros_like(numbers, dtype=torch.int64), nowhere.to(torch.int64), nowhere)
+        return torch.zeros_like(numbers, dtype=torch.int64), nowhere.to(torch.int64), nowhere
     units = numbers * 2.0**-span.unit
     whole = units.trunc()
     rests = units.sub_(whole)
     places = rests.nonzero().flatten()
-    return FixedPoint(whole.to(torch.int64), places, rests.index_select(0, places).mul_(2.0**span.unit))
+    return whole.to(torch.int64), places, rests.index_select(0, places).mul_(2.0**span.unit)
 
 
 def from_fixed(integers: Tensor, span: Span, width: int) -> Tensor:
@@ -219,7 +177,7 @@ def from_fixed(integers: Tensor, span: Span, width: int) -> Tensor:
 
 
 NUM_FLAGS = 8
-HEAD_BYTES = (NUM_FLAGS + SPAN_BITS) // 8
+HEAD_BITS = NUM_FLAGS + 4 * HIGHEST
 
 
 class Head(NamedTuple):
@@ -237,16 +195,20 @@ class Head(NamedTuple):
     """A rank has -0.0 nowhere."""
 
     def packed(self, like: Tensor) -> Tensor:
-        """The head as bytes, on the device of another tensor."""
-        flags = [*self[1:], *[False] * (NUM_FLAGS - len(self[1:]))]
-        return pack_bits(torch.cat([torch.tensor(flags, device=like.device), span_bits(self.span, like)]))
+        """The head as bytes, on the device of another tensor: one run of bits per end, longer for a wider span."""
+        bits = like.new_zeros(HEAD_BITS, dtype=torch.bool)
+        bits[: len(self) - 1] = torch.tensor(self[1:])
+        top, unit = bits[NUM_FLAGS:].view(2, -1)
+        top[: self.span.top + HIGHEST] = True
+        unit[: HIGHEST - self.span.unit] = True
+        return pack_bits(bits)
 
     @classmethod
     def read(cls, packed: Tensor) -> "Head":
-        """The head of all ranks."""
-        bits = unpack_bits(packed, NUM_FLAGS + SPAN_BITS)
-        flags = bits[:NUM_FLAGS].tolist()
-        return cls(read_span(bits[NUM_FLAGS:]), *flags[: len(cls._fields) - 1])
+        """The head of all ranks, with the least span that has all of theirs."""
+        bits = unpack_bits(packed, HEAD_BITS)
+        top, unit = bits[NUM_FLAGS:].view(2, -1).sum(1).tolist()
+        return cls(Span(top - HIGHEST, HIGHEST - unit), *bits[: len(cls._fields) - 1].tolist())
 
 
 class TouchedElements(NamedTuple):
@@ -265,19 +227,19 @@ class TouchedElements(NamedTuple):
     @classmethod
     def of(cls, flat: Tensor, union: Tensor | None, elements: Tensor | None) -> "TouchedElements":
         """Find the touched elements; expected ones also as a bitmap."""
-        found = cls._among(flat, flat.view(INTEGERS[flat.element_size()]) != 0, union, elements)
-        if found.is_dense or (found.has_minus_zero and not found.fits):
-            return cls._among(flat, flat != 0, union, elements)._replace(has_minus_zero=True)
-        return found
 
-    @classmethod
-    def _among(cls, flat: Tensor, mask: Tensor, union: Tensor | None, elements: Tensor | None) -> "TouchedElements":
-        bitmap = pack_bits(mask)
-        fits = union is not None and not bool((bitmap & ~union).any())
-        chosen = elements if elements is not None and fits else positions(mask)
-        is_dense = 2 * len(chosen) > len(flat)
-        numbers = flat if is_dense else flat.index_select(0, chosen).double()
-        return cls(bitmap, chosen, numbers, is_dense, fits, not is_dense and bool(minus_zeros(numbers).any()))
+        def among(mask: Tensor) -> "TouchedElements":
+            bitmap = pack_bits(mask)
+            fits = union is not None and not bool((bitmap & ~union).any())
+            chosen = elements if elements is not None and fits else positions(mask)
+            is_dense = 2 * len(chosen) > len(flat)
+            numbers = flat if is_dense else flat.index_select(0, chosen).double()
+            return cls(bitmap, chosen, numbers, is_dense, fits, not is_dense and bool(minus_zeros(numbers).any()))
+
+        found = among(flat.view(INTEGERS[flat.element_size()]) != 0)
+        if found.is_dense or (found.has_minus_zero and not found.fits):
+            return among(flat != 0)._replace(has_minus_zero=True)
+        return found
 
     def head(self) -> Head:
         """The head for the other ranks."""
@@ -302,8 +264,6 @@ NUM_TABLES = 3
 ONE = 1 << 40
 """A cell counts its elements from this bit on, and adds up their places below."""
 
-Integers = npt.NDArray[np.int64]
-
 
 class HashedElements(NamedTuple):
     """Cells of the elements in a table."""
@@ -316,11 +276,22 @@ class HashedElements(NamedTuple):
 
     @classmethod
     def of(cls, elements: Tensor, seed: int) -> "HashedElements":
-        """Cells for elements, the same on every rank; others for another seed."""
-        numbers = elements.cpu().numpy()
-        share = CELLS_PER_ELEMENT_OF_MANY if seed == 0 and len(numbers) >= MANY else CELLS_PER_ELEMENT
-        size = -(-int(len(numbers) * share) // NUM_TABLES) + SPARE_CELLS
-        cells = torch.from_numpy(hash_cells(numbers, size, seed)).to(elements.device)
+        """Cells for elements, the same on every rank; others for another seed. The tables lie behind each other."""
+
+        def mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+            """Each number's bits spread over 64: the finalizer of splitmix64."""
+            numbers = numbers * np.uint64(0x9E3779B97F4A7C15)
+            numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            return numbers ^ (numbers >> np.uint64(31))
+
+        share = CELLS_PER_ELEMENT_OF_MANY if seed == 0 and len(elements) >= MANY else CELLS_PER_ELEMENT
+        size = -(-int(len(elements) * share) // NUM_TABLES) + SPARE_CELLS
+        first = mixed(elements.cpu().numpy().astype(np.uint64) + np.uint64(seed << 48))
+        second, half, low = mixed(first), np.uint64(32), np.uint64(0xFFFFFFFF)
+        parts = (first >> half, first & low, second >> half)
+        found = [((part * np.uint64(size)) >> half) + np.uint64(number * size) for number, part in enumerate(parts)]
+        cells = torch.from_numpy(np.stack(found).view(np.int64)).to(elements.device)
         return cls(elements, cells, -(-NUM_TABLES * size // GROUP) * GROUP)
 
     def insert(self, values: Tensor) -> Tensor:
@@ -345,17 +316,36 @@ class Peeling(NamedTuple):
 
     @classmethod
     def of(cls, hashed: HashedElements) -> "Peeling | None":
-        """A peeling; `None` when the table does not peel."""
+        """A peeling, made without values; `None` when the table does not peel."""
         cells = hashed.cells.cpu().numpy()
-        found = _peel(cells, hashed.num_cells)
-        if found is None:
+        num_elements = cells.shape[1]
+        table = np.zeros(hashed.num_cells, dtype=np.int64)
+        marks = np.arange(ONE, ONE + num_elements)
+        for each in cells:
+            np.add.at(table, each, marks)
+        rounds, singles, chosen = [marks[:0]], [marks[:0]], np.empty(num_elements, dtype=np.int64)
+        candidates = np.flatnonzero(table >> 40 == 1)
+        while len(candidates):
+            alone = table.take(candidates) - ONE
+            turns = np.arange(len(alone))
+            chosen[alone] = (
+                turns  # an element may be alone in several cells, and a cell named twice: one of them counts
+            )
+            kept = chosen.take(alone) == turns
+            alone, candidates = alone[kept], candidates[kept]
+            rounds.append(alone)
+            singles.append(candidates)
+            left = cells.take(alone, axis=1)
+            for each in left:
+                np.subtract.at(table, each, alone + ONE)
+            touched = left.ravel()
+            candidates = touched[table.take(touched) >> 40 == 1]
+        order = np.concatenate(rounds)
+        if len(order) < num_elements:
             return None
-        order, single, rounds = found
-        tensors = (
-            torch.from_numpy(each).to(hashed.cells.device) for each in (order, cells.take(order, axis=1), single)
-        )
-        places, in_order, alone = tensors
-        return cls(places, in_order, alone, rounds)
+        arrays = (order, cells.take(order, axis=1), np.concatenate(singles))
+        places, in_order, single = (torch.from_numpy(each).to(hashed.cells.device) for each in arrays)
+        return cls(places, in_order, single, [len(each) for each in rounds])
 
     def take_out(self, table: Tensor) -> Tensor:
         """The elements' values in a table, modulo 2^64; what remains in it is zero."""
@@ -378,52 +368,6 @@ def hashed_elements(elements: Tensor) -> Iterator[tuple[HashedElements, Peeling 
         peeling = Peeling.of(hashed) if len(elements) < MANY else None
         if peeling is not None or len(elements) >= MANY:
             yield hashed, peeling
-
-
-def hash_cells(elements: Integers, size: int, seed: int) -> Integers:
-    """A cell in each of three tables of that size, as (tables, elements); the tables lie behind each other."""
-    first = _mixed(elements.astype(np.uint64) + np.uint64(seed << 48))
-    second = _mixed(first)
-    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
-    parts = (first >> half, first & low, second >> half)
-    found = [((part * np.uint64(size)) >> half) + np.uint64(number * size) for number, part in enumerate(parts)]
-    return np.stack(found).view(np.int64)
-
-
-def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Each number's bits spread over 64: the finalizer of splitmix64."""
-    mixed = numbers * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-def _peel(cells: Integers, num_cells: int) -> tuple[Integers, Integers, list[int]] | None:
-    """Peel without values; returns the order, the single cells and the rounds, or `None` when some are left."""
-    num_elements = cells.shape[1]
-    table = np.zeros(num_cells, dtype=np.int64)
-    marks = np.arange(ONE, ONE + num_elements)
-    for each in cells:
-        np.add.at(table, each, marks)
-    order, single, chosen = [marks[:0]], [marks[:0]], np.empty(num_elements, dtype=np.int64)
-    candidates = np.flatnonzero(table >> 40 == 1)
-    while len(candidates):
-        alone = table.take(candidates) - ONE
-        turns = np.arange(len(alone))
-        chosen[alone] = turns  # an element may be alone in several cells, and a cell named twice: one of them counts
-        kept = chosen.take(alone) == turns
-        alone, candidates = alone[kept], candidates[kept]
-        order.append(alone)
-        single.append(candidates)
-        left = cells.take(alone, axis=1)
-        gone = alone + ONE
-        for each in left:
-            np.subtract.at(table, each, gone)
-        touched = left.ravel()
-        candidates = touched[table.take(touched) >> 40 == 1]
-    if sum(map(len, order)) < num_elements:
-        return None
-    return np.concatenate(order), np.concatenate(single), [len(each) for each in order]
 
 
 WORTH = 0.7
@@ -502,13 +446,16 @@ class SketchExchange:
             yield from sum_over_ranks(bucket.flat, member)
             self._memories[bucket.number] = _Memory(bucket.parts, alone=LOOK_AGAIN)
             return
-        summed = yield from _sum_sketch(_Addend(bucket.flat, own, agreed, width), elements, known, member)
+        summed = yield from _sum_sketch(
+            bucket.flat, own, agreed, width=width, elements=elements, known=known, member=member
+        )
         if summed is None:
             yield from sum_over_ranks(bucket.flat, member)
             return
-        bucket.flat.index_copy_(0, elements, summed.numbers.to(bucket.flat.dtype))
+        sums, mask = summed
+        bucket.flat.index_copy_(0, elements, sums.to(bucket.flat.dtype))
         yield from settle_zeros(bucket.flat, zeros, one_has_none=agreed.head.lacks_minus_zero)
-        self._memories[bucket.number] = _Memory(bucket.parts, summed.mask)
+        self._memories[bucket.number] = _Memory(bucket.parts, mask)
 
 
 def _agree(own: TouchedElements, expected: _Mask | None) -> Generator[Collective, None, _Agreed]:
@@ -517,7 +464,7 @@ def _agree(own: TouchedElements, expected: _Mask | None) -> Generator[Collective
     if expected is None:
         message = torch.cat([said, own.bitmap])
         yield Union(message)
-        return _Agreed(Head.read(message[:HEAD_BYTES]), message[HEAD_BYTES:], LOOK_AGAIN)
+        return _Agreed(Head.read(message[: HEAD_BITS // 8]), message[HEAD_BITS // 8 :], LOOK_AGAIN)
     yield Union(said)
     head = Head.read(said)
     if not head.touches_more:
@@ -527,47 +474,36 @@ def _agree(own: TouchedElements, expected: _Mask | None) -> Generator[Collective
     return _Agreed(head, union, LOOK_AGAIN)
 
 
-class _Addend(NamedTuple):
-    """A rank's part of the sketch of a bucket."""
-
-    flat: Tensor
-    own: TouchedElements
-    agreed: _Agreed
-    width: int
-    """Bits of a cell."""
-
-
-class _Summed(NamedTuple):
-    """Sums taken out of a sketch."""
-
-    numbers: Tensor
-    """The sums of the elements, in float64."""
-    mask: _Mask | None
-
-
 def _sum_sketch(
-    addend: _Addend, elements: Tensor, known: _Mask | None, member: Member
-) -> Generator[Collective, None, _Summed | None]:
-    """Sum the elements of the union; `None` where no table peels, or something else came out than went in.
+    flat: Tensor,
+    own: TouchedElements,
+    agreed: _Agreed,
+    *,
+    width: int,
+    elements: Tensor,
+    known: _Mask | None,
+    member: Member,
+) -> Generator[Collective, None, tuple[Tensor, _Mask | None] | None]:
+    """Sum the elements of the union, in float64 with cells of `width` bits; also returns the mask for the next step.
 
-    All others are zero on all ranks.
+    `None` where no table peels, or something else came out than went in. All other elements are zero on all ranks.
     """
-    flat, span, width = addend.flat, addend.agreed.head.span, addend.width
+    span = agreed.head.span
     if not len(elements):
-        return _Summed(flat.new_zeros(0, dtype=torch.float64), None)
-    is_own = elements is addend.own.elements
-    fixed = to_fixed(addend.own.numbers if is_own else flat.index_select(0, elements).double(), span)
-    exceptions = ExceptionList(len(elements) // EXCEPTIONS, flat.dtype)
-    beside = exceptions.packed(fixed.places, fixed.rests)
+        return flat.new_zeros(0, dtype=torch.float64), None
+    numbers = own.numbers if elements is own.elements else flat.index_select(0, elements).double()
+    integers, places, rests = to_fixed(numbers, span)
+    capacity = len(elements) // EXCEPTIONS
+    beside = pack_exceptions(places, rests.to(flat.dtype), capacity)
     attempts = iter([(known.hashed, known.peeling)]) if known is not None else hashed_elements(elements)
     for hashed, ready in attempts:
-        table = hashed.insert(fixed.integers)
+        table = hashed.insert(integers)
         if ready is not None:
-            rests, peeling = (yield from _add_tables(table, width, beside, member)), ready
+            all_beside, peeling = (yield from _add_tables(table, width, beside, member)), ready
             break
         with ThreadPoolExecutor(1, "dynamix exchange peeling") as pool:
             work = pool.submit(Peeling.of, hashed)
-            rests = yield from _add_tables(table, width, beside, member)
+            all_beside = yield from _add_tables(table, width, beside, member)
             found = work.result()
         if found is not None:
             peeling = found
@@ -577,11 +513,9 @@ def _sum_sketch(
     sums = from_fixed(peeling.take_out(table), span, width)
     if bool((table << (MAX_WIDTH - width)).any()):
         return None
-    for rest in rests:
-        exceptions.add(rest, sums)
-    return _Summed(
-        sums, _Mask(addend.agreed.union, hashed, peeling, addend.agreed.steps_left if known is not None else 0)
-    )
+    for message in all_beside:
+        add_exceptions(message, capacity, flat.dtype, sums)
+    return sums, _Mask(agreed.union, hashed, peeling, agreed.steps_left if known is not None else 0)
 
 
 def _add_tables(table: Tensor, width: int, beside: Tensor, member: Member) -> Generator[Collective, None, list[Tensor]]:
@@ -596,7 +530,7 @@ def _add_tables(table: Tensor, width: int, beside: Tensor, member: Member) -> Ge
     mine[rank] = theirs[rank] = 0
 
     pushed = [
-        _message(table[each.start : each.stop], width, beside) if owner != rank else beside
+        torch.cat([pack_cells(table[each.start : each.stop], width), beside]) if owner != rank else beside
         for owner, each in enumerate(ranges)
     ]
     sizes = [size + len(beside) for size in mine]
@@ -607,7 +541,7 @@ def _add_tables(table: Tensor, width: int, beside: Tensor, member: Member) -> Ge
     for message, size in zip(messages, mine, strict=True):
         if size:
             total += unpack_cells(message[:size], width)
-    answer = _message(total, width, beside[:0])
+    answer = pack_cells(total, width)
     sums = beside.new_empty(sum(theirs))
     answers = answer.repeat(sum(1 for size in mine if size))
     yield Trade(sums, answers, theirs, mine)
@@ -615,13 +549,3 @@ def _add_tables(table: Tensor, width: int, beside: Tensor, member: Member) -> Ge
         if len(message):
             table[owned.start : owned.stop] = unpack_cells(message, width)
     return [message[size:] for message, size in zip(messages, mine, strict=True)]
-
-
-def _message(cells: Tensor, width: int, beside: Tensor) -> Tensor:
-    """Cells packed, and behind them some bytes."""
-    size = packed_bytes(len(cells), width)
-    message = beside.new_empty(size + len(beside))
-    if size:
-        pack_cells(cells, width, message[:size])
-    message[size:] = beside
-    return message

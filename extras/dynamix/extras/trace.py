@@ -19,8 +19,7 @@ import asyncio
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from dynamix.cli.connection import connected, find
@@ -28,8 +27,9 @@ from dynamix.cli.errors import CommandError, MisuseError, explained, reading
 from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.source import Source
 from dynamix.cli.terminal import ProgressLine, stop_event
+from dynamix.extras.export import is_file_name
 from dynamix.recording.capture import CaptureError, Record, WindowKey, read_header, records
-from dynamix.recording.job_view import JobView, NodeWindow, Window
+from dynamix.recording.job_view import JobView, Window
 from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Report
 
@@ -63,11 +63,16 @@ def run(arguments: argparse.Namespace) -> int:
     export = SpanExport(OTLPSpanExporter(endpoint=arguments.endpoint or None))
     try:
         if is_file_name(arguments.job):
-            malformed = _from_file(Path(arguments.job), export)
+            with explained(CaptureError), reading(arguments.job):
+                traces = WindowTraces(read_header(arguments.job).job)
+                for record in records(arguments.job):
+                    export.add(traces.add_record(record))
         else:
-            malformed = asyncio.run(_from_bus(arguments, export))
+            traces = asyncio.run(_from_bus(arguments, export))
+        export.add(traces.finish())
     finally:
         export.close()
+    malformed = traces.num_malformed
     left_out = f"; {malformed} messages that cannot be read were left out" if malformed else ""
     print(f"{export.num_sent} spans sent{left_out}")
     if export.num_refused:
@@ -75,21 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def is_file_name(text: str) -> bool:
-    """Whether a capture is meant, also one that does not exist, and not a job: no id has a slash or a dot."""
-    return "/" in text or "." in text or Path(text).is_file()
-
-
-def _from_file(file: Path, export: "SpanExport") -> int:
-    with explained(CaptureError), reading(file):
-        traces = WindowTraces(read_header(file).job)
-        for record in records(file):
-            export.add(traces.add_record(record))
-    export.add(traces.finish())
-    return traces.num_malformed
-
-
-async def _from_bus(arguments: argparse.Namespace, export: "SpanExport") -> int:
+async def _from_bus(arguments: argparse.Namespace, export: "SpanExport") -> "WindowTraces":
     check_job(arguments.job)
     async with connected(find(os.environ), "trace") as bus:
         job = (await find_job(bus, arguments.job)).job
@@ -101,8 +92,7 @@ async def _from_bus(arguments: argparse.Namespace, export: "SpanExport") -> int:
                         export.add(traces.add_record(record))
                     await asyncio.to_thread(export.flush)
                     progress.show(f"{export.num_sent} spans of {job}")
-        export.add(traces.finish())
-        return traces.num_malformed
+        return traces
 
 
 class WindowSpan(NamedTuple):
@@ -171,7 +161,13 @@ def spans_of(job: str, known: Window) -> Iterator[WindowSpan]:
     decided, applied = known.action is not None, known.applied is not None
     yield span("window", known.started_ns, last_ns, None, decided=decided, applied=applied, nodes=len(known.nodes))
     for name, node in sorted(known.nodes.items()):
-        yield from _node_spans(span, name, node, root_id)
+        stored = node.stored_ns
+        if "report" in stored and "state" in stored:
+            probe = {"probe": node.probe} if "window" in stored else {}
+            collect = span(f"collect {name}", stored["report"], stored["state"], root_id, node=name, **probe)
+            yield collect
+            if "window" in stored and "reward" in stored:
+                yield span(f"reward {name}", stored["window"], stored["reward"], collect.span_id, node=name)
     if known.action is not None:
         action = known.action
         states = [at for node in known.nodes.values() if 0 < (at := node.stored_ns.get("state", 0)) <= known.decided_ns]
@@ -183,19 +179,6 @@ def spans_of(job: str, known: Window) -> Iterator[WindowSpan]:
         receipt = known.applied
         effective = {"effective_window": receipt.effective_window, "effective_step": receipt.effective_step}
         yield span("adopt", known.decided_ns, known.applied_ns, root_id, **effective)
-
-
-def _node_spans(span: Callable[..., WindowSpan], name: str, node: NodeWindow, root_id: int) -> Iterator[WindowSpan]:
-    report_ns, window_ns, state_ns, reward_ns = (
-        node.stored_ns.get(kind, 0) for kind in ("report", "window", "state", "reward")
-    )
-    if not (report_ns and state_ns):
-        return
-    probe = {"probe": node.probe} if window_ns else {}
-    collect = span(f"collect {name}", report_ns, state_ns, root_id, node=name, **probe)
-    yield collect
-    if window_ns and reward_ns:
-        yield span(f"reward {name}", window_ns, reward_ns, collect.span_id, node=name)
 
 
 def _id(text: str, num_bytes: int) -> int:

@@ -30,7 +30,7 @@ import msgspec
 
 from dynamix.runtime import output_files
 from dynamix.runtime.input_files import check_regular
-from dynamix.schemas.messages.fields import Token
+from dynamix.schemas.messages.allocation import Token
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS, REPORTS
 
 from .fingerprint import Fingerprint, fingerprint

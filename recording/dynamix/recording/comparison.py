@@ -136,9 +136,9 @@ def _values_of(message: Message | str) -> dict[str, Any]:
         found = {path: value for path, value in found.items() if path not in _PACKED_FIELDS}
         try:
             for rank, row in zip(message.ranks, unpack_ranks(message).tolist(), strict=True):
-                found |= {f"rank {rank}: {f.name}": value for f, value in zip(RANK_FEATURES, row, strict=True)}
+                found |= {f"rank {rank}: {name}": value for name, value in zip(RANK_FEATURES, row, strict=True)}
             row = unpack_global(message).tolist()
-            found |= {f"job: {f.name}": value for f, value in zip(GLOBAL_FEATURES, row, strict=True)}
+            found |= {f"job: {name}": value for name, value in zip(GLOBAL_FEATURES, row, strict=True)}
         except MalformedMessageError as error:
             found["features"] = str(error)
     return found

@@ -37,7 +37,7 @@ from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Action, Job, Message, MetricWindow, Report, State
-from dynamix.schemas.messages.fields import MAX_GENERATION
+from dynamix.schemas.messages.allocation import MAX_GENERATION
 from dynamix.schemas.policies import check_options
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 

@@ -16,7 +16,7 @@ import msgspec
 
 from . import subjects
 from .messages import Message
-from .subjects import BY_NAME, BY_STRUCT, KINDS
+from .subjects import BY_NAME, BY_STRUCT, KINDS, Kind
 
 MAGIC = b"DX"
 VERSION = 1
@@ -54,8 +54,9 @@ def encode(message: Message) -> bytes:
     limit = MAX_MESSAGE_BYTES
     if BY_STRUCT[type(message)].senders == ("trainer",):
         limit = MAX_TRAINER_BYTES
-        if COMPRESSED_FROM_BYTES < len(data) <= MAX_INFLATED_BYTES:
-            data = _compressed(data)
+        if COMPRESSED_FROM_BYTES < len(data) <= MAX_INFLATED_BYTES:  # padded to the least size that may inflate so far
+            packed = zlib.compress(data[HEADER_BYTES:], 1).ljust(len(data) // MAX_INFLATION, b"\0")
+            data = data[: HEADER_BYTES - 1] + bytes((data[HEADER_BYTES - 1] | _COMPRESSED,)) + packed
     if len(data) > limit:
         raise MalformedMessageError(f"{type(message).__name__} of {len(data)} bytes is over {limit}")
     return data
@@ -82,7 +83,7 @@ def decode_any(subject: str, payload: bytes) -> Message:
     kind = BY_NAME[address.kind]
     if kind.senders == ("trainer",) and payload[HEADER_BYTES - 1 : HEADER_BYTES] >= bytes((_COMPRESSED,)):
         payload = _inflated(payload)
-    _check_header(payload, _headers[kind.struct], kind.name)
+    _check_header(payload, kind)
     try:
         message: Message = _decoders[kind.name].decode(memoryview(payload)[HEADER_BYTES:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -139,15 +140,6 @@ def _find(value: Any, path: str, found: list[str]) -> None:
             _find(item, f"{path}[{key!r}]", found)
 
 
-# --- compression
-
-
-def _compressed(data: bytes) -> bytes:
-    """The message compressed, then padded to the least size that may become this large."""
-    packed = zlib.compress(data[HEADER_BYTES:], 1).ljust(len(data) // MAX_INFLATION, b"\0")
-    return data[: HEADER_BYTES - 1] + bytes((data[HEADER_BYTES - 1] | _COMPRESSED,)) + packed
-
-
 def _inflated(payload: bytes) -> bytes:
     """The message as it was before compression. Raises MalformedMessageError for what is not such, or too large."""
     limit, inflating = min(MAX_INFLATED_BYTES, MAX_INFLATION * len(payload)), zlib.decompressobj()
@@ -160,15 +152,14 @@ def _inflated(payload: bytes) -> bytes:
     return payload[: HEADER_BYTES - 1] + bytes((payload[HEADER_BYTES - 1] ^ _COMPRESSED,)) + body
 
 
-def _check_header(payload: bytes, header: bytes, kind: str) -> None:
+def _check_header(payload: bytes, kind: Kind) -> None:
     if len(payload) > MAX_MESSAGE_BYTES:
         raise MalformedMessageError(f"{len(payload)} bytes are over the limit of {MAX_MESSAGE_BYTES}")
     if payload[:2] != MAGIC:
         raise MalformedMessageError("not a DYNAMIX message: it does not begin with DX")
-    if payload[:HEADER_BYTES] == header:
-        return
     if len(payload) < HEADER_BYTES:
         raise MalformedMessageError("shorter than its header")
     if payload[2] != VERSION:
         raise MalformedMessageError(f"version {payload[2]} of the codec, this program reads {VERSION}")
-    raise MalformedMessageError(f"the header's kind {payload[3]} is not {kind}")
+    if payload[3] != kind.code:
+        raise MalformedMessageError(f"the header's kind {payload[3]} is not {kind.name}")

@@ -7,7 +7,6 @@ never a silent zero.
 import math
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,69 +21,62 @@ Array32 = npt.NDArray[np.float32]
 Values = tuple[float | None, ...]
 
 
-class Feature(NamedTuple):
-    """A named number of the state; its place in the list is its column."""
+RANK_FEATURES = {
+    "tx_bytes_per_s": "acknowledged bytes sent, per second of training",
+    "rx_bytes_per_s": "bytes received, per second of training",
+    "retransmits": "retransmitted segments in the window",
+    "srtt_us": "smoothed round trip time",
+    "cpu_time_ratio": "CPU seconds per second",
+    "memory_ratio": "share of the device's memory in use",
+    "run_queue_wait_ratio": "seconds its threads waited for a processor, per second",
+    "context_switches_per_s": "of all its threads",
+    "load_per_cpu": "the node's load average per processor",
+    "node_cpu_time_ratio": "busy share of the node's processors",
+    "node_run_queue_wait_ratio": "seconds waited on the node, per second and processor",
+    "node_memory_used_ratio": "share of the node's memory in use",
+    "node_context_switches_per_s": "of all the node's threads",
+    "accuracy": "mean batch accuracy of the rank",
+    "accuracy_change": "its change since the last window",
+    "loss": "mean loss of the rank",
+    "step_time_s": "mean time of a step",
+    "compute_time_s": "of it: batch handed out to last gradient bucket ready",
+    "sync_time_s": "of it: waiting for slower ranks, and all-reduce",
+    "data_time_s": "of it: waiting for data",
+    "update_time_s": "of it: the optimizer and the user's own code",
+    "sigma_norm": "normalised standard deviation of the gradient",
+    "sigma_norm_sq": "normalised variance of the gradient: S / (B G^2)",
+    "num_samples": "samples of the rank in the window",
+    "local_batch_size": "the size in effect in the window",
+    "pending_local_batch_size": "the newest size already scheduled",
+    "decided_local_batch_size": "the arbitrator's own last decision, filled in by its fold",
+    "age_windows": "how many windows old the row is, filled in by the fold",
+    "link_bytes_per_s": "per second of sending, to the rank with which it was fastest",
+    "link_peer": "that rank",
+}
+"""Features of one rank with their meanings (method section IV-B, plus pending sizes and the age of information), in the
+order of columns; new ones go to the end."""
 
-    name: str
-    group: str
-    meaning: str
-
-
-RANK_FEATURES = (
-    Feature("tx_bytes_per_s", "network", "acknowledged bytes sent, per second of training"),
-    Feature("rx_bytes_per_s", "network", "bytes received, per second of training"),
-    Feature("retransmits", "network", "retransmitted segments in the window"),
-    Feature("srtt_us", "network", "smoothed round trip time"),
-    Feature("cpu_time_ratio", "system", "CPU seconds per second"),
-    Feature("memory_ratio", "system", "share of the device's memory in use"),
-    Feature("run_queue_wait_ratio", "system", "seconds its threads waited for a processor, per second"),
-    Feature("context_switches_per_s", "system", "of all its threads"),
-    Feature("load_per_cpu", "system", "the node's load average per processor"),
-    Feature("node_cpu_time_ratio", "system", "busy share of the node's processors"),
-    Feature("node_run_queue_wait_ratio", "system", "seconds waited on the node, per second and processor"),
-    Feature("node_memory_used_ratio", "system", "share of the node's memory in use"),
-    Feature("node_context_switches_per_s", "system", "of all the node's threads"),
-    Feature("accuracy", "training", "mean batch accuracy of the rank"),
-    Feature("accuracy_change", "training", "its change since the last window"),
-    Feature("loss", "training", "mean loss of the rank"),
-    Feature("step_time_s", "training", "mean time of a step"),
-    Feature("compute_time_s", "training", "of it: batch handed out to last gradient bucket ready"),
-    Feature("sync_time_s", "training", "of it: waiting for slower ranks, and all-reduce"),
-    Feature("data_time_s", "training", "of it: waiting for data"),
-    Feature("update_time_s", "training", "of it: the optimizer and the user's own code"),
-    Feature("sigma_norm", "training", "normalised standard deviation of the gradient"),
-    Feature("sigma_norm_sq", "training", "normalised variance of the gradient: S / (B G^2)"),
-    Feature("num_samples", "training", "samples of the rank in the window"),
-    Feature("local_batch_size", "training", "the size in effect in the window"),
-    Feature("pending_local_batch_size", "training", "the newest size already scheduled"),
-    Feature("decided_local_batch_size", "decision", "the arbitrator's own last decision, filled in by its fold"),
-    Feature("age_windows", "decision", "how many windows old the row is, filled in by the fold"),
-    Feature("link_bytes_per_s", "network", "per second of sending, to the rank with which it was fastest"),
-    Feature("link_peer", "network", "that rank"),
-)
-"""Features of one rank (method section IV-B, plus pending sizes and the age of information); new ones go to the end."""
-
-GLOBAL_FEATURES = (
-    Feature("loss", "global", "mean loss over samples"),
-    Feature("loss_change", "global", "its change since the last window"),
-    Feature("accuracy", "global", "mean training accuracy over samples"),
-    Feature("accuracy_change", "global", "its change since the last window"),
-    Feature("held_out_accuracy", "global", "the newest evaluation"),
-    Feature("progress", "global", "share of the planned samples seen"),
-    Feature("global_batch_size", "global", "sum of the local batch sizes"),
-    Feature("step_time_s", "global", "mean time of a step, slowest rank"),
-    Feature("throughput", "global", "samples per second of training"),
-    Feature("noise_scale", "global", "B_noise in samples"),
-    Feature("local_drift", "global", "local steps: squared distance of ranks from their mean, over that of its move"),
-    Feature("learning_rate", "global", "of the first optimizer's first parameters, as steps use it"),
-    Feature("gradient_norm", "global", "of a step's gradient, by the noise estimate: sqrt(|G|^2 + S / B)"),
-    Feature("coding_gain", "global", "codecs with loss: squared norm of what was sent, over what should have been"),
-    Feature("stretch", "global", "how many times the job's `window_steps` the window lasted"),
-)
+GLOBAL_FEATURES = {
+    "loss": "mean loss over samples",
+    "loss_change": "its change since the last window",
+    "accuracy": "mean training accuracy over samples",
+    "accuracy_change": "its change since the last window",
+    "held_out_accuracy": "the newest evaluation",
+    "progress": "share of the planned samples seen",
+    "global_batch_size": "sum of the local batch sizes",
+    "step_time_s": "mean time of a step, slowest rank",
+    "throughput": "samples per second of training",
+    "noise_scale": "B_noise in samples",
+    "local_drift": "local steps: squared distance of ranks from their mean, over that of its move",
+    "learning_rate": "of the first optimizer's first parameters, as steps use it",
+    "gradient_norm": "of a step's gradient, by the noise estimate: sqrt(|G|^2 + S / B)",
+    "coding_gain": "codecs with loss: squared norm of what was sent, over what should have been",
+    "stretch": "how many times the job's `window_steps` the window lasted",
+}
 """Features of the whole job, equal on all ranks; new ones go to the end."""
 
-RANK_INDEX = {feature.name: index for index, feature in enumerate(RANK_FEATURES)}
-GLOBAL_INDEX = {feature.name: index for index, feature in enumerate(GLOBAL_FEATURES)}
+RANK_INDEX = {name: index for index, name in enumerate(RANK_FEATURES)}
+GLOBAL_INDEX = {name: index for index, name in enumerate(GLOBAL_FEATURES)}
 
 _RANK_PATHS = {
     name: f"{part}.{name}"
@@ -92,20 +84,15 @@ _RANK_PATHS = {
     for name in struct.__struct_fields__
     if name in RANK_INDEX
 }
-_NODE_PATHS = {
-    "load_per_cpu": "load_per_cpu",
-    "node_cpu_time_ratio": "cpu_time_ratio",
-    "node_run_queue_wait_ratio": "run_queue_wait_ratio",
-    "node_memory_used_ratio": "memory_used_ratio",
-    "node_context_switches_per_s": "context_switches_per_s",
-}
+_OF_NODES = ("load_per_cpu", *(name for name in RANK_INDEX if name.startswith("node_")))
 _TRAFFIC = ("tx_bytes_per_s", "rx_bytes_per_s", "retransmits", "srtt_us")
-_KNOWN = (*_RANK_PATHS, *_TRAFFIC, *_NODE_PATHS, "sigma_norm", "sigma_norm_sq")
+_KNOWN = (*_RANK_PATHS, *_TRAFFIC, *_OF_NODES, "sigma_norm", "sigma_norm_sq")
 """Values of a rank in a metric window, in the order in which they are read; the fold fills in the others."""
 
-_OF_RANK, _OF_NODE = attrgetter(*_RANK_PATHS.values()), attrgetter(*_NODE_PATHS.values())
+_OF_RANK = attrgetter(*_RANK_PATHS.values())
+_OF_NODE = attrgetter(*(name.removeprefix("node_") for name in _OF_NODES))
 _OF_JOB = attrgetter(*(name if name == "stretch" else f"job_metrics.{name}" for name in GLOBAL_INDEX))
-_COLUMNS = [_KNOWN.index(feature.name) if feature.name in _KNOWN else len(_KNOWN) for feature in RANK_FEATURES]
+_COLUMNS = [_KNOWN.index(name) if name in _KNOWN else len(_KNOWN) for name in RANK_FEATURES]
 
 
 def state_of(window: MetricWindow) -> State:
@@ -167,13 +154,11 @@ def _rank_values(window: MetricWindow) -> list[Values]:
     node, sigma_norm_sq = window.node_metrics, window.job_metrics.sigma_norm_sq
     sigma_norm = None if sigma_norm_sq is None or sigma_norm_sq < 0 else math.sqrt(sigma_norm_sq)
     shared = (*_OF_NODE(node), sigma_norm, sigma_norm_sq, None)
+    times_s = [rank.training.step_time_s * window.num_steps for rank in window.ranks]
     if window.probe in ("ebpf", "proc"):  # counted over the collector's own interval, not over the window
-        interval_s = node.interval_s or 0.0
-        return [(*_OF_RANK(rank), *_traffic(rank.network, interval_s), *shared) for rank in window.ranks]
-    return [
-        (*_OF_RANK(rank), *_traffic(rank.network, rank.training.step_time_s * window.num_steps), *shared)
-        for rank in window.ranks
-    ]
+        times_s = [node.interval_s or 0.0] * len(times_s)
+    ranks = zip(window.ranks, times_s, strict=True)
+    return [(*_OF_RANK(rank), *_traffic(rank.network, time_s), *shared) for rank, time_s in ranks]
 
 
 def _traffic(network: NetworkMetrics | None, time_s: float) -> Values:

@@ -1,4 +1,4 @@
-"""Answers to a misspelt name: a setting, a flag, a command, a key of a scenario, an option of a policy."""
+"""Answers to a misspelt name: a setting, a flag, a command, an option of a policy. Imports next to nothing."""
 
 import difflib
 from collections.abc import Iterable

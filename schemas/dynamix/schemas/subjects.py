@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from . import messages
 from .messages import Message
-from .messages.fields import TOKEN_PATTERN
+from .messages.allocation import TOKEN_PATTERN
 from .streams import ACTIONS, DEAD, FEED, JOBS, POLICIES, PROFILES, REPORTS, Stream
 
 # --- kinds
@@ -45,11 +45,6 @@ class Kind(NamedTuple):
     meaning: str
     rank: str = ""
     """Which rank of a job sends or receives it, where the trainer does."""
-
-    @property
-    def has_one_sender(self) -> bool:
-        """Whether no two users send the same message; false for services that replace each other."""
-        return self.senders in {("trainer",), ("collector",)}
 
     @property
     def carrier(self) -> str:

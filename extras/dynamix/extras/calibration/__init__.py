@@ -3,16 +3,14 @@
   dynamix calibrate JOB --workload fashion-14-cnn -o mine.toml --png mine.png
 
 SOURCE is a job on the bus, or a capture of one (`dynamix capture JOB -o FILE`). The local batch sizes should have
-varied: run the job with `--policy random`. Each window's virtual step time comes from a fit on the other windows.
+varied: run the job with `--policy random`. Each window's virtual step time comes from a fit on other windows.
 """
 
 import argparse
-import asyncio
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dynamix.cli.arguments import (
     STANDARD_OUTPUT,
@@ -22,32 +20,18 @@ from dynamix.cli.arguments import (
     add_png_argument,
     number,
 )
-from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, MisuseError, explained, reading
-from dynamix.cli.jobs import check_job, find_job
 from dynamix.cli.output import SCENARIO, write_file, write_json
 from dynamix.cli.terminal import print_table
+from dynamix.extras.export import capture_of, is_file_name
 from dynamix.recording.capture import CaptureError, CaptureReader
-from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode_any
+from dynamix.schemas.codec import decode_any
 from dynamix.schemas.messages import Job, Message, MetricWindow
 from dynamix.schemas.streams import FEED
 
 if TYPE_CHECKING:
-    from .calibrate import Calibration, RankSpeed
-
-
-BAND = 0.1
-"""Drawn around the diagonal, relative."""
-
-
-class CalibrationInput(NamedTuple):
-    """The input of calibration: one job's windows."""
-
-    job: Job | None
-    """Its newest specification."""
-    windows: list[MetricWindow]
+    from .fit import Calibration
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -66,15 +50,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", type=number(0, 1, above=True), help="validation accuracy (default: the best that the job reported)"
     )
-    add_option(parser, "--topology", "ring", "topology of the virtual cluster", choices=("ring", "parameter-server"))
-    add_option(parser, "--servers", 1, "number of parameter servers")
     add_json_argument(parser)
     add_png_argument(parser, "draw virtual and real step times")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the job, fit the cluster, and write the results."""
-    from .calibrate import CalibrationSettings, calibrate
+    from .fit import CalibrationSettings, calibrate, scenario_text
 
     path, name = Path(arguments.source), Path(arguments.output or "calibrated").stem
     if not subjects.is_token(name):
@@ -82,39 +64,49 @@ def run(arguments: argparse.Namespace) -> int:
             f"--output {arguments.output}: the scenario gets the name of the file: use 1 to 63 of the characters a-z, "
             "0-9 and '-' before .toml"
         )
-    if arguments.topology == "ring" and arguments.servers != 1:
-        raise MisuseError(
-            f"--servers {arguments.servers}: a ring has none, add --topology parameter-server or leave it out"
+    with capture_of(arguments.source, "calibrate") as capture:
+        found = _read(capture)
+    windows = [message for message in found if isinstance(message, MetricWindow)]
+    jobs = [message for message in found if isinstance(message, Job)]
+    if not windows and not is_file_name(arguments.source):
+        raise CommandError(
+            f"no metric window of {arguments.source} is kept: a collector must run beside the job (`dynamix up`), and "
+            f"FEED keeps {FEED.max_age_s / 3600:g} hours"
         )
-    found = from_capture(path) if path.exists() and not path.is_dir() else asyncio.run(_from_bus(arguments.source))
+    if not jobs:
+        raise CommandError(f"{path} has no specification of the job: capture the job again")
     settings = CalibrationSettings(
         workload=arguments.workload,
         name=name,
         optimizer=arguments.optimizer,
         learning_rate=arguments.learning_rate,
         target_accuracy=arguments.target,
-        topology=arguments.topology,
-        num_servers=arguments.servers,
     )
     try:
-        calibration = calibrate(found.windows, settings, found.job)
+        calibration = calibrate(windows, settings, jobs[-1])
     except ValueError as error:
         raise CommandError(f"{arguments.source}: {error}") from error
-    if arguments.json != STANDARD_OUTPUT:
+    is_shown = arguments.json != STANDARD_OUTPUT
+    if is_shown:
         _show(calibration)
-    _write_files(arguments, calibration)
+    if arguments.output:
+        comment = (
+            f"Fitted to {calibration.num_windows} windows of {path.name}; step times are off by "
+            f"{calibration.median_error:.1%} in the median."
+        )
+        write_file(arguments.output, scenario_text(calibration.scenario, comment).encode())
+        if is_shown:
+            print(f"Scenario: {arguments.output}; try it: dynamix simulate {arguments.output}")
+    if arguments.png:
+        _draw(calibration, arguments.source, arguments.png)
+        if is_shown:
+            print(f"Picture: {arguments.png}")
     write_json(calibration, arguments.json)
     return 0
 
 
-async def _from_bus(wanted: str) -> CalibrationInput:
-    check_job(wanted, or_file=True)
-    async with connected(find(os.environ), "calibrate") as bus:
-        return await from_bus(bus, wanted)
-
-
-def from_capture(path: Path) -> CalibrationInput:
-    """Read a capture; of one that is cut off or damaged, the intact part."""
+def _read(path: Path) -> list[Message]:
+    """Specifications and windows in a capture; of one that is cut off or damaged, in the intact part."""
     with reading(path), explained(CaptureError), CaptureReader(path) as reader:
         try:
             found = [
@@ -123,88 +115,34 @@ def from_capture(path: Path) -> CalibrationInput:
                 if subjects.parse(record.subject).kind in ("job", "window")
             ]
         except ValueError as error:  # of a subject or a message
-            raise CommandError(f"{path} holds what cannot be decoded: {error}") from error
+            raise CommandError(f"{path.name} holds what cannot be decoded: {error}") from error
     if reader.fault is not None:
         print(f"{reader.fault}; going on with what is good", file=sys.stderr)
-    return _sorted_out(found)
-
-
-async def from_bus(bus: Bus, wanted: str) -> CalibrationInput:
-    """Read the stored messages of the job with the id `wanted`, or of the only one whose id begins so."""
-    job = await find_job(bus, wanted)
-    subject = subjects.of("window", job.job, subjects.ANY)
-    if await bus.last(FEED.name, subject) is None:
-        raise CommandError(
-            f"no metric window of {job.job} is kept: a collector must run beside the job (`dynamix up`), and FEED "
-            f"keeps {FEED.max_age_s / 3600:g} hours"
-        )
-    found: list[Message] = [job]
-    async with bus.consume(FEED.name, [subject], start="all") as consumer:
-        async for batch in consumer:
-            try:
-                found += [decode_any(message.subject, message.payload) for message in batch]
-            except MalformedMessageError as error:
-                raise CommandError(f"the bus keeps of {job.job} what cannot be decoded: {error}") from error
-            if batch[-1].num_pending == 0:
-                break
-    return _sorted_out(found)
-
-
-def _sorted_out(messages: Sequence[Message]) -> CalibrationInput:
-    jobs = [message for message in messages if isinstance(message, Job)]
-    windows = [message for message in messages if isinstance(message, MetricWindow)]
-    return CalibrationInput(jobs[-1] if jobs else None, windows)
-
-
-def _write_files(arguments: argparse.Namespace, calibration: "Calibration") -> None:
-    from .calibrate import scenario_text
-
-    def say(text: str) -> None:
-        if arguments.json != STANDARD_OUTPUT:
-            print(text)
-
-    if arguments.output:
-        comment = (
-            f"Fitted to {calibration.num_windows} windows of {Path(arguments.source).name}; step times are off by "
-            f"{calibration.median_error:.1%} in the median."
-        )
-        write_file(arguments.output, scenario_text(calibration.scenario, (comment,)).encode())
-        say(f"Scenario: {arguments.output}; try it: dynamix simulate {arguments.output}")
-    if arguments.png:
-        _draw(calibration, arguments.source, arguments.png)
-        say(f"Picture: {arguments.png}")
+    return found
 
 
 def _show(calibration: "Calibration") -> None:
     """Print tables and remarks."""
     print("Time of a step = overhead + max(samples, saturation) / rate")
-    rows = [(str(rank.rank), _rate(rank), _overhead(rank), _saturation(rank)) for rank in calibration.ranks]
+    rows = []
+    for rank, speed in enumerate(calibration.ranks):
+        rate, overhead, saturation = f"{speed.samples_per_s:.1f}", "not known", "none seen"
+        if speed.samples_per_s_error is not None and speed.overhead_error_s is not None:
+            rate = f"{rate} ± {speed.samples_per_s_error:.1f}"
+            overhead = f"{speed.overhead_s * 1000:.2f} ± {speed.overhead_error_s * 1000:.2f}"
+        if speed.saturation_error is not None:
+            saturation = f"{speed.saturation:.0f} ± {speed.saturation_error:.1f}"
+        rows.append((str(rank), rate, overhead, saturation))
     print_table(("rank", "samples/s", "overhead, ms", "saturation, samples"), rows)
     print(*_lines(calibration), *(f"- {remark}" for remark in calibration.remarks), sep="\n")
-
-
-def _rate(rank: "RankSpeed") -> str:
-    error = "" if rank.samples_per_s_error is None else f" ± {rank.samples_per_s_error:.1f}"
-    return f"{rank.samples_per_s:.1f}{error}"
-
-
-def _overhead(rank: "RankSpeed") -> str:
-    if rank.overhead_error_s is None:
-        return "not known"
-    return f"{rank.overhead_s * 1000:.2f} ± {rank.overhead_error_s * 1000:.2f}"
-
-
-def _saturation(rank: "RankSpeed") -> str:
-    return "none seen" if rank.saturation_error is None else f"{rank.saturation:.0f} ± {rank.saturation_error:.1f}"
 
 
 def _lines(calibration: "Calibration") -> Iterator[str]:
     scenario = calibration.scenario
     network, stragglers, congestion = scenario.network, scenario.stragglers, scenario.congestion
     yield (
-        f"Communication: {calibration.communication_s * 1000:.2f} ms a step ({network.topology}, "
-        f"{network.bandwidth_mbit_s:g} Mbit/s, latency {network.latency_s * 1e6:.0f} us), overlap {network.overlap:g}, "
-        f"{network.num_buckets} buckets"
+        f"Communication: {calibration.communication_s * 1000:.2f} ms a step ({network.bandwidth_mbit_s:g} Mbit/s, "
+        f"latency {network.latency_s * 1e6:.0f} us), overlap {network.overlap:g}, {network.num_buckets} buckets"
     )
     if stragglers is not None:
         yield f"Jitter: {stragglers.jitter:.1%} of a step's compute time"
@@ -222,40 +160,20 @@ def _lines(calibration: "Calibration") -> Iterator[str]:
         f"Virtual step times of {calibration.num_windows} windows ({calibration.num_left_out} left out): off by "
         f"{calibration.median_error:.1%} in the median, {calibration.p90_error:.1%} at the 90th percentile"
     )
-    if (median := calibration.steady_median_error) is not None and (p90 := calibration.steady_p90_error) is not None:
-        yield f"of undisturbed windows: {median:.1%} and {p90:.1%}"
 
 
 def _draw(calibration: "Calibration", source: str, path: str) -> None:
-    """Write a PNG: virtual and real step times, window by window and against each other."""
+    """Write a PNG: virtual and real step times."""
     from matplotlib.figure import Figure
 
     from dynamix.cli.figures import COLOURS, finish, save
 
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    over_windows, against = figure.subplots(1, 2, width_ratios=(1.6, 1))
-    windows = [comparison.window for comparison in calibration.comparisons]
-    real = [comparison.step_time_s * 1000 for comparison in calibration.comparisons]
-    virtual = [comparison.virtual_step_time_s * 1000 for comparison in calibration.comparisons]
-    over_windows.plot(windows, real, color=COLOURS[0], label="real", linewidth=1.5)
-    over_windows.plot(windows, virtual, color=COLOURS[3], label="virtual, fitted to other windows", linewidth=1)
-    finish(over_windows, title="Step time, mean of each window", xlabel="window", ylabel="ms")
-    for disturbed in (False, True):
-        chosen = [c for c in calibration.comparisons if bool(c.slow_ranks or c.is_congested) == disturbed]
-        against.scatter(
-            [comparison.step_time_s * 1000 for comparison in chosen],
-            [comparison.virtual_step_time_s * 1000 for comparison in chosen],
-            s=14,
-            color=COLOURS[4] if disturbed else COLOURS[0],
-            label="a rank straggled, or congestion" if disturbed else "undisturbed",
-        )
-    most = max(max(c.step_time_s, c.virtual_step_time_s) for c in calibration.comparisons) * 1050
-    against.plot([0, most], [0, most], color="black", linewidth=0.8)
-    for factor in (1 - BAND, 1 + BAND):
-        against.plot([0, most], [0, factor * most], color="black", linewidth=0.6, linestyle=":")
-    finish(against, title=f"Virtual against real, ±{BAND:.0%} dotted", xlabel="real, ms", ylabel="virtual, ms")
-    against.set_xlim(0, most)
-    against.set_ylim(0, most)
+    figure, found = Figure(figsize=(9, 5), layout="constrained"), calibration.comparisons
+    axes, windows = figure.subplots(), [each.window for each in found]
+    real, virtual = ([1000 * getattr(each, time) for each in found] for time in ("step_time_s", "virtual_step_time_s"))
+    axes.plot(windows, real, color=COLOURS[0], label="real", linewidth=1.5)
+    axes.plot(windows, virtual, color=COLOURS[3], label="virtual, fitted to other windows", linewidth=1)
+    finish(axes, title="Step time, mean of each window", xlabel="window", ylabel="ms")
     figure.suptitle(
         f"{source}: virtual step times are off by {calibration.median_error:.1%} in the median, "
         f"{calibration.p90_error:.1%} at the 90th percentile ({calibration.num_windows} windows)"

@@ -23,7 +23,7 @@ from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import TIME_ONLY, Formula, Weights
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import FileKind
-from dynamix.schemas.messages.fields import Token
+from dynamix.schemas.messages.allocation import Token
 from dynamix.schemas.policies import STIGMERGY
 
 from .episodes import EpisodeResult, EpisodeTask, play

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
-from dynamix.schemas.messages import Action, Applied, RankRow, Report, SocketCounters, SystemMetrics, Trace
+from dynamix.schemas.messages import Action, Applied, NetworkMetrics, RankRow, Report, SystemMetrics, Trace
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Explored
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
@@ -178,7 +178,7 @@ class WindowRecorder:
             if self._is_ring and sending_s > 0:  # how fast it sent to the next rank
                 link = float(link_bytes / sending_s)
             if self._tx_bytes_per_step:  # cumulative counters; a rank alone has no socket
-                sockets = SocketCounters(
+                sockets = NetworkMetrics(
                     tx_bytes=int(self._tx_bytes[rank]),
                     rx_bytes=int(self._rx_bytes[rank]),
                     retransmits=int(self._retransmits[rank]),

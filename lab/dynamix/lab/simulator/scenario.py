@@ -17,8 +17,7 @@ from msgspec import Meta
 
 from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages import NodeRanks
-from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, ExchangePermission
-from dynamix.schemas.messages.fields import MAX_RANKS
+from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, MAX_RANKS, ExchangePermission
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import Rule
 

@@ -1,7 +1,7 @@
 """The messages, each a frozen Struct: `from dynamix.schemas.messages import Report`.
 
 In the order of a window: the job, its measurements, the decision, lessons for recurring jobs, what operators read.
-`fields` and `allocation` have the values that messages are made of. Every message names its job, generation (restart
+`allocation` has the values that messages are made of. Every message names its job, generation (restart
 count) and, where it has one, its window (index from 0 in each generation). A new measured feature is a field in each
 struct that it passes. A new field goes at the end and has a default; a changed meaning is a new version of the codec.
 `dynamix.schemas.subjects` has the kinds of message with their subjects, senders and receivers.
@@ -14,24 +14,22 @@ from msgspec import Meta, field
 
 from .allocation import (
     EXACT,
-    Allocation,
-    Exchange,
-    ExchangePermission,
-    Explored,
-    GlobalBatch,
-    RateFactor,
-    Sizes,
-    Split,
-)
-from .fields import (
     MAX_RANKS,
     MAX_SOCKETS,
+    Allocation,
     Carry,
     Cookie,
     Count,
     Digest,
+    Exchange,
+    ExchangePermission,
+    Explored,
+    GlobalBatch,
     OptionalToken,
+    RateFactor,
     Seconds,
+    Sizes,
+    Split,
     Text,
     Token,
 )
@@ -134,16 +132,16 @@ MAX_STRETCH = 1 << 16
 Stretch = Annotated[int, Meta(ge=1, le=MAX_STRETCH)]
 
 
-class SocketCounters(Message, frozen=True, kw_only=True, array_like=True):
-    """Cumulative TCP_INFO counters of one rank's own sockets to other ranks, since it attached."""
+class NetworkMetrics(Message, frozen=True, kw_only=True, array_like=True):
+    """TCP traffic of one rank with other ranks: in a report since it attached, in a metric window over the window."""
 
     tx_bytes: Count
-    """Bytes that the other side acknowledged."""
+    """Bytes that the other side acknowledged: what was sent and then dropped by a local queue does not count."""
     rx_bytes: Count
     retransmits: Count
     """Retransmitted segments."""
     srtt_us: float | None = None
-    """Mean smoothed round trip time of the sockets; `None` without a socket."""
+    """Mean smoothed round trip time; `None` without a socket, or without an acknowledgement in the window."""
 
 
 class RankRow(Message, frozen=True, kw_only=True, array_like=True):
@@ -173,8 +171,8 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     """Time from then until the reduced gradient is there: waiting for slower ranks, and the all-reduce itself."""
     update_time_s: Seconds
     """Time from then until the end of the step: the optimizer and the user's own code."""
-    sockets: SocketCounters | None = None
-    sockets_before: SocketCounters | None = None
+    sockets: NetworkMetrics | None = None
+    sockets_before: NetworkMetrics | None = None
     """The counters one window earlier, so that readers need no memory."""
     accuracy_before: float | None = None
     """This rank's mean training accuracy one window earlier."""
@@ -313,17 +311,6 @@ class Report(Message, frozen=True, kw_only=True, array_like=True):
     """Under the policy `stigmergy` what this node's agent sees of the traces around."""
     stretch: Stretch = 1
     """Length of the window in units of the job's `window_steps`."""
-
-
-class NetworkMetrics(Message, frozen=True, kw_only=True, array_like=True):
-    """Traffic of one rank over one window, as the kernel counted it."""
-
-    tx_bytes: Count
-    """Acknowledged bytes: what was sent and then dropped by a local queue does not count."""
-    rx_bytes: Count
-    retransmits: Count
-    srtt_us: float | None = None
-    """`None` when no acknowledgement was seen in the window."""
 
 
 class TrainingMetrics(Message, frozen=True, kw_only=True, array_like=True):

@@ -18,7 +18,7 @@ from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Event, Job, State
-from dynamix.schemas.messages.fields import MAX_GENERATION
+from dynamix.schemas.messages.allocation import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
 from .deciding.family_ends import FamilyEnds

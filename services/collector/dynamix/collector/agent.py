@@ -14,7 +14,7 @@ seen from here, between 1 / `max_change` and `max_change` of the one in force:
     wish = argmax lr(B)^rate_weight * B / (B + noise_multiplier * B_noise) / (waiting + compute * B / B_now)
 
 where compute is the step without the waiting: what the slowest rank computes. What a step is worth is the formula of
-`rule`, and has the same bound (`dynamix.schemas.progress`). The ranks divide B by all activities
+`rule`, and has the same bound (`dynamix.schemas.policies`). The ranks divide B by all activities
 (`dynamix.trainer.steering.field`), so that an agent changes its own ranks' share by its own trace alone.
 
 With the option `learned` the wish is multiplied by a factor that a network chooses from what the agent sees
@@ -47,8 +47,7 @@ from dynamix.schemas.networks import (
     network_shapes,
     read_network,
 )
-from dynamix.schemas.policies import MULTIPLIERS, STIGMERGY_OPTIONS
-from dynamix.schemas.progress import most_worthwhile, progress
+from dynamix.schemas.policies import MULTIPLIERS, STIGMERGY_OPTIONS, most_worthwhile, progress
 from dynamix.schemas.sight import Sight
 
 Chooser = Callable[[Sight], float]

@@ -21,7 +21,6 @@ from dynamix.schemas.messages import (
     RankMetrics,
     RankRow,
     Report,
-    SocketCounters,
     SystemMetrics,
     TrainingMetrics,
 )
@@ -80,7 +79,7 @@ def _tcp_info(report: Report) -> Traffic | str:
     """What the ranks read of their own sockets: exact per rank, unprivileged."""
     by_rank = {}
     for row in report.rows:
-        now, before = row.sockets, row.sockets_before or SocketCounters(tx_bytes=0, rx_bytes=0, retransmits=0)
+        now, before = row.sockets, row.sockets_before or NetworkMetrics(tx_bytes=0, rx_bytes=0, retransmits=0)
         if now is None:
             return f"rank {row.rank} has no TCP connection to another rank"
         by_rank[row.rank] = NetworkMetrics(

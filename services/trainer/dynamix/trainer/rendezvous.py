@@ -15,7 +15,7 @@ from dynamix.runtime.settings import BusSettings, node_name
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, Job
-from dynamix.schemas.messages.fields import MAX_GENERATION
+from dynamix.schemas.messages.allocation import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, JOBS
 
 from .bus_client import SERVICE

@@ -16,7 +16,7 @@ from msgspec import Meta
 from safetensors.numpy import save
 
 from dynamix.schemas import networks
-from dynamix.schemas.messages.fields import Count, Text, Token
+from dynamix.schemas.messages.allocation import Count, Text, Token
 from dynamix.schemas.networks import METADATA_KEY, Array, Metadata, NetworkFileError, check_tensors, read_network
 from dynamix.schemas.subjects import check_token
 

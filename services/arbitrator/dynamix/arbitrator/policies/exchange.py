@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from dynamix.schemas.apportion import balanced_shares, ring_time, shared_time
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
-from dynamix.schemas.owner_shares import balanced_shares, ring_time, shared_time
 
 from .policy import Array32, Array64, column
 from .step_time import SYNC_FLOOR, StepTime, StepTimeFit

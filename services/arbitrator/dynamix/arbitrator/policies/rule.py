@@ -8,8 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from dynamix.schemas.messages import MAX_PROFILE_BYTES, ArmRecord, Job, JobProfile
-from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options
-from dynamix.schemas.progress import most_worthwhile, progress
+from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options, most_worthwhile, progress
 
 from .earlier_runs import EarlierRuns, SeenTimes, Standing
 from .exchange import (

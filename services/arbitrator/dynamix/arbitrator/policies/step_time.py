@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from dynamix.schemas.apportion import divide_by_time
 from dynamix.schemas.messages import Job
-from dynamix.schemas.progress import progress
+from dynamix.schemas.policies import progress
 
 from .policy import Array32, Array64, column, steps_of
 

@@ -62,7 +62,8 @@ MAX_INSISTENT = 32
 """Most messages in flight that are retried at once; others wait: the disk stalls, or we send too much."""
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 
-_OF_ONE_SENDER = frozenset(kind.name for kind in KINDS if kind.has_one_sender)
+_OF_ONE_SENDER = frozenset(kind.name for kind in KINDS if kind.senders in {("trainer",), ("collector",)})
+"""Kinds of which no two users send the same message; other services replace each other."""
 _SUBJECT = re.compile(r"[^\s.*>\x00-\x1f]+(\.[^\s.*>\x00-\x1f]+)*")
 
 

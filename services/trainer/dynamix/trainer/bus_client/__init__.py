@@ -23,7 +23,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.messages import Action, Job, Live, Message, Report, Reward, Trace
-from dynamix.schemas.messages.fields import MAX_GENERATION
+from dynamix.schemas.messages.allocation import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, JOBS
 
 INBOX_ACTIONS = 64

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.runtime.extensions import Group, extension_names, load_extension
+from dynamix.schemas.apportion import balanced_shares
 from dynamix.schemas.messages.allocation import EXACT, SERVERS, Exchange
-from dynamix.schemas.owner_shares import balanced_shares
 from dynamix.schemas.spelling import suggestion
 from dynamix.trainer.data.plan import Schedule
 

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamix.schemas.messages import SocketCounters
-from dynamix.schemas.messages.fields import MAX_SOCKETS
+from dynamix.schemas.messages import NetworkMetrics
+from dynamix.schemas.messages.allocation import MAX_SOCKETS
 
 PROC = Path("/proc")
 
@@ -243,7 +243,7 @@ class PeerSockets:
         counts = [len(cookies) for cookies in self._cookies.values()]
         return self._cookies if max(counts, default=0) <= MAX_SOCKETS and sum(counts) <= MAX_NODE_SOCKETS else {}
 
-    def read(self) -> SocketCounters | None:
+    def read(self) -> NetworkMetrics | None:
         """The counters since `match` first saw each connection; `None` when there never was one."""
         for connection, counted in list(self._counted.items()):
             info = tcp_info(counted.fd, connection)
@@ -256,7 +256,7 @@ class PeerSockets:
         if not self._counted and self._closed == TcpInfo(0, 0, 0, 0):
             return None
         parts = [counted.newest.since(counted.first) for counted in self._counted.values()]
-        return SocketCounters(
+        return NetworkMetrics(
             tx_bytes=self._closed.acked_bytes + sum(part.acked_bytes for part in parts),
             rx_bytes=self._closed.received_bytes + sum(part.received_bytes for part in parts),
             retransmits=self._closed.retransmits + sum(part.retransmits for part in parts),

@@ -14,7 +14,7 @@ import msgspec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from dynamix.schemas.apportion import apportion
-from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals, Report, SocketCounters
+from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals, NetworkMetrics, Report
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.schemas.policies import RATE_EXPONENTS, STIGMERGY, STIGMERGY_OPTIONS
 from dynamix.trainer.data.orders import DataIdentity
@@ -144,7 +144,7 @@ class Reporter:
         ranks = []
         for rank in self._place.node_ranks:
             row, before = rows[rank].rank, None if self._rows_before is None else self._rows_before[rank]
-            uncounted = None if row.sockets is None else SocketCounters(tx_bytes=0, rx_bytes=0, retransmits=0)
+            uncounted = None if row.sockets is None else NetworkMetrics(tx_bytes=0, rx_bytes=0, retransmits=0)
             known = msgspec.structs.replace(
                 row,
                 local_batch_size=sizes.values[rank],
