@@ -1,7 +1,7 @@
-"""How gradients travel: chosen by what each way costs, and by what it turned out to cost."""
+"""How `rule` chooses the exchange of gradients: the law of local steps, and the way that takes least."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -11,125 +11,132 @@ from tests.support.toy_cluster import ToyCluster
 
 from dynamix.arbitrator.policies.exchange import (
     LAG,
+    LINK_WINDOWS,
+    LOOK_AGAIN,
+    PIPELINE,
     ExchangeMemory,
-    WindowExposure,
-    choose,
-    model_under,
+    decided_exchange,
+    link_rates,
 )
-from dynamix.arbitrator.policies.policy import Array64, pack, unpack
+from dynamix.arbitrator.policies.policy import Array32, pack, unpack
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.arbitrator.policies.step_time import StepTime
+from dynamix.schemas.apportion import ring_time, shared_time
+from dynamix.schemas.features import RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 
 INT8 = Exchange(codec="int8")
 NUM_RANKS = 8
 COMPUTE_S = 0.010
-"""Compute time of any batch: what is chosen depends on communication alone."""
-TRUE_SHARES = {"none": 1.0, "rows": 1.0, "bf16": 0.5, "int8": 0.26}
-DRIFT = 4.0
-"""Squared distance of ranks from their mean over that of its move, as 8 ranks show it."""
+"""Compute time of any batch: the choice depends on communication alone."""
+TRUE_SHARES = {"none": 1.0, "int8": 0.26}
+MB = 1e6
+GRADIENT = 0.5 * MB
+FAST = (12.0 * MB,) * 4
+ONE_SLOW = (12.0 * MB, 12.0 * MB, 2.5 * MB, 12.0 * MB)
 
 
-def seen(exposed_s: float) -> WindowExposure:
-    return WindowExposure(exposed_s, COMPUTE_S)
-
-
-def after(memory: ExchangeMemory, exposed_s: float, *, loss: float = 1.0, drift: float = DRIFT) -> ExchangeMemory:
-    """The memory after a window, through a carry."""
-    known = memory.observe(seen(exposed_s), loss, drift, NUM_RANKS)
-    return unpack(ExchangeMemory, pack(known))
-
-
-def job_of(permission: str) -> Job:
-    nodes = {f"node-{rank}": (rank,) for rank in range(NUM_RANKS)}
-    sizes = (64,) * NUM_RANKS
+def job_of(num_ranks: int = NUM_RANKS, **changes: object) -> Job:
+    nodes = {f"node-{rank}": (rank,) for rank in range(num_ranks)}
+    sizes = (64,) * num_ranks
     job = examples.job(nodes, initial_local_batch_sizes=sizes, max_local_batch_sizes=sizes, min_local_batch_size=64)
-    return msgspec.structs.replace(job, exchange=permission)
+    return msgspec.structs.replace(job, **changes)
 
 
-def model_of(communication_s: float) -> StepTime:
-    ones = np.ones(NUM_RANKS)
-    return StepTime(ones * 1e-9, ones * 64, ones * 64, ones * COMPUTE_S, 0 * ones, communication_s)
-
-
-def worth(sizes: Array64) -> Array64:
-    return np.ones_like(sizes)
-
-
-def ruled(
-    permission: str,
-    communication_s: float,
-    *,
-    windows: int = 40,
-    shares: Mapping[str, float] = TRUE_SHARES,
-    drift: float = DRIFT,
-    overlap: float = 0.0,
+def chosen_after(
+    job: Job, exposed_s: Callable[[int, Exchange], float], links: Callable[[int], Array32], *, windows: int = 40
 ) -> list[Exchange]:
-    """What rules each window of a job whose communication takes so long, and by so much less under each codec.
-
-    Computing hides `overlap` of its time, of gradients that travel in each step.
-    """
-    job, memory, decided = job_of(permission), ExchangeMemory(), [EXACT, EXACT]
+    """The exchange that is active in each window, from the communication that each exposes per step."""
+    decided, memory, ones = [EXACT] * LAG, ExchangeMemory(), np.ones(job.world_size)
     for window in range(windows):
         now = decided[window]
-        taken_s = communication_s * shares[now.codec]
-        exposed_s = max(taken_s - overlap * COMPUTE_S, 0.1 * taken_s) if now.every == 1 else taken_s / now.every
-        memory = after(memory, exposed_s, drift=drift)
-        chosen = choose(job, model_of(exposed_s), memory, worth, max_every=16)
-        memory = memory.decided(chosen)
-        decided.append(chosen)
+        memory = memory.observe(exposed_s(window, now)).with_links(link_rates(links(window)))
+        model = StepTime(ones * 1e-9, ones * 64, ones * 64, ones * COMPUTE_S, 0 * ones, exposed_s(window, now))
+        memory, _ = decided_exchange(job, memory, model, 64.0 * job.world_size, max_every=16)
+        memory = unpack(ExchangeMemory, pack(memory))
+        decided.append(memory.newest_with_shares)
     return decided
 
 
+def chosen(permission: str, communication_s: float, **changes: object) -> list[Exchange]:
+    """The same where each exchange takes its true share of the exact one's time, and links are not measured."""
+
+    def exposed_s(window: int, now: Exchange) -> float:  # noqa: ARG001 - the same in each
+        return communication_s * TRUE_SHARES[now.codec] / now.every
+
+    return chosen_after(job_of(exchange=permission, **changes), exposed_s, lambda _: observed((math.nan,) * NUM_RANKS))
+
+
+def observed(rates: Sequence[float]) -> Array32:
+    """What ranks see of their links around a ring: each sends to the next one, as fast as both of theirs carry."""
+    obs_WF = np.full((len(rates), len(RANK_FEATURES)), np.nan, dtype=np.float32)
+    obs_WF[:, RANK_INDEX["link_bytes_per_s"]] = np.minimum(rates, np.roll(rates, -1))
+    obs_WF[:, RANK_INDEX["link_peer"]] = np.roll(np.arange(len(rates)), -1)
+    return obs_WF
+
+
+def over_links(rates: Callable[[int], Sequence[float]], *, waiting_s: float = 0.0, windows: int = 40) -> list[Exchange]:
+    """The exchange in each window of an exact job over links of such rates; ranks also wait `waiting_s`."""
+
+    def exposed_s(window: int, now: Exchange) -> float:
+        if now.route == "shares":
+            return PIPELINE * GRADIENT * shared_time(rates(window), now.shares) + waiting_s
+        return GRADIENT * ring_time(rates(window)) + waiting_s
+
+    job = job_of(len(rates(0)), supports_exchange=True)
+    return chosen_after(job, exposed_s, lambda window: observed(rates(window)), windows=windows)
+
+
 def test_exposed_communication_makes_it_choose_the_codec_that_saves_most() -> None:
-    found = ruled("lossy", 0.020)
-    assert found[-1] == INT8
+    found = chosen("lossy", 0.020)
     assert found.index(INT8) == LAG  # decided in the first window
     assert set(found) == {EXACT, INT8}
 
 
-def test_where_communication_is_hidden_or_the_job_permits_nothing_gradients_stay_exact() -> None:
-    assert set(ruled("lossy", 0.0005)) == {EXACT}
-    assert set(ruled("exact", 0.0005)) == {EXACT}
+@pytest.mark.parametrize(
+    ("permission", "communication_s"), [("lossy", 0.0005), ("local", 0.0005), ("exact", 0.0005), ("exact", 0.2)]
+)
+def test_where_communication_is_hidden_or_the_job_permits_nothing_gradients_stay_exact(
+    permission: str, communication_s: float
+) -> None:
+    assert set(chosen(permission, communication_s)) == {EXACT}
 
 
-@pytest.mark.parametrize("communication_s", [0.02, 0.2])
-def test_the_sync_period_is_that_of_the_closed_form(communication_s: float) -> None:
-    """h = sqrt((communication / compute) (1 / c - 1)); a factor of 2 more or less is within the margin."""
-    found = ruled("local", communication_s)[-1]
-    cost = ExchangeMemory(drift=DRIFT).drift_cost(job_of("local"))
-    best = math.sqrt(TRUE_SHARES[found.codec] * communication_s / COMPUTE_S * (1 / cost - 1))
-    assert found.codec == "int8"
-    assert found.every > 1
-    assert best / 2 < found.every < 2 * best
+@pytest.mark.parametrize(("communication_s", "every"), [(0.006, 2), (0.020, 4), (0.2, 10)])
+def test_local_steps_begin_with_period_4_and_follow_the_law(communication_s: float, every: int) -> None:
+    """h = sqrt(C / c (1 / 0.03 - 1)) of 8 ranks is 2.2, 4.1 and 13.0, near which 10 divides the window."""
+    found = chosen("local", communication_s)
+    assert found[LAG] == Exchange(codec="int8", every=4)
+    assert found[-1] == Exchange(codec="int8", every=every)
 
 
-def test_a_rising_loss_ends_local_steps_for_some_windows() -> None:
-    local = Exchange(codec="int8", every=5)
-    memory = ExchangeMemory(active=(local, local), exact_s=0.02, num_seen=(3, 0, 0, 3, 0))
-    job, model = job_of("local"), model_of(0.02)
-    assert choose(job, model, after(memory, 0.001), worth, max_every=16).every > 1
-    for loss in (1.0, 1.5):
-        memory = after(memory, 0.001, loss=loss)
-    assert choose(job, model, memory, worth, max_every=16) == EXACT
+def test_with_adam_no_step_is_local() -> None:
+    assert set(chosen("local", 0.2, optimizer_family="adam")) == {EXACT, INT8}
 
 
-def test_what_computing_hides_is_known_from_the_first_round_of_local_steps() -> None:
-    local = Exchange(every=5)
-    memory = after(ExchangeMemory(active=(EXACT, local)), 0.015)
-    assert memory.exact_s == pytest.approx(0.015)  # what is hidden cannot be seen
-    memory = after(memory.decided(local), 0.020 / 5)
-    assert memory.exact_s == pytest.approx(0.020)
-    assert memory.overlap == pytest.approx(0.5)
-    under = model_under(EXACT, model_of(0.0), memory)
-    assert float(under.step_time_s(np.array([COMPUTE_S]))[0]) == pytest.approx(COMPUTE_S + 0.015)
+def test_local_steps_end_where_links_became_fast() -> None:
+    def exposed_s(window: int, now: Exchange) -> float:
+        return (0.040 if window < 20 else 0.001) * TRUE_SHARES[now.codec] / now.every
+
+    found = chosen_after(job_of(exchange="local"), exposed_s, lambda _: observed((math.nan,) * NUM_RANKS))
+    assert found[20].every > 1
+    assert found[20 + LAG] == EXACT
+
+
+def test_a_codec_that_turns_out_slower_than_exact_gradients_is_not_tried_again() -> None:
+    def exposed_s(window: int, now: Exchange) -> float:  # noqa: ARG001 - the same in each
+        return {"none": 0.010, "int8": 0.020}[now.codec]
+
+    found = chosen_after(job_of(exchange="lossy"), exposed_s, lambda _: observed((math.nan,) * NUM_RANKS))
+    assert 0 < found.count(INT8) <= 2 * LAG
+    assert set(found[10:]) == {EXACT}
 
 
 def test_rule_decides_exact_gradients_unless_the_job_permits_more() -> None:
     rates = np.full(NUM_RANKS, 1000.0)
     for permission, permits_more in (("exact", False), ("lossy", True)):
-        job = msgspec.structs.replace(job_of(permission), min_local_batch_size=1, supports_tracking=True)
+        job = job_of(exchange=permission, min_local_batch_size=1, supports_tracking=True)
         cluster = ToyCluster(rates, tracking=True, communication_s=0.2)
         found = {decision.allocation.exchange for decision in cluster.run(Rule(), job, 12)}
         assert (INT8 in found) == permits_more
@@ -138,11 +145,44 @@ def test_rule_decides_exact_gradients_unless_the_job_permits_more() -> None:
 
 def test_rows_are_sent_in_an_exact_job_whose_model_is_mostly_tables() -> None:
     rates = np.full(NUM_RANKS, 1000.0)
-    exact = msgspec.structs.replace(job_of("exact"), min_local_batch_size=1, supports_tracking=True)
-    for supports, share, chosen in ((True, 0.9, True), (True, 0.0, False), (False, 0.9, False)):
-        job = msgspec.structs.replace(exact, supports_exchange=supports, table_share=share)
+    for supports, share, is_chosen in ((True, 0.9, True), (True, 0.0, False), (False, 0.9, False)):
+        job = job_of(supports_tracking=True, min_local_batch_size=1, supports_exchange=supports, table_share=share)
         found = [
             decision.allocation.exchange for decision in ToyCluster(rates, communication_s=0.2).run(Rule(), job, 3)
         ]
         assert set(found) <= {EXACT, Exchange(codec="rows")}
-        assert (Exchange(codec="rows") in found) == chosen
+        assert (Exchange(codec="rows") in found) == is_chosen
+
+
+def test_a_slow_link_among_fast_ones_owns_nothing_in_an_exact_job() -> None:
+    found = over_links(lambda _: ONE_SLOW)
+    shares = Exchange(route="shares", shares=(333.0, 333.0, 0.0, 333.0))
+    before = LAG + LINK_WINDOWS - 1  # decided in the second window that showed the links
+    assert found == [EXACT] * before + [shares] * (42 - before)
+
+
+def test_shares_do_not_stay_where_ranks_only_wait_for_each_other() -> None:
+    bytes_s = GRADIENT * ring_time(ONE_SLOW)
+    assert over_links(lambda _: ONE_SLOW, waiting_s=0.1 * bytes_s)[-1].route == "shares"
+    assert over_links(lambda _: ONE_SLOW, waiting_s=100 * bytes_s)[-1] == EXACT
+
+
+def test_a_link_that_changes_under_shares_is_found() -> None:
+    other = (2.0 * MB, 12.0 * MB, 12.0 * MB, 12.0 * MB)
+    found = over_links(lambda window: ONE_SLOW if window < 20 else other)
+    assert found[19].shares[2] == 0
+    assert EXACT in found[20 : 20 + 2 * LAG]
+    assert found[-1].shares[0] == 0 < found[-1].shares[2]
+    assert over_links(lambda window: ONE_SLOW if window < 20 else FAST, windows=2 * LOOK_AGAIN)[-1] == EXACT
+
+
+def test_a_rank_that_sends_fast_to_another_has_a_fast_link_and_so_has_the_other() -> None:
+    found = link_rates(observed(ONE_SLOW))
+    assert found is not None
+    assert found.tolist() == list(ONE_SLOW)
+    between = link_rates(observed((2.5 * MB, 12.0 * MB, 2.5 * MB, 12.0 * MB)))  # what is between slow ones is not seen
+    assert between is not None
+    assert between.tolist() == [2.5 * MB] * 4
+    unknown = observed(FAST)
+    unknown[1, RANK_INDEX["link_bytes_per_s"]] = np.nan
+    assert link_rates(unknown) is None

@@ -8,15 +8,15 @@ import numpy as np
 from msgspec.structs import replace
 
 from dynamix.schemas.messages import MAX_PROFILE_BYTES, ArmRecord, Job, JobProfile
-from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options, most_worthwhile, progress
+from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options, most_worthwhile
 
 from .earlier_runs import EarlierRuns, SeenTimes, Standing
 from .exchange import (
     OVER_OWNERS,
     ExchangeMemory,
     can_share,
-    choose,
-    exposure_of,
+    decided_exchange,
+    exposed_time,
     is_decided,
     link_rates,
     model_after,
@@ -86,14 +86,14 @@ class Rule:
     16 times B_noise, or 16 times the batch of the user's learning rate if that is larger. The defaults were found by
     hand on train scenarios. B changes once per window.
 
-    The exchange is chosen with B, as far as the job permits: the codec and period of local steps with the most progress
-    per second, by measured savings and by how far the ranks drift apart (docs/communication.md).
+    The exchange is chosen by a law of measured times, as far as the job permits (docs/communication.md): local steps
+    with `int8` where communication is more than 0.3 of a step, otherwise the way that takes least.
 
     A job of a family starts from what earlier runs learned (docs/recurring.md).
     """
 
     name = "rule"
-    version = 8
+    version = 9
     options: ClassVar[Options] = POLICY_OPTIONS["rule"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
@@ -110,7 +110,7 @@ class Rule:
         runs = seen.runs
         if runs.standing is Standing.DROPPED is not before.standing:
             memory = replace(  # of another cluster only what was decided is known
-                ExchangeMemory.of(job), active=memory.active, age=memory.age, shares=memory.shares
+                ExchangeMemory(), active=memory.active, age=memory.age, shares=memory.shares
             )
             exploration = tried = tried.without_records()
         disagrees = runs.standing is Standing.ON_TRIAL and bool(seen.disagreement)
@@ -121,19 +121,19 @@ class Rule:
         scale = noise.noise_scale * option(self.options, job, "noise_multiplier")
 
         # how gradients are exchanged
+        current = state.global_batch_size or float(sum(job.initial_local_batch_sizes))
         model, measured = seen.deciding.model(job), memory.active[0]
         if is_decided(job):
             if not disagrees:
-                loss, drift = job_value(global_F, "loss"), job_value(global_F, "local_drift")
-                memory = memory.observe(exposure_of(seen.deciding, model, obs_WF), loss, drift, job.world_size)
+                memory = memory.observe(exposed_time(seen.deciding, model))
                 memory = memory.with_links(link_rates(obs_WF)) if can_share(job) else memory
-            memory, model = self._exchange(job, memory, model, scale)
+            max_every = int(option(self.options, job, "max_every"))
+            memory, model = decided_exchange(job, memory, model, current, max_every=max_every)
         if memory.active[0] != measured:  # the next window's communication time is that of another exchange
             fit = replace(fit, sync_s=math.nan)
             runs = runs if runs.cold is None else replace(runs, cold=replace(runs.cold, sync_s=math.nan))
 
         # the global batch, and its division
-        current = state.global_batch_size or float(sum(job.initial_local_batch_sizes))
         wanted, reason = self._next(job, current, model, scale)
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
         allocation = replace(allocation_of(self.options, job, sizes), rate_factor=exploration.rate_factor)
@@ -168,8 +168,7 @@ class Rule:
             else:
                 if is_decided(job):
                     theirs, first = known.exchange or memory, memory.active[0]
-                    if theirs.active[0] != first:
-                        model = model_after(theirs.active[0], first, model, theirs)
+                    model = model_after(first, model, theirs, job.table_share)
                     memory = theirs.begun_again(memory)
                 unknown = np.full(job.world_size, math.nan)
                 fit = replace(
@@ -198,21 +197,6 @@ class Rule:
             exploration.record if job.explores and job.generation == 0 else None,
             runs.standing is Standing.DROPPED,
         )
-
-    def _exchange(
-        self, job: Job, memory: ExchangeMemory, model: StepTime | None, noise_scale: float
-    ) -> tuple[ExchangeMemory, StepTime | None]:
-        """After the way that is decided now; that of the last decision before anything is known."""
-        chosen = memory.newest
-        if model is not None and not math.isnan(noise_scale):
-            exponent, most = self._exponent(job), most_worthwhile(noise_scale, job.base_global_batch_size)
-            max_every = int(option(self.options, job, "max_every"))
-            chosen = choose(
-                job, model, memory, lambda sizes: progress(sizes, noise_scale, exponent, most), max_every=max_every
-            )
-        if model is not None:
-            model = model_after(memory.active[0], chosen, model, memory)
-        return memory.decided(chosen), model
 
     def _exponent(self, job: Job) -> float:
         return option(self.options, job, "rate_weight") * RATE_EXPONENTS[job.learning_rate_rule]
