@@ -19,7 +19,6 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed: make venv")
 from dynamix.cli.dashboard.server import DashboardServer
 from dynamix.cli.documents import CapturedJob
 from dynamix.cli.fleet import Fleet
-from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
@@ -281,18 +280,3 @@ def test_the_command_prints_its_url_with_a_token_unless_that_is_from_a_file(tmp_
     said = announced("--token-file", str(file))
     assert "a-token-of" not in said
     assert said.endswith(f"/?token= and what {file} holds); Ctrl-C ends it\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--port", "99999"], 2, "--port: 99999: it must be 0 to 65535"),
-        (["--token-file", "/none"], 1, "cannot read /none: No such file or directory"),
-        (["--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1:8650"),
-    ],
-)
-def test_what_cannot_be_shown_is_refused_in_a_sentence(
-    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["dashboard", str(DEMO), *arguments]) == code
-    assert said in capsys.readouterr().err
