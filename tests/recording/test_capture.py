@@ -26,7 +26,6 @@ from dynamix.recording.capture import (
 )
 from dynamix.recording.fingerprint import differences, fingerprint
 
-NUM_BLOCKS = 5
 FILES = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 

@@ -58,18 +58,6 @@ async def test_sigterm_ends_the_intake_and_everything_published_is_stored(server
     assert last is not None
 
 
-async def test_the_heartbeat_shows_identity_and_both_kinds_of_counters(server: ConfiguredServer, bus: Bus) -> None:
-    await publish_states(bus, range(3))
-    async with started(server, "--instance", "collector-7"):
-        live = await heartbeat(bus)
-        while live.counters.get("states_seen", 0) < 3:
-            live = await heartbeat(bus)
-    assert (live.service, live.instance, live.node) == ("collector", "collector-7", "node-a")
-    assert live.counters["bus_received"] == 3
-    assert live.counters["bus_published"] == 3
-    assert live.counters["bus_in_flight"] == 0
-
-
 @pytest.mark.parametrize(
     ("mode", "code", "event", "reason"),
     [

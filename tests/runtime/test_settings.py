@@ -1,5 +1,6 @@
 """Settings: defaults, environment, arguments; and what is refused, by name."""
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -124,15 +125,13 @@ def test_any_host_name_gives_a_valid_node_name_of_its_own(monkeypatch: pytest.Mo
     assert node_name(SharedSettings(node="rack-3")) == "rack-3"
 
 
-def test_every_setting_is_described_with_key_flag_default_and_meaning() -> None:
-    lines = help_text("reward", RewardSettings).splitlines()
-    place = lines.index(f"  {'--alpha':<32} DYNAMIX_REWARD_ALPHA, default 1.0")
-    assert lines[place + 1] == " " * 8 + "Weight of a rise in accuracy."
-    assert f"  {'--sizes':<32} DYNAMIX_REWARD_SIZES, default 32,1024" in lines
-    flags = {line.split()[0] for line in lines if "DYNAMIX_REWARD_" in line}
-    assert flags == {"--" + name.replace("_", "-") for name in RewardSettings.__struct_fields__}
-    for key in ("DYNAMIX_NODE", "DYNAMIX_NATS_PASSWORD", "--nats-password-file"):
-        assert key in "\n".join(lines)
+def test_help_names_every_setting_by_flag_and_key() -> None:
+    text = help_text("reward", RewardSettings)
+    for name in RewardSettings.__struct_fields__:
+        assert f"--{name.replace('_', '-')} " in text
+        assert f"DYNAMIX_REWARD_{name.upper()}, default " in text
+    assert "Weight of a rise in accuracy." in text
+    assert {"DYNAMIX_NODE", "DYNAMIX_NATS_PASSWORD", "--nats-password-file"} <= set(re.findall(r"[\w-]+", text))
 
 
 @pytest.mark.parametrize(
