@@ -20,7 +20,6 @@ from dynamix.cli.dashboard.server import DashboardServer
 from dynamix.cli.documents import CapturedJob
 from dynamix.cli.fleet import Fleet
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer
 
 DEMO = Path(__file__).parents[1] / "data" / "demo.dxc"
@@ -80,14 +79,10 @@ class Page(msgspec.Struct):
 
 
 @pytest.fixture
-async def page() -> AsyncIterator[Page]:
-    async with EmbeddedServer() as broker:
-        bus = await Bus.connect(broker.settings, name="test")
-        await provision(bus)
-        fleet = Fleet(bus)
-        async with fleet.following(), DashboardServer(**LOCAL, fleet=fleet) as server:
-            yield Page(broker, bus, fleet, server)
-        await bus.close()
+async def page(server: EmbeddedServer, bus: Bus) -> AsyncIterator[Page]:
+    fleet = Fleet(bus)
+    async with fleet.following(), DashboardServer(**LOCAL, fleet=fleet) as served:
+        yield Page(server, bus, fleet, served)
 
 
 async def first(stream: AsyncIterator[tuple[str, Any]], kind: str, holds: Any = lambda _: True) -> Any:

@@ -71,13 +71,6 @@ def test_a_kernel_without_the_capabilities_of_ebpf_is_too_old(release: str, mach
     assert machine.check("kernel", release=release).present is present
 
 
-def refused(code: int) -> Callable[[], None]:
-    def load() -> None:
-        raise OSError(code, os.strerror(code))
-
-    return load
-
-
 class Refusal(NamedTuple):
     code: int
     found: str
@@ -105,7 +98,11 @@ def test_a_refusal_is_explained(machine: Machine, case: Refusal) -> None:
     for path, text in case.files:
         machine.write(path, text)
     machine.write("proc/self/status", status(case.capabilities, case.seccomp))
-    check = machine.check("bpf()", refused(case.code))
+
+    def load() -> None:
+        raise OSError(case.code, os.strerror(case.code))
+
+    check = machine.check("bpf()", load)
     assert not check.present
     assert case.found in check.found
     assert case.fix in check.fix

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.support import capture_files, virtual
+from tests.support import capture_files, examples, virtual
+from tests.support.brokers import ConfiguredServer
 
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.cli.main import main
@@ -28,7 +29,6 @@ from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Congestion, Network, Scenario, Stragglers, Workers, suite_named
 from dynamix.recording import capture
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.schemas.messages import MetricWindow, NodeRanks
 from dynamix.schemas.messages.allocation import Exchange
 
@@ -77,12 +77,8 @@ def calibrated(scenario: Scenario) -> Calibration:
 
 
 def without_sync(window: MetricWindow) -> MetricWindow:
-    ranks = tuple(
-        msgspec.structs.replace(
-            rank, training=msgspec.structs.replace(rank.training, compute_time_s=None, sync_time_s=None)
-        )
-        for rank in window.ranks
-    )
+    unsplit = examples.training(compute_time_s=None, sync_time_s=None)
+    ranks = tuple(msgspec.structs.replace(rank, training=unsplit) for rank in window.ranks)
     return msgspec.structs.replace(window, ranks=ranks)
 
 
@@ -289,7 +285,7 @@ def test_a_capture_becomes_a_scenario_a_report_and_a_picture(
 
 
 async def test_a_job_on_the_bus_is_read_as_it_is_kept(
-    server: EmbeddedServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = known_job(known_scenario())
     for message in (job.job, *job.windows[:14]):
