@@ -16,16 +16,11 @@ from torch.utils.data import TensorDataset
 from dynamix.lab.simulator.cluster import VirtualCluster, training_part
 from dynamix.lab.simulator.scenario import Network, Workers
 from dynamix.lab.workloads import make_optimizer, workload_named
-from dynamix.schemas.messages import Report
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.trainer import attach
 
 LONG = {"fixed_time_s": 1e3, "time_limit_s": 1e6, "evaluate_every_s": 1e6}
 OTHER = (8, 24, 40, 56)
-
-
-def windows(of: VirtualCluster, count: int) -> list[list[Report]]:
-    return [of.run_window() for _ in range(count)]
 
 
 @pytest.mark.parametrize("lag_windows", [0, 1, 3])
@@ -71,7 +66,8 @@ def cost_of(*decisions: Allocation) -> float:
             run.run_window()
             sizes, split = decided.local_batch_sizes, decided.split
             run.offer(action(run.job, window, sizes, split=split))
-        windows(run, 2)
+        for _ in range(2):
+            run.run_window()
         assert len(run.applied) == len(decisions)
     return paid.time_s - free.time_s
 

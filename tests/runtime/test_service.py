@@ -5,7 +5,6 @@ import json
 import os
 import signal
 from asyncio.subprocess import Process
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -23,16 +22,10 @@ from dynamix.schemas.messages import Live
 from dynamix.schemas.streams import FEED
 
 
-def started(server: ConfiguredServer, *arguments: str, **environ: str) -> AbstractAsyncContextManager[Process]:
-    return service_process(server, *arguments, **environ)
-
-
-async def heartbeat(bus: Bus, service: str = "collector") -> Live:
-    async with bus.subscribe(f"dynamix.v1.live.{service}.*") as messages:
+async def heartbeat(bus: Bus) -> Live:
+    async with bus.subscribe("dynamix.v1.live.collector.*") as messages:
         message = await anext(messages)
-    live = codec.decode_any(message.subject, message.payload)
-    assert isinstance(live, Live)
-    return live
+    return codec.decode(Live, message.subject, message.payload)
 
 
 async def end(process: Process) -> tuple[int, str, list[dict[str, Any]]]:
@@ -44,7 +37,7 @@ async def end(process: Process) -> tuple[int, str, list[dict[str, Any]]]:
 
 
 async def test_sigterm_ends_the_intake_and_everything_published_is_stored(server: ConfiguredServer, bus: Bus) -> None:
-    async with started(server) as process:
+    async with service_process(server) as process:
         await heartbeat(bus)
         await publish_states(bus, range(500))
         async with bus.consume("FEED", ["dynamix.v1.window.>"], start="all") as windows:
@@ -70,7 +63,7 @@ async def test_a_service_that_fails_exits_with_a_code_and_logs_why(
     server: ConfiguredServer, mode: str, code: int, event: str, reason: str
 ) -> None:
     """A traceback is logged only for a programming error."""
-    async with started(server, "--mode", mode) as process:
+    async with service_process(server, "--mode", mode) as process:
         found, text, lines = await end(process)
     assert found == code
     (failure,) = [line for line in lines if line["level"] == "error"]
@@ -80,7 +73,7 @@ async def test_a_service_that_fails_exits_with_a_code_and_logs_why(
 
 
 async def test_a_closed_connection_ends_the_process_with_1(server: ConfiguredServer, bus: Bus) -> None:
-    async with started(server) as process:
+    async with service_process(server) as process:
         await heartbeat(bus)
         server._password = "rotated"
         server.reload()

@@ -85,6 +85,15 @@ def test_a_wrong_key_or_value_is_an_error_that_names_it(key: str, text: str, mes
         reward({key: text})
 
 
+def test_unknown_flags_passwords_as_flags_and_names_that_are_no_tokens_are_refused() -> None:
+    for argument in ("--window-step", "alpha", "--nats-password"):
+        with pytest.raises(SettingsError, match=f"unknown argument '{argument}'"):
+            load("reward", RewardSettings, [argument, "3"])
+    for key, value in (("NODE", "Node 1"), ("INSTANCE", "a.b"), ("JOB", "x" * 64)):
+        with pytest.raises(SettingsError, match="cannot be part of a subject"):
+            read(SharedSettings, "", {f"DYNAMIX_{key}": value})
+
+
 def test_the_value_of_a_password_is_not_repeated_in_an_error() -> None:
     class Secret(msgspec.Struct, frozen=True, kw_only=True):
         password: int = 0
@@ -101,18 +110,6 @@ def test_a_service_takes_its_own_shared_and_broker_flags(monkeypatch: pytest.Mon
     assert found.shared.node == "node-7"
     assert found.bus == BusSettings(url="nats://10.0.0.1:4222", user="reward", password="hush")
     assert (found.own.alpha, found.own.trace) == (3.0, True)
-
-
-@pytest.mark.parametrize("argument", ["--window-step", "alpha", "--nats-password"])
-def test_an_unknown_flag_and_a_password_on_the_command_line_are_refused(argument: str) -> None:
-    with pytest.raises(SettingsError, match=f"unknown argument '{argument}'"):
-        load("reward", RewardSettings, [argument, "3"])
-
-
-@pytest.mark.parametrize(("key", "value"), [("NODE", "Node 1"), ("INSTANCE", "a.b"), ("JOB", "x" * 64)])
-def test_a_shared_name_that_cannot_be_a_token_is_refused(key: str, value: str) -> None:
-    with pytest.raises(SettingsError, match="cannot be part of a subject"):
-        read(SharedSettings, "", {f"DYNAMIX_{key}": value})
 
 
 def test_any_host_name_gives_a_valid_node_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
