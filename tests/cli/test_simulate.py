@@ -21,16 +21,8 @@ def scenario(tmp_path: Path) -> str:
 
 
 def test_a_run_is_told_as_a_table_and_as_json(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "simulate",
-        scenario,
-        "--policy",
-        "proportional:smoothing=1,local_batch_size=32",
-        "--data",
-        str(DATA),
-        "--windows",
-    ]
-    assert main([*arguments, "--json", "-"]) == 0
+    chosen = ["--policy", "proportional:smoothing=1,local_batch_size=32", "--data", str(DATA)]
+    assert main(["simulate", scenario, *chosen, "--windows", "--json", "-"]) == 0
     shown = capsys.readouterr()
     result = json.loads(shown.out)  # nothing else is on standard output
     assert result["time_to_target_s"] is not None
