@@ -131,14 +131,9 @@ def test_a_container_that_sees_its_own_groups_only_is_told_how_to_see_the_host(m
     assert "cgroup: host" in check.fix
 
 
-def test_headers_of_another_kernel_will_do_and_none_will_not(machine: Machine) -> None:
+def test_missing_headers_are_named_with_their_package(machine: Machine) -> None:
     lacks = machine.check("headers")
     assert (lacks.present, "linux-headers-amd64" in lacks.fix) == (False, True)
-    build = "usr/src/linux-headers-5.10.0-9-amd64"
-    machine.write(f"{build}/include/generated/autoconf.h", "")
-    machine.write(f"{build}/arch/x86/Makefile", "")
-    machine.write("usr/src/linux-headers-5.10.0-9-common/include/linux/bpf.h", "")
-    assert machine.check("headers").found == f"{machine.root / build}, of another kernel"
 
 
 ALL = [DoctorCheck("headers", "eBPF probes", "")]

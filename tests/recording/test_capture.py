@@ -24,7 +24,6 @@ from dynamix.recording.capture import (
     Record,
     RecordMerge,
 )
-from dynamix.recording.fingerprint import differences, fingerprint
 
 FILES = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
@@ -193,12 +192,6 @@ def test_records_flushed_by_a_killed_writer_are_readable(tmp_path: Path) -> None
         assert found == sample()[:number]
         assert isinstance(error, CutOffError)
         assert error.num_records == number
-
-
-def test_fingerprint_differences_are_listed_by_name() -> None:
-    ours = fingerprint()
-    assert differences(ours, ours) == []
-    assert f"code: {'0' * 16}... there, {ours.code[:16]}... here" in differences(capture_files.FINGERPRINT, ours)
 
 
 # --- the common order of several streams ------------------------------------------------------------------------------
