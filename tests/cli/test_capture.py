@@ -69,7 +69,6 @@ def finished(path: Path) -> tuple[list[tuple[str, str, bytes]], str]:
     """What a capture that was ended holds, and why it ended."""
     with CaptureReader(path) as reader:
         found = identities(list(reader))
-    assert reader.end is not None
     return found, reader.end.reason
 
 
@@ -155,7 +154,6 @@ async def test_a_signal_finishes_the_file(bus: Bus, tmp_path: Path) -> None:
         sys.executable, "-m", "dynamix.cli.main", "capture", examples.JOB, "-o", str(path),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    assert command.stderr is not None
     async with asyncio.timeout(30):
         await command.stderr.readuntil(b"Capturing")
         command.send_signal(signal.SIGINT)  # else it would go on until the job ends

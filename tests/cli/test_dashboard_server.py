@@ -259,7 +259,6 @@ def announced(*arguments: str) -> str:
     """What the command says before it is told to end, after which it says nothing."""
     command = [sys.executable, "-m", "dynamix.cli.main", "dashboard", str(DEMO), "--port", "0", "--host", "0.0.0.0"]
     with subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         said = process.stderr.readline()
         process.terminate()
         rest = process.stderr.read()

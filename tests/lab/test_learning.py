@@ -34,7 +34,6 @@ def test_the_time_aware_return_is_minus_the_time_from_the_first_decision_to_the_
     task = EpisodeTask(learning.scenarios()[0], 1, weights, "explore", "time-aware", TIME_ONLY)
     played = play(task)
     assert not played.missed
-    assert played.trajectory is not None
     assert played.trajectory.terminated
     scenario = msgspec.structs.replace(task.scenario, fixed_time_s=0.0)
     again = run_episode(

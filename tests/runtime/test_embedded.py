@@ -66,7 +66,6 @@ async def test_a_given_directory_keeps_the_streams_and_a_made_up_one_is_removed(
 
 async def test_it_dies_with_a_parent_that_is_killed() -> None:
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE)
-    assert parent.stdout is not None
     pid = int(await parent.stdout.readline())
     ending = asyncio.create_task(exited(pid))
     parent.send_signal(signal.SIGKILL)

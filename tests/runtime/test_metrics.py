@@ -67,7 +67,6 @@ async def test_a_service_that_waits_for_the_broker_is_not_ready_and_ends_on_a_si
     await server.stop()
     port = free_port()
     async with service_process(server, f"--metrics-port={port}") as process:
-        assert process.stderr is not None
         while b"waiting for the broker" not in await process.stderr.readline():
             pass
         assert await get(port, "/livez") == (200, "ok\n")

@@ -32,7 +32,6 @@ async def end(process: Process) -> tuple[int, str, list[dict[str, Any]]]:
     """Exit code, what stderr says as a whole, and its log lines."""
     _, stderr = await process.communicate()
     text = stderr.decode()
-    assert process.returncode is not None
     return process.returncode, text, [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
