@@ -43,8 +43,7 @@ def arguments(place: Path, *more: str) -> list[str]:
 
 
 def verdict(place: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((place / "verdict.json").read_text())
-    return found
+    return json.loads((place / "verdict.json").read_text())
 
 
 def test_the_json_has_the_promised_shape(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,8 +117,7 @@ class Podman:
         return self.run("podman", *words).returncode == 0
 
     def inspect(self, container: str) -> dict[str, Any]:
-        found: list[dict[str, Any]] = json.loads(self("inspect", container))
-        return found[0]
+        return json.loads(self("inspect", container))[0]
 
     def remove(self) -> None:
         self("rm", "--force", "--all", "--depend", "--volumes", "--time", "1", check=False)
