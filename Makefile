@@ -113,10 +113,8 @@ adaptdl: $(ADAPTDL)/.installed data ## AdaptDL's published goodput code on train
 faults: venv ## all faults at full counts, five rounds, then floods beside honest jobs; hours (ARGS="floods")
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.faults --csv out $(ARGS)
 
-containers: venv ## the deployment in containers and under systemd for real, timed: images, keys, crashes, an upgrade; root, podman; 15 minutes
-	rm -f out/containers/figures.txt
+containers: venv ## the deployment in containers and under systemd for real: images, keys, crashes, an upgrade; root, podman; 15 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_containers.py $(ARGS)
-	cat out/containers/figures.txt
 
 dist: venv data ## wheel and sdist into dist/, tried in an empty environment: the demo runs from there (ARGS="--windows 5")
 	sh deploy/release.sh dist $(BIN)/python $(DATA) $(ARGS)
