@@ -67,16 +67,16 @@ def profile_after(
     """
     if last.window + 1 < FEWEST_WINDOWS:
         return None
-    knowledge = policy.knowledge(job, last.carry)
+    memory, result, is_changed = policy.knowledge(job, last.carry)
     known = earlier if earlier is not None and earlier.policy == policy.name else None
-    if not knowledge.memory and knowledge.tried is None:
+    if not memory and result is None:
         return None
     is_again = earlier is not None and earlier.job == job.job  # a restarted run has ended once more
-    has_times = bool(knowledge.memory) or known is None
+    has_times = bool(memory) or known is None
     # Runs on another cluster took other times: none of them says anything of an arm on this one.
-    is_other = known is None or knowledge.is_changed or known.world_size != job.world_size
+    is_other = known is None or is_changed or known.world_size != job.world_size
     arms = () if known is None or is_other else known.arms
-    tried = None if is_again else judged(knowledge.tried, job.end_reason)
+    tried = None if is_again else judged(result, job.end_reason)
     return JobProfile(
         family=job.family,
         run=1 if earlier is None else earlier.run + (not is_again),
@@ -88,7 +88,7 @@ def profile_after(
         world_size=job.world_size if has_times or known is None else known.world_size,
         num_windows=last.window + 1,
         allocation=replace(last.allocation, rate_factor=1.0),
-        memory=knowledge.memory if has_times or known is None else known.memory,
+        memory=memory if has_times or known is None else known.memory,
         arms=with_record(arms, tried),
     )
 

@@ -27,8 +27,17 @@ from .policy import (
     tracks,
     unpack,
 )
-from .sizing import Pace, by_speed, clamp_total, equally, scaled
-from .step_time import StepTime, StepTimeFit, filtered, window_of
+from .step_time import (
+    StepTime,
+    StepTimeFit,
+    by_speed,
+    clamp_total,
+    divided,
+    filtered,
+    scaled,
+    towards,
+    window_of,
+)
 
 
 class Static:
@@ -167,14 +176,14 @@ class NoiseScale:
         factor, wanted = option(self.options, job, "multiplier"), float(sum(current))
         reason = "no noise scale is known yet"
         if not math.isnan(noise.noise_scale):
-            pace = Pace(max_change=option(self.options, job, "max_change"))
-            wanted = pace.step(max(wanted, 1.0), max(clamp_total(job, factor * noise.noise_scale), 1))
+            target = max(clamp_total(job, factor * noise.noise_scale), 1)
+            wanted = towards(target, max(wanted, 1.0), max_change=option(self.options, job, "max_change"))
             reason = f"towards {factor:g} times the noise scale of {noise.noise_scale:.3g}"
         total = clamp_total(job, wanted)
         if option(self.options, job, "proportional") == 1:
             sizes = by_speed(job, total, fit.model(job), current)
         else:
-            sizes = current if total == sum(current) else equally(job, total)
+            sizes = current if total == sum(current) else divided(job, total, np.ones(job.world_size))
         return Decision(allocation_of(self.options, job, sizes), carry=pack(_State(noise, fit.kept())), reason=reason)
 
 
@@ -234,7 +243,7 @@ class Goodput:
         now = float(goodput(total, now_s, noise_scale, job.base_global_batch_size)[0])
         if float(values.max()) <= (1 + option(self.options, job, "hysteresis")) * now:
             return current
-        return model.divide(best) if proportional else equally(job, best)
+        return model.divide(best) if proportional else divided(job, best, np.ones(job.world_size))
 
 
 def goodput(global_batch_sizes: Array64, step_times_s: Array64, noise_scale: float, base: int) -> Array64:

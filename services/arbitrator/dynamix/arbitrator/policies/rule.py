@@ -1,6 +1,22 @@
-"""The policy `rule`."""
+"""The policy `rule`, with what it learns of earlier runs of a job's family.
 
+**Profiles.** A profile is on trial until two windows agreed with it, or two did not; that takes three windows at most.
+A window agrees when its steps took as long as the profile says for its sizes, and so did the median rank's computing.
+Where one rank of many has another speed than before, the fit believes its new times by itself, and what is fixed stays
+known. In a window that does not agree, and from the second one on, everything is decided as if there were no profile.
+
+**Exploration.** A small bandit over factors on the learning rate, one arm per run. Runs are compared by the times at
+which the held-out error first fell below levels of a fixed row: the mean logarithm of their ratios over the last
+`NUM_COMPARED` levels that both reached; an arm that ended more than `MAX_SHORT` levels short of the first one is no
+better, however fast it was. At most `MOST_EXPLORING` arms are tried besides that of the first run. One that was better
+is gone further, the direction of one that was not is given up (the pruning of Zeus over batch sizes, arXiv 2208.06102);
+afterwards the best arm is taken. A run that takes `TOO_SLOW` times as long to a level as the best arm so far goes back
+to it: Zeus's early stop.
+"""
+
+import enum
 import math
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import msgspec
@@ -10,7 +26,6 @@ from msgspec.structs import replace
 from dynamix.schemas.messages import MAX_PROFILE_BYTES, ArmRecord, Job, JobProfile
 from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options, most_worthwhile
 
-from .earlier_runs import EarlierRuns, SeenTimes, Standing
 from .exchange import (
     OVER_OWNERS,
     ExchangeMemory,
@@ -23,9 +38,9 @@ from .exchange import (
     slowest_in_words,
     way_of,
 )
-from .exploration import Exploration
 from .policy import (
     Array32,
+    Array64,
     Decision,
     NoiseMemory,
     allocation_of,
@@ -36,12 +51,229 @@ from .policy import (
     steps_of,
     unpack,
 )
-from .sizing import Pace, by_speed, clamp_total
-from .step_time import StepTime, StepTimeFit, best_global_batch, window_of
+from .step_time import StepTime, StepTimeFit, Window, best_global_batch, by_speed, clamp_total, towards, window_of
+
+SETTLED = 2
+"""Windows that settle it, one way or the other."""
+TOLERANCE = 1.3
+"""Factor between a measured and an expected time within which a window agrees. Where processors are shared the times
+of one window are a tenth to a fifth off."""
+
+
+class Standing(enum.IntEnum):
+    """Whether a profile is on trial, accepted or dropped."""
+
+    ABSENT = 0
+    ON_TRIAL = 1
+    ACCEPTED = 2
+    DROPPED = 3
+
+
+class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
+    """The trial of what earlier runs learned."""
+
+    standing: Standing = Standing.ABSENT
+    """Of the times of earlier runs."""
+    num_agreeing: int = 0
+    num_off: int = 0
+    cold: StepTimeFit | None = None
+    """The fit to this run's windows only, while the times of earlier runs are on trial."""
+
+    def observe_times(self, job: Job, fit: StepTimeFit, window: Window) -> "SeenTimes":
+        """After one more window: a fit that began with that of an earlier run, or one of this run alone."""
+        if self.standing is not Standing.ON_TRIAL:
+            fit = fit.observe(job, window)
+            return SeenTimes(self, fit, fit)
+        cold, model = StepTimeFit.of(self.cold, job).observe(job, window), fit.model(job)
+        if cold.model(job) is None or model is None:  # nothing was measured: nothing is known of this cluster
+            return SeenTimes(replace(self, cold=cold), fit, cold)
+        off = disagreement(model, window)
+        num_agreeing, num_off = self.num_agreeing + (off is None), self.num_off + (off is not None)
+        standing = Standing.ACCEPTED if num_agreeing >= SETTLED else Standing.ON_TRIAL
+        standing = Standing.DROPPED if num_off >= SETTLED else standing
+        runs = replace(self, standing=standing, num_agreeing=num_agreeing, num_off=num_off)
+        warm = fit.observe(job, window) if off is None else fit
+        deciding = warm if off is None else cold
+        is_first = off is None and runs.num_agreeing == 1
+        if runs.standing is Standing.ON_TRIAL:
+            return SeenTimes(replace(runs, cold=cold), warm, deciding, off or "", is_first)
+        return SeenTimes(replace(runs, cold=None), deciding, deciding, off or "", is_first)
+
+
+class SeenTimes(NamedTuple):
+    """The times measured in a window."""
+
+    runs: EarlierRuns
+    fit: StepTimeFit
+    """To keep."""
+    deciding: StepTimeFit
+    """To decide by now."""
+    disagreement: str = ""
+    """Contradiction between the window and the profile, in words; empty if there is none."""
+    is_first: bool = False
+    """Whether this is the first window that agrees."""
+
+
+def disagreement(model: StepTime, window: Window) -> str | None:
+    """Contradiction between a window and a model, in words; `None` if there is none."""
+    known = np.isfinite(window.compute_W) & np.isfinite(window.samples_W)
+    if not known.any():
+        return None
+    expected_W = model.compute_s(np.where(known, window.samples_W, 0.0))[known]
+    measured_W = window.compute_W[known]
+    computing = float(np.exp(np.median(np.log(measured_W / expected_W))))
+    if not 1.0 / TOLERANCE <= computing <= TOLERANCE:
+        return f"computing takes {computing:.2g} of its time"
+    if math.isnan(window.sync_s) or math.isnan(window.rest_s):
+        return None
+    barrier_s = measured_W.max(keepdims=True)  # a rank of another speed than before is no disagreement
+    expected_s = float(model.step_time_s(barrier_s)[0])
+    measured_s = float(barrier_s[0]) + window.sync_s + window.rest_s
+    if not 1.0 / TOLERANCE <= measured_s / expected_s <= TOLERANCE:
+        return f"a step takes {measured_s:.3g} s, not {expected_s:.3g} s"
+    return None
+
+
+NUM_LEVELS = 64
+LEVEL = 2.0**-0.125
+"""Factor between two levels of the held-out error: 8.3 %, down to 1/256."""
+NUM_COMPARED = 8
+MOST_EXPLORING = 2
+WORTH = 0.93
+"""An arm is better at this share of the first one's time or less: equal runs differ by a seventh between seeds."""
+TOO_SLOW = 1.25
+MAX_SHORT = 4
+FEWEST_WINDOWS = 6
+"""Windows before which no run is stopped: a decision takes effect two windows later, and shows after some more."""
+ACCURACY_SMOOTHING = 0.5
+"""Weight of the newest held-out accuracy."""
+RATE_STEP = 1.5
+FIRST_ARM = 1.0
+"""The arm of the first run: the script's own learning rate."""
+
+
+class Exploration(msgspec.Struct, frozen=True, array_like=True):
+    """The arm that this run tries out, and its progress."""
+
+    tried: float = FIRST_ARM
+    """The trial with which the run began."""
+    best: float = FIRST_ARM
+    """To go back to."""
+    reference: Array64 = msgspec.field(default_factory=lambda: np.zeros(NUM_LEVELS))
+    """Milestones of the best arm so far; 0 where unknown."""
+    own: Array64 = msgspec.field(default_factory=lambda: np.zeros(NUM_LEVELS))
+    time_s: float = 0.0
+    """Of training so far."""
+    accuracy: float = math.nan
+    """On held-out data, smoothed."""
+    num_windows: int = 0
+    stopped: bool = False
+    """Whether the arm that it began with was given up; its milestones end there."""
+
+    @classmethod
+    def of_records(cls, records: Sequence[ArmRecord], *, is_restart: bool) -> "Exploration":
+        """State at the beginning of a run. A restarted run tries nothing: its time would count for no arm."""
+        best = _best(records)
+        known = _record_of(best, records)
+        reference = np.zeros(NUM_LEVELS) if known is None else _levels(known)
+        return cls(tried=best if is_restart else next_arm(records), best=best, reference=reference)
+
+    def without_records(self) -> "Exploration":
+        """On another cluster than that of the records: nothing is tried, and what the run takes is compared with none.
+
+        Its first windows had the arm that it began with; the record is that of a first run all the same.
+        """
+        return replace(self, tried=FIRST_ARM, best=FIRST_ARM, reference=np.zeros(NUM_LEVELS), stopped=False)
+
+    @property
+    def rate_factor(self) -> float:
+        """The factor on the learning rate that is in effect."""
+        return self.best if self.stopped else self.tried
+
+    @property
+    def label(self) -> str:
+        """Description of the factor for people."""
+        return f"learning rate x {self.rate_factor:.3g}"
+
+    @property
+    def record(self) -> ArmRecord | None:
+        """Result of the run; `None` if it is unknown."""
+        if not self.own.any():
+            return None
+        milestones = tuple(round(time_s, 3) for time_s in self.own.tolist())
+        return ArmRecord(self.tried, 1, int(self.stopped), milestones)
+
+    def observe(self, global_F: Array32, num_steps: int) -> "Exploration":
+        """After one more window."""
+        step_s, accuracy = job_value(global_F, "step_time_s"), job_value(global_F, "held_out_accuracy")
+        if self.stopped or not 0.0 < step_s < math.inf:
+            return self
+        time_s, smoothed, own = self.time_s + step_s * num_steps, self.accuracy, self.own
+        if math.isfinite(accuracy):
+            smoothed = accuracy if math.isnan(smoothed) else smoothed + ACCURACY_SMOOTHING * (accuracy - smoothed)
+            error = max(1.0 - smoothed, LEVEL**NUM_LEVELS)
+            num_levels = math.floor(math.log(error) / math.log(LEVEL) + 1e-9) if error < 1.0 else 0
+            reached = np.arange(NUM_LEVELS) < num_levels
+            own = np.where(reached & (own == 0.0), time_s, own)
+        missing = np.flatnonzero((own == 0.0) & (self.reference > 0.0))
+        may_stop = self.tried != self.best and self.num_windows >= FEWEST_WINDOWS and missing.size > 0
+        stopped = may_stop and time_s > TOO_SLOW * float(self.reference[missing[0]])
+        known = replace(self, time_s=time_s, accuracy=smoothed, own=own, stopped=stopped)
+        return replace(known, num_windows=self.num_windows + 1)
+
+
+def next_arm(records: Sequence[ArmRecord]) -> float:
+    """The arm of the next run, or the best arm when enough was tried."""
+    first = _record_of(FIRST_ARM, records)
+    if first is None or not any(first.milestones):
+        return FIRST_ARM
+    tried = [record for record in records if record.rate_factor != FIRST_ARM]
+    if not tried:
+        return RATE_STEP
+    if len(tried) >= MOST_EXPLORING:
+        return _best(records)
+    newest = tried[-1]
+    was_better = not newest.num_stopped and score(newest, first) <= WORTH
+    return newest.rate_factor * RATE_STEP if was_better else 1.0 / RATE_STEP
+
+
+def score(record: ArmRecord, first: ArmRecord) -> float:
+    """The time of an arm over that of the first; NaN where they have nothing in common, or the arm ended early."""
+    ours, theirs = _levels(record), _levels(first)
+    if _last(theirs) - _last(ours) > MAX_SHORT:
+        return math.nan
+    both = np.flatnonzero((ours > 0.0) & (theirs > 0.0))[-NUM_COMPARED:]
+    return float(np.exp(np.log(ours[both] / theirs[both]).mean())) if both.size else math.nan
+
+
+def _record_of(arm: float, records: Sequence[ArmRecord]) -> ArmRecord | None:
+    return next((record for record in records if record.rate_factor == arm), None)
+
+
+def _last(levels: Array64) -> int:
+    """The last level that was reached."""
+    return int(np.flatnonzero(levels).max(initial=-1))
+
+
+def _best(records: Sequence[ArmRecord]) -> float:
+    """The arm that took least; the first one where none is clearly better. Those that were stopped do not count."""
+    first = _record_of(FIRST_ARM, records)
+    if first is None:
+        return FIRST_ARM
+    kept = [record for record in records if 2 * record.num_stopped < record.num_runs]
+    good = [(value, record.rate_factor) for record in kept if (value := score(record, first)) <= WORTH]
+    return min(good, default=(WORTH, FIRST_ARM))[1]
+
+
+def _levels(record: ArmRecord) -> Array64:
+    levels = np.zeros(NUM_LEVELS)
+    known = record.milestones[:NUM_LEVELS]
+    levels[: len(known)] = known
+    return levels
+
 
 MAX_MEMORY_BYTES = MAX_PROFILE_BYTES - 16 * 1024
 """Most bytes of times in a profile, which must have room for its other half."""
-_PACE = Pace()
 
 
 class _State(msgspec.Struct, array_like=True):
@@ -63,17 +295,6 @@ class _Memory(msgspec.Struct, array_like=True):
     """Local batch size that the job's bounds allowed."""
     fit: StepTimeFit | None = None
     exchange: ExchangeMemory | None = None
-
-
-class Knowledge(NamedTuple):
-    """Lessons of a run, for the next one of its family."""
-
-    memory: bytes
-    """Times and links, in the policy's own bytes; empty when nothing was measured."""
-    tried: ArmRecord | None = None
-    """Result of this run and its trial; `None` without exploration or without a result."""
-    is_changed: bool = False
-    """Whether the cluster is another than that of the profile that it began with, as its first windows showed."""
 
 
 class Rule:
@@ -146,9 +367,8 @@ class Rule:
         if note or disagrees:
             remarks = [note or f"not by its profile: {seen.disagreement}"]
         else:
-            remarks = ["begins with its profile"] * seen.is_first + [exploration.label] * (
-                exploration.rate_factor != 1.0
-            )
+            trial = [exploration.label] * (exploration.rate_factor != 1.0)
+            remarks = ["begins with its profile"] * seen.is_first + trial
         kept = _kept(job, _State(wanted, noise, fit, None, runs, exploration), memory)
         return Decision(allocation, carry=pack(kept), reason="; ".join((reason, *remarks)), note=note)
 
@@ -185,31 +405,30 @@ class Rule:
         exploration = Exploration.of_records(records, is_restart=job.generation > 0)
         return pack(_kept(job, _State(noise=NoiseMemory(), fit=fit, runs=runs, exploration=exploration), memory))
 
-    def knowledge(self, job: Job, carry: bytes) -> Knowledge:
-        """Lessons of the run behind a carry; a restarted run, which begins in mid-training, has no result."""
+    def knowledge(self, job: Job, carry: bytes) -> tuple[bytes, ArmRecord | None, bool]:
+        """Lessons of the run behind a carry, for the next one of its family.
+
+        Times and links in the policy's own bytes, empty when nothing was measured; the result of what it tried, if it
+        has one (a restarted run, which begins in mid-training, has none); and whether its first windows showed another
+        cluster than that of the profile that it began with.
+        """
         state = unpack(_State, carry)
         fit, runs = StepTimeFit.of(state.fit, job), state.runs or EarlierRuns()
         memory = pack(_Memory(max(job.max_local_batch_sizes), fit.kept(), state.exchange))
         is_kept = len(memory) <= MAX_MEMORY_BYTES and fit.model(job) is not None
-        exploration = state.exploration or Exploration()
-        return Knowledge(
-            memory if is_kept else b"",
-            exploration.record if job.explores and job.generation == 0 else None,
-            runs.standing is Standing.DROPPED,
-        )
-
-    def _exponent(self, job: Job) -> float:
-        return option(self.options, job, "rate_weight") * RATE_EXPONENTS[job.learning_rate_rule]
+        tried = (state.exploration or Exploration()).record if job.explores and job.generation == 0 else None
+        return memory if is_kept else b"", tried, runs.standing is Standing.DROPPED
 
     def _next(self, job: Job, current: float, model: StepTime | None, noise_scale: float) -> tuple[float, str]:
         """The next global batch, and why."""
         if model is None or math.isnan(noise_scale):
             return current, f"no {'step' if model is None else 'noise scale'} is known yet: the global batch stays"
         most = most_worthwhile(noise_scale, job.base_global_batch_size)
-        target = best_global_batch(model, noise_scale, self._exponent(job), most)
-        pace = _PACE._replace(**{name: option(self.options, job, name) for name in ("max_change", "dead_band")})
+        exponent = option(self.options, job, "rate_weight") * RATE_EXPONENTS[job.learning_rate_rule]
+        target = best_global_batch(model, noise_scale, exponent, most)
+        pace = {name: option(self.options, job, name) for name in ("max_change", "dead_band")}
         reason = f"{target:.0f} samples buy the most progress per second, at a noise scale of {noise_scale:.3g}"
-        return pace.step(max(current, 1.0), target), reason
+        return towards(target, max(current, 1.0), **pace), reason
 
 
 def _kept(job: Job, state: _State, memory: ExchangeMemory) -> _State:

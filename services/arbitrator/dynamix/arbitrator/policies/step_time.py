@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from dynamix.schemas.apportion import divide_by_time
+from dynamix.schemas.apportion import apportion, divide_by_time
 from dynamix.schemas.messages import Job
 from dynamix.schemas.policies import progress
 
@@ -524,3 +524,55 @@ def _spread(values: Array64, world_size: int) -> Array64:
     spread = np.full(world_size, values[-1])
     spread[:: _stride(world_size)] = values[:-1]
     return spread
+
+
+# --- sizes for a wanted global batch ---------------------------------------------------------------------------------
+
+GAIN = 0.7
+"""Share of the logarithmic distance to the target that a decision covers."""
+SPLIT_DEAD_BAND = 0.03
+"""Sizes stay as they are while another division of the same batch shortens the predicted step by less than this."""
+
+
+def towards(target: float, current: float, *, max_change: float, dead_band: float = 0.03) -> float:
+    """The next global batch on the way from `current` to `target`, both positive.
+
+    It changes by a factor of `max_change` at most, and stays within the relative distance `dead_band`. Nothing here
+    changes where it settles: decisions take effect two windows later and the target is noisy, so that going the whole
+    way at once swings about it.
+    """
+    distance = math.log(target / current)
+    if abs(distance) <= math.log1p(dead_band):
+        return current
+    limit = math.log(max_change)
+    return current * math.exp(min(max(GAIN * distance, -limit), limit))
+
+
+def clamp_total(job: Job, global_batch_size: float) -> int:
+    """The nearest global batch that the job's bounds can hold."""
+    low, high = job.min_local_batch_size * job.world_size, sum(job.max_local_batch_sizes)
+    return round(min(max(global_batch_size, low), high))
+
+
+def divided(job: Job, total: int, weights: Array64) -> tuple[int, ...]:
+    """`total` samples in proportion to `weights`, within the job's bounds."""
+    upper = np.array(job.max_local_batch_sizes, dtype=np.int64)
+    return apportion(total, weights, np.full_like(upper, job.min_local_batch_size), upper)
+
+
+def scaled(job: Job, total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """`total` samples in proportion to given sizes, within the job's bounds."""
+    return divided(job, total, np.maximum(np.asarray(sizes, dtype=np.float64), 1.0))
+
+
+def by_speed(job: Job, total: int, model: StepTime | None, current: tuple[int, ...]) -> tuple[int, ...]:
+    """`total` samples divided so that compute times are equal.
+
+    The current sizes stay while they sum to `total` and are nearly as good; without a model they are scaled.
+    """
+    if model is None:
+        return current if sum(current) == total else scaled(job, total, current)
+    proposed = model.divide(total)
+    if sum(current) == total and model.of(proposed) > (1 - SPLIT_DEAD_BAND) * model.of(current):
+        return current
+    return proposed
