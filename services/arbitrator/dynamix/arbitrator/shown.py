@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from dynamix.runtime.bus import Bus, BusMessage, PermissionDeniedError, StreamState
+from dynamix.runtime.bus import Bus, PermissionDeniedError, StreamState
 from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
+from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
@@ -210,16 +212,13 @@ class ShownDecisions:
                     if job.phase == "ended":
                         self.record_end(job)
 
-    async def follow_receipts(self, bus: Bus, set_aside: Callable[[BusMessage, str], Awaitable[None]]) -> None:
+    async def follow_receipts(self, context: Context[Any]) -> None:
         """Note every receipt until the intake ends."""
-        async with bus.consume(FEED.name, [subjects.of("applied", subjects.ANY)], start="new") as consumer:
+        wanted = [subjects.of("applied", subjects.ANY)]
+        async with context.bus.consume(FEED.name, wanted, start="new") as consumer:
             async for batch in consumer:
                 for message in batch:
-                    try:
-                        receipt = decode(Applied, message.subject, message.payload)
-                    except MalformedMessageError as error:
-                        await set_aside(message, str(error))
-                    else:
+                    if (receipt := await context.decoded(Applied, message)) is not None:
                         self.record_receipt(receipt)
 
     def show(self, scrape: Scrape) -> None:

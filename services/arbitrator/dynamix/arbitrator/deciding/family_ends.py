@@ -4,14 +4,13 @@ A profile names the sequence in JOBS of the end that it was made for; an end beh
 specifications are all that a restarted arbitrator looks at, and two arbitrators write by compare-and-set.
 """
 
-from collections.abc import Callable
-
-from structlog.stdlib import BoundLogger
+from typing import Any
 
 from dynamix.arbitrator.policies.policy import MISTAKES, Policy
 from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.runtime.bus import Bus, FailoverWait, PermissionDeniedError, StaleWriterError, StreamMissingError
+from dynamix.runtime.bus import FailoverWait, PermissionDeniedError, StaleWriterError, StreamMissingError
+from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import MAX_PROFILE_BYTES, Job, JobProfile
@@ -21,79 +20,73 @@ from .job_log import ActionsEndEarlyError, ActionStoreError, checked_action
 from .profiles import UnusableProfileError, profile_after
 
 
-class FamilyEnds:
-    """Stores what a run taught when it is over: once per end, whichever arbitrator comes first, and after a restart."""
+async def store_profiles(context: Context[Any]) -> None:
+    """Store what a run taught after every end, those of the past first, until the intake ends.
 
-    def __init__(self, bus: Bus, log: BoundLogger, count: Callable[[str], None]) -> None:
-        self._bus = bus
-        self._log = log
-        self._count = count
-
-    async def follow(self) -> None:
-        """Store a profile after every end, those of the past first, until the intake ends."""
-        wanted = [subjects.of("job", subjects.ANY)]
-        async with self._bus.consume(JOBS.name, wanted, start="last_per_subject") as consumer:
-            async for batch in consumer:
-                for message in batch:
-                    try:
-                        job = decode(Job, message.subject, message.payload)
-                    except MalformedMessageError:
-                        continue  # set aside where it is read for decisions
-                    if job.phase == "ended" and job.family:
-                        await self._record(job, message.sequence)
-
-    async def _record(self, job: Job, sequence: int) -> None:
-        log = self._log.bind(job=job.job, family=job.family)
-        wait = FailoverWait(self._bus.stream_state, JOBS.name)
-        try:
-            while True:
+    Once per end, whichever arbitrator comes first, and after a restart.
+    """
+    wanted = [subjects.of("job", subjects.ANY)]
+    async with context.bus.consume(JOBS.name, wanted, start="last_per_subject") as consumer:
+        async for batch in consumer:
+            for message in batch:
                 try:
-                    reason = await self._store(job, sequence, wait)
-                    break
-                except ActionsEndEarlyError:  # of several servers one that was cut off may show older actions
-                    if not await wait.pause():
-                        raise
-                except StaleWriterError:  # another arbitrator was first, or that server showed an older profile
-                    await wait.pause()
-        except (ActionStoreError, UnusableProfileError, PermissionDeniedError, StreamMissingError) as error:
-            log.warning("what the run taught is not stored", reason=str(error))
-        except MISTAKES as error:
-            log.error("what the run taught is not stored", reason=repr(error), exc_info=error)
-        else:
-            if reason:
-                log.info("the run taught nothing for its family", reason=reason)
+                    job = decode(Job, message.subject, message.payload)
+                except MalformedMessageError:
+                    continue  # set aside where it is read for decisions
+                if job.phase == "ended" and job.family:
+                    await _record(context, job, message.sequence)
 
-    async def _store(self, job: Job, sequence: int, wait: FailoverWait) -> str:
-        """Store the profile after a run, unless there is one; why there is nothing to store, if there is not."""
-        subject = subjects.of("profile", job.family)
-        stored, earlier = await self._bus.last(PROFILES.name, subject), None
-        if stored is not None:
+
+async def _record(context: Context[Any], job: Job, sequence: int) -> None:
+    log = context.log.bind(job=job.job, family=job.family)
+    wait = FailoverWait(context.bus.stream_state, JOBS.name)
+    try:
+        while True:
             try:
-                earlier = decode(JobProfile, subject, stored.payload)
-            except MalformedMessageError as error:
-                self._log.warning("a broken profile is replaced", family=job.family, reason=str(error))
-        if earlier is not None and earlier.ended_sequence >= sequence and await self._is_of_these_jobs(earlier, wait):
-            return ""
-        newest, _ = await checked_action(self._bus, job)
-        if newest is None or newest.action.generation != job.generation:
-            return "nothing was decided in its last start"
-        policy: Policy | None = POLICIES.get(newest.action.policy)
-        if not isinstance(policy, Rule) or policy.version != newest.action.policy_version:
-            return f"policy {newest.action.policy!r} keeps nothing for later runs"
-        known = None if earlier is None or earlier.is_forgotten else earlier
-        profile = profile_after(job, newest.action, policy, known, ended_sequence=sequence)
-        if profile is None:
-            return f"{newest.action.window + 1} windows, and nothing measured in them"
-        if (num_bytes := len(encode(profile))) > MAX_PROFILE_BYTES:
-            raise UnusableProfileError(f"{num_bytes} bytes are over the limit of {MAX_PROFILE_BYTES}")
-        await self._bus.publish_next(profile, expected_last=0 if stored is None else stored.sequence)
-        self._count("profiles_stored")
-        self._log.info("stored what the run taught", job=job.job, family=job.family, run=profile.run)
-        return ""
+                reason = await _store(context, job, sequence, wait)
+                break
+            except ActionsEndEarlyError:  # of several servers one that was cut off may show older actions
+                if not await wait.pause():
+                    raise
+            except StaleWriterError:  # another arbitrator was first, or that server showed an older profile
+                await wait.pause()
+    except (ActionStoreError, UnusableProfileError, PermissionDeniedError, StreamMissingError) as error:
+        log.warning("what the run taught is not stored", reason=str(error))
+    except MISTAKES as error:
+        log.error("what the run taught is not stored", reason=repr(error), exc_info=error)
+    else:
+        if reason:
+            log.info("the run taught nothing for its family", reason=reason)
 
-    async def _is_of_these_jobs(self, profile: JobProfile, wait: FailoverWait) -> bool:
-        """Whether its sequence is of this JOBS, which may have been made again."""
-        last = (await self._bus.stream_state(JOBS.name)).last_sequence
-        while profile.ended_sequence > last and await wait.pause():
-            last = (await self._bus.stream_state(JOBS.name)).last_sequence
-        return profile.ended_sequence <= last
+
+async def _store(context: Context[Any], job: Job, sequence: int, wait: FailoverWait) -> str:
+    """Store the profile after a run, unless there is one; why there is nothing to store, if there is not."""
+    bus, subject = context.bus, subjects.of("profile", job.family)
+    stored, earlier = await bus.last(PROFILES.name, subject), None
+    if stored is not None:
+        try:
+            earlier = decode(JobProfile, subject, stored.payload)
+        except MalformedMessageError as error:
+            context.log.warning("a broken profile is replaced", family=job.family, reason=str(error))
+    if earlier is not None and earlier.ended_sequence >= sequence:
+        last = (await bus.stream_state(JOBS.name)).last_sequence
+        while earlier.ended_sequence > last and await wait.pause():
+            last = (await bus.stream_state(JOBS.name)).last_sequence
+        if earlier.ended_sequence <= last:  # else its sequence is of another JOBS: the stream was made again
+            return ""
+    newest, _ = await checked_action(bus, job)
+    if newest is None or newest.action.generation != job.generation:
+        return "nothing was decided in its last start"
+    policy: Policy | None = POLICIES.get(newest.action.policy)
+    if not isinstance(policy, Rule) or policy.version != newest.action.policy_version:
+        return f"policy {newest.action.policy!r} keeps nothing for later runs"
+    known = None if earlier is None or earlier.is_forgotten else earlier
+    profile = profile_after(job, newest.action, policy, known, ended_sequence=sequence)
+    if profile is None:
+        return f"{newest.action.window + 1} windows, and nothing measured in them"
+    if (num_bytes := len(encode(profile))) > MAX_PROFILE_BYTES:
+        raise UnusableProfileError(f"{num_bytes} bytes are over the limit of {MAX_PROFILE_BYTES}")
+    await bus.publish_next(profile, expected_last=0 if stored is None else stored.sequence)
+    context.count("profiles_stored")
+    context.log.info("stored what the run taught", job=job.job, family=job.family, run=profile.run)
+    return ""

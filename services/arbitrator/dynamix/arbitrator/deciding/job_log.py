@@ -9,11 +9,7 @@ receipts (`Applied`), which are in another stream.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Self
-
-from structlog.stdlib import BoundLogger
+from typing import Any, NamedTuple, Self
 
 from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicyStore
 from dynamix.arbitrator.policies.baselines import Static
@@ -29,6 +25,7 @@ from dynamix.runtime.bus import (
     StreamState,
 )
 from dynamix.runtime.bus.requests import nanoseconds
+from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -258,27 +255,20 @@ def _place(stored: Stored | None) -> str:
     return f"{stored.sequence} (window {stored.action.window} of generation {stored.action.generation})"
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """Shared by all jobs of an arbitrator: the bus, the policies, the log and the counters."""
-
-    bus: Bus
-    policies: PolicyStore
-    log: BoundLogger
-    count: Callable[[str], None]
-
-
 class JobLog:
     """The fold of one generation of a job, joined to its subject in ACTIONS; made by `open`."""
 
-    def __init__(self, job: Job, policy: Policy, around: Surroundings, profile: bytes = b"") -> None:
+    def __init__(
+        self, job: Job, policy: Policy, context: Context[Any], policies: PolicyStore, profile: bytes = b""
+    ) -> None:
         self.job = job
         self.known: Stored | None = None
         """The newest action that this process wrote or read."""
         self.actions_created = ""
         """When the ACTIONS was made that it is in; empty: not known."""
-        self._around = around
-        self._log = around.log.bind(job=job.job, generation=job.generation)
+        self._context = context
+        self._policies = policies
+        self._log = context.log.bind(job=job.job, generation=job.generation)
         self._superseded = False
         self._has_begun = False
         """Whether a state was folded."""
@@ -286,7 +276,7 @@ class JobLog:
         self._watch = None if job.policy == Static.name else SizeWatch(job)  # static sizes are not stuck
 
     @classmethod
-    async def open(cls, job: Job, around: Surroundings, known: Stored | None = None) -> Self:
+    async def open(cls, job: Job, context: Context[Any], policies: PolicyStore, known: Stored | None = None) -> Self:
         """Start from the job's newest action, with its policy; a generation without actions chooses its policy here.
 
         `known` is the newest action that this process knows of the job's earlier generations.
@@ -296,11 +286,11 @@ class JobLog:
             ActionStoreError: when it cannot be one of this job.
             ValueError: when there is no such policy, or not any more.
         """
-        newest, lost_until = await checked_action(around.bus, job, known)
+        newest, lost_until = await checked_action(context.bus, job, known)
         recorded = _of_generation(newest, job)
-        policy = await around.policies.choose(job, recorded)
-        profile = b"" if recorded is not None else await _profile_for(job, policy, around)
-        opened = cls(job, policy, around, profile)
+        policy = await policies.choose(job, recorded)
+        profile = b"" if recorded is not None else await _profile_for(job, policy, context)
+        opened = cls(job, policy, context, policies, profile)
         if newest is not None:
             opened._adopt(newest)
         if lost_until:
@@ -350,28 +340,24 @@ class JobLog:
             if (stored_at := await self._store(action)) is not None:
                 self.known = Stored(stored_at, action)
                 self._fold.adopt(action)
-                self._around.count("decided")
+                self._context.count("decided")
                 if self._fold.note:
                     self._log.info(self._fold.note, family=self.job.family, window=action.window)
                 self._log.debug("decided", window=action.window, local_batch_sizes=action.local_batch_sizes[:16])
-                await self._watch_sizes(action)
-
-    async def _watch_sizes(self, action: Action) -> None:
-        """Publish an event when sizes stick to a bound; a restarted arbitrator counts windows from zero."""
-        if self._watch is not None and (finding := self._watch.observe_sizes(action.local_batch_sizes)) is not None:
-            self._around.count("size_stuck")
-            self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
-            event = finding.event(
-                job=action.job, generation=action.generation, window=action.window, service="arbitrator"
-            )
-            await self._around.bus.publish_soon(event)
+                # a restarted arbitrator counts windows from zero
+                finding = None if self._watch is None else self._watch.observe_sizes(action.local_batch_sizes)
+                if finding is not None:
+                    self._context.count("size_stuck")
+                    self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
+                    where = {"job": action.job, "generation": action.generation, "window": action.window}
+                    await self._context.bus.publish_soon(finding.event(**where, service="arbitrator"))
 
     async def _store(self, action: Action) -> int | None:
         """Store an action; `None` when another arbitrator's is there, which is adopted.
 
         A server that was cut off refuses what follows the actions that it does not know: then both are tried again.
         """
-        bus, expected_last = self._around.bus, 0 if self.known is None else self.known.sequence
+        bus, expected_last = self._context.bus, 0 if self.known is None else self.known.sequence
         wait = FailoverWait(bus.stream_state, FEED.name)
         while True:
             try:
@@ -390,7 +376,7 @@ class JobLog:
         ours = (policy.version, digest_of(policy))
         while recorded is not None and (recorded.policy_version, recorded.policy_digest) != ours:
             try:
-                self._fold.policy = await self._around.policies.choose(self.job, recorded)
+                self._fold.policy = await self._policies.choose(self.job, recorded)
                 break
             except PolicyAbsentError:  # its file may be newer than what the server that answers knows
                 if not await wait.pause():
@@ -405,8 +391,8 @@ class JobLog:
         refuse for one that it can no longer read.
         """
         for wait_s in (*SHOW_WAITS_S, None):
-            newest = await newest_action(self._around.bus, self.job)
-            await check_goes_on(self._around.bus, self.job, self.known, newest)
+            newest = await newest_action(self._context.bus, self.job)
+            await check_goes_on(self._context.bus, self.job, self.known, newest)
             if (0 if newest is None else newest.sequence) != expected_last:
                 return newest
             if wait_s is not None:
@@ -420,27 +406,27 @@ class JobLog:
         self._superseded = stored.action.generation > self.job.generation
         self._fold.adopt(stored.action)
         self.known = stored
-        self._around.count("adopted")
+        self._context.count("adopted")
         self._log.info("adopted a stored action", window=stored.action.window, of_generation=stored.action.generation)
 
 
-async def _profile_for(job: Job, policy: Policy, around: Surroundings) -> bytes:
+async def _profile_for(job: Job, policy: Policy, context: Context[Any]) -> bytes:
     """The stored profile that a generation without decisions begins with; empty for none, or an unusable one."""
     if not job.family or not isinstance(policy, Rule):
         return b""
-    log = around.log.bind(job=job.job, generation=job.generation, family=job.family)
+    log = context.log.bind(job=job.job, generation=job.generation, family=job.family)
     if job.explores and job.generation > 0:
         log.warning("a start again tries nothing out and leaves no record of it: give each run an id of its own")
     try:
-        stored = await around.bus.last(PROFILES.name, subjects.of("profile", job.family))
+        stored = await context.bus.last(PROFILES.name, subjects.of("profile", job.family))
         profile = None if stored is None else usable_profile(job, policy, stored.payload)
     except (StreamMissingError, PermissionDeniedError, UnusableProfileError) as error:
-        around.count("profiles_ignored")
+        context.count("profiles_ignored")
         log.warning("the profile of the family is not used", reason=str(error))
         return b""
     if stored is None or profile is None or profile.is_forgotten:
         return b""
-    around.count("begun_with_profile")
+    context.count("begun_with_profile")
     log.info("begins with the profile of its family", run=profile.run, of=profile.job)
     return stored.payload
 

@@ -46,7 +46,7 @@ from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.metrics import Scrape
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode, decode_any
+from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Action, Applied, Job, Reward, Signature, State
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 from dynamix.schemas.subjects import check_token
@@ -300,10 +300,7 @@ class _Learner:
             self._context.counters["ready"] = 1
             async for batch in consumer:
                 for message in batch:
-                    try:
-                        job = decode(Job, message.subject, message.payload)
-                    except MalformedMessageError as error:
-                        await self._context.dead_letter(message, str(error))
+                    if (job := await self._context.decoded(Job, message)) is None:
                         continue
                     for ended, terminated in ended_by(job, self._running, self._settings.policy, self._settings.jobs):
                         if generation_name(ended) not in self._learned_from:
