@@ -150,7 +150,7 @@ async def test_a_broken_profile_is_not_used_but_replaced(bus: Bus) -> None:
     await bus.publish_bytes(PROFILE, b"no profile", "by hand")
     with capture_logs() as logs:
         log = await opened(bus, JOB)
-    assert log._fold._carry == b""
+    assert log.fold._carry == b""
     assert "cannot be read" in next(one["reason"] for one in logs if one["log_level"] == "warning")
     counts = Counter[str]()
     async with following(bus, counts):

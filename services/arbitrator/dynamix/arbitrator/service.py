@@ -343,10 +343,10 @@ class _Arbitrator:
             log.has_inputs
         ):  # FEED must hold what follows the watermark; a server that was cut off may not know of it yet
             wait, feed = FailoverWait(self._bus.stream_state, FEED.name), await self._bus.stream_state(FEED.name)
-            while log.watermark > feed.last_sequence and await self._pause(job, wait):
+            while log.fold.watermark > feed.last_sequence and await self._pause(job, wait):
                 feed = await self._bus.stream_state(FEED.name)
             log.check_inputs(feed)
-        job.log, job.folded = log, log.watermark
+        job.log, job.folded = log, log.fold.watermark
         await self._read_again(job, wanted.newest, wanted.first)
         self._hold(job)
         return True

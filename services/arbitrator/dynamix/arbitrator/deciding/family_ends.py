@@ -17,7 +17,11 @@ from dynamix.schemas.messages import MAX_PROFILE_BYTES, Job, JobProfile
 from dynamix.schemas.streams import JOBS, PROFILES
 
 from .job_log import ActionsEndEarlyError, ActionStoreError, checked_action
-from .profiles import UnusableProfileError, profile_after
+from .profiles import profile_after
+
+
+class ProfileTooLargeError(ValueError):
+    """The profile does not fit into an action."""
 
 
 async def store_profiles(context: Context[Any]) -> None:
@@ -50,7 +54,7 @@ async def _record(context: Context[Any], job: Job, sequence: int) -> None:
                     raise
             except StaleWriterError:  # another arbitrator was first, or that server showed an older profile
                 await wait.pause()
-    except (ActionStoreError, UnusableProfileError, PermissionDeniedError, StreamMissingError) as error:
+    except (ActionStoreError, ProfileTooLargeError, PermissionDeniedError, StreamMissingError) as error:
         log.warning("what the run taught is not stored", reason=str(error))
     except MISTAKES as error:
         log.error("what the run taught is not stored", reason=repr(error), exc_info=error)
@@ -85,7 +89,7 @@ async def _store(context: Context[Any], job: Job, sequence: int, wait: FailoverW
     if profile is None:
         return f"{newest.action.window + 1} windows, and nothing measured in them"
     if (num_bytes := len(encode(profile))) > MAX_PROFILE_BYTES:
-        raise UnusableProfileError(f"{num_bytes} bytes are over the limit of {MAX_PROFILE_BYTES}")
+        raise ProfileTooLargeError(f"{num_bytes} bytes are over the limit of {MAX_PROFILE_BYTES}")
     await bus.publish_next(profile, expected_last=0 if stored is None else stored.sequence)
     context.count("profiles_stored")
     context.log.info("stored what the run taught", job=job.job, family=job.family, run=profile.run)

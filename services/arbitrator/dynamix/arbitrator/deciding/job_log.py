@@ -29,11 +29,10 @@ from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Applied, Job, State
+from dynamix.schemas.messages import MAX_PROFILE_BYTES, Action, Applied, Job, JobProfile, State
 from dynamix.schemas.streams import ACTIONS, FEED, PROFILES
 
 from .fold import Fold
-from .profiles import UnusableProfileError, usable_profile
 from .signatures import SizeWatch
 
 logger = logging.getLogger(__name__)
@@ -272,8 +271,8 @@ class JobLog:
         self._superseded = False
         self._has_begun = False
         """Whether a state was folded."""
-        self._fold = Fold(job, policy, None, profile)
-        self._watch = None if job.policy == Static.name else SizeWatch(job)  # static sizes are not stuck
+        self.fold = Fold(job, policy, None, profile)
+        self.watch = None if job.policy == Static.name else SizeWatch(job)  # static sizes are not stuck
 
     @classmethod
     async def open(cls, job: Job, context: Context[Any], policies: PolicyStore, known: Stored | None = None) -> Self:
@@ -294,35 +293,25 @@ class JobLog:
         if newest is not None:
             opened._adopt(newest)
         if lost_until:
-            opened._fold.start_after_gap(lost_until)
+            opened.fold.start_after_gap(lost_until)
             opened._has_begun = True
-        opened._log.info("decides", policy=job.policy, version=opened._fold.policy.version)
+        opened._log.info("decides", policy=job.policy, version=opened.fold.policy.version)
         return opened
-
-    @property
-    def watermark(self) -> int:
-        """FEED sequence after which a restart continues to read."""
-        return self._fold.watermark
-
-    @property
-    def stuck_share(self) -> float:
-        """Share of the ranks whose size is stuck at a bound."""
-        return 0.0 if self._watch is None else self._watch.stuck_share
 
     @property
     def has_inputs(self) -> bool:
         """Whether it continues after states that were decided before."""
-        return self._fold.next_window > 0
+        return self.fold.next_window > 0
 
     def check_inputs(self, feed: StreamState) -> None:
         """Continue after a gap if FEED no longer holds what follows the watermark.
 
         A watermark behind FEED's end belongs to another FEED: the stream was made again.
         """
-        if self.has_inputs and not feed.first_sequence - 1 <= self.watermark <= feed.last_sequence:
+        if self.has_inputs and not feed.first_sequence - 1 <= self.fold.watermark <= feed.last_sequence:
             held = {"first_sequence": feed.first_sequence, "last_sequence": feed.last_sequence}
-            self._log.warning("inputs after the checkpoint are gone", watermark=self.watermark, **held)
-            self._fold.start_after_gap(max(0, feed.first_sequence - 1))
+            self._log.warning("inputs after the checkpoint are gone", watermark=self.fold.watermark, **held)
+            self.fold.start_after_gap(max(0, feed.first_sequence - 1))
 
     async def add_state(self, sequence: int, state: State) -> None:
         """Fold one state and publish every decision that it makes possible.
@@ -333,19 +322,19 @@ class JobLog:
         """
         if state.window and not self._has_begun and not self.has_inputs:
             # no action is stored, nor the states that one would be made from: the streams were made again meanwhile
-            self._fold.start_after_gap(sequence - 1)
+            self.fold.start_after_gap(sequence - 1)
         self._has_begun = True
-        self._fold.add_state(sequence, state)
-        while not self._superseded and (action := self._fold.close()) is not None:
+        self.fold.add_state(sequence, state)
+        while not self._superseded and (action := self.fold.close()) is not None:
             if (stored_at := await self._store(action)) is not None:
                 self.known = Stored(stored_at, action)
-                self._fold.adopt(action)
+                self.fold.adopt(action)
                 self._context.count("decided")
-                if self._fold.note:
-                    self._log.info(self._fold.note, family=self.job.family, window=action.window)
+                if self.fold.note:
+                    self._log.info(self.fold.note, family=self.job.family, window=action.window)
                 self._log.debug("decided", window=action.window, local_batch_sizes=action.local_batch_sizes[:16])
                 # a restarted arbitrator counts windows from zero
-                finding = None if self._watch is None else self._watch.observe_sizes(action.local_batch_sizes)
+                finding = None if self.watch is None else self.watch.observe_sizes(action.local_batch_sizes)
                 if finding is not None:
                     self._context.count("size_stuck")
                     self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
@@ -372,11 +361,11 @@ class JobLog:
         if newest is None:
             self.known = None
             return None
-        recorded, policy = _of_generation(newest, self.job), self._fold.policy
+        recorded, policy = _of_generation(newest, self.job), self.fold.policy
         ours = (policy.version, digest_of(policy))
         while recorded is not None and (recorded.policy_version, recorded.policy_digest) != ours:
             try:
-                self._fold.policy = await self._policies.choose(self.job, recorded)
+                self.fold.policy = await self._policies.choose(self.job, recorded)
                 break
             except PolicyAbsentError:  # its file may be newer than what the server that answers knows
                 if not await wait.pause():
@@ -404,7 +393,7 @@ class JobLog:
 
     def _adopt(self, stored: Stored) -> None:
         self._superseded = stored.action.generation > self.job.generation
-        self._fold.adopt(stored.action)
+        self.fold.adopt(stored.action)
         self.known = stored
         self._context.count("adopted")
         self._log.info("adopted a stored action", window=stored.action.window, of_generation=stored.action.generation)
@@ -417,14 +406,26 @@ async def _profile_for(job: Job, policy: Policy, context: Context[Any]) -> bytes
     log = context.log.bind(job=job.job, generation=job.generation, family=job.family)
     if job.explores and job.generation > 0:
         log.warning("a start again tries nothing out and leaves no record of it: give each run an id of its own")
+    reason = ""
     try:
         stored = await context.bus.last(PROFILES.name, subjects.of("profile", job.family))
-        profile = None if stored is None else usable_profile(job, policy, stored.payload)
-    except (StreamMissingError, PermissionDeniedError, UnusableProfileError) as error:
+        if stored is None:
+            return b""
+        profile = decode(JobProfile, stored.subject, stored.payload)
+        policy.begin(job, profile)
+        if len(stored.payload) > MAX_PROFILE_BYTES:
+            reason = f"it has {len(stored.payload)} bytes, at most {MAX_PROFILE_BYTES} go into an action"
+    except (StreamMissingError, PermissionDeniedError) as error:
+        reason = str(error)
+    except MalformedMessageError as error:
+        reason = f"it cannot be read: {error}"
+    except MISTAKES as error:
+        reason = f"policy {policy.name!r} cannot read its memory: {error!r}"
+    if reason:
         context.count("profiles_ignored")
-        log.warning("the profile of the family is not used", reason=str(error))
+        log.warning("the profile of the family is not used", reason=reason)
         return b""
-    if stored is None or profile is None or profile.is_forgotten:
+    if profile.is_forgotten:
         return b""
     context.count("begun_with_profile")
     log.info("begins with the profile of its family", run=profile.run, of=profile.job)

@@ -10,11 +10,8 @@ from itertools import zip_longest
 
 from msgspec.structs import replace
 
-from dynamix.arbitrator.policies.policy import MISTAKES
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import MAX_ARMS, MAX_PROFILE_BYTES, Action, ArmRecord, Job, JobProfile
+from dynamix.schemas.messages import MAX_ARMS, Action, ArmRecord, Job, JobProfile
 
 FEWEST_WINDOWS = 5
 """Runs with fewer decided windows teach nothing."""
@@ -34,28 +31,6 @@ def class_of_end(reason: str) -> str:
     if reason.startswith(_STOPPED):
         return STOPPED
     return TIMEOUT if _TIMED_OUT.search(reason) else ERROR
-
-
-class UnusableProfileError(ValueError):
-    """This program cannot use the profile; the message has the reason."""
-
-
-def usable_profile(job: Job, policy: Rule, payload: bytes) -> JobProfile:
-    """The profile in a stored message, once it is certain that a generation can begin with it.
-
-    Raises:
-        UnusableProfileError: when it cannot.
-    """
-    if len(payload) > MAX_PROFILE_BYTES:
-        raise UnusableProfileError(f"it has {len(payload)} bytes, at most {MAX_PROFILE_BYTES} go into an action")
-    try:
-        profile = decode(JobProfile, subjects.of("profile", job.family), payload)
-        policy.begin(job, profile)
-    except MalformedMessageError as error:
-        raise UnusableProfileError(f"it cannot be read: {error}") from error
-    except MISTAKES as error:
-        raise UnusableProfileError(f"policy {policy.name!r} cannot read its memory: {error!r}") from error
-    return profile
 
 
 def profile_after(
