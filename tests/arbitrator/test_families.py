@@ -16,8 +16,7 @@ from tests.support.old_server import OldServer
 from tests.support.services_here import context_of, services_here
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.deciding.family_ends import store_profiles
-from dynamix.arbitrator.deciding.job_log import JobLog
+from dynamix.arbitrator.deciding.job_log import JobLog, store_profiles
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.runtime.bus import Bus, requests

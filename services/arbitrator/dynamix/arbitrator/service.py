@@ -21,7 +21,6 @@ from dynamix.schemas.messages import Event, Job, State
 from dynamix.schemas.messages.allocation import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-from .deciding.family_ends import store_profiles
 from .deciding.job_log import (
     HALTING_ERRORS,
     ActionsEndEarlyError,
@@ -29,6 +28,7 @@ from .deciding.job_log import (
     JobLog,
     Stored,
     reason_of,
+    store_profiles,
 )
 from .learned.policy_store import PolicyAbsentError, PolicyStore
 from .shown import ShownDecisions

@@ -1,4 +1,4 @@
-"""A job's decisions on the bus: checks the stored actions, folds states, publishes by compare-and-set.
+"""A job's decisions on the bus, and its family's profile: checks stored actions, folds states, publishes.
 
 A broker can lose the end of a stream (a flipped bit in a stored block cuts it off without an error), or run on an old
 copy of its files. Deciding on top of that would decide windows again that trainers have applied. So three things are
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicyStore
 from dynamix.arbitrator.policies.baselines import Static
 from dynamix.arbitrator.policies.policy import MISTAKES, Policy, digest_of
+from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.runtime.bus import (
     Bus,
@@ -28,11 +29,12 @@ from dynamix.runtime.bus.requests import nanoseconds
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact
-from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.codec import MalformedMessageError, decode, encode
 from dynamix.schemas.messages import MAX_PROFILE_BYTES, Action, Applied, Job, JobProfile, State
-from dynamix.schemas.streams import ACTIONS, FEED, PROFILES
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS, PROFILES
 
 from .fold import Fold
+from .profiles import profile_after
 from .signatures import SizeWatch
 
 logger = logging.getLogger(__name__)
@@ -399,6 +401,23 @@ class JobLog:
         self._log.info("adopted a stored action", window=stored.action.window, of_generation=stored.action.generation)
 
 
+def _of_generation(stored: Stored | None, job: Job) -> Action | None:
+    """The action, if it is of this generation."""
+    return stored.action if stored is not None and stored.action.generation == job.generation else None
+
+
+def reason_of(error: Exception) -> tuple[str, Exception | None]:
+    """The text of the error, and the error itself where it is unexpected and its traceback is wanted."""
+    is_foreseen = isinstance(error, (ActionStoreError, ValueError))
+    return (str(error), None) if is_foreseen else (repr(error), error)
+
+
+# --- profiles: what runs of a job family taught ----------------------------------------------------------------------
+#
+# A profile names the sequence in JOBS of the end that it was made for; an end behind it is not in it yet. So the newest
+# specifications are all that a restarted arbitrator looks at, and two arbitrators write by compare-and-set.
+
+
 async def _profile_for(job: Job, policy: Policy, context: Context[Any]) -> bytes:
     """The stored profile that a generation without decisions begins with; empty for none, or an unusable one."""
     if not job.family or not isinstance(policy, Rule):
@@ -432,12 +451,77 @@ async def _profile_for(job: Job, policy: Policy, context: Context[Any]) -> bytes
     return stored.payload
 
 
-def _of_generation(stored: Stored | None, job: Job) -> Action | None:
-    """The action, if it is of this generation."""
-    return stored.action if stored is not None and stored.action.generation == job.generation else None
+class ProfileTooLargeError(ValueError):
+    """The profile does not fit into an action."""
 
 
-def reason_of(error: Exception) -> tuple[str, Exception | None]:
-    """The text of the error, and the error itself where it is unexpected and its traceback is wanted."""
-    is_foreseen = isinstance(error, (ActionStoreError, ValueError))
-    return (str(error), None) if is_foreseen else (repr(error), error)
+async def store_profiles(context: Context[Any]) -> None:
+    """Store what a run taught after every end, those of the past first, until the intake ends.
+
+    Once per end, whichever arbitrator comes first, and after a restart.
+    """
+    wanted = [subjects.of("job", subjects.ANY)]
+    async with context.bus.consume(JOBS.name, wanted, start="last_per_subject") as consumer:
+        async for batch in consumer:
+            for message in batch:
+                try:
+                    job = decode(Job, message.subject, message.payload)
+                except MalformedMessageError:
+                    continue  # set aside where it is read for decisions
+                if job.phase == "ended" and job.family:
+                    await _record(context, job, message.sequence)
+
+
+async def _record(context: Context[Any], job: Job, sequence: int) -> None:
+    log = context.log.bind(job=job.job, family=job.family)
+    wait = FailoverWait(context.bus.stream_state, JOBS.name)
+    try:
+        while True:
+            try:
+                reason = await _store(context, job, sequence, wait)
+                break
+            except ActionsEndEarlyError:  # of several servers one that was cut off may show older actions
+                if not await wait.pause():
+                    raise
+            except StaleWriterError:  # another arbitrator was first, or that server showed an older profile
+                await wait.pause()
+    except (ActionStoreError, ProfileTooLargeError, PermissionDeniedError, StreamMissingError) as error:
+        log.warning("what the run taught is not stored", reason=str(error))
+    except MISTAKES as error:
+        log.error("what the run taught is not stored", reason=repr(error), exc_info=error)
+    else:
+        if reason:
+            log.info("the run taught nothing for its family", reason=reason)
+
+
+async def _store(context: Context[Any], job: Job, sequence: int, wait: FailoverWait) -> str:
+    """Store the profile after a run, unless there is one; why there is nothing to store, if there is not."""
+    bus, subject = context.bus, subjects.of("profile", job.family)
+    stored, earlier = await bus.last(PROFILES.name, subject), None
+    if stored is not None:
+        try:
+            earlier = decode(JobProfile, subject, stored.payload)
+        except MalformedMessageError as error:
+            context.log.warning("a broken profile is replaced", family=job.family, reason=str(error))
+    if earlier is not None and earlier.ended_sequence >= sequence:
+        last = (await bus.stream_state(JOBS.name)).last_sequence
+        while earlier.ended_sequence > last and await wait.pause():
+            last = (await bus.stream_state(JOBS.name)).last_sequence
+        if earlier.ended_sequence <= last:  # else its sequence is of another JOBS: the stream was made again
+            return ""
+    newest, _ = await checked_action(bus, job)
+    if newest is None or newest.action.generation != job.generation:
+        return "nothing was decided in its last start"
+    policy: Policy | None = POLICIES.get(newest.action.policy)
+    if not isinstance(policy, Rule) or policy.version != newest.action.policy_version:
+        return f"policy {newest.action.policy!r} keeps nothing for later runs"
+    known = None if earlier is None or earlier.is_forgotten else earlier
+    profile = profile_after(job, newest.action, policy, known, ended_sequence=sequence)
+    if profile is None:
+        return f"{newest.action.window + 1} windows, and nothing measured in them"
+    if (num_bytes := len(encode(profile))) > MAX_PROFILE_BYTES:
+        raise ProfileTooLargeError(f"{num_bytes} bytes are over the limit of {MAX_PROFILE_BYTES}")
+    await bus.publish_next(profile, expected_last=0 if stored is None else stored.sequence)
+    context.count("profiles_stored")
+    context.log.info("stored what the run taught", job=job.job, family=job.family, run=profile.run)
+    return ""

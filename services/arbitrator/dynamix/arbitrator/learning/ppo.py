@@ -104,12 +104,6 @@ def gae(
     return advantages, advantages + values_TD
 
 
-def discounted_returns(rewards_TD: Array64, discounts_T: Array64) -> Array64:
-    """The discounted sum of rewards from each transition on: the weight of the paper's objective, without a critic."""
-    no_values = np.zeros_like(rewards_TD)
-    return gae(rewards_TD, no_values, np.zeros(rewards_TD.shape[1]), discounts_T, gae_lambda=1.0)[1]
-
-
 class Batch(NamedTuple):
     """Decisions of one or more trajectories, float32, N rows."""
 
@@ -273,8 +267,9 @@ class Agent:
         columns = []
         for trajectory in trajectories:
             discounts_T = settings.gamma ** trajectory.num_windows_T.astype(np.float64)
-            if settings.objective == "simplified":
-                returns = advantages = discounted_returns(trajectory.rewards_TD, discounts_T)
+            if settings.objective == "simplified":  # the discounted sum of rewards: the paper's weight, no critic
+                no_values_TD = np.zeros_like(trajectory.rewards_TD)
+                returns = advantages = gae(trajectory.rewards_TD, no_values_TD, no_values_TD[0], discounts_T, 1.0)[1]
             else:
                 measured = (trajectory.rewards_TD, trajectory.values_TD, trajectory.next_values_D)
                 advantages, returns = gae(*measured, discounts_T, settings.gae_lambda)

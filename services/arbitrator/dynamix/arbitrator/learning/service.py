@@ -13,7 +13,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal, NamedTuple, TypeVar, TypeVarTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -75,8 +75,6 @@ SIGNATURES: tuple[Signature, ...] = ("reward-plateau", "reward-collapse", "value
 """Failure signatures of a learning curve."""
 
 Refuse = Callable[[BusMessage, str], Awaitable[None]]
-A = TypeVarTuple("A")
-R = TypeVar("R")
 
 
 class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,7 +314,8 @@ class _Learner:
             self._take(SHIPPED_VERSION, shipped)
         else:
             wanted = (name, new.action_set, new.objective, new.reward_formula)
-            await self._put(await self._in_process(first_version, *wanted))
+            loop = asyncio.get_running_loop()
+            await self._put(await loop.run_in_executor(self._executor, first_version, *wanted))
 
     async def learn_from(self, job: Job, *, terminated: bool) -> None:
         """Learn from a generation that is over, once there are enough of them."""
@@ -342,7 +341,8 @@ class _Learner:
             self._lessons = self._lessons[-NUM_KEPT_UPDATES * settings.generations_per_update :]
         elif len(self._lessons) >= settings.generations_per_update:
             lessons, self._lessons = self._lessons, []
-            outcome: Outcome = await self._in_process(update, self._content, lessons)
+            loop = asyncio.get_running_loop()  # an update takes seconds and must not delay the heartbeat
+            outcome = await loop.run_in_executor(self._executor, update, self._content, lessons)
             for reason in outcome.refused:
                 self._context.count("generations_left_out")
                 log.warning("left out", reason=reason)
@@ -419,7 +419,3 @@ class _Learner:
         for signature in SIGNATURES:
             found = int(signature in self._signatures)
             scrape.gauge("signature", "1 while the learning curve looks like this failure", found, signature=signature)
-
-    async def _in_process(self, work: Callable[[*A], R], *args: *A) -> R:
-        """Run in the process that has torch: an update takes seconds and must not delay the heartbeat."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)

@@ -27,6 +27,7 @@ from dynamix.schemas.messages import MAX_PROFILE_BYTES, ArmRecord, Job, JobProfi
 from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options, most_worthwhile
 
 from .exchange import (
+    DWELL,
     OVER_OWNERS,
     ExchangeMemory,
     can_share,
@@ -178,13 +179,6 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
         reference = np.zeros(NUM_LEVELS) if known is None else _levels(known)
         return cls(tried=best if is_restart else next_arm(records), best=best, reference=reference)
 
-    def without_records(self) -> "Exploration":
-        """On another cluster than that of the records: nothing is tried, and what the run takes is compared with none.
-
-        Its first windows had the arm that it began with; the record is that of a first run all the same.
-        """
-        return replace(self, tried=FIRST_ARM, best=FIRST_ARM, reference=np.zeros(NUM_LEVELS), stopped=False)
-
     @property
     def rate_factor(self) -> float:
         """The factor on the learning rate that is in effect."""
@@ -240,7 +234,8 @@ def next_arm(records: Sequence[ArmRecord]) -> float:
 def score(record: ArmRecord, first: ArmRecord) -> float:
     """The time of an arm over that of the first; NaN where they have nothing in common, or the arm ended early."""
     ours, theirs = _levels(record), _levels(first)
-    if _last(theirs) - _last(ours) > MAX_SHORT:
+    last, first_last = (int(np.flatnonzero(levels).max(initial=-1)) for levels in (ours, theirs))
+    if first_last - last > MAX_SHORT:
         return math.nan
     both = np.flatnonzero((ours > 0.0) & (theirs > 0.0))[-NUM_COMPARED:]
     return float(np.exp(np.log(ours[both] / theirs[both]).mean())) if both.size else math.nan
@@ -248,11 +243,6 @@ def score(record: ArmRecord, first: ArmRecord) -> float:
 
 def _record_of(arm: float, records: Sequence[ArmRecord]) -> ArmRecord | None:
     return next((record for record in records if record.rate_factor == arm), None)
-
-
-def _last(levels: Array64) -> int:
-    """The last level that was reached."""
-    return int(np.flatnonzero(levels).max(initial=-1))
 
 
 def _best(records: Sequence[ArmRecord]) -> float:
@@ -333,7 +323,9 @@ class Rule:
             memory = replace(  # of another cluster only what was decided is known
                 ExchangeMemory(), active=memory.active, age=memory.age, shares=memory.shares
             )
-            exploration = tried = tried.without_records()
+            # nothing is tried there; the first windows had the arm that it began with, but count as a first run's
+            none = np.zeros(NUM_LEVELS)
+            exploration = tried = replace(tried, tried=FIRST_ARM, best=FIRST_ARM, reference=none, stopped=False)
         disagrees = runs.standing is Standing.ON_TRIAL and bool(seen.disagreement)
 
         # what this run tries out
@@ -389,7 +381,7 @@ class Rule:
                 if is_decided(job):
                     theirs, first = known.exchange or memory, memory.active[0]
                     model = model_after(first, model, theirs, job.table_share)
-                    memory = theirs.begun_again(memory)
+                    memory = replace(theirs, active=memory.active, shares=memory.shares, age=DWELL)
                 unknown = np.full(job.world_size, math.nan)
                 fit = replace(
                     fit,
