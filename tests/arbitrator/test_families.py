@@ -132,7 +132,7 @@ async def test_an_action_that_its_policy_cannot_read_costs_one_profile_and_no_la
 ) -> None:
     async with following(bus, Counter()):
         with capture_logs() as logs, monkeypatch.context() as patch:
-            patch.setattr(Rule, "knowledge", lambda *_: 1 / 0)
+            patch.setattr(Rule, "profile_after", lambda *_, **__: 1 / 0)
             await end(bus, JOB)
             await until(lambda: any(one["log_level"] == "error" for one in logs))
         assert "ZeroDivisionError" in next(one["reason"] for one in logs if one["log_level"] == "error")

@@ -60,7 +60,14 @@ async def serve(context: Context[ArbitratorSettings]) -> None:
         if context.settings.broker_log:
             log = Path(context.settings.broker_log)
             followed["metrics of violations"] = partial(shown.follow_violations, log)
-    following = [asyncio.create_task(_follow(context, *one), name=one[0]) for one in followed.items()]
+
+    async def follow(what: str) -> None:  # no decision needs it: an error here ends none
+        try:
+            await followed[what]()
+        except BusError as error:
+            context.log.warning("missing until this service is started again", what=what, reason=str(error))
+
+    following = [asyncio.create_task(follow(what), name=what) for what in followed]
     try:
         await _Arbitrator(context, shown).run()
     except BaseExceptionGroup as group:  # one error ends the process, as the bus or the job's task raised it
@@ -69,14 +76,6 @@ async def serve(context: Context[ArbitratorSettings]) -> None:
         for task in following:
             task.cancel()
         await asyncio.gather(*following, return_exceptions=True)
-
-
-async def _follow(context: Context[ArbitratorSettings], what: str, follow: Callable[[], Awaitable[None]]) -> None:
-    """Follow what no decision needs: an error here ends none."""
-    try:
-        await follow()
-    except BusError as error:
-        context.log.warning("missing until this service is started again", what=what, reason=str(error))
 
 
 MAX_OPENING = 16

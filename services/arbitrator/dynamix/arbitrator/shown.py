@@ -23,9 +23,9 @@ from dynamix.schemas.messages import REFUSAL_REASONS, Applied, Job, State
 from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES, REPORTS
 
 from .deciding.job_log import JobLog
-from .deciding.profiles import COMPLETED, ENDS, LEFT, class_of_end
 from .deciding.signatures import MIN_RUNS, variation_between
 from .policies.policy import steps_of
+from .policies.rule import COMPLETED, ENDS, LEFT, class_of_end
 
 logger = logging.getLogger(__name__)
 

@@ -120,6 +120,12 @@ class Fold:
         decision = self.policy.decide(self.job, window, obs_WF, global_F, self._carry)
         self.note = decision.note
         sizes = self._feasible(decision.allocation.local_batch_sizes)
+        needed = [sequence for sequence, _ in self._ahead.values()]  # for deciding the windows after this one
+        for rows in self._rows.values():
+            last = _newest(rows, window)
+            for at, (sequence, _) in rows.items():
+                if at > window or (at == last and window - at < MAX_AGE_WINDOWS):
+                    needed.append(sequence)
         action = Action(
             job=self.job.job,
             generation=self.job.generation,
@@ -129,7 +135,7 @@ class Fold:
             policy=self.policy.name,
             policy_version=self.policy.version,
             policy_digest=digest_of(self.policy),
-            watermark=self._watermark_after(window),
+            watermark=max(self.watermark, min(needed, default=self.watermark + 1) - 1),
             gap=self._gap,
             logprobs=decision.logprobs,
             values=decision.values,
@@ -177,16 +183,6 @@ class Fold:
             global_F = unpack_global(self._rows[newest][known[newest]][1])
         obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = self._decided
         return obs_WF, global_F
-
-    def _watermark_after(self, window: int) -> int:
-        """FEED sequence before everything that deciding the windows after `window` can still need."""
-        needed = [sequence for sequence, _ in self._ahead.values()]
-        for rows in self._rows.values():
-            last = _newest(rows, window)
-            for at, (sequence, _) in rows.items():
-                if at > window or (at == last and window - at < MAX_AGE_WINDOWS):
-                    needed.append(sequence)
-        return max(self.watermark, min(needed, default=self.watermark + 1) - 1)
 
     def _feasible(self, local_batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The sizes within the job's bounds, and with its sum where that is fixed: their ratios are what remains."""

@@ -34,7 +34,6 @@ from dynamix.schemas.messages import MAX_PROFILE_BYTES, Action, Applied, Job, Jo
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS, PROFILES
 
 from .fold import Fold
-from .profiles import profile_after
 from .signatures import SizeWatch
 
 logger = logging.getLogger(__name__)
@@ -451,10 +450,6 @@ async def _profile_for(job: Job, policy: Policy, context: Context[Any]) -> bytes
     return stored.payload
 
 
-class ProfileTooLargeError(ValueError):
-    """The profile does not fit into an action."""
-
-
 async def store_profiles(context: Context[Any]) -> None:
     """Store what a run taught after every end, those of the past first, until the intake ends.
 
@@ -485,7 +480,7 @@ async def _record(context: Context[Any], job: Job, sequence: int) -> None:
                     raise
             except StaleWriterError:  # another arbitrator was first, or that server showed an older profile
                 await wait.pause()
-    except (ActionStoreError, ProfileTooLargeError, PermissionDeniedError, StreamMissingError) as error:
+    except (ActionStoreError, PermissionDeniedError, StreamMissingError) as error:
         log.warning("what the run taught is not stored", reason=str(error))
     except MISTAKES as error:
         log.error("what the run taught is not stored", reason=repr(error), exc_info=error)
@@ -516,11 +511,13 @@ async def _store(context: Context[Any], job: Job, sequence: int, wait: FailoverW
     if not isinstance(policy, Rule) or policy.version != newest.action.policy_version:
         return f"policy {newest.action.policy!r} keeps nothing for later runs"
     known = None if earlier is None or earlier.is_forgotten else earlier
-    profile = profile_after(job, newest.action, policy, known, ended_sequence=sequence)
+    profile = policy.profile_after(job, newest.action, known, ended_sequence=sequence)
     if profile is None:
         return f"{newest.action.window + 1} windows, and nothing measured in them"
     if (num_bytes := len(encode(profile))) > MAX_PROFILE_BYTES:
-        raise ProfileTooLargeError(f"{num_bytes} bytes are over the limit of {MAX_PROFILE_BYTES}")
+        reason = f"{num_bytes} bytes are over the limit of {MAX_PROFILE_BYTES}"
+        context.log.warning("what the run taught is not stored", job=job.job, family=job.family, reason=reason)
+        return ""
     await bus.publish_next(profile, expected_last=0 if stored is None else stored.sequence)
     context.count("profiles_stored")
     context.log.info("stored what the run taught", job=job.job, family=job.family, run=profile.run)

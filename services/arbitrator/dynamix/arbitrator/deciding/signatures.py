@@ -10,7 +10,6 @@ from statistics import fmean, pstdev
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dynamix.schemas.messages import Event, Job, Signature
 
@@ -67,7 +66,9 @@ class SizeWatch:
         sizes_W = np.asarray(local_batch_sizes)
         self._at_low_W = np.where(sizes_W <= self._low, self._at_low_W + 1, 0)
         self._at_high_W = np.where(sizes_W >= self._high_W, self._at_high_W + 1, 0)
-        low, high = self._share(self._at_low_W), self._share(self._at_high_W)
+        num_movable = max(int(self._movable_W.sum()), 1)
+        stuck = (running_W[self._movable_W] >= STUCK_WINDOWS for running_W in (self._at_low_W, self._at_high_W))
+        low, high = (int(each.sum()) / num_movable for each in stuck)
         share = self.stuck_share = max(low, high)
         was_reported, self._reported = self._reported, share > STUCK_SHARE
         if was_reported or not self._reported:
@@ -75,11 +76,6 @@ class SizeWatch:
         bound = f"minimum of {self._low}" if low >= high else f"maximum of {int(self._high_W.max())}"
         text = f"{share:.0%} of the ranks were at their {bound} in each of the last {STUCK_WINDOWS} decisions"
         return Finding("size-stuck", share, STUCK_SHARE, text)
-
-    def _share(self, running_W: npt.NDArray[np.int64]) -> float:
-        """The share of stuck ranks among those whose bounds leave a choice."""
-        num_movable = int(self._movable_W.sum())
-        return int((running_W[self._movable_W] >= STUCK_WINDOWS).sum()) / num_movable if num_movable else 0.0
 
 
 def reward_signatures(returns: Sequence[float]) -> list[Finding]:

@@ -18,7 +18,6 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from dynamix.arbitrator.deciding.profiles import COMPLETED
 from dynamix.arbitrator.deciding.signatures import reward_signatures, value_signature
 from dynamix.arbitrator.learned.policy import action_set_of, metadata_of
 from dynamix.arbitrator.learned.policy_file import (
@@ -32,6 +31,7 @@ from dynamix.arbitrator.learned.policy_file import (
 )
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.registry import policy_names
+from dynamix.arbitrator.policies.rule import COMPLETED
 from dynamix.runtime.bus import (
     Bus,
     BusError,

@@ -1,4 +1,7 @@
-"""The policy `rule`, with what it learns of earlier runs of a job's family.
+"""The policy `rule`, and what it learns of earlier runs of a job's family. Pure.
+
+A profile is what a run taught, made of its last action, whose carry is all that its policy knows. The next job of the
+family begins with it, and its first action holds it, so that nothing else is needed to decide it again.
 
 **Profiles.** A profile is on trial until two windows agreed with it, or two did not; that takes three windows at most.
 A window agrees when its steps took as long as the profile says for its sizes, and so did the median rank's computing.
@@ -16,14 +19,16 @@ to it: Zeus's early stop.
 
 import enum
 import math
+import re
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from dynamix.schemas.messages import MAX_PROFILE_BYTES, ArmRecord, Job, JobProfile
+from dynamix.schemas.messages import MAX_ARMS, MAX_PROFILE_BYTES, Action, ArmRecord, Job, JobProfile
 from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options, most_worthwhile
 
 from .exchange import (
@@ -262,6 +267,53 @@ def _levels(record: ArmRecord) -> Array64:
     return levels
 
 
+FEWEST_WINDOWS = 5
+"""Runs with fewer decided windows teach nothing."""
+
+COMPLETED, LEFT = "completed", "left"
+STOPPED, TIMEOUT, ERROR = "stopped", "timeout", "error"
+ENDS = (COMPLETED, LEFT, STOPPED, TIMEOUT, ERROR)
+_STOPPED = ("KeyboardInterrupt", "SignalException")
+_TIMED_OUT = re.compile(r"\btim(ed|e)[ -]?out\b", re.IGNORECASE)
+"""gloo: `Timed out waiting 1800000ms for recv operation`; NCCL: `Watchdog caught collective operation timeout`."""
+
+
+def class_of_end(reason: str) -> str:
+    """The class in `ENDS` of a `Job.end_reason`."""
+    if reason in {COMPLETED, LEFT}:
+        return reason
+    if reason.startswith(_STOPPED):
+        return STOPPED
+    return TIMEOUT if _TIMED_OUT.search(reason) else ERROR
+
+
+def judged(newest: ArmRecord | None, end_reason: str) -> ArmRecord | None:
+    """The result of a run's arm, by how it ended; `None` for no result.
+
+    One that somebody stopped, or that waited in vain for a rank, might have gone either way. One that failed counts
+    against its arm, which may be why, and says nothing of a run without one.
+    """
+    end = class_of_end(end_reason) if end_reason else COMPLETED  # virtual runs give none
+    if newest is None or end in {COMPLETED, LEFT}:
+        return newest
+    return replace(newest, num_stopped=1) if end == ERROR and newest.rate_factor != 1.0 else None
+
+
+def with_record(records: tuple[ArmRecord, ...], newest: ArmRecord | None) -> tuple[ArmRecord, ...]:
+    """The records after one more run: means of what both took to what both reached."""
+    if newest is None:
+        return records
+    for index, record in enumerate(records):
+        if record.rate_factor == newest.rate_factor:
+            count, means = record.num_runs, []
+            for before, now in zip_longest(record.milestones, newest.milestones, fillvalue=0.0):
+                means.append((count * before + now) / (count + 1) if before and now else before or now)
+            num_stopped = record.num_stopped + newest.num_stopped
+            merged = ArmRecord(record.rate_factor, count + 1, num_stopped, tuple(means))
+            return (*records[:index], merged, *records[index + 1 :])
+    return (*records, newest)[:MAX_ARMS]
+
+
 MAX_MEMORY_BYTES = MAX_PROFILE_BYTES - 16 * 1024
 """Most bytes of times in a profile, which must have room for its other half."""
 
@@ -397,19 +449,46 @@ class Rule:
         exploration = Exploration.of_records(records, is_restart=job.generation > 0)
         return pack(_kept(job, _State(noise=NoiseMemory(), fit=fit, runs=runs, exploration=exploration), memory))
 
-    def knowledge(self, job: Job, carry: bytes) -> tuple[bytes, ArmRecord | None, bool]:
-        """Lessons of the run behind a carry, for the next one of its family.
+    def profile_after(
+        self, job: Job, last: Action, earlier: JobProfile | None, *, ended_sequence: int = 0
+    ) -> JobProfile | None:
+        """The family's profile after a run with this last action; `None` if the run has nothing to store.
 
-        Times and links in the policy's own bytes, empty when nothing was measured; the result of what it tried, if it
-        has one (a restarted run, which begins in mid-training, has none); and whether its first windows showed another
-        cluster than that of the profile that it began with.
+        What the run could not measure is kept of the earlier profile. A restarted run, which begins in mid-training,
+        has no result of what it tried.
         """
-        state = unpack(_State, carry)
+        if last.window + 1 < FEWEST_WINDOWS:
+            return None
+        state = unpack(_State, last.carry)
         fit, runs = StepTimeFit.of(state.fit, job), state.runs or EarlierRuns()
         memory = pack(_Memory(max(job.max_local_batch_sizes), fit.kept(), state.exchange))
-        is_kept = len(memory) <= MAX_MEMORY_BYTES and fit.model(job) is not None
-        tried = (state.exploration or Exploration()).record if job.explores and job.generation == 0 else None
-        return memory if is_kept else b"", tried, runs.standing is Standing.DROPPED
+        if len(memory) > MAX_MEMORY_BYTES or fit.model(job) is None:
+            memory = b""
+        result = (state.exploration or Exploration()).record if job.explores and job.generation == 0 else None
+        if not memory and result is None:
+            return None
+        known = earlier if earlier is not None and earlier.policy == self.name else None
+        is_again = earlier is not None and earlier.job == job.job  # a restarted run has ended once more
+        has_times = bool(memory) or known is None
+        # Runs on another cluster took other times: none of them says anything of an arm on this one.
+        is_changed = runs.standing is Standing.DROPPED
+        is_other = known is None or is_changed or known.world_size != job.world_size
+        arms = () if known is None or is_other else known.arms
+        tried = None if is_again else judged(result, job.end_reason)
+        return JobProfile(
+            family=job.family,
+            run=1 if earlier is None else earlier.run + (not is_again),
+            job=job.job,
+            generation=job.generation,
+            ended_sequence=ended_sequence,
+            policy=self.name,
+            policy_version=self.version,
+            world_size=job.world_size if has_times or known is None else known.world_size,
+            num_windows=last.window + 1,
+            allocation=replace(last.allocation, rate_factor=1.0),
+            memory=memory if has_times or known is None else known.memory,
+            arms=with_record(arms, tried),
+        )
 
     def _next(self, job: Job, current: float, model: StepTime | None, noise_scale: float) -> tuple[float, str]:
         """The next global batch, and why."""
