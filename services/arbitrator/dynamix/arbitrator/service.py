@@ -17,7 +17,7 @@ from dynamix.runtime.bus import BusError, BusMessage, FailoverWait
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError
-from dynamix.schemas.messages import Event, Job, State
+from dynamix.schemas.messages import Job, State
 from dynamix.schemas.messages.allocation import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
@@ -30,6 +30,7 @@ from .deciding.job_log import (
     reason_of,
     store_profiles,
 )
+from .deciding.signatures import Finding
 from .learned.policy_store import PolicyAbsentError, PolicyStore
 from .shown import ShownDecisions
 
@@ -454,14 +455,6 @@ class _Arbitrator:
         )
         if isinstance(error, ActionStoreError):
             self._context.count("refused_logs")
-            event = Event(
-                job=job.name,
-                generation=job.generation,
-                window=max(0, error.known_window),
-                signature="log-refused",
-                service="arbitrator",
-                value=error.window,
-                limit=error.known_window,
-                explanation=str(error)[:MAX_EXPLANATION],
-            )
-            await self._bus.publish_soon(event)
+            finding = Finding("log-refused", error.window, error.known_window, str(error)[:MAX_EXPLANATION])
+            where = {"job": job.name, "generation": job.generation, "window": max(0, error.known_window)}
+            await self._bus.publish_soon(finding.event(**where, service="arbitrator"))

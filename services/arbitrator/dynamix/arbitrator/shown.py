@@ -157,11 +157,10 @@ class JobStanding:
 class ShownDecisions:
     """Keeps the state of each job for the metrics; without a port of metrics nothing is kept."""
 
-    def __init__(self, metrics: ServiceMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, metrics: ServiceMetrics) -> None:
         self._metrics = metrics
-        self._clock = clock
-        self._jobs: LabelTable[str, JobStanding] = LabelTable(clock=clock)
-        self._over: LabelTable[str, int] = LabelTable(MAX_OVER, clock)
+        self._jobs: LabelTable[str, JobStanding] = LabelTable()
+        self._over: LabelTable[str, int] = LabelTable(MAX_OVER)
         """The newest generation that has ended: its last states come after the end, from another stream."""
         self._ends = Counter(dict.fromkeys(ENDS, 0))
         self._runs = RunTimes()
@@ -176,7 +175,7 @@ class ShownDecisions:
         over = self._over.get(state.job)
         if not self._metrics.is_served or (over is not None and state.generation <= over):
             return
-        standing, now_s = self._jobs.get(state.job), self._clock()
+        standing, now_s = self._jobs.get(state.job), time.monotonic()
         if standing is None or standing.generation != state.generation:
             standing = JobStanding(state.generation, state.window, now_s)
         elif state.window > standing.window:
@@ -324,11 +323,10 @@ class ShownDecisions:
 
 
 def _show_stream(scrape: Scrape, name: str, state: StreamState) -> None:
-    for stream in (REPORTS, FEED):
-        if name == stream.name:
-            taken = state.num_bytes / stream.max_bytes
-            scrape.gauge("stream_full_ratio", "share of a stream's room that is taken", taken, stream=name)
-            scrape.gauge("stream_span_seconds", "from oldest to newest message of a stream", state.span_s, stream=name)
+    if max_bytes := {REPORTS.name: REPORTS.max_bytes, FEED.name: FEED.max_bytes}.get(name):
+        taken = state.num_bytes / max_bytes
+        scrape.gauge("stream_full_ratio", "share of a stream's room that is taken", taken, stream=name)
+        scrape.gauge("stream_span_seconds", "from oldest to newest message of a stream", state.span_s, stream=name)
     stored = "messages that a stream has taken since it was made, of all senders"
     scrape.counter("stream_stored", stored, state.last_sequence, stream=name)
     for copy in state.copies.behind:

@@ -94,16 +94,15 @@ class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
         if cold.model(job) is None or model is None:  # nothing was measured: nothing is known of this cluster
             return SeenTimes(replace(self, cold=cold), fit, cold)
         off = disagreement(model, window)
-        num_agreeing, num_off = self.num_agreeing + (off is None), self.num_off + (off is not None)
+        num_agreeing, num_off = self.num_agreeing + (not off), self.num_off + bool(off)
         standing = Standing.ACCEPTED if num_agreeing >= SETTLED else Standing.ON_TRIAL
         standing = Standing.DROPPED if num_off >= SETTLED else standing
         runs = replace(self, standing=standing, num_agreeing=num_agreeing, num_off=num_off)
-        warm = fit.observe(job, window) if off is None else fit
-        deciding = warm if off is None else cold
-        is_first = off is None and runs.num_agreeing == 1
-        if runs.standing is Standing.ON_TRIAL:
-            return SeenTimes(replace(runs, cold=cold), warm, deciding, off or "", is_first)
-        return SeenTimes(replace(runs, cold=None), deciding, deciding, off or "", is_first)
+        warm = fit if off else fit.observe(job, window)
+        deciding = cold if off else warm
+        if standing is Standing.ON_TRIAL:
+            return SeenTimes(replace(runs, cold=cold), warm, deciding, off)
+        return SeenTimes(replace(runs, cold=None), deciding, deciding, off)
 
 
 class SeenTimes(NamedTuple):
@@ -116,28 +115,26 @@ class SeenTimes(NamedTuple):
     """To decide by now."""
     disagreement: str = ""
     """Contradiction between the window and the profile, in words; empty if there is none."""
-    is_first: bool = False
-    """Whether this is the first window that agrees."""
 
 
-def disagreement(model: StepTime, window: Window) -> str | None:
-    """Contradiction between a window and a model, in words; `None` if there is none."""
+def disagreement(model: StepTime, window: Window) -> str:
+    """Contradiction between a window and a model, in words; empty if there is none."""
     known = np.isfinite(window.compute_W) & np.isfinite(window.samples_W)
     if not known.any():
-        return None
+        return ""
     expected_W = model.compute_s(np.where(known, window.samples_W, 0.0))[known]
     measured_W = window.compute_W[known]
     computing = float(np.exp(np.median(np.log(measured_W / expected_W))))
     if not 1.0 / TOLERANCE <= computing <= TOLERANCE:
         return f"computing takes {computing:.2g} of its time"
     if math.isnan(window.sync_s) or math.isnan(window.rest_s):
-        return None
+        return ""
     barrier_s = measured_W.max(keepdims=True)  # a rank of another speed than before is no disagreement
     expected_s = float(model.step_time_s(barrier_s)[0])
     measured_s = float(barrier_s[0]) + window.sync_s + window.rest_s
     if not 1.0 / TOLERANCE <= measured_s / expected_s <= TOLERANCE:
         return f"a step takes {measured_s:.3g} s, not {expected_s:.3g} s"
-    return None
+    return ""
 
 
 NUM_LEVELS = 64
@@ -303,15 +300,14 @@ def with_record(records: tuple[ArmRecord, ...], newest: ArmRecord | None) -> tup
     """The records after one more run: means of what both took to what both reached."""
     if newest is None:
         return records
-    for index, record in enumerate(records):
-        if record.rate_factor == newest.rate_factor:
-            count, means = record.num_runs, []
-            for before, now in zip_longest(record.milestones, newest.milestones, fillvalue=0.0):
-                means.append((count * before + now) / (count + 1) if before and now else before or now)
-            num_stopped = record.num_stopped + newest.num_stopped
-            merged = ArmRecord(record.rate_factor, count + 1, num_stopped, tuple(means))
-            return (*records[:index], merged, *records[index + 1 :])
-    return (*records, newest)[:MAX_ARMS]
+    known = _record_of(newest.rate_factor, records)
+    if known is None:
+        return (*records, newest)[:MAX_ARMS]
+    count, means = known.num_runs, []
+    for before, now in zip_longest(known.milestones, newest.milestones, fillvalue=0.0):
+        means.append((count * before + now) / (count + 1) if before and now else before or now)
+    merged = ArmRecord(known.rate_factor, count + 1, known.num_stopped + newest.num_stopped, tuple(means))
+    return tuple(merged if record is known else record for record in records)
 
 
 MAX_MEMORY_BYTES = MAX_PROFILE_BYTES - 16 * 1024
@@ -412,7 +408,7 @@ class Rule:
             remarks = [note or f"not by its profile: {seen.disagreement}"]
         else:
             trial = [exploration.label] * (exploration.rate_factor != 1.0)
-            remarks = ["begins with its profile"] * seen.is_first + trial
+            remarks = ["begins with its profile"] * (before.num_agreeing == 0 < runs.num_agreeing) + trial
         kept = _kept(job, _State(wanted, noise, fit, None, runs, exploration), memory)
         return Decision(allocation, carry=pack(kept), reason="; ".join((reason, *remarks)), note=note)
 
@@ -421,33 +417,24 @@ class Rule:
 
         Its first window is no pair with the other run's last one.
         """
-        fit, memory = None, ExchangeMemory.of(job)
+        fit, model, memory = None, None, ExchangeMemory.of(job)
         known = unpack(_Memory, profile.memory)
         is_of_these = profile.policy == self.name and profile.world_size == job.world_size
         if is_of_these and known.largest == max(job.max_local_batch_sizes):
             fit = StepTimeFit.of(known.fit, job)
             model = fit.model(job)
-            if model is None:
-                fit = None
-            else:
-                if is_decided(job):
-                    theirs, first = known.exchange or memory, memory.active[0]
-                    model = model_after(first, model, theirs, job.table_share)
-                    memory = replace(theirs, active=memory.active, shares=memory.shares, age=DWELL)
-                unknown = np.full(job.world_size, math.nan)
-                fit = replace(
-                    fit,
-                    samples_W=unknown,
-                    compute_W=unknown,
-                    barrier_s=math.nan,
-                    sync_s=math.nan,
-                    sync_intercept_s=model.sync_intercept_s,
-                    sync_slope=model.sync_slope,
-                )
-        runs = EarlierRuns(Standing.ABSENT if fit is None else Standing.ON_TRIAL)
+        if model is not None and is_decided(job):
+            theirs, first = known.exchange or memory, memory.active[0]
+            model = model_after(first, model, theirs, job.table_share)
+            memory = replace(theirs, active=memory.active, shares=memory.shares, age=DWELL)
+        if fit is not None and model is not None:
+            unknown, slope = np.full(job.world_size, math.nan), model.sync_slope
+            fit = replace(fit, samples_W=unknown, compute_W=unknown, barrier_s=math.nan, sync_s=math.nan)
+            fit = replace(fit, sync_intercept_s=model.sync_intercept_s, sync_slope=slope)
+        runs = EarlierRuns(Standing.ABSENT if model is None else Standing.ON_TRIAL)
         records = profile.arms if is_of_these else ()
         exploration = Exploration.of_records(records, is_restart=job.generation > 0)
-        return pack(_kept(job, _State(noise=NoiseMemory(), fit=fit, runs=runs, exploration=exploration), memory))
+        return pack(_kept(job, _State(fit=None if model is None else fit, runs=runs, exploration=exploration), memory))
 
     def profile_after(
         self, job: Job, last: Action, earlier: JobProfile | None, *, ended_sequence: int = 0
