@@ -456,5 +456,5 @@ class _Arbitrator:
         if isinstance(error, ActionStoreError):
             self._context.count("refused_logs")
             finding = Finding("log-refused", error.window, error.known_window, str(error)[:MAX_EXPLANATION])
-            where = {"job": job.name, "generation": job.generation, "window": max(0, error.known_window)}
-            await self._bus.publish_soon(finding.event(**where, service="arbitrator"))
+            event = finding.event(job.name, job.generation, max(0, error.known_window), "arbitrator")
+            await self._bus.publish_soon(event)

@@ -138,7 +138,16 @@ async def check_receipt(bus: Bus, job: Job, newest: Stored | None, message: BusM
             if nanoseconds((await bus.stream_state(ACTIONS.name)).created) > message.timestamp_ns:
                 logger.warning("ACTIONS was made again after the trainer of %s applied %s", job.job, where)
                 return message.sequence
-            if await _began_after(bus, receipt):
+            # FEED was made again with ACTIONS if it begins behind the states that the receipt's action was made from; a
+            # full one drops states and receipts of one time together
+            first, oldest_state = await bus.first(FEED.name, subjects.of("state", job.job, subjects.ANY)), None
+            with contextlib.suppress(MalformedMessageError):
+                oldest_state = None if first is None else decode(State, first.subject, first.payload)
+            if (
+                oldest_state is not None
+                and oldest_state.generation == receipt.generation
+                and oldest_state.window > receipt.decided_window
+            ):
                 logger.warning("the streams were made again after the trainer of %s applied %s", job.job, where)
                 return 0
         raise ActionsEndEarlyError(
@@ -214,21 +223,6 @@ async def _has_dropped(bus: Bus, sequence: int) -> bool:
     """Whether ACTIONS was full and discarded the message at a sequence; a stream that was made again begins at 1."""
     oldest = await bus.first(ACTIONS.name, subjects.of("action", subjects.ANY))
     return oldest is not None and oldest.sequence > sequence
-
-
-async def _began_after(bus: Bus, receipt: Applied) -> bool:
-    """Whether FEED begins behind the states that the receipt's action was made from: it was made again, with ACTIONS.
-
-    A FEED that is full drops states and receipts of one time together.
-    """
-    message = await bus.first(FEED.name, subjects.of("state", receipt.job, subjects.ANY))
-    if message is None:
-        return False
-    try:
-        oldest = decode(State, message.subject, message.payload)
-    except MalformedMessageError:
-        return False
-    return oldest.generation == receipt.generation and oldest.window > receipt.decided_window
 
 
 def _action(message: BusMessage) -> Action:
@@ -339,8 +333,8 @@ class JobLog:
                 if finding is not None:
                     self._context.count("size_stuck")
                     self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
-                    where = {"job": action.job, "generation": action.generation, "window": action.window}
-                    await self._context.bus.publish_soon(finding.event(**where, service="arbitrator"))
+                    event = finding.event(action.job, action.generation, action.window, "arbitrator")
+                    await self._context.bus.publish_soon(event)
 
     async def _store(self, action: Action) -> int | None:
         """Store an action; `None` when another arbitrator's is there, which is adopted.
@@ -429,10 +423,11 @@ async def _profile_for(job: Job, policy: Policy, context: Context[Any]) -> bytes
         stored = await context.bus.last(PROFILES.name, subjects.of("profile", job.family))
         if stored is None:
             return b""
-        profile = decode(JobProfile, stored.subject, stored.payload)
+        payload = stored.payload
+        profile = decode(JobProfile, stored.subject, payload)
         policy.begin(job, profile)
-        if len(stored.payload) > MAX_PROFILE_BYTES:
-            reason = f"it has {len(stored.payload)} bytes, at most {MAX_PROFILE_BYTES} go into an action"
+        if len(payload) > MAX_PROFILE_BYTES:
+            reason = f"it has {len(payload)} bytes, at most {MAX_PROFILE_BYTES} go into an action"
     except (StreamMissingError, PermissionDeniedError) as error:
         reason = str(error)
     except MalformedMessageError as error:
@@ -447,7 +442,7 @@ async def _profile_for(job: Job, policy: Policy, context: Context[Any]) -> bytes
         return b""
     context.count("begun_with_profile")
     log.info("begins with the profile of its family", run=profile.run, of=profile.job)
-    return stored.payload
+    return payload
 
 
 async def store_profiles(context: Context[Any]) -> None:

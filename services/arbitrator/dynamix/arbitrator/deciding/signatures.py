@@ -43,7 +43,7 @@ class Finding(NamedTuple):
     limit: float
     explanation: str
 
-    def event(self, *, job: str, generation: int, window: int, service: str) -> Event:
+    def event(self, job: str, generation: int, window: int, service: str) -> Event:
         """The message about it. While a policy learns, its name is the job, and the window the episode."""
         return Event(job=job, generation=generation, window=window, service=service, **self._asdict())
 

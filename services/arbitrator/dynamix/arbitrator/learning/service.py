@@ -325,7 +325,25 @@ class _Learner:
             return
         self._learned_from.add(generation_name(job))
         await self._store_update()
-        if self._is_wanted(found):
+        own = self._metadata.reward_formula
+        own = f"paper-{job.optimizer_family}" if own == "auto" else own
+        foreign = sorted({reward.formula for reward in found.rewards} - {own})
+        behind = self._version - max((action.policy_version for action in found.actions), default=0)
+        if not found.actions or not 0 <= behind <= MAX_STALENESS:
+            self._context.count("generations_left_out")
+            log.info("left out", job=job.job, generation=job.generation, versions_behind=behind)
+        elif foreign:
+            self._context.count("generations_left_out")
+            self._context.count("generations_of_other_rewards")
+            log.warning(
+                "left out: rewards of another formula than the policy's; set DYNAMIX_REWARD_FORMULA of the reward "
+                "service",
+                job=job.job,
+                generation=job.generation,
+                formulas=foreign,
+                wanted=own,
+            )
+        else:
             self._context.count("generations")
             if found.num_unrewarded:  # its outcome is unknown
                 self._context.count("generations_without_last_rewards")
@@ -349,28 +367,6 @@ class _Learner:
             if outcome.content is not None:
                 self._unstored = outcome
                 await self._store_update()
-
-    def _is_wanted(self, recording: Recording) -> bool:
-        job, own = recording.job, self._metadata.reward_formula
-        own = f"paper-{job.optimizer_family}" if own == "auto" else own
-        foreign = sorted({reward.formula for reward in recording.rewards} - {own})
-        behind = self._version - max((action.policy_version for action in recording.actions), default=0)
-        if not recording.actions or not 0 <= behind <= MAX_STALENESS:
-            self._context.log.info("left out", job=job.job, generation=job.generation, versions_behind=behind)
-        elif foreign:
-            self._context.count("generations_of_other_rewards")
-            self._context.log.warning(
-                "left out: rewards of another formula than the policy's; set DYNAMIX_REWARD_FORMULA of the reward "
-                "service",
-                job=job.job,
-                generation=job.generation,
-                formulas=foreign,
-                wanted=own,
-            )
-        else:
-            return True
-        self._context.count("generations_left_out")
-        return False
 
     async def _store_update(self) -> None:
         """Store the update that is not stored yet; when the bus refuses it, retry after the next generation."""
