@@ -2,19 +2,6 @@
 
 A profile is what a run taught, made of its last action, whose carry is all that its policy knows. The next job of the
 family begins with it, and its first action holds it, so that nothing else is needed to decide it again.
-
-**Profiles.** A profile is on trial until two windows agreed with it, or two did not; that takes three windows at most.
-A window agrees when its steps took as long as the profile says for its sizes, and so did the median rank's computing.
-Where one rank of many has another speed than before, the fit believes its new times by itself, and what is fixed stays
-known. In a window that does not agree, and from the second one on, everything is decided as if there were no profile.
-
-**Exploration.** A small bandit over factors on the learning rate, one arm per run. Runs are compared by the times at
-which the held-out error first fell below levels of a fixed row: the mean logarithm of their ratios over the last
-`NUM_COMPARED` levels that both reached; an arm that ended more than `MAX_SHORT` levels short of the first one is no
-better, however fast it was. At most `MOST_EXPLORING` arms are tried besides that of the first run. One that was better
-is gone further, the direction of one that was not is given up (the pruning of Zeus over batch sizes, arXiv 2208.06102);
-afterwards the best arm is taken. A run that takes `TOO_SLOW` times as long to a level as the best arm so far goes back
-to it: Zeus's early stop.
 """
 
 import enum
@@ -76,7 +63,13 @@ class Standing(enum.IntEnum):
 
 
 class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
-    """The trial of what earlier runs learned."""
+    """The trial of what earlier runs learned.
+
+    A profile is on trial until two windows agreed with it, or two did not; that takes three windows at most. A window
+    agrees when its steps took as long as the profile says for its sizes, and so did the median rank's computing. Where
+    one rank of many has another speed than before, the fit believes its new times by itself, and what is fixed stays
+    known. In a window that does not agree, and from the second one on, everything is decided as without a profile.
+    """
 
     standing: Standing = Standing.ABSENT
     """Of the times of earlier runs."""
@@ -156,7 +149,15 @@ FIRST_ARM = 1.0
 
 
 class Exploration(msgspec.Struct, frozen=True, array_like=True):
-    """The arm that this run tries out, and its progress."""
+    """The arm that this run tries out, and its progress: a small bandit over factors on the learning rate.
+
+    Runs are compared by the times at which the held-out error first fell below levels of a fixed row: the mean
+    logarithm of their ratios over the last `NUM_COMPARED` levels that both reached. An arm that ended more than
+    `MAX_SHORT` levels short of the first one is no better, however fast it was. At most `MOST_EXPLORING` arms are tried
+    besides that of the first run: further in the direction of one that was better, away from one that was not (the
+    pruning of Zeus over batch sizes, arXiv 2208.06102). Afterwards the best arm is taken. A run that takes `TOO_SLOW`
+    times as long to a level as the best arm so far goes back to it: Zeus's early stop.
+    """
 
     tried: float = FIRST_ARM
     """The trial with which the run began."""
