@@ -32,7 +32,7 @@ PURE_CORES = {
     "reward": {"formula"},
     "schemas": {"apportion", "features", "networks", "policies", "sight"},
     "arbitrator": {
-        *("deciding.fold", "deciding.signatures", "deciding.profiles", "policies"),
+        *("deciding.fold", "deciding.signatures", "policies"),
         *("learned.policy", "learned.policy_file", "learning.ppo", "learning.rollout"),
     },
     "trainer": {
