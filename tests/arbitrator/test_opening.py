@@ -160,7 +160,7 @@ async def test_a_job_that_falls_behind_is_decided_once_for_each_window(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads what was put off from FEED again; meanwhile hardly anything may wait."""
-    monkeypatch.setattr(service, "MAX_BEHIND", 8)
+    monkeypatch.setattr(service, "MAX_BEHIND", 1)
     monkeypatch.setattr(service, "MAX_QUEUED_BYTES", 1)
     await bus.publish(HONEST)
     async with arbitrator_here(bus) as context:
@@ -168,7 +168,7 @@ async def test_a_job_that_falls_behind_is_decided_once_for_each_window(
         assert await windows(bus, HONEST.job, 1) == [0]
         await asyncio.gather(*[await bus.publish_soon(state_of(HONEST, window)) for window in range(1, 300)])
         assert await windows(bus, HONEST.job, 300) == list(range(300))
-        assert context.counters["states_put_off"] > 8
+        assert context.counters["states_put_off"] > 0
 
 
 async def test_states_and_a_generation_that_come_while_a_job_is_opened_are_decided_in_order(
