@@ -376,8 +376,9 @@ class _Arbitrator:
         """Fold what comes, in order, until the job is over or idle."""
         while True:
             if job.put_off_until > job.folded:
-                await self._read_again(job, job.put_off_until, job.folded + 1)
-                job.folded = max(job.folded, job.put_off_until)
+                until = job.put_off_until  # more may be put off meanwhile
+                await self._read_again(job, until, job.folded + 1)
+                job.folded = max(job.folded, until)
             elif job.states:
                 message, state = job.states.popleft()
                 job.num_bytes -= len(message.payload)
