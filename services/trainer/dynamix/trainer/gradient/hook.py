@@ -271,7 +271,6 @@ class GradientHook:
         reduction: Reduction,
         noise_every: int = 1,
         base_hook: BaseHook | None = None,
-        base_state: object = None,
         exchange: ModelExchange,
         losses: LossWarnings | None = None,
     ) -> None:
@@ -286,7 +285,6 @@ class GradientHook:
         self._reduction = reduction
         self._losses = losses
         self._base_hook = base_hook
-        self._base_state = base_state
         self._noise_every = noise_every
         self.model_exchange = exchange
         self.num_reduced = 0
@@ -380,7 +378,7 @@ class GradientHook:
                 self.sketch.add(known.buffer, bucket.index())
             return None
         if self._base_hook is not None:
-            return launched(self._base_hook, self._base_state, bucket)
+            return launched(self._base_hook, None, bucket)
         under_way: dist.Work | Sent
         shares_times = step.shares_times and bucket.is_last()
         if step.exchange is not None:

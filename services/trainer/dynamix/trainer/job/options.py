@@ -327,7 +327,7 @@ def _check_hooks(
     if averaging != "hook" and base_hook is not None:
         raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
     if base_hook is not None and num_models > 1:
-        raise ValueError("base_hook and its state belong to one model: attach one model with it, without a list")
+        raise ValueError("base_hook belongs to one model: attach one model with it, without a list")
     what = f"exchange={exchange.label if isinstance(exchange, Exchange) else exchange!r}"
     if exchange not in ("exact", EXACT) and averaging == "loss":
         raise ValueError(
