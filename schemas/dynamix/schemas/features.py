@@ -97,6 +97,14 @@ _COLUMNS = [_KNOWN.index(name) if name in _KNOWN else len(_KNOWN) for name in RA
 
 def state_of(window: MetricWindow) -> State:
     """The state vectors of a metric window: computed in float64, rounded once to float32, packed little-endian."""
+    node, sigma_norm_sq = window.node_metrics, window.job_metrics.sigma_norm_sq
+    sigma_norm = None if sigma_norm_sq is None or sigma_norm_sq < 0 else math.sqrt(sigma_norm_sq)
+    shared = (*_OF_NODE(node), sigma_norm, sigma_norm_sq, None)
+    times_s = [rank.training.step_time_s * window.num_steps for rank in window.ranks]
+    if window.probe in ("ebpf", "proc"):  # counted over the collector's own interval, not over the window
+        times_s = [node.interval_s or 0.0] * len(times_s)
+    ranks = zip(window.ranks, times_s, strict=True)
+    rows = [(*_OF_RANK(rank), *_traffic(rank.network, time_s), *shared) for rank, time_s in ranks]  # as `_KNOWN`
     return State(
         job=window.job,
         generation=window.generation,
@@ -104,7 +112,7 @@ def state_of(window: MetricWindow) -> State:
         node=window.node,
         feature_version=FEATURE_VERSION,
         ranks=tuple(rank.rank for rank in window.ranks),
-        features=_pack(np.array(_rank_values(window), dtype=np.float64)[:, _COLUMNS]),
+        features=_pack(np.array(rows, dtype=np.float64)[:, _COLUMNS]),
         global_features=_pack(np.array(_OF_JOB(window), dtype=np.float64)),
     )
 
@@ -147,18 +155,6 @@ def unpack_global(state: State) -> Array32:
     """Features of the job: float32, one per `GLOBAL_FEATURES`; NaN where unknown. Raises as `check_state`."""
     check_state(state)
     return np.frombuffer(state.global_features, dtype="<f4").astype(np.float32)
-
-
-def _rank_values(window: MetricWindow) -> list[Values]:
-    """Every value known of each rank, in the order of `_KNOWN`."""
-    node, sigma_norm_sq = window.node_metrics, window.job_metrics.sigma_norm_sq
-    sigma_norm = None if sigma_norm_sq is None or sigma_norm_sq < 0 else math.sqrt(sigma_norm_sq)
-    shared = (*_OF_NODE(node), sigma_norm, sigma_norm_sq, None)
-    times_s = [rank.training.step_time_s * window.num_steps for rank in window.ranks]
-    if window.probe in ("ebpf", "proc"):  # counted over the collector's own interval, not over the window
-        times_s = [node.interval_s or 0.0] * len(times_s)
-    ranks = zip(window.ranks, times_s, strict=True)
-    return [(*_OF_RANK(rank), *_traffic(rank.network, time_s), *shared) for rank, time_s in ranks]
 
 
 def _traffic(network: NetworkMetrics | None, time_s: float) -> Values:
