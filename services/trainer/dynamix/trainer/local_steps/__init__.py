@@ -146,7 +146,15 @@ def average_states(
     under_way = []
     parameters = [list(_parameters(optimizer)) for optimizer in optimizers]
     for place in places:
-        tensor = _state(optimizers[place.optimizer], parameters[place.optimizer], place)
+        optimizer, parameter = optimizers[place.optimizer], parameters[place.optimizer][place.parameter]
+        state = optimizer.state[parameter]
+        if not isinstance(state.get(place.name), Tensor):  # zero where there was none
+            on_device = bool(place.shape) or any(
+                group.get(flag) for group in optimizer.param_groups for flag in ("capturable", "fused")
+            )
+            device = parameter.device if on_device else torch.device("cpu")
+            state[place.name] = torch.zeros(place.shape, dtype=getattr(torch, place.dtype), device=device)
+        tensor: Tensor = state[place.name]
         # a copy on the CPU, in float32 or float64
         value = tensor.detach().to("cpu", torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=True)
         if place.shape:
@@ -155,20 +163,6 @@ def average_states(
     for tensor, value, sent in under_way:
         sent.wait()
         tensor.copy_(value)
-
-
-def _state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], place: StatePlace) -> Tensor:
-    """The tensor in that place, zero where there was none."""
-    parameter = parameters[place.parameter]
-    state = optimizer.state[parameter]
-    if not isinstance(state.get(place.name), Tensor):
-        on_device = bool(place.shape) or any(
-            group.get(flag) for group in optimizer.param_groups for flag in ("capturable", "fused")
-        )
-        device = parameter.device if on_device else torch.device("cpu")
-        state[place.name] = torch.zeros(place.shape, dtype=getattr(torch, place.dtype), device=device)
-    tensor: Tensor = state[place.name]
-    return tensor
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
