@@ -162,8 +162,6 @@ class Reporter:
             window=totals.window,
             node=self._place.node,
             optimizer_family=self._options.optimizer_family,
-            first_step=position.step - totals.num_steps,
-            epoch=position.epoch,
             samples_seen=position.samples_seen,
             rows=tuple(ranks),
             totals=totals,
