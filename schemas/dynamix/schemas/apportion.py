@@ -128,27 +128,16 @@ def _divided(
     whole = [int(math.ldexp(weight, shift)) or 1 for weight in numbers]
     ranks = list(zip(whole, lowest, highest, heads, strict=True))
     free = [(weight, unit * low + head, unit * high + head) for weight, low, high, head in ranks]
-    above, below = _level(unit * total + sum(heads), free, unit)
-    sizes = [min(max((above * weight // below - head) // unit, low), high) for weight, low, high, head in ranks]
-    if missing := total - sum(sizes):
-        _move(missing, sizes, whole, lowest if missing < 0 else highest, unit=unit, heads=heads)
-    return tuple(sizes)
-
-
-def _level(total: int, free: list[tuple[int, int, int]], unit: int) -> tuple[int, int]:
-    """A fraction near the largest `size / weight` of the result; only speed depends on how near.
-
-    Shares that need not be whole have one: while some are out of bounds, those on the side that is further out stay at
-    their bounds and the others share what is left. Each round settles at least one rank; two or three rounds do. Half a
-    sample per free rank is added for what rounding down takes off.
-    """
-    left = total
+    # A fraction near the largest `size / weight` of the result; only speed depends on how near. Shares that need not be
+    # whole have one: while some are out of bounds, those on the side that is further out stay at their bounds and the
+    # others share what is left. Each round settles at least one rank; two or three rounds do.
+    left = unit * total + sum(heads)
     while True:
         share = sum([weight for weight, _, _ in free])
         under = [rank for rank in free if left * rank[0] < rank[1] * share]
         over = [rank for rank in free if left * rank[0] > rank[2] * share]
         if not (under or over):
-            return 2 * left + unit * len(free), 2 * max(share, 1)
+            break
         lack = sum([low * share - left * weight for weight, low, _ in under])
         spare = sum([left * weight - high * share for weight, _, high in over])
         if lack >= spare:
@@ -157,6 +146,12 @@ def _level(total: int, free: list[tuple[int, int, int]], unit: int) -> tuple[int
         else:
             free = [rank for rank in free if left * rank[0] <= rank[2] * share]
             left -= sum([high for _, _, high in over])
+    # half a sample per free rank for what rounding down takes off
+    above, below = 2 * left + unit * len(free), 2 * max(share, 1)
+    sizes = [min(max((above * weight // below - head) // unit, low), high) for weight, low, high, head in ranks]
+    if missing := total - sum(sizes):
+        _move(missing, sizes, whole, lowest if missing < 0 else highest, unit=unit, heads=heads)
+    return tuple(sizes)
 
 
 def _move(

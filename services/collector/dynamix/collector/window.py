@@ -104,6 +104,9 @@ def _namespace(report: Report, node: NodeMetrics) -> Traffic | str:
 def metric_window(report: Report, seen: Observation) -> MetricWindow:
     """The metric window of a report; a rank without an entry in systems or network stays unknown there."""
     node, network = seen.node, seen.network
+    totals, before = report.totals, report.totals_before
+    loss, accuracy = _ratio(totals.loss_sum, totals.num_samples), _ratio(totals.num_correct, totals.num_samples)
+    progress, noise_scale = _ratio(report.samples_seen, report.total_samples), _noise_scale(totals)
     if network.interval_s is not None:
         node = msgspec.structs.replace(node, interval_s=network.interval_s)
     return MetricWindow(
@@ -113,17 +116,36 @@ def metric_window(report: Report, seen: Observation) -> MetricWindow:
         node=report.node,
         probe=network.probe,
         optimizer_family=report.optimizer_family,
-        num_steps=report.totals.num_steps,
+        num_steps=totals.num_steps,
         ranks=tuple(
             RankMetrics(
                 rank=row.rank,
-                training=_training(row, report.totals.num_steps),
+                training=_training(row, totals.num_steps),
                 system=seen.systems.get(row.rank, SystemMetrics()),
                 network=network.by_rank.get(row.rank),
             )
             for row in report.rows
         ),
-        job_metrics=_job_metrics(report),
+        job_metrics=GlobalMetrics(
+            global_batch_size=totals.global_batch_size,
+            num_samples=totals.num_samples,
+            step_time_s=totals.time_s / max(1, totals.num_steps),
+            throughput=_ratio(totals.num_samples, totals.time_s),
+            loss=loss,
+            loss_change=_difference(loss, None if before is None else _ratio(before.loss_sum, before.num_samples)),
+            accuracy=accuracy,
+            accuracy_change=_difference(
+                accuracy, None if before is None else _ratio(before.num_correct, before.num_samples)
+            ),
+            held_out_accuracy=report.held_out_accuracy,
+            progress=None if progress is None else min(1.0, progress),
+            noise_scale=noise_scale,
+            sigma_norm_sq=None if noise_scale is None else _ratio(noise_scale, totals.global_batch_size),
+            local_drift=None if totals.drift is None else _ratio(totals.drift.spread, totals.drift.moved),
+            learning_rate=totals.learning_rate,
+            gradient_norm=totals.gradient_norm,
+            coding_gain=totals.coding_gain,
+        ),
         node_metrics=node,
         num_reports_dropped=report.num_reports_dropped,
         refused_pids=seen.refused_pids,
@@ -165,32 +187,6 @@ def _training(row: RankRow, num_steps: int) -> TrainingMetrics:
         update_time_s=row.update_time_s / steps,
         link_bytes_per_s=row.link_bytes_per_s,
         link_peer=row.link_peer,
-    )
-
-
-def _job_metrics(report: Report) -> GlobalMetrics:
-    totals, before = report.totals, report.totals_before
-    loss, accuracy = _ratio(totals.loss_sum, totals.num_samples), _ratio(totals.num_correct, totals.num_samples)
-    progress, noise_scale = _ratio(report.samples_seen, report.total_samples), _noise_scale(totals)
-    return GlobalMetrics(
-        global_batch_size=totals.global_batch_size,
-        num_samples=totals.num_samples,
-        step_time_s=totals.time_s / max(1, totals.num_steps),
-        throughput=_ratio(totals.num_samples, totals.time_s),
-        loss=loss,
-        loss_change=_difference(loss, None if before is None else _ratio(before.loss_sum, before.num_samples)),
-        accuracy=accuracy,
-        accuracy_change=_difference(
-            accuracy, None if before is None else _ratio(before.num_correct, before.num_samples)
-        ),
-        held_out_accuracy=report.held_out_accuracy,
-        progress=None if progress is None else min(1.0, progress),
-        noise_scale=noise_scale,
-        sigma_norm_sq=None if noise_scale is None else _ratio(noise_scale, totals.global_batch_size),
-        local_drift=None if totals.drift is None else _ratio(totals.drift.spread, totals.drift.moved),
-        learning_rate=totals.learning_rate,
-        gradient_norm=totals.gradient_norm,
-        coding_gain=totals.coding_gain,
     )
 
 
