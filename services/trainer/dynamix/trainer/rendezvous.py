@@ -139,9 +139,27 @@ def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None
     """
     found: list[int | None] = []
 
+    async def look_up() -> int | None:
+        async with asyncio.timeout(LOOKUP_S):
+            bus = await Bus.connect(settings, name=name, wait=False)
+            try:
+                start = await bus.newest(JOBS.name, subjects.of("job", job))
+                action = await bus.newest(ACTIONS.name, subjects.of("action", job))
+            finally:
+                await bus.close()
+        # others' jobs can push a start out of its stream, but no action
+        generations = [] if action is None else [decode(Action, action.subject, action.payload).generation]
+        if start is not None:
+            generation = decode(Job, start.subject, start.payload).generation
+            if generation > MAX_GENERATION:
+                _log.warning("%s has generation %d on the bus, which no job reaches: it was forged", job, generation)
+            else:
+                generations.append(generation)
+        return max(generations, default=None)
+
     def ask() -> None:
         try:
-            found.append(asyncio.run(_look_up(settings, job, name)))
+            found.append(asyncio.run(look_up()))
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the bus, training begins without an answer
             _log.info("cannot ask the bus for earlier starts of %s: %s: %s", job, type(error).__name__, error)
 
@@ -149,22 +167,3 @@ def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None
     thread.start()
     thread.join(LOOKUP_S)
     return found[0] if found else None
-
-
-async def _look_up(settings: BusSettings, job: str, name: str) -> int | None:
-    async with asyncio.timeout(LOOKUP_S):
-        bus = await Bus.connect(settings, name=name, wait=False)
-        try:
-            start = await bus.newest(JOBS.name, subjects.of("job", job))
-            action = await bus.newest(ACTIONS.name, subjects.of("action", job))
-        finally:
-            await bus.close()
-    # others' jobs can push a start out of its stream, but no action
-    generations = [] if action is None else [decode(Action, action.subject, action.payload).generation]
-    if start is not None:
-        generation = decode(Job, start.subject, start.payload).generation
-        if generation > MAX_GENERATION:
-            _log.warning("%s has generation %d on the bus, which no job reaches: it was forged", job, generation)
-        else:
-            generations.append(generation)
-    return max(generations, default=None)
