@@ -5,7 +5,7 @@ what the ranks read of their own sockets, /proc counts a whole network namespace
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -60,15 +60,9 @@ def read_network(
 
     `node` is what the collector read of the machine, `kernel` what eBPF counted, or why it did not.
     """
-    probes: dict[Probe, Callable[[], Traffic | str]] = {
-        "ebpf": lambda: kernel,
-        "tcp_info": lambda: _tcp_info(report),
-        "proc": lambda: _namespace(report, node),
-    }
     reasons: list[str] = []
-    for name, probe in probes.items():
+    for name, found in (("ebpf", kernel), ("tcp_info", _tcp_info(report)), ("proc", _namespace(report, node))):
         if wanted in ("auto", name):
-            found = probe()
             if not isinstance(found, str):
                 return found._replace(note="; ".join(reasons))
             reasons.append(f"{name}: {found}")

@@ -117,8 +117,13 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def write(self, path: Path) -> None:
         """Write the file, closed to others, and the broker's accounts.conf in the folder above its own."""
         output_files.write(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n", mode=0o600)
+        operator, system = Key(self.operator), Key(self.accounts[SYSTEM_ACCOUNT]).public
+        claims = {"type": "operator", "version": 2, "system_account": system}
+        jwt = operator.sign_jwt(operator.public, "dynamix", claims)
+        preload = "".join(f"  {account}: {signed}\n" for account, signed in self.account_jwts().items())
+        text = f"{_HEAD}operator: {jwt}\nsystem_account: {system}\nresolver_preload {{\n{preload}}}\n"
         accounts = path.absolute().parent.parent / "accounts.conf"
-        output_files.write(accounts, self.accounts_conf().encode())
+        output_files.write(accounts, text.encode())
         accounts.chmod(0o644)  # whatever the umask: the broker runs as another user
 
     def issue(self, name: str, role: str, limits: Sequence[str], *, days: int) -> Credential:
@@ -187,14 +192,6 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             claims |= {"revocations": revoked} if revoked else {}
             jwts[account] = operator.sign_jwt(account, name, claims)
         return jwts
-
-    def accounts_conf(self) -> str:
-        """The text that nats.conf includes."""
-        operator, system = Key(self.operator), Key(self.accounts[SYSTEM_ACCOUNT]).public
-        claims = {"type": "operator", "version": 2, "system_account": system}
-        jwt = operator.sign_jwt(operator.public, "dynamix", claims)
-        accounts = "".join(f"  {account}: {signed}\n" for account, signed in self.account_jwts().items())
-        return f"{_HEAD}operator: {jwt}\nsystem_account: {system}\nresolver_preload {{\n{accounts}}}\n"
 
     def _sign(self, name: str, role: str, tags: tuple[str, ...], expires: int) -> Credential:
         user, claims = Key.generate("user"), {"type": "user", "version": 2}
