@@ -13,7 +13,6 @@ import msgspec
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages import (
     GlobalMetrics,
-    JobTotals,
     MetricWindow,
     NetworkMetrics,
     NodeMetrics,
@@ -100,7 +99,9 @@ def metric_window(report: Report, seen: Observation) -> MetricWindow:
     node, network = seen.node, seen.network
     totals, before = report.totals, report.totals_before
     loss, accuracy = _ratio(totals.loss_sum, totals.num_samples), _ratio(totals.num_correct, totals.num_samples)
-    progress, noise_scale = _ratio(report.samples_seen, report.total_samples), _noise_scale(totals)
+    progress, noise, noise_scale = _ratio(report.samples_seen, report.total_samples), totals.noise, None
+    if noise is not None and noise.squared_norm > 0 and noise.trace >= 0:  # else a smoothed moment is not positive
+        noise_scale = _ratio(noise.trace, noise.squared_norm)  # B_noise = S / |G_true|^2 (method section 5.2)
     if network.interval_s is not None:
         node = msgspec.structs.replace(node, interval_s=network.interval_s)
     return MetricWindow(
@@ -182,14 +183,6 @@ def _training(row: RankRow, num_steps: int) -> TrainingMetrics:
         link_bytes_per_s=row.link_bytes_per_s,
         link_peer=row.link_peer,
     )
-
-
-def _noise_scale(totals: JobTotals) -> float | None:
-    """B_noise = S / |G_true|^2 (method section 5.2); masked while a smoothed moment is not positive."""
-    noise = totals.noise
-    if noise is None or noise.squared_norm <= 0 or noise.trace < 0:
-        return None
-    return _ratio(noise.trace, noise.squared_norm)
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:
