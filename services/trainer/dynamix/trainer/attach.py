@@ -1,5 +1,6 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
+import gc
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,6 @@ from dynamix.trainer.data.plan import Division
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.exchange.servers import GradientServers
-from dynamix.trainer.exchange.transport import forget_imports
 from dynamix.trainer.gradient.clock import Clock, DeviceClock
 from dynamix.trainer.gradient.hook import BaseHook, CoveredModels, GradientHook, Reduction, StepWeights
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, Updates
@@ -182,7 +182,9 @@ def attach(
     environment = read_environment()
     world_size = world_size_of(models, environment.launch.world_size)
     averaging = averaging_of(models, weighting, world_size)
-    forget_imports()
+    # The first DDP model imports torch._dynamo, which leaves its frames in a cycle (`torch.fx.wrap`), and with them
+    # those of all callers: what they name, such as the model and its group, would live to the end of the process.
+    gc.collect()
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
     options = options_of(
         *(given, models, optimizers),
