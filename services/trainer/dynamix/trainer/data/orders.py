@@ -214,11 +214,6 @@ class Orders(ABC):
         self._ends: tuple[int, Order] | None = None
         self._expected: tuple[int, int] | None = None
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of an epoch."""
-        return self.identity.num_samples
-
     def connect(self, ranks: Ranks, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
         """Communicate with the other ranks from now on; a collective call, which compares a few samples by index.
 
@@ -271,7 +266,7 @@ class Orders(ABC):
                 "micro_batch_size), for sizes are in tokens: raise the bound or cut the sample"
             )
         self._token_counts = counts.astype(np.int64)
-        num_tokens = round(int(counts.sum()) * self.num_samples / len(counts))
+        num_tokens = round(int(counts.sum()) * self.identity.num_samples / len(counts))
         self.identity = self.identity._replace(num_tokens=num_tokens)
 
     def ends_of(self, epoch: int) -> Order | None:
@@ -292,7 +287,7 @@ class Orders(ABC):
     def size_of(self, epoch: int) -> int:
         """Samples or tokens of an epoch."""
         ends = self.ends_of(epoch)
-        return self.num_samples if ends is None else int(ends[-1])
+        return self.identity.num_samples if ends is None else int(ends[-1])
 
     def order_of(self, epoch: int) -> Order:
         """The samples of an epoch, in order; the newest epoch's is kept."""
@@ -370,14 +365,14 @@ class SampledOrders(Orders):
 
     def _make_order(self, epoch: int) -> Order:
         assert self._ranks is not None, "not connected"
-        failed = np.full(self.num_samples, NOT_DRAWN)
+        failed = np.full(self.identity.num_samples, NOT_DRAWN)
         if self._ranks.rank > 0:
             order = self._ranks.share_order(failed)
             if order[0] == NOT_DRAWN:
                 raise RuntimeError(f"rank 0 could not draw the order of epoch {epoch}: its error says why")
             return order
         try:
-            order = self._draw(epoch, self.num_samples)
+            order = self._draw(epoch, self.identity.num_samples)
         except BaseException:
             self._ranks.share_order(failed)
             raise
