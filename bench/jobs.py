@@ -89,8 +89,7 @@ class NodeWindow(NamedTuple):
     def at(self, window: int) -> "NodeWindow":
         """The same measurements as those of another window."""
         totals = msgspec.structs.replace(self.report.totals, window=window)
-        first_step = window * totals.num_steps
-        report = msgspec.structs.replace(self.report, window=window, first_step=first_step, totals=totals)
+        report = msgspec.structs.replace(self.report, window=window, totals=totals)
         return self._replace(report=report)
 
     def collected(self) -> MetricWindow:
@@ -110,8 +109,6 @@ def node_window(job: Job, node: NodeRanks, rng: np.random.Generator) -> NodeWind
         window=0,
         node=node.node,
         optimizer_family=job.optimizer_family,
-        first_step=0,
-        epoch=0,
         samples_seen=num_samples,
         rows=tuple(_row(job, rank, rng) for rank in node.ranks),
         totals=JobTotals(

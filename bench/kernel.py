@@ -34,7 +34,9 @@ GBIT = 1e9 / 8
 
 # --- the probe's programs --------------------------------------------------------------------------------------------
 
-_PROG_LOAD, _ENABLE_STATS, _CGROUP_SKB = 5, 32, 8
+_PROG_LOAD, _PROG_QUERY, _ENABLE_STATS, _CGROUP_SKB = 5, 16, 32, 8
+_MAX_PROGRAMS = 64
+"""Most programs that the kernel permits at one place (BPF_CGROUP_MAX_PROGS)."""
 _RETURN_1 = bytes.fromhex("b700000001000000 9500000000000000")
 """Two instructions: r0 = 1, exit."""
 _LICENSE = b"Apache-2.0\0"
@@ -98,6 +100,17 @@ class Programs:
         """Nanoseconds and number of runs of the programs by name, counted while `measured`."""
         infos = [syscall.program_info(descriptor) for descriptor in (*self._descriptors, self._empty)]
         return {info.name: (info.run_time_ns, info.num_runs) for info in infos}
+
+
+def programs_of(group: Path) -> list[int]:
+    """Ids of our kinds of programs that are attached to this very control group."""
+    found: list[int] = []
+    with opened(group) as directory:
+        for kind in PROGRAMS.values():
+            ids = (ctypes.c_uint32 * _MAX_PROGRAMS)()
+            _call(_PROG_QUERY, struct.pack("=IIIIQI", directory, kind, 0, 0, ctypes.addressof(ids), len(ids)))
+            found += filter(None, ids)
+    return found
 
 
 @contextlib.contextmanager
@@ -315,8 +328,7 @@ def _clean_mount(*, tolerant: bool) -> Path:
     mount = v2_mount(Path("/proc/self/mountinfo").read_text())
     if mount is None:
         raise BenchmarkError("no control groups of version 2 are mounted: see `dynamix doctor`")
-    with opened(mount) as group:
-        num = sum(len(syscall.attached(group, kind)) for kind in PROGRAMS.values())
+    num = len(programs_of(mount))
     if num and not tolerant:
         raise BenchmarkError(
             f"{num} programs are attached to {mount} and would count in every arm: stop the collectors first "

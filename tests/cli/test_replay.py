@@ -29,7 +29,7 @@ def test_equal_is_zero(into: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_all_be_compared_is_one_and_not_called_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    middle = next(record.sequence for record in records(DEMO) if Matching("state", 10)(record))
+    middle = next(record.sequence for record in records(DEMO) if Matching("window", 10)(record))
     later = changed(
         DEMO, tmp_path / "later.dxc", lambda one: one if one.stream != "FEED" or one.sequence >= middle else None
     )

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from bench.hosts import Hosts, Link
+from bench.kernel import programs_of
 from tests.support.sockets import connected, connected_over, cookie, read, send, tcp_info
 
-from dynamix.collector.ebpf import syscall
-from dynamix.collector.ebpf.probe import PROGRAMS, SocketProbe, open_probe, opened, v2_mount
+from dynamix.collector.ebpf.probe import SocketProbe, open_probe, v2_mount
 from dynamix.collector.ebpf.syscall import ProbeError
 from dynamix.collector.shown import STATS_ENABLED, ShownWindows
 from dynamix.runtime.metrics import ServiceMetrics
@@ -44,11 +44,6 @@ def group() -> Iterator[Path]:
     directory.mkdir()
     yield directory
     directory.rmdir()
-
-
-def attached_to(directory: Path) -> list[int]:
-    with opened(directory) as descriptor:
-        return [identity for kind in PROGRAMS.values() for identity in syscall.attached(descriptor, kind)]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -111,10 +106,10 @@ def test_nothing_stays_attached_after_kill_9(group: Path) -> None:
     command = [sys.executable, "-c", HOLD.format(directory=str(group))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "attached\n"
-        assert len(attached_to(group)) == 2
+        assert len(programs_of(group)) == 2
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert attached_to(group) == []
+    assert programs_of(group) == []
 
 
 def test_without_capabilities_it_says_which_it_needs() -> None:

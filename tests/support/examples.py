@@ -97,8 +97,6 @@ def report(node: str = "node-a", ranks: tuple[int, ...] = (0, 1), window: int = 
         "window": window,
         "node": node,
         "optimizer_family": "sgd",
-        "first_step": window * 10,
-        "epoch": 0,
         "samples_seen": (window + 1) * 5120,
         "rows": tuple(row(rank) for rank in ranks),
         "totals": totals(window),

@@ -50,7 +50,7 @@ class OldServer:
         """As of the bus, or refused for another action than is expected."""
         if self._is_old("publish_next"):
             last = self._old["publish_next"][1]
-            raise StaleWriterError(f"wrong last sequence: {last}", last)
+            raise StaleWriterError(f"wrong last sequence: {last}")
         return await self._bus.publish_next(action, expected_last=expected_last)
 
     def _is_old(self, what: str) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from dynamix.schemas.messages import NodeRanks, SeenTrace, Trace
+from dynamix.schemas.messages import FieldView, NodeRanks, SeenTrace, Trace
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.schemas.policies import STIGMERGY_OPTIONS
 from dynamix.trainer.data.plan import Schedule
@@ -29,14 +29,19 @@ def trace(node: str, activity: float, window: int = 0, appetite: float = 80.0) -
     )
 
 
-def field(*, keeps_global_batch: bool = True) -> TraceField:
-    return TraceField(
-        NODES,
-        STIGMERGY_OPTIONS,
+def seen_by_all(*, keeps_global_batch: bool, rate_exponent: float) -> FieldView:
+    return FieldView(
+        activity=(),
+        own=None,
         keeps_global_batch=keeps_global_batch,
-        rate_exponent=0.5,
+        rate_exponent=rate_exponent,
+        options=STIGMERGY_OPTIONS,
         base_global_batch_size=80,
     )
+
+
+def field(*, keeps_global_batch: bool = True) -> TraceField:
+    return TraceField(NODES, seen_by_all(keeps_global_batch=keeps_global_batch, rate_exponent=0.5))
 
 
 def laid(*traces: Trace, window: int = 2, keeps_global_batch: bool = True) -> TraceField:
@@ -110,7 +115,7 @@ def test_without_traces_nothing_changes() -> None:
 
 def test_an_agent_sees_its_own_cell_and_those_beside_it_only() -> None:
     nodes = tuple(NodeRanks(node=f"n{index}", ranks=(index,)) for index in range(5))
-    ring = TraceField(nodes, STIGMERGY_OPTIONS, keeps_global_batch=False, rate_exponent=0.0, base_global_batch_size=160)
+    ring = TraceField(nodes, seen_by_all(keeps_global_batch=False, rate_exponent=0.0))
     left = {
         f"n{index}": Trace(
             job="job",
@@ -126,7 +131,7 @@ def test_an_agent_sees_its_own_cell_and_those_beside_it_only() -> None:
     }
     ring.take(ring.numbers_of(left), 4)
     view = ring.view("n0")
-    assert (view.activity, view.base_global_batch_size) == ((1.0,), 160)
+    assert (view.activity, view.base_global_batch_size) == ((1.0,), 80)
     assert view.own == SeenTrace(strength=0.5, appetite=0.0, waiting_s=0.0)
     assert [seen.appetite for seen in view.around] == [1.0, 4.0]
     assert laid(trace("a", 1.0)).view("b").around == (SeenTrace(strength=1.0, appetite=80.0, waiting_s=0.25),)

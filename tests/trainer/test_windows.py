@@ -1,6 +1,6 @@
 """Where windows end: by themselves, and in a whole small job on real gloo ranks."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from random import Random
 
 import pytest
@@ -86,8 +86,9 @@ def test_ranks_with_short_steps_end_the_same_longer_windows_and_report_how_long_
     window_steps = 10 if num_workers == 0 else 20  # 14 batches are drawn ahead
     reports = [message for message in published[0] if isinstance(message, Report)]
     assert [report.window for report in reports] == list(range(len(reports)))
-    ends = [report.first_step + report.totals.num_steps for report in reports]
-    assert [report.first_step for report in reports] == [0, *ends[:-1]]
+    ends = list(accumulate(report.totals.num_steps for report in reports))
+    used = accumulate(report.totals.num_samples for report in reports)
+    assert [report.samples_seen for report in reports] == list(used)
     assert all(report.totals.num_steps == window_steps * report.stretch for report in reports)
     assert {report.stretch for report in reports[:FIRST_WINDOWS]} == {1}
     assert all(report.stretch > 1 for report in reports[FIRST_WINDOWS + 1 :])

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .codec import MalformedMessageError
-from .messages import MetricWindow, NetworkMetrics, State, SystemMetrics, TrainingMetrics
+from .messages import MetricWindow, State, SystemMetrics, TrainingMetrics
 
 FEATURE_VERSION = 8
 """Raised whenever the lists change. A name keeps its meaning: policies learned before find theirs by name."""
@@ -86,6 +86,7 @@ _RANK_PATHS = {
 }
 _OF_NODES = ("load_per_cpu", *(name for name in RANK_INDEX if name.startswith("node_")))
 _TRAFFIC = ("tx_bytes_per_s", "rx_bytes_per_s", "retransmits", "srtt_us")
+_NO_TRAFFIC: Values = (None,) * len(_TRAFFIC)
 _KNOWN = (*_RANK_PATHS, *_TRAFFIC, *_OF_NODES, "sigma_norm", "sigma_norm_sq")
 """Values of a rank in a metric window, in the order in which they are read; the fold fills in the others."""
 
@@ -97,6 +98,18 @@ _COLUMNS = [_KNOWN.index(name) if name in _KNOWN else len(_KNOWN) for name in RA
 
 def state_of(window: MetricWindow) -> State:
     """The state vectors of a metric window: computed in float64, rounded once to float32, packed little-endian."""
+    node, sigma_norm_sq = window.node_metrics, window.job_metrics.sigma_norm_sq
+    sigma_norm = None if sigma_norm_sq is None or sigma_norm_sq < 0 else math.sqrt(sigma_norm_sq)
+    shared = (*_OF_NODE(node), sigma_norm, sigma_norm_sq, None)
+    rows = []
+    for rank in window.ranks:
+        network, time_s, traffic = rank.network, rank.training.step_time_s * window.num_steps, _NO_TRAFFIC
+        if window.probe in ("ebpf", "proc"):  # counted over the collector's own interval, not over the window
+            time_s = node.interval_s or 0.0
+        if network is not None:
+            rates = (network.tx_bytes / time_s, network.rx_bytes / time_s) if time_s > 0 else (None, None)
+            traffic = (*rates, network.retransmits, network.srtt_us)
+        rows.append((*_OF_RANK(rank), *traffic, *shared))  # as `_KNOWN`
     return State(
         job=window.job,
         generation=window.generation,
@@ -104,7 +117,7 @@ def state_of(window: MetricWindow) -> State:
         node=window.node,
         feature_version=FEATURE_VERSION,
         ranks=tuple(rank.rank for rank in window.ranks),
-        features=_pack(np.array(_rank_values(window), dtype=np.float64)[:, _COLUMNS]),
+        features=_pack(np.array(rows, dtype=np.float64)[:, _COLUMNS]),
         global_features=_pack(np.array(_OF_JOB(window), dtype=np.float64)),
     )
 
@@ -147,27 +160,6 @@ def unpack_global(state: State) -> Array32:
     """Features of the job: float32, one per `GLOBAL_FEATURES`; NaN where unknown. Raises as `check_state`."""
     check_state(state)
     return np.frombuffer(state.global_features, dtype="<f4").astype(np.float32)
-
-
-def _rank_values(window: MetricWindow) -> list[Values]:
-    """Every value known of each rank, in the order of `_KNOWN`."""
-    node, sigma_norm_sq = window.node_metrics, window.job_metrics.sigma_norm_sq
-    sigma_norm = None if sigma_norm_sq is None or sigma_norm_sq < 0 else math.sqrt(sigma_norm_sq)
-    shared = (*_OF_NODE(node), sigma_norm, sigma_norm_sq, None)
-    times_s = [rank.training.step_time_s * window.num_steps for rank in window.ranks]
-    if window.probe in ("ebpf", "proc"):  # counted over the collector's own interval, not over the window
-        times_s = [node.interval_s or 0.0] * len(times_s)
-    ranks = zip(window.ranks, times_s, strict=True)
-    return [(*_OF_RANK(rank), *_traffic(rank.network, time_s), *shared) for rank, time_s in ranks]
-
-
-def _traffic(network: NetworkMetrics | None, time_s: float) -> Values:
-    """Rates, retransmitted segments and round trip time of one rank; rates only over some time."""
-    if network is None:
-        return None, None, None, None
-    if time_s <= 0:
-        return None, None, network.retransmits, network.srtt_us
-    return network.tx_bytes / time_s, network.rx_bytes / time_s, network.retransmits, network.srtt_us
 
 
 def _pack(values: npt.NDArray[np.float64]) -> bytes:

@@ -33,11 +33,6 @@ class Sight(NamedTuple):
         return self.report.totals
 
     @property
-    def step_s(self) -> float:
-        """Mean time of a step."""
-        return _ratio(self.totals.time_s, self.totals.num_steps)
-
-    @property
     def in_force(self) -> float:
         """The global batch in effect in the window."""
         return float(self.totals.global_batch_size)
@@ -46,7 +41,7 @@ class Sight(NamedTuple):
 Look = Callable[[Sight], float]
 
 _LOOKS: Mapping[str, Look] = {
-    "waiting_share": lambda seen: _ratio(seen.waiting_s, seen.step_s),
+    "waiting_share": lambda seen: _ratio(seen.waiting_s, _step_s(seen.totals)),
     "least_sync_share": lambda seen: min(_shares(seen, "sync_time_s"), default=math.nan),
     "most_sync_share": lambda seen: max(_shares(seen, "sync_time_s"), default=math.nan),
     "least_compute_share": lambda seen: min(_shares(seen, "compute_time_s"), default=math.nan),
@@ -57,10 +52,10 @@ _LOOKS: Mapping[str, Look] = {
     "batch_to_noise_log2": lambda seen: _log2(_ratio(seen.in_force, _noise_scale(seen))),
     "batch_to_base_log2": lambda seen: _log2(_ratio(seen.in_force, seen.view.base_global_batch_size)),
     "batch_change_log2": lambda seen: _change(seen, lambda totals: totals.global_batch_size),
-    "step_time_change_log2": lambda seen: _change(seen, lambda totals: _ratio(totals.time_s, totals.num_steps)),
+    "step_time_change_log2": lambda seen: _change(seen, _step_s),
     "loss_change_log2": lambda seen: _change(seen, lambda totals: _ratio(totals.loss_sum, totals.num_samples)),
     "accuracy": lambda seen: _ratio(seen.totals.num_correct, seen.totals.num_samples),
-    "held_out_accuracy": lambda seen: _known(seen.report.held_out_accuracy),
+    "held_out_accuracy": lambda seen: _ratio(seen.report.held_out_accuracy, 1.0),
     "own_strength": lambda seen: 0.0 if seen.view.own is None else seen.view.own.strength,
     "around_strength": lambda seen: sum(trace.strength for trace in seen.view.around),
     "own_appetite_to_batch_log2": lambda seen: _appetite([] if seen.view.own is None else [seen.view.own], seen),
@@ -99,6 +94,10 @@ def _speed_changes(seen: Sight) -> list[float]:
     ]
 
 
+def _step_s(totals: JobTotals) -> float:
+    return _ratio(totals.time_s, totals.num_steps)
+
+
 def _noise_scale(seen: Sight) -> float:
     noise = seen.totals.noise
     return math.nan if noise is None else _ratio(noise.trace, noise.squared_norm)
@@ -112,10 +111,6 @@ def _change(seen: Sight, number_of: Callable[[JobTotals], float]) -> float:
     """Doublings since the window before."""
     before = seen.report.totals_before
     return math.nan if before is None else _log2(_ratio(number_of(seen.totals), number_of(before)))
-
-
-def _known(number: float | None) -> float:
-    return math.nan if number is None else number
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -293,8 +293,6 @@ class Report(Message, frozen=True, kw_only=True, array_like=True):
     window: Count
     node: Token
     optimizer_family: OptimizerFamily
-    first_step: Count
-    epoch: Count
     samples_seen: Count
     """Position of the run in samples at the end of the window, over all epochs."""
     rows: Annotated[tuple[RankRow, ...], Meta(min_length=1, max_length=4096)]

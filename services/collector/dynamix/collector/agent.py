@@ -153,8 +153,7 @@ def _wish(report: Report, view: FieldView, options: Mapping[str, float], waiting
     if noise_scale == math.inf:
         return None
     exponent = options["rate_weight"] * view.rate_exponent
-    base = view.base_global_batch_size
-    most = most_worthwhile(noise_scale, base) if base else math.inf  # a report of before there was a bound
+    most = most_worthwhile(noise_scale, view.base_global_batch_size)
     compute_s = max(step_s - waiting_s, 0.0)
     factors: list[float] = [
         options["max_change"] ** (index / NUM_CANDIDATES) for index in range(-NUM_CANDIDATES, NUM_CANDIDATES + 1)

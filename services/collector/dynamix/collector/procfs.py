@@ -328,7 +328,15 @@ class Readings:
         metrics = replace(metrics, cpu_time_ratio=cpu_s / interval_s)
         if family.threads is None or before.threads is None:
             return metrics
-        waited_ns, num_switches = _increase(family.threads, before.threads, int(interval_s * 1e9))
+        # by thread: one that ended takes its last piece with it, rather than the whole sum back; one that is new, or
+        # whose id was used before by another, counts from zero
+        waited_ns = num_switches = 0
+        for tid, counters in family.threads.items():
+            start = before.threads.get(tid)
+            if start is None or counters.num_switches < start.num_switches or counters.wait_ns < start.wait_ns:
+                start = ThreadCounters(0, 0)
+            waited_ns += min(int(interval_s * 1e9), counters.wait_ns - start.wait_ns)  # what is more was slept
+            num_switches += counters.num_switches - start.num_switches
         return replace(
             metrics,
             run_queue_wait_ratio=waited_ns / 1e9 / interval_s,
@@ -369,24 +377,6 @@ class Readings:
             return metrics
         waited_s = max(0, host.wait_ns - before.host.wait_ns) / 1e9
         return replace(metrics, run_queue_wait_ratio=waited_s / interval_s / max(1, host.num_processors))
-
-
-def _increase(
-    now: Mapping[int, ThreadCounters], before: Mapping[int, ThreadCounters], interval_ns: int
-) -> tuple[int, int]:
-    """Nanoseconds waited and switches since the reading before, summed thread by thread.
-
-    One that ended takes its last piece with it, rather than the whole sum back; one that is new, or whose id was used
-    before by another, counts from zero. None can have waited longer than the interval: what is more was slept.
-    """
-    waited_ns = num_switches = 0
-    for tid, counters in now.items():
-        start = before.get(tid)
-        if start is None or counters.num_switches < start.num_switches or counters.wait_ns < start.wait_ns:
-            start = ThreadCounters(0, 0)
-        waited_ns += min(interval_ns, counters.wait_ns - start.wait_ns)
-        num_switches += counters.num_switches - start.num_switches
-    return waited_ns, num_switches
 
 
 def _or_none(read: Callable[[], T]) -> T | None:

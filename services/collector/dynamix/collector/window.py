@@ -5,7 +5,7 @@ what the ranks read of their own sockets, /proc counts a whole network namespace
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -13,7 +13,6 @@ import msgspec
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages import (
     GlobalMetrics,
-    JobTotals,
     MetricWindow,
     NetworkMetrics,
     NodeMetrics,
@@ -60,15 +59,9 @@ def read_network(
 
     `node` is what the collector read of the machine, `kernel` what eBPF counted, or why it did not.
     """
-    probes: dict[Probe, Callable[[], Traffic | str]] = {
-        "ebpf": lambda: kernel,
-        "tcp_info": lambda: _tcp_info(report),
-        "proc": lambda: _namespace(report, node),
-    }
     reasons: list[str] = []
-    for name, probe in probes.items():
+    for name, found in (("ebpf", kernel), ("tcp_info", _tcp_info(report)), ("proc", _namespace(report, node))):
         if wanted in ("auto", name):
-            found = probe()
             if not isinstance(found, str):
                 return found._replace(note="; ".join(reasons))
             reasons.append(f"{name}: {found}")
@@ -104,6 +97,11 @@ def _namespace(report: Report, node: NodeMetrics) -> Traffic | str:
 def metric_window(report: Report, seen: Observation) -> MetricWindow:
     """The metric window of a report; a rank without an entry in systems or network stays unknown there."""
     node, network = seen.node, seen.network
+    totals, before = report.totals, report.totals_before
+    loss, accuracy = _ratio(totals.loss_sum, totals.num_samples), _ratio(totals.num_correct, totals.num_samples)
+    progress, noise, noise_scale = _ratio(report.samples_seen, report.total_samples), totals.noise, None
+    if noise is not None and noise.squared_norm > 0 and noise.trace >= 0:  # else a smoothed moment is not positive
+        noise_scale = _ratio(noise.trace, noise.squared_norm)  # B_noise = S / |G_true|^2 (method section 5.2)
     if network.interval_s is not None:
         node = msgspec.structs.replace(node, interval_s=network.interval_s)
     return MetricWindow(
@@ -113,17 +111,36 @@ def metric_window(report: Report, seen: Observation) -> MetricWindow:
         node=report.node,
         probe=network.probe,
         optimizer_family=report.optimizer_family,
-        num_steps=report.totals.num_steps,
+        num_steps=totals.num_steps,
         ranks=tuple(
             RankMetrics(
                 rank=row.rank,
-                training=_training(row, report.totals.num_steps),
+                training=_training(row, totals.num_steps),
                 system=seen.systems.get(row.rank, SystemMetrics()),
                 network=network.by_rank.get(row.rank),
             )
             for row in report.rows
         ),
-        job_metrics=_job_metrics(report),
+        job_metrics=GlobalMetrics(
+            global_batch_size=totals.global_batch_size,
+            num_samples=totals.num_samples,
+            step_time_s=totals.time_s / max(1, totals.num_steps),
+            throughput=_ratio(totals.num_samples, totals.time_s),
+            loss=loss,
+            loss_change=_difference(loss, None if before is None else _ratio(before.loss_sum, before.num_samples)),
+            accuracy=accuracy,
+            accuracy_change=_difference(
+                accuracy, None if before is None else _ratio(before.num_correct, before.num_samples)
+            ),
+            held_out_accuracy=report.held_out_accuracy,
+            progress=None if progress is None else min(1.0, progress),
+            noise_scale=noise_scale,
+            sigma_norm_sq=None if noise_scale is None else _ratio(noise_scale, totals.global_batch_size),
+            local_drift=None if totals.drift is None else _ratio(totals.drift.spread, totals.drift.moved),
+            learning_rate=totals.learning_rate,
+            gradient_norm=totals.gradient_norm,
+            coding_gain=totals.coding_gain,
+        ),
         node_metrics=node,
         num_reports_dropped=report.num_reports_dropped,
         refused_pids=seen.refused_pids,
@@ -166,40 +183,6 @@ def _training(row: RankRow, num_steps: int) -> TrainingMetrics:
         link_bytes_per_s=row.link_bytes_per_s,
         link_peer=row.link_peer,
     )
-
-
-def _job_metrics(report: Report) -> GlobalMetrics:
-    totals, before = report.totals, report.totals_before
-    loss, accuracy = _ratio(totals.loss_sum, totals.num_samples), _ratio(totals.num_correct, totals.num_samples)
-    progress, noise_scale = _ratio(report.samples_seen, report.total_samples), _noise_scale(totals)
-    return GlobalMetrics(
-        global_batch_size=totals.global_batch_size,
-        num_samples=totals.num_samples,
-        step_time_s=totals.time_s / max(1, totals.num_steps),
-        throughput=_ratio(totals.num_samples, totals.time_s),
-        loss=loss,
-        loss_change=_difference(loss, None if before is None else _ratio(before.loss_sum, before.num_samples)),
-        accuracy=accuracy,
-        accuracy_change=_difference(
-            accuracy, None if before is None else _ratio(before.num_correct, before.num_samples)
-        ),
-        held_out_accuracy=report.held_out_accuracy,
-        progress=None if progress is None else min(1.0, progress),
-        noise_scale=noise_scale,
-        sigma_norm_sq=None if noise_scale is None else _ratio(noise_scale, totals.global_batch_size),
-        local_drift=None if totals.drift is None else _ratio(totals.drift.spread, totals.drift.moved),
-        learning_rate=totals.learning_rate,
-        gradient_norm=totals.gradient_norm,
-        coding_gain=totals.coding_gain,
-    )
-
-
-def _noise_scale(totals: JobTotals) -> float | None:
-    """B_noise = S / |G_true|^2 (method section 5.2); masked while a smoothed moment is not positive."""
-    noise = totals.noise
-    if noise is None or noise.squared_norm <= 0 or noise.trace < 0:
-        return None
-    return _ratio(noise.trace, noise.squared_norm)
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:

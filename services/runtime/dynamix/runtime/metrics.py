@@ -184,10 +184,6 @@ MAX_CONNECTIONS = 16
 TEXT = "text/plain; charset=utf-8"
 
 
-class PortError(OSError):
-    """The port cannot be listened on; the message has the reason and the fix."""
-
-
 class MetricsServer:
     """Answers while `async with` lasts. It neither knows users nor encrypts: loopback, unless a network is trusted.
 
@@ -215,7 +211,7 @@ class MetricsServer:
             if error.errno == errno.EADDRINUSE:
                 why = f"port {self.port} of {self._host} is taken by another process"
             fix = "set DYNAMIX_METRICS_PORT or --metrics-port to a free one, or to 0 for no metrics"
-            raise PortError(f"{why}: {fix}") from error
+            raise OSError(f"{why}: {fix}") from error
         self.port = self._server.sockets[0].getsockname()[1]
         logger.info("metrics and health on http://%s:%d", self._host, self.port)
         return self

@@ -1,5 +1,6 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
+import gc
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,6 @@ from dynamix.trainer.data.plan import Division
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.exchange.servers import GradientServers
-from dynamix.trainer.exchange.transport import forget_imports
 from dynamix.trainer.gradient.clock import Clock, DeviceClock
 from dynamix.trainer.gradient.hook import BaseHook, CoveredModels, GradientHook, Reduction, StepWeights
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, Updates
@@ -83,7 +83,6 @@ def attach(
     reduction: Reduction = "mean",
     weighting: Weighting = "auto",
     base_hook: BaseHook | None = None,
-    base_hook_state: object = None,
     exchange: ExchangePermission | Exchange = "exact",
     optimizer_family: OptimizerFamily | None = None,
     policy: str | None = None,
@@ -141,8 +140,8 @@ def attach(
         learning_rate_rule: `sqrt`, `linear` or `none`, of the global batch size over `base_global_batch_size`.
         reduction: how the loss combines its samples, `mean` or `sum`.
         weighting: `hook` (DDP), `loss` (call `session.scale_loss`), or `auto` by the model's type.
-        base_hook: your own DDP communication hook; it must average over ranks, as torch's do.
-        base_hook_state: its state.
+        base_hook: your own DDP communication hook, called with None as its state: bind a state by `functools.partial`.
+            It must average over ranks, as torch's do.
         exchange: what decisions may do to the gradient exchange: `exact` permits other routes and lossless codecs,
             `lossy` also rounding, with the error added to the next step's gradient, `local` also several steps between
             two averagings. An `Exchange` sets it for the whole run instead. It needs our own hook.
@@ -183,7 +182,9 @@ def attach(
     environment = read_environment()
     world_size = world_size_of(models, environment.launch.world_size)
     averaging = averaging_of(models, weighting, world_size)
-    forget_imports()
+    # The first DDP model imports torch._dynamo, which leaves its frames in a cycle (`torch.fx.wrap`), and with them
+    # those of all callers: what they name, such as the model and its group, would live to the end of the process.
+    gc.collect()
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
     options = options_of(
         *(given, models, optimizers),
@@ -323,7 +324,6 @@ def _gradients(
             is_in_parts=options.micro_batch_size is not None,
         )
         losses.look_at_modules(models)
-    base_hook, base_state = given["base_hook"], given["base_hook_state"]
 
     def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
         return GradientHook(
@@ -332,8 +332,7 @@ def _gradients(
             weights,
             reduction=options.reduction,
             noise_every=options.noise_every,
-            base_hook=base_hook,
-            base_state=base_state,
+            base_hook=given["base_hook"],
             exchange=exchanges.of_model(covered),
             losses=losses,
         )

@@ -77,7 +77,11 @@ def meet_ranks(
         last = last_generation(bus, job, name=f"{SERVICE}-{node_name(environment.shared)}")
     # ports of connections that carry no gradients: the broker, and the store of torch.distributed
     ports = set() if bus is None else {urlsplit(url.strip()).port or NATS_PORT for url in bus.url.split(",")}
-    if isinstance(store := _innermost_store(), dist.TCPStore):  # type: ignore[attr-defined]
+    # torch has no public name for the first, and its stubs lack the other names
+    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None  # noqa: SLF001
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    if is_tcp := isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         ports.add(store.port)
     sockets = PeerSockets(ports)
     peers = collectives.gather_objects(
@@ -92,8 +96,13 @@ def meet_ranks(
             options=options.fingerprint | data._asdict(),
         )
     )
-    if launch.elastic and not launch.connects_late and collectives.rank == 0 and collectives.world_size > 1:
-        _forget_addresses(store)  # after the gather: all ranks are connected
+    is_connected = launch.elastic and not launch.connects_late and collectives.world_size > 1  # by the gather
+    if is_connected and collectives.rank == 0 and is_tcp and hasattr(store, "list_keys"):
+        # torchrun's store outlives a restart of the ranks: one that is faster than another would read the address by
+        # which gloo's groups found a process that is gone, and fail or wait there (torch 2.13)
+        for key in store.list_keys():
+            if key.startswith("default_pg/") and "//cpu//" in key:
+                store.delete_key(key)
     check_alike(peers)
     attempt, nodes = attempt_of(peers), nodes_of(peers)
     node = next(each for each in nodes if collectives.rank in each.ranks)
@@ -130,9 +139,27 @@ def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None
     """
     found: list[int | None] = []
 
+    async def look_up() -> int | None:
+        async with asyncio.timeout(LOOKUP_S):
+            bus = await Bus.connect(settings, name=name, wait=False)
+            try:
+                start = await bus.newest(JOBS.name, subjects.of("job", job))
+                action = await bus.newest(ACTIONS.name, subjects.of("action", job))
+            finally:
+                await bus.close()
+        # others' jobs can push a start out of its stream, but no action
+        generations = [] if action is None else [decode(Action, action.subject, action.payload).generation]
+        if start is not None:
+            generation = decode(Job, start.subject, start.payload).generation
+            if generation > MAX_GENERATION:
+                _log.warning("%s has generation %d on the bus, which no job reaches: it was forged", job, generation)
+            else:
+                generations.append(generation)
+        return max(generations, default=None)
+
     def ask() -> None:
         try:
-            found.append(asyncio.run(_look_up(settings, job, name)))
+            found.append(asyncio.run(look_up()))
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the bus, training begins without an answer
             _log.info("cannot ask the bus for earlier starts of %s: %s: %s", job, type(error).__name__, error)
 
@@ -140,44 +167,3 @@ def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None
     thread.start()
     thread.join(LOOKUP_S)
     return found[0] if found else None
-
-
-async def _look_up(settings: BusSettings, job: str, name: str) -> int | None:
-    async with asyncio.timeout(LOOKUP_S):
-        bus = await Bus.connect(settings, name=name, wait=False)
-        try:
-            start = await bus.newest(JOBS.name, subjects.of("job", job))
-            action = await bus.newest(ACTIONS.name, subjects.of("action", job))
-        finally:
-            await bus.close()
-    # others' jobs can push a start out of its stream, but no action
-    generations = [] if action is None else [decode(Action, action.subject, action.payload).generation]
-    if start is not None:
-        generation = decode(Job, start.subject, start.payload).generation
-        if generation > MAX_GENERATION:
-            _log.warning("%s has generation %d on the bus, which no job reaches: it was forged", job, generation)
-        else:
-            generations.append(generation)
-    return max(generations, default=None)
-
-
-def _innermost_store() -> Any:
-    """The store of torch.distributed without its prefixes; `None` without a process group."""
-    if not dist.is_initialized():
-        return None
-    store = distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]  # public, missing in torch's stubs
-        store = store.underlying_store
-    return store
-
-
-def _forget_addresses(store: Any) -> None:
-    """Delete the addresses by which gloo's groups found each other: they have connected.
-
-    torchrun's store outlives a restart of the ranks. A restarted rank that is faster than another one would read the
-    address of a process that is gone, and fail or wait there (torch 2.13).
-    """
-    if isinstance(store, dist.TCPStore) and hasattr(store, "list_keys"):  # type: ignore[attr-defined]
-        for key in store.list_keys():
-            if key.startswith("default_pg/") and "//cpu//" in key:
-                store.delete_key(key)

@@ -111,7 +111,6 @@ class Session:
         """Allocation of the batch to train on."""
         self._loss_scaled = False
         self._state_loaded = False
-        self._closed = False
         # the end is published, and the last messages leave, also when the script just ends
         self._leave = weakref.finalize(self, leave, steering, models, close_timeout_s, may_restart)
 
@@ -440,10 +439,8 @@ class Session:
             self._transport.begin_close(self._close_timeout_s)
 
     def _release(self) -> None:
-        if self._closed:
+        if self._leave.detach() is None:  # closed before
             return
-        self._closed = True
         self._updates.remove()
         self._models.remove()
-        self._leave.detach()
         self._steering.close(self._close_timeout_s)

@@ -11,9 +11,7 @@ NUMBERS = {"x86_64": 321, "aarch64": 280, "riscv64": 280, "ppc64le": 361, "s390x
 INGRESS, SOCK_OPS = 0, 3
 """Types of attachment to a control group (enum bpf_attach_type)."""
 
-_MAP_LOOKUP, _OBJ_GET_INFO_BY_FD, _PROG_QUERY, _LINK_CREATE = 1, 15, 16, 28
-_MAX_PROGRAMS = 64
-"""Most programs that the kernel permits at one place (BPF_CGROUP_MAX_PROGS)."""
+_MAP_LOOKUP, _OBJ_GET_INFO_BY_FD, _LINK_CREATE = 1, 15, 28
 _INFO_BYTES = 256
 
 
@@ -33,15 +31,6 @@ class ProgramInfo(NamedTuple):
 def attach_link(program: int, directory: int, kind: int) -> int:
     """Attach for as long as the returned descriptor lives (Linux 5.7)."""
     return _call(_LINK_CREATE, _attribute("=IIII", program, directory, kind, 0))
-
-
-def attached(directory: int, kind: int) -> list[int]:
-    """Ids of the programs attached to this very directory."""
-    ids = (ctypes.c_uint32 * _MAX_PROGRAMS)()
-    attribute = _attribute("=IIIIQI", directory, kind, 0, 0, ctypes.addressof(ids), _MAX_PROGRAMS)
-    _call(_PROG_QUERY, attribute)
-    (count,) = struct.unpack_from("=I", attribute, 24)
-    return list(ids[:count])
 
 
 def program_info(program: int) -> ProgramInfo:

@@ -117,8 +117,13 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def write(self, path: Path) -> None:
         """Write the file, closed to others, and the broker's accounts.conf in the folder above its own."""
         output_files.write(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n", mode=0o600)
+        operator, system = Key(self.operator), Key(self.accounts[SYSTEM_ACCOUNT]).public
+        claims = {"type": "operator", "version": 2, "system_account": system}
+        jwt = operator.sign_jwt(operator.public, "dynamix", claims)
+        preload = "".join(f"  {account}: {signed}\n" for account, signed in self.account_jwts().items())
+        text = f"{_HEAD}operator: {jwt}\nsystem_account: {system}\nresolver_preload {{\n{preload}}}\n"
         accounts = path.absolute().parent.parent / "accounts.conf"
-        output_files.write(accounts, self.accounts_conf().encode())
+        output_files.write(accounts, text.encode())
         accounts.chmod(0o644)  # whatever the umask: the broker runs as another user
 
     def issue(self, name: str, role: str, limits: Sequence[str], *, days: int) -> Credential:
@@ -159,17 +164,34 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def account_jwts(self) -> dict[str, str]:
         """The JWT of each account by its public key: limits, templates, what it takes from others, revocations."""
-        operator = Key(self.operator)
-        public = {name: Key(seed).public for name, seed in self.accounts.items()}
-        return {public[name]: operator.sign_jwt(public[name], name, self._claims(name, public)) for name in public}
-
-    def accounts_conf(self) -> str:
-        """The text that nats.conf includes."""
-        operator, system = Key(self.operator), Key(self.accounts[SYSTEM_ACCOUNT]).public
-        claims = {"type": "operator", "version": 2, "system_account": system}
-        jwt = operator.sign_jwt(operator.public, "dynamix", claims)
-        accounts = "".join(f"  {account}: {signed}\n" for account, signed in self.account_jwts().items())
-        return f"{_HEAD}operator: {jwt}\nsystem_account: {system}\nresolver_preload {{\n{accounts}}}\n"
+        operator, now = Key(self.operator), time.time()
+        public, jwts = {name: Key(seed).public for name, seed in self.accounts.items()}, {}
+        for name, account in public.items():
+            roles = [role for role in ROLES if _account_of(role) == name]
+            limits = _UNLIMITED | {"mem_storage": 0, "leaf": 0, "wildcards": True}
+            limits["conn"] = MAX_TRAINER_CONNECTIONS if name == TRAINERS_ACCOUNT else -1
+            taken = {
+                subject: what for each in ACCOUNTS for exporter, what, subject in _imports(each) if exporter == name
+            }
+            exports = []
+            for subject in _widest(taken):
+                many = {"response_type": "Stream"} if re.fullmatch(_MANY_ANSWERS, subject) else {}
+                exports.append({"name": subject, "subject": subject, "type": taken[subject]} | many)
+            claims: dict[str, Any] = {
+                "type": "account",
+                "version": 2,
+                "limits": limits | {"disk_storage": -1 if name == STREAMS_ACCOUNT else 0},
+                "signing_keys": [_scope(role) | {"key": Key(self.signing_keys[role]).public} for role in roles],
+                "imports": [
+                    {"name": subject, "subject": subject, "type": what, "account": public[exporter]}
+                    for exporter, what, subject in _imports(name)
+                ],
+                "exports": exports,
+            }
+            revoked = {k.public: k.revoked for k in self.keys if k.role in roles and k.revoked and k.expires > now}
+            claims |= {"revocations": revoked} if revoked else {}
+            jwts[account] = operator.sign_jwt(account, name, claims)
+        return jwts
 
     def _sign(self, name: str, role: str, tags: tuple[str, ...], expires: int) -> Credential:
         user, claims = Key.generate("user"), {"type": "user", "version": 2}
@@ -181,28 +203,6 @@ class Authority(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             claims |= {"issuer_account": Key(self.accounts[_account_of(role)]).public, "tags": list(tags)}
         jwt = issuer.sign_jwt(user.public, name, claims, exp=expires)
         return Credential(jwt, user.seed, name, user.public, tags, expires)
-
-    def _claims(self, name: str, public: dict[str, str]) -> dict[str, Any]:
-        roles, now = [role for role in ROLES if _account_of(role) == name], time.time()
-        limits = _UNLIMITED | {"mem_storage": 0, "leaf": 0, "wildcards": True}
-        limits["conn"] = MAX_TRAINER_CONNECTIONS if name == TRAINERS_ACCOUNT else -1
-        claims: dict[str, Any] = {
-            "type": "account",
-            "version": 2,
-            "limits": limits | {"disk_storage": -1 if name == STREAMS_ACCOUNT else 0},
-            "signing_keys": [_scope(role) | {"key": Key(self.signing_keys[role]).public} for role in roles],
-            "imports": [
-                {"name": subject, "subject": subject, "type": what, "account": public[exporter]}
-                for exporter, what, subject in _imports(name)
-            ],
-            "exports": [],
-        }
-        taken = {subject: what for each in ACCOUNTS for exporter, what, subject in _imports(each) if exporter == name}
-        for subject in _widest(taken):
-            many = {"response_type": "Stream"} if re.fullmatch(_MANY_ANSWERS, subject) else {}
-            claims["exports"].append({"name": subject, "subject": subject, "type": taken[subject]} | many)
-        revoked = {k.public: k.revoked for k in self.keys if k.role in roles and k.revoked and k.expires > now}
-        return claims | ({"revocations": revoked} if revoked else {})
 
 
 def permissions_of(role: str) -> tuple[list[str], list[str]]:

@@ -30,15 +30,7 @@ class StreamFullError(PublishError):
 
 
 class StaleWriterError(BusError):
-    """Compare-and-set was refused: another writer has written since.
-
-    Attributes:
-        last_sequence: the subject's last sequence as the broker says, `None` when it does not say.
-    """
-
-    def __init__(self, text: str, last_sequence: int | None) -> None:
-        super().__init__(text)
-        self.last_sequence = last_sequence
+    """Compare-and-set was refused: another writer has written since."""
 
 
 class SequenceRegressError(BusError):

@@ -209,7 +209,7 @@ class DeadLetters:
         self._limit = RateLimit(PER_KIND_PER_S, burst=int(PER_KIND_PER_S))
 
     async def set_aside(self, message: BusMessage, reason: str) -> None:
-        """Set a message aside; never raises."""
+        """Count and log a message, and publish it to `dead` at a limited rate; never raises."""
         self._counters["dead_letters"] += 1
         kind, job = tokens_of(message.subject)
         if not self._limit.allow(kind):

@@ -21,32 +21,31 @@ async def provision(bus: Bus, streams: Sequence[Stream] = STREAMS, *, num_replic
     Other streams are left alone. `num_replicas` are the copies in a cluster; `None` keeps what is, and makes new
     streams with one. Raises ProvisionError when a stream exists and JetStream cannot change it as wanted.
     """
-    return [await _provision_one(bus, stream, num_replicas) for stream in streams]
-
-
-async def _provision_one(bus: Bus, stream: Stream, num_replicas: int | None) -> str:
-    wanted = _config_of(stream)
-    if num_replicas is not None:
-        wanted["num_replicas"] = num_replicas
-    try:
-        present = await bus.requests.stream_config(stream.name)
-    except StreamMissingError:
-        await bus.requests.write_stream("CREATE", {"num_replicas": 1, **wanted})
-        return f"{stream.name}: created"
-    # JetStream leaves out what is false or zero
-    changes = {key: value for key, value in wanted.items() if (present.get(key) or None) != (value or None)}
-    if not changes:
-        return f"{stream.name}: unchanged"
-    try:
-        await bus.requests.write_stream("UPDATE", {**present, **wanted})
-    except ApiError as error:
-        raise ProvisionError(
-            f"stream {stream.name} cannot be made as wanted: {error}. "
-            "What JetStream never changes (storage, retention, a ban on deleting) needs a new stream: "
-            "back it up and delete it, or keep the old setting"
-        ) from error
-    shown = ", ".join(f"{key} {json.dumps(present.get(key))} -> {json.dumps(value)}" for key, value in changes.items())
-    return f"{stream.name}: updated {shown}"
+    done = []
+    for stream in streams:
+        wanted = _config_of(stream) | ({} if num_replicas is None else {"num_replicas": num_replicas})
+        try:
+            present = await bus.requests.stream_config(stream.name)
+        except StreamMissingError:
+            await bus.requests.write_stream("CREATE", {"num_replicas": 1, **wanted})
+            done.append(f"{stream.name}: created")
+            continue
+        # JetStream leaves out what is false or zero
+        changes = {key: value for key, value in wanted.items() if (present.get(key) or None) != (value or None)}
+        if not changes:
+            done.append(f"{stream.name}: unchanged")
+            continue
+        try:
+            await bus.requests.write_stream("UPDATE", {**present, **wanted})
+        except ApiError as error:
+            raise ProvisionError(
+                f"stream {stream.name} cannot be made as wanted: {error}. "
+                "What JetStream never changes (storage, retention, a ban on deleting) needs a new stream: "
+                "back it up and delete it, or keep the old setting"
+            ) from error
+        shown = (f"{key} {json.dumps(present.get(key))} -> {json.dumps(value)}" for key, value in changes.items())
+        done.append(f"{stream.name}: updated {', '.join(shown)}")
+    return done
 
 
 def _config_of(stream: Stream) -> dict[str, Any]:

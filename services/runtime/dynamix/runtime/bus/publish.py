@@ -240,8 +240,7 @@ class Publisher:
     def _note_refusal(self, token: bytes, entry: InFlight, refusal: Refusal) -> None:
         text = f"{entry.subject}: {refusal.description} (error {refusal.err_code})"
         if refusal.err_code in WRONG_LAST_SEQUENCE:
-            last = refusal.description.rpartition(" ")[2]
-            self._fail(token, entry, StaleWriterError(text, int(last) if last.isdigit() else None))
+            self._fail(token, entry, StaleWriterError(text))
         elif refusal.err_code == STORE_FAILED and refusal.description.startswith("maximum"):
             # a stream at its own limit that discards nothing: it will not have room in a minute
             self._fail(token, entry, StreamFullError(text))

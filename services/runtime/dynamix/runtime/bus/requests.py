@@ -46,11 +46,6 @@ class StreamCopy(msgspec.Struct, frozen=True):
     lag: int = 0
     """Entries of the log that it does not have."""
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether the server is useless at the moment; a server under load may be for a moment."""
-        return self.offline or not self.current
-
     def __str__(self) -> str:
         state = "offline" if self.offline else "current" if self.current else "not current"
         return f"{self.name} is {state}, lags by {self.lag}, was heard {self.active / 1e9:.1f} s ago"
@@ -64,8 +59,8 @@ class StreamCopies(msgspec.Struct, frozen=True):
 
     @property
     def behind(self) -> list[StreamCopy]:
-        """The copies that are not current."""
-        return [one for one in self.replicas if one.is_behind]
+        """The copies that are useless at the moment; one of a server under load may be for a moment."""
+        return [one for one in self.replicas if one.offline or not one.current]
 
     def are_whole(self, num_replicas: int) -> bool:
         """Whether there are this many copies, the leader's included, and none lags."""

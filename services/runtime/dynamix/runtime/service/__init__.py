@@ -28,7 +28,6 @@ from dynamix.runtime import log as logs
 from dynamix.runtime.bus import (
     Bus,
     BusError,
-    BusMessage,
     PermissionDeniedError,
     PublishError,
     StreamFullError,
@@ -72,7 +71,8 @@ class Context(Generic[S]):
     def __post_init__(self) -> None:
         self.counters = self.metrics.counters
         """The service's own, shown in its heartbeat beside the bus's."""
-        self._dead_letters = DeadLetters(self.bus, self.service, self.counters)
+        self.dead_letter = DeadLetters(self.bus, self.service, self.counters).set_aside
+        """Sets aside a message that cannot be used, which must not end the service: it never raises."""
 
     def count(self, name: str, num: int = 1) -> None:
         """Add to a counter."""
@@ -85,13 +85,6 @@ class Context(Generic[S]):
         except MalformedMessageError as error:
             await self.dead_letter(message, str(error))
             return None
-
-    async def dead_letter(self, message: BusMessage, reason: str) -> None:
-        """Set aside a message that cannot be used: counted, logged, published to `dead` at a limited rate.
-
-        Never raises: what is wrong with a message must not end the service.
-        """
-        await self._dead_letters.set_aside(message, reason)
 
     async def publish_when_room(self, message: Message) -> bool:
         """Publish what must not be given up to a stream that may be full: wait for room.

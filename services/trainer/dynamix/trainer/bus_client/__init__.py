@@ -272,8 +272,11 @@ class BusClient(Transport):
             if ours is None or self.outbox:
                 continue
             try:
-                stored = await bus.newest(JOBS.name, subjects.subject_of(ours))
-                if ours is self._specification and _is_lost(ours, stored):
+                stored, found = await bus.newest(JOBS.name, subjects.subject_of(ours)), None
+                with contextlib.suppress(MalformedMessageError):  # it cannot be of this job
+                    found = None if stored is None else decode(Job, stored.subject, stored.payload)
+                is_later_start = found is not None and ours.generation < found.generation <= MAX_GENERATION
+                if ours is self._specification and found != ours and not is_later_start:
                     identity = f"{message_id(ours)}:again:{uuid.uuid4().hex}"  # the broker has seen the usual one
                     await bus.publish_bytes(subjects.subject_of(ours), encode(ours), identity)
                     self._counters["specifications_again"] += 1
@@ -341,15 +344,3 @@ def _decode(message: BusMessage) -> Action:
     if action.hash and not is_intact(message.payload):
         raise MalformedMessageError(f"the action of window {action.window} does not have the hash of its content")
     return action
-
-
-def _is_lost(ours: Job, stored: BusMessage | None) -> bool:
-    """Whether the broker has no specification, or one that cannot be of this job."""
-    if stored is None:
-        return True
-    try:
-        found = decode(Job, stored.subject, stored.payload)
-    except MalformedMessageError:
-        return True
-    is_later_start = ours.generation < found.generation <= MAX_GENERATION
-    return not is_later_start and found != ours

@@ -89,40 +89,6 @@ Pieces = list["bytes | npt.NDArray[Any] | None"]
 _log = logging.getLogger("dynamix.trainer")
 
 
-def compare_samples(dataset: Any, seed: int, ranks: Ranks, options: Mapping[str, Any]) -> None:
-    """Compare a few samples of a map-style data set between ranks, by index; a collective call.
-
-    They are read as the training reads them (`options` are the loader's): with workers in one of these, since a handle
-    that `__getitem__` opens must not be shared with them. Each is read twice under equal random numbers: what differs
-    then is random by numbers of another source, and not compared. What cannot be read is left to the training.
-
-    Raises:
-        ValueError: on all ranks, when a sample differs.
-    """
-    if ranks.world_size == 1:
-        return
-    last = len(dataset) - 1 if isinstance(dataset, Sized) else 0
-    indices = sorted({0, last // 3, 2 * last // 3, last})
-    everybody = ranks.gather_objects(_read(dataset, indices, seed, options))
-    is_random = False
-    for number, index in enumerate(indices):
-        read = [(rank, samples[number]) for rank, samples in enumerate(everybody) if number < len(samples)]
-        is_random = is_random or any(part is None for _, parts in read for part in parts)
-        for rank, parts in read:
-            first = read[0][1]
-            if not (len(first) == len(parts) and all(map(_are_alike, first, parts))):
-                raise ValueError(
-                    f"the data set differs between ranks (sample {index} of the {type(dataset).__name__}, ranks "
-                    f"{read[0][0]} and {rank}), it {ONE_PART}"
-                )
-    if is_random and ranks.rank == 0:
-        _log.warning(
-            "the samples of the %s are random by other numbers than torch's, numpy's and Python's global ones, so that "
-            "they cannot be compared between ranks: make sure that each rank has the whole data set, not a part of it",
-            type(dataset).__name__,
-        )
-
-
 def _read(dataset: Any, indices: Sequence[int], seed: int, options: Mapping[str, Any]) -> list[Pieces]:
     """The samples as far as they can be read."""
     outside, began = RandomNumbers.capture(), None
@@ -248,19 +214,40 @@ class Orders(ABC):
         self._ends: tuple[int, Order] | None = None
         self._expected: tuple[int, int] | None = None
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of an epoch."""
-        return self.identity.num_samples
-
     def connect(self, ranks: Ranks, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
-        """Communicate with the other ranks from now on; a collective call.
+        """Communicate with the other ranks from now on; a collective call, which compares a few samples by index.
+
+        They are read as the training reads them: with workers in one of these, since a handle that `__getitem__` opens
+        must not be shared with them. Each is read twice under equal random numbers: what differs then is random by
+        numbers of another source, and not compared. What cannot be read is left to the training.
 
         Raises:
             ValueError: on all ranks, when their data sets are seen to differ.
         """
         self._ranks = ranks
-        compare_samples(dataset, self.identity.seed, ranks, loader_options)
+        if ranks.world_size == 1:
+            return
+        last = len(dataset) - 1 if isinstance(dataset, Sized) else 0
+        indices = sorted({0, last // 3, 2 * last // 3, last})
+        everybody = ranks.gather_objects(_read(dataset, indices, self.identity.seed, loader_options))
+        is_random = False
+        for number, index in enumerate(indices):
+            read = [(rank, samples[number]) for rank, samples in enumerate(everybody) if number < len(samples)]
+            is_random = is_random or any(part is None for _, parts in read for part in parts)
+            for rank, parts in read:
+                first = read[0][1]
+                if not (len(first) == len(parts) and all(map(_are_alike, first, parts))):
+                    raise ValueError(
+                        f"the data set differs between ranks (sample {index} of the {type(dataset).__name__}, ranks "
+                        f"{read[0][0]} and {rank}), it {ONE_PART}"
+                    )
+        if is_random and ranks.rank == 0:
+            _log.warning(
+                "the samples of the %s are random by other numbers than torch's, numpy's and Python's global ones, so "
+                "that they cannot be compared between ranks: make sure that each rank has the whole data set, not a "
+                "part of it",
+                type(dataset).__name__,
+            )
 
     def count_by_tokens(self, token_counts: Sequence[int], dataset: object, *, most: int) -> None:
         """Count each sample of a data set by its tokens instead of as one.
@@ -279,7 +266,7 @@ class Orders(ABC):
                 "micro_batch_size), for sizes are in tokens: raise the bound or cut the sample"
             )
         self._token_counts = counts.astype(np.int64)
-        num_tokens = round(int(counts.sum()) * self.num_samples / len(counts))
+        num_tokens = round(int(counts.sum()) * self.identity.num_samples / len(counts))
         self.identity = self.identity._replace(num_tokens=num_tokens)
 
     def ends_of(self, epoch: int) -> Order | None:
@@ -300,7 +287,7 @@ class Orders(ABC):
     def size_of(self, epoch: int) -> int:
         """Samples or tokens of an epoch."""
         ends = self.ends_of(epoch)
-        return self.num_samples if ends is None else int(ends[-1])
+        return self.identity.num_samples if ends is None else int(ends[-1])
 
     def order_of(self, epoch: int) -> Order:
         """The samples of an epoch, in order; the newest epoch's is kept."""
@@ -378,14 +365,14 @@ class SampledOrders(Orders):
 
     def _make_order(self, epoch: int) -> Order:
         assert self._ranks is not None, "not connected"
-        failed = np.full(self.num_samples, NOT_DRAWN)
+        failed = np.full(self.identity.num_samples, NOT_DRAWN)
         if self._ranks.rank > 0:
             order = self._ranks.share_order(failed)
             if order[0] == NOT_DRAWN:
                 raise RuntimeError(f"rank 0 could not draw the order of epoch {epoch}: its error says why")
             return order
         try:
-            order = self._draw(epoch, self.num_samples)
+            order = self._draw(epoch, self.identity.num_samples)
         except BaseException:
             self._ranks.share_order(failed)
             raise

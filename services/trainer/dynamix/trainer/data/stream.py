@@ -92,7 +92,7 @@ class StreamOrders(Orders):
         """Samples of an epoch, as far as is known."""
         if self._end is not None and self._end[0] == epoch:
             return self._end[1]
-        return self.num_samples or ENDLESS
+        return self.identity.num_samples or ENDLESS
 
     def _make_order(self, _epoch: int) -> Order:
         raise AssertionError("a stream is not indexed")

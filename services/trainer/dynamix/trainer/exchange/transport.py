@@ -6,7 +6,6 @@ taken down. `LentTensor` gives it an alias that outlives its references.
 
 import contextlib
 import ctypes
-import gc
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -73,15 +72,6 @@ def launched(launch: Callable[..., T], *arguments: Any) -> T:
         return launch(*arguments)
     finally:
         _stash_obj_in_tls(CONTEXT, context)
-
-
-def forget_imports() -> None:
-    """Collect garbage once, 0.2 s, so that a process group can end with the function that made its model.
-
-    The first DDP model imports torch._dynamo, which leaves its frames in a cycle (`torch.fx.wrap`), and with them those
-    of all callers: what they name, such as the model and so its group, would live to the end of the process.
-    """
-    gc.collect()
 
 
 def keep_for_ever(thing: object) -> None:

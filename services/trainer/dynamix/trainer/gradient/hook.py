@@ -2,7 +2,7 @@
 
 Under DDP a communication hook does it, so that the user's loss stays what it was. Each bucket is weighed, measured
 (|g_i|^2, on some steps) and sent: over all ranks, by an exchange, or nowhere in a local step. The last bucket's hook
-waits for all and measures |G|^2. Elsewhere the loss itself is scaled (`loss_weight`).
+waits for all and measures |G|^2. Elsewhere the loss itself is scaled (`loss_factor`).
 
 A gradient's weight is known from the plan. Where the script counts in its batches (`attach(count_tokens=...)`) the
 total over all ranks is one more all-reduce, posted when the last bucket is ready; until it is there, gradients are
@@ -118,11 +118,6 @@ class StepWeights:
     def over_mean(self) -> float:
         """The gradient of the step over that of a loss that is a mean over what counts; 1 where it is one."""
         return 1.0 if self._base_size is None else self._base_size * self.total() / self._size
-
-
-def loss_weight(batch: MicroBatch, reduction: Reduction) -> int:
-    """The weight of a batch's loss in the sum over its step: for a sum 1, for a dummy 0."""
-    return (batch.weight if reduction == "mean" else min(batch.weight, 1)) * batch.loss_divisor
 
 
 class TimeSlots:
@@ -271,7 +266,6 @@ class GradientHook:
         reduction: Reduction,
         noise_every: int = 1,
         base_hook: BaseHook | None = None,
-        base_state: object = None,
         exchange: ModelExchange,
         losses: LossWarnings | None = None,
     ) -> None:
@@ -286,7 +280,6 @@ class GradientHook:
         self._reduction = reduction
         self._losses = losses
         self._base_hook = base_hook
-        self._base_state = base_state
         self._noise_every = noise_every
         self.model_exchange = exchange
         self.num_reduced = 0
@@ -380,7 +373,7 @@ class GradientHook:
                 self.sketch.add(known.buffer, bucket.index())
             return None
         if self._base_hook is not None:
-            return launched(self._base_hook, self._base_state, bucket)
+            return launched(self._base_hook, None, bucket)
         under_way: dist.Work | Sent
         shares_times = step.shares_times and bucket.is_last()
         if step.exchange is not None:
@@ -669,7 +662,8 @@ class CoveredModels:
         if not self._weights.total():
             return 0.0
         factor = self._weights.factor() * self._weights.correction()
-        return loss_weight(batch, self._reduction) * self._exchange.world_size * factor
+        weight = batch.weight if self._reduction == "mean" else min(batch.weight, 1)  # a dummy's is 0
+        return weight * batch.loss_divisor * self._exchange.world_size * factor
 
     def weigh_alone(self, gradient: torch.Tensor) -> torch.Tensor:
         """Weigh the gradient of a batch before it is added to those before it."""

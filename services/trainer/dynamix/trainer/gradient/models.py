@@ -67,7 +67,13 @@ def averaging_of(models: Sequence[torch.nn.Module], weighting: Weighting, world_
     if weighting == "hook" and not all(are_ddp):
         raise ValueError('weighting="hook" needs a DistributedDataParallel model: use weighting="loss"')
     if weighting != "loss" and all(are_ddp):
-        _refuse_sparse_gradients(models)
+        for name, module in (found for model in models for found in unwrapped(model).named_modules()):
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+                raise ValueError(
+                    f"{name} is an {type(module).__name__} with sparse=True, whose gradients a communication hook "
+                    "cannot weigh: use sparse=False, with exchange=Exchange(codec='rows') to send the touched rows "
+                    'only, or weighting="loss" and session.scale_loss(loss).backward()'
+                )
         return "hook"
     if weighting == "loss" or all(map(is_sharded, models)):
         return "loss"
@@ -79,16 +85,6 @@ def averaging_of(models: Sequence[torch.nn.Module], weighting: Weighting, world_
         'DistributedDataParallel(model), or, where a framework averages them, attach with weighting="loss" and call '
         "session.scale_loss(loss).backward()"
     )
-
-
-def _refuse_sparse_gradients(models: Sequence[torch.nn.Module]) -> None:
-    for name, module in (found for model in models for found in unwrapped(model).named_modules()):
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-            raise ValueError(
-                f"{name} is an {type(module).__name__} with sparse=True, whose gradients a communication hook cannot "
-                "weigh: use sparse=False, with exchange=Exchange(codec='rows') to send the touched rows only, or "
-                'weighting="loss" and session.scale_loss(loss).backward()'
-            )
 
 
 def world_size_of(models: Sequence[torch.nn.Module], launched: int) -> int:

@@ -162,8 +162,11 @@ class JobOptions:
                 f"batches ahead: an action would be {shortest} windows old, max_lag_windows={self.max_lag_windows}; "
                 "use longer windows or less num_workers * prefetch_factor"
             )
+        if self.explores and not self.family:
+            raise ValueError(
+                f"explores={list(self.explores)} is between the runs of a family: add family='auto', or a name"
+            )
         self._check_policy()
-        self._check_explores()
         self._check_exchange()
 
     @property
@@ -201,12 +204,6 @@ class JobOptions:
             raise ValueError(
                 f"option learned=1 of policy {STIGMERGY!r} only changes the global batch, which is fixed: add "
                 'global_batch="adaptive", or leave the option out'
-            )
-
-    def _check_explores(self) -> None:
-        if self.explores and not self.family:
-            raise ValueError(
-                f"explores={list(self.explores)} is between the runs of a family: add family='auto', or a name"
             )
 
     def _check_exchange(self) -> None:
@@ -327,7 +324,7 @@ def _check_hooks(
     if averaging != "hook" and base_hook is not None:
         raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
     if base_hook is not None and num_models > 1:
-        raise ValueError("base_hook and its state belong to one model: attach one model with it, without a list")
+        raise ValueError("base_hook belongs to one model: attach one model with it, without a list")
     what = f"exchange={exchange.label if isinstance(exchange, Exchange) else exchange!r}"
     if exchange not in ("exact", EXACT) and averaging == "loss":
         raise ValueError(

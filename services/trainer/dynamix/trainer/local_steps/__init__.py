@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Largest, Residuals, Sum, just
-from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Pipeline, Sent, StepExchange, keeps_residuals
+from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange, keeps_residuals
 from dynamix.trainer.gradient.hook import CoveredModels, TimeSlots
 from dynamix.trainer.gradient.learning_rate import Updates
 from dynamix.trainer.gradient.noise import NOT_MEASURED, RoundMeasurement, SquaredNorms, StepSketches
@@ -137,38 +137,6 @@ def state_places(optimizers: Sequence[torch.optim.Optimizer]) -> list[StatePlace
         else:
             _log.warning("the state of %s cannot be averaged, each rank keeps its own", type(optimizer).__name__)
     return found
-
-
-def average_states(
-    optimizers: Sequence[torch.optim.Optimizer], places: Iterable[StatePlace], weight: float, pipeline: Pipeline
-) -> None:
-    """Average what `places` name, which any rank has, in the same order on all; counts become the largest one."""
-    under_way = []
-    parameters = [list(_parameters(optimizer)) for optimizer in optimizers]
-    for place in places:
-        tensor = _state(optimizers[place.optimizer], parameters[place.optimizer], place)
-        # a copy on the CPU, in float32 or float64
-        value = tensor.detach().to("cpu", torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=True)
-        if place.shape:
-            value = value.mul_(weight) if weight else value.zero_()
-        under_way.append((tensor, value, pipeline.send(just(Sum(value) if place.shape else Largest(value)))))
-    for tensor, value, sent in under_way:
-        sent.wait()
-        tensor.copy_(value)
-
-
-def _state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], place: StatePlace) -> Tensor:
-    """The tensor in that place, zero where there was none."""
-    parameter = parameters[place.parameter]
-    state = optimizer.state[parameter]
-    if not isinstance(state.get(place.name), Tensor):
-        on_device = bool(place.shape) or any(
-            group.get(flag) for group in optimizer.param_groups for flag in ("capturable", "fused")
-        )
-        device = parameter.device if on_device else torch.device("cpu")
-        state[place.name] = torch.zeros(place.shape, dtype=getattr(torch, place.dtype), device=device)
-    tensor: Tensor = state[place.name]
-    return tensor
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -347,6 +315,26 @@ class LocalSteps:
         return weight, drift
 
     def _average_optimizers(self, weight: float) -> None:
-        optimizers = self._updates.optimizers
+        """Average the state that any rank has, in the same order on all; counts become the largest one."""
+        optimizers, pipeline = self._updates.optimizers, self._exchange.pipeline()
         places = sorted({place for each in self._gather(state_places(optimizers)) for place in each})
-        average_states(optimizers, places, weight, self._exchange.pipeline())
+        under_way = []
+        parameters = [list(_parameters(optimizer)) for optimizer in optimizers]
+        for place in places:
+            optimizer, parameter = optimizers[place.optimizer], parameters[place.optimizer][place.parameter]
+            state = optimizer.state[parameter]
+            if not isinstance(state.get(place.name), Tensor):  # zero where there was none
+                on_device = bool(place.shape) or any(
+                    group.get(flag) for group in optimizer.param_groups for flag in ("capturable", "fused")
+                )
+                device = parameter.device if on_device else torch.device("cpu")
+                state[place.name] = torch.zeros(place.shape, dtype=getattr(torch, place.dtype), device=device)
+            tensor: Tensor = state[place.name]
+            dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            value = tensor.detach().to("cpu", dtype, copy=True)
+            if place.shape:
+                value = value.mul_(weight) if weight else value.zero_()
+            under_way.append((tensor, value, pipeline.send(just(Sum(value) if place.shape else Largest(value)))))
+        for tensor, value, sent in under_way:
+            sent.wait()
+            tensor.copy_(value)

@@ -96,11 +96,6 @@ def job_totals(
     )
 
 
-def wall_s(rows: Sequence[Row]) -> float:
-    """Duration of the window on the slowest rank; infinite if a rank does not know it."""
-    return max(math.inf if row.wall_s is None else row.wall_s for row in rows)
-
-
 def held_out_accuracy(rows: Sequence[Row]) -> float | None:
     """The newest evaluation, as the lowest rank that has one knows it."""
     return next((row.held_out_accuracy for row in rows if row.held_out_accuracy is not None), None)

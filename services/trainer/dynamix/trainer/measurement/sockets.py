@@ -11,7 +11,6 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,23 +117,21 @@ def tcp_info(fd: int, connection: Connection) -> TcpInfo | None:
     return _tcp_info(fd) if is_known else None
 
 
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+_LIBC = ctypes.CDLL(None)
 
 
 def _connection(fd: int) -> Connection | None:
     """The connection behind a descriptor; `None` for anything but an established TCP connection."""
     if _tcp_info(fd) is None:
         return None
-    local, remote = _endpoint(_libc().getsockname, fd), _endpoint(_libc().getpeername, fd)
+    local, remote = _endpoint(_LIBC.getsockname, fd), _endpoint(_LIBC.getpeername, fd)
     return None if local is None or remote is None else Connection(local, remote, _cookie(fd))
 
 
 def _tcp_info(fd: int) -> TcpInfo | None:
     info = ctypes.create_string_buffer(256)
     length = ctypes.c_uint32(len(info))
-    failed = _libc().getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(length))
+    failed = _LIBC.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(length))
     if failed or length.value < INFO_BYTES or info.raw[0] != TCP_ESTABLISHED:
         return None
     (srtt_us,) = struct.unpack_from("=I", info, 68)
@@ -147,7 +144,7 @@ def _tcp_info(fd: int) -> TcpInfo | None:
 def _cookie(fd: int) -> int | None:
     """The number of a socket in the kernel; `None` for what is not a socket, or where the kernel has no cookies."""
     cookie, length = ctypes.c_uint64(), ctypes.c_uint32(8)
-    failed = _libc().getsockopt(fd, socket.SOL_SOCKET, SO_COOKIE, ctypes.byref(cookie), ctypes.byref(length))
+    failed = _LIBC.getsockopt(fd, socket.SOL_SOCKET, SO_COOKIE, ctypes.byref(cookie), ctypes.byref(length))
     return None if failed or cookie.value == 0 else cookie.value
 
 

@@ -13,6 +13,8 @@ trace nothing changes.
 import math
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import FieldView, NodeRanks, SeenTrace, Trace
 from dynamix.trainer.data.plan import Schedule
@@ -32,22 +34,12 @@ PER_CELL = 3
 class TraceField:
     """The field of one job, at most one trace per node."""
 
-    def __init__(
-        self,
-        nodes: Sequence[NodeRanks],
-        options: Mapping[str, float],
-        *,
-        keeps_global_batch: bool,
-        rate_exponent: float,
-        base_global_batch_size: int,
-    ) -> None:
+    def __init__(self, nodes: Sequence[NodeRanks], view: FieldView) -> None:
+        """`view` has what all agents see alike."""
         self._nodes = tuple(nodes)
         self._index = {node.node: index for index, node in enumerate(self._nodes)}
         self._num_ranks = sum(len(node.ranks) for node in self._nodes)
-        self._options = dict(options)
-        self._keeps_global_batch = keeps_global_batch
-        self._rate_exponent = rate_exponent
-        self._base_global_batch_size = base_global_batch_size
+        self._view = view
         self._activity = [0.0] * self._num_ranks
         self._cells: list[SeenTrace | None] = [None] * len(self._nodes)
 
@@ -70,7 +62,7 @@ class TraceField:
         for index, node in enumerate(self._nodes):
             at = self._num_ranks + PER_CELL * index
             appetite, waiting_s, after = numbers[at : at + PER_CELL]
-            strength, left = float(after > 0), 1.0 - self._options["evaporation"]
+            strength, left = float(after > 0), 1.0 - self._view.options["evaporation"]
             for _ in range(window - LAG_WINDOWS - (int(after) - 1)):  # a power differs in its last bit between machines
                 if strength < GONE:
                     break
@@ -108,14 +100,11 @@ class TraceField:
         """An agent's view: its own cell, and those beside it."""
         index = self._index[node]
         beside = sorted({(index + step) % len(self._cells) for step in (-1, 1)} - {index})
-        return FieldView(
+        return msgspec.structs.replace(
+            self._view,
             activity=tuple(self._activity[rank] for rank in self._nodes[index].ranks),
             own=self._cells[index],
             around=tuple(seen for each in beside if (seen := self._cells[each]) is not None),
-            keeps_global_batch=self._keeps_global_batch,
-            rate_exponent=self._rate_exponent,
-            options=self._options,
-            base_global_batch_size=self._base_global_batch_size,
         )
 
     def _weights(self, sizes: Sequence[int]) -> list[float] | None:
@@ -134,10 +123,10 @@ class TraceField:
         """The global batch: the mean appetite if it is further from the current one than the dead band."""
         cells = [cell for cell in self._cells if cell is not None and cell.appetite > 0.0]
         strength = _sum([cell.strength for cell in cells])
-        if self._keeps_global_batch or strength == 0.0:
+        if self._view.keeps_global_batch or strength == 0.0:
             return in_force
         mean = _sum([cell.strength * cell.appetite for cell in cells]) / strength
-        if not abs(mean - in_force) > self._options["dead_band"] * in_force or mean >= 2.0**52:
+        if not abs(mean - in_force) > self._view.options["dead_band"] * in_force or mean >= 2.0**52:
             return in_force
         return max(int(mean + 0.5), 1)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from dynamix.schemas.messages import Action
-from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange, Split, is_permitted
+from dynamix.schemas.messages.allocation import EXACT, Allocation, Split, is_permitted
 from dynamix.trainer.job.identity import JobIdentity
 from dynamix.trainer.job.options import JobOptions
 
@@ -98,6 +98,12 @@ class Offers:
         identity, options, allocation = self._identity, self._options, action.allocation
         sizes, low, highs = allocation.local_batch_sizes, options.min_local_batch_size, identity.max_local_batch_sizes
         explores_rate = allocation.rate_factor == 1.0 or "learning_rate" in options.explores
+        exchange = allocation.exchange
+        if exchange == EXACT or self._lasting is not None:
+            can_exchange = exchange in (EXACT, self._lasting)
+        else:
+            can_exchange = len(exchange.shares) in (0, len(highs)) and options.supports_exchange
+            can_exchange = can_exchange and is_permitted(exchange, options.exchange, options.named_codecs)
         newest = self._adopted_window if self._newest is None else max(self._adopted_window, self._newest.window)
         misfits: dict[Refusal, bool] = {
             "job": action.job != identity.job,
@@ -105,18 +111,11 @@ class Offers:
             "future": action.window >= effective_window,  # kept, it would keep out all before it
             "not_newer": action.window <= newest,
             "length": len(sizes) != len(highs),
-            "lever": not (explores_rate and self._is_permitted(allocation.exchange)),
+            "lever": not (explores_rate and can_exchange),
             "sum": self._global_batch_size not in (None, sum(sizes)),
             "bounds": sum(sizes) == 0 or not all(map(lambda size, high: low <= size <= high, sizes, highs)),
         }
         return next((reason for reason, holds in misfits.items() if holds), None)
-
-    def _is_permitted(self, exchange: Exchange) -> bool:
-        if exchange == EXACT or self._lasting is not None:
-            return exchange in (EXACT, self._lasting)
-        options = self._options
-        fits = len(exchange.shares) in (0, len(self._identity.max_local_batch_sizes)) and options.supports_exchange
-        return fits and is_permitted(exchange, options.exchange, options.named_codecs)
 
 
 def _with(action: Action, **levers: Any) -> Action:

@@ -162,8 +162,6 @@ class Reporter:
             window=totals.window,
             node=self._place.node,
             optimizer_family=self._options.optimizer_family,
-            first_step=position.step - totals.num_steps,
-            epoch=position.epoch,
             samples_seen=position.samples_seen,
             rows=tuple(ranks),
             totals=totals,
@@ -281,10 +279,12 @@ def field_of(options: JobOptions, identity: JobIdentity) -> TraceField | None:
     """The empty field of a job under `stigmergy`; `None` in all other jobs."""
     if options.policy != STIGMERGY:
         return None
-    return TraceField(
-        identity.nodes,
-        {name: float(value) for name, value in {**STIGMERGY_OPTIONS, **options.policy_options}.items()},
+    view = FieldView(
+        activity=(),
+        own=None,
         keeps_global_batch=options.global_batch == "fixed",
         rate_exponent=RATE_EXPONENTS[options.learning_rate_rule],
+        options={name: float(value) for name, value in {**STIGMERGY_OPTIONS, **options.policy_options}.items()},
         base_global_batch_size=options.base_global_batch_size,
     )
+    return TraceField(identity.nodes, view)

@@ -10,6 +10,7 @@ does not enter. Each collective is posted after one step and completed after the
 """
 
 import logging
+import math
 import time
 
 from dynamix.schemas.messages import Action
@@ -20,7 +21,7 @@ from dynamix.trainer.data.plan import Counts, PlanSampler, Position
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.noise import window_moments
 from dynamix.trainer.loggers import MetricHistory, window_metrics
-from dynamix.trainer.measurement.meter import ROWS, RankMeter, job_totals, wall_s
+from dynamix.trainer.measurement.meter import ROWS, RankMeter, job_totals
 
 from .collectives import Collectives
 from .offers import REFUSALS, Offers
@@ -118,7 +119,15 @@ class Steering:
         if self._fault:
             raise ValueError(self._fault)
         if seconds_per_sample is not None:  # after `complete_posted`, which may have run before this step on all ranks
-            self._track(position, seconds_per_sample, counts)
+            # one step less ahead than a decision, since nothing has to be sent first
+            effective_step = position.step - 1 + self.run.options.margin_steps - 1
+            self._assert_not_drawn(effective_step)
+            self.run.schedule.drop_before(position.step - 1)
+            self._num_alike = self._num_alike + 1 if counts == self._counts_before else 0
+            self._counts_before = counts
+            # where times come late, the counts are those of the measured step only while they stand still
+            measured = counts if self._num_alike >= clock.late_steps else ()
+            self.run.fast_loop.observe_times(seconds_per_sample, effective_step, measured)
         if self._sockets_due:
             self._sockets_due = False
             sockets, place = self.meter.sockets, self.run.place
@@ -160,7 +169,8 @@ class Steering:
         totals = job_totals(
             rows, window=window, num_steps=num_steps, global_batch_size=sizes.total, noise=run.noise.value
         )
-        run.windows.measured(window, wall_s(rows) / num_steps)
+        slowest_s = max(math.inf if row.wall_s is None else row.wall_s for row in rows)
+        run.windows.measured(window, slowest_s / num_steps)
         if run.place.local_rank == 0:
             report = run.reporter.report(
                 position,
@@ -231,19 +241,6 @@ class Steering:
             run.traces.take(self.collectives.take_numbers(), window)
             fewest, upper = run.options.min_local_batch_size, run.identity.max_local_batch_sizes
             run.traces.revise(run.schedule, effective_step, fewest, upper)
-
-    def _track(self, position: Position, seconds_per_sample: list[float], counts: tuple[int, ...]) -> None:
-        """Let the fast loop split again; one step less ahead than a decision, since nothing has to be sent first.
-
-        Where times come late, `counts` are those of the measured step only while they stand still.
-        """
-        self._num_alike = self._num_alike + 1 if counts == self._counts_before else 0
-        self._counts_before = counts
-        effective_step = position.step - 1 + self.run.options.margin_steps - 1
-        self._assert_not_drawn(effective_step)
-        self.run.schedule.drop_before(position.step - 1)
-        measured = counts if self._num_alike >= self.meter.clock.late_steps else ()
-        self.run.fast_loop.observe_times(seconds_per_sample, effective_step, measured)
 
     def _assert_not_drawn(self, effective_step: int) -> None:
         drawn = self._sampler.last_drawn_step
