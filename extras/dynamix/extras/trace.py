@@ -16,6 +16,7 @@ Needs the packages of 'dynamix-batch[otel]'. The spans of a trace:
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -86,8 +87,9 @@ async def _from_bus(arguments: argparse.Namespace, export: "SpanExport") -> "Win
         job = (await find_job(bus, arguments.job)).job
         traces = WindowTraces(job)
         with stop_event() as stop, ProgressLine() as progress:
-            async with Source(bus, job, past=arguments.past, stop=stop) as source:
-                while batch := await source.read():
+            source = Source(bus, job, past=arguments.past, stop=stop)
+            async with contextlib.aclosing(source.batches()) as batches:
+                async for batch in batches:
                     for record in batch:
                         export.add(traces.add_record(record))
                     await asyncio.to_thread(export.flush)
@@ -208,13 +210,19 @@ class SpanExport:
     def add(self, spans: Iterable[WindowSpan]) -> None:
         """Queue spans; blocks to send what makes a full batch."""
         self._waiting += [self._readable(span) for span in spans]
-        while len(self._waiting) >= MAX_BATCH:
-            self._send()
+        if len(self._waiting) >= MAX_BATCH:
+            self.flush()
 
     def flush(self) -> None:
         """Send all that waits; blocks for as long as the exporter tries."""
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
         while self._waiting:
-            self._send()
+            batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+            if self._exporter.export(batch) is SpanExportResult.SUCCESS:
+                self.num_sent += len(batch)
+            else:
+                self.num_refused += len(batch)
 
     def close(self) -> None:
         """Send what is left, and end the exporter."""
@@ -222,15 +230,6 @@ class SpanExport:
             self.flush()
         finally:
             self._exporter.shutdown()
-
-    def _send(self) -> None:
-        from opentelemetry.sdk.trace.export import SpanExportResult
-
-        batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
-        if self._exporter.export(batch) is SpanExportResult.SUCCESS:
-            self.num_sent += len(batch)
-        else:
-            self.num_refused += len(batch)
 
     def _readable(self, span: WindowSpan) -> "ReadableSpan":
         from opentelemetry.sdk.trace import ReadableSpan
