@@ -193,7 +193,7 @@ def train(tmp_path: Path) -> Suite:
 
 @pytest.fixture
 def tuned(train: Suite, monkeypatch: pytest.MonkeyPatch) -> Tuned:
-    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(time_s))
+    monkeypatch.setattr("dynamix.lab.comparison.runs.run_episodes", made_up(time_s))
     with Ledger() as ledger:
         return tuning.tune(train, ledger, seeds=[10_000, 10_001], command="dynamix evaluate tune")
 
@@ -217,7 +217,7 @@ def test_what_decides_exchanges_is_tuned_in_jobs_that_permit_it(train: Suite, mo
         assert task.effective_scenario.exchange == "local"
         return 0.5 if task.setting.options.get("every") == 16.0 else 1.0
 
-    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(of_setting))
+    monkeypatch.setattr("dynamix.lab.comparison.runs.run_episodes", made_up(of_setting))
     with Ledger() as ledger:
         tuned = tuning.tune(train, ledger, seeds=[10_000], baselines=["diloco", "static+local"], exchange="local")
         with pytest.raises(ValueError, match="does not permit: use --exchange local"):

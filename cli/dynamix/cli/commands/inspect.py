@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             "windows": [window_document(window) for window in windows],
         }
         write_json(document, arguments.json)
-    return 0 if inspection.is_sound else 1
+    return 1 if inspection.fault or inspection.malformed or inspection.chain_fault else 0
 
 
 class Inspection(msgspec.Struct):
@@ -124,11 +124,6 @@ class Inspection(msgspec.Struct):
     first_ns: int = 0
     """When the broker stored the first message, 0 without one."""
     last_ns: int = 0
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether the file is whole, and every message in it can be used."""
-        return not (self.fault or self.malformed or self.chain_fault)
 
     def record(self, record: Record) -> None:
         """Take the next record into account."""

@@ -422,6 +422,15 @@ class _LearningRun:
         stats = self._agent.learn(trajectories, progress=number / plan.num_updates)
         self.state.current = self._agent.file().to_bytes()
         is_explained = math.isfinite(stats.explained_variance) and plan.settings.objective == "clipped"
+        vs_rule = None
+        if (number + 1) % plan.validate_every == 0 or number + 1 == plan.num_updates:
+            # time to target of the likeliest actions against the rule
+            runs = self._times(self.state.current, VALIDATION_SEEDS, plan.num_validation_seeds)
+            rules = self.state.validation_s
+            pairs = ((run.time_s, rule) for name in runs for run, rule in zip(runs[name], rules[name], strict=True))
+            vs_rule = geometric_mean(own_s / rule_s for own_s, rule_s in pairs)
+            if vs_rule < self.state.best_vs_rule:
+                self.state.best, self.state.best_vs_rule = self.state.current, vs_rule
         numbers = {name: value for name, value in stats._asdict().items() if name in LearningUpdate.__struct_fields__}
         row = LearningUpdate(
             update=number + 1,
@@ -433,25 +442,11 @@ class _LearningRun:
                 run.time_s / references_s[task.scenario.name] for task, run in zip(tasks, played, strict=True)
             ),
             **(numbers | ({} if is_explained else {"explained_variance": None})),
-            validation_vs_rule=self._validated(number),
+            validation_vs_rule=vs_rule,
             elapsed_s=self.elapsed_s,
         )
         self.state.history.append(row)
         self.state.elapsed_s = row.elapsed_s
-
-    def _validated(self, number: int) -> float | None:
-        """Time to target of the likeliest actions against the rule, now and then; the best version is kept."""
-        plan = self._plan
-        if (number + 1) % plan.validate_every and number + 1 != plan.num_updates:
-            return None
-        content = self.state.current
-        runs = self._times(content, VALIDATION_SEEDS, plan.num_validation_seeds)
-        rules = self.state.validation_s
-        ratios = [run.time_s / rule for name in runs for run, rule in zip(runs[name], rules[name], strict=True)]
-        vs_rule = geometric_mean(ratios)
-        if vs_rule < self.state.best_vs_rule:
-            self.state.best, self.state.best_vs_rule = content, vs_rule
-        return vs_rule
 
     def _times(
         self, policy: bytes, first_seed: int, num_seeds: int, scenarios: Sequence[Scenario] | None = None
