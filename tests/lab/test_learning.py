@@ -31,7 +31,7 @@ def _made_up_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def explored(**changes: object) -> EpisodeTask:
     scenario = learning.scenarios()[0]
-    fields = {"policy": learned.policy_file("global").to_bytes(), "mode": "explore", "formula": "time-aware"}
+    fields = {"policy": learned.policy_file("global").to_bytes(), "explores": True, "formula": "time-aware"}
     return EpisodeTask(**{"scenario": scenario, "seed": 1, "weights": TIME_ONLY, **fields, **changes})  # type: ignore[arg-type]
 
 

@@ -8,7 +8,7 @@ import argparse
 import asyncio
 import math
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -31,8 +31,6 @@ CONNECT_TIMEOUT_S = 20.0
 HEADINGS = ("family", "runs", "newest", "policy", "ranks", "windows", "last sizes", "size")
 MOST_SIZES = 4
 
-Act = Callable[[Bus, argparse.Namespace], Awaitable[ActionResult]]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
@@ -50,7 +48,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
     configure_log("critical")  # errors are shown in a sentence
-    text, result = asyncio.run(_act(arguments))
+
+    async def act() -> ActionResult:
+        async with connected(find(os.environ), "family", timeout_s=CONNECT_TIMEOUT_S, wait=False) as bus:
+            with explained(ValueError, BusError):
+                result: ActionResult = await arguments.act(bus, arguments)
+                return result
+
+    text, result = asyncio.run(act())
     write_result(result, text, arguments.json)
     return 0
 
@@ -61,13 +66,6 @@ def family_name(text: str) -> str:
         return check_token(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-async def _act(arguments: argparse.Namespace) -> ActionResult:
-    async with connected(find(os.environ), "family", timeout_s=CONNECT_TIMEOUT_S, wait=False) as bus:
-        with explained(ValueError, BusError):
-            act: Act = arguments.act
-            return await act(bus, arguments)
 
 
 async def _list(bus: Bus, _: argparse.Namespace) -> ActionResult:

@@ -209,7 +209,26 @@ class SpanExport:
 
     def add(self, spans: Iterable[WindowSpan]) -> None:
         """Queue spans; blocks to send what makes a full batch."""
-        self._waiting += [self._readable(span) for span in spans]
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+
+        def context(trace_id: int, span_id: int) -> SpanContext:
+            return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+        self._waiting += [
+            ReadableSpan(
+                name=span.name,
+                context=context(span.trace_id, span.span_id),
+                parent=None if span.parent_id is None else context(span.trace_id, span.parent_id),
+                resource=self._resource,
+                attributes=span.attributes,
+                kind=SpanKind.INTERNAL,
+                start_time=span.start_ns,
+                end_time=span.end_ns,
+                instrumentation_scope=self._scope,
+            )
+            for span in spans
+        ]
         if len(self._waiting) >= MAX_BATCH:
             self.flush()
 
@@ -230,22 +249,3 @@ class SpanExport:
             self.flush()
         finally:
             self._exporter.shutdown()
-
-    def _readable(self, span: WindowSpan) -> "ReadableSpan":
-        from opentelemetry.sdk.trace import ReadableSpan
-        from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
-
-        def context(span_id: int) -> SpanContext:
-            return SpanContext(span.trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-
-        return ReadableSpan(
-            name=span.name,
-            context=context(span.span_id),
-            parent=None if span.parent_id is None else context(span.parent_id),
-            resource=self._resource,
-            attributes=span.attributes,
-            kind=SpanKind.INTERNAL,
-            start_time=span.start_ns,
-            end_time=span.end_ns,
-            instrumentation_scope=self._scope,
-        )

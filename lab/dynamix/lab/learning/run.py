@@ -405,7 +405,7 @@ class _LearningRun:
                 scenario=scenario,
                 seed=plan.training_seed(episode),
                 policy=self.state.current,
-                mode="explore",
+                explores=True,
                 formula=plan.formula,
                 weights=weights,
                 fixed_s=reference_s if plan.episode_end == "fixed" else None,
@@ -454,7 +454,7 @@ class _LearningRun:
         """Greedy runs, by default in every scenario of the last stage; no bytes: of the rule."""
         scenarios = self._plan.stages[-1] if scenarios is None else scenarios
         tasks = [
-            EpisodeTask(scenario=scenario, seed=first_seed + number, policy=policy, mode="greedy", data=self._data)
+            EpisodeTask(scenario=scenario, seed=first_seed + number, policy=policy, explores=False, data=self._data)
             for scenario in scenarios
             for number in range(num_seeds)
         ]

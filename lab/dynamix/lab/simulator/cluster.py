@@ -353,7 +353,33 @@ class VirtualCluster:
             self._adopt(self.position.step)
         for _ in range(self.scenario.window_steps):
             self._step()
-        return self._report()
+        sizes = self._schedule.counts_at(self.position.step - 1)
+        accuracy = self.evaluations[-1].accuracy if self.evaluations else None
+        rate = self.scenario.learning_rate * self._rate_factor(self.position.step - 1)
+        rows, simulated = self._recorder.take_rows(accuracy, rate, self.exchange.coded())
+        self._noise.observe_window(window_moments(row.noise for row in rows))
+        totals = job_totals(
+            rows,
+            window=self.window - 1,
+            num_steps=self.scenario.window_steps,
+            global_batch_size=sizes.total,
+            noise=self._noise.value,
+        )
+        reports = []
+        for reporter, node in zip(self._reporters, self._identity.nodes, strict=True):
+            report = reporter.report(
+                self.position,
+                rows,
+                totals,
+                sizes=sizes,
+                pending=self._schedule.newest,
+                total_samples=None,
+                num_reports_dropped=0,
+                view=None if self._field is None else self._field.view(node.node),
+            )
+            own = tuple(simulated[rank] for rank in node.ranks)
+            reports.append(msgspec.structs.replace(report, simulated=own))
+        return reports
 
     def test_accuracy(self) -> float:
         """Accuracy on the test part, which is used once, when the run is over.
@@ -461,36 +487,6 @@ class VirtualCluster:
             fewest, upper = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
             self._field.revise(self._schedule, first_step, fewest, upper)
         self._decided = self._schedule.newest != before  # a policy that changes nothing pays nothing
-
-    def _report(self) -> list[Report]:
-        """The reports on the window that ended; they name the sizes of its last step."""
-        sizes = self._schedule.counts_at(self.position.step - 1)
-        accuracy = self.evaluations[-1].accuracy if self.evaluations else None
-        rate = self.scenario.learning_rate * self._rate_factor(self.position.step - 1)
-        rows, simulated = self._recorder.take_rows(accuracy, rate, self.exchange.coded())
-        self._noise.observe_window(window_moments(row.noise for row in rows))
-        totals = job_totals(
-            rows,
-            window=self.window - 1,
-            num_steps=self.scenario.window_steps,
-            global_batch_size=sizes.total,
-            noise=self._noise.value,
-        )
-        reports = []
-        for reporter, node in zip(self._reporters, self._identity.nodes, strict=True):
-            report = reporter.report(
-                self.position,
-                rows,
-                totals,
-                sizes=sizes,
-                pending=self._schedule.newest,
-                total_samples=None,
-                num_reports_dropped=0,
-                view=None if self._field is None else self._field.view(node.node),
-            )
-            own = tuple(simulated[rank] for rank in node.ranks)
-            reports.append(msgspec.structs.replace(report, simulated=own))
-        return reports
 
 
 NUM_HALVINGS = 60
