@@ -27,7 +27,6 @@ from dynamix.schemas.messages import ArmRecord, JobProfile
 from dynamix.schemas.streams import JOBS, PROFILES
 from dynamix.schemas.subjects import check_token
 
-CONNECT_TIMEOUT_S = 20.0
 HEADINGS = ("family", "runs", "newest", "policy", "ranks", "windows", "last sizes", "size")
 MOST_SIZES = 4
 
@@ -50,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     configure_log("critical")  # errors are shown in a sentence
 
     async def act() -> ActionResult:
-        async with connected(find(os.environ), "family", timeout_s=CONNECT_TIMEOUT_S, wait=False) as bus:
+        async with connected(find(os.environ), "family", wait=False) as bus:
             with explained(ValueError, BusError):
                 result: ActionResult = await arguments.act(bus, arguments)
                 return result

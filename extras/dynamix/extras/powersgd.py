@@ -96,7 +96,9 @@ class LowRankExchange(ErrorFeedback):
             ]
             for matrix, basis, mine, factor in zip(matrices, bases, own, factors, strict=True):
                 matrix.of(values).sub_(basis @ mine.T)
-                write_product(basis, factor, matrix.of(summed))
+                product = matrix.of(summed).zero_()
+                for column, row in zip(basis.unbind(1), factor.unbind(1), strict=True):
+                    product.add_(torch.outer(column, row))  # a product and a sum at a time, each rounded by itself
             self._factors.update((matrix.key, each.clone()) for matrix, each in zip(matrices, factors, strict=True))
         bucket.flat.copy_(summed)
         if bucket.flat.dtype != summed.dtype and member.rank == 0:  # what the gradient's own type took away, once
@@ -155,10 +157,3 @@ def exact_dot(one: Tensor, other: Tensor) -> Tensor:
         rest = products[2 * half :]
         products = torch.cat([products[:half] + products[half : 2 * half], rest])
     return products[0]
-
-
-def write_product(basis: Tensor, factor: Tensor, product: Tensor) -> None:
-    """Write basis factor' into `product`, column by column: a product and a sum at a time, each rounded by itself."""
-    product.zero_()
-    for column, row in zip(basis.unbind(1), factor.unbind(1), strict=True):
-        product.add_(torch.outer(column, row))

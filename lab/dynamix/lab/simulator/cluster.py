@@ -131,11 +131,8 @@ class WindowRecorder:
         zeros = np.zeros(scenario.world_size)
         self._tx_bytes, self._rx_bytes, self._retransmits = zeros, zeros, zeros
         self._coded_before = CodedSquares()
-        self._steps: list[Step] = []
-
-    def record_step(self, step: Step) -> None:
-        """Add a step."""
-        self._steps.append(step)
+        self.steps: list[Step] = []
+        """Steps of the window so far."""
 
     def take_rows(
         self, held_out_accuracy: float | None, learning_rate: float, coded: CodedSquares
@@ -144,7 +141,7 @@ class WindowRecorder:
 
         `coded` is that of all ranks together from the first step on.
         """
-        steps, self._steps = self._steps, []
+        steps, self.steps = self.steps, []
         timings, count = [step.timing for step in steps], len(self._local_ranks)
         zeros, each_way = np.zeros(count), np.full(count, self._tx_bytes_per_step)
         noise, rings_s, drift_own, drift_mean = [NoiseSums() for _ in range(count)], zeros, zeros, 0.0
@@ -407,7 +404,7 @@ class VirtualCluster:
         computed_s = begun_s if step.is_local else None
         timing = self._clock.step(sizes, conditions, decided=decided, traffic=traffic, computed_s=computed_s)
         sent = () if step.is_local and not traffic else traffic
-        self._recorder.record_step(Step(plan, sums, timing, conditions, sent))
+        self._recorder.steps.append(Step(plan, sums, timing, conditions, sent))
         self._evaluate(self.time_s + timing.step_s)  # what was due before the step's end saw the parameters before it
         if step.is_local:
             self.rounds.end_step(timing.compute_s, step)

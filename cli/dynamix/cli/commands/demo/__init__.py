@@ -106,10 +106,6 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
         samples = self.max_windows * self.window_steps * self.local_batch_size * self.num_ranks
         return 1 + samples // NUM_TRAINING_IMAGES
 
-    def pace_of(self, rank: int) -> float:
-        """Seconds per sample that a rank is paced to."""
-        return self.pace_s_per_sample * (self.slowdown if rank == self.slow_rank else 1.0)
-
 
 class DemoStep(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the training script's own log, written by rank 0 after each step."""

@@ -34,6 +34,7 @@ def small_cnn() -> nn.Module:
 def train(plan: DemoPlan, arguments: dict[str, Any], log: IO[bytes] | None) -> None:
     """Train until the target is reached and the least number of windows is done; rank 0 writes `log`."""
     rank = dist.get_rank()
+    pace_s = plan.pace_s_per_sample * (plan.slowdown if rank == plan.slow_rank else 1.0)
     torch.manual_seed(plan.seed)
     model = DistributedDataParallel(small_cnn())
     optimizer = torch.optim.SGD(model.parameters(), lr=plan.learning_rate, momentum=plan.momentum)
@@ -56,7 +57,7 @@ def train(plan: DemoPlan, arguments: dict[str, Any], log: IO[bytes] | None) -> N
     for _ in session.epochs(plan.num_epochs):  # DYNAMIX
         started_s = time.perf_counter()
         for inputs, targets in session.loader:  # DYNAMIX
-            due_s = time.perf_counter() + session.num_samples * plan.pace_of(rank)
+            due_s = time.perf_counter() + session.num_samples * pace_s
             outputs = model(inputs)
             loss = criterion(outputs, targets)
             optimizer.zero_grad()
