@@ -219,23 +219,18 @@ def plan(suite: Suite, rows: Sequence[Row], seeds: Sequence[int], tuned: Tuned) 
         if index == turn % len(settings[label, scenario.family])
     ]
     for cell in cells:
-        if cell.task.seed == seeds[0]:
-            _check_permission(cell)
+        if cell.task.seed != seeds[0]:
+            continue
+        setting, scenario = cell.task.setting, cell.task.effective_scenario
+        first = initial_exchange(setting.policy, setting.options)
+        if not is_permitted(first, scenario.exchange):
+            needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each))
+            how = f"use --exchange {needed}, or set exchange of the row to {needed!r}"
+            raise ValueError(
+                f"policy {cell.label!r} needs {first.label}, which scenario {scenario.name} does not permit: "
+                + (how if scenario.permits_any_exchange else "leave the row out")
+            )
     return cells
-
-
-def _check_permission(cell: ComparisonCell) -> None:
-    """Raise ValueError when the first step needs a communication that the job does not permit."""
-    setting, scenario = cell.task.setting, cell.task.effective_scenario
-    first = initial_exchange(setting.policy, setting.options)
-    if is_permitted(first, scenario.exchange):
-        return
-    needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each))
-    how = f"use --exchange {needed}, or set exchange of the row to {needed!r}"
-    raise ValueError(
-        f"policy {cell.label!r} needs {first.label}, which scenario {scenario.name} does not permit: "
-        + (how if scenario.permits_any_exchange else "leave the row out")
-    )
 
 
 OnProgress = Callable[[int, int, str], None]

@@ -93,10 +93,6 @@ def trajectory_of_agents(agents: ExploringAgents, episode: Episode, end: End) ->
     )
 
 
-RULE = "rule"
-"""The policy that every learned policy is compared with."""
-
-
 class EpisodeTask(NamedTuple):
     """One episode to run."""
 
@@ -136,7 +132,7 @@ def play(task: EpisodeTask) -> EpisodeResult:
     """
     explores, scenario = task.explores, task.scenario
     file = PolicyFile.from_bytes(task.policy) if task.policy else None
-    policy: Policy = policy_named(RULE)
+    policy: Policy = policy_named("rule")
     options: dict[str, float] = {}
     choose: Chooser | None = None
     agents: ExploringAgents | None = None

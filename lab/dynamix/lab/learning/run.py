@@ -240,10 +240,8 @@ class LearningCheckpoint(msgspec.Struct, kw_only=True):
     """The state of a learning run between two updates."""
 
     plan_digest: str
-    references_s: dict[str, float]
-    """Mean time of `rule` to the target, by scenario."""
     validation_s: dict[str, list[float]]
-    """Its times on the validation seeds, by scenario."""
+    """Times of `rule` to the target on the validation seeds, by scenario."""
     current: bytes
     """The current policy file, with the moments of the optimizer."""
     best: bytes
@@ -349,13 +347,10 @@ class _LearningRun:
             )
             everywhere = [scenario for stage in plan.stages for scenario in stage]
             rules = self._times(b"", VALIDATION_SEEDS, plan.num_validation_seeds, everywhere)
-            means = {name: float(np.mean([run.time_s for run in runs])) for name, runs in rules.items()}
-            times = {name: [run.time_s for run in runs] for name, runs in rules.items()}
             content = Agent.new(metadata).file().to_bytes()
             found = LearningCheckpoint(
                 plan_digest=plan.digest,
-                references_s=means,
-                validation_s=times,
+                validation_s={name: [run.time_s for run in runs] for name, runs in rules.items()},
                 current=content,
                 best=content,
                 best_vs_rule=math.inf,  # never return an untrained version: that is the rule itself
@@ -394,7 +389,8 @@ class _LearningRun:
 
     def update(self) -> None:
         """Play a batch, learn from it, and validate now and then; the state is that after it."""
-        plan, references_s, number = self._plan, self.state.references_s, len(self.state.history)
+        plan, number = self._plan, len(self.state.history)
+        references_s = {name: float(np.mean(times)) for name, times in self.state.validation_s.items()}
         tasks = []
         for episode in plan.episodes_of(number):
             scenario, weights = plan.scenario_of(episode), plan.weights
