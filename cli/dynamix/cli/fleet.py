@@ -68,9 +68,14 @@ class Fleet:
 
         Raises BusError, also in the midst of the context, when the streams cannot be read.
         """
+
+        def record_beat(beat: Live) -> None:
+            self.heartbeats.record(beat, time.monotonic())
+            self._notify()
+
         wanted = [subjects.of("action", subjects.ANY)]
         async with beside(
-            hear(self._bus, self._record_beat),
+            hear(self._bus, record_beat),
             self._follow_jobs(),
             self._consume(ACTIONS.name, wanted, "last_per_subject"),
             self._follow_feed(),
@@ -182,10 +187,6 @@ class Fleet:
             del self.jobs[oldest]
             self._opened.pop(oldest, None)
             self._forgotten.add(oldest)
-
-    def _record_beat(self, beat: Live) -> None:
-        self.heartbeats.record(beat, time.monotonic())
-        self._notify()
 
     def _notify(self) -> None:
         seen, self.news = self.news, asyncio.Event()

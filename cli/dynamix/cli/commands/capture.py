@@ -27,7 +27,6 @@ from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Report
 
-PLAIN_EVERY_S = 5.0
 FLUSH_EVERY_S = 5.0
 """Interval of flushes: a killed live capture lacks at most these seconds."""
 
@@ -80,7 +79,7 @@ async def capture(
             await asyncio.sleep(FLUSH_EVERY_S)
             writer.flush()
 
-    with CaptureWriter(path, CaptureHeader.of(job)) as writer, ProgressLine(PLAIN_EVERY_S) as progress:
+    with CaptureWriter(path, CaptureHeader.of(job)) as writer, ProgressLine() as progress:
         if not past:
             progress.write_line(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.")
         async with contextlib.aclosing(source.batches()) as batches, beside(flush()):
