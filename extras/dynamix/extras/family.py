@@ -134,7 +134,16 @@ def table(found: Sequence[StoredFamily]) -> str:
     """One line per family."""
     if not found:
         return "no job families: a job has one with attach(..., family='auto'), and leaves what it learned at its end"
-    return in_columns(HEADINGS, map(_row, found), left=HEADINGS)
+    rows = []
+    for one in found:
+        size, profile = f"{one.num_bytes / 1024:.1f} KB", one.profile
+        if profile is None:
+            rows.append((one.family, "?", "cannot be used here: `dynamix family show`", "", "", "", "", size))
+            continue
+        policy = f"{profile.policy} {profile.policy_version}"
+        counts = (str(profile.world_size), str(profile.num_windows))
+        rows.append((one.family, str(profile.run), profile.job, policy, *counts, _sizes(profile), size))
+    return in_columns(HEADINGS, rows, left=HEADINGS)
 
 
 def document(one: StoredFamily) -> dict[str, Any]:
@@ -175,15 +184,6 @@ def _read(message: BusMessage) -> StoredFamily:
         fault = str(error)
     num_bytes, stored_at_ns = len(message.payload), message.timestamp_ns
     return StoredFamily(family=family, num_bytes=num_bytes, stored_at_ns=stored_at_ns, profile=profile, fault=fault)
-
-
-def _row(one: StoredFamily) -> tuple[str, ...]:
-    size, profile = f"{one.num_bytes / 1024:.1f} KB", one.profile
-    if profile is None:
-        return (one.family, "?", "cannot be used here: `dynamix family show`", "", "", "", "", size)
-    policy = f"{profile.policy} {profile.policy_version}"
-    counts = (str(profile.world_size), str(profile.num_windows))
-    return (one.family, str(profile.run), profile.job, policy, *counts, _sizes(profile), size)
 
 
 def _records(records: Sequence[ArmRecord]) -> Iterator[str]:

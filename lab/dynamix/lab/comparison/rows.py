@@ -101,10 +101,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         families = {name: {**self.families.get(name, {}), **other.families.get(name, {})} for name in names}
         return msgspec.structs.replace(self, families=families, overall={**self.overall, **other.overall})
 
-    def is_fallback(self, family: str) -> bool:
-        """Return whether the family has no train scenarios, so that the choice over all of them is used."""
-        return bool(self.overall) and family not in self.families
-
 
 def read_tuned(path: Path) -> Tuned:
     """The settings in a file.
