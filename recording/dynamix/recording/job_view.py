@@ -136,11 +136,6 @@ class Window(msgspec.Struct):
         """Local batch sizes in rank order, of the ranks that are known."""
         return tuple(size for _, size in sorted(self.local_batch_sizes.items()))
 
-    @property
-    def probes(self) -> list[str]:
-        """The sources of the nodes' network metrics."""
-        return sorted({node.probe for node in self.nodes.values() if node.probe})
-
     def mean_reward(self) -> float | None:
         """Mean over all ranks whose reward is known."""
         return self.reward_sum / self.num_rewards if self.num_rewards else None

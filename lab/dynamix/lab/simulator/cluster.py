@@ -7,7 +7,6 @@ totals and reports, which action is adopted. Virtual are the clock and what the 
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import msgspec
@@ -53,6 +52,8 @@ def job_options(
     Raises:
         ValueError: when the policy begins with a codec or local steps that this job does not support.
     """
+    with torch.device("meta"):  # no memory, and no random number
+        model = workload_named(scenario.workload).model()
     options = JobOptions(
         local_batch_sizes=sizes,
         base_global_batch_size=scenario.base_global_batch_size,
@@ -73,7 +74,7 @@ def job_options(
         supports_tracking=True,
         exchange=scenario.exchange,
         supports_exchange=scenario.supports_exchange,
-        table_share=_table_share(scenario.workload),
+        table_share=table_share([model]),
     )
     first = options.initial_allocation.exchange
     if first != EXACT and not scenario.supports_exchange:
@@ -82,12 +83,6 @@ def job_options(
             'network.topology = "ring", or the policy without these options'
         )
     return options
-
-
-@cache
-def _table_share(workload: str) -> float:
-    with torch.device("meta"):  # no memory, and no random number
-        return table_share([workload_named(workload).model()])
 
 
 def training_part(scenario: Scenario, data: Data, seed: int) -> Part:
