@@ -86,11 +86,9 @@ async def typed(*arguments: str) -> int:
 
 
 async def read(bus: Bus, *, past: bool, name: str = examples.JOB) -> list[Record]:
-    found: list[Record] = []
-    async with asyncio.timeout(20), Source(bus, name, past=past, stop=asyncio.Event()) as source:
-        while batch := await source.read():
-            found += batch
-    return found
+    source = Source(bus, name, past=past, stop=asyncio.Event())
+    async with asyncio.timeout(20), contextlib.aclosing(source.batches()) as batches:
+        return [one async for batch in batches for one in batch]
 
 
 @pytest.mark.usefixtures("address")
@@ -120,13 +118,14 @@ async def test_a_capture_made_live_ends_with_the_job_and_agrees_with_one_of_the_
     told = story(4)
     await publish(bus, told[:12])
     live: list[Record] = []
-    async with asyncio.timeout(20), Source(bus, examples.JOB, past=False, stop=asyncio.Event()) as source:
+    source = Source(bus, examples.JOB, past=False, stop=asyncio.Event())
+    async with asyncio.timeout(20), contextlib.aclosing(source.batches()) as batches:
         while len(live) < 9:
-            live += await source.read()
+            live += await anext(batches)
         await publish(bus, told[12:])
         await bus.publish(job("ended"))
         await bus.publish(reward("node-a", (0, 1), 4))  # a straggler behind the end
-        while batch := await source.read():
+        async for batch in batches:
             live += batch
     assert source.reason == "ended"
     assert identities(live) == expected([*told, job("ended"), reward("node-a", (0, 1), 4)])

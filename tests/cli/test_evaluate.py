@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def verdict(place: Path) -> dict[str, Any]:
 
 
 def test_the_json_has_the_promised_shape(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "outcomes", made_up(lambda task: 0.5 if task.setting.policy == "rule" else 1.0))
+    monkeypatch.setattr(runs, "run_episodes", made_up(lambda task: 0.5 if task.setting.policy == "rule" else 1.0))
     assert main(arguments(place, "--seeds", "3", "--jobs", "1", "--png", str(place / "figure.png"))) == 0
     found = verdict(place)
     assert found["suite"] == "suite"
@@ -69,7 +69,7 @@ def test_rows_that_may_exchange_otherwise_are_compared_with_exact_ones(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seconds = {None: 1.5, "exact": 1.0, "local": 0.5}
-    monkeypatch.setattr(runs, "outcomes", made_up(lambda task: seconds[task.setting.exchange]))
+    monkeypatch.setattr(runs, "run_episodes", made_up(lambda task: seconds[task.setting.exchange]))
     rows = ("--policies", "rule,static:every=4,codec=int8,local_batch_size=64", "--against", "rule:exchange=exact")
     assert main(arguments(place, *rows, "--exchange", "local", "--seeds", "2", "--png", str(place / "a.png"))) == 0
     found = verdict(place)
@@ -86,14 +86,14 @@ def test_an_interrupt_tells_what_there_is_and_resume_goes_on(
 ) -> None:
     ran: list[str] = []
 
-    def interrupted(*args: Any, **kwargs: Any) -> Iterator[tuple[RunTask, RunOutcome]]:
-        for number, (task, outcome) in enumerate(made_up(lambda _: 1.0)(*args, **kwargs)):
-            if number == 4:
+    def interrupted(work: Any, tasks: list[RunTask], **how: Any) -> Generator[tuple[int, RunOutcome]]:
+        for index, outcome in made_up(lambda _: 1.0)(work, tasks, **how):
+            if index == 4:
                 raise KeyboardInterrupt
-            ran.append(task.key)
-            yield task, outcome
+            ran.append(tasks[index].key)
+            yield index, outcome
 
-    monkeypatch.setattr(runs, "outcomes", interrupted)
+    monkeypatch.setattr(runs, "run_episodes", interrupted)
     typed = ("--policies", "rule", "--seeds", "2", "--jobs", "1")
     assert main(arguments(place, *typed)) == 130
     assert "best-static" in capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_tune_reads_train_scenarios_only_and_writes_what_evaluate_reads(
         return read(path)
 
     monkeypatch.setattr(Scenario, "read", noted)
-    monkeypatch.setattr(runs, "outcomes", made_up(lambda _: 1.0))
+    monkeypatch.setattr(runs, "run_episodes", made_up(lambda _: 1.0))
     output = tmp_path / "tuned.toml"
     chosen = ["--baselines", "static,goodput", "--seeds", "1", "-o", str(output)]
     assert main(["evaluate", "tune", *chosen, "--results", str(tmp_path / "runs.jsonl")]) == 0
@@ -142,7 +142,7 @@ def test_tuning_a_part_does_not_take_the_place_of_the_whole(
 def test_what_makes_baselines_worse_than_they_could_be_is_said(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runs, "outcomes", made_up(lambda _: 1.0))
+    monkeypatch.setattr(runs, "run_episodes", made_up(lambda _: 1.0))
     typed = ("--policies", "doubling,static,rule", "--seeds", "1", "--jobs", "1")
     assert main(arguments(place, *typed)) == 0
     told = " ".join(capsys.readouterr().err.split())

@@ -41,7 +41,7 @@ def compared(
     monkeypatch: pytest.MonkeyPatch,
     time_s: Callable[[RunTask], float | None] = known_time_s,
 ) -> tuple[Verdict, OutcomeTable]:
-    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(time_s))
+    monkeypatch.setattr("dynamix.lab.comparison.runs.run_episodes", made_up(time_s))
     monkeypatch.setattr("dynamix.lab.comparison.rows.shipped_files", lambda _: [])
     rows = with_references(parse_rows(rows))
     cells = plan(suite, rows, range(seeds), TUNED)
@@ -114,7 +114,7 @@ def test_what_is_known_is_not_run_again_and_equal_runs_run_once(suite: Suite, mo
         ran.append(task.key)
         return 1.0
 
-    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(time_s))
+    monkeypatch.setattr("dynamix.lab.comparison.runs.run_episodes", made_up(time_s))
     rows = parse_rows("static:local_batch_size=128,best-static")  # the same in the mixed family, not in the control
     cells = plan(suite, rows, range(1), TUNED)
     told: list[tuple[int, int]] = []
@@ -154,7 +154,7 @@ def time_by_rate_s(task: RunTask) -> float | None:
 def test_the_best_of_some_rows_is_chosen_by_scenario_over_all_seeds(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(time_by_rate_s))
+    monkeypatch.setattr("dynamix.lab.comparison.runs.run_episodes", made_up(time_by_rate_s))
     rows = parse_rows("static,rule:learning_rate_factor=best")
     cells = plan(suite, rows, range(2), TUNED)
     assert len(cells) == 4 * 2 * 2

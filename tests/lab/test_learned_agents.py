@@ -25,7 +25,7 @@ def plan(**changes: object) -> LearningPlan:
 
 
 def test_every_agent_earns_minus_the_time_from_where_its_first_choice_ruled_to_the_target() -> None:
-    task = EpisodeTask(SCENARIO, 1, FILE.to_bytes(), "explore", "time-aware", TIME_ONLY)
+    task = EpisodeTask(SCENARIO, 1, FILE.to_bytes(), True, "time-aware", TIME_ONLY)
     played = play(task)
     agents = ExploringAgents(FILE, 1)
     again = run_episode(

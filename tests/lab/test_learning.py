@@ -30,8 +30,8 @@ def _made_up_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_time_aware_return_is_minus_the_time_from_the_first_decision_to_the_target() -> None:
-    weights = learned.policy_file("global").to_bytes()
-    task = EpisodeTask(learning.scenarios()[0], 1, weights, "explore", "time-aware", TIME_ONLY)
+    content = learned.policy_file("global").to_bytes()
+    task = EpisodeTask(learning.scenarios()[0], 1, content, explores=True, formula="time-aware", weights=TIME_ONLY)
     played = play(task)
     assert not played.missed
     assert played.trajectory.terminated

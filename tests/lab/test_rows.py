@@ -125,7 +125,6 @@ def test_default_rows_contain_what_the_default_policy_is_compared_with_first_eac
 def test_a_family_without_a_train_part_falls_back_to_the_best_over_all_and_best_static_needs_a_choice() -> None:
     tuned = tuned_for(other=256)
     assert only_setting("best-static", tuned).local_batch_size == 128
-    assert (tuned.is_fallback("mixed"), tuned.is_fallback("other")) == (True, False)
     tracked = only_row("best-static:track=1")  # sizes tuned without the fast loop are used, and reported
     assert tracked.settings("other", tuned)[0].local_batch_size == 256
     assert untuned_families(tracked, ["other"], tuned) == ["other"]
@@ -189,7 +188,7 @@ def train(tmp_path: Path) -> Suite:
 def test_the_best_setting_is_chosen_per_family_and_the_file_holds_it(
     train: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(time_s))
+    monkeypatch.setattr("dynamix.lab.comparison.runs.run_episodes", made_up(time_s))
     with Ledger() as ledger:
         tuned = tuning.tune(train, ledger, seeds=[10_000, 10_001], command="dynamix evaluate tune")
     for family, size in BEST.items():
@@ -208,7 +207,7 @@ def test_what_decides_exchanges_is_tuned_in_jobs_that_permit_it(train: Suite, mo
         assert task.effective_scenario.exchange == "local"
         return 0.5 if task.setting.options.get("every") == 16.0 else 1.0
 
-    monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(of_setting))
+    monkeypatch.setattr("dynamix.lab.comparison.runs.run_episodes", made_up(of_setting))
     with Ledger() as ledger:
         tuned = tuning.tune(train, ledger, seeds=[10_000], baselines=["diloco", "static+local"], exchange="local")
         with pytest.raises(ValueError, match="does not permit: use --exchange local"):

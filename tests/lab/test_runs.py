@@ -13,10 +13,10 @@ from tests.support.small_suites import outcome, write_suite
 from dynamix.arbitrator.policies.policy import Array32
 from dynamix.lab.comparison.omnilearn import OmniLearn
 from dynamix.lab.comparison.rows import Row
-from dynamix.lab.comparison.runs import Ledger, RunTask, outcomes, run_task
+from dynamix.lab.comparison.runs import Ledger, RunTask, run_task
 from dynamix.lab.simulator.clock import ComputeTimes
 from dynamix.lab.simulator.cluster import best_split
-from dynamix.lab.simulator.episode import EpisodeError, RunOutcome
+from dynamix.lab.simulator.episode import EpisodeError, RunOutcome, run_episodes
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 
 
@@ -83,11 +83,11 @@ def without_clock(outcome: RunOutcome) -> RunOutcome:
 
 def test_workers_find_what_one_process_finds_and_end_when_the_iterator_is_closed(tasks: list[RunTask]) -> None:
     before = set(multiprocessing.active_children())
-    running = outcomes(tasks, jobs=2)
-    task, outcome = next(running)
-    running.close()  # type: ignore[attr-defined] - it is a generator
+    running = run_episodes(run_task, tasks, jobs=2)
+    index, outcome = next(running)
+    running.close()
     assert set(multiprocessing.active_children()) <= before
-    ((_, alone),) = outcomes([task], jobs=1)
+    ((_, alone),) = run_episodes(run_task, [tasks[index]], jobs=1)
     assert without_clock(outcome) == without_clock(alone)
     assert outcome.time_to_target_s is not None
     assert outcome.num_steps > 0
@@ -96,7 +96,7 @@ def test_workers_find_what_one_process_finds_and_end_when_the_iterator_is_closed
 def test_a_run_that_fails_is_named(tasks: list[RunTask]) -> None:
     broken = msgspec.structs.replace(tasks[0], setting=Row(policy="no-such-policy"))
     with pytest.raises(EpisodeError, match="no-such-policy in scenario mixed-2, seed 0: ValueError: no policy"):
-        list(outcomes([broken], jobs=1))
+        list(run_episodes(run_task, [broken], jobs=1))
 
 
 JOB = examples.job()

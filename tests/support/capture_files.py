@@ -1,6 +1,7 @@
 """Captures for tests: records of every stream, and files of them."""
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -44,9 +45,10 @@ def records_of(messages: Iterable[Message]) -> list[Record]:
 
 async def capture_job(bus: Bus, job: str, path: Path, *, past: bool) -> CaptureEnd:
     """Capture a job from a broker: what is stored now, or until the job has ended."""
+    source = Source(bus, job, past=past, stop=asyncio.Event())
     with CaptureWriter(path, CaptureHeader.of(job)) as writer:
-        async with Source(bus, job, past=past, stop=asyncio.Event()) as source:
-            while batch := await source.read():
+        async with contextlib.aclosing(source.batches()) as batches:
+            async for batch in batches:
                 for one in batch:
                     writer.write_record(one)
         return writer.finish(source.reason)

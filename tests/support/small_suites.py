@@ -1,6 +1,6 @@
 """Suites small enough for tests: a scenario whose episode takes a fraction of a second, and made-up outcomes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 
 from dynamix.lab.comparison.rows import Choice, Tuned
@@ -57,14 +57,14 @@ def tuned_for(**static_by_family: int) -> Tuned:
     return Tuned(families=families, overall=choices(128))
 
 
-def made_up(time_to_target_s: Callable[[RunTask], float | None]) -> Callable[..., Iterator[tuple[RunTask, RunOutcome]]]:
+def made_up(time_to_target_s: Callable[[RunTask], float | None]) -> Callable[..., Generator[tuple[int, RunOutcome]]]:
     """Stands in for the pool: outcomes by a formula instead of by training."""
 
-    def outcomes(tasks: Iterable[RunTask], **_: object) -> Iterator[tuple[RunTask, RunOutcome]]:
-        for task in tasks:
-            yield task, outcome(time_to_target_s(task))
+    def run_episodes(_: object, tasks: Iterable[RunTask], **__: object) -> Generator[tuple[int, RunOutcome]]:
+        for index, task in enumerate(tasks):
+            yield index, outcome(time_to_target_s(task))
 
-    return outcomes
+    return run_episodes
 
 
 def outcome(time_to_target_s: float | None) -> RunOutcome:

@@ -153,6 +153,8 @@ def overview(views: Iterable[JobView], heartbeats: Heartbeats, *, now_ns: int, n
 
 # --- alarms
 
+LATE_AFTER_WINDOWS = 3
+"""A job that is steered has a decision by this window."""
 SILENT_ALARM_S = 3600.0
 """A job that has been silent for longer is history, and no alarm any more."""
 
@@ -182,7 +184,8 @@ def alarms_of(views: Iterable[JobView], heartbeats: Heartbeats, *, now_ns: int, 
     for view in views:
         found += alarms_of_job(view, now_ns)
         if view.phase(now_ns) == "running":
-            for node in heartbeats.nodes_without_collector(view.unmeasured_nodes, now_s):
+            unmeasured = [] if view.job is None else [one.node for one in view.job.nodes if one.node not in view.nodes]
+            for node in heartbeats.nodes_without_collector(unmeasured, now_s):
                 text = f"no collector on {node}: start it there, or set the same DYNAMIX_NODE for it and the ranks"
                 found.append(Alarm("error", view.name, text))
     return found
@@ -201,7 +204,7 @@ def alarms_of_job(view: JobView, now_ns: int) -> Iterator[Alarm]:
     for _, event in view.events:
         text = f"{event.signature}: {event.explanation} (window {event.window})"
         yield Alarm("error" if event.signature == "log-refused" else "warning", name, text)
-    if view.lacks_decision:
+    if view.action is None and view.window >= LATE_AFTER_WINDOWS:
         yield Alarm("warning", name, f"no decision in {view.window + 1} windows: the arbitrator's log says why")
     refused = {} if view.applied is None else view.applied.num_refused
     if count := sum(refused.values()):

@@ -27,29 +27,10 @@ MAX_JOBS = 64
 FEED_KINDS = ("window", "reward", "applied", "event")
 
 
-def fold_all(view: JobView, batch: list[BusMessage]) -> None:
-    """Fold messages into a view; what cannot be decoded is left out, since the services report it."""
-    for message in batch:
-        with contextlib.suppress(MalformedMessageError):
-            view.fold(decode_any(message.subject, message.payload), message.timestamp_ns)
-
-
-async def stored_job(bus: Bus, job: str) -> JobView:
-    """Read a stored job: the curves of its newest windows, the newest decisions."""
-    view = JobView(job)
-    for stream, subject in ((JOBS.name, subjects.of("job", job)), (FEED.name, subjects.of("event", job))):
-        if (newest := await bus.last(stream, subject)) is not None:
-            fold_all(view, [newest])
-    per_node = [subjects.of(kind, job, subjects.ANY) for kind in ("window", "reward")]
-    of_feed = [*per_node, subjects.of("applied", job), subjects.of("event", job)]
-    for stream, wanted, length in (
-        (FEED.name, of_feed, PAST_MESSAGES),
-        (ACTIONS.name, [subjects.of("action", job)], HISTORY_WINDOWS * MOST_ASKED),
-    ):
-        newest_of_each = [await bus.last(stream, subject) for subject in wanted]
-        end = max((message.sequence for message in newest_of_each if message is not None), default=0)
-        fold_all(view, [message async for message in stored_messages(bus, stream, wanted, max(1, end - length))])
-    return view
+def fold(view: JobView, message: BusMessage) -> None:
+    """Fold a message into a view; what cannot be decoded is left out, since the services report it."""
+    with contextlib.suppress(MalformedMessageError):
+        view.fold(decode_any(message.subject, message.payload), message.timestamp_ns)
 
 
 class Fleet:
@@ -87,9 +68,14 @@ class Fleet:
 
         Raises BusError, also in the midst of the context, when the streams cannot be read.
         """
+
+        def record_beat(beat: Live) -> None:
+            self.heartbeats.record(beat, time.monotonic())
+            self._notify()
+
         wanted = [subjects.of("action", subjects.ANY)]
         async with beside(
-            hear(self._bus, self._record_beat),
+            hear(self._bus, record_beat),
             self._follow_jobs(),
             self._consume(ACTIONS.name, wanted, "last_per_subject"),
             self._follow_feed(),
@@ -126,13 +112,27 @@ class Fleet:
         return reading
 
     async def _read_past(self, name: str) -> None:
+        """Replace a job's view by one of what is stored: the curves of its newest windows, the newest decisions."""
         meanwhile = self._meanwhile[name] = []
+        view = JobView(name)
+        per_node = [subjects.of(kind, name, subjects.ANY) for kind in ("window", "reward")]
+        of_feed = [*per_node, subjects.of("applied", name), subjects.of("event", name)]
         try:
-            view = await stored_job(self._bus, name)
+            for stream, subject in ((JOBS.name, subjects.of("job", name)), (FEED.name, subjects.of("event", name))):
+                if (newest := await self._bus.last(stream, subject)) is not None:
+                    fold(view, newest)
+            for stream, wanted, length in (
+                (FEED.name, of_feed, PAST_MESSAGES),
+                (ACTIONS.name, [subjects.of("action", name)], HISTORY_WINDOWS * MOST_ASKED),
+            ):
+                newest_of_each = [await self._bus.last(stream, subject) for subject in wanted]
+                end = max((message.sequence for message in newest_of_each if message is not None), default=0)
+                async for message in stored_messages(self._bus, stream, wanted, max(1, end - length)):
+                    fold(view, message)
         finally:
             del self._meanwhile[name]
-        for message, timestamp_ns in meanwhile:
-            view.fold(message, timestamp_ns)
+        for known, timestamp_ns in meanwhile:
+            view.fold(known, timestamp_ns)
         if name in self.jobs:
             self.jobs[name] = view
         self._notify()
@@ -187,10 +187,6 @@ class Fleet:
             del self.jobs[oldest]
             self._opened.pop(oldest, None)
             self._forgotten.add(oldest)
-
-    def _record_beat(self, beat: Live) -> None:
-        self.heartbeats.record(beat, time.monotonic())
-        self._notify()
 
     def _notify(self) -> None:
         seen, self.news = self.news, asyncio.Event()

@@ -7,9 +7,9 @@ their messages is later, or the broker says that there are no more - and then al
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from dynamix.recording.capture import FOREVER_NS, CaptureHeader, CaptureWriter, EndReason, Record, RecordMerge
 from dynamix.runtime.bus import Bus, BusMessage
@@ -68,34 +68,32 @@ class Tail:
 
 
 class Source:
-    """`async with Source(...) as source: while batch := await source.read(): ...`.
+    """A job's messages, until `stop`: with `past` those stored now, otherwise until the job has ended.
 
-    Attributes:
-        reason: why there is no more, once `read` has returned an empty batch.
+    The permissions of a watcher are enough.
     """
 
     def __init__(self, bus: Bus, job: str, *, past: bool, stop: asyncio.Event) -> None:
-        """Read a job's messages, until `stop`: with `past` those stored now, otherwise until the job has ended.
-
-        The permissions of a watcher are enough.
-        """
-        self.reason: EndReason = "stored" if past else "ended"
+        self._past = past
+        self._stop = stop
         per_node = [subjects.of(kind, job, subjects.ANY) for kind in ("window", "state", "trace", "reward")]
         self._jobs = Tail(bus, JOBS.name, [subjects.of("job", job)])
         self._reports = Tail(bus, REPORTS.name, [subjects.of("report", job, subjects.ANY)])
         self._feed = Tail(bus, FEED.name, [*per_node, subjects.of("applied", job), subjects.of("event", job)])
         self._actions = Tail(bus, ACTIONS.name, [subjects.of("action", job)])
         self._tails = (self._jobs, self._reports, self._feed, self._actions)
-        self._past = past
-        self._stop = stop
         self._merge = RecordMerge()
         self._ends: dict[str, int] = {}
         """End of each stream; empty while the job runs."""
         self._job_ended = False
-        self._is_over = False
-        self._stack = contextlib.AsyncExitStack()
 
-    async def __aenter__(self) -> Self:
+    @property
+    def reason(self) -> EndReason:
+        """Why there are no more batches."""
+        return "interrupted" if self._stop.is_set() else "stored" if self._past else "ended"
+
+    async def batches(self) -> AsyncGenerator[list[Record], None]:
+        """The records in order, as soon as their order is known. Read it within `contextlib.aclosing`."""
         async with contextlib.AsyncExitStack() as stack:
             for tail in self._tails:
                 await stack.enter_async_context(tail.reading())
@@ -103,46 +101,37 @@ class Source:
             stack.callback(self._stopping.cancel)
             if self._past:
                 self._ends = await self._stored()
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
-
-    async def read(self) -> list[Record]:
-        """The next records in order, as soon as their order is known; empty when there are no more."""
-        while not self._is_over:
-            before, up_to = self._feed.sequence, FOREVER_NS
-            is_last = bool(self._ends) and before >= self._ends[FEED.name]
-            if not is_last:
-                if not await self._hear(self._feed, self._jobs) or self._feed.sequence == before:
-                    continue
-                up_to = self._merge.newest_ns(FEED.name)
-            if await self._read_up_to(up_to):
-                self._is_over = is_last
+            is_last = False
+            while not is_last:
+                before, up_to = self._feed.sequence, FOREVER_NS
+                is_last = bool(self._ends) and before >= self._ends[FEED.name]
+                if not is_last:
+                    await self._hear(self._feed, self._jobs)
+                    if self._feed.sequence == before and not self._stop.is_set():
+                        continue
+                    up_to = self._feed.newest_ns
+                await self._read_up_to(up_to)
+                if self._stop.is_set():
+                    return
                 if ready := list(self._merge.pop_until(up_to)):
-                    return ready
-        return []
+                    yield ready
 
-    async def _read_up_to(self, time_ns: int) -> bool:
-        """Have the other streams read up to a time, or to their ends; False when told to stop meanwhile."""
+    async def _read_up_to(self, time_ns: int) -> None:
+        """Have the other streams read up to a time, or to their ends."""
         for tail in (self._jobs, self._reports, self._actions):
             if tail.newest_ns > time_ns:
                 continue
             end = self._ends[tail.stream] if self._ends else await tail.stored()
-            while tail.sequence < end and tail.newest_ns <= time_ns:
-                if not await self._hear(tail):
-                    return False
-        return True
+            while tail.sequence < end and tail.newest_ns <= time_ns and not self._stop.is_set():
+                await self._hear(tail)
 
-    async def _hear(self, *tails: Tail) -> bool:
-        """Wait for a batch of one of these streams; False when none came, since reading is to end."""
+    async def _hear(self, *tails: Tail) -> None:
+        """Wait for a batch of one of these streams, for `stop`, or for the silence after the end of the job."""
         waits: list[asyncio.Task[Any]] = [self._stopping, *(tail.waiting for tail in tails)]
         quiet_s = QUIET_S if self._job_ended and not self._ends else None
         await asyncio.wait(waits, timeout=quiet_s, return_when=asyncio.FIRST_COMPLETED)
         if self._stop.is_set():
-            self._is_over, self.reason = True, "interrupted"
-            return False
+            return
         heard = [tail for tail in tails if tail.waiting.done()]
         for tail in heard:
             for record in tail.take_records():
@@ -153,7 +142,6 @@ class Source:
                         self._job_ended = decode(Job, record.subject, record.payload).phase == "ended"
         if not heard:
             self._ends = await self._stored()
-        return bool(heard)
 
     async def _stored(self) -> dict[str, int]:
         return {tail.stream: await tail.stored() for tail in self._tails}
@@ -161,9 +149,10 @@ class Source:
 
 async def capture_stored(bus: Bus, job: str, path: Path) -> None:
     """Write what is stored of a job now as a capture, over a file that is there. Raises OSError and BusError."""
+    source = Source(bus, job, past=True, stop=asyncio.Event())
     with CaptureWriter(path, CaptureHeader.of(job)) as writer:
-        async with Source(bus, job, past=True, stop=asyncio.Event()) as source:
-            while batch := await source.read():
+        async with contextlib.aclosing(source.batches()) as batches:
+            async for batch in batches:
                 for record in batch:
                     writer.write_record(record)
         writer.finish(source.reason)

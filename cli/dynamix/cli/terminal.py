@@ -124,7 +124,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], **how: A
 
 
 TERMINAL_EVERY_S = 0.2
-PLAIN_EVERY_S = 10.0
+PLAIN_EVERY_S = 5.0
 
 
 class ProgressLine:

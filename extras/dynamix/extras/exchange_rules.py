@@ -6,7 +6,7 @@ with option `track` the training processes divide it. What a job does not permit
 """
 
 import math
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -89,7 +89,24 @@ class QSR(_ExchangeRule):
         return self._decision(job, exchange, f"a period of {every} steps {at}", _Period(every))
 
 
-class _Losses(msgspec.Struct, array_like=True):
+class _Interval(msgspec.Struct, array_like=True):
+    """Sums over the windows of an interval so far."""
+
+    total: float = 0.0
+    """Over the windows in which the value was known."""
+    num_known: int = 0
+    num_windows: int = 0
+
+    def take(self, value: float, num_windows: float) -> tuple[Self, float | None]:
+        """With the value of a window; after the last of `num_windows` empty again, and the mean, NaN if unknown."""
+        is_known = _is_known(value)
+        total, num_known = self.total + (value if is_known else 0.0), self.num_known + is_known
+        if self.num_windows + 1 < num_windows:
+            return replace(self, total=total, num_known=num_known, num_windows=self.num_windows + 1), None
+        return replace(self, total=0.0, num_known=0, num_windows=0), total / num_known if num_known else math.nan
+
+
+class _Losses(_Interval, array_like=True):
     """The loss so far."""
 
     first_loss: float = math.nan
@@ -98,10 +115,6 @@ class _Losses(msgspec.Struct, array_like=True):
     """The learning rate that tau was decided at."""
     tau: float = math.nan
     """NaN before the first interval ended."""
-    loss_sum: float = 0.0
-    """Over the windows of this interval with a known loss."""
-    num_known: int = 0
-    num_windows: int = 0
 
 
 class AdaComm(_ExchangeRule):
@@ -118,16 +131,11 @@ class AdaComm(_ExchangeRule):
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The period of the last interval that ended; `tau_0` before, and while no loss is known."""
-        seen, tau_0 = unpack(_Losses, carry), option(self.options, job, "tau_0")
-        loss, rate = job_value(global_F, "loss"), job_value(global_F, "learning_rate")
-        if _is_known(loss):
-            seen = replace(seen, loss_sum=seen.loss_sum + loss, num_known=seen.num_known + 1)
-        seen = replace(seen, num_windows=seen.num_windows + 1)
-        if seen.num_windows >= option(self.options, job, "interval"):
-            mean = seen.loss_sum / seen.num_known if seen.num_known else math.nan
-            seen = replace(seen, loss_sum=0.0, num_known=0, num_windows=0)
-            if _is_known(mean):
-                seen = self._next(job, seen, mean, rate if _is_known(rate) else seen.rate)
+        tau_0, rate = option(self.options, job, "tau_0"), job_value(global_F, "learning_rate")
+        interval = option(self.options, job, "interval")
+        seen, mean = unpack(_Losses, carry).take(job_value(global_F, "loss"), interval)
+        if mean is not None and _is_known(mean):
+            seen = self._next(job, seen, mean, rate if _is_known(rate) else seen.rate)
         tau = tau_0 if math.isnan(seen.tau) else seen.tau
         exchange = Exchange(every=min(max(math.ceil(tau), 1), MOST_STEPS), codec=name_of(self.options, job, "codec"))
         by = "before the loss is known" if math.isnan(seen.first_loss) else f"by a loss that was {seen.first_loss:g}"
@@ -145,17 +153,13 @@ class AdaComm(_ExchangeRule):
         return replace(seen, rate=rate, tau=float(min(max(tau, 1), MOST_STEPS)))
 
 
-class _Norms(msgspec.Struct, array_like=True):
+class _Norms(_Interval, array_like=True):
     """The gradient's norm so far."""
 
     before: float = math.nan
     """Mean of the interval before this one."""
     rate: float = math.nan
     """The learning rate at its end."""
-    norm_sum: float = 0.0
-    """Over the windows of this interval with a known norm."""
-    num_known: int = 0
-    num_windows: int = 0
     is_critical: bool = True
 
 
@@ -173,18 +177,16 @@ class Accordion(_ExchangeRule):
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
         """The codec of the last interval that ended; the mild one before, and while no norm is known."""
-        seen, norm = unpack(_Norms, carry), job_value(global_F, "gradient_norm")
-        if _is_known(norm):
-            seen = replace(seen, norm_sum=seen.norm_sum + norm, num_known=seen.num_known + 1)
-        seen = replace(seen, num_windows=seen.num_windows + 1)
-        if seen.num_windows >= option(self.options, job, "interval"):
-            mean = seen.norm_sum / seen.num_known if seen.num_known else math.nan
+        interval = option(self.options, job, "interval")
+        seen, mean = unpack(_Norms, carry).take(job_value(global_F, "gradient_norm"), interval)
+        if mean is not None:
             rate, is_critical = job_value(global_F, "learning_rate"), seen.is_critical
             rate = rate if _is_known(rate) else seen.rate
             if not math.isnan(seen.before) and not math.isnan(mean):
                 change = abs(seen.before - mean) / seen.before
                 is_critical = change >= option(self.options, job, "eta") or rate < seen.rate
-            seen = _Norms(seen.before if math.isnan(mean) else mean, rate, is_critical=is_critical)
+            before = seen.before if math.isnan(mean) else mean
+            seen = replace(seen, before=before, rate=rate, is_critical=is_critical)
         codec = name_of(self.options, job, "mild" if seen.is_critical else "hard")
         state = "may change fast" if seen.is_critical else f"stays near {seen.before:g}"
         return self._decision(job, Exchange(codec=codec), f"codec {codec}: the gradient's norm {state}", seen)

@@ -52,15 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise MisuseError(f"{written}: its ending names no format: choose one with --format {'|'.join(FORMATS)}")
     if form == "parquet" and not written:
         raise MisuseError("Parquet is not text: name a file with -o FILE")
-    content = FORMATS[form](_table(arguments.job))
-    if written:
-        write_file(written, content)
-    else:
-        sys.stdout.buffer.write(content)
-    return 0
-
-
-def _table(job: str) -> CaptureTable:
+    job: str = arguments.job
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         with capture_of(job, "export") as path, explained(CaptureError), reading(job):
@@ -69,7 +61,12 @@ def _table(job: str) -> CaptureTable:
         print(f"dynamix export: {note.message}", file=sys.stderr)
     if table.num_rows == 0:
         raise CommandError(f"{job} has no window yet: there is nothing to write")
-    return table
+    content = FORMATS[form](table)
+    if written:
+        write_file(written, content)
+    else:
+        sys.stdout.buffer.write(content)
+    return 0
 
 
 def is_file_name(text: str) -> bool:

@@ -8,7 +8,7 @@ import argparse
 import asyncio
 import math
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -27,11 +27,8 @@ from dynamix.schemas.messages import ArmRecord, JobProfile
 from dynamix.schemas.streams import JOBS, PROFILES
 from dynamix.schemas.subjects import check_token
 
-CONNECT_TIMEOUT_S = 20.0
 HEADINGS = ("family", "runs", "newest", "policy", "ranks", "windows", "last sizes", "size")
 MOST_SIZES = 4
-
-Act = Callable[[Bus, argparse.Namespace], Awaitable[ActionResult]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +47,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do one action."""
     configure_log("critical")  # errors are shown in a sentence
-    text, result = asyncio.run(_act(arguments))
+
+    async def act() -> ActionResult:
+        async with connected(find(os.environ), "family", wait=False) as bus:
+            with explained(ValueError, BusError):
+                result: ActionResult = await arguments.act(bus, arguments)
+                return result
+
+    text, result = asyncio.run(act())
     write_result(result, text, arguments.json)
     return 0
 
@@ -61,13 +65,6 @@ def family_name(text: str) -> str:
         return check_token(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-async def _act(arguments: argparse.Namespace) -> ActionResult:
-    async with connected(find(os.environ), "family", timeout_s=CONNECT_TIMEOUT_S, wait=False) as bus:
-        with explained(ValueError, BusError):
-            act: Act = arguments.act
-            return await act(bus, arguments)
 
 
 async def _list(bus: Bus, _: argparse.Namespace) -> ActionResult:
@@ -137,7 +134,16 @@ def table(found: Sequence[StoredFamily]) -> str:
     """One line per family."""
     if not found:
         return "no job families: a job has one with attach(..., family='auto'), and leaves what it learned at its end"
-    return in_columns(HEADINGS, map(_row, found), left=HEADINGS)
+    rows = []
+    for one in found:
+        size, profile = f"{one.num_bytes / 1024:.1f} KB", one.profile
+        if profile is None:
+            rows.append((one.family, "?", "cannot be used here: `dynamix family show`", "", "", "", "", size))
+            continue
+        policy = f"{profile.policy} {profile.policy_version}"
+        counts = (str(profile.world_size), str(profile.num_windows))
+        rows.append((one.family, str(profile.run), profile.job, policy, *counts, _sizes(profile), size))
+    return in_columns(HEADINGS, rows, left=HEADINGS)
 
 
 def document(one: StoredFamily) -> dict[str, Any]:
@@ -178,15 +184,6 @@ def _read(message: BusMessage) -> StoredFamily:
         fault = str(error)
     num_bytes, stored_at_ns = len(message.payload), message.timestamp_ns
     return StoredFamily(family=family, num_bytes=num_bytes, stored_at_ns=stored_at_ns, profile=profile, fault=fault)
-
-
-def _row(one: StoredFamily) -> tuple[str, ...]:
-    size, profile = f"{one.num_bytes / 1024:.1f} KB", one.profile
-    if profile is None:
-        return (one.family, "?", "cannot be used here: `dynamix family show`", "", "", "", "", size)
-    policy = f"{profile.policy} {profile.policy_version}"
-    counts = (str(profile.world_size), str(profile.num_windows))
-    return (one.family, str(profile.run), profile.job, policy, *counts, _sizes(profile), size)
 
 
 def _records(records: Sequence[ArmRecord]) -> Iterator[str]:

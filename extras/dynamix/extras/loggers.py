@@ -37,8 +37,7 @@ class _FileLogger:
         return Path(path)
 
     def _path_of(self, metrics: Metrics) -> Path:
-        if self._path is None:
-            self._path = self._checked(f"{metrics['job']}{self.ending}")
+        self._path = self._path or self._checked(f"{metrics['job']}{self.ending}")
         return self._path
 
     def close(self) -> None:

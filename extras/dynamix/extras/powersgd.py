@@ -15,7 +15,7 @@ Where something is not finite the bucket is sent as it is, and the residuals sta
 """
 
 import zlib
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +37,17 @@ class _Matrix(NamedTuple):
     stop: int
     num_rows: int
     rank: int
+
+    @classmethod
+    def of_part(cls, part: BucketPart, rank: int) -> Self | None:
+        """A parameter as a matrix, if two factors are so much smaller."""
+        size = part.stop - part.start
+        if len(part.shape) < 2 or not size:
+            return None
+        rows = part.shape[0]
+        columns = size // rows
+        rank = min(rank, rows, columns)
+        return cls(part.key, part.start, part.stop, rows, rank) if rank * (rows + columns) <= WORTH * size else None
 
     @property
     def num_columns(self) -> int:
@@ -63,7 +74,7 @@ class LowRankExchange(ErrorFeedback):
         """Sum as `ExchangeCodec.reduce`: vectors and first factors, then second factors."""
         if member.world_size == 1:
             return
-        matrices = [matrix for part in bucket.parts if (matrix := _matrix_of(part, self._rank)) is not None]
+        matrices = [matrix for part in bucket.parts if (matrix := _Matrix.of_part(part, self._rank)) is not None]
         values = self.residuals.of(bucket) + bucket.flat
         firsts = [matrix.of(values) @ self._factor(matrix, values) for matrix in matrices]
         vectors = _between(matrices, len(values))
@@ -96,7 +107,9 @@ class LowRankExchange(ErrorFeedback):
             ]
             for matrix, basis, mine, factor in zip(matrices, bases, own, factors, strict=True):
                 matrix.of(values).sub_(basis @ mine.T)
-                write_product(basis, factor, matrix.of(summed))
+                product = matrix.of(summed).zero_()
+                for column, row in zip(basis.unbind(1), factor.unbind(1), strict=True):
+                    product.add_(torch.outer(column, row))  # a product and a sum at a time, each rounded by itself
             self._factors.update((matrix.key, each.clone()) for matrix, each in zip(matrices, factors, strict=True))
         bucket.flat.copy_(summed)
         if bucket.flat.dtype != summed.dtype and member.rank == 0:  # what the gradient's own type took away, once
@@ -111,17 +124,6 @@ class LowRankExchange(ErrorFeedback):
         generator = torch.Generator().manual_seed(zlib.crc32(matrix.key.encode()))
         first = torch.randn(matrix.num_columns, matrix.rank, generator=generator, dtype=torch.float64)
         return first.to(like.device, like.dtype)
-
-
-def _matrix_of(part: BucketPart, rank: int) -> _Matrix | None:
-    """A parameter as a matrix, if two factors are so much smaller."""
-    size = part.stop - part.start
-    if len(part.shape) < 2 or not size:
-        return None
-    rows = part.shape[0]
-    columns = size // rows
-    rank = min(rank, rows, columns)
-    return _Matrix(part.key, part.start, part.stop, rows, rank) if rank * (rows + columns) <= WORTH * size else None
 
 
 def _between(matrices: list[_Matrix], length: int) -> list[tuple[int, int]]:
@@ -155,10 +157,3 @@ def exact_dot(one: Tensor, other: Tensor) -> Tensor:
         rest = products[2 * half :]
         products = torch.cat([products[:half] + products[half : 2 * half], rest])
     return products[0]
-
-
-def write_product(basis: Tensor, factor: Tensor, product: Tensor) -> None:
-    """Write basis factor' into `product`, column by column: a product and a sum at a time, each rounded by itself."""
-    product.zero_()
-    for column, row in zip(basis.unbind(1), factor.unbind(1), strict=True):
-        product.add_(torch.outer(column, row))

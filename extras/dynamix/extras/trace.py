@@ -16,6 +16,7 @@ Needs the packages of 'dynamix-batch[otel]'. The spans of a trace:
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -86,8 +87,9 @@ async def _from_bus(arguments: argparse.Namespace, export: "SpanExport") -> "Win
         job = (await find_job(bus, arguments.job)).job
         traces = WindowTraces(job)
         with stop_event() as stop, ProgressLine() as progress:
-            async with Source(bus, job, past=arguments.past, stop=stop) as source:
-                while batch := await source.read():
+            source = Source(bus, job, past=arguments.past, stop=stop)
+            async with contextlib.aclosing(source.batches()) as batches:
+                async for batch in batches:
                     for record in batch:
                         export.add(traces.add_record(record))
                     await asyncio.to_thread(export.flush)
@@ -207,14 +209,39 @@ class SpanExport:
 
     def add(self, spans: Iterable[WindowSpan]) -> None:
         """Queue spans; blocks to send what makes a full batch."""
-        self._waiting += [self._readable(span) for span in spans]
-        while len(self._waiting) >= MAX_BATCH:
-            self._send()
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+
+        def context(trace_id: int, span_id: int) -> SpanContext:
+            return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+        self._waiting += [
+            ReadableSpan(
+                name=span.name,
+                context=context(span.trace_id, span.span_id),
+                parent=None if span.parent_id is None else context(span.trace_id, span.parent_id),
+                resource=self._resource,
+                attributes=span.attributes,
+                kind=SpanKind.INTERNAL,
+                start_time=span.start_ns,
+                end_time=span.end_ns,
+                instrumentation_scope=self._scope,
+            )
+            for span in spans
+        ]
+        if len(self._waiting) >= MAX_BATCH:
+            self.flush()
 
     def flush(self) -> None:
         """Send all that waits; blocks for as long as the exporter tries."""
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
         while self._waiting:
-            self._send()
+            batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+            if self._exporter.export(batch) is SpanExportResult.SUCCESS:
+                self.num_sent += len(batch)
+            else:
+                self.num_refused += len(batch)
 
     def close(self) -> None:
         """Send what is left, and end the exporter."""
@@ -222,31 +249,3 @@ class SpanExport:
             self.flush()
         finally:
             self._exporter.shutdown()
-
-    def _send(self) -> None:
-        from opentelemetry.sdk.trace.export import SpanExportResult
-
-        batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
-        if self._exporter.export(batch) is SpanExportResult.SUCCESS:
-            self.num_sent += len(batch)
-        else:
-            self.num_refused += len(batch)
-
-    def _readable(self, span: WindowSpan) -> "ReadableSpan":
-        from opentelemetry.sdk.trace import ReadableSpan
-        from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
-
-        def context(span_id: int) -> SpanContext:
-            return SpanContext(span.trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-
-        return ReadableSpan(
-            name=span.name,
-            context=context(span.span_id),
-            parent=None if span.parent_id is None else context(span.parent_id),
-            resource=self._resource,
-            attributes=span.attributes,
-            kind=SpanKind.INTERNAL,
-            start_time=span.start_ns,
-            end_time=span.end_ns,
-            instrumentation_scope=self._scope,
-        )

@@ -8,6 +8,6 @@
 Each uses only those above it. The views of results are in `dynamix.cli`.
 """
 
-from .table import CaptureTable, load, table_of
+from .table import CaptureTable, load
 
-__all__ = ["CaptureTable", "load", "table_of"]
+__all__ = ["CaptureTable", "load"]

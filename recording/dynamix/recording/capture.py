@@ -385,10 +385,6 @@ class RecordMerge:
         self._newest_ns[record.stream] = newest
         heapq.heappush(self._waiting, (newest, STREAMS.index(record.stream), record.sequence, record))
 
-    def newest_ns(self, stream: str) -> int:
-        """The latest time among the records of a stream; 0 before its first record."""
-        return self._newest_ns[stream]
-
     def pop_until(self, time_ns: int = FOREVER_NS) -> Iterator[Record]:
         """Remove and return the records up to a time, that time included, in order.
 

@@ -39,8 +39,6 @@ SILENT_BEFORE_FIRST_WINDOW_S = 600.0
 """The same before its first window: loading data or compiling a model takes a while."""
 SILENT_GAPS = 3
 """A job with long windows has so many of its longest pauses between two."""
-LATE_AFTER_WINDOWS = 3
-"""A job that is steered has a decision by this window."""
 KEPT_EVENTS = 32
 
 Phase = Literal["running", "silent", "ended"]
@@ -137,11 +135,6 @@ class Window(msgspec.Struct):
     def sizes(self) -> tuple[int, ...]:
         """Local batch sizes in rank order, of the ranks that are known."""
         return tuple(size for _, size in sorted(self.local_batch_sizes.items()))
-
-    @property
-    def probes(self) -> list[str]:
-        """The sources of the nodes' network metrics."""
-        return sorted({node.probe for node in self.nodes.values() if node.probe})
 
     def mean_reward(self) -> float | None:
         """Mean over all ranks whose reward is known."""
@@ -354,16 +347,6 @@ class JobView(msgspec.Struct):
         least_s = SILENT_AFTER_S if self.window >= 0 else SILENT_BEFORE_FIRST_WINDOW_S
         patience_ns = max(int(least_s * 1e9), SILENT_GAPS * self.longest_gap_ns)
         return "silent" if self.heard_ns and now_ns - self.heard_ns > patience_ns else "running"
-
-    @property
-    def unmeasured_nodes(self) -> list[str]:
-        """Nodes of the job that no window came from yet."""
-        return [] if self.job is None else [node.node for node in self.job.nodes if node.node not in self.nodes]
-
-    @property
-    def lacks_decision(self) -> bool:
-        """Whether no decision was made although there should be one by now."""
-        return self.action is None and self.window >= LATE_AFTER_WINDOWS
 
     @property
     def local_batch_sizes(self) -> tuple[int, ...]:

@@ -267,21 +267,17 @@ class _Collector(_Pairs):
             if report.simulated:
                 made = simulated_window(report, self._probe)
             else:
-                made = metric_window(report, observation_in(window))
+                networks = {rank.rank: rank.network for rank in window.ranks if rank.network is not None}
+                observed = Observation(  # the kernel's part; the node's metrics include the interval already
+                    systems={rank.rank: rank.system for rank in window.ranks},
+                    node=window.node_metrics,
+                    network=Traffic(window.probe, networks, None, window.probe_note),
+                    num_readings_lost=window.num_readings_lost,
+                    refused_pids=window.refused_pids,
+                )
+                made = metric_window(report, observed)
             trace = trace_of(report, self._choose)
             self._add_replayed(made, state_of(made), *(() if trace is None else (trace,)))
-
-
-def observation_in(window: MetricWindow) -> Observation:
-    """Extract the kernel's part of a metric window; the node's metrics include the interval already."""
-    by_rank = {rank.rank: rank.network for rank in window.ranks if rank.network is not None}
-    return Observation(
-        systems={rank.rank: rank.system for rank in window.ranks},
-        node=window.node_metrics,
-        network=Traffic(window.probe, by_rank, None, window.probe_note),
-        num_readings_lost=window.num_readings_lost,
-        refused_pids=window.refused_pids,
-    )
 
 
 # --- arbitrator ------------------------------------------------------------------------------------------------------

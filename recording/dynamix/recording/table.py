@@ -2,7 +2,7 @@
 
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Literal, get_args, get_type_hints
@@ -20,7 +20,7 @@ from dynamix.schemas.messages import (
     TrainingMetrics,
 )
 
-from .capture import CaptureReader, Record, WindowKey
+from .capture import CaptureReader, WindowKey
 from .job_view import JobView, Window
 
 if TYPE_CHECKING:
@@ -48,31 +48,26 @@ def load(path: str | Path) -> "CaptureTable":
         CaptureError: when the file is no capture.
         OSError: when it cannot be read.
     """
-    with CaptureReader(path) as reader:
-        table = table_of(reader.header.job, reader, str(path))
-    if reader.fault is not None:
-        warnings.warn(str(reader.fault), stacklevel=2)
-    return table
-
-
-def table_of(job: str, records: Iterable[Record], origin: str) -> "CaptureTable":
-    """A job's records as a table, as `load` makes it of a capture; `origin` names them in the warning."""
-    view = JobView(job, most_windows=1 << 62, keep_ranks=True)
     reports: list[Report] = []
     num_malformed = 0
-    for record in records:
-        try:
-            message = decode_any(record.subject, record.payload)
-        except MalformedMessageError:
-            num_malformed += 1
-            continue
-        view.fold(message, record.timestamp_ns)
-        if isinstance(message, Report):
-            reports.append(message)
+    with CaptureReader(path) as reader:
+        job = reader.header.job
+        view = JobView(job, most_windows=1 << 62, keep_ranks=True)
+        for record in reader:
+            try:
+                message = decode_any(record.subject, record.payload)
+            except MalformedMessageError:
+                num_malformed += 1
+                continue
+            view.fold(message, record.timestamp_ns)
+            if isinstance(message, Report):
+                reports.append(message)
+    if reader.fault is not None:
+        warnings.warn(str(reader.fault), stacklevel=2)
+    if num_malformed:
+        warnings.warn(f"{path}: {num_malformed} messages cannot be decoded, rows may lack them", stacklevel=2)
     for report in reports:  # what the rank reported, where the collector's window is missing
         view.fold(metric_window(report, Observation()))
-    if num_malformed:
-        warnings.warn(f"{origin}: {num_malformed} messages cannot be decoded, rows may lack them", stacklevel=3)
     rewards = (rank for window in view.history for node in window.nodes.values() for rank in node.rewards)
     terms = sorted({f"reward_{name}" for rank in rewards for name in rank.terms})
     table = CaptureTable({name: [] for name in (*_KINDS, *terms)})

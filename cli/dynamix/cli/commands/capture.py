@@ -27,7 +27,6 @@ from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Report
 
-PLAIN_EVERY_S = 5.0
 FLUSH_EVERY_S = 5.0
 """Interval of flushes: a killed live capture lacks at most these seconds."""
 
@@ -72,14 +71,19 @@ async def capture(
     """
     windows: set[tuple[int, int]] = set()
     is_full = False
-    with (
-        CaptureWriter(path, CaptureHeader.of(job)) as writer,
-        ProgressLine(PLAIN_EVERY_S) as progress,
-    ):
-        async with Source(bus, job, past=past, stop=stop) as source, beside(_flush(writer)):
-            if not past:
-                progress.write_line(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.")
-            while not is_full and (batch := await source.read()):
+    source = Source(bus, job, past=past, stop=stop)
+
+    async def flush() -> None:
+        """Flush the file every few seconds, also while no batch comes. Raises OSError when it cannot be written."""
+        while True:
+            await asyncio.sleep(FLUSH_EVERY_S)
+            writer.flush()
+
+    with CaptureWriter(path, CaptureHeader.of(job)) as writer, ProgressLine() as progress:
+        if not past:
+            progress.write_line(f"Capturing {job} until it has ended; Ctrl-C finishes {path} before.")
+        async with contextlib.aclosing(source.batches()) as batches, beside(flush()):
+            async for batch in batches:
                 for record in batch:
                     window = _reported(record)
                     if window is not None and window not in windows and len(windows) == most:
@@ -90,6 +94,8 @@ async def capture(
                 progress.show(
                     f"{len(windows)} windows, {writer.num_records} messages, {writer.num_bytes / 1024:.0f} KiB"
                 )
+                if is_full:
+                    break
         end = writer.finish("windows" if is_full else source.reason)
     return {
         "file": str(path),
@@ -107,10 +113,3 @@ def _reported(record: Record) -> tuple[int, int] | None:
             report = decode(Report, record.subject, record.payload)
             return report.generation, report.window
     return None
-
-
-async def _flush(writer: CaptureWriter) -> None:
-    """Flush the file every few seconds, also while no batch comes. Raises OSError when it cannot be written."""
-    while True:
-        await asyncio.sleep(FLUSH_EVERY_S)
-        writer.flush()

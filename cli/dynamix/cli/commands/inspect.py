@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             "windows": [window_document(window) for window in windows],
         }
         write_json(document, arguments.json)
-    return 0 if inspection.is_sound else 1
+    return 1 if inspection.fault or inspection.malformed or inspection.chain_fault else 0
 
 
 class Inspection(msgspec.Struct):
@@ -124,11 +124,6 @@ class Inspection(msgspec.Struct):
     first_ns: int = 0
     """When the broker stored the first message, 0 without one."""
     last_ns: int = 0
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether the file is whole, and every message in it can be used."""
-        return not (self.fault or self.malformed or self.chain_fault)
 
     def record(self, record: Record) -> None:
         """Take the next record into account."""
@@ -243,6 +238,7 @@ def _print_windows(inspection: Inspection) -> None:
     for window, before in zip(windows, (None, *windows), strict=False):
         metrics, action, previous = window.metrics, window.action, before.action if before else None
         decided = _decided(action)
+        probes = sorted({node.probe for node in window.nodes.values() if node.probe})
         at_s = (window.started_ns - inspection.first_ns) / 1e9 if window.started_ns else None
         row = (
             f"{window.generation}:{window.window}" if several else str(window.window),
@@ -253,7 +249,7 @@ def _print_windows(inspection: Inspection) -> None:
             formatted(metrics.accuracy if metrics else None, "{:.1%}"),
             formatted(metrics.held_out_accuracy if metrics else None, "{:.1%}"),
             sizes_text(window.sizes),
-            "+".join(window.probes) or UNKNOWN,
+            "+".join(probes) or UNKNOWN,
             "the same" if action and previous and decided == _decided(previous) else decided,
             formatted(window.decision_s, "{:.1f}", 1000),
             ", ".join(str(adopted.window) for adopted in inspection.view.adopted(window)),

@@ -34,7 +34,6 @@ from dynamix.runtime.settings import redact_url
 from dynamix.schemas.networks import NetworkFileError
 from dynamix.schemas.streams import POLICIES
 
-CONNECT_TIMEOUT_S = 20.0
 HEADINGS = ("policy", "version", "from", "size", "stored", "sha256")
 
 
@@ -113,7 +112,7 @@ async def opened() -> AsyncIterator[PolicyCatalogue]:
     settings = find(os.environ)
     where = redact_url(settings.url)
     try:
-        async with connected(settings, "policy", timeout_s=CONNECT_TIMEOUT_S, wait=False) as bus:
+        async with connected(settings, "policy", wait=False) as bus:
             store = PolicyStore(bus)
             with explained(ValueError):
                 try:

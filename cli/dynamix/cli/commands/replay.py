@@ -50,7 +50,18 @@ def run(arguments: argparse.Namespace) -> int:
         if found := differences(read_header(path).fingerprint, fingerprint()):
             expected = "captured by another build or processor: expect equal decisions, not equal bytes"
             print(expected, *(f"  {line}" for line in found), sep="\n", file=sys.stderr)
-        outcome = _replayed(path, arguments)
+        with ProgressLine() as progress:
+            progress.write_line(f"replaying {path} into the {arguments.into}")
+            outcome = replay(
+                path,
+                arguments.into,
+                policy_files=[Path(file) for file in arguments.policy_file],
+                collector=load("collector", CollectorSettings, []).own,
+                reward=load("reward", RewardSettings, []).own,
+                on_progress=lambda num_records, recorded_s: progress.show(
+                    f"{num_records} messages, {recorded_s:.0f} s of the recording"
+                ),
+            )
     if arguments.json != STANDARD_OUTPUT:
         _show(outcome, strict=arguments.strict)
     equal = outcome.is_equal(strict=arguments.strict)
@@ -63,21 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
     with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
         write_json(document, arguments.json)
     return EQUAL if equal else DIFFERENT
-
-
-def _replayed(path: Path, arguments: argparse.Namespace) -> ReplayOutcome:
-    with ProgressLine() as progress:
-        progress.write_line(f"replaying {path} into the {arguments.into}")
-        return replay(
-            path,
-            arguments.into,
-            policy_files=[Path(file) for file in arguments.policy_file],
-            collector=load("collector", CollectorSettings, []).own,
-            reward=load("reward", RewardSettings, []).own,
-            on_progress=lambda num_records, recorded_s: progress.show(
-                f"{num_records} messages, {recorded_s:.0f} s of the recording"
-            ),
-        )
 
 
 def _show(outcome: ReplayOutcome, *, strict: bool) -> None:

@@ -102,7 +102,9 @@ def identity(arguments: Sequence[str], *, name: str | None, given: str) -> dict[
         raise MisuseError(f"the name {chosen!r} has {len(chosen)} characters: use at most {MAX_NAME}")
     run_id = new_run_id()
     made = f"{chosen}-{run_id}"
-    if spans_nodes(arguments):
+    own = itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments)
+    nodes = re.search(r"(?:^|\s)--nnodes[=\s](\S+)", " ".join(own))
+    if nodes is not None and nodes[1] not in ("1", "1:1"):
         what = "a job on several nodes needs one id on all of them: pass, for example,"
         raise MisuseError(f"{what} --job {made} on each")
     return {JOB: made} if name else {NAME: chosen, RUN_ID: run_id}
@@ -115,10 +117,3 @@ def environment(
     defaults = {ELASTIC_RESTART: "1", "OMP_NUM_THREADS": "1"}
     chosen = {"DYNAMIX_TRAINER_POLICY": policy} if policy else {}
     return defaults | dict(environ) | bus_environment(bus) | dict(named) | chosen
-
-
-def spans_nodes(arguments: Sequence[str]) -> bool:
-    """Whether torchrun's arguments request more than one node."""
-    own = itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments)
-    found = re.search(r"(?:^|\s)--nnodes[=\s](\S+)", " ".join(own))
-    return found is not None and found[1] not in ("1", "1:1")

@@ -64,10 +64,15 @@ class DashboardServer:
         where = f"[{host}]" if ":" in host else host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{where}:{self.port}/" + (f"?token={token}" if token else "")
+        of_captures = [
+            {"file": one.path.name, "job": one.job, "duration_s": one.duration_s, "start_unix_s": one.start_ns / 1e9}
+            for one in captures
+        ]
+        source = {"kind": "captures" if fleet is None else "bus", "captures": of_captures}
         routes = [
             Route("/", lambda _: FileResponse(PAGE / "index.html")),
             Mount("/page", StaticFiles(directory=PAGE)),
-            Route("/api/source", self._source),
+            Route("/api/source", lambda _: _json(source)),
             Route("/api/events", self._events),
             Route("/api/jobs/{name}", self._job),
             Route("/api/captures/{number:int}", self._capture),
@@ -95,13 +100,6 @@ class DashboardServer:
         self._server.should_exit = True
         await asyncio.gather(self._serving, return_exceptions=True)
         self._socket.close()
-
-    async def _source(self, _: Request) -> Response:
-        captures = [
-            {"file": one.path.name, "job": one.job, "duration_s": one.duration_s, "start_unix_s": one.start_ns / 1e9}
-            for one in self._captures
-        ]
-        return _json({"kind": "bus" if self._fleet is not None else "captures", "captures": captures})
 
     async def _job(self, request: Request) -> Response:
         view = None if self._fleet is None else await self._fleet.open(request.path_params["name"])

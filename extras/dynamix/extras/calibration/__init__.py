@@ -8,7 +8,6 @@ varied: run the job with `--policy random`. Each window's virtual step time come
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,32 +133,30 @@ def _show(calibration: "Calibration") -> None:
             saturation = f"{speed.saturation:.0f} ± {speed.saturation_error:.1f}"
         rows.append((str(rank), rate, overhead, saturation))
     print_table(("rank", "samples/s", "overhead, ms", "saturation, samples"), rows)
-    print(*_lines(calibration), *(f"- {remark}" for remark in calibration.remarks), sep="\n")
-
-
-def _lines(calibration: "Calibration") -> Iterator[str]:
     scenario = calibration.scenario
     network, stragglers, congestion = scenario.network, scenario.stragglers, scenario.congestion
-    yield (
+    print(
         f"Communication: {calibration.communication_s * 1000:.2f} ms a step ({network.bandwidth_mbit_s:g} Mbit/s, "
         f"latency {network.latency_s * 1e6:.0f} us), overlap {network.overlap:g}, {network.num_buckets} buckets"
     )
     if stragglers is not None:
-        yield f"Jitter: {stragglers.jitter:.1%} of a step's compute time"
+        print(f"Jitter: {stragglers.jitter:.1%} of a step's compute time")
         if stragglers.factor > 1:
-            yield (
+            print(
                 f"Stragglers: {stragglers.factor:g} times slower for {stragglers.mean_slow_s:g} s, "
                 f"every {stragglers.mean_normal_s + stragglers.mean_slow_s:g} s and rank"
             )
     if congestion is not None:
-        yield (
+        print(
             f"Congestion: {congestion.factor:g} times less bandwidth for {congestion.mean_congested_s:g} s, "
             f"every {congestion.mean_clear_s + congestion.mean_congested_s:g} s"
         )
-    yield (
+    print(
         f"Virtual step times of {calibration.num_windows} windows ({calibration.num_left_out} left out): off by "
         f"{calibration.median_error:.1%} in the median, {calibration.p90_error:.1%} at the 90th percentile"
     )
+    for remark in calibration.remarks:
+        print(f"- {remark}")
 
 
 def _draw(calibration: "Calibration", source: str, path: str) -> None:

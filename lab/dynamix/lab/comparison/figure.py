@@ -45,7 +45,20 @@ def draw(verdict: Verdict, table: OutcomeTable, scenario: str, path: Path) -> No
     for axes, (title, rows) in zip(grid.flat, panels, strict=False):
         _intervals(axes, rows, colours, base)
         axes.set_title(title, fontsize="medium")
-    _curves(lower.subplots(), table, scenario, colours)
+    axes = lower.subplots()  # mean accuracy over virtual time, until the slowest run ended
+    for label, colour in colours.items():
+        if curves := [curve for curve in table.curves(label, scenario) if curve]:
+            times_s = np.linspace(0, max(curve[-1].time_s for curve in curves), CURVE_POINTS)
+            axes.plot(times_s, mean_curve(curves, times_s), color=colour, label=label, linewidth=1.4)
+    axes.axhline(table.target_accuracy(scenario), color="black", linewidth=0.8, linestyle=":")
+    axes.set(
+        title=f"Scenario {scenario}: validation accuracy, mean of all runs (dotted: the target)",
+        xlabel="virtual time [s]",
+        ylabel="accuracy",
+    )
+    axes.set_ylim(bottom=max(0.0, table.target_accuracy(scenario) - 0.15))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", ncols=2, loc="lower right")
     figure.suptitle(
         f"Suite {verdict.suite}: time to target against {base}, geometric mean of paired ratios with "
         f"95 % interval, {len(verdict.seeds)} seeds; left of 1 is faster"
@@ -84,20 +97,3 @@ def _intervals(axes: Axes, rows: Sequence[VerdictRow], colours: dict[str, str], 
     axes.set_yticks(range(len(rows)), [row.policy for row in rows], fontsize="small")
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.3)
-
-
-def _curves(axes: Axes, table: OutcomeTable, scenario: str, colours: dict[str, str]) -> None:
-    """Mean accuracy of each contender over virtual time, until the slowest of its runs ended."""
-    for label, colour in colours.items():
-        if curves := [curve for curve in table.curves(label, scenario) if curve]:
-            times_s = np.linspace(0, max(curve[-1].time_s for curve in curves), CURVE_POINTS)
-            axes.plot(times_s, mean_curve(curves, times_s), color=colour, label=label, linewidth=1.4)
-    axes.axhline(table.target_accuracy(scenario), color="black", linewidth=0.8, linestyle=":")
-    axes.set(
-        title=f"Scenario {scenario}: validation accuracy, mean of all runs (dotted: the target)",
-        xlabel="virtual time [s]",
-        ylabel="accuracy",
-    )
-    axes.set_ylim(bottom=max(0.0, table.target_accuracy(scenario) - 0.15))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", ncols=2, loc="lower right")

@@ -15,7 +15,7 @@ learned policy has one file per policy seed, and each file is run.
 import hashlib
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -100,10 +100,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         names = dict.fromkeys((*self.families, *other.families))
         families = {name: {**self.families.get(name, {}), **other.families.get(name, {})} for name in names}
         return msgspec.structs.replace(self, families=families, overall={**self.overall, **other.overall})
-
-    def is_fallback(self, family: str) -> bool:
-        """Return whether the family has no train scenarios, so that the choice over all of them is used."""
-        return bool(self.overall) and family not in self.families
 
 
 def read_tuned(path: Path) -> Tuned:
@@ -294,22 +290,21 @@ def parse_rows(text: str, files: Mapping[str, Sequence[str]] | None = None) -> t
             pieces[-1] += f",{piece}"
         else:
             pieces.append(piece)
-    return tuple(_parsed(piece, files) for piece in pieces)
-
-
-def _parsed(text: str, files: Mapping[str, Sequence[str]] | None) -> Row:
-    policy, _, keys = text.partition(":")
-    options: dict[str, str] = {}
-    table: dict[str, Any] = {"policy": policy, "options": options}
-    for piece in filter(None, keys.split(",")):
-        key, equals, value = piece.partition("=")
-        if not equals or not value:
-            raise ValueError(f"policy {text!r}: write NAME[:KEY=VALUE,...], {piece!r} is not KEY=VALUE")
-        (table if key in {"local_batch_size", "learning_rate_factor", "exchange"} else options)[key] = value
-    try:
-        return make_row(table, files, strict=False)
-    except ValueError as error:
-        raise ValueError(f"policy {text!r}: {error}") from error
+    rows = []
+    for piece in pieces:
+        policy, _, keys = piece.partition(":")
+        options: dict[str, str] = {}
+        table: dict[str, Any] = {"policy": policy, "options": options}
+        for pair in filter(None, keys.split(",")):
+            key, equals, value = pair.partition("=")
+            if not equals or not value:
+                raise ValueError(f"policy {piece!r}: write NAME[:KEY=VALUE,...], {pair!r} is not KEY=VALUE")
+            (table if key in {"local_batch_size", "learning_rate_factor", "exchange"} else options)[key] = value
+        try:
+            rows.append(make_row(table, files, strict=False))
+        except ValueError as error:
+            raise ValueError(f"policy {piece!r}: {error}") from error
+    return tuple(rows)
 
 
 def make_row(table: Mapping[str, Any], files: Mapping[str, Sequence[str]] | None = None, *, strict: bool = True) -> Row:
@@ -328,7 +323,8 @@ def make_row(table: Mapping[str, Any], files: Mapping[str, Sequence[str]] | None
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
     row = row if row.files else replace(row, files=tuple(files.get(row.policy, ())))
-    names = row_names((*files, *((row.policy,) if row.files else ())))
+    known = {*policy_names(), *LABORATORY, *SHIPPED_POLICIES, *files, BEST_STATIC, ORACLE}
+    names = sorted(known | ({row.policy} if row.files else set()))
     if row.policy not in names:
         raise ValueError(f"no policy is called {row.policy!r}: choose one of {', '.join(names)}")
     if row.learning_rate_factor == "best" and row.policy == ORACLE and row.local_batch_size is None:
@@ -361,11 +357,6 @@ def _label(row: Row, named: Mapping[str, object]) -> str:
     return "".join(text for text, is_set in parts.items() if is_set)
 
 
-def row_names(files: Collection[str] = ()) -> list[str]:
-    """All policies that a row may have, sorted; `files` are names of learned policies that come as files."""
-    return sorted({*policy_names(), *LABORATORY, *SHIPPED_POLICIES, *files, BEST_STATIC, ORACLE})
-
-
 def with_references(asked: Iterable[Row], files: Mapping[str, Sequence[str]] | None = None) -> list[Row]:
     """The rows that every comparison shows, then the given ones; each once."""
     rows = {row.label: row for row in parse_rows(",".join(ALWAYS), files)}
@@ -379,14 +370,14 @@ def untuned_families(row: Row, families: Iterable[str], tuned: Tuned) -> list[st
     return [family for family in families if tuned.choice(row.baseline, family) is None]
 
 
-def shipped_files(name: str, directory: Path | None = None) -> list[Path]:
+def shipped_files(name: str) -> list[Path]:
     """The shipped files of a learned policy, one per policy seed; the longest matching name owns a file."""
 
     def owner(stem: str) -> str | None:
         owners = [policy for policy in SHIPPED_POLICIES if stem == policy or stem.startswith(f"{policy}-")]
         return max(owners, key=len, default=None)
 
-    found = sorted((directory or shipped_directory()).glob(f"{name}*{SUFFIX}"))
+    found = sorted(shipped_directory().glob(f"{name}*{SUFFIX}"))
     return [path for path in found if owner(path.stem) == name]
 
 

@@ -7,7 +7,7 @@ changed scenario, policy or program never reuses an old outcome.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -128,7 +128,20 @@ class Ledger:
         self._path = path
         if path is not None:
             output_files.check(path, LEDGER, make_parents=True)
-            self._outcomes, self._end = _read(path)
+            content = path.read_bytes() if path.exists() else b""
+            for number, text in enumerate(content.splitlines(keepends=True), start=1):
+                if not text.endswith(b"\n"):  # cut off by a kill
+                    break
+                self._end += len(text)
+                if number == 1:
+                    continue
+                try:
+                    line = msgspec.json.decode(text, type=LedgerLine)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                    raise RefusedOutputError(
+                        f"{path}, line {number}, is not a result ({error}): name another file, or remove this one"
+                    ) from error
+                self._outcomes[line.key] = line.outcome
 
     def __enter__(self) -> Self:
         return self
@@ -161,29 +174,6 @@ class Ledger:
                 self._file.write(HEADER)
         self._file.write(msgspec.json.encode(LedgerLine(key=task.key, about=about, outcome=outcome)) + b"\n")
         self._file.flush()
-
-
-def _read(path: Path) -> tuple[dict[str, RunOutcome], int]:
-    """The outcomes in a ledger, and where its last whole line ends.
-
-    Raises:
-        RefusedOutputError: when the file is not a ledger.
-    """
-    outcomes: dict[str, RunOutcome] = {}
-    end = 0
-    for number, text in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else (), start=1):
-        if not text.endswith(b"\n"):  # cut off by a kill
-            break
-        if number > 1:
-            try:
-                line = msgspec.json.decode(text, type=LedgerLine)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise RefusedOutputError(
-                    f"{path}, line {number}, is not a result ({error}): name another file, or remove this one"
-                ) from error
-            outcomes[line.key] = line.outcome
-        end += len(text)
-    return outcomes, end
 
 
 class ComparisonCell(NamedTuple):
@@ -229,23 +219,18 @@ def plan(suite: Suite, rows: Sequence[Row], seeds: Sequence[int], tuned: Tuned) 
         if index == turn % len(settings[label, scenario.family])
     ]
     for cell in cells:
-        if cell.task.seed == seeds[0]:
-            _check_permission(cell)
+        if cell.task.seed != seeds[0]:
+            continue
+        setting, scenario = cell.task.setting, cell.task.effective_scenario
+        first = initial_exchange(setting.policy, setting.options)
+        if not is_permitted(first, scenario.exchange):
+            needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each))
+            how = f"use --exchange {needed}, or set exchange of the row to {needed!r}"
+            raise ValueError(
+                f"policy {cell.label!r} needs {first.label}, which scenario {scenario.name} does not permit: "
+                + (how if scenario.permits_any_exchange else "leave the row out")
+            )
     return cells
-
-
-def _check_permission(cell: ComparisonCell) -> None:
-    """Raise ValueError when the first step needs a communication that the job does not permit."""
-    setting, scenario = cell.task.setting, cell.task.effective_scenario
-    first = initial_exchange(setting.policy, setting.options)
-    if is_permitted(first, scenario.exchange):
-        return
-    needed = next(each for each in get_args(ExchangePermission) if is_permitted(first, each))
-    how = f"use --exchange {needed}, or set exchange of the row to {needed!r}"
-    raise ValueError(
-        f"policy {cell.label!r} needs {first.label}, which scenario {scenario.name} does not permit: "
-        + (how if scenario.permits_any_exchange else "leave the row out")
-    )
 
 
 OnProgress = Callable[[int, int, str], None]
@@ -266,13 +251,14 @@ def fill(
         EpisodeError: when an episode raises. Outcomes before it are in the ledger.
     """
     needed = {cell.task.key: cell for cell in cells}
-    missing = {key: cell for key, cell in needed.items() if cell.task not in ledger}
-    runs = outcomes([cell.task for cell in missing.values()], jobs=jobs, data=data)
-    for number, (task, outcome) in enumerate(runs, start=len(needed) - len(missing) + 1):
-        cell = missing[task.key]
-        ledger.record_outcome(task, outcome, cell.about)
-        if on_progress is not None:
-            on_progress(number, len(needed), cell.about)
+    missing = [cell for cell in needed.values() if cell.task not in ledger]
+    tasks = [cell.task for cell in missing]
+    with closing(run_episodes(partial(run_task, data=data), tasks, jobs=jobs)) as runs:
+        for number, (index, outcome) in enumerate(runs, start=len(needed) - len(missing) + 1):
+            about = missing[index].about
+            ledger.record_outcome(tasks[index], outcome, about)
+            if on_progress is not None:
+                on_progress(number, len(needed), about)
 
 
 def estimate(
@@ -283,13 +269,6 @@ def estimate(
     return (
         f"{num_left} runs to do: some {max(1, round(num_left * typical_run_s / 60 / jobs))} minutes with --jobs {jobs}."
     )
-
-
-def outcomes(tasks: Sequence[RunTask], *, jobs: int, data: Path | None = None) -> Iterator[tuple[RunTask, RunOutcome]]:
-    """Run tasks in `jobs` processes and yield each with its outcome as it completes; raises as `run_episodes`."""
-    with closing(run_episodes(partial(run_task, data=data), tasks, jobs=jobs)) as found:
-        for index, outcome in found:
-            yield tasks[index], outcome
 
 
 def run_task(task: RunTask, *, data: Path | None = None) -> RunOutcome:

@@ -308,12 +308,12 @@ def judge(
         )
 
     def verdict_family(name: str) -> VerdictFamily:
-        choice = tuned.choice("static", name)
+        choice, is_own = tuned.choice("static", name), name in tuned.families or not tuned.overall
         return VerdictFamily(
             control=is_control(suite.families[name]),
             scenarios={scenario.name: digest_of(scenario) for scenario in suite.families[name]},
             best_static_local_batch_size=None if choice is None else choice.initial_local_batch_size,
-            chosen_on="all train scenarios" if tuned.is_fallback(name) else "train scenarios of the family",
+            chosen_on="train scenarios of the family" if is_own else "all train scenarios",
             policies=[verdict_row(row, [name], row.settings(name, tuned)) for row in rows],
         )
 

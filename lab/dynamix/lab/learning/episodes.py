@@ -10,7 +10,7 @@ Every agent earns the reward of the job: what each does is worth what it does to
 import contextlib
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -93,10 +93,6 @@ def trajectory_of_agents(agents: ExploringAgents, episode: Episode, end: End) ->
     )
 
 
-RULE = "rule"
-"""The policy that every learned policy is compared with."""
-
-
 class EpisodeTask(NamedTuple):
     """One episode to run."""
 
@@ -104,8 +100,8 @@ class EpisodeTask(NamedTuple):
     seed: int
     policy: bytes
     """The file; empty for `rule`."""
-    mode: Literal["explore", "greedy"]
-    """`explore` samples and keeps a trajectory."""
+    explores: bool
+    """Whether it samples and keeps a trajectory."""
     formula: Formula | None = None
     weights: Weights = Weights()
     fixed_s: float | None = None
@@ -134,9 +130,9 @@ def play(task: EpisodeTask) -> EpisodeResult:
     Raises:
         ValueError: when the scenario's data is missing, or the policy cannot be used.
     """
-    explores, scenario = task.mode == "explore", task.scenario
+    explores, scenario = task.explores, task.scenario
     file = PolicyFile.from_bytes(task.policy) if task.policy else None
-    policy: Policy = policy_named(RULE)
+    policy: Policy = policy_named("rule")
     options: dict[str, float] = {}
     choose: Chooser | None = None
     agents: ExploringAgents | None = None

@@ -240,10 +240,8 @@ class LearningCheckpoint(msgspec.Struct, kw_only=True):
     """The state of a learning run between two updates."""
 
     plan_digest: str
-    references_s: dict[str, float]
-    """Mean time of `rule` to the target, by scenario."""
     validation_s: dict[str, list[float]]
-    """Its times on the validation seeds, by scenario."""
+    """Times of `rule` to the target on the validation seeds, by scenario."""
     current: bytes
     """The current policy file, with the moments of the optimizer."""
     best: bytes
@@ -349,13 +347,10 @@ class _LearningRun:
             )
             everywhere = [scenario for stage in plan.stages for scenario in stage]
             rules = self._times(b"", VALIDATION_SEEDS, plan.num_validation_seeds, everywhere)
-            means = {name: float(np.mean([run.time_s for run in runs])) for name, runs in rules.items()}
-            times = {name: [run.time_s for run in runs] for name, runs in rules.items()}
             content = Agent.new(metadata).file().to_bytes()
             found = LearningCheckpoint(
                 plan_digest=plan.digest,
-                references_s=means,
-                validation_s=times,
+                validation_s={name: [run.time_s for run in runs] for name, runs in rules.items()},
                 current=content,
                 best=content,
                 best_vs_rule=math.inf,  # never return an untrained version: that is the rule itself
@@ -394,7 +389,8 @@ class _LearningRun:
 
     def update(self) -> None:
         """Play a batch, learn from it, and validate now and then; the state is that after it."""
-        plan, references_s, number = self._plan, self.state.references_s, len(self.state.history)
+        plan, number = self._plan, len(self.state.history)
+        references_s = {name: float(np.mean(times)) for name, times in self.state.validation_s.items()}
         tasks = []
         for episode in plan.episodes_of(number):
             scenario, weights = plan.scenario_of(episode), plan.weights
@@ -405,7 +401,7 @@ class _LearningRun:
                 scenario=scenario,
                 seed=plan.training_seed(episode),
                 policy=self.state.current,
-                mode="explore",
+                explores=True,
                 formula=plan.formula,
                 weights=weights,
                 fixed_s=reference_s if plan.episode_end == "fixed" else None,
@@ -422,6 +418,15 @@ class _LearningRun:
         stats = self._agent.learn(trajectories, progress=number / plan.num_updates)
         self.state.current = self._agent.file().to_bytes()
         is_explained = math.isfinite(stats.explained_variance) and plan.settings.objective == "clipped"
+        vs_rule = None
+        if (number + 1) % plan.validate_every == 0 or number + 1 == plan.num_updates:
+            # time to target of the likeliest actions against the rule
+            runs = self._times(self.state.current, VALIDATION_SEEDS, plan.num_validation_seeds)
+            rules = self.state.validation_s
+            pairs = ((run.time_s, rule) for name in runs for run, rule in zip(runs[name], rules[name], strict=True))
+            vs_rule = geometric_mean(own_s / rule_s for own_s, rule_s in pairs)
+            if vs_rule < self.state.best_vs_rule:
+                self.state.best, self.state.best_vs_rule = self.state.current, vs_rule
         numbers = {name: value for name, value in stats._asdict().items() if name in LearningUpdate.__struct_fields__}
         row = LearningUpdate(
             update=number + 1,
@@ -433,25 +438,11 @@ class _LearningRun:
                 run.time_s / references_s[task.scenario.name] for task, run in zip(tasks, played, strict=True)
             ),
             **(numbers | ({} if is_explained else {"explained_variance": None})),
-            validation_vs_rule=self._validated(number),
+            validation_vs_rule=vs_rule,
             elapsed_s=self.elapsed_s,
         )
         self.state.history.append(row)
         self.state.elapsed_s = row.elapsed_s
-
-    def _validated(self, number: int) -> float | None:
-        """Time to target of the likeliest actions against the rule, now and then; the best version is kept."""
-        plan = self._plan
-        if (number + 1) % plan.validate_every and number + 1 != plan.num_updates:
-            return None
-        content = self.state.current
-        runs = self._times(content, VALIDATION_SEEDS, plan.num_validation_seeds)
-        rules = self.state.validation_s
-        ratios = [run.time_s / rule for name in runs for run, rule in zip(runs[name], rules[name], strict=True)]
-        vs_rule = geometric_mean(ratios)
-        if vs_rule < self.state.best_vs_rule:
-            self.state.best, self.state.best_vs_rule = content, vs_rule
-        return vs_rule
 
     def _times(
         self, policy: bytes, first_seed: int, num_seeds: int, scenarios: Sequence[Scenario] | None = None
@@ -459,7 +450,7 @@ class _LearningRun:
         """Greedy runs, by default in every scenario of the last stage; no bytes: of the rule."""
         scenarios = self._plan.stages[-1] if scenarios is None else scenarios
         tasks = [
-            EpisodeTask(scenario=scenario, seed=first_seed + number, policy=policy, mode="greedy", data=self._data)
+            EpisodeTask(scenario=scenario, seed=first_seed + number, policy=policy, explores=False, data=self._data)
             for scenario in scenarios
             for number in range(num_seeds)
         ]

@@ -173,7 +173,8 @@ class VirtualClock:
     def __init__(self, scenario: Scenario, gradient_bytes: int) -> None:
         network, workers = scenario.network, scenario.per_worker
         self._network = network
-        self._gradient_bytes = network.gradient_bytes or gradient_bytes
+        self.gradient_bytes = network.gradient_bytes or gradient_bytes
+        """M: of one gradient, as large as it pretends to be."""
         self._overhead_s = np.array([worker.overhead_s for worker in workers])
         self._saturation = np.array([worker.saturation for worker in workers])
         self._s_per_sample = np.array([1 / worker.samples_per_s for worker in workers])
@@ -182,13 +183,8 @@ class VirtualClock:
         )
         self._coding = scenario.coding
         self.decision_s = scenario.decision.cost_s + scenario.decision.cost_per_doubling_s * math.log2(len(workers))
-        self.tx_bytes_per_step = sent_bytes(network.topology, len(workers), self._gradient_bytes)
+        self.tx_bytes_per_step = sent_bytes(network.topology, len(workers), self.gradient_bytes)
         """Bytes that each worker sends, and receives, in one step."""
-
-    @property
-    def gradient_bytes(self) -> int:
-        """M: of one gradient, as large as it pretends to be."""
-        return self._gradient_bytes
 
     def step(
         self,
@@ -252,13 +248,13 @@ class VirtualClock:
         if num_workers < 2:
             return 0.0
         latencies_s = congestion * network.latency_s
-        buckets_s = congestion * (self._gradient_bytes / network.num_buckets / self._bandwidth)
+        buckets_s = congestion * (self.gradient_bytes / network.num_buckets / self._bandwidth)
         if network.topology == "ring":
             sending_s = buckets_s / num_workers
             round_s = max(float((latencies_s + sending_s).mean()), float(sending_s.max()))
             return 2 * (num_workers - 1) * network.num_buckets * round_s
         servers_bandwidth = network.num_servers * BYTES_PER_MBIT * network.bandwidth_mbit_s
-        bytes_in = num_workers * self._gradient_bytes / network.num_buckets
+        bytes_in = num_workers * self.gradient_bytes / network.num_buckets
         incast_s = float(congestion.min()) * (network.latency_s + bytes_in / servers_bandwidth)
         return 2 * network.num_buckets * max(incast_s, float((latencies_s + buckets_s).max()))
 

@@ -7,7 +7,6 @@ totals and reports, which action is adopted. Virtual are the clock and what the 
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import msgspec
@@ -53,6 +52,8 @@ def job_options(
     Raises:
         ValueError: when the policy begins with a codec or local steps that this job does not support.
     """
+    with torch.device("meta"):  # no memory, and no random number
+        model = workload_named(scenario.workload).model()
     options = JobOptions(
         local_batch_sizes=sizes,
         base_global_batch_size=scenario.base_global_batch_size,
@@ -73,7 +74,7 @@ def job_options(
         supports_tracking=True,
         exchange=scenario.exchange,
         supports_exchange=scenario.supports_exchange,
-        table_share=_table_share(scenario.workload),
+        table_share=table_share([model]),
     )
     first = options.initial_allocation.exchange
     if first != EXACT and not scenario.supports_exchange:
@@ -82,12 +83,6 @@ def job_options(
             'network.topology = "ring", or the policy without these options'
         )
     return options
-
-
-@cache
-def _table_share(workload: str) -> float:
-    with torch.device("meta"):  # no memory, and no random number
-        return table_share([workload_named(workload).model()])
 
 
 def training_part(scenario: Scenario, data: Data, seed: int) -> Part:
@@ -131,11 +126,8 @@ class WindowRecorder:
         zeros = np.zeros(scenario.world_size)
         self._tx_bytes, self._rx_bytes, self._retransmits = zeros, zeros, zeros
         self._coded_before = CodedSquares()
-        self._steps: list[Step] = []
-
-    def record_step(self, step: Step) -> None:
-        """Add a step."""
-        self._steps.append(step)
+        self.steps: list[Step] = []
+        """Steps of the window so far."""
 
     def take_rows(
         self, held_out_accuracy: float | None, learning_rate: float, coded: CodedSquares
@@ -144,7 +136,7 @@ class WindowRecorder:
 
         `coded` is that of all ranks together from the first step on.
         """
-        steps, self._steps = self._steps, []
+        steps, self.steps = self.steps, []
         timings, count = [step.timing for step in steps], len(self._local_ranks)
         zeros, each_way = np.zeros(count), np.full(count, self._tx_bytes_per_step)
         noise, rings_s, drift_own, drift_mean = [NoiseSums() for _ in range(count)], zeros, zeros, 0.0
@@ -353,7 +345,33 @@ class VirtualCluster:
             self._adopt(self.position.step)
         for _ in range(self.scenario.window_steps):
             self._step()
-        return self._report()
+        sizes = self._schedule.counts_at(self.position.step - 1)
+        accuracy = self.evaluations[-1].accuracy if self.evaluations else None
+        rate = self.scenario.learning_rate * self._rate_factor(self.position.step - 1)
+        rows, simulated = self._recorder.take_rows(accuracy, rate, self.exchange.coded())
+        self._noise.observe_window(window_moments(row.noise for row in rows))
+        totals = job_totals(
+            rows,
+            window=self.window - 1,
+            num_steps=self.scenario.window_steps,
+            global_batch_size=sizes.total,
+            noise=self._noise.value,
+        )
+        reports = []
+        for reporter, node in zip(self._reporters, self._identity.nodes, strict=True):
+            report = reporter.report(
+                self.position,
+                rows,
+                totals,
+                sizes=sizes,
+                pending=self._schedule.newest,
+                total_samples=None,
+                num_reports_dropped=0,
+                view=None if self._field is None else self._field.view(node.node),
+            )
+            own = tuple(simulated[rank] for rank in node.ranks)
+            reports.append(msgspec.structs.replace(report, simulated=own))
+        return reports
 
     def test_accuracy(self) -> float:
         """Accuracy on the test part, which is used once, when the run is over.
@@ -381,7 +399,7 @@ class VirtualCluster:
         computed_s = begun_s if step.is_local else None
         timing = self._clock.step(sizes, conditions, decided=decided, traffic=traffic, computed_s=computed_s)
         sent = () if step.is_local and not traffic else traffic
-        self._recorder.record_step(Step(plan, sums, timing, conditions, sent))
+        self._recorder.steps.append(Step(plan, sums, timing, conditions, sent))
         self._evaluate(self.time_s + timing.step_s)  # what was due before the step's end saw the parameters before it
         if step.is_local:
             self.rounds.end_step(timing.compute_s, step)
@@ -461,36 +479,6 @@ class VirtualCluster:
             fewest, upper = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
             self._field.revise(self._schedule, first_step, fewest, upper)
         self._decided = self._schedule.newest != before  # a policy that changes nothing pays nothing
-
-    def _report(self) -> list[Report]:
-        """The reports on the window that ended; they name the sizes of its last step."""
-        sizes = self._schedule.counts_at(self.position.step - 1)
-        accuracy = self.evaluations[-1].accuracy if self.evaluations else None
-        rate = self.scenario.learning_rate * self._rate_factor(self.position.step - 1)
-        rows, simulated = self._recorder.take_rows(accuracy, rate, self.exchange.coded())
-        self._noise.observe_window(window_moments(row.noise for row in rows))
-        totals = job_totals(
-            rows,
-            window=self.window - 1,
-            num_steps=self.scenario.window_steps,
-            global_batch_size=sizes.total,
-            noise=self._noise.value,
-        )
-        reports = []
-        for reporter, node in zip(self._reporters, self._identity.nodes, strict=True):
-            report = reporter.report(
-                self.position,
-                rows,
-                totals,
-                sizes=sizes,
-                pending=self._schedule.newest,
-                total_samples=None,
-                num_reports_dropped=0,
-                view=None if self._field is None else self._field.view(node.node),
-            )
-            own = tuple(simulated[rank] for rank in node.ranks)
-            reports.append(msgspec.structs.replace(report, simulated=own))
-        return reports
 
 
 NUM_HALVINGS = 60

@@ -283,7 +283,9 @@ class PerceptronGradients(Gradients):
             for layer, entered, derivative, bias in zip(
                 self._layers, passed.inputs, passed.derivatives, biases, strict=True
             ):
-                self._fill(block, layer, entered, derivative, own)
+                rows = block[:, layer.start : layer.start + layer.weight.numel()].view(len(own), *layer.weight.shape)
+                for row, (_, start, end) in zip(rows.unbind(), own, strict=True):
+                    torch.mm(derivative[:, start:end], entered[start:end], out=row)
                 stop = layer.start + layer.weight.numel()
                 block[:, stop : stop + layer.bias.numel()] = bias[first : first + len(own)]
             norms[[rank for rank, _, _ in own]] = torch.linalg.vector_norm(block, dim=1).numpy()
@@ -294,14 +296,6 @@ class PerceptronGradients(Gradients):
         self._gradient.div_(len(labels))
         loss, correct = self._segments.sums(passed.loss), self._segments.sums(passed.correct)
         return StepSums(loss, correct, self._squared_norms(norms))
-
-    def _fill(
-        self, block: Tensor, layer: _Layer, entered: Tensor, derivative: Tensor, slices: list[tuple[int, int, int]]
-    ) -> None:
-        """Write the workers' summed gradients by one layer's weight into their rows."""
-        rows = block[:, layer.start : layer.start + layer.weight.numel()].view(len(slices), *layer.weight.shape)
-        for row, (_, start, stop) in zip(rows.unbind(), slices, strict=True):
-            torch.mm(derivative[:, start:stop], entered[start:stop], out=row)
 
     def _pass(self, inputs: Tensor, labels: Tensor) -> _Pass:
         *hidden, last = self._layers

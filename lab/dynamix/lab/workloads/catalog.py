@@ -95,11 +95,11 @@ class Workload:
     name: str
     model: Callable[[], nn.Module]
     """A new model, initialised from torch's global generator: seed that first."""
-    read: Callable[[Path | None, torch.dtype], Data]
+    read: Callable[[Path | None], Data]
     criterion: Callable[[Tensor, Tensor, Reduction], Tensor] = cross_entropy
 
-    def load(self, directory: Path | None = None, *, dtype: torch.dtype = torch.float32) -> Data:
-        """The data in a directory or in the usual places: images standardised, in `dtype`; tokens and labels int64.
+    def load(self, directory: Path | None = None) -> Data:
+        """The data in a directory or in the usual places: images standardised, in float32; tokens and labels int64.
 
         Generated data needs neither, and takes a second or two.
 
@@ -107,7 +107,7 @@ class Workload:
             MissingDataError: when it is not there; the message has the fix.
             CorruptDataError: when a file is not what its publisher made.
         """
-        return self.read(directory, dtype)
+        return self.read(directory)
 
     def loss(self, outputs: Tensor, labels: Tensor, reduction: Reduction = "mean") -> Tensor:
         """The criterion, its mean or sum over SAMPLES; a text's is the mean over its tokens.
@@ -144,19 +144,17 @@ def tokens_per_sample(labels: Tensor) -> int:
 def images(
     read: Callable[[str, Path | None], tuple[Tensor, Tensor]],
     directory: Path | None,
-    dtype: torch.dtype,
     *,
     means: Sequence[float],
     stds: Sequence[float],
     num_validation: int,
     pool: int = 1,
 ) -> Data:
-    """Images in `dtype`, standardised per channel; the last of the training images are the validation part.
+    """Images in float32, standardised per channel; the last of the training images are the validation part.
 
     Args:
         read: gives pixels 0 ... 255, N x channels x height x width, and labels of `train` and `test`.
         directory: of the files.
-        dtype: of the images.
         means: of the channels, scaled to 0 ... 1.
         stds: of the channels, after pooling.
         num_validation: how many are the validation part.
@@ -165,13 +163,13 @@ def images(
 
     def part(split: str) -> Part:
         pixels, labels = read(split, directory)
-        scaled = pixels.to(dtype).div_(255)
+        scaled = pixels.float().div_(255)
         return Part(standardised(F.avg_pool2d(scaled, pool) if pool > 1 else scaled, means, stds), labels)
 
     return Data(*_split(part("train"), num_validation), part("test"))
 
 
-def text(directory: Path | None, _: torch.dtype) -> Data:
+def text(directory: Path | None) -> Data:
     """A text cut into sequences that do not overlap; the label of a byte is the byte behind it.
 
     Raises:
@@ -190,7 +188,7 @@ def text(directory: Path | None, _: torch.dtype) -> Data:
     return _held_out(Part(inputs, labels), num_held_out)
 
 
-def generated(make: Callable[[], tuple[Tensor, Tensor]], _: Path | None, __: torch.dtype) -> Data:
+def generated(make: Callable[[], tuple[Tensor, Tensor]], _: Path | None) -> Data:
     """Generated data."""
     part = Part(*make())
     return _held_out(part, len(part.labels) // HELD_OUT_SHARE)

@@ -111,14 +111,8 @@ def sequences(shape: TextShape) -> tuple[Tensor, Tensor]:
     is_open[:, : shape.num_tokens] = labels != np.arange(shape.num_tokens)
     candidates = np.zeros(is_open.shape, dtype=np.int64)
     candidates[:, : shape.num_tokens] = following
-    _fill(drawn, shape, candidates, is_open)
-    return from_numpy(np.concatenate([words[:, :-1], candidates], axis=1)), from_numpy(labels)
-
-
-def _fill(drawn: np.random.Generator, shape: TextShape, candidates: Integers, is_open: npt.NDArray[np.bool_]) -> None:
-    """Draw words into the open places until no row holds a word twice."""
     rows = np.arange(len(candidates))
-    while len(rows):
+    while len(rows):  # until no row holds a word twice
         block, opened = candidates[rows], is_open[rows]
         block[opened] = _words(drawn, shape, drawn.integers(shape.num_classes, size=int(opened.sum())))
         # of equal words the open places sort last, so that only these are drawn again
@@ -128,6 +122,7 @@ def _fill(drawn: np.random.Generator, shape: TextShape, candidates: Integers, is
         np.put_along_axis(repeated, order[:, 1:], ordered[:, 1:] == ordered[:, :-1], axis=1)
         candidates[rows], is_open[rows] = block, repeated
         rows = rows[repeated.any(1)]
+    return from_numpy(np.concatenate([words[:, :-1], candidates], axis=1)), from_numpy(labels)
 
 
 def _words(drawn: np.random.Generator, shape: TextShape, classes: Integers) -> Integers:

@@ -48,7 +48,6 @@ MAX_WINDOWS, MAX_PACE_S = 100_000, 10.0
 """Beyond these a typing error is more likely than a wish."""
 LAST_MESSAGES_TIMEOUT_S = 5.0
 MAX_ERROR_CHARACTERS = 3000
-PLAIN_EVERY_S = 5.0
 RUN_COLOURS = ("#888888", "#0b6e4f", "#c44e52")
 TORCH_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -105,10 +104,6 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Passes over the 60,000 training images that `max_windows` can need."""
         samples = self.max_windows * self.window_steps * self.local_batch_size * self.num_ranks
         return 1 + samples // NUM_TRAINING_IMAGES
-
-    def pace_of(self, rank: int) -> float:
-        """Seconds per sample that a rank is paced to."""
-        return self.pace_s_per_sample * (self.slowdown if rank == self.slow_rank else 1.0)
 
 
 class DemoStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,7 +200,7 @@ def run(arguments: argparse.Namespace) -> int:
             max_windows=max(DemoPlan().max_windows, arguments.windows),
             pace_s_per_sample=arguments.pace,
         )
-        with ProgressLine(PLAIN_EVERY_S) as progress:
+        with ProgressLine() as progress:
             about = (__doc__ or "").partition("\n\n")[2]
             progress.write_line(f"{about}Target: {plan.target_accuracy:.0%}, the mean of {LOOKS} evaluations.")
             try:

@@ -15,7 +15,7 @@ from typing import IO, Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.lab.workloads.datasets import fashion_mnist
@@ -34,11 +34,16 @@ def small_cnn() -> nn.Module:
 def train(plan: DemoPlan, arguments: dict[str, Any], log: IO[bytes] | None) -> None:
     """Train until the target is reached and the least number of windows is done; rank 0 writes `log`."""
     rank = dist.get_rank()
+    pace_s = plan.pace_s_per_sample * (plan.slowdown if rank == plan.slow_rank else 1.0)
     torch.manual_seed(plan.seed)
     model = DistributedDataParallel(small_cnn())
     optimizer = torch.optim.SGD(model.parameters(), lr=plan.learning_rate, momentum=plan.momentum)
     criterion = nn.CrossEntropyLoss()
-    evaluator = Evaluator(plan)
+    test_images, test_labels = fashion_mnist("test", plan.data).tensors
+    part = slice(rank, None, dist.get_world_size())
+    held_out = test_images[part], test_labels[part]
+    accuracies: list[float] = []
+    reached = False
     session = attach(  # DYNAMIX
         model,
         optimizer,
@@ -52,7 +57,7 @@ def train(plan: DemoPlan, arguments: dict[str, Any], log: IO[bytes] | None) -> N
     for _ in session.epochs(plan.num_epochs):  # DYNAMIX
         started_s = time.perf_counter()
         for inputs, targets in session.loader:  # DYNAMIX
-            due_s = time.perf_counter() + session.num_samples * plan.pace_of(rank)
+            due_s = time.perf_counter() + session.num_samples * pace_s
             outputs = model(inputs)
             loss = criterion(outputs, targets)
             optimizer.zero_grad()
@@ -65,44 +70,28 @@ def train(plan: DemoPlan, arguments: dict[str, Any], log: IO[bytes] | None) -> N
             accuracy = None
             if session.position >= next_evaluation:  # outside the timed part
                 next_evaluation += plan.evaluate_every_samples
-                accuracy = evaluator.accuracy(model.module)
+                accuracy = accuracy_of(model.module, *held_out)
                 session.evaluated(accuracy)
+                accuracies.append(accuracy)
+                reached = reached or is_at_target(accuracies, plan.target_accuracy)
             times = {"trained_s": trained_s, "step_time_s": step_time_s}
             if log is not None:
                 line = DemoStep(step=session.step_index, samples=session.position, accuracy=accuracy, **times)
                 log.write(msgspec.json.encode(line) + b"\n")
-            if evaluator.is_done(accuracy, session.step_index):
+            windows = session.step_index / plan.window_steps
+            if (reached and windows >= plan.min_windows) or windows >= plan.max_windows:  # equal on all ranks
                 session.close()
                 return
             started_s = time.perf_counter()
 
 
-class Evaluator:
-    """Held-out accuracy, each rank on its share of the test images; and whether it is good enough."""
-
-    def __init__(self, plan: DemoPlan) -> None:
-        self._plan = plan
-        images, labels = fashion_mnist("test", plan.data).tensors
-        part = slice(dist.get_rank(), None, dist.get_world_size())
-        self._images, self._labels = images[part], labels[part]
-        self._accuracies: list[float] = []
-        self._reached = False
-
-    @torch.no_grad()
-    def accuracy(self, model: nn.Module) -> float:
-        """Share of the 10,000 held-out images that the model classifies correctly; equal on all ranks."""
-        correct = (model(self._images).argmax(1) == self._labels).sum().double()
-        counts = torch.stack([correct, torch.tensor(float(len(self._labels)), dtype=torch.float64)])
-        dist.all_reduce(counts)
-        return float(counts[0] / counts[1])
-
-    def is_done(self, accuracy: float | None, step: int) -> bool:
-        """Whether to stop after `step`; equal on all ranks, since the accuracy is."""
-        if accuracy is not None:
-            self._accuracies.append(accuracy)
-            self._reached = self._reached or is_at_target(self._accuracies, self._plan.target_accuracy)
-        windows = step / self._plan.window_steps
-        return (self._reached and windows >= self._plan.min_windows) or windows >= self._plan.max_windows
+@torch.no_grad()
+def accuracy_of(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Share of the held-out images of all ranks that the model classifies correctly; equal on all ranks."""
+    correct = (model(images).argmax(1) == labels).sum().double()
+    counts = torch.stack([correct, torch.tensor(float(len(labels)), dtype=torch.float64)])
+    dist.all_reduce(counts)
+    return float(counts[0] / counts[1])
 
 
 def main() -> None:

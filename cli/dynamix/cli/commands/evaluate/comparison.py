@@ -6,7 +6,6 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from dynamix.cli.arguments import STANDARD_OUTPUT
 from dynamix.cli.errors import INTERRUPTED, MisuseError, explained
@@ -55,17 +54,6 @@ def shown_on(line: ProgressLine) -> Callable[[int, int, str], None]:
     return show_run
 
 
-class PlannedComparison(NamedTuple):
-    """The policies to compare, and the runs that this takes."""
-
-    suite: Suite
-    rows: list[Row]
-    tuned: Tuned
-    cells: list[ComparisonCell]
-    against: list[str]
-    """Labels of rows that all are compared with."""
-
-
 def evaluate(arguments: argparse.Namespace) -> int:
     """Run the comparison and show the verdict; an interrupt shows what there is and returns 130."""
     exit_code = 0
@@ -78,11 +66,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
         ["dynamix", "evaluate", "--scenarios", arguments.scenarios, *which, "--seeds", str(arguments.seeds)]
     )
     with explained(OSError, ValueError, EpisodeError):
-        comparison = planned(arguments)
-        suite, rows, tuned, cells, against = comparison
+        suite, rows, tuned, cells, against = planned(arguments)
         with Ledger(Path(arguments.results)) as ledger:
             with ProgressLine() as progress:
-                for warning in _warnings(comparison):
+                for warning in _warnings(suite, rows, tuned, cells):
                     progress.write_line(warning)
                 progress.write_line(estimate(cells, ledger, jobs=arguments.jobs))
                 try:
@@ -100,8 +87,13 @@ def evaluate(arguments: argparse.Namespace) -> int:
     return exit_code
 
 
-def planned(arguments: argparse.Namespace) -> PlannedComparison:
-    """The comparison that the arguments ask for. Raises ValueError when a policy or scenario cannot be used."""
+def planned(
+    arguments: argparse.Namespace,
+) -> tuple[Suite, list[Row], Tuned, list[ComparisonCell], list[str]]:
+    """What to compare, the runs that it takes, and the labels of the rows that all are compared with.
+
+    Raises ValueError when a policy or scenario cannot be used.
+    """
     suite = suite_named(arguments.scenarios)
     files: dict[str, list[str]] = {}
     for text in arguments.policy_file:
@@ -121,12 +113,11 @@ def planned(arguments: argparse.Namespace) -> PlannedComparison:
         tuned = tuned.with_choices(read_tuned(of_exchanges))
     cells = plan(suite, rows, range(arguments.seeds), tuned)
     labels = [row.label for row in (*asked, *against) if row.against or row in against]
-    return PlannedComparison(suite, rows, tuned, cells, list(dict.fromkeys(labels)))
+    return suite, rows, tuned, cells, list(dict.fromkeys(labels))
 
 
-def _warnings(comparison: PlannedComparison) -> Iterator[str]:
+def _warnings(suite: Suite, rows: Sequence[Row], tuned: Tuned, cells: Sequence[ComparisonCell]) -> Iterator[str]:
     """Reasons why baselines may be worse than possible, and learned policies seem better than they are."""
-    suite, rows, tuned, cells, _ = comparison
     if tuned.scenarios != suite_named(TRAIN).digest:
         yield f"The train scenarios have changed since the baselines were tuned: {HOW_TO_FIX}."
     if tuned.code != code_digest():

@@ -16,7 +16,6 @@ from dynamix.cli.errors import CommandError
 from dynamix.cli.fleet import Fleet
 from dynamix.cli.jobs import NO_JOB, check_job, known_jobs, none_called
 from dynamix.cli.output import write_json
-from dynamix.recording.job_view import JobView
 from dynamix.runtime.log import configure as configure_log
 
 HEARTBEAT_WAIT_S = 1.5
@@ -47,7 +46,11 @@ async def _run(wanted: str | None, json: str | None, *, once: bool) -> None:
 
             await watch(fleet, wanted)
             return
-        view = await stored(fleet)
+        async with fleet.following():  # what is stored now, after one round of heartbeats
+            await fleet.known.wait()
+            name = fleet.newest(time.time_ns())
+            view = None if name is None else await fleet.open(name)
+            await asyncio.sleep(HEARTBEAT_WAIT_S)
         missing = NO_JOB if wanted is None else none_called(wanted, await known_jobs(bus))
     now_ns, now_s = time.time_ns(), time.monotonic()
     views = [] if view is None else [view]
@@ -68,13 +71,3 @@ async def _run(wanted: str | None, json: str | None, *, once: bool) -> None:
 
         console = Console()
         console.print(frame(view, fleet.heartbeats, console, missing=missing, now_ns=now_ns, now_s=now_s))
-
-
-async def stored(fleet: Fleet) -> JobView | None:
-    """The job to show with what is stored of it now, after one round of heartbeats."""
-    async with fleet.following():
-        await fleet.known.wait()
-        name = fleet.newest(time.time_ns())
-        view = None if name is None else await fleet.open(name)
-        await asyncio.sleep(HEARTBEAT_WAIT_S)
-    return view

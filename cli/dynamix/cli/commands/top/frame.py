@@ -282,35 +282,23 @@ async def watch(fleet: Fleet, wanted: str | None) -> None:
     """Draw the wanted job, or the newest that runs, until the person leaves."""
     console, left = Console(), asyncio.Event()
     missing = NO_JOB if wanted is None else none_called(wanted, {})
-    async with fleet.following():
-        with _keys(left), Live(console=console, screen=True, auto_refresh=False) as live:
-            while not left.is_set():
-                news = fleet.news
-                name = fleet.newest(time.time_ns())
-                view = None if name is None else fleet.opened(name) or fleet.jobs[name]
-                now_ns, now_s = time.time_ns(), time.monotonic()
-                shown = frame(view, fleet.heartbeats, console, now_ns=now_ns, now_s=now_s, missing=missing)
-                live.update(shown, refresh=True)
-                await asyncio.sleep(MIN_INTERVAL_S)
-                waiting = [asyncio.create_task(news.wait()), asyncio.create_task(left.wait())]
-                await asyncio.wait(waiting, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
-                for task in waiting:
-                    task.cancel()
-
-
-@contextlib.contextmanager
-def _keys(left: asyncio.Event) -> Iterator[None]:
-    """Single keys without Enter, while the context lasts; nothing where standard input is no terminal."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    loop = asyncio.get_running_loop()
-    tty.setcbreak(descriptor)
-    loop.add_reader(descriptor, lambda: left.set() if os.read(descriptor, 64) in QUIT_KEYS else None)
-    try:
-        yield
-    finally:
-        loop.remove_reader(descriptor)
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+    async with fleet.following(), contextlib.AsyncExitStack() as stack:
+        if sys.stdin.isatty():  # single keys without Enter
+            descriptor, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+            stack.callback(termios.tcsetattr, descriptor, termios.TCSADRAIN, termios.tcgetattr(descriptor))
+            tty.setcbreak(descriptor)
+            loop.add_reader(descriptor, lambda: left.set() if os.read(descriptor, 64) in QUIT_KEYS else None)
+            stack.callback(loop.remove_reader, descriptor)
+        live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
+        while not left.is_set():
+            news = fleet.news
+            name = fleet.newest(time.time_ns())
+            view = None if name is None else fleet.opened(name) or fleet.jobs[name]
+            now_ns, now_s = time.time_ns(), time.monotonic()
+            shown = frame(view, fleet.heartbeats, console, now_ns=now_ns, now_s=now_s, missing=missing)
+            live.update(shown, refresh=True)
+            await asyncio.sleep(MIN_INTERVAL_S)
+            waiting = [asyncio.create_task(news.wait()), asyncio.create_task(left.wait())]
+            await asyncio.wait(waiting, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in waiting:
+                task.cancel()

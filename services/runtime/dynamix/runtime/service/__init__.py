@@ -28,6 +28,7 @@ from dynamix.runtime import log as logs
 from dynamix.runtime.bus import (
     Bus,
     BusError,
+    BusMessage,
     PermissionDeniedError,
     PublishError,
     StreamFullError,
