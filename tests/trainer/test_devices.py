@@ -149,16 +149,16 @@ def test_a_rank_with_more_to_compute_gets_fewer_samples(device: str) -> None:
 
 def _compiled(_rank: int, device: str, backend: str) -> float:
     data = Numbered(300, torch.float32)
-    model = torch.compile(DistributedDataParallel(make_model(torch.float32).to(device)), backend=backend)
+    model: nn.Module = torch.compile(DistributedDataParallel(make_model(torch.float32).to(device)), backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     session = dynamix.attach(model, optimizer, data, **OPTIONS)
     with session:
         return max(train_compared(session, model, optimizer, data))
 
 
-@pytest.mark.parametrize("device", ON_GPU)
-def test_a_model_compiled_for_the_device_is_weighed(device: str) -> None:
-    assert max(run_ranks(_compiled, 2, device, "inductor")) < 1e-3
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "eager"), pytest.param("cuda", "inductor", marks=GPU)])
+def test_a_compiled_model_is_weighed(device: str, backend: str) -> None:
+    assert max(run_ranks(_compiled, 2, device, backend)) < 1e-3
 
 
 def _alone_over(_rank: int, backend: str, device: str) -> tuple[float, int]:
