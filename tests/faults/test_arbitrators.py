@@ -3,22 +3,15 @@
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 from tests.support.arbitrators import Feeding, crew, feed_states, two_node_job
 from tests.support.bus_watch import watching
-from tests.support.control_plane import ControlPlane, control_plane
+from tests.support.control_plane import ControlPlane
 from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-@pytest.fixture
-async def plane() -> AsyncIterator[ControlPlane]:
-    async with control_plane() as running:
-        yield running
 
 
 async def test_each_window_is_decided_once_over_thirty_kills(

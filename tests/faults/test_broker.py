@@ -2,11 +2,10 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 from tests.support.bus_watch import watching
-from tests.support.control_plane import ControlPlane, control_plane, one_node_job, report_of
+from tests.support.control_plane import ControlPlane, one_node_job, report_of
 from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
 from tests.support.server_cluster import Bystander
@@ -15,13 +14,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import FEED
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-@pytest.fixture
-async def plane() -> AsyncIterator[ControlPlane]:
-    async with control_plane("collector", "reward", "arbitrator") as running:
-        yield running
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("services")]
 
 
 async def test_no_acknowledged_message_is_missing_after_broker_kills(

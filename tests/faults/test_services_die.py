@@ -2,11 +2,10 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 from tests.support.bus_watch import watching
-from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
+from tests.support.control_plane import ControlPlane, feed_windows, one_node_job
 from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
 
@@ -14,13 +13,7 @@ from dynamix.schemas import subjects
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import FEED
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-
-@pytest.fixture
-async def plane() -> AsyncIterator[ControlPlane]:
-    async with control_plane("collector", "reward", "arbitrator") as running:
-        yield running
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("services")]
 
 
 async def check_all_there(plane: ControlPlane, job: Job, num_windows: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 
 from tests.support import examples
 from tests.support.control_plane import ControlPlane
+from tests.support.reading import read
 
 from dynamix.cli.services import ServiceProcess
 from dynamix.runtime.bus import Bus
@@ -43,13 +44,8 @@ async def feed_states(plane: ControlPlane, windows: Iterable[int], every_s: floa
 
 async def stored_actions(bus: Bus, job: str, count: int) -> list[Action]:
     """The first actions of a job (`*`: of any), once there are so many."""
-    found: list[Action] = []
     async with asyncio.timeout(60), bus.consume(ACTIONS.name, [subjects.of("action", job)], start="all") as consumer:
-        async for batch in consumer:
-            found += [decode(Action, one.subject, one.payload) for one in batch]
-            if len(found) >= count:
-                return found
-    raise AssertionError("the consumer ended")
+        return [decode(Action, one.subject, one.payload) for one in await read(consumer, count)]
 
 
 class Feeding:

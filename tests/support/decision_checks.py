@@ -44,7 +44,12 @@ async def check_decisions(
     for job in generations:
         states = await recorded_states(bus, job) if feed is None else feed
         expected += [(job.generation, one) for one in reference_decisions(job, policy_named(job.policy), states)]
-    assert [_stored_fields(action) for action in actions] == [_reference_fields(*one) for one in expected]
+    assert [
+        (one.generation, one.window, one.local_batch_sizes, one.allocation.split, one.gap, one.carry) for one in actions
+    ] == [
+        (generation, one.window, one.local_batch_sizes, one.decision.allocation.split, one.gap, one.decision.carry)
+        for generation, one in expected
+    ]
     if num_windows is not None:
         assert [action.window for action in actions] == list(range(num_windows))
     return actions
@@ -55,11 +60,3 @@ def check_chain(actions: list[Action]) -> None:
     assert all(is_intact(encode(action)) for action in actions)
     assert actions[0].previous_hash == b""
     assert all(new.previous_hash == old.hash for old, new in itertools.pairwise(actions))
-
-
-def _stored_fields(action: Action) -> tuple[object, ...]:
-    return action.generation, action.window, action.local_batch_sizes, action.allocation.split, action.gap, action.carry
-
-
-def _reference_fields(generation: int, one: Decided) -> tuple[object, ...]:
-    return generation, one.window, one.local_batch_sizes, one.decision.allocation.split, one.gap, one.decision.carry
