@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import pytest
+from tests.support import examples
 
 from dynamix.schemas.messages import NodeRanks, SeenTrace, Trace
 from dynamix.schemas.messages.allocation import Allocation
@@ -17,16 +18,7 @@ EQUAL = (20, 20, 20, 20)
 
 def trace(node: str, activity: float, window: int = 0, appetite: float = 80.0) -> Trace:
     ranks = {"a": (0, 1), "b": (2, 3)}[node]
-    return Trace(
-        job="job",
-        generation=0,
-        window=window,
-        node=node,
-        ranks=ranks,
-        activity=(activity,) * 2,
-        appetite=appetite,
-        waiting_s=0.25,
-    )
+    return examples.trace(node, ranks, window, activity=(activity,) * 2, appetite=appetite, waiting_s=0.25)
 
 
 def field(*, keeps_global_batch: bool = True) -> TraceField:
@@ -112,15 +104,8 @@ def test_an_agent_sees_its_own_cell_and_those_beside_it_only() -> None:
     nodes = tuple(NodeRanks(node=f"n{index}", ranks=(index,)) for index in range(5))
     ring = TraceField(nodes, STIGMERGY_OPTIONS, keeps_global_batch=False, rate_exponent=0.0, base_global_batch_size=160)
     left = {
-        f"n{index}": Trace(
-            job="job",
-            generation=0,
-            window=1,
-            node=f"n{index}",
-            ranks=(index,),
-            activity=(1.0 + index,),
-            appetite=float(index),
-            waiting_s=0.0,
+        f"n{index}": examples.trace(
+            f"n{index}", (index,), 1, activity=(1.0 + index,), appetite=float(index), waiting_s=0.0
         )
         for index in range(5)
     }
