@@ -22,7 +22,8 @@ pytestmark = [needs("prometheus"), pytest.mark.slow, pytest.mark.timeout(600)]
 def train_until(_rank: int, end: Path) -> str:
     """A script of a user, until a file exists; the job's name."""
     data = Numbered(480, torch.float32)
-    data.targets = data.inputs[:, :4].argmax(1)  # can be learned: else there is no gradient to compare the noise with
+    classes = data.inputs[:, :4].argmax(1)  # can be learned: else there is no gradient to compare the noise with
+    data.tensors = (data.inputs, classes, data.tensors[2])
     sizes = {"local_batch_size": 8, "min_local_batch_size": 2, "max_local_batch_size": 64}
     session, model, optimizer = begin_job(data, rate=0.01, window_steps=4, policy="proportional", connect=None, **sizes)
     with session:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.support import examples
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 from dynamix import trainer as dynamix
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
@@ -20,19 +20,14 @@ NUM_FEATURES = 6
 NUM_CLASSES = 4
 
 
-class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
+class Numbered(TensorDataset):
     """Samples that know their own index; the same on every rank."""
 
     def __init__(self, num_samples: int, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(5)
         self.inputs = torch.randn(num_samples, NUM_FEATURES, generator=generator, dtype=dtype)
         self.targets = torch.randint(0, NUM_CLASSES, (num_samples,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        return self.inputs[index], self.targets[index], index
+        super().__init__(self.inputs, self.targets, torch.arange(num_samples))
 
 
 def make_model(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
@@ -47,8 +42,15 @@ def distribute(model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(model, bucket_cap_mb=0.001)
 
 
-def attach_numbered(data: Any, model: nn.Module, *, rate: float = 0.05, **options: Any) -> tuple[Session, Any]:
-    """Attach without a bus to a job that trains by SGD with momentum; the session and the optimizer."""
+def begin_job(
+    data: Any, model: nn.Module | None = None, *, rate: float = 0.05, **options: Any
+) -> tuple[Session, nn.Module, Any]:
+    """Attach to a job without a bus that trains by SGD with momentum: session, model and optimizer.
+
+    Without a model, one of the data's type under DDP.
+    """
+    if model is None:
+        model = distribute(make_model(data.inputs.dtype if isinstance(data, Numbered) else torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     chosen: dict[str, Any] = {
         "local_batch_size": 8,
@@ -57,15 +59,7 @@ def attach_numbered(data: Any, model: nn.Module, *, rate: float = 0.05, **option
         "connect": False,
         "global_batch": "adaptive",
     } | options
-    return dynamix.attach(model, optimizer, data, **chosen), optimizer
-
-
-def begin_job(data: Any, model: nn.Module | None = None, **options: Any) -> tuple[Session, nn.Module, Any]:
-    """Session, model and optimizer of `attach_numbered`; without a model, one of the data's type under DDP."""
-    if model is None:
-        model = distribute(make_model(data.inputs.dtype if isinstance(data, Numbered) else torch.float64))
-    session, optimizer = attach_numbered(data, model, **options)
-    return session, model, optimizer
+    return dynamix.attach(model, optimizer, data, **chosen), model, optimizer
 
 
 def train_step(

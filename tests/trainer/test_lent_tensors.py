@@ -19,7 +19,7 @@ import torch._dynamo  # what a DDP model would import, in every pair
 import torch.distributed as dist
 from tests.support import rows
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, attach_numbered, begin_job, make_model, offer, train_step
+from tests.support.training import Numbered, begin_job, make_model, offer, train_step
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.trainer import Session
@@ -49,7 +49,7 @@ def _next_state() -> int:
 def _train_steered(group: dist.ProcessGroup, *, split: Any, closes: bool) -> None:
     """Sixty steps of DDP on a group of its own, each with a row, a decision and several buckets."""
     model = DistributedDataParallel(make_model(), process_group=group, bucket_cap_mb=0.001)
-    session, optimizer = attach_numbered(
+    session, _, optimizer = begin_job(
         Numbered(960), model, min_local_batch_size=1, window_steps=1, policy=None, global_batch="fixed"
     )
     for batch in session.loader:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.support.loops import OPTIONS, SIZES, gathered, gradient_of, loss_of, relative_error, whole_gradient
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, attach_numbered, begin_job, make_model, offer
+from tests.support.training import Numbered, begin_job, make_model, offer
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -92,7 +92,7 @@ def _misuse_accumulation(_rank: int) -> None:
 def _static_graph(_rank: int) -> None:
     model = DistributedDataParallel(make_model(), static_graph=True)
     with pytest.raises(ValueError, match=r"static_graph=True\) exclude each other.*leave static_graph out"):
-        attach_numbered(Numbered(64), model, local_batch_size=20, micro_batch_size=8)
+        begin_job(Numbered(64), model, local_batch_size=20, micro_batch_size=8)
 
 
 def _own_accumulation(_rank: int) -> None:

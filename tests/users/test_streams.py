@@ -12,7 +12,6 @@ from tests.support.loops import MOVES, MOVING, gathered, gradient_of, relative_e
 from tests.support.ranks import RankError, run_ranks
 from tests.support.training import (
     Numbered,
-    attach_numbered,
     begin_job,
     distribute,
     kept_messages,
@@ -190,7 +189,7 @@ def _changed(rank: int, num_workers: int) -> list[str]:
         assert not said
         model = distribute(make_model())
         before = RandomNumbers.capture()
-        attach_numbered(Part(range(40), change), model, local_batch_size=4, num_workers=num_workers)[0].close()
+        begin_job(Part(range(40), change), model, local_batch_size=4, num_workers=num_workers)[0].close()
         after = RandomNumbers.capture()
         assert torch.equal(before.of_torch, after.of_torch)
         assert before.of_python == after.of_python

@@ -14,7 +14,6 @@ from tests.support.ranks import run_ranks
 from tests.support.training import (
     NUM_CLASSES,
     NUM_FEATURES,
-    attach_numbered,
     begin_job,
     distribute,
     make_model,
@@ -236,7 +235,7 @@ def _refusals(_rank: int) -> None:
 
     def refused(text: str, **options: Any) -> None:
         with pytest.raises(ValueError, match=text):
-            attach_numbered(data, model, local_batch_size=30, global_batch="fixed", **options)
+            begin_job(data, model, local_batch_size=30, global_batch="fixed", **options)
 
     refused("19 numbers for 20 samples", token_counts=data.counted[1:])
     refused("one whole number per sample", token_counts=[0] * 20)
