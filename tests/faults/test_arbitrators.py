@@ -1,6 +1,7 @@
 """Several arbitrators without a lease: kill -9, SIGSTOP, standby; compare-and-set decides between them."""
 
 import asyncio
+import functools
 import itertools
 import random
 
@@ -46,7 +47,7 @@ async def test_a_continued_arbitrator_writes_nothing_stale(
     async with watching(plane.bus, job.job) as watch, crew(plane) as arbitrators:
         names = [arbitrators.start(), arbitrators.start()]
         await watch.until_ready(*names)
-        feeding = Feeding(plane)
+        feeding = Feeding(functools.partial(feed_states, plane))
         for _ in range(num_stops):
             zombie = chance.choice(names)
             await watch.until_decided(len(watch.actions) + chance.randint(5, 15))

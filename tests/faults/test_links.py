@@ -1,5 +1,6 @@
 """Links that lose, delay or drop connections: a TCP proxy between the services and the broker."""
 
+import functools
 import random
 from collections.abc import AsyncIterator
 
@@ -29,7 +30,7 @@ async def test_an_arbitrator_behind_a_half_open_link_is_replaced_and_returns(
     async with watching(plane.bus, job.job) as watch, crew(plane) as arbitrators:
         behind = arbitrators.start({"DYNAMIX_NATS_URL": proxy.url})
         await watch.until_ready(behind, arbitrators.start())
-        feeding = Feeding(plane)
+        feeding = Feeding(functools.partial(feed_states, plane))
         for _ in range(scale(1, 2)):
             await watch.until_decided(len(watch.actions) + chance.randint(5, 15))
             proxy.half_open()

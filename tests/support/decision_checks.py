@@ -3,7 +3,8 @@
 import contextlib
 import itertools
 
-from tests.support.bus_watch import stored_messages
+from tests.support.bus_watch import stored_messages, watching
+from tests.support.control_plane import ControlPlane
 from tests.support.reference_fold import Decided, reference_decisions
 
 from dynamix.arbitrator.policies.registry import policy_named
@@ -53,6 +54,16 @@ async def check_decisions(
     if num_windows is not None:
         assert [action.window for action in actions] == list(range(num_windows))
     return actions
+
+
+async def check_all_there(plane: ControlPlane, job: Job, num_windows: int) -> None:
+    """Each window has one metric window, one state and one reward, and one decision, that of the reference fold."""
+    for kind in ("window", "state", "reward"):
+        messages = await plane.wait_for(FEED.name, subjects.of(kind, job.job, "*"), num_windows)
+        assert sorted(message.window for message in messages) == list(range(num_windows))  # type: ignore[attr-defined]
+    async with watching(plane.bus, job.job) as watch:
+        await watch.until_decided(num_windows)
+    await check_decisions(plane.bus, job, num_windows=num_windows)
 
 
 def check_chain(actions: list[Action]) -> None:

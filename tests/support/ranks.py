@@ -10,6 +10,7 @@ import os
 import pickle
 import stat
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -121,6 +122,14 @@ def _rank_main(
         _send(end, ok=False, value=traceback.format_exc())
     finally:
         end.close()
+
+
+def wait_for_file(path: Path) -> None:
+    """Wait until another process has made a file."""
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
 
 
 def begin_fork(environ: Mapping[str, str]) -> None:

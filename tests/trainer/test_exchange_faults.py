@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench.hosts import Hosts
-from tests.support.ranks import RankError, each_case, run_ranks
+from tests.support.ranks import RankError, each_case, run_ranks, wait_for_file
 from tests.support.training import flat_parameters, offer
 from tests.support.whole_numbers import SIZES, Whole, distributed, train_step, train_until, whole_job
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -184,7 +184,7 @@ def _trained(_rank: int, exchange: Exchange, directory: Path | None) -> dict[str
         for batch in session.loader:
             if directory is not None and session.step_index == CUT_BEFORE:
                 (directory / "ready").touch()
-                _wait_for(directory / "cut")
+                wait_for_file(directory / "cut")
             began_s = time.monotonic()
             train_step(session, model, optimizer, batch)
             longest_s = max(longest_s, time.monotonic() - began_s)
@@ -194,16 +194,9 @@ def _trained(_rank: int, exchange: Exchange, directory: Path | None) -> dict[str
     return {"parameters": found, "longest_s": longest_s}
 
 
-def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.01)
-
-
 def _cut(hosts: Hosts, directory: Path, wait: Callable[[], object]) -> None:
     """Unplug host 1 once a rank is ready for it, for as long as `wait` waits."""
-    _wait_for(directory / "ready")
+    wait_for_file(directory / "ready")
     hosts[1].cut()
     try:
         (directory / "cut").touch()

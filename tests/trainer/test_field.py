@@ -1,7 +1,5 @@
 """The field of a job with the nodes a (ranks 0, 1) and b (ranks 2, 3), and what follows from it."""
 
-from collections.abc import Mapping
-
 import pytest
 from tests.support import examples
 
@@ -34,12 +32,8 @@ def field(*, keeps_global_batch: bool = True) -> TraceField:
 def laid(*traces: Trace, window: int = 2, keeps_global_batch: bool = True) -> TraceField:
     """A field with these traces, as it rules from a window on."""
     made = field(keeps_global_batch=keeps_global_batch)
-    made.take(made.numbers_of(_by_node(*traces)), window)
+    made.take(made.numbers_of({one.node: one for one in traces}), window)
     return made
-
-
-def _by_node(*traces: Trace) -> Mapping[str, Trace]:
-    return {one.node: one for one in traces}
 
 
 def test_the_global_batch_is_divided_in_proportion_to_the_activities() -> None:

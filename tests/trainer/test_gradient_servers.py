@@ -6,7 +6,6 @@ import select
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import START, TIMEOUT_S, RankError, run_ranks
+from tests.support.ranks import START, TIMEOUT_S, RankError, run_ranks, wait_for_file
 from tests.support.training import flat_parameters
 from tests.support.whole_numbers import train_step, train_until, whole_job
 
@@ -123,9 +122,7 @@ def _until_broken(rank: int, ready: Path, killed: int | None) -> None:
 
 
 def _kill_when(path: Path, server: Server) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_file(path)
     server.process.kill()
 
 

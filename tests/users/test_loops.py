@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.support.loops import OPTIONS, SIZES, gathered, gradient_of, loss_of, relative_error, whole_gradient
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, begin_job, make_model, offer
+from tests.support.training import Numbered, begin_job, make_model, offer, train_step
 
 from dynamix import trainer as dynamix
 
@@ -24,12 +24,7 @@ def test_a_single_process_needs_no_process_group(options: dict[str, Any]) -> Non
     with dynamix.attach(model, optimizer, data, local_batch_size=16, connect=False, **options) as session:
         for _ in session.epochs(1):
             for batch in session.loader:
-                optimizer.zero_grad()
-                loss = loss_of(model, batch)
-                loss.backward()
-                optimizer.step()
-                used += batch[2].tolist()
-                session.step(loss)
+                used += train_step(session, model, optimizer, batch)
         assert (session.progress, session.num_reference_steps) == (7.0, 7)
     assert sorted(used) == list(range(100))
 
