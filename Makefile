@@ -14,8 +14,9 @@ PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 DATA   := .data/fashion-mnist
 CIFAR  := .data/cifar-10
 ARGS   ?=
+MARK   ?= not slow
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-all test-frameworks gpu faults lint types overhead kernel bus exchange cluster virtual adaptdl containers dist format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types overhead kernel bus exchange cluster virtual adaptdl containers dist format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -48,15 +49,11 @@ $(CIFAR)/.complete: deploy/fetch-cifar-10.sh | venv
 demo: venv data ## a real 4-process training job, left alone and then steered in two ways (ARGS="--json FILE")
 	$(BIN)/dynamix demo --data $(DATA) $(ARGS)
 
-test: venv data ## the tests, three at a time (ARGS="-k name"); what takes long is in test-slow
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow" --ignore tests/frameworks $(ARGS)
+test: venv data ## the tests; with MARK= also those that take long, as CI does (ARGS="-k name")
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist load --maxschedchunk 1 -m "$(MARK)" --ignore tests/frameworks $(ARGS)
 
-test-slow: venv data ## whole jobs under torchrun, all faults in small counts, the demo, small runs of the benchmarks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist load --maxschedchunk 1 -m slow $(ARGS) \
-	    $$(grep -rl 'mark\.slow' tests --include='test_*.py' --exclude-dir=frameworks) # importing all others takes half a minute
-
-test-all: venv data ## test and test-slow in one run, as CI does
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist load --maxschedchunk 1 --ignore tests/frameworks $(ARGS)
+test-slow: ## whole jobs under torchrun, all faults in small counts, the demo, small runs of the benchmarks
+	$(MAKE) test MARK=slow
 
 test-frameworks: $(FRAMEWORKS)/.installed ## what needs others' frameworks: adapters, loggers, tables; in a venv of their own
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -n 2 --dist load --maxschedchunk 1 tests/frameworks $(ARGS)
@@ -116,10 +113,8 @@ adaptdl: $(ADAPTDL)/.installed data ## AdaptDL's published goodput code on train
 faults: venv ## all faults at full counts, five rounds, then floods beside honest jobs; hours (ARGS="floods")
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.faults --csv out $(ARGS)
 
-containers: venv ## the deployment in containers and under systemd for real, timed: images, keys, crashes, an upgrade; root, podman; 15 minutes
-	rm -f out/containers/figures.txt
+containers: venv ## the deployment in containers and under systemd for real: images, keys, crashes, an upgrade; root, podman; 15 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy/test_containers.py $(ARGS)
-	cat out/containers/figures.txt
 
 dist: venv data ## wheel and sdist into dist/, tried in an empty environment: the demo runs from there (ARGS="--windows 5")
 	sh deploy/release.sh dist $(BIN)/python $(DATA) $(ARGS)

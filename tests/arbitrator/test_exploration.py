@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from dynamix.arbitrator.deciding.profiles import judged
-from dynamix.arbitrator.policies.exploration import Exploration, next_arm
+from dynamix.arbitrator.policies.rule import Exploration, judged, next_arm
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX
 from dynamix.schemas.messages import ArmRecord
 

@@ -8,17 +8,15 @@ from collections.abc import AsyncIterator
 import msgspec
 import numpy as np
 import pytest
-import structlog
 from structlog.testing import capture_logs
 from tests.support import examples
 from tests.support.arbitrators import stored_actions
 from tests.support.brokers import until
 from tests.support.old_server import OldServer
-from tests.support.services_here import services_here
+from tests.support.services_here import context_of, services_here
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.deciding.family_ends import FamilyEnds
-from dynamix.arbitrator.deciding.job_log import JobLog, Surroundings
+from dynamix.arbitrator.deciding.job_log import JobLog, store_profiles
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.runtime.bus import Bus, requests
@@ -31,7 +29,6 @@ from dynamix.schemas.streams import JOBS, PROFILES
 FAMILY = "mnist-0a1b2c3d"
 JOB = examples.job({"node-a": (0, 1)}, policy="rule", family=FAMILY)
 PROFILE = subjects.of("profile", FAMILY)
-LOG = structlog.stdlib.get_logger()
 
 
 def last_action(job: Job = JOB) -> Action:
@@ -51,11 +48,7 @@ async def end(bus: Bus, job: Job) -> None:
 @contextlib.asynccontextmanager
 async def following(bus: Bus, counts: Counter[str]) -> AsyncIterator[None]:
     """An arbitrator's keeper of profiles."""
-
-    def count(name: str) -> None:
-        counts[name] += 1
-
-    task = asyncio.create_task(FamilyEnds(bus, LOG, count).follow())
+    task = asyncio.create_task(store_profiles(context_of(bus, counts)))
     try:
         yield
     finally:
@@ -124,7 +117,7 @@ async def test_a_forgotten_family_stays_forgotten_and_its_next_run_is_the_first(
     assert await bus.purge(PROFILES.name, PROFILE, keep=1) == 1
     later = msgspec.structs.replace(JOB, job="later-0")
     async with following(bus, counts):
-        opened_log = await opened(bus, later)
+        opened_log = await opened(bus, later, counts)
         assert not opened_log.has_inputs
         assert counts["begun_with_profile"] == 0
         await end(bus, later)
@@ -139,7 +132,7 @@ async def test_an_action_that_its_policy_cannot_read_costs_one_profile_and_no_la
 ) -> None:
     async with following(bus, Counter()):
         with capture_logs() as logs, monkeypatch.context() as patch:
-            patch.setattr(Rule, "knowledge", lambda *_: 1 / 0)
+            patch.setattr(Rule, "profile_after", lambda *_, **__: 1 / 0)
             await end(bus, JOB)
             await until(lambda: any(one["log_level"] == "error" for one in logs))
         assert "ZeroDivisionError" in next(one["reason"] for one in logs if one["log_level"] == "error")
@@ -147,16 +140,16 @@ async def test_an_action_that_its_policy_cannot_read_costs_one_profile_and_no_la
         assert (await until_run(bus, 1)).job == "mnist-99999999"
 
 
-async def opened(bus: Bus, job: Job) -> JobLog:
+async def opened(bus: Bus, job: Job, counts: Counter[str] | None = None) -> JobLog:
     """A job's log as an arbitrator opens it."""
-    return await JobLog.open(job, Surroundings(bus, PolicyStore(bus), LOG, lambda _: None))
+    return await JobLog.open(job, context_of(bus, counts), PolicyStore(bus))
 
 
 async def test_a_broken_profile_is_not_used_but_replaced(bus: Bus) -> None:
     await bus.publish_bytes(PROFILE, b"no profile", "by hand")
     with capture_logs() as logs:
         log = await opened(bus, JOB)
-    assert log._fold._carry == b""
+    assert log.fold._carry == b""
     assert "cannot be read" in next(one["reason"] for one in logs if one["log_level"] == "warning")
     counts = Counter[str]()
     async with following(bus, counts):

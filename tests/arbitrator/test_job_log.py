@@ -6,13 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-import structlog
 from tests.support import examples, learned
 from tests.support.brokers import ConfiguredServer, connected, operate, until
-from tests.support.services_here import arbitrator_here
+from tests.support.services_here import arbitrator_here, context_of
 from tests.support.stored_blocks import flip_bit
 
-from dynamix.arbitrator.deciding.job_log import ActionStoreError, JobLog, Surroundings
+from dynamix.arbitrator.deciding.job_log import ActionStoreError, JobLog
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.runtime.bus.provision import provision
@@ -32,13 +31,7 @@ SHRINKS, GROWS = (learned.policy_file("deltas", favour=choice).to_bytes() for ch
 
 async def opened(bus: Bus, job: Job = JOB, counts: Counter[str] | None = None) -> JobLog:
     """A job's log as an arbitrator that has just started opens it."""
-    found = Counter[str]() if counts is None else counts
-
-    def count(name: str) -> None:
-        found[name] += 1
-
-    log = structlog.stdlib.get_logger()
-    return await JobLog.open(job, Surroundings(bus, PolicyStore(bus), log, count))
+    return await JobLog.open(job, context_of(bus, counts), PolicyStore(bus))
 
 
 def state(job: Job, window: int) -> State:

@@ -4,19 +4,17 @@ import asyncio
 
 import msgspec
 import pytest
-import structlog
 from tests.support import examples
 from tests.support.arbitrators import stored_actions
 from tests.support.brokers import operate, until
-from tests.support.services_here import arbitrator_here
+from tests.support.services_here import arbitrator_here, context_of
 
 from dynamix.arbitrator import service
 from dynamix.arbitrator.deciding.job_log import JobLog
-from dynamix.arbitrator.service import MAX_OPENING, ArbitratorSettings
+from dynamix.arbitrator.service import MAX_OPENING
 from dynamix.arbitrator.shown import ShownDecisions
 from dynamix.runtime.bus import Bus, BusMessage, PublishError
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.service import Context
 from dynamix.schemas.messages import Job, State
 from dynamix.schemas.streams import ACTIONS, FEED
 
@@ -255,7 +253,7 @@ async def test_an_error_of_the_bus_in_one_job_ends_the_service(bus: Bus, monkeyp
     monkeypatch.setattr(JobLog, "add_state", fail)
     await bus.publish(HONEST)
     await bus.publish(state_of(HONEST))
-    context = Context("arbitrator", "0", "here", bus, ArbitratorSettings(), asyncio.Event(), structlog.get_logger())
+    context = context_of(bus)
     with pytest.raises(PublishError, match="no broker"):
         async with asyncio.timeout(60):
             await service.serve(context)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.plain_ppo import PlainPPO
 
 from dynamix.arbitrator.learned.policy_file import PPOSettings
-from dynamix.arbitrator.learning.ppo import ActorCritic, Batch, discounted_returns, gae, update
+from dynamix.arbitrator.learning.ppo import ActorCritic, Batch, gae, update
 
 NUM_INPUTS, NUM_ACTIONS, NUM_ROWS = 6, 5, 48
 SMALL = PPOSettings(hidden_sizes=(8, 7), num_minibatches=3, update_epochs=2, target_kl=None, learning_rate=0.01)
@@ -120,5 +120,7 @@ def test_advantages_and_returns_equal_their_definition(
 
 
 def test_returns_of_the_papers_variant_by_hand() -> None:
-    returns = discounted_returns(np.array([[1.0], [2.0], [4.0]]), np.array([0.5, 0.25, 0.5]))
+    """Without a critic, lambda 1 leaves the discounted sum of rewards."""
+    rewards, nothing = np.array([[1.0], [2.0], [4.0]]), np.zeros((3, 1))
+    returns = gae(rewards, nothing, nothing[0], np.array([0.5, 0.25, 0.5]), 1.0)[1]
     assert returns[:, 0].tolist() == [1 + 0.5 * (2 + 0.25 * 4), 2 + 0.25 * 4, 4.0]

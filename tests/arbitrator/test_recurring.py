@@ -6,7 +6,6 @@ import pytest
 from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.deciding.profiles import profile_after
 from dynamix.arbitrator.policies.policy import Array32, Decision
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.messages import ArmRecord, Job, JobProfile
@@ -47,7 +46,7 @@ def profile_of(decisions: list[Decision], job: Job | None = None, earlier: JobPr
     action = examples.action(
         len(decisions) - 1, local_batch_sizes=last.allocation.local_batch_sizes, carry=last.carry, policy="rule"
     )
-    profile = profile_after(job or job_of(), action, Rule(), earlier)
+    profile = Rule().profile_after(job or job_of(), action, earlier)
     assert profile is not None
     return profile
 

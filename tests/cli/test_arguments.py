@@ -26,6 +26,9 @@ REFUSED = [
     ("train --name mnist", "put torchrun's options, the script and its arguments behind --"),
     (f"train --name {LONG} -- x.py", "cannot be part of a subject: use 1 to 63 of the characters"),
     ("capture job", "the following arguments are required: -o/--output"),
+    ("capture mnist/1 -o x.dxc", "'mnist/1' names no job: use 1 to 63 of the characters a-z, 0-9 and '-'"),
+    (f"doctor --actions {LONG}", f"'{LONG[:64]}' names no job: use 1 to 63 of the characters a-z, 0-9 and '-'"),
+    ("top Mnist-1", "'Mnist-1' names no job: use 1 to 63 of the characters a-z, 0-9 and '-'"),
     ("capture job -o -", "'-' does not stand for standard output here: name a file"),
     (f"inspect {DEMO} --window 30", "the capture has no such window; it has 0 to 29"),
     (f"inspect {DEMO} --window soon", "write a window as N or GENERATION:N"),
@@ -45,6 +48,8 @@ REFUSED = [
     ("policy show ppo:0", "a version is an integer from 1, as in ppo:3"),
     (f"policy import {LONG}", "File name too long"),
     ("dashboard a b c", "3 files: the page shows 2 captures at most"),
+    (f"dashboard {DEMO} --token-file /none", "cannot read /none: No such file or directory"),
+    (f"dashboard {DEMO} --host 192.0.2.1", "cannot listen on 192.0.2.1:8650"),
     ("export Mnist", "'Mnist' names no job: use 1 to 63 of the characters a-z, 0-9 and '-'; nor is there a file Mnist"),
     (f"export {DEMO} -o job.xlsx", "job.xlsx: its ending names no format: choose one with --format"),
     (f"export {DEMO} --format parquet", "Parquet is not text: name a file with -o FILE"),
@@ -67,17 +72,6 @@ def test_a_bad_value_is_one_sentence_and_touches_nothing(
     shown = [line for line in said.splitlines() if not line.startswith(("Try '", "captured by", "  ", "replaying"))]
     assert len(shown) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "job"), [("capture {} -o x.dxc", "mnist/1"), ("doctor --actions {}", "a" * 64), ("top {}", "Mnist-1")]
-)
-def test_what_no_job_can_be_called_is_refused_before_a_broker_is_asked(
-    words: str, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([word.format(job) for word in words.split()]) == 2
-    assert f"{job!r} names no job: use 1 to 63 of the characters a-z, 0-9 and '-'\n" in capsys.readouterr().err
 
 
 # --- files

@@ -65,6 +65,13 @@ def expected(messages: Iterable[Message]) -> list[tuple[str, str, bytes]]:
     return [(subject_of(message), message_id(message), encode(message)) for message in messages]
 
 
+def finished(path: Path) -> tuple[list[tuple[str, str, bytes]], str]:
+    """What a capture that was ended holds, and why it ended."""
+    with CaptureReader(path) as reader:
+        found = identities(list(reader))
+    return found, reader.end.reason
+
+
 @pytest.fixture
 def address(server: ConfiguredServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment in which commands find the broker."""
@@ -94,14 +101,11 @@ async def test_the_past_is_all_that_is_stored_of_the_job_in_the_order_of_storing
     await bus.publish_bytes(forged[0], forged[2], "forged")
     path, report = tmp_path / "job.dxc", tmp_path / "report.json"
     assert await typed("capture", "mnist", "--past", "-o", str(path), "--json", str(report)) == 0
-    with CaptureReader(path) as reader:
-        records = list(reader)
-    assert identities(records) == [*expected(told), forged], "what cannot be decoded is kept as it is"
-    assert [one.stream for one in records[:-1]] == [BY_STRUCT[type(message)].carrier for message in told]
-    assert reader.end is not None
-    assert reader.end.reason == "stored"
-    assert reader.header.job == examples.JOB
-    assert reader.header.fingerprint == fingerprint()
+    assert finished(path) == ([*expected(told), forged], "stored"), "what cannot be decoded is kept as it is"
+    streams = [one.stream for one in capture.records(path)]
+    assert streams == [*(BY_STRUCT[type(message)].carrier for message in told), "REPORTS"]
+    header = capture.read_header(path)
+    assert (header.job, header.fingerprint) == (examples.JOB, fingerprint())
     said = json.loads(report.read_text())
     assert said["num_windows"] == 3
     assert said["num_file_bytes"] == path.stat().st_size
@@ -150,17 +154,14 @@ async def test_a_signal_finishes_the_file(bus: Bus, tmp_path: Path) -> None:
         sys.executable, "-m", "dynamix.cli.main", "capture", examples.JOB, "-o", str(path),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    assert command.stderr is not None
     async with asyncio.timeout(30):
         await command.stderr.readuntil(b"Capturing")
         command.send_signal(signal.SIGINT)  # else it would go on until the job ends
         output, errors = await command.communicate()
     assert command.returncode == 0, errors
     assert b"(interrupted)" in output
-    with CaptureReader(path) as reader:
-        assert identities(list(reader)) == expected(told)[: reader.num_records]
-    assert reader.end is not None
-    assert reader.end.reason == "interrupted"
+    found, reason = finished(path)
+    assert (found, reason) == (expected(told)[: len(found)], "interrupted")
 
 
 async def test_what_was_written_survives_a_kill_while_nothing_comes(
@@ -192,10 +193,7 @@ async def test_so_many_windows_and_no_more(bus: Bus, tmp_path: Path) -> None:
     await publish(bus, told := story(5))
     path = tmp_path / "job.dxc"
     assert await typed("capture", examples.JOB, "--windows", "2", "-o", str(path)) == 0
-    with CaptureReader(path) as reader:
-        assert identities(list(reader)) == expected(told[: 1 + 2 * len(window_of(0))])
-    assert reader.end is not None
-    assert reader.end.reason == "windows"
+    assert finished(path) == (expected(told[: 1 + 2 * len(window_of(0))]), "windows")
     assert await typed("capture", examples.JOB, "--past", "--windows", "9", "-o", str(path), "--force") == 0
     assert identities(capture.records(path)) == expected(told)
 

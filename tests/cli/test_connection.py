@@ -19,35 +19,31 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path / "home")}
 
 
-def test_with_nothing_set_and_nothing_running_it_is_the_default(environ: dict[str, str]) -> None:
-    assert connection.find(environ) == BusSettings()
-
-
 def test_a_running_up_is_found_by_a_file_for_its_user_only(environ: dict[str, str]) -> None:
     with connection.published(BROKER, environ) as file:
         assert file.stat().st_mode & 0o777 == 0o600
         assert file.parent.stat().st_mode & 0o777 == 0o700
         assert connection.find(environ) == connection.find({**environ, "DYNAMIX_NATS_URL": ""}) == BROKER
+        found = connection.find({**environ, "DYNAMIX_NATS_URL": "nats://127.0.0.1:5000"})
+        assert (found.url, found.password) == ("nats://127.0.0.1:5000", ""), "the environment counts more"
     assert connection.find(environ) == BusSettings()
 
 
-def test_the_environment_counts_more_than_the_file(environ: dict[str, str]) -> None:
-    with connection.published(BROKER, environ):
-        found = connection.find({**environ, "DYNAMIX_NATS_URL": "nats://127.0.0.1:5000"})
-    assert (found.url, found.password) == ("nats://127.0.0.1:5000", "")
+def test_a_file_that_others_may_read_or_that_is_not_ours_is_refused(environ: dict[str, str]) -> None:
+    with connection.published(BROKER, environ) as file:
+        file.chmod(0o644)
+        with pytest.raises(CommandError, match="is open to other users"):
+            connection.find(environ)
+        file.chmod(0o600)
+        file.write_text("{")
+        with pytest.raises(CommandError, match="remove it"):
+            connection.find(environ)
 
 
 def test_a_misspelt_variable_is_a_usage_error_that_names_the_right_one(environ: dict[str, str]) -> None:
     with pytest.raises(CommandError, match="DYNAMIX_NATS_URL") as caught:
         connection.find({**environ, "DYNAMIX_NATS_ULR": "nats://x"})
     assert caught.value.exit_code == 2
-
-
-def test_a_file_that_others_may_read_is_refused(environ: dict[str, str]) -> None:
-    with connection.published(BROKER, environ) as file:
-        file.chmod(0o644)
-        with pytest.raises(CommandError, match="is open to other users"):
-            connection.find(environ)
 
 
 def test_without_a_runtime_directory_it_lies_in_the_cache(tmp_path: Path) -> None:
@@ -71,13 +67,6 @@ def test_the_file_of_a_later_up_is_left_alone(environ: dict[str, str]) -> None:
         with connection.published(BROKER, environ):
             stack.enter_context(connection.published(later, environ))
         assert connection.find(environ) == later
-
-
-def test_a_file_that_is_no_file_of_ours_says_what_to_do(environ: dict[str, str]) -> None:
-    with connection.published(BROKER, environ) as file:
-        file.write_text("{")
-        with pytest.raises(CommandError, match="remove it"):
-            connection.find(environ)
 
 
 def test_services_of_a_command_know_no_other_broker_than_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

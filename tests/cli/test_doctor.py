@@ -11,13 +11,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.support.brokers import ConfiguredServer
 
 from dynamix.cli.commands import doctor as checks
-from dynamix.cli.commands.doctor import DoctorCheck, bus, credential, is_alive, report
+from dynamix.cli.commands.doctor import DoctorCheck, credential, is_alive, report
 from dynamix.cli.main import main
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.embedded import EmbeddedServer
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import Live
 
@@ -65,40 +64,34 @@ def test_a_failed_check_is_followed_by_its_fix_and_a_verdict() -> None:
     torch = DoctorCheck("PyTorch", "training", "not installed", "pip install torch")
     streams = DoctorCheck("streams", "everything", "not permitted", "ask another user", permitted=False)
     lines = report({"Software": [DoctorCheck("Python", "everything", "3.11"), torch, streams]}).splitlines()
-    assert [line.split() for line in lines[1:6]] == [
-        ["ok", "Python", "3.11"],
-        ["failed", "PyTorch", "not", "installed", "(for", "training)"],
-        ["fix:", "pip", "install", "torch"],
-        ["-", "streams", "not", "permitted"],
-        ["fix:", "ask", "another", "user"],
-    ]
+    assert [line.split()[0] for line in lines[1:6]] == ["ok", "failed", "fix:", "-", "fix:"]
     assert lines[-1] == "Everything required is there; checks failed for training."
     assert not streams.is_fatal
 
 
 async def test_a_broker_that_was_asked_for_and_is_away_is_fatal_otherwise_it_is_not() -> None:
-    assert (await bus(AWAY, configured=True))[0].is_fatal
-    found = (await bus(AWAY, configured=False))[0]
+    assert (await checks.bus(AWAY, configured=True))[0].is_fatal
+    found = (await checks.bus(AWAY, configured=False))[0]
     assert (found.present, found.is_fatal, found.fix) == (False, False, "start one with `dynamix up`")
 
 
-async def test_a_broker_without_streams_lacks_them(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_broker_without_streams_lacks_them(server: ConfiguredServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynamix.cli.commands.doctor.LISTEN_S", 0.2)
-    found = by_name(await bus(server.settings, configured=True))
+    found = by_name(await checks.bus(server.settings, configured=True))
     assert found["broker"].present
     assert found["streams"].fix == "run `dynamix provision`"
     assert found["services"].found == "not heard: collector, reward, arbitrator"
 
 
 @contextlib.asynccontextmanager
-async def beating(connection: Bus, *services: str, **counters: int) -> AsyncIterator[None]:
+async def beating(bus: Bus, *services: str, **counters: int) -> AsyncIterator[None]:
     """Heartbeats of made-up services on node-a; tests/deploy hears the real ones."""
 
     async def beat() -> None:
         while True:
             for name in services:
                 live = Live(service=name, instance="node-a", uptime_s=1.0, counters={"ready": 1} | counters)
-                await connection.publish_live(live)
+                await bus.publish_live(live)
             await asyncio.sleep(0.02)
 
     task = asyncio.create_task(beat())
@@ -107,27 +100,13 @@ async def beating(connection: Bus, *services: str, **counters: int) -> AsyncIter
     await asyncio.gather(task, return_exceptions=True)
 
 
-@pytest.fixture
-async def server() -> AsyncIterator[EmbeddedServer]:
-    async with EmbeddedServer() as running:
-        yield running
-
-
-@pytest.fixture
-async def connection(server: EmbeddedServer) -> AsyncIterator[Bus]:
-    connected = await Bus.connect(server.settings, name="test")
-    yield connected
-    await connected.close()
-
-
-async def test_streams_services_and_their_complaints_are_found(server: EmbeddedServer, connection: Bus) -> None:
-    await provision(connection)
+async def test_streams_services_and_their_complaints_are_found(server: ConfiguredServer, bus: Bus) -> None:
     async with (
-        beating(connection, "collector", "reward"),
-        beating(connection, "arbitrator", refused_logs=1),
-        beating(connection, "trainer", bus_unacknowledged=3, bus_unanswered=1),
+        beating(bus, "collector", "reward"),
+        beating(bus, "arbitrator", refused_logs=1),
+        beating(bus, "trainer", bus_unacknowledged=3, bus_unanswered=1),
     ):
-        found = by_name(await bus(server.settings, configured=True))
+        found = by_name(await checks.bus(server.settings, configured=True))
     assert found["streams"].found == "JOBS 0, REPORTS 0, FEED 0, ACTIONS 0, DEAD 0, PROFILES 0, POLICIES 0"
     assert found["services"].present
     assert "arbitrator" in found["services"].found
@@ -136,14 +115,14 @@ async def test_streams_services_and_their_complaints_are_found(server: EmbeddedS
 
 
 async def test_a_service_is_alive_when_this_very_one_beats_and_listens(
-    server: EmbeddedServer, connection: Bus, monkeypatch: pytest.MonkeyPatch
+    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dynamix.cli.commands.doctor.ALIVE_TIMEOUT_S", 0.5)
-    async with beating(connection, "reward"):
+    async with beating(bus, "reward"):
         assert await is_alive(server.settings, "reward", {"DYNAMIX_NODE": "node-a"})
         assert not await is_alive(server.settings, "reward", {"DYNAMIX_INSTANCE": "another"})
         assert not await is_alive(server.settings, "collector", {"DYNAMIX_NODE": "node-a"})
-    async with beating(connection, "reward", ready=0):
+    async with beating(bus, "reward", ready=0):
         assert not await is_alive(server.settings, "reward", {"DYNAMIX_NODE": "node-a"})
     assert not await is_alive(AWAY, "reward", {"DYNAMIX_NODE": "node-a"})
 
@@ -153,16 +132,8 @@ def test_the_command_writes_json_and_says_by_its_code_that_nothing_fatal_is_miss
     command = [sys.executable, "-m", "dynamix.cli.main", "doctor", "--json", "-"]
     done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True)
     written = json.loads(done.stdout)
-    checks = {check["name"]: check for check in written["findings"]}
-    assert checks["Python"] == {
-        "name": "Python",
-        "present": True,
-        "needed_for": "everything",
-        "found": checks["Python"]["found"],
-        "fix": "",
-        "permitted": True,
-        "fatal": False,
-    }
+    (python,) = [check for check in written["findings"] if check["name"] == "Python"]
+    assert (python["present"], python["needed_for"], python["fix"], python["fatal"]) == (True, "everything", "", False)
     needs = [check["present"] for check in written["findings"] if check["needed_for"] == "eBPF probes"]
     assert len(needs) == 6
     assert (written["probe"] == "ebpf") == all(needs)

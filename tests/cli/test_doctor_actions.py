@@ -1,7 +1,5 @@
 """`dynamix doctor --actions JOB`, on logs that are whole and logs that are not."""
 
-from typing import Any
-
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer
 
@@ -9,7 +7,7 @@ from dynamix.cli.commands.doctor import actions
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.chain import seal
-from dynamix.schemas.messages import Action, Applied
+from dynamix.schemas.messages import Action
 
 
 async def store(bus: Bus, num: int, *, broken_at: int | None = None) -> list[Action]:
@@ -24,21 +22,8 @@ async def store(bus: Bus, num: int, *, broken_at: int | None = None) -> list[Act
     return stored
 
 
-def receipt(action: Action, **changes: Any) -> Applied:
-    fields = {
-        "job": examples.JOB,
-        "generation": 0,
-        "decided_window": action.window,
-        "effective_window": action.window + 2,
-        "effective_step": 1,
-        "local_batch_sizes": action.local_batch_sizes,
-        "action_hash": action.hash,
-    }
-    return Applied(**(fields | changes))
-
-
 async def test_a_whole_chain_is_there_with_its_length(server: ConfiguredServer, bus: Bus) -> None:
-    await bus.publish(receipt((await store(bus, 1200))[-2]))
+    await bus.publish(examples.applied(1198, 1200, action_hash=(await store(bus, 1200))[-2].hash))
     found = await actions(server.settings, examples.JOB)
     assert found.present
     assert found.found == f"1,200 of {examples.JOB}, a whole chain up to window 1199 of generation 0"
@@ -53,7 +38,7 @@ async def test_a_broken_chain_is_named_with_its_place(server: ConfiguredServer, 
 
 
 async def test_an_end_that_the_trainer_is_ahead_of_is_found(server: ConfiguredServer, bus: Bus) -> None:
-    await bus.publish(receipt((await store(bus, 3))[-1], decided_window=8))
+    await bus.publish(examples.applied(8, 10, action_hash=(await store(bus, 3))[-1].hash))
     found = await actions(server.settings, examples.JOB)
     assert "the trainer applied an action for window 8" in found.found
 

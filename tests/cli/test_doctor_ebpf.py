@@ -18,14 +18,9 @@ from dynamix.cli.commands.doctor import DoctorCheck
 from dynamix.collector.ebpf.probe import Counters
 from dynamix.collector.window import WantedProbe
 
-ROOT = Path(__file__).parents[2]
 THREE = "000000c000001000"  # CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN
 NONE = "0000000000000000"
 UNIFIED = "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
-HYBRID = (
-    "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n"
-    "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n"
-)
 HOSTS = UNIFIED.replace("0:28 /", "0:28 /../..")
 
 
@@ -76,13 +71,6 @@ def test_a_kernel_without_the_capabilities_of_ebpf_is_too_old(release: str, mach
     assert machine.check("kernel", release=release).present is present
 
 
-def refused(code: int) -> Callable[[], None]:
-    def load() -> None:
-        raise OSError(code, os.strerror(code))
-
-    return load
-
-
 class Refusal(NamedTuple):
     code: int
     found: str
@@ -110,7 +98,11 @@ def test_a_refusal_is_explained(machine: Machine, case: Refusal) -> None:
     for path, text in case.files:
         machine.write(path, text)
     machine.write("proc/self/status", status(case.capabilities, case.seccomp))
-    check = machine.check("bpf()", refused(case.code))
+
+    def load() -> None:
+        raise OSError(case.code, os.strerror(case.code))
+
+    check = machine.check("bpf()", load)
     assert not check.present
     assert case.found in check.found
     assert case.fix in check.fix
@@ -120,11 +112,10 @@ def test_a_refusal_is_explained(machine: Machine, case: Refusal) -> None:
     ("mountinfo", "inode", "found"),
     [
         (UNIFIED, 4026531835, "/sys/fs/cgroup"),
-        (HYBRID, 4026531835, "/sys/fs/cgroup/unified, beside version 1"),
         (HOSTS, 4026532000, "/sys/fs/cgroup"),
         (UNIFIED + HOSTS, 4026532000, "/sys/fs/cgroup"),
     ],
-    ids=["unified", "hybrid", "host's mount in a container", "host's mount over the container's own"],
+    ids=["unified", "host's mount in a container", "host's mount over the container's own"],
 )
 def test_cgroup_2_is_found_where_it_is_mounted(machine: Machine, mountinfo: str, inode: int, found: str) -> None:
     machine.write("proc/self/mountinfo", mountinfo)
@@ -140,14 +131,9 @@ def test_a_container_that_sees_its_own_groups_only_is_told_how_to_see_the_host(m
     assert "cgroup: host" in check.fix
 
 
-def test_headers_of_another_kernel_will_do_and_none_will_not(machine: Machine) -> None:
+def test_missing_headers_are_named_with_their_package(machine: Machine) -> None:
     lacks = machine.check("headers")
     assert (lacks.present, "linux-headers-amd64" in lacks.fix) == (False, True)
-    build = "usr/src/linux-headers-5.10.0-9-amd64"
-    machine.write(f"{build}/include/generated/autoconf.h", "")
-    machine.write(f"{build}/arch/x86/Makefile", "")
-    machine.write("usr/src/linux-headers-5.10.0-9-common/include/linux/bpf.h", "")
-    assert machine.check("headers").found == f"{machine.root / build}, of another kernel"
 
 
 ALL = [DoctorCheck("headers", "eBPF probes", "")]
@@ -184,38 +170,14 @@ def test_a_trial_that_counts_wrong_is_no_success(
     assert (check.present, check.found) == (False, f"attached, but counted {counted} of a connection's 1,000,000")
 
 
-def doctor(*command: str) -> tuple[int, dict[str, DoctorCheck]]:
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("DYNAMIX_")}
-    done = subprocess.run(
-        [*command, sys.executable, "-m", "dynamix.cli.main", "doctor", "--ebpf", "--json", "-"],
-        env=environ,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    found = [
-        DoctorCheck(**{key: value for key, value in check.items() if key not in {"fatal", "present"}})
-        for check in json.loads(done.stdout)["findings"]
-    ]
-    return done.returncode, {check.name: check for check in found}
-
-
 @pytest.mark.bpf
 def test_with_nothing_but_the_three_capabilities_the_trial_succeeds() -> None:
     three = "-all,+bpf,+net_admin,+perfmon"
-    code, found = doctor("setpriv", "--no-new-privs", f"--inh-caps={three}", f"--bounding-set={three}")
-    assert found["rights"].found == "CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN"
-    assert found["bpf()"].found == "the kernel took a program of two instructions"
-    assert found["trial"].found.endswith("counted 1,000,000 bytes exactly, detached")
-    assert code == 0
-
-
-@pytest.mark.bpf
-@pytest.mark.parametrize("capability", ["bpf", "net_admin"])
-def test_without_one_of_them_the_trial_fails_and_the_capability_is_named(capability: str) -> None:
-    rest = ",".join(["-all", *(f"+{one}" for one in ("bpf", "net_admin", "perfmon") if one != capability)])
-    code, found = doctor("setpriv", f"--inh-caps={rest}", f"--bounding-set={rest}")
-    assert found["rights"].found == f"without CAP_{capability.upper()}"
-    assert not found["trial"].present
-    assert code == 1
+    bounded = ["setpriv", "--no-new-privs", f"--inh-caps={three}", f"--bounding-set={three}"]
+    command = [*bounded, sys.executable, "-m", "dynamix.cli.main", "doctor", "--ebpf", "--json", "-"]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("DYNAMIX_")}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    found = {check["name"]: check["found"] for check in json.loads(done.stdout)["findings"]}
+    assert found["rights"] == "CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN"
+    assert found["bpf()"] == "the kernel took a program of two instructions"
+    assert found["trial"].endswith("counted 1,000,000 bytes exactly, detached")

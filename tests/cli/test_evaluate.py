@@ -1,5 +1,6 @@
 """`dynamix evaluate` and `dynamix evaluate tune`, as they are typed."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from tests.support.small_suites import made_up, tuned_for, write_suite
 
 from dynamix.cli.commands.evaluate import comparison
+from dynamix.cli.commands.up import exited
 from dynamix.cli.main import main
 from dynamix.lab.comparison import runs
 from dynamix.lab.comparison.rows import Choice, Tuned, read_tuned, to_toml
@@ -41,8 +43,7 @@ def arguments(place: Path, *more: str) -> list[str]:
 
 
 def verdict(place: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((place / "verdict.json").read_text())
-    return found
+    return json.loads((place / "verdict.json").read_text())
 
 
 def test_the_json_has_the_promised_shape(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,25 +169,16 @@ def test_a_killed_evaluation_leaves_no_worker_and_keeps_its_runs(place: Path) ->
                 assert process.poll() is None
                 assert time.monotonic() < deadline_s
                 time.sleep(0.02)
-            workers = children_of(process.pid)
+            children = [path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/children")]
+            workers = [int(child) for child in " ".join(children).split()]
         finally:
             process.send_signal(signal.SIGKILL)
     assert len(workers) >= 2
-    while any(is_alive(pid) for pid in workers):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+
+    async def ended() -> None:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*map(exited, workers))
+
+    asyncio.run(ended())
     lines = results.read_bytes().splitlines()
     assert len({json.loads(line)["key"] for line in lines[1:3]}) == 2  # behind the line that says what the file is
-
-
-def children_of(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in found for child in path.read_text().split()]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"

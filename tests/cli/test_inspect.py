@@ -31,9 +31,7 @@ def chained(num_windows: int) -> list[Action]:
     """Sealed actions, each behind the one before it."""
     actions: list[Action] = []
     for window in range(num_windows):
-        sizes = (128, 128, 128, 128 - 8 * window)
-        action = examples.action(window, local_batch_sizes=sizes, deltas=(0, 0, 0, -8))
-        actions.append(seal(action, actions[-1].hash if actions else b""))
+        actions.append(seal(examples.action(window), actions[-1].hash if actions else b""))
     return actions
 
 

@@ -8,34 +8,11 @@ from tests.support import learning
 
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.cli.main import main
+from dynamix.extras.calibration.fit import scenario_text
 
 TINY = ["--workers", "1"]
 for one in ("num_episodes=4", "episodes_per_update=2", "validate_every=2", "update_epochs=1"):
     TINY += ["--set", one]
-
-
-SCENARIO = """
-family = "mixed"
-workload = "fashion-14-mlp"
-target_accuracy = 0.65
-fixed_time_s = 1.0
-time_limit_s = 2.0
-evaluate_every_s = 0.05
-window_steps = 2
-initial_local_batch_size = 32
-base_global_batch_size = 128
-
-[network]
-gradient_bytes = 1000000
-
-[[workers]]
-count = 2
-samples_per_s = 4000
-
-[[workers]]
-count = 2
-samples_per_s = 1000
-"""
 
 
 @pytest.fixture
@@ -44,7 +21,7 @@ def scenarios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     learning.with_made_up_data(monkeypatch)
     directory = tmp_path / "scenarios"
     directory.mkdir()
-    (directory / "two-speeds.toml").write_text(SCENARIO)
+    (directory / "two-speeds.toml").write_text(scenario_text(learning.scenarios()[0], "two speeds"))
     return directory
 
 

@@ -32,14 +32,6 @@ def test_the_streams_are_made_once_and_then_left_alone(tmp_path: Path, capsys: p
     assert json.loads((tmp_path / "result.json").read_text()) == expected
 
 
-def test_a_service_that_tries_is_told_whose_work_it_is(
-    broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    become(monkeypatch, broker, "reward")
-    assert main(["provision"]) == 1
-    assert "does not let user 'reward' publish to" in capsys.readouterr().err
-
-
 def test_what_was_stored_on_a_subject_is_removed_and_decisions_never_are(
     broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

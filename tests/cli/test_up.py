@@ -33,7 +33,6 @@ class Up:
 
     async def says(self, pattern: str) -> re.Match[str]:
         """Wait until a line matches."""
-        assert self.process.stderr is not None
         async with asyncio.timeout(30):
             while (match := re.search(pattern, self.said, re.MULTILINE)) is None:
                 line = await self.process.stderr.readline()

@@ -29,11 +29,9 @@ def seen(strength: float = 1.0, appetite: float = 512.0, waiting_s: float = 0.03
 
 
 def left(own: SeenTrace | None = None, **changes: Any) -> Trace:
-    rows = changes.pop("rows", (examples.row(0), examples.row(1)))
+    totals = changes.pop("totals", examples.totals(4))
     view = FieldView(**({"activity": (0.0, 0.0), "own": own} | changes))
-    trace = trace_of(examples.report(window=4, rows=rows, field=view))
-    assert trace is not None
-    return trace
+    return trace_of(examples.report(window=4, totals=totals, field=view))
 
 
 def test_jobs_of_other_policies_have_no_agents() -> None:
@@ -82,10 +80,7 @@ def test_an_appetite_diffuses_from_the_cells_beside_it() -> None:
 
 
 def test_without_a_known_noise_the_appetite_stays() -> None:
-    view = FieldView(activity=(0.0, 0.0), own=seen(appetite=300.0), keeps_global_batch=False)
-    totals = examples.totals(0, noise=None)
-    trace = trace_of(examples.report(totals=totals, field=view))
-    assert trace is not None
+    trace = left(seen(appetite=300.0), keeps_global_batch=False, totals=examples.totals(4, noise=None))
     assert trace.appetite == pytest.approx(300.0)
 
 
@@ -121,12 +116,6 @@ def report(*, is_learned: bool, node: str = "node-a", ranks: tuple[int, ...] = (
     return examples.report(node, ranks, 4, rows=rows, totals=totals, totals_before=before, field=view)
 
 
-def left_by(of: Report, with_network: AgentNetwork | None = None) -> Trace:
-    trace = trace_of(of, None if with_network is None else with_network.factor)
-    assert trace is not None
-    return trace
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -145,23 +134,22 @@ def left_by(of: Report, with_network: AgentNetwork | None = None) -> Trace:
 )
 def test_untrained_it_is_the_rule_of_the_agent_to_the_bit(changes: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"options": {"noise_multiplier": 0.3}} | changes
-    rule = left_by(report(is_learned=False, **fields))
+    rule = trace_of(report(is_learned=False, **fields))
     fields["options"] = fields["options"] | {"learned": 1.0}
-    assert encode(left_by(report(is_learned=True, **fields), network())) == encode(rule)
+    assert encode(trace_of(report(is_learned=True, **fields), network().factor)) == encode(rule)
 
 
 @pytest.mark.parametrize("choice", range(len(MULTIPLIERS)))
 def test_the_factor_multiplies_the_agents_own_wish_within_the_bounds(choice: int) -> None:
     """At half of the batch and at its double the bounds of the wish, 256 and 1024, are met."""
     expected = min(max(512 * 2**-0.5 * MULTIPLIERS[choice], 256.0), 1024.0)
-    trace = left_by(report(is_learned=True, own=None, around=()), network(favour=choice))
+    trace = trace_of(report(is_learned=True, own=None, around=()), network(favour=choice).factor)
     assert trace.appetite == pytest.approx(expected)
-    assert trace.activity == left_by(report(is_learned=False, own=None, around=())).activity
+    assert trace.activity == trace_of(report(is_learned=False, own=None, around=())).activity
 
 
 def shown(**changes: Any) -> dict[str, float]:
     of = report(is_learned=True, **changes)
-    assert of.field is not None
     return dict(zip(sight.INPUTS, inputs_of(Sight(of, of.field, 0.03, 1024.0)).tolist(), strict=True))
 
 
@@ -189,7 +177,7 @@ def test_what_is_not_known_is_no_number() -> None:
 
 def test_the_network_that_comes_with_the_package_is_one_of_agents() -> None:
     assert shipped_network().actions == MULTIPLIERS
-    assert left_by(report(is_learned=True)).appetite > 0
+    assert trace_of(report(is_learned=True)).appetite > 0
 
 
 @pytest.mark.parametrize(
@@ -221,9 +209,7 @@ def test_a_collector_takes_the_file_that_its_settings_name(tmp_path: Path) -> No
     path = tmp_path / "mine.safetensors"
     path.write_bytes(learned.policy_file("appetite", favour=5).to_bytes())
     choose = _chooser(CollectorSettings(agents=str(path)))
-    trace = trace_of(report(is_learned=True, own=None, around=()), choose)
-    assert trace is not None
-    assert trace.appetite == 256.0
+    assert trace_of(report(is_learned=True, own=None, around=()), choose).appetite == 256.0
     assert _chooser(CollectorSettings()) is None
     path.write_bytes(path.read_bytes()[:-100])
     for file, reason in (

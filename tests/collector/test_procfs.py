@@ -105,7 +105,6 @@ def test_the_running_kernels_proc_files_parse_like_the_captured_ones() -> None:
         child.kill()
     assert family.cpu_ticks > 0
     if Path("/proc/self/schedstat").exists():
-        assert family.threads is not None
         assert family.threads[pid].num_switches > 0
         assert child.pid in family.threads
     assert proc.resident_bytes(pid) > 1 << 20
@@ -295,12 +294,10 @@ def test_two_processes_that_share_a_processor_are_both_seen_to_wait_for_it() -> 
         rows = [examples.row(rank, pid=child.pid, pid_start_ticks=1) for rank, child in enumerate(children)]
         for window in (0, 1):
             for child in children:
-                assert child.stdin is not None
                 if window:
                     child.stdin.write("\n")
                     child.stdin.flush()
             for child in children:
-                assert child.stdout is not None
                 assert child.stdout.readline() == "\n"
             metrics = [readings.process(row, at(window)) for row in rows]
     for one in metrics:

@@ -58,8 +58,7 @@ async def test_the_loop_runs_while_the_kernel_is_read(bus: Bus, slow: SlowProc) 
         await asyncio.to_thread(slow.begun.wait)  # this loop is the collector's, too
         slow.may_go_on.set()
         assert len(await anext(windows)) == 1
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await stopped(task)
 
 
 async def test_a_cancelled_caller_waits_for_its_reading_thread(bus: Bus, slow: SlowProc) -> None:

@@ -1,27 +1,19 @@
 """A broker with the deployed configuration, one for all tests of a module."""
 
-import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from tests.support.deployed_broker import DeployedBroker, deployed_broker
+from tests.support.deployed_broker import DeployedBroker, become, deployed_broker
 
-from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.provision import provision
+from dynamix.cli.main import main
 
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedBroker]:
     """One for a module, with its streams: nothing that a test is refused can disturb another."""
-    directory: Path = tmp_path_factory.mktemp("broker")
-    with deployed_broker(directory) as running:
-        asyncio.run(_provision(running))
+    with deployed_broker(tmp_path_factory.mktemp("broker")) as running:
+        with pytest.MonkeyPatch.context() as patch:
+            become(patch, running, "provision")
+            assert main(["provision"]) == 0
         assert running.keys("refresh") == 0
         yield running
-
-
-async def _provision(broker: DeployedBroker) -> None:
-    bus = await Bus.connect(broker.settings("provision"), name="test-1")
-    await provision(bus)
-    await bus.close()

@@ -15,8 +15,7 @@ SERVICES = ("collector", "reward", "arbitrator", "learner")
 
 
 def compose(file: str = "compose.yaml") -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((DEPLOY / file).read_text())
-    return loaded
+    return yaml.safe_load((DEPLOY / file).read_text())
 
 
 ALL = compose()["services"]

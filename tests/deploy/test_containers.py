@@ -1,14 +1,13 @@
 """The deployment in containers for real: `deploy/up.sh` under podman, then pods of the Kubernetes manifests.
 
-`make containers` shows the figures. Images are kept in out/containers, so that a second run takes minutes; containers
-and networks are removed. Where no registry can be reached, debootstrap makes the base image.
+Images are kept in out/containers, so that a second run takes minutes; containers and networks are removed. Where no
+registry can be reached, debootstrap makes the base image.
 """
 
 import fcntl
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -31,7 +30,6 @@ SERVICES = ("collector", "reward", "arbitrator")
 NODE, OTHER_NODE, HOST = "node-a", "node-b", "dynamix-nats.dynamix"
 MEMORY = {"nats": 4 << 30, "collector": 1 << 30, "reward": 1 << 30, "arbitrator": 1 << 30}
 NETWORK = "dynamix_default"
-SIZES = "{{.VirtualSize}} {{.Repository}}"
 CLOSED = ("--read-only", "--cap-drop", "all", "--security-opt", "no-new-privileges", "--tmpfs", "/tmp")
 BUILD = ("--isolation", "oci", "--ignorefile", "deploy/Dockerfile.dockerignore", "-f", "deploy/Dockerfile")
 
@@ -64,7 +62,6 @@ class Podman:
     def __init__(self, directory: Path) -> None:
         WORK.mkdir(parents=True, exist_ok=True)
         self.clone = directory / "clone"
-        self.times: dict[str, float] = {}
         plain, build = WORK / "containers.conf", WORK / "build.conf"
         engine = '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\n[network]\nnetwork_backend = "netavark"\n'
         engine += f'network_config_dir = "{WORK}/networks"\n'
@@ -97,12 +94,10 @@ class Podman:
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(words, cwd=self.clone, env=self.environ, capture_output=True, text=True, check=False)
 
-    def sh(self, name: str, *words: str) -> None:
-        """Run and time a command that must succeed."""
-        began = time.monotonic()
+    def sh(self, *words: str) -> None:
+        """Run a command that must succeed."""
         done = self.run(*words)
         assert done.returncode == 0, f"{words}: {done.stdout[-3000:]}{done.stderr[-6000:]}"
-        self.times[name] = time.monotonic() - began
 
     def compose(self, *words: str) -> subprocess.CompletedProcess[str]:
         return self.run(self.environ["COMPOSE"], "-f", "deploy/compose.yaml", "--profile", "tools", *words)
@@ -122,8 +117,7 @@ class Podman:
         return self.run("podman", *words).returncode == 0
 
     def inspect(self, container: str) -> dict[str, Any]:
-        found: list[dict[str, Any]] = json.loads(self("inspect", container))
-        return found[0]
+        return json.loads(self("inspect", container))[0]
 
     def remove(self) -> None:
         self("rm", "--force", "--all", "--depend", "--volumes", "--time", "1", check=False)
@@ -166,16 +160,15 @@ def make_base(podman: Podman) -> None:
             f"cd {folder}/base && rm -rf usr/share/doc/* usr/share/man/* usr/share/locale/* var/lib/apt/lists/* && "
             f"tar -C {folder}/base -c . | podman import - {BASE}"
         )
-        podman.sh("base image by debootstrap", "sh", "-c", script)
+        podman.sh("sh", "-c", script)
 
 
-def wait(what: Callable[[], bool], name: str, seconds: float = 120) -> float:
-    """Until it holds; after how many seconds."""
-    began = time.monotonic()
+def wait(what: Callable[[], bool], name: str) -> None:
+    """Until it holds."""
+    deadline_s = time.monotonic() + 120
     while not what():
-        assert time.monotonic() < began + seconds, f"not after {seconds:g} s: {name}"
+        assert time.monotonic() < deadline_s, f"not after 120 s: {name}"
         time.sleep(0.2)
-    return time.monotonic() - began
 
 
 @pytest.fixture
@@ -200,12 +193,6 @@ def podman(tmp_path: Path) -> Iterator[Podman]:
     try:
         yield podman
     finally:
-        with (WORK / "figures.txt").open("a") as figures:
-            figures.writelines(f"{name:<70} {seconds:6.1f} s\n" for name, seconds in podman.times.items())
-            for size, name in re.findall(
-                r"^(\d+) (\S*/dynamix-\S+)$", podman("images", "--format", SIZES), re.MULTILINE
-            ):
-                figures.write(f"{name:<70} {int(size) / 1e6:6.0f} MB\n")
         podman.remove()
         os.close(lock)
 
@@ -232,9 +219,9 @@ def test_a_deployment_from_nothing_is_closed_and_decides_through_crashes_and_an_
     podman: Podman, tmp_path: Path
 ) -> None:
     make_base(podman)
-    podman.sh("images and deployment: sh deploy/up.sh", "sh", "deploy/up.sh", HOST)
+    podman.sh("sh", "deploy/up.sh", HOST)
     for name in ("nats", *SERVICES):
-        podman.times[f"{name}: healthy after"] = wait(partial(podman.is_healthy, f"dynamix_{name}_1"), name)
+        wait(partial(podman.is_healthy, f"dynamix_{name}_1"), name)
     check_secrets(podman.clone / "deploy" / "secrets")
     for name in ("nats", *SERVICES):
         check_closed(podman, f"dynamix_{name}_1", MEMORY[name])
@@ -242,12 +229,10 @@ def test_a_deployment_from_nothing_is_closed_and_decides_through_crashes_and_an_
 
     environ = {**podman.environ, "CONTAINERS_CONF": str(WORK / "build.conf")}
     train = ["podman", "build", *BUILD, "--target", "train", "--tag", "dynamix-train:0.1.0", "."]
-    began = time.monotonic()
     subprocess.run(train, cwd=podman.clone, env=environ, check=True, capture_output=True)
-    podman.times["image with PyTorch"] = time.monotonic() - began
 
     steps = Steps(start_job(podman, tmp_path))
-    podman.times["job: first decision in effect after"] = wait(lambda: steps.num_changes() > 0, "a decision")
+    wait(lambda: steps.num_changes() > 0, "a decision")
 
     def goes_on() -> None:
         num = steps.num_changes()
@@ -257,14 +242,14 @@ def test_a_deployment_from_nothing_is_closed_and_decides_through_crashes_and_an_
         container = f"dynamix_{name}_1"
         os.kill(podman.inspect(container)["State"]["Pid"], signal.SIGKILL)
         wait(partial(podman.was_restarted, container), f"{name} restarts")
-        podman.times[f"{name}: killed, healthy after"] = wait(partial(podman.is_healthy, container), name)
+        wait(partial(podman.is_healthy, container), name)
         goes_on()
 
     before = {name: podman.inspect(f"dynamix_{name}_1")["Image"] for name in ("nats", *SERVICES)}
     with (podman.clone / "schemas/dynamix/schemas/__init__.py").open("a") as source:
         source.write("# a newer version\n")
     authority = (podman.clone / "deploy/secrets/authority/authority.json").read_text()
-    podman.sh("upgrade: sh deploy/up.sh", "sh", "deploy/up.sh", HOST)
+    podman.sh("sh", "deploy/up.sh", HOST)
     after = {name: podman.inspect(f"dynamix_{name}_1")["Image"] for name in ("nats", *SERVICES)}
     assert all((before[name] != after[name]) == (name != "nats") for name in before)
     assert (podman.clone / "deploy/secrets/authority/authority.json").read_text() == authority
@@ -314,24 +299,21 @@ def test_the_installation_under_systemd_is_secured_by_one_command_and_taken_back
         return podman.succeeds("exec", machine, "systemctl", "is-active", f"dynamix-{name}")
 
     install = ("podman", "exec", "broker-a", "sh", "/src/deploy/install.sh", "--host", "broker-a")
-    podman.sh("systemd, clone to secured deployment: sh deploy/install.sh", *install)
+    podman.sh(*install)
     ready("broker-a", "nats", *SERVICES)
     authority = on("broker-a", "cat", "/etc/dynamix/authority/authority.json")
     for name in ("nats", *SERVICES):
         show = ("systemctl", "show", "--value", "--property=NRestarts", f"dynamix-{name}")
         before = on("broker-a", *show)
         on("broker-a", "systemctl", "kill", "--signal=KILL", f"dynamix-{name}")
-        began = time.monotonic()
-        while on("broker-a", *show) == before:
-            assert time.monotonic() < began + 60, f"systemd does not restart {name}"
+        wait(lambda show=show, before=before: on("broker-a", *show) != before, f"systemd restarts {name}")
         ready("broker-a", name)
-        podman.times[f"systemd, {name}: killed, ready after"] = time.monotonic() - began
-    podman.sh("systemd, upgrade: sh deploy/install.sh", *install[:-2])
+    podman.sh(*install[:-2])
     ready("broker-a", "nats", *SERVICES)
     assert on("broker-a", "cat", "/etc/dynamix/authority/authority.json") == authority
 
     node = ("podman", "exec", "node-b", "sh", "/src/deploy/install.sh", "--node", "broker-a")
-    podman.sh("systemd, a machine that only trains", *node)
+    podman.sh(*node)
     bus = ". /etc/dynamix/dynamix.env; export DYNAMIX_NATS_URL DYNAMIX_NATS_CA_FILE PATH=/opt/dynamix/bin:$PATH"
     name = on("node-b", "/opt/dynamix/bin/python", "-c", NODE_NAME)
     on("broker-a", "sh", "-c", f"{bus}; dynamix keys create b --role collector --node {name} -o /root/collector.creds")

@@ -100,8 +100,7 @@ async def test_a_collectors_consumer_is_made_and_removed_with_its_key(broker: De
 
         async def found() -> dict[str, object]:
             answer = await provision.ask("$JS.API.CONSUMER.INFO.REPORTS.collector-node-z")
-            config: dict[str, object] = json.loads(answer.data).get("config", {})
-            return config
+            return json.loads(answer.data).get("config", {})
 
         await asyncio.to_thread(broker.key, "node-z", "--role", "collector", "--node", "node-z")
         assert (await found())["filter_subject"] == "dynamix.v1.report.*.*.node-z"

@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -124,27 +123,11 @@ def test_probes_scrapes_and_selectors_fit_the_service(service: str) -> None:
             assert one["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"], one["kind"]
 
 
-@pytest.mark.parametrize("what", ["Job mnist", "TrainJob mnist"])
-def test_collector_and_ranks_make_the_same_valid_names_of_node_and_job(tmp_path: Path, what: str) -> None:
-    node = "ip-10-0-0-7.eu-west-1.compute.internal"
-    for one in ("DaemonSet dynamix-collector", what):
-        assert check_token(start(one, tmp_path, 'printf %s "$DYNAMIX_NODE"', NODE_NAME=node)) == "ip-10-0-0-7"
-    assert check_token(start(what, tmp_path, 'printf %s "$DYNAMIX_JOB"')) == "mnist-0b3ad2c4"
-
-
-def start(what: str, directory: Path, body: str, **environ: str) -> str:
-    """Run a container's command where `python` and `dynamix` are a script with this body."""
-    if what.startswith("TrainJob"):
-        command: list[Any] = find(training(), "TrainJob", "mnist")["spec"]["trainer"]["command"]
-    else:
-        command = only_container(PODS[what])["command"]
-    for program in ("python", "dynamix"):
-        (directory / program).write_text(f"#!/bin/sh\n{body}\n")
-        (directory / program).chmod(0o755)
-    known = {
-        "PATH": f"{directory}:/usr/bin:/bin",
-        "NODE_NAME": "node-a",
-        "JOB_UID": "0b3ad2c4-7d8e-4f6a-9a51-2c1f0e9d8b7a",
-        "JOB_COMPLETION_INDEX": "0",
-    }
-    return subprocess.run(command, env={**known, **environ}, capture_output=True, text=True, check=True).stdout
+def test_the_collector_makes_a_valid_name_of_its_node_as_ranks_do(tmp_path: Path) -> None:
+    """tests/e2e/test_cluster_jobs.py runs the commands of ranks."""
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf %s "$DYNAMIX_NODE"\n')
+    (tmp_path / "python").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "NODE_NAME": "ip-10-0-0-7.eu-west-1.compute.internal"}
+    command = only_container(service_pod("collector"))["command"]
+    named = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    assert check_token(named) == "ip-10-0-0-7"

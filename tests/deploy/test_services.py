@@ -66,14 +66,12 @@ async def test_a_window_passes_all_services_and_views_without_a_denied_permissio
         subject = subjects.of("reward", job.job, NODE)
         reward = decode(Reward, subject, await stored(watcher, FEED.name, subject))
         heard = await trainer.newest(ACTIONS.name, subjects.of("action", job.job))
-        assert heard is not None
         assert decode(Action, heard.subject, heard.payload) == action
         assert action.local_batch_sizes[3] < action.local_batch_sizes[0]
         assert [rank.rank for rank in reward.ranks] == [0, 1, 2, 3]
         assert await denials(watcher) == dict.fromkeys(SERVICES, 0)
 
         view = await stored_view(Fleet(watcher))
-        assert view is not None
         assert (view.name, view.window, len(view.ranks)) == (job.job, 0, 4)
         assert [window.window for window in view.history] == [0]
 

@@ -36,10 +36,6 @@ needs_systemd = pytest.mark.skipif(
 )
 
 
-def text(name: str) -> str:
-    return (UNITS / name).read_text()
-
-
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """The units with programs that exist here (`verify` refuses a unit whose program is missing) and all drop-ins."""
@@ -56,23 +52,12 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def verify(directory: Path) -> subprocess.CompletedProcess[str]:
-    units = sorted(str(unit) for unit in directory.glob("*.service"))
-    return subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True, check=False
-    )
-
-
 @needs_systemd
 def test_systemd_verifies_every_unit(installed: Path) -> None:
-    found = verify(installed)
+    units = sorted(str(unit) for unit in installed.glob("*.service"))
+    command = ["systemd-analyze", "verify", "--man=no", *units]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout + found.stderr) == (0, "")
-
-
-def exposure(unit: Path, limit: float) -> subprocess.CompletedProcess[str]:
-    """systemd's judgement; it fails beyond the limit, which it takes in tenths."""
-    command = ["systemd-analyze", "security", "--offline=true", f"--threshold={10 * limit:.0f}", str(unit)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @needs_systemd
@@ -80,7 +65,9 @@ def exposure(unit: Path, limit: float) -> subprocess.CompletedProcess[str]:
     ("name", "limit"), [(name.replace("@.", "@mnist."), limit) for name, limit in MAX_EXPOSURE.items()]
 )
 def test_a_unit_stays_closed(installed: Path, name: str, limit: float) -> None:
-    judged = exposure(installed / name, limit)
+    threshold = f"--threshold={10 * limit:.0f}"  # in tenths
+    command = ["systemd-analyze", "security", "--offline=true", threshold, str(installed / name)]
+    judged = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "Overall exposure level" in judged.stdout
     assert judged.returncode == 0, judged.stdout
 
@@ -88,7 +75,7 @@ def test_a_unit_stays_closed(installed: Path, name: str, limit: float) -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_service_waits_for_its_broker_and_is_restarted_whenever_it_ends_or_hangs(service: str) -> None:
     """Boot does not wait for it; it runs its own module with its own key."""
-    lines = text(f"dynamix-{service}.service").splitlines()
+    lines = (UNITS / f"dynamix-{service}.service").read_text().splitlines()
     assert {
         "StartLimitIntervalSec=0",
         "Restart=always",

@@ -21,8 +21,7 @@ pathlib.Path(f"rank-{os.environ['RANK']}.json").write_text(json.dumps({name: os.
 
 def command(kind: str) -> list[str]:
     spec: dict[str, Any] = find(training(), kind, "mnist")["spec"]
-    words: list[str] = (spec["trainer"] if kind == "TrainJob" else spec["template"]["spec"]["containers"][0])["command"]
-    return words
+    return (spec["trainer"] if kind == "TrainJob" else spec["template"]["spec"]["containers"][0])["command"]
 
 
 def environment(kind: str, index: int, port: int) -> dict[str, str]:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.support import examples
+from tests.support.brokers import ConfiguredServer
 from tests.support.recordings import DEMO
 
 from dynamix import recording
 from dynamix.cli.main import main
 from dynamix.cli.services import bus_environment
 from dynamix.runtime.bus import Bus
-from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.embedded import EmbeddedServer
 
 
 def exported(path: Path, *arguments: str) -> bytes:
@@ -48,18 +47,16 @@ def test_parquet_without_pyarrow_names_the_extra(
     assert "pip install 'dynamix-batch[tables]'" in capsys.readouterr().err
 
 
-async def test_a_job_on_the_broker_is_exported_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with EmbeddedServer() as broker:
-        for name, value in bus_environment(broker.settings).items():
-            monkeypatch.setenv(name, value)
-        bus = await Bus.connect(broker.settings, name="test")
-        await provision(bus)
-        await bus.publish(examples.job())
-        await bus.publish(examples.window(window=3))
-        await bus.publish(examples.action(3, local_batch_sizes=(150, 150, 150, 62)))
-        await bus.close()
-        target = tmp_path / "job.jsonl"
-        assert await asyncio.to_thread(main, ["export", "mnist", "-o", str(target)]) == 0
-        assert await asyncio.to_thread(main, ["export", "nosuch", "-o", str(target)]) == 1
+async def test_a_job_on_the_broker_is_exported_as_it_is_stored(
+    server: ConfiguredServer, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in bus_environment(server.settings).items():
+        monkeypatch.setenv(name, value)
+    action = examples.action(3, local_batch_sizes=(150, 150, 150, 62))
+    for message in (examples.job(), examples.window(window=3), action):
+        await bus.publish(message)
+    target = tmp_path / "job.jsonl"
+    assert await asyncio.to_thread(main, ["export", "mnist", "-o", str(target)]) == 0
+    assert await asyncio.to_thread(main, ["export", "nosuch", "-o", str(target)]) == 1
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [(row["rank"], row["window"], row["decided_local_batch_size"]) for row in rows] == [(0, 3, 150), (1, 3, 150)]

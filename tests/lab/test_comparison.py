@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib.image
 import msgspec
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from tests.support.learned import policy_file
 from tests.support.small_suites import made_up, tuned_for, write_suite
 
 from dynamix.lab.comparison import verdict
-from dynamix.lab.comparison.figure import draw
 from dynamix.lab.comparison.rows import parse_rows, with_references
 from dynamix.lab.comparison.runs import Ledger, RunTask, fill, plan
 from dynamix.lab.comparison.verdict import OutcomeTable, Verdict, VerdictRow, judge, note_on
@@ -62,12 +60,9 @@ def test_ratios_are_those_of_the_heterogeneous_families_and_the_control_stands_a
     verdict, _ = compared(suite, "rule", 3, monkeypatch)
     rule = row(verdict.policies, "rule")
     static, goodput = rule.ratios["best-static"], rule.ratios["goodput"]
-    assert static is not None
-    assert goodput is not None
     assert (static.value, static.high, goodput.value) == pytest.approx((0.4, 0.4, 0.5))
     assert rule.num_runs == 3
     control = row(verdict.families["alike"].policies, "rule").ratios["best-static"]
-    assert control is not None
     assert control.value == pytest.approx(1.0)
     assert (verdict.families["alike"].control, verdict.families["mixed"].control) == (True, False)
     assert verdict.heterogeneous_families == ["mixed"]
@@ -84,9 +79,7 @@ def test_the_headline_counts_the_control_among_all_families_and_shows_it_apart(
         found = [interval.value for interval in verdict.headline[base].values() if interval is not None]
         assert found == pytest.approx(ratios)
     over_all = verdict.headline["best-static"]["all families"]
-    assert over_all is not None
     assert over_all.low == pytest.approx(0.4**0.5)  # for these two families nothing is left to chance
-    assert over_all.family_low is not None
     assert over_all.family_low < 0.4  # two families say little of others
     assert verdict.core_minutes == pytest.approx(0.5 * 30 / 60)
 
@@ -172,28 +165,16 @@ def test_the_best_of_some_rows_is_chosen_by_scenario_over_all_seeds(
     assert table.times("rule/rate=best", ["mixed"]).tolist() == [[[0.2, 2.0]]]
     assert table.num_misses("rule/rate=best", ["mixed", "alike"]) == 1
     found = table.ratio("rule/rate=best", "static", ["alike"])
-    assert found is not None
     assert found.value == pytest.approx(0.5)
-
-
-def test_every_family_and_row_is_drawn(suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict, table = compared(suite, "rule", 2, monkeypatch)
-    draw(verdict, table, "mixed-2", tmp_path / "figure.png")
-    pixels = matplotlib.image.imread(tmp_path / "figure.png")
-    assert pixels.shape[1] > pixels.shape[0] > 400
-    assert pixels.std() > 0.05  # something is on it
 
 
 def test_families_count_alike_and_only_complete_pairs_count() -> None:
     times = np.array([[[4.0, 4.0], [4.0, 4.0], [1.0, 1.0]]])
-    found = verdict.paired_ratio(times, np.ones((3, 2)), ["a", "a", "b"])
-    assert found is not None
-    assert found.value == pytest.approx(2.0, rel=1e-12)
+    assert verdict.paired_ratio(times, np.ones((3, 2)), ["a", "a", "b"]).value == pytest.approx(2.0, rel=1e-12)
 
     times = np.array([[[2.0, np.nan, 8.0], [np.nan, np.nan, np.nan]]])
     base = np.array([[1.0, 1.0, np.nan], [1.0, 1.0, 1.0]])
     found = verdict.paired_ratio(times, base)
-    assert found is not None
     assert (found.value, found.low) == (pytest.approx(2.0, rel=1e-12), None)
     assert verdict.paired_ratio(times, np.full((2, 3), np.nan)) is None
 
@@ -212,16 +193,12 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(
             + generator.normal(0, 0.1, (num_policy_seeds, 2, 12))
         )
         found = verdict.paired_ratio(np.exp(logs), np.ones((2, 12)))
-        assert found is not None
-        assert found.low is not None
-        assert found.high is not None
         num_held += found.low <= 0.5 <= found.high
     assert 0.90 <= num_held / num_trials <= 0.99
 
 
 def test_the_mean_of_one_policy_has_students_interval() -> None:
     found = verdict.mean_interval(np.array([[[1.0, 2.0, 3.0, np.nan]]]))  # standard error 1 / sqrt(3), t(2) = 4.303
-    assert found is not None
     assert found.value == pytest.approx(2.0)
     assert found.low == pytest.approx(2.0 - 4.303 / 3**0.5, abs=1e-3)
     assert verdict.mean_interval(np.array([[[4.0]], [[2.0]]])) == verdict.Interval(3.0)

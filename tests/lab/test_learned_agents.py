@@ -6,10 +6,9 @@ import pytest
 from tests.support import learned, learning, virtual
 
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.collector.agent import Chooser
 from dynamix.lab.learning import LearningPlan
 from dynamix.lab.learning.episodes import EpisodeTask, ExploringAgents, play
-from dynamix.lab.simulator.episode import Episode, run_episode
+from dynamix.lab.simulator.episode import run_episode
 from dynamix.reward.formula import TIME_ONLY
 
 FILE = learned.policy_file("appetite", policy="stigmergy")
@@ -21,19 +20,6 @@ def _made_up_data(monkeypatch: pytest.MonkeyPatch) -> None:
     learning.with_made_up_data(monkeypatch)
 
 
-def run(options: dict[str, float], choose: Chooser | None = None) -> Episode:
-    scenario = msgspec.structs.replace(SCENARIO, fixed_time_s=0.0)
-    return run_episode(
-        scenario,
-        policy_named("stigmergy"),
-        data=virtual.data(),
-        seed=1,
-        policy_options=options,
-        choose=choose,
-        keep_messages=True,
-    )
-
-
 def plan(**changes: object) -> LearningPlan:
     return learning.plan("stigmergy", **({"curriculum": (2, 4, 6)} | changes))
 
@@ -41,9 +27,16 @@ def plan(**changes: object) -> LearningPlan:
 def test_every_agent_earns_minus_the_time_from_where_its_first_choice_ruled_to_the_target() -> None:
     task = EpisodeTask(SCENARIO, 1, FILE.to_bytes(), "explore", "time-aware", TIME_ONLY)
     played = play(task)
-    assert played.trajectory is not None
     agents = ExploringAgents(FILE, 1)
-    again = run({"learned": 1.0}, agents.factor)
+    again = run_episode(
+        msgspec.structs.replace(SCENARIO, fixed_time_s=0.0),
+        policy_named("stigmergy"),
+        data=virtual.data(),
+        seed=1,
+        policy_options={"learned": 1.0},
+        choose=agents.factor,
+        keep_messages=True,
+    )
     assert again.time_to_target_s == played.time_s
     trajectory, first = played.trajectory, min(agents.choices) + 1 + SCENARIO.lag_windows
     assert trajectory.inputs_TDI.shape[1] == len(SCENARIO.nodes) == 4

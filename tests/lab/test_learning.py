@@ -29,17 +29,11 @@ def _made_up_data(monkeypatch: pytest.MonkeyPatch) -> None:
     learning.with_made_up_data(monkeypatch)
 
 
-def explored(**changes: object) -> EpisodeTask:
-    scenario = learning.scenarios()[0]
-    fields = {"policy": learned.policy_file("global").to_bytes(), "mode": "explore", "formula": "time-aware"}
-    return EpisodeTask(**{"scenario": scenario, "seed": 1, "weights": TIME_ONLY, **fields, **changes})  # type: ignore[arg-type]
-
-
 def test_the_time_aware_return_is_minus_the_time_from_the_first_decision_to_the_target() -> None:
-    task = explored()
+    weights = learned.policy_file("global").to_bytes()
+    task = EpisodeTask(learning.scenarios()[0], 1, weights, "explore", "time-aware", TIME_ONLY)
     played = play(task)
     assert not played.missed
-    assert played.trajectory is not None
     assert played.trajectory.terminated
     scenario = msgspec.structs.replace(task.scenario, fixed_time_s=0.0)
     again = run_episode(

@@ -23,11 +23,9 @@ def episode(profile: JobProfile | None = None, *explores: str, seed: int = 3, fa
 
 def test_an_episode_leaves_a_profile_and_the_next_one_begins_with_it() -> None:
     first = episode()
-    assert first.profile is not None
-    assert (first.profile.run, first.profile.num_windows) == (1, first.num_windows)
-    assert first.profile.memory
-    second = episode(first.profile, seed=4)
-    assert second.profile is not None
+    profile = first.profile
+    assert (profile.run, profile.num_windows, bool(profile.memory)) == (1, first.num_windows, True)
+    second = episode(profile, seed=4)
     assert second.profile.run == 2
     assert [bool(action.profile) for action in second.actions[:3]] == [True, False, False]
     assert any("the first windows agree with its profile" in action.reason for action in second.actions[:3])
@@ -35,14 +33,11 @@ def test_an_episode_leaves_a_profile_and_the_next_one_begins_with_it() -> None:
 
 
 def test_a_learning_rate_is_tried_only_where_the_job_lets_it() -> None:
-    first = episode(None, "learning_rate")
-    assert first.profile is not None
-    assert [record.rate_factor for record in first.profile.arms] == [1.0]
-    second = episode(first.profile, "learning_rate", seed=4)
+    profile = episode(None, "learning_rate").profile
+    assert [record.rate_factor for record in profile.arms] == [1.0]
+    second = episode(profile, "learning_rate", seed=4)
     assert {action.allocation.rate_factor for action in second.actions} <= {1.5, 1.0}
     assert second.actions[0].allocation.rate_factor == 1.5
     rates = [window.job_metrics.learning_rate for window in second.windows]
     sizes = [sum(rank.training.local_batch_size for rank in window.ranks) for window in second.windows]
-    assert rates[0] is not None
-    assert rates[2] is not None
     assert rates[2] / (sizes[2] / sizes[0]) ** 0.5 / rates[0] > 1.4

@@ -35,15 +35,6 @@ def only_setting(text: str, tuned: Tuned | None = None) -> Row:
     return setting
 
 
-def learned_row(directory: Path, *contents: bytes) -> Row:
-    """A row of a learned policy with a file for each content."""
-    files = [directory / f"mine-{number}.safetensors" for number in range(len(contents))]
-    for file, content in zip(files, contents, strict=True):
-        file.write_bytes(content)
-    (row,) = parse_rows("mine", {"mine": [str(file) for file in files]})
-    return row
-
-
 @pytest.mark.parametrize(
     ("text", "row", "label"),
     [
@@ -167,7 +158,11 @@ def test_a_permission_is_given_to_rows_that_can_use_it(text: str, exchange: str 
 
 
 def test_every_file_of_a_learned_policy_is_a_policy_seed_known_by_its_content(tmp_path: Path) -> None:
-    first, second, again = learned_row(tmp_path, b"\0", b"\1", b"\0").settings("mixed", Tuned())
+    files = [tmp_path / f"mine-{number}.safetensors" for number in range(3)]
+    for file, content in zip(files, (b"\0", b"\1", b"\0"), strict=True):
+        file.write_bytes(content)
+    (mine,) = parse_rows("mine", {"mine": list(map(str, files))})
+    first, second, again = mine.settings("mixed", Tuned())
     assert first.identity()["policy_digest"] == "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d"
     assert first.identity() == again.identity() != second.identity()
     (missing,) = parse_rows("mine", {"mine": ["/nowhere/x.safetensors"]})
@@ -191,16 +186,12 @@ def train(tmp_path: Path) -> Suite:
     return write_suite(tmp_path / "train", mixed=1000, alike=4000)
 
 
-@pytest.fixture
-def tuned(train: Suite, monkeypatch: pytest.MonkeyPatch) -> Tuned:
+def test_the_best_setting_is_chosen_per_family_and_the_file_holds_it(
+    train: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dynamix.lab.comparison.runs.outcomes", made_up(time_s))
     with Ledger() as ledger:
-        return tuning.tune(train, ledger, seeds=[10_000, 10_001], command="dynamix evaluate tune")
-
-
-def test_the_best_setting_is_chosen_per_family_and_the_file_holds_it(
-    tuned: Tuned, train: Suite, tmp_path: Path
-) -> None:
+        tuned = tuning.tune(train, ledger, seeds=[10_000, 10_001], command="dynamix evaluate tune")
     for family, size in BEST.items():
         choice = tuned.families[family]["static"]
         assert (choice.setting, choice.initial_local_batch_size, choice.score_s) == (f"static@{size}", size, 0.5)

@@ -17,7 +17,6 @@ from dynamix.lab.comparison.runs import Ledger, RunTask, outcomes, run_task
 from dynamix.lab.simulator.clock import ComputeTimes
 from dynamix.lab.simulator.cluster import best_split
 from dynamix.lab.simulator.episode import EpisodeError, RunOutcome
-from dynamix.runtime.output_files import RefusedOutputError
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 
 
@@ -66,14 +65,6 @@ def test_a_line_torn_by_a_kill_is_dropped_and_the_others_stand(task: RunTask, tm
         ledger.record_outcome(later, outcome(2.5), "second, again")
     with Ledger(path) as ledger:
         assert ledger.get(later) == outcome(2.5)
-
-
-def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_bytes(b"something else\n")
-    with pytest.raises(RefusedOutputError, match=r"notes\.txt exists and is not a file of results"):
-        Ledger(path)
-    assert path.read_bytes() == b"something else\n"
 
 
 @pytest.fixture

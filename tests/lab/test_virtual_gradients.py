@@ -91,7 +91,6 @@ def test_norms_losses_and_correct_answers_are_those_of_each_workers_own_batch(
     plain = gradients.step(inputs, labels, plan, measured=False)
     assert close(gradients.parameters.grad, gradient) < 1e-12
     assert plain.norms is None
-    assert measured.norms is not None
     for rank, (start, count) in enumerate(zip(plan.counts.starts, sizes, strict=False)):
         loss, correct, norm = _alone(gradients, workload, inputs[start : start + count], labels[start : start + count])
         for sums in (measured, plain):
@@ -120,8 +119,6 @@ def test_more_workers_than_a_block_holds_are_measured_in_several(monkeypatch: py
     monkeypatch.setattr("dynamix.lab.simulator.gradients.MAX_BLOCK", 3 * whole.parameters.numel())
     parts = gradients_of(MLP, seed=1, like=DOUBLE)
     norms = [each.step(*(t[:21] for t in inputs), plan, measured=True).norms for each in (whole, parts)]
-    assert norms[0] is not None
-    assert norms[1] is not None
     assert np.allclose(norms[0].local, norms[1].local, rtol=1e-12)
     assert close(parts.parameters.grad, whole.parameters.grad) < 1e-12
 

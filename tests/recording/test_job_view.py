@@ -62,7 +62,6 @@ def test_the_newest_window_decision_and_reward_of_every_rank_are_known() -> None
         **dict.fromkeys((0, 1), ("node-a", 4)),
         **dict.fromkeys((2, 3), ("node-b", 3)),
     }
-    assert view.action is not None
     assert (view.action.reason, view.events[-1][1]) == ("reason 3", event(2))
     assert view.mean_reward() == pytest.approx(0.3)
     assert list(view.reward_terms()) == ["accuracy", "size"]

@@ -14,14 +14,11 @@ from tests.support.brokers import (
     publish_unstored,
     until,
 )
-from tests.support.proxy import Proxy
 from tests.support.reading import OTHER, STATES, numbers, read
 
 from dynamix.runtime.bus import Bus, BusMessage, Start
 from dynamix.runtime.bus import read as reader_module
-from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.bus.read import DirectReader, DurableReader
-from dynamix.runtime.settings import BusSettings
 
 
 async def test_all_messages_come_in_stream_order_with_what_the_broker_says_of_them(bus: Bus) -> None:
@@ -79,27 +76,6 @@ async def test_nothing_is_lost_or_repeated_over_two_killed_brokers(
     assert [message.sequence for message in found] == list(range(1, 601))
     assert sorted(numbers(found)) == list(range(600))
     assert bus.counters["reconnects"] >= 2
-
-
-async def test_nothing_is_lost_or_repeated_when_deliveries_vanish_with_the_connection(server: ConfiguredServer) -> None:
-    async with Proxy(server.port) as proxy, connected(server.settings, "writer") as writer:
-        await provision(writer)
-        settings = BusSettings(url=proxy.url, user=server.settings.user, password=server.settings.password)
-        async with connected(settings) as bus, bus.consume("FEED", STATES, start="all", max_batch=8) as reader:
-            found: list[BusMessage] = []
-            for begin in range(0, 90, 30):
-                await publish_states(writer, range(begin, begin + 10))
-                found += await read(reader, 10)
-                proxy.losing_answers = True
-                lost = proxy.num_bytes_lost
-                await publish_states(writer, range(begin + 10, begin + 20))
-                await until(lambda lost=lost: proxy.num_bytes_lost > lost)
-                proxy.losing_answers = False
-                proxy.cut()
-                await publish_states(writer, range(begin + 20, begin + 30))
-                found += await read(reader, 20)
-    assert [message.sequence for message in found] == list(range(1, 91))
-    assert numbers(found) == list(range(90))
 
 
 @pytest.mark.parametrize("durable", [None, "d"])

@@ -22,7 +22,6 @@ async def test_a_dead_letter_keeps_origin_reason_and_the_first_4_kb(bus: Bus) ->
     await DeadLetters(bus, "arbitrator", counters).set_aside(message(payload=bytes(10_000)), "not a message of ours")
     assert await bus.flush()
     stored = await bus.last("DEAD", "dynamix.v1.dead.state.job.1")
-    assert stored is not None
     dead = codec.decode(Dead, stored.subject, stored.payload)
     assert dead == Dead(
         service="arbitrator", subject=SUBJECT, sequence=7, reason="not a message of ours", payload=bytes(4096)

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.brokers import ConfiguredServer, connected, publish_states, until
+from tests.support.brokers import ConfiguredServer, connected, publish_states
 
+from dynamix.cli.commands.up import exited
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
@@ -24,13 +25,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
 
 
 def proc(pid: int, name: str) -> str:
@@ -72,12 +66,11 @@ async def test_a_given_directory_keeps_the_streams_and_a_made_up_one_is_removed(
 
 async def test_it_dies_with_a_parent_that_is_killed() -> None:
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE)
-    assert parent.stdout is not None
     pid = int(await parent.stdout.readline())
-    assert is_running(pid)
+    ending = asyncio.create_task(exited(pid))
     parent.send_signal(signal.SIGKILL)
     await parent.communicate()
-    await until(lambda: not is_running(pid))
+    await asyncio.wait_for(ending, 60)
 
 
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:

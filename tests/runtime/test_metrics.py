@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.runtime.test_service import end, heartbeat, started
+from tests.runtime.test_service import end, heartbeat
 from tests.support.brokers import ConfiguredServer, publish_states
 from tests.support.http_get import free_port, get
+from tests.support.small_service import service_process
 
 from dynamix.runtime import metrics as metrics_module
 from dynamix.runtime.bus import Bus
@@ -40,7 +41,7 @@ async def answering(metrics: ServiceMetrics, reason: str = "") -> AsyncIterator[
 async def test_a_service_shows_what_it_has_handled_and_that_it_is_ready(server: ConfiguredServer, bus: Bus) -> None:
     await publish_states(bus, range(3))
     port = free_port()
-    async with started(server, f"--metrics-port={port}") as process:
+    async with service_process(server, f"--metrics-port={port}") as process:
         while (await heartbeat(bus)).counters.get("states_seen", 0) < 3:
             pass
         assert await get(port, "/livez") == (200, "ok\n")
@@ -65,8 +66,7 @@ async def test_a_service_shows_what_it_has_handled_and_that_it_is_ready(server: 
 async def test_a_service_that_waits_for_the_broker_is_not_ready_and_ends_on_a_signal(server: ConfiguredServer) -> None:
     await server.stop()
     port = free_port()
-    async with started(server, f"--metrics-port={port}") as process:
-        assert process.stderr is not None
+    async with service_process(server, f"--metrics-port={port}") as process:
         while b"waiting for the broker" not in await process.stderr.readline():
             pass
         assert await get(port, "/livez") == (200, "ok\n")
@@ -78,7 +78,7 @@ async def test_a_service_that_waits_for_the_broker_is_not_ready_and_ends_on_a_si
 
 async def test_a_port_that_is_taken_is_one_sentence_and_exit_code_1(server: ConfiguredServer, bus: Bus) -> None:
     assert bus.is_connected
-    async with answering(ServiceMetrics()) as port, started(server, f"--metrics-port={port}") as process:
+    async with answering(ServiceMetrics()) as port, service_process(server, f"--metrics-port={port}") as process:
         code, text, lines = await end(process)
     assert code == 1
     (failure,) = [line for line in lines if line["level"] == "error"]

@@ -2,19 +2,12 @@
 
 import msgspec
 import pytest
-from tests.support.brokers import ConfiguredServer, connected
 
 from dynamix.runtime.bus import Bus, PublishError
 from dynamix.runtime.bus.provision import ProvisionError, provision
 from dynamix.schemas import subjects
-from dynamix.schemas.streams import ACTIONS, FEED, STREAMS
+from dynamix.schemas.streams import ACTIONS, FEED
 from dynamix.schemas.subjects import KINDS
-
-
-async def test_all_streams_are_made_and_the_second_time_nothing_changes(server: ConfiguredServer) -> None:
-    async with connected(server.settings) as bus:
-        assert await provision(bus) == [f"{stream.name}: created" for stream in STREAMS]
-        assert await provision(bus) == [f"{stream.name}: unchanged" for stream in STREAMS]
 
 
 async def test_each_kind_of_message_has_its_stream(bus: Bus) -> None:

@@ -2,8 +2,6 @@
 
 import asyncio
 import signal
-from asyncio.subprocess import Process
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from tests.runtime.test_service import heartbeat
@@ -12,16 +10,14 @@ from tests.support.small_service import service_process
 
 from dynamix.runtime.bus import Bus
 
-
-def started(server: ConfiguredServer, *arguments: str) -> AbstractAsyncContextManager[Process]:
-    return service_process(server, "--mode", "block", *arguments)
+BLOCK = ("--mode", "block")
 
 
 async def test_a_process_whose_loop_is_stuck_ends_with_1_and_says_where(
     server: ConfiguredServer, bus: Bus, tmp_path: Path
 ) -> None:
     trigger = tmp_path / "now"
-    async with started(server, "--trigger", str(trigger), "--stuck-after-s", "1") as process:
+    async with service_process(server, *BLOCK, "--trigger", str(trigger), "--stuck-after-s", "1") as process:
         assert (await heartbeat(bus)).counters["loop_lag_ms"] < 1000
         trigger.touch()
         _, stderr = await process.communicate()
@@ -35,7 +31,7 @@ async def test_a_loop_that_comes_back_in_time_lives_and_its_lag_is_in_the_heartb
 ) -> None:
     trigger = tmp_path / "now"
     arguments = ("--trigger", str(trigger), "--block-s", "0.8", "--stuck-after-s", "15")
-    async with started(server, *arguments) as process:
+    async with service_process(server, *BLOCK, *arguments) as process:
         await heartbeat(bus)
         trigger.touch()
         live = await heartbeat(bus)
@@ -50,7 +46,7 @@ async def test_a_loop_that_comes_back_in_time_lives_and_its_lag_is_in_the_heartb
 async def test_a_process_that_was_stopped_for_longer_than_the_limit_goes_on(
     server: ConfiguredServer, bus: Bus, tmp_path: Path
 ) -> None:
-    async with started(server, "--trigger", str(tmp_path / "never"), "--stuck-after-s", "1") as process:
+    async with service_process(server, *BLOCK, "--trigger", str(tmp_path / "never"), "--stuck-after-s", "1") as process:
         before = (await heartbeat(bus)).uptime_s
         process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(2.5)  # the time itself is what is tried

@@ -13,7 +13,6 @@ from dynamix.schemas.codec import decode_any, encode
 from dynamix.schemas.messages import Dead, Live, Message, PolicyVersion, RankReward
 from dynamix.schemas.subjects import KINDS
 
-HEAD_BYTES = 4
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_messages.json").read_text())
 
 MESSAGES: dict[str, Message] = {

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -60,12 +61,19 @@ async def services_here(bus: Bus, *names: str) -> AsyncIterator[dict[str, Servic
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def context_of(bus: Bus, counts: Counter[str] | None = None, **settings: Any) -> Context[ArbitratorSettings]:
+    """What an arbitrator is given; it counts in `counts`."""
+    log = structlog.stdlib.get_logger()
+    context = Context("arbitrator", "0", "here", bus, ArbitratorSettings(**settings), asyncio.Event(), log)
+    if counts is not None:
+        context.counters = counts
+    return context
+
+
 @contextlib.asynccontextmanager
 async def arbitrator_here(bus: Bus, **settings: Any) -> AsyncIterator[Context[ArbitratorSettings]]:
     """Run an arbitrator in this event loop until the end of the block, where it must still run; yields its context."""
-    context = Context(
-        "arbitrator", "0", "here", bus, ArbitratorSettings(**settings), asyncio.Event(), structlog.stdlib.get_logger()
-    )
+    context = context_of(bus, **settings)
     task = asyncio.create_task(serve_arbitrator(context))
     try:
         yield context

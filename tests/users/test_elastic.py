@@ -85,9 +85,9 @@ def _steps(directory: Path) -> list[dict[str, Any]]:
 def test_a_job_goes_on_with_the_ranks_that_are_left_at_the_same_global_batch(tmp_path: Path) -> None:
     port = free_port()
     with _agent(tmp_path, port) as first:
-        _wait_until(lambda: _listens(port), 60)  # the agent that is killed must not be the one that holds the store
+        _wait_until(lambda: _listens(port), 240)  # the agent that is killed must not be the one that holds the store
         with _agent(tmp_path, port):
-            _wait_until(lambda: any(len(s["sizes"]) == 2 and s["step"] >= 25 for s in _steps(tmp_path)), 90)
+            _wait_until(lambda: any(len(s["sizes"]) == 2 and s["step"] >= 25 for s in _steps(tmp_path)), 240)
         first.join(120)
         assert first.exitcode == 0
     steps = _steps(tmp_path)

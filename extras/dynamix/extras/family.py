@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from dynamix.arbitrator.policies.exploration import FIRST, score
+from dynamix.arbitrator.policies.rule import FIRST_ARM, score
 from dynamix.cli.arguments import add_action, add_json_argument
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, explained
@@ -191,7 +191,7 @@ def _row(one: StoredFamily) -> tuple[str, ...]:
 
 def _records(records: Sequence[ArmRecord]) -> Iterator[str]:
     """Times of each arm, and their ratio to the first run's."""
-    first = next((record for record in records if record.rate_factor == FIRST), None)
+    first = next((record for record in records if record.rate_factor == FIRST_ARM), None)
     for record in records:
         ratio = math.nan if first is None or record is first else score(record, first)
         ended = f", {record.num_stopped} stopped" if record.num_stopped else ""

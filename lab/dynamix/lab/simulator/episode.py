@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.deciding.profiles import profile_after
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.collector.agent import Chooser, trace_of
@@ -210,7 +209,7 @@ def run_episode(
             cluster.leave_trace(trace)
     after = None
     if family and actions and isinstance(policy, Rule):
-        after = profile_after(cluster.job, actions[-1], policy, profile)
+        after = policy.profile_after(cluster.job, actions[-1], profile)
     fixed_time_s = cluster.scenario.fixed_time_s + GRID_TOLERANCE_S
     until = [evaluation.accuracy for evaluation in cluster.evaluations if evaluation.time_s <= fixed_time_s]
     return Episode(

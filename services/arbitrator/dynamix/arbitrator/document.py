@@ -53,11 +53,17 @@ def document() -> str:
             described.append((extension, type(extension.policy)))
     rows = Counter(row for policy, _ in described for row in _rows(policy).values())
     shared = {row for row, times in rows.items() if times > 1}
+    sections = []
+    for policy, words in described:
+        own = "".join(row for row in _rows(policy).values() if row not in shared)
+        names = ", ".join(f"`{name}`" for name, row in _rows(policy).items() if row in shared)
+        text = f"## {policy.name}\n\n{inspect.cleandoc(words.__doc__ or '')}\n"
+        sections.append("\n".join(filter(None, [text, own and _HEAD + own, names and f"Shared: {names}.\n"])))
     return _DOCUMENT.format(
         default=DEFAULT_POLICY,
         split=SPLIT_POLICY,
         shared=_HEAD + "".join(sorted(shared)),
-        policies="\n".join(_section(policy, words.__doc__ or "", shared) for policy, words in described),
+        policies="\n".join(sections),
         **vars(signatures),
     )
 
@@ -71,15 +77,6 @@ def _rows(policy: NamedPolicy) -> dict[str, str]:
         for name, one in policy.options.items()
         if name != "track"
     }
-
-
-def _section(policy: NamedPolicy, words: str, shared: set[str]) -> str:
-    """A policy's docstring and options; shared options by name only."""
-    rows = _rows(policy)
-    own = "".join(row for row in rows.values() if row not in shared)
-    names = ", ".join(f"`{name}`" for name, row in rows.items() if row in shared)
-    parts = [f"## {policy.name}\n\n{inspect.cleandoc(words)}\n", own and _HEAD + own, names and f"Shared: {names}.\n"]
-    return "\n".join(part for part in parts if part)
 
 
 if __name__ == "__main__":

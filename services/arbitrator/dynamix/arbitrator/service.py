@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -16,21 +16,21 @@ from msgspec import Meta
 from dynamix.runtime.bus import BusError, BusMessage, FailoverWait
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Event, Job, State
+from dynamix.schemas.codec import MalformedMessageError
+from dynamix.schemas.messages import Job, State
 from dynamix.schemas.messages.allocation import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-from .deciding.family_ends import FamilyEnds
 from .deciding.job_log import (
     HALTING_ERRORS,
     ActionsEndEarlyError,
     ActionStoreError,
     JobLog,
     Stored,
-    Surroundings,
     reason_of,
+    store_profiles,
 )
+from .deciding.signatures import Finding
 from .learned.policy_store import PolicyAbsentError, PolicyStore
 from .shown import ShownDecisions
 
@@ -51,19 +51,24 @@ class ArbitratorSettings(msgspec.Struct, frozen=True, kw_only=True):
 async def serve(context: Context[ArbitratorSettings]) -> None:
     """Decide for every job until the context stops."""
     shown = ShownDecisions(context.metrics)
-    followed: dict[str, Callable[[], Awaitable[None]]] = {
-        "profiles of job families": FamilyEnds(context.bus, context.log, context.count).follow
-    }
+    followed: dict[str, Callable[[], Awaitable[None]]] = {"profiles of job families": partial(store_profiles, context)}
     if context.metrics.is_served:
         followed |= {
             "metrics of ended jobs": partial(shown.follow_ends, context.bus),
-            "metrics of refused actions": partial(shown.follow_receipts, context.bus, context.dead_letter),
+            "metrics of refused actions": partial(shown.follow_receipts, context),
             "metrics of the broker": partial(shown.follow_broker, context.bus.stream_state, context.bus.count_requests),
         }
         if context.settings.broker_log:
             log = Path(context.settings.broker_log)
             followed["metrics of violations"] = partial(shown.follow_violations, log)
-    following = [asyncio.create_task(_follow(context, *one), name=one[0]) for one in followed.items()]
+
+    async def follow(what: str) -> None:  # no decision needs it: an error here ends none
+        try:
+            await followed[what]()
+        except BusError as error:
+            context.log.warning("missing until this service is started again", what=what, reason=str(error))
+
+    following = [asyncio.create_task(follow(what), name=what) for what in followed]
     try:
         await _Arbitrator(context, shown).run()
     except BaseExceptionGroup as group:  # one error ends the process, as the bus or the job's task raised it
@@ -72,14 +77,6 @@ async def serve(context: Context[ArbitratorSettings]) -> None:
         for task in following:
             task.cancel()
         await asyncio.gather(*following, return_exceptions=True)
-
-
-async def _follow(context: Context[ArbitratorSettings], what: str, follow: Callable[[], Awaitable[None]]) -> None:
-    """Follow what no decision needs: an error here ends none."""
-    try:
-        await follow()
-    except BusError as error:
-        context.log.warning("missing until this service is started again", what=what, reason=str(error))
 
 
 MAX_OPENING = 16
@@ -94,8 +91,6 @@ MAX_QUEUED_BYTES = 256 << 20
 MAX_EXPLANATION = 1024
 KEPT_BYTES = 4096
 """Bytes that are kept of a message that may become a dead letter."""
-
-M = TypeVar("M", Job, State)
 
 
 @dataclass(slots=True)
@@ -145,7 +140,7 @@ class _Arbitrator:
         self._context = context
         self._shown = shown
         self._bus = context.bus
-        self._surroundings = Surroundings(context.bus, PolicyStore(context.bus), context.log, context.count)
+        self._policies = PolicyStore(context.bus)
         self._waiting: OrderedDict[str, _Wanted] = OrderedDict()
         """Jobs that wait to be opened, the next one first: one whose states continue comes before a crowd of others."""
         self._jobs: dict[str, _Job] = {}
@@ -198,7 +193,7 @@ class _Arbitrator:
         async with self._bus.consume(JOBS.name, [wanted], start="last_per_subject") as consumer:
             async for batch in consumer:
                 for message in batch:
-                    job = await self._decoded(Job, message)
+                    job = await self._context.decoded(Job, message)
                     if job is not None and job.phase == "running":
                         found[job.job] = None
                 if batch[-1].num_pending == 0:
@@ -210,7 +205,7 @@ class _Arbitrator:
         if message.sequence <= self._last:
             await self._begin_again()
         self._last = message.sequence
-        state = await self._decoded(State, message)
+        state = await self._context.decoded(State, message)
         if state is not None:
             self._shown.record_state(state)
             self._add(message, state)
@@ -326,7 +321,7 @@ class _Arbitrator:
         if not is_known and not job.states:
             return False  # it never began, or died long ago, and no state of it came meanwhile
         message = await self._bus.last(JOBS.name, subjects.of("job", job.name))
-        specification = None if message is None else await self._decoded(Job, message)
+        specification = None if message is None else await self._context.decoded(Job, message)
         if message is not None and specification is not None and specification.generation > MAX_GENERATION:
             reason = f"generation {specification.generation} of job {job.name!r} is one that no job reaches: made up"
             await self._context.dead_letter(message, reason)
@@ -344,8 +339,14 @@ class _Arbitrator:
         job.generation = newest
         log = await self._open_log(job, specification, known)
         log.actions_created = self._actions_created
-        await self._check_inputs(job, log)
-        job.log, job.folded = log, log.watermark
+        if (
+            log.has_inputs
+        ):  # FEED must hold what follows the watermark; a server that was cut off may not know of it yet
+            wait, feed = FailoverWait(self._bus.stream_state, FEED.name), await self._bus.stream_state(FEED.name)
+            while log.fold.watermark > feed.last_sequence and await self._pause(job, wait):
+                feed = await self._bus.stream_state(FEED.name)
+            log.check_inputs(feed)
+        job.log, job.folded = log, log.fold.watermark
         await self._read_again(job, wanted.newest, wanted.first)
         self._hold(job)
         return True
@@ -355,19 +356,10 @@ class _Arbitrator:
         wait = FailoverWait(self._bus.stream_state, FEED.name)
         while True:
             try:
-                return await JobLog.open(specification, self._surroundings, known)
+                return await JobLog.open(specification, self._context, self._policies, known)
             except (ActionsEndEarlyError, PolicyAbsentError):
                 if not await self._pause(job, wait):
                     raise
-
-    async def _check_inputs(self, job: _Job, log: JobLog) -> None:
-        """See that FEED holds what follows the watermark; a server that was cut off may not know of it yet."""
-        if not log.has_inputs:
-            return
-        wait, feed = FailoverWait(self._bus.stream_state, FEED.name), await self._bus.stream_state(FEED.name)
-        while log.watermark > feed.last_sequence and await self._pause(job, wait):
-            feed = await self._bus.stream_state(FEED.name)
-        log.check_inputs(feed)
 
     async def _pause(self, job: _Job, wait: FailoverWait) -> bool:
         """Wait before a job continues; others are opened meanwhile."""
@@ -435,20 +427,13 @@ class _Arbitrator:
                     while position < last and (batch := await anext(consumer, None)):
                         position = batch[-1].sequence
                         for message in (one for one in batch if one.sequence <= until):
-                            state = await self._decoded(State, message)
+                            state = await self._context.decoded(State, message)
                             if state is not None:
                                 await self._fold(job, message, state, is_new=message.sequence >= first)
                             job.folded = message.sequence
                             await asyncio.sleep(0)  # a long way to catch up must not delay the states of others
             if job.folded >= until or first > until or not await self._pause(job, wait):
                 return
-
-    async def _decoded(self, kind: type[M], message: BusMessage) -> M | None:
-        try:
-            return decode(kind, message.subject, message.payload)
-        except MalformedMessageError as error:
-            await self._context.dead_letter(message, str(error))
-            return None
 
     async def _halt(self, job: _Job, error: Exception) -> None:
         """Decide nothing for this generation of a job: its training continues with the sizes that it has."""
@@ -470,14 +455,6 @@ class _Arbitrator:
         )
         if isinstance(error, ActionStoreError):
             self._context.count("refused_logs")
-            event = Event(
-                job=job.name,
-                generation=job.generation,
-                window=max(0, error.known_window),
-                signature="log-refused",
-                service="arbitrator",
-                value=error.window,
-                limit=error.known_window,
-                explanation=str(error)[:MAX_EXPLANATION],
-            )
+            finding = Finding("log-refused", error.window, error.known_window, str(error)[:MAX_EXPLANATION])
+            event = finding.event(job.name, job.generation, max(0, error.known_window), "arbitrator")
             await self._bus.publish_soon(event)

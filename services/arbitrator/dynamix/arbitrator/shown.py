@@ -3,18 +3,19 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from dynamix.runtime.bus import Bus, BusMessage, PermissionDeniedError, StreamState
+from dynamix.runtime.bus import Bus, PermissionDeniedError, StreamState
 from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
+from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
@@ -22,9 +23,9 @@ from dynamix.schemas.messages import REFUSAL_REASONS, Applied, Job, State
 from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES, REPORTS
 
 from .deciding.job_log import JobLog
-from .deciding.profiles import COMPLETED, ENDS, LEFT, class_of_end
-from .deciding.signatures import RunTimes
+from .deciding.signatures import MIN_RUNS, variation_between
 from .policies.policy import steps_of
+from .policies.rule import COMPLETED, ENDS, LEFT, class_of_end
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,67 @@ class NewLines:
         return sum(pattern.search(line) is not None for line in lines.split(b"\n"))
 
 
+MAX_RUNS = 8
+"""Ended runs of one name that are compared: the newest."""
+MAX_POINTS = 512
+"""Improvements of one run that are kept."""
+MAX_NAMES = 100
+
+
+@dataclass(eq=False)
+class Curve:
+    """The held-out accuracy of one run."""
+
+    time_s: float = 0.0
+    """Training so far."""
+    best: list[tuple[float, float]] = field(default_factory=list)
+    """Training time and accuracy, whenever it was the best so far."""
+
+
+class RunTimes:
+    """Compares ended runs by name, without the id of the run, and policy.
+
+    A run that reports no held-out accuracy is not compared.
+    """
+
+    def __init__(self) -> None:
+        self._running: LabelTable[str, Curve] = LabelTable(MAX_NAMES)
+        self._ended: dict[tuple[str, str], deque[Curve]] = {}
+
+    def record_window(self, job: str, time_s: float, held_out_accuracy: float) -> None:
+        """Add a window's training time, and the newest evaluation, NaN without one, to a run."""
+        curve = self._running.get(job) or Curve()
+        curve.time_s += time_s
+        if held_out_accuracy > (curve.best[-1][1] if curve.best else -math.inf) and len(curve.best) < MAX_POINTS:
+            curve.best.append((curve.time_s, held_out_accuracy))
+        self._running.record(job, curve)
+
+    def end_run(self, job: str, policy: str) -> None:
+        """Compare a run from now on; it ended as it should. Windows that are still on their way are added later."""
+        curve, kind = self._running.get(job) or Curve(), (job.rpartition("-")[0], policy)
+        self._running.record(job, curve)
+        runs = self._ended.pop(kind, deque(maxlen=MAX_RUNS))
+        if curve not in runs:
+            runs.append(curve)
+        self._ended[kind] = runs  # the newest, which is dropped last
+        if len(self._ended) > MAX_NAMES:
+            del self._ended[next(iter(self._ended))]
+
+    def forget_run(self, job: str) -> None:
+        """Leave a run out: it failed, or was stopped."""
+        self._running.drop(job)
+
+    def variations(self) -> dict[tuple[str, str], float]:
+        """The coefficient of variation between the times of each name and policy with enough runs."""
+        found = {}
+        for kind, ended in list(self._ended.items()):
+            runs = [list(curve.best) for curve in list(ended) if curve.best]
+            if len(runs) >= MIN_RUNS:
+                common = min(run[-1][1] for run in runs)  # the best accuracy that all of them reached
+                found[kind] = variation_between([next(at for at, reached in run if reached >= common) for run in runs])
+        return found
+
+
 @dataclass
 class JobStanding:
     """State of one job, for its metrics."""
@@ -95,11 +157,10 @@ class JobStanding:
 class ShownDecisions:
     """Keeps the state of each job for the metrics; without a port of metrics nothing is kept."""
 
-    def __init__(self, metrics: ServiceMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, metrics: ServiceMetrics) -> None:
         self._metrics = metrics
-        self._clock = clock
-        self._jobs: LabelTable[str, JobStanding] = LabelTable(clock=clock)
-        self._over: LabelTable[str, int] = LabelTable(MAX_OVER, clock)
+        self._jobs: LabelTable[str, JobStanding] = LabelTable()
+        self._over: LabelTable[str, int] = LabelTable(MAX_OVER)
         """The newest generation that has ended: its last states come after the end, from another stream."""
         self._ends = Counter(dict.fromkeys(ENDS, 0))
         self._runs = RunTimes()
@@ -114,7 +175,7 @@ class ShownDecisions:
         over = self._over.get(state.job)
         if not self._metrics.is_served or (over is not None and state.generation <= over):
             return
-        standing, now_s = self._jobs.get(state.job), self._clock()
+        standing, now_s = self._jobs.get(state.job), time.monotonic()
         if standing is None or standing.generation != state.generation:
             standing = JobStanding(state.generation, state.window, now_s)
         elif state.window > standing.window:
@@ -129,15 +190,15 @@ class ShownDecisions:
         if state.node == log.job.nodes[0].node:  # every node's state has the same numbers of the whole job
             features = unpack_global(state)
             step_time_s, accuracy = (float(features[GLOBAL_INDEX[n]]) for n in ("step_time_s", "held_out_accuracy"))
-            time_s = 0.0 if np.isnan(step_time_s) else step_time_s * steps_of(log.job, features)
-            self._runs.record_window(state.job, time_s, None if np.isnan(accuracy) else accuracy)
+            time_s = 0.0 if math.isnan(step_time_s) else step_time_s * steps_of(log.job, features)
+            self._runs.record_window(state.job, time_s, accuracy)
         standing = self._jobs.get(state.job)
         if standing is None:
             return
         if log.known is not None and log.known.action.generation == state.generation:
             standing.decided_window = log.known.action.window
             standing.global_batch_size = sum(log.known.action.local_batch_sizes)
-        standing.stuck_share = log.stuck_share
+        standing.stuck_share = 0.0 if log.watch is None else log.watch.stuck_share
 
     def record_halt(self, job: str, generation: int) -> None:
         """Note that a generation is not decided."""
@@ -210,31 +271,45 @@ class ShownDecisions:
                     if job.phase == "ended":
                         self.record_end(job)
 
-    async def follow_receipts(self, bus: Bus, set_aside: Callable[[BusMessage, str], Awaitable[None]]) -> None:
+    async def follow_receipts(self, context: Context[Any]) -> None:
         """Note every receipt until the intake ends."""
-        async with bus.consume(FEED.name, [subjects.of("applied", subjects.ANY)], start="new") as consumer:
+        wanted = [subjects.of("applied", subjects.ANY)]
+        async with context.bus.consume(FEED.name, wanted, start="new") as consumer:
             async for batch in consumer:
                 for message in batch:
-                    try:
-                        receipt = decode(Applied, message.subject, message.payload)
-                    except MalformedMessageError as error:
-                        await set_aside(message, str(error))
-                    else:
+                    if (receipt := await context.decoded(Applied, message)) is not None:
                         self.record_receipt(receipt)
 
     def show(self, scrape: Scrape) -> None:
         """Show all that is kept."""
         for job, standing, age_s in self._jobs.entries():
-            _show_job(scrape, job, standing, age_s)
+            for name, meaning, value in (
+                ("job_state_window", "newest window with a state", standing.window),
+                ("job_decided_window", "newest decided window, -1 for none", standing.decided_window),
+                ("job_state_age_seconds", "since the newest state of the job", age_s),
+                ("job_window_seconds", "from one window to the next, the last time", standing.window_s),
+                ("job_decided_global_batch_size", "sum of the newest decided sizes", standing.global_batch_size),
+                ("job_stuck_ratio", "share of ranks whose size is stuck at a bound", standing.stuck_share),
+                ("job_halted", "1 while this generation is not decided", int(standing.halted)),
+            ):
+                scrape.gauge(name, meaning, value, training_job=job)
+            for reason, count in standing.num_refused.items():
+                scrape.gauge(
+                    "job_refused_actions",
+                    "actions that the trainer refused in this generation before the newest one that it adopted",
+                    count,
+                    training_job=job,
+                    reason=reason,
+                )
         for end, count in self._ends.items():
             scrape.counter("jobs_ended", "runs that ended, by how", count, reason=end)
-        for kind, variation in self._runs.variations().items():
+        for (name, policy), variation in self._runs.variations().items():
             scrape.gauge(
                 "runs_variation_ratio",
                 "coefficient of variation of the times to a common held-out accuracy, newest runs of a name",
                 variation,
-                training_name=kind.name,
-                policy=kind.policy,
+                training_name=name,
+                policy=policy,
             )
         for name, state in self._streams.items():
             _show_stream(scrape, name, state)
@@ -248,11 +323,10 @@ class ShownDecisions:
 
 
 def _show_stream(scrape: Scrape, name: str, state: StreamState) -> None:
-    for stream in (REPORTS, FEED):
-        if name == stream.name:
-            taken = state.num_bytes / stream.max_bytes
-            scrape.gauge("stream_full_ratio", "share of a stream's room that is taken", taken, stream=name)
-            scrape.gauge("stream_span_seconds", "from oldest to newest message of a stream", state.span_s, stream=name)
+    if max_bytes := {REPORTS.name: REPORTS.max_bytes, FEED.name: FEED.max_bytes}.get(name):
+        taken = state.num_bytes / max_bytes
+        scrape.gauge("stream_full_ratio", "share of a stream's room that is taken", taken, stream=name)
+        scrape.gauge("stream_span_seconds", "from oldest to newest message of a stream", state.span_s, stream=name)
     stored = "messages that a stream has taken since it was made, of all senders"
     scrape.counter("stream_stored", stored, state.last_sequence, stream=name)
     for copy in state.copies.behind:
@@ -262,25 +336,4 @@ def _show_stream(scrape: Scrape, name: str, state: StreamState) -> None:
             copy.lag,
             stream=name,
             server=copy.name,
-        )
-
-
-def _show_job(scrape: Scrape, job: str, standing: JobStanding, age_s: float) -> None:
-    for name, meaning, value in (
-        ("job_state_window", "newest window with a state", standing.window),
-        ("job_decided_window", "newest decided window, -1 for none", standing.decided_window),
-        ("job_state_age_seconds", "since the newest state of the job", age_s),
-        ("job_window_seconds", "from one window to the next, the last time", standing.window_s),
-        ("job_decided_global_batch_size", "sum of the newest decided sizes", standing.global_batch_size),
-        ("job_stuck_ratio", "share of ranks whose size is stuck at a bound", standing.stuck_share),
-        ("job_halted", "1 while this generation is not decided", int(standing.halted)),
-    ):
-        scrape.gauge(name, meaning, value, training_job=job)
-    for reason, count in standing.num_refused.items():
-        scrape.gauge(
-            "job_refused_actions",
-            "actions that the trainer refused in this generation before the newest one that it adopted",
-            count,
-            training_job=job,
-            reason=reason,
         )

@@ -6,7 +6,6 @@ count and what a restart must read again are decided here; `service.py` only mov
 
 from collections.abc import Mapping
 from operator import sub
-from typing import NamedTuple
 
 import numpy as np
 
@@ -34,11 +33,8 @@ MAX_SKIP_WINDOWS = 64
 """A longer jump ahead is accepted only when the node's next state confirms it."""
 
 
-class _Row(NamedTuple):
-    """One node's state of one window, checked but not yet unpacked, and its sequence in FEED."""
-
-    sequence: int
-    state: State
+_Row = tuple[int, State]
+"""One node's state of one window, checked but not yet unpacked, behind its sequence in FEED."""
 
 
 class Fold:
@@ -48,7 +44,7 @@ class Fold:
         """Start at the beginning of the generation, or after its `last` action, which is also the checkpoint.
 
         An action of an earlier generation only gives the chain its predecessor. A generation without actions begins
-        with a `profile` of its family, where its policy can: a stored message that `usable_profile` accepted.
+        with a `profile` of its family, where its policy can: a stored message that it can begin with.
         """
         self.job = job
         self.policy = policy
@@ -57,7 +53,7 @@ class Fold:
         self._rows: dict[str, dict[int, _Row]] = {node.node: {} for node in job.nodes}
         self._num_nodes: dict[int, int] = {}
         """Number of nodes with a row, by window: a state then costs the same in a job of any size."""
-        self._ahead: dict[str, tuple[int, State]] = {}
+        self._ahead: dict[str, _Row] = {}
         self._newest_window = -1
         self._gap = False
         self.next_window = 0
@@ -95,7 +91,7 @@ class Fold:
             self._gap = True
         rows, window = self._rows[state.node], state.window
         if window not in rows:
-            rows[window] = _Row(sequence, state)
+            rows[window] = (sequence, state)
             self._num_nodes[window] = self._num_nodes.get(window, 0) + 1
             self._newest_window = max(self._newest_window, window)
             if window < self.next_window:
@@ -109,15 +105,27 @@ class Fold:
     def close(self) -> Action | None:
         """The decision for the next window if it is closed, sealed into the chain; `None` while it is open.
 
-        Nothing changes until `adopt` is called with the action that the broker stored.
+        It is closed when all nodes have sent it, or some node is two windows ahead. After a gap the next window is the
+        first one that all nodes report, or the first reported at all once the job is two windows past it, so that a
+        dead collector never stops decisions. Nothing changes until `adopt` is called with the action that the broker
+        stored.
         """
-        window = self._closed_window()
-        if window is None:
+        window, num_nodes = self.next_window, len(self._rows)
+        if self._gap:
+            some = [at for at in self._num_nodes if at >= window]
+            window = min([at for at in some if self._num_nodes[at] == num_nodes] or some, default=window)
+        if self._num_nodes.get(window) != num_nodes and self._newest_window < window + 2:
             return None
         obs_WF, global_F = self._observe(window)
         decision = self.policy.decide(self.job, window, obs_WF, global_F, self._carry)
         self.note = decision.note
         sizes = self._feasible(decision.allocation.local_batch_sizes)
+        needed = [sequence for sequence, _ in self._ahead.values()]  # for deciding the windows after this one
+        for rows in self._rows.values():
+            last = _newest(rows, window)
+            for at, (sequence, _) in rows.items():
+                if at > window or (at == last and window - at < MAX_AGE_WINDOWS):
+                    needed.append(sequence)
         action = Action(
             job=self.job.job,
             generation=self.job.generation,
@@ -127,7 +135,7 @@ class Fold:
             policy=self.policy.name,
             policy_version=self.policy.version,
             policy_digest=digest_of(self.policy),
-            watermark=self._watermark_after(window),
+            watermark=max(self.watermark, min(needed, default=self.watermark + 1) - 1),
             gap=self._gap,
             logprobs=decision.logprobs,
             values=decision.values,
@@ -160,20 +168,6 @@ class Fold:
                 if not self._num_nodes[window]:
                     del self._num_nodes[window]
 
-    def _closed_window(self) -> int | None:
-        """The next window, if it is closed: all nodes have sent it, or some node is two windows ahead.
-
-        After a gap the next window is the first one that all nodes report, or the first reported at all once the job is
-        two windows past it, so that a dead collector never stops decisions.
-        """
-        window = self.next_window
-        if self._gap:
-            some = [at for at in self._num_nodes if at >= window]
-            full = [at for at in some if self._num_nodes[at] == len(self._rows)]
-            window = min(full or some, default=window)
-        is_full = self._num_nodes.get(window) == len(self._rows)
-        return window if is_full or self._newest_window >= window + 2 else None
-
     def _observe(self, window: int) -> tuple[Array32, Array32]:
         """Input of a decision: each node's newest row up to the window, unless it is too old."""
         obs_WF = np.full((self.job.world_size, len(RANK_FEATURES)), np.nan, dtype=np.float32)
@@ -181,24 +175,14 @@ class Fold:
         obs_WF[:, RANK_INDEX["age_windows"]] = MAX_AGE_WINDOWS
         known = {node: at for node, rows in self._rows.items() if (at := _newest(rows, window)) is not None}
         if known:
-            states = [self._rows[node][at].state for node, at in known.items()]
+            states = [self._rows[node][at][1] for node, at in known.items()]
             ranks, counts = np.concatenate([self._indices[node] for node in known]), [len(one.ranks) for one in states]
             obs_WF[ranks] = stack_ranks(states)
             obs_WF[ranks, RANK_INDEX["age_windows"]] = np.repeat([window - at for at in known.values()], counts)
             newest = max(known, key=known.__getitem__)
-            global_F = unpack_global(self._rows[newest][known[newest]].state)
+            global_F = unpack_global(self._rows[newest][known[newest]][1])
         obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = self._decided
         return obs_WF, global_F
-
-    def _watermark_after(self, window: int) -> int:
-        """FEED sequence before everything that deciding the windows after `window` can still need."""
-        needed = [sequence for sequence, _ in self._ahead.values()]
-        for rows in self._rows.values():
-            last = _newest(rows, window)
-            for at, row in rows.items():
-                if at > window or (at == last and window - at < MAX_AGE_WINDOWS):
-                    needed.append(row.sequence)
-        return max(self.watermark, min(needed, default=self.watermark + 1) - 1)
 
     def _feasible(self, local_batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The sizes within the job's bounds, and with its sum where that is fixed: their ratios are what remains."""

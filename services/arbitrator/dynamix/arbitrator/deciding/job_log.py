@@ -1,4 +1,4 @@
-"""A job's decisions on the bus: checks the stored actions, folds states, publishes by compare-and-set.
+"""A job's decisions on the bus, and its family's profile: checks stored actions, folds states, publishes.
 
 A broker can lose the end of a stream (a flipped bit in a stored block cuts it off without an error), or run on an old
 copy of its files. Deciding on top of that would decide windows again that trainers have applied. So three things are
@@ -9,15 +9,12 @@ receipts (`Applied`), which are in another stream.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Self
-
-from structlog.stdlib import BoundLogger
+from typing import Any, NamedTuple, Self
 
 from dynamix.arbitrator.learned.policy_store import PolicyAbsentError, PolicyStore
 from dynamix.arbitrator.policies.baselines import Static
 from dynamix.arbitrator.policies.policy import MISTAKES, Policy, digest_of
+from dynamix.arbitrator.policies.registry import POLICIES
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.runtime.bus import (
     Bus,
@@ -29,14 +26,14 @@ from dynamix.runtime.bus import (
     StreamState,
 )
 from dynamix.runtime.bus.requests import nanoseconds
+from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact
-from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Applied, Job, State
-from dynamix.schemas.streams import ACTIONS, FEED, PROFILES
+from dynamix.schemas.codec import MalformedMessageError, decode, encode
+from dynamix.schemas.messages import MAX_PROFILE_BYTES, Action, Applied, Job, JobProfile, State
+from dynamix.schemas.streams import ACTIONS, FEED, JOBS, PROFILES
 
 from .fold import Fold
-from .profiles import UnusableProfileError, usable_profile
 from .signatures import SizeWatch
 
 logger = logging.getLogger(__name__)
@@ -141,7 +138,16 @@ async def check_receipt(bus: Bus, job: Job, newest: Stored | None, message: BusM
             if nanoseconds((await bus.stream_state(ACTIONS.name)).created) > message.timestamp_ns:
                 logger.warning("ACTIONS was made again after the trainer of %s applied %s", job.job, where)
                 return message.sequence
-            if await _began_after(bus, receipt):
+            # FEED was made again with ACTIONS if it begins behind the states that the receipt's action was made from; a
+            # full one drops states and receipts of one time together
+            first, oldest_state = await bus.first(FEED.name, subjects.of("state", job.job, subjects.ANY)), None
+            with contextlib.suppress(MalformedMessageError):
+                oldest_state = None if first is None else decode(State, first.subject, first.payload)
+            if (
+                oldest_state is not None
+                and oldest_state.generation == receipt.generation
+                and oldest_state.window > receipt.decided_window
+            ):
                 logger.warning("the streams were made again after the trainer of %s applied %s", job.job, where)
                 return 0
         raise ActionsEndEarlyError(
@@ -219,21 +225,6 @@ async def _has_dropped(bus: Bus, sequence: int) -> bool:
     return oldest is not None and oldest.sequence > sequence
 
 
-async def _began_after(bus: Bus, receipt: Applied) -> bool:
-    """Whether FEED begins behind the states that the receipt's action was made from: it was made again, with ACTIONS.
-
-    A FEED that is full drops states and receipts of one time together.
-    """
-    message = await bus.first(FEED.name, subjects.of("state", receipt.job, subjects.ANY))
-    if message is None:
-        return False
-    try:
-        oldest = decode(State, message.subject, message.payload)
-    except MalformedMessageError:
-        return False
-    return oldest.generation == receipt.generation and oldest.window > receipt.decided_window
-
-
 def _action(message: BusMessage) -> Action:
     try:
         return decode(Action, message.subject, message.payload)
@@ -258,35 +249,28 @@ def _place(stored: Stored | None) -> str:
     return f"{stored.sequence} (window {stored.action.window} of generation {stored.action.generation})"
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """Shared by all jobs of an arbitrator: the bus, the policies, the log and the counters."""
-
-    bus: Bus
-    policies: PolicyStore
-    log: BoundLogger
-    count: Callable[[str], None]
-
-
 class JobLog:
     """The fold of one generation of a job, joined to its subject in ACTIONS; made by `open`."""
 
-    def __init__(self, job: Job, policy: Policy, around: Surroundings, profile: bytes = b"") -> None:
+    def __init__(
+        self, job: Job, policy: Policy, context: Context[Any], policies: PolicyStore, profile: bytes = b""
+    ) -> None:
         self.job = job
         self.known: Stored | None = None
         """The newest action that this process wrote or read."""
         self.actions_created = ""
         """When the ACTIONS was made that it is in; empty: not known."""
-        self._around = around
-        self._log = around.log.bind(job=job.job, generation=job.generation)
+        self._context = context
+        self._policies = policies
+        self._log = context.log.bind(job=job.job, generation=job.generation)
         self._superseded = False
         self._has_begun = False
         """Whether a state was folded."""
-        self._fold = Fold(job, policy, None, profile)
-        self._watch = None if job.policy == Static.name else SizeWatch(job)  # static sizes are not stuck
+        self.fold = Fold(job, policy, None, profile)
+        self.watch = None if job.policy == Static.name else SizeWatch(job)  # static sizes are not stuck
 
     @classmethod
-    async def open(cls, job: Job, around: Surroundings, known: Stored | None = None) -> Self:
+    async def open(cls, job: Job, context: Context[Any], policies: PolicyStore, known: Stored | None = None) -> Self:
         """Start from the job's newest action, with its policy; a generation without actions chooses its policy here.
 
         `known` is the newest action that this process knows of the job's earlier generations.
@@ -296,43 +280,33 @@ class JobLog:
             ActionStoreError: when it cannot be one of this job.
             ValueError: when there is no such policy, or not any more.
         """
-        newest, lost_until = await checked_action(around.bus, job, known)
+        newest, lost_until = await checked_action(context.bus, job, known)
         recorded = _of_generation(newest, job)
-        policy = await around.policies.choose(job, recorded)
-        profile = b"" if recorded is not None else await _profile_for(job, policy, around)
-        opened = cls(job, policy, around, profile)
+        policy = await policies.choose(job, recorded)
+        profile = b"" if recorded is not None else await _profile_for(job, policy, context)
+        opened = cls(job, policy, context, policies, profile)
         if newest is not None:
             opened._adopt(newest)
         if lost_until:
-            opened._fold.start_after_gap(lost_until)
+            opened.fold.start_after_gap(lost_until)
             opened._has_begun = True
-        opened._log.info("decides", policy=job.policy, version=opened._fold.policy.version)
+        opened._log.info("decides", policy=job.policy, version=opened.fold.policy.version)
         return opened
-
-    @property
-    def watermark(self) -> int:
-        """FEED sequence after which a restart continues to read."""
-        return self._fold.watermark
-
-    @property
-    def stuck_share(self) -> float:
-        """Share of the ranks whose size is stuck at a bound."""
-        return 0.0 if self._watch is None else self._watch.stuck_share
 
     @property
     def has_inputs(self) -> bool:
         """Whether it continues after states that were decided before."""
-        return self._fold.next_window > 0
+        return self.fold.next_window > 0
 
     def check_inputs(self, feed: StreamState) -> None:
         """Continue after a gap if FEED no longer holds what follows the watermark.
 
         A watermark behind FEED's end belongs to another FEED: the stream was made again.
         """
-        if self.has_inputs and not feed.first_sequence - 1 <= self.watermark <= feed.last_sequence:
+        if self.has_inputs and not feed.first_sequence - 1 <= self.fold.watermark <= feed.last_sequence:
             held = {"first_sequence": feed.first_sequence, "last_sequence": feed.last_sequence}
-            self._log.warning("inputs after the checkpoint are gone", watermark=self.watermark, **held)
-            self._fold.start_after_gap(max(0, feed.first_sequence - 1))
+            self._log.warning("inputs after the checkpoint are gone", watermark=self.fold.watermark, **held)
+            self.fold.start_after_gap(max(0, feed.first_sequence - 1))
 
     async def add_state(self, sequence: int, state: State) -> None:
         """Fold one state and publish every decision that it makes possible.
@@ -343,35 +317,31 @@ class JobLog:
         """
         if state.window and not self._has_begun and not self.has_inputs:
             # no action is stored, nor the states that one would be made from: the streams were made again meanwhile
-            self._fold.start_after_gap(sequence - 1)
+            self.fold.start_after_gap(sequence - 1)
         self._has_begun = True
-        self._fold.add_state(sequence, state)
-        while not self._superseded and (action := self._fold.close()) is not None:
+        self.fold.add_state(sequence, state)
+        while not self._superseded and (action := self.fold.close()) is not None:
             if (stored_at := await self._store(action)) is not None:
                 self.known = Stored(stored_at, action)
-                self._fold.adopt(action)
-                self._around.count("decided")
-                if self._fold.note:
-                    self._log.info(self._fold.note, family=self.job.family, window=action.window)
+                self.fold.adopt(action)
+                self._context.count("decided")
+                if self.fold.note:
+                    self._log.info(self.fold.note, family=self.job.family, window=action.window)
                 self._log.debug("decided", window=action.window, local_batch_sizes=action.local_batch_sizes[:16])
-                await self._watch_sizes(action)
-
-    async def _watch_sizes(self, action: Action) -> None:
-        """Publish an event when sizes stick to a bound; a restarted arbitrator counts windows from zero."""
-        if self._watch is not None and (finding := self._watch.observe_sizes(action.local_batch_sizes)) is not None:
-            self._around.count("size_stuck")
-            self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
-            event = finding.event(
-                job=action.job, generation=action.generation, window=action.window, service="arbitrator"
-            )
-            await self._around.bus.publish_soon(event)
+                # a restarted arbitrator counts windows from zero
+                finding = None if self.watch is None else self.watch.observe_sizes(action.local_batch_sizes)
+                if finding is not None:
+                    self._context.count("size_stuck")
+                    self._log.warning(finding.explanation, signature=finding.signature, window=action.window)
+                    event = finding.event(action.job, action.generation, action.window, "arbitrator")
+                    await self._context.bus.publish_soon(event)
 
     async def _store(self, action: Action) -> int | None:
         """Store an action; `None` when another arbitrator's is there, which is adopted.
 
         A server that was cut off refuses what follows the actions that it does not know: then both are tried again.
         """
-        bus, expected_last = self._around.bus, 0 if self.known is None else self.known.sequence
+        bus, expected_last = self._context.bus, 0 if self.known is None else self.known.sequence
         wait = FailoverWait(bus.stream_state, FEED.name)
         while True:
             try:
@@ -386,11 +356,11 @@ class JobLog:
         if newest is None:
             self.known = None
             return None
-        recorded, policy = _of_generation(newest, self.job), self._fold.policy
+        recorded, policy = _of_generation(newest, self.job), self.fold.policy
         ours = (policy.version, digest_of(policy))
         while recorded is not None and (recorded.policy_version, recorded.policy_digest) != ours:
             try:
-                self._fold.policy = await self._around.policies.choose(self.job, recorded)
+                self.fold.policy = await self._policies.choose(self.job, recorded)
                 break
             except PolicyAbsentError:  # its file may be newer than what the server that answers knows
                 if not await wait.pause():
@@ -405,8 +375,8 @@ class JobLog:
         refuse for one that it can no longer read.
         """
         for wait_s in (*SHOW_WAITS_S, None):
-            newest = await newest_action(self._around.bus, self.job)
-            await check_goes_on(self._around.bus, self.job, self.known, newest)
+            newest = await newest_action(self._context.bus, self.job)
+            await check_goes_on(self._context.bus, self.job, self.known, newest)
             if (0 if newest is None else newest.sequence) != expected_last:
                 return newest
             if wait_s is not None:
@@ -418,31 +388,10 @@ class JobLog:
 
     def _adopt(self, stored: Stored) -> None:
         self._superseded = stored.action.generation > self.job.generation
-        self._fold.adopt(stored.action)
+        self.fold.adopt(stored.action)
         self.known = stored
-        self._around.count("adopted")
+        self._context.count("adopted")
         self._log.info("adopted a stored action", window=stored.action.window, of_generation=stored.action.generation)
-
-
-async def _profile_for(job: Job, policy: Policy, around: Surroundings) -> bytes:
-    """The stored profile that a generation without decisions begins with; empty for none, or an unusable one."""
-    if not job.family or not isinstance(policy, Rule):
-        return b""
-    log = around.log.bind(job=job.job, generation=job.generation, family=job.family)
-    if job.explores and job.generation > 0:
-        log.warning("a start again tries nothing out and leaves no record of it: give each run an id of its own")
-    try:
-        stored = await around.bus.last(PROFILES.name, subjects.of("profile", job.family))
-        profile = None if stored is None else usable_profile(job, policy, stored.payload)
-    except (StreamMissingError, PermissionDeniedError, UnusableProfileError) as error:
-        around.count("profiles_ignored")
-        log.warning("the profile of the family is not used", reason=str(error))
-        return b""
-    if stored is None or profile is None or profile.is_forgotten:
-        return b""
-    around.count("begun_with_profile")
-    log.info("begins with the profile of its family", run=profile.run, of=profile.job)
-    return stored.payload
 
 
 def _of_generation(stored: Stored | None, job: Job) -> Action | None:
@@ -454,3 +403,117 @@ def reason_of(error: Exception) -> tuple[str, Exception | None]:
     """The text of the error, and the error itself where it is unexpected and its traceback is wanted."""
     is_foreseen = isinstance(error, (ActionStoreError, ValueError))
     return (str(error), None) if is_foreseen else (repr(error), error)
+
+
+# --- profiles: what runs of a job family taught ----------------------------------------------------------------------
+#
+# A profile names the sequence in JOBS of the end that it was made for; an end behind it is not in it yet. So the newest
+# specifications are all that a restarted arbitrator looks at, and two arbitrators write by compare-and-set.
+
+
+async def _profile_for(job: Job, policy: Policy, context: Context[Any]) -> bytes:
+    """The stored profile that a generation without decisions begins with; empty for none, or an unusable one."""
+    if not job.family or not isinstance(policy, Rule):
+        return b""
+    log = context.log.bind(job=job.job, generation=job.generation, family=job.family)
+    if job.explores and job.generation > 0:
+        log.warning("a start again tries nothing out and leaves no record of it: give each run an id of its own")
+    reason = ""
+    try:
+        stored = await context.bus.last(PROFILES.name, subjects.of("profile", job.family))
+        if stored is None:
+            return b""
+        payload = stored.payload
+        profile = decode(JobProfile, stored.subject, payload)
+        policy.begin(job, profile)
+        if len(payload) > MAX_PROFILE_BYTES:
+            reason = f"it has {len(payload)} bytes, at most {MAX_PROFILE_BYTES} go into an action"
+    except (StreamMissingError, PermissionDeniedError) as error:
+        reason = str(error)
+    except MalformedMessageError as error:
+        reason = f"it cannot be read: {error}"
+    except MISTAKES as error:
+        reason = f"policy {policy.name!r} cannot read its memory: {error!r}"
+    if reason:
+        context.count("profiles_ignored")
+        log.warning("the profile of the family is not used", reason=reason)
+        return b""
+    if profile.is_forgotten:
+        return b""
+    context.count("begun_with_profile")
+    log.info("begins with the profile of its family", run=profile.run, of=profile.job)
+    return payload
+
+
+async def store_profiles(context: Context[Any]) -> None:
+    """Store what a run taught after every end, those of the past first, until the intake ends.
+
+    Once per end, whichever arbitrator comes first, and after a restart.
+    """
+    wanted = [subjects.of("job", subjects.ANY)]
+    async with context.bus.consume(JOBS.name, wanted, start="last_per_subject") as consumer:
+        async for batch in consumer:
+            for message in batch:
+                try:
+                    job = decode(Job, message.subject, message.payload)
+                except MalformedMessageError:
+                    continue  # set aside where it is read for decisions
+                if job.phase == "ended" and job.family:
+                    await _record(context, job, message.sequence)
+
+
+async def _record(context: Context[Any], job: Job, sequence: int) -> None:
+    log = context.log.bind(job=job.job, family=job.family)
+    wait = FailoverWait(context.bus.stream_state, JOBS.name)
+    try:
+        while True:
+            try:
+                reason = await _store(context, job, sequence, wait)
+                break
+            except ActionsEndEarlyError:  # of several servers one that was cut off may show older actions
+                if not await wait.pause():
+                    raise
+            except StaleWriterError:  # another arbitrator was first, or that server showed an older profile
+                await wait.pause()
+    except (ActionStoreError, PermissionDeniedError, StreamMissingError) as error:
+        log.warning("what the run taught is not stored", reason=str(error))
+    except MISTAKES as error:
+        log.error("what the run taught is not stored", reason=repr(error), exc_info=error)
+    else:
+        if reason:
+            log.info("the run taught nothing for its family", reason=reason)
+
+
+async def _store(context: Context[Any], job: Job, sequence: int, wait: FailoverWait) -> str:
+    """Store the profile after a run, unless there is one; why there is nothing to store, if there is not."""
+    bus, subject = context.bus, subjects.of("profile", job.family)
+    stored, earlier = await bus.last(PROFILES.name, subject), None
+    if stored is not None:
+        try:
+            earlier = decode(JobProfile, subject, stored.payload)
+        except MalformedMessageError as error:
+            context.log.warning("a broken profile is replaced", family=job.family, reason=str(error))
+    if earlier is not None and earlier.ended_sequence >= sequence:
+        last = (await bus.stream_state(JOBS.name)).last_sequence
+        while earlier.ended_sequence > last and await wait.pause():
+            last = (await bus.stream_state(JOBS.name)).last_sequence
+        if earlier.ended_sequence <= last:  # else its sequence is of another JOBS: the stream was made again
+            return ""
+    newest, _ = await checked_action(bus, job)
+    if newest is None or newest.action.generation != job.generation:
+        return "nothing was decided in its last start"
+    policy: Policy | None = POLICIES.get(newest.action.policy)
+    if not isinstance(policy, Rule) or policy.version != newest.action.policy_version:
+        return f"policy {newest.action.policy!r} keeps nothing for later runs"
+    known = None if earlier is None or earlier.is_forgotten else earlier
+    profile = policy.profile_after(job, newest.action, known, ended_sequence=sequence)
+    if profile is None:
+        return f"{newest.action.window + 1} windows, and nothing measured in them"
+    if (num_bytes := len(encode(profile))) > MAX_PROFILE_BYTES:
+        reason = f"{num_bytes} bytes are over the limit of {MAX_PROFILE_BYTES}"
+        context.log.warning("what the run taught is not stored", job=job.job, family=job.family, reason=reason)
+        return ""
+    await bus.publish_next(profile, expected_last=0 if stored is None else stored.sequence)
+    context.count("profiles_stored")
+    context.log.info("stored what the run taught", job=job.job, family=job.family, run=profile.run)
+    return ""

@@ -5,13 +5,11 @@ and each finding has the number and the limit that it crossed.
 """
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dynamix.schemas.messages import Event, Job, Signature
 
@@ -45,7 +43,7 @@ class Finding(NamedTuple):
     limit: float
     explanation: str
 
-    def event(self, *, job: str, generation: int, window: int, service: str) -> Event:
+    def event(self, job: str, generation: int, window: int, service: str) -> Event:
         """The message about it. While a policy learns, its name is the job, and the window the episode."""
         return Event(job=job, generation=generation, window=window, service=service, **self._asdict())
 
@@ -68,7 +66,9 @@ class SizeWatch:
         sizes_W = np.asarray(local_batch_sizes)
         self._at_low_W = np.where(sizes_W <= self._low, self._at_low_W + 1, 0)
         self._at_high_W = np.where(sizes_W >= self._high_W, self._at_high_W + 1, 0)
-        low, high = self._share(self._at_low_W), self._share(self._at_high_W)
+        num_movable = max(int(self._movable_W.sum()), 1)
+        stuck = (running_W[self._movable_W] >= STUCK_WINDOWS for running_W in (self._at_low_W, self._at_high_W))
+        low, high = (int(each.sum()) / num_movable for each in stuck)
         share = self.stuck_share = max(low, high)
         was_reported, self._reported = self._reported, share > STUCK_SHARE
         if was_reported or not self._reported:
@@ -76,11 +76,6 @@ class SizeWatch:
         bound = f"minimum of {self._low}" if low >= high else f"maximum of {int(self._high_W.max())}"
         text = f"{share:.0%} of the ranks were at their {bound} in each of the last {STUCK_WINDOWS} decisions"
         return Finding("size-stuck", share, STUCK_SHARE, text)
-
-    def _share(self, running_W: npt.NDArray[np.int64]) -> float:
-        """The share of stuck ranks among those whose bounds leave a choice."""
-        num_movable = int(self._movable_W.sum())
-        return int((running_W[self._movable_W] >= STUCK_WINDOWS).sum()) / num_movable if num_movable else 0.0
 
 
 def reward_signatures(returns: Sequence[float]) -> list[Finding]:
@@ -132,72 +127,3 @@ def _in_deviations(difference: float, deviation: float) -> float:
     if deviation > 0:
         return min(max(difference / deviation, -_MOST), _MOST)
     return math.copysign(_MOST, difference) if difference else 0.0
-
-
-MAX_RUNS = 8
-"""Ended runs of one name that are compared: the newest."""
-MAX_POINTS = 512
-"""Improvements of one run that are kept."""
-MAX_NAMES = 100
-
-
-class Improvement(NamedTuple):
-    """A held-out accuracy that was the best so far, and the training time until it."""
-
-    time_s: float
-    accuracy: float
-
-
-class RunKind(NamedTuple):
-    """Runs that should take as long as each other."""
-
-    name: str
-    """The job's, without the id of the run."""
-    policy: str
-
-
-class RunTimes:
-    """Compares ended runs by name and policy. A run that reports no held-out accuracy is not compared."""
-
-    def __init__(self) -> None:
-        self._running: dict[str, list[Improvement]] = {}
-        self._time_s: dict[str, float] = {}
-        self._ended: dict[RunKind, deque[list[Improvement]]] = {}
-
-    def record_window(self, job: str, time_s: float, held_out_accuracy: float | None) -> None:
-        """Add a window's training time, and the newest evaluation, to a run."""
-        total_s = self._time_s[job] = self._time_s.pop(job, 0.0) + time_s
-        curve = self._running.setdefault(job, [])
-        is_better = held_out_accuracy is not None and (not curve or held_out_accuracy > curve[-1].accuracy)
-        if held_out_accuracy is not None and is_better and len(curve) < MAX_POINTS:
-            curve.append(Improvement(total_s, held_out_accuracy))
-        while len(self._time_s) > MAX_NAMES:
-            self.forget_run(next(iter(self._time_s)))
-
-    def end_run(self, job: str, policy: str) -> None:
-        """Compare a run from now on; it ended as it should. Windows that are still on their way are added later."""
-        self._time_s.setdefault(job, 0.0)
-        curve = self._running.setdefault(job, [])
-        kind = RunKind(job.rpartition("-")[0], policy)
-        runs = self._ended.pop(kind, deque(maxlen=MAX_RUNS))
-        if not any(curve is known for known in runs):
-            runs.append(curve)
-        self._ended[kind] = runs  # the newest, which is dropped last
-        while len(self._ended) > MAX_NAMES:
-            del self._ended[next(iter(self._ended))]
-
-    def forget_run(self, job: str) -> None:
-        """Leave a run out: it failed, or was stopped."""
-        self._running.pop(job, None)
-        self._time_s.pop(job, None)
-
-    def variations(self) -> Mapping[RunKind, float]:
-        """The coefficient of variation between the times of each kind with enough runs."""
-        found = {}
-        for kind, ended in list(self._ended.items()):
-            runs = [run for run in list(ended) if run]
-            if len(runs) >= MIN_RUNS:
-                common = min(run[-1].accuracy for run in runs)  # the best accuracy that all of them reached
-                times = [next(point.time_s for point in run if point.accuracy >= common) for run in runs]
-                found[kind] = variation_between(times)
-        return found

@@ -32,7 +32,7 @@ from dynamix.arbitrator.policies.policy import (
     unpack,
 )
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.arbitrator.policies.sizing import divided
+from dynamix.arbitrator.policies.step_time import divided
 from dynamix.schemas import sight
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job

@@ -50,9 +50,7 @@ class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     objective: Objective = "clipped"
-    """Which of the two variants."""
     learning_rate: Positive = 1e-3
-    """Adam's."""
     anneal_lr: bool = True
     """Reduce the learning rate linearly to 0 over the planned episodes."""
     adam_eps: Positive = 1e-5
@@ -64,23 +62,17 @@ class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_minibatches: AtLeastOne = 4
     """Parts of a batch, one optimizer step each."""
     update_epochs: AtLeastOne = 8
-    """Passes over a batch."""
     norm_adv: bool = True
-    """Normalise advantages in each minibatch."""
     clip_coef: Positive = 0.2
     """Change of a probability ratio at which its gradient is clipped."""
     clip_vloss: bool = True
     """Cut off the critic's change in the same way."""
     ent_coef: NotNegative = 0.01
-    """Weight of the entropy bonus."""
     vf_coef: NotNegative = 0.5
-    """Weight of the critic's loss."""
     max_grad_norm: Positive = 0.5
-    """Largest norm of the gradient over all parameters."""
     target_kl: Positive | None = 0.02
     """Ends the passes over a batch when the policy has moved further than this; `None`: never."""
     hidden_sizes: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(max_length=8)] = (64, 64)
-    """Widths of the hidden layers of actor and critic."""
     neutral_logit: float = 1.0
     """The neutral action's initial advantage: untrained, it is chosen about e times as often as each other one."""
 
@@ -112,9 +104,7 @@ class PolicyMetadata(Metadata, frozen=True, kw_only=True):
     num_updates: Count = 0
     num_episodes: Count = 0
     scenarios: tuple[Text, ...] = ()
-    """The scenarios that it learned on."""
     seeds: tuple[Count, ...] = ()
-    """The seeds of the learning."""
     scores: dict[str, float] = msgspec.field(default_factory=dict)
     """Scores by name, as measured at the end of learning; lower is better for times and ratios."""
     learned_from: tuple[Text, ...] = ()
@@ -122,7 +112,6 @@ class PolicyMetadata(Metadata, frozen=True, kw_only=True):
     parent: Text = ""
     """SHA-256 of the file that the learning continued from; empty for a new policy."""
     created_by: Text = ""
-    """The program that wrote it."""
 
 
 class PolicyFile(NamedTuple):

@@ -104,12 +104,6 @@ def gae(
     return advantages, advantages + values_TD
 
 
-def discounted_returns(rewards_TD: Array64, discounts_T: Array64) -> Array64:
-    """The discounted sum of rewards from each transition on: the weight of the paper's objective, without a critic."""
-    no_values = np.zeros_like(rewards_TD)
-    return gae(rewards_TD, no_values, np.zeros(rewards_TD.shape[1]), discounts_T, gae_lambda=1.0)[1]
-
-
 class Batch(NamedTuple):
     """Decisions of one or more trajectories, float32, N rows."""
 
@@ -269,12 +263,26 @@ class Agent:
         raw = np.concatenate([t.inputs_TDI.reshape(-1, t.inputs_TDI.shape[-1]) for t in trajectories])
         if number == 0:
             self.normalisation = self.normalisation.updated(raw)
-            trajectories = [self._renormalised(trajectory) for trajectory in trajectories]
         columns = []
-        for trajectory in trajectories:
+        for recorded in trajectories:
+            trajectory = recorded
+            if number == 0:
+                # With the first normalisation, before anything was learned: otherwise the critic would be compared with
+                # its own values for inputs on another scale. An untrained actor hardly depends on its inputs.
+                T, D, num_inputs = trajectory.inputs_TDI.shape
+                forward = networks.Forward(self._network.tensors(), len(settings.hidden_sizes))
+                inputs = self.normalisation.applied(trajectory.inputs_TDI.reshape(-1, num_inputs))
+                logprobs = networks.log_softmax(forward.logits(inputs))
+                values: Array64 = forward.values(inputs).reshape(T, D)
+                trajectory = trajectory._replace(
+                    logprobs_TD=logprobs[np.arange(T * D), trajectory.actions_TD.reshape(-1)].reshape(T, D),
+                    values_TD=values,
+                    next_values_D=np.zeros(D) if trajectory.terminated else values[-1],
+                )
             discounts_T = settings.gamma ** trajectory.num_windows_T.astype(np.float64)
-            if settings.objective == "simplified":
-                returns = advantages = discounted_returns(trajectory.rewards_TD, discounts_T)
+            if settings.objective == "simplified":  # the discounted sum of rewards: the paper's weight, no critic
+                no_values_TD = np.zeros_like(trajectory.rewards_TD)
+                returns = advantages = gae(trajectory.rewards_TD, no_values_TD, no_values_TD[0], discounts_T, 1.0)[1]
             else:
                 measured = (trajectory.rewards_TD, trajectory.values_TD, trajectory.next_values_D)
                 advantages, returns = gae(*measured, discounts_T, settings.gae_lambda)
@@ -293,23 +301,6 @@ class Agent:
             self.metadata, num_updates=number + 1, num_episodes=self.metadata.num_episodes + len(trajectories)
         )
         return stats
-
-    def _renormalised(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with the first normalisation, before anything was learned.
-
-        Otherwise the critic would be compared with its own values for inputs on another scale. An untrained
-        actor hardly depends on its inputs, so its probabilities hardly change.
-        """
-        T, D, num_inputs = trajectory.inputs_TDI.shape
-        inputs = self.normalisation.applied(trajectory.inputs_TDI.reshape(-1, num_inputs))
-        numpy_network = networks.Forward(self._network.tensors(), len(self.metadata.settings.hidden_sizes))
-        logprobs = networks.log_softmax(numpy_network.logits(inputs))
-        values: Array64 = numpy_network.values(inputs).reshape(T, D)
-        return trajectory._replace(
-            logprobs_TD=logprobs[np.arange(T * D), trajectory.actions_TD.reshape(-1)].reshape(T, D),
-            values_TD=values,
-            next_values_D=np.zeros(D) if trajectory.terminated else values[-1],
-        )
 
 
 def _network(metadata: PolicyMetadata, generator: torch.Generator) -> ActorCritic:

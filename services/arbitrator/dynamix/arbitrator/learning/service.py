@@ -13,12 +13,11 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal, NamedTuple, TypeVar, TypeVarTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from dynamix.arbitrator.deciding.profiles import COMPLETED
 from dynamix.arbitrator.deciding.signatures import reward_signatures, value_signature
 from dynamix.arbitrator.learned.policy import action_set_of, metadata_of
 from dynamix.arbitrator.learned.policy_file import (
@@ -32,6 +31,7 @@ from dynamix.arbitrator.learned.policy_file import (
 )
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.registry import policy_names
+from dynamix.arbitrator.policies.rule import COMPLETED
 from dynamix.runtime.bus import (
     Bus,
     BusError,
@@ -46,7 +46,7 @@ from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.metrics import Scrape
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode, decode_any
+from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Action, Applied, Job, Reward, Signature, State
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 from dynamix.schemas.subjects import check_token
@@ -75,8 +75,6 @@ SIGNATURES: tuple[Signature, ...] = ("reward-plateau", "reward-collapse", "value
 """Failure signatures of a learning curve."""
 
 Refuse = Callable[[BusMessage, str], Awaitable[None]]
-A = TypeVarTuple("A")
-R = TypeVar("R")
 
 
 class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,10 +298,7 @@ class _Learner:
             self._context.counters["ready"] = 1
             async for batch in consumer:
                 for message in batch:
-                    try:
-                        job = decode(Job, message.subject, message.payload)
-                    except MalformedMessageError as error:
-                        await self._context.dead_letter(message, str(error))
+                    if (job := await self._context.decoded(Job, message)) is None:
                         continue
                     for ended, terminated in ended_by(job, self._running, self._settings.policy, self._settings.jobs):
                         if generation_name(ended) not in self._learned_from:
@@ -319,7 +314,8 @@ class _Learner:
             self._take(SHIPPED_VERSION, shipped)
         else:
             wanted = (name, new.action_set, new.objective, new.reward_formula)
-            await self._put(await self._in_process(first_version, *wanted))
+            loop = asyncio.get_running_loop()
+            await self._put(await loop.run_in_executor(self._executor, first_version, *wanted))
 
     async def learn_from(self, job: Job, *, terminated: bool) -> None:
         """Learn from a generation that is over, once there are enough of them."""
@@ -329,7 +325,25 @@ class _Learner:
             return
         self._learned_from.add(generation_name(job))
         await self._store_update()
-        if self._is_wanted(found):
+        own = self._metadata.reward_formula
+        own = f"paper-{job.optimizer_family}" if own == "auto" else own
+        foreign = sorted({reward.formula for reward in found.rewards} - {own})
+        behind = self._version - max((action.policy_version for action in found.actions), default=0)
+        if not found.actions or not 0 <= behind <= MAX_STALENESS:
+            self._context.count("generations_left_out")
+            log.info("left out", job=job.job, generation=job.generation, versions_behind=behind)
+        elif foreign:
+            self._context.count("generations_left_out")
+            self._context.count("generations_of_other_rewards")
+            log.warning(
+                "left out: rewards of another formula than the policy's; set DYNAMIX_REWARD_FORMULA of the reward "
+                "service",
+                job=job.job,
+                generation=job.generation,
+                formulas=foreign,
+                wanted=own,
+            )
+        else:
             self._context.count("generations")
             if found.num_unrewarded:  # its outcome is unknown
                 self._context.count("generations_without_last_rewards")
@@ -345,35 +359,14 @@ class _Learner:
             self._lessons = self._lessons[-NUM_KEPT_UPDATES * settings.generations_per_update :]
         elif len(self._lessons) >= settings.generations_per_update:
             lessons, self._lessons = self._lessons, []
-            outcome: Outcome = await self._in_process(update, self._content, lessons)
+            loop = asyncio.get_running_loop()  # an update takes seconds and must not delay the heartbeat
+            outcome = await loop.run_in_executor(self._executor, update, self._content, lessons)
             for reason in outcome.refused:
                 self._context.count("generations_left_out")
                 log.warning("left out", reason=reason)
             if outcome.content is not None:
                 self._unstored = outcome
                 await self._store_update()
-
-    def _is_wanted(self, recording: Recording) -> bool:
-        job, own = recording.job, self._metadata.reward_formula
-        own = f"paper-{job.optimizer_family}" if own == "auto" else own
-        foreign = sorted({reward.formula for reward in recording.rewards} - {own})
-        behind = self._version - max((action.policy_version for action in recording.actions), default=0)
-        if not recording.actions or not 0 <= behind <= MAX_STALENESS:
-            self._context.log.info("left out", job=job.job, generation=job.generation, versions_behind=behind)
-        elif foreign:
-            self._context.count("generations_of_other_rewards")
-            self._context.log.warning(
-                "left out: rewards of another formula than the policy's; set DYNAMIX_REWARD_FORMULA of the reward "
-                "service",
-                job=job.job,
-                generation=job.generation,
-                formulas=foreign,
-                wanted=own,
-            )
-        else:
-            return True
-        self._context.count("generations_left_out")
-        return False
 
     async def _store_update(self) -> None:
         """Store the update that is not stored yet; when the bus refuses it, retry after the next generation."""
@@ -422,7 +415,3 @@ class _Learner:
         for signature in SIGNATURES:
             found = int(signature in self._signatures)
             scrape.gauge("signature", "1 while the learning curve looks like this failure", found, signature=signature)
-
-    async def _in_process(self, work: Callable[[*A], R], *args: *A) -> R:
-        """Run in the process that has torch: an update takes seconds and must not delay the heartbeat."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)

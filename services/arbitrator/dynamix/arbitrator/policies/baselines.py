@@ -27,8 +27,16 @@ from .policy import (
     tracks,
     unpack,
 )
-from .sizing import Pace, by_speed, clamp_total, equally, scaled
-from .step_time import StepTime, StepTimeFit, filtered, window_of
+from .step_time import (
+    StepTimeFit,
+    by_speed,
+    clamp_total,
+    divided,
+    filtered,
+    scaled,
+    towards,
+    window_of,
+)
 
 
 class Static:
@@ -167,14 +175,14 @@ class NoiseScale:
         factor, wanted = option(self.options, job, "multiplier"), float(sum(current))
         reason = "no noise scale is known yet"
         if not math.isnan(noise.noise_scale):
-            pace = Pace(max_change=option(self.options, job, "max_change"))
-            wanted = pace.step(max(wanted, 1.0), max(clamp_total(job, factor * noise.noise_scale), 1))
+            target = max(clamp_total(job, factor * noise.noise_scale), 1)
+            wanted = towards(target, max(wanted, 1.0), max_change=option(self.options, job, "max_change"))
             reason = f"towards {factor:g} times the noise scale of {noise.noise_scale:.3g}"
         total = clamp_total(job, wanted)
         if option(self.options, job, "proportional") == 1:
             sizes = by_speed(job, total, fit.model(job), current)
         else:
-            sizes = current if total == sum(current) else equally(job, total)
+            sizes = current if total == sum(current) else divided(job, total, np.ones(job.world_size))
         return Decision(allocation_of(self.options, job, sizes), carry=pack(_State(noise, fit.kept())), reason=reason)
 
 
@@ -206,9 +214,21 @@ class Goodput:
         fit = fit.observe(
             job, window_of(job, obs_WF, global_F), jump=math.inf, smoothing=option(self.options, job, "smoothing")
         )
-        sizes, model = decided_sizes(obs_WF), fit.model(job)
-        if model is not None:
-            sizes = self._chosen(job, sizes, model, option(self.options, job, "noise_multiplier") * noise.noise_scale)
+        sizes, model, noise_scale = decided_sizes(obs_WF), fit.model(job), noise.noise_scale
+        proportional, tracking = option(self.options, job, "proportional") == 1, tracks(self.options, job)
+        if model is not None and math.isnan(noise_scale) and proportional:
+            sizes = by_speed(job, sum(sizes), model, sizes)
+        elif model is not None and not math.isnan(noise_scale):
+            scale, base = option(self.options, job, "noise_multiplier") * noise_scale, job.base_global_batch_size
+            candidates = np.geomspace(max(model.smallest, 1.0), max(model.largest, 1.0), NUM_CANDIDATES)
+            times_s = (model.balanced if proportional or tracking else model.equal)(candidates)
+            values = goodput(candidates, times_s, scale, base)
+            total = np.array([float(sum(sizes))])
+            now_s = model.balanced(total) if tracking else np.array([model.of(sizes)])
+            now = float(goodput(total, now_s, scale, base)[0])
+            if float(values.max()) > (1 + option(self.options, job, "hysteresis")) * now:
+                best = round(float(candidates[int(np.argmax(values))]))
+                sizes = model.divide(best) if proportional else divided(job, best, np.ones(job.world_size))
         allocation = allocation_of(self.options, job, sizes)
         known = f"at a noise scale of {noise.noise_scale:.3g}"
         if model is None:
@@ -220,21 +240,6 @@ class Goodput:
         else:
             reason = f"the greatest predicted goodput {known}"
         return Decision(allocation, carry=pack(_State(noise, fit.kept())), reason=reason)
-
-    def _chosen(self, job: Job, current: tuple[int, ...], model: StepTime, noise_scale: float) -> tuple[int, ...]:
-        proportional = option(self.options, job, "proportional") == 1
-        if math.isnan(noise_scale):
-            return by_speed(job, sum(current), model, current) if proportional else current
-        candidates = np.geomspace(max(model.smallest, 1.0), max(model.largest, 1.0), NUM_CANDIDATES)
-        times_s = (model.balanced if proportional or tracks(self.options, job) else model.equal)(candidates)
-        values = goodput(candidates, times_s, noise_scale, job.base_global_batch_size)
-        best = round(float(candidates[int(np.argmax(values))]))
-        total = np.array([float(sum(current))])
-        now_s = model.balanced(total) if tracks(self.options, job) else np.array([model.of(current)])
-        now = float(goodput(total, now_s, noise_scale, job.base_global_batch_size)[0])
-        if float(values.max()) <= (1 + option(self.options, job, "hysteresis")) * now:
-            return current
-        return model.divide(best) if proportional else equally(job, best)
 
 
 def goodput(global_batch_sizes: Array64, step_times_s: Array64, noise_scale: float, base: int) -> Array64:

@@ -149,10 +149,6 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         believed = np.where(ratios < 1.0, ratios**SMOOTHING, ratios)
         return replace(self, rates=self.rates * believed, num_link_windows=number)
 
-    def begun_again(self, first: "ExchangeMemory") -> "ExchangeMemory":
-        """The memory at the start of another run, which starts with the exchange of `first`."""
-        return replace(self, active=first.active, shares=first.shares, age=DWELL)
-
 
 def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float, *, max_every: int) -> Exchange:
     """The exchange that the next decision names; `current` is the global batch of the last one."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from dynamix.runtime.extensions import ExtensionError, extension_names, load_extension
@@ -43,13 +42,33 @@ class ExtensionPolicy:
             ) from error
 
 
+def _checked_decision(found: object) -> Decision:
+    if not isinstance(found, Decision):
+        raise TypeError(f"decide returned {type(found).__name__}, not a Decision")
+    return found
+
+
 def extension_policy(name: str) -> NamedPolicy | None:
     """The policy that another package registers under a name; `None` when none does.
 
     Raises:
         ExtensionError: when it cannot be loaded, or is not a policy; the message names what is missing.
     """
-    return load_extension("dynamix.policies", name, partial(_checked_policy, name))
+
+    def checked(found: Any) -> NamedPolicy:
+        """Check what `NamedPolicy` promises and can be seen without a job."""
+        if missing := [part for part in ("name", "version", "options", "decide") if not hasattr(found, part)]:
+            asked = "dynamix.arbitrator.policies.policy.NamedPolicy"
+            raise TypeError(f"it lacks {', '.join(missing)}, which {asked} asks for")
+        if found.name != name:
+            raise ValueError(f"its name is {found.name!r}, not the registered one")
+        if not isinstance(found.version, int) or found.version < 1:
+            raise ValueError(f"its version is {found.version!r}, not a whole number from 1")
+        if not isinstance(found.options, Mapping) or not all(isinstance(one, Option) for one in found.options.values()):
+            raise TypeError("its options are not a mapping from names to dynamix.schemas.policies.Option")
+        return ExtensionPolicy(name, found.version, found.options, found)
+
+    return load_extension("dynamix.policies", name, checked)
 
 
 def policy_named(name: str) -> NamedPolicy:
@@ -68,22 +87,3 @@ def policy_named(name: str) -> NamedPolicy:
 def policy_names() -> list[str]:
     """The names of all policies that are code, sorted."""
     return sorted({*POLICIES, *extension_names("dynamix.policies")})
-
-
-def _checked_decision(found: object) -> Decision:
-    if not isinstance(found, Decision):
-        raise TypeError(f"decide returned {type(found).__name__}, not a Decision")
-    return found
-
-
-def _checked_policy(name: str, found: Any) -> NamedPolicy:
-    """Check what `NamedPolicy` promises and can be seen without a job."""
-    if missing := [part for part in ("name", "version", "options", "decide") if not hasattr(found, part)]:
-        raise TypeError(f"it lacks {', '.join(missing)}, which dynamix.arbitrator.policies.policy.NamedPolicy asks for")
-    if found.name != name:
-        raise ValueError(f"its name is {found.name!r}, not the registered one")
-    if not isinstance(found.version, int) or found.version < 1:
-        raise ValueError(f"its version is {found.version!r}, not a whole number from 1")
-    if not isinstance(found.options, Mapping) or not all(isinstance(one, Option) for one in found.options.values()):
-        raise TypeError("its options are not a mapping from names to dynamix.schemas.policies.Option")
-    return ExtensionPolicy(name, found.version, found.options, found)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from dynamix.schemas.apportion import divide_by_time
+from dynamix.schemas.apportion import apportion, divide_by_time
 from dynamix.schemas.messages import Job
 from dynamix.schemas.policies import progress
 
@@ -321,7 +321,13 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
         compute_W = filtered(expected, window.compute_W, jump, smoothing)
         slowest_s, barrier_s = (float(np.max(times[known])) for times in (compute_W, window.compute_W))
         exposed_s, waits = barrier_s + window.sync_s - slowest_s, waiting_share(job, window.num_steps, noise_2)
-        slope_sums = self._with_slope(barrier_s, window.sync_s)
+        slope_sums, dc, de = self.slope_sums, barrier_s - self.barrier_s, window.sync_s - self.sync_s
+        change = abs(_relative(self.barrier_s, barrier_s))
+        # one that is too steep for overlap or jitter: the network itself changed
+        if math.isfinite(de) and change >= MIN_SLOPE_CHANGE and -1.1 < de / dc < 0.6:
+            weight = min(change, MAX_SLOPE_CHANGE) ** 2
+            old, weights = slope_sums
+            slope_sums = SLOPE_DECAY * old + float(weight * de / dc), SLOPE_DECAY * weights + weight
         slope = (slope_sums[0] + doubt * PRIOR * waits) / (slope_sums[1] + doubt * PRIOR)
         slope = float(min(max(slope, SLOPE_LOW), max(SLOPE_HIGH, waits)))
         intercept = max(exposed_s - slope * slowest_s, 0.0) if math.isfinite(window.sync_s) else math.nan
@@ -385,16 +391,6 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
         measured = float(np.median(known)) ** 2 / (2.0 * MEDIAN_SQUARE)
         measured = min(measured, MOST_GROWN * max(self.noise_2, FIRST_NOISE**2), MOST_NOISE**2)
         return self.noise_2 + NOISE_SMOOTHING * (measured - self.noise_2)
-
-    def _with_slope(self, barrier_s: float, sync_s: float) -> tuple[float, float]:
-        """`slope_sums` with the pair of the last window and this one."""
-        dc, de = barrier_s - self.barrier_s, sync_s - self.sync_s
-        change = abs(_relative(self.barrier_s, barrier_s))
-        # too steep for overlap or jitter: the network itself changed
-        if not math.isfinite(de) or change < MIN_SLOPE_CHANGE or not -1.1 < de / dc < 0.6:
-            return self.slope_sums
-        weight = min(change, MAX_SLOPE_CHANGE) ** 2
-        return SLOPE_DECAY * self.slope_sums[0] + float(weight * de / dc), SLOPE_DECAY * self.slope_sums[1] + weight
 
     def _with_pair(self, job: Job, window: Window, tolerance: float) -> Array64:
         """`pair_sums` with the pair of the last window and this one; old pairs fade only as new ones come.
@@ -504,11 +500,8 @@ def filtered(old: Array64 | float, new: Array64 | float, jump: float, smoothing:
 
 def _saturations(job: Job) -> Array64:
     """Candidates: none, the largest size of any rank, and down from it."""
-    saturations, size = np.zeros(NUM_SATURATIONS + 1), float(max(job.max_local_batch_sizes))
-    for index in range(NUM_SATURATIONS):
-        saturations[index + 1] = size
-        size *= QUARTER_OCTAVE
-    return saturations
+    steps = [float(max(job.max_local_batch_sizes)), *[QUARTER_OCTAVE] * (NUM_SATURATIONS - 1)]
+    return np.append(0.0, np.cumprod(steps))
 
 
 def _relative(old: Value, new: Value) -> Value:
@@ -524,3 +517,55 @@ def _spread(values: Array64, world_size: int) -> Array64:
     spread = np.full(world_size, values[-1])
     spread[:: _stride(world_size)] = values[:-1]
     return spread
+
+
+# --- sizes for a wanted global batch ---------------------------------------------------------------------------------
+
+GAIN = 0.7
+"""Share of the logarithmic distance to the target that a decision covers."""
+SPLIT_DEAD_BAND = 0.03
+"""Sizes stay as they are while another division of the same batch shortens the predicted step by less than this."""
+
+
+def towards(target: float, current: float, *, max_change: float, dead_band: float = 0.03) -> float:
+    """The next global batch on the way from `current` to `target`, both positive.
+
+    It changes by a factor of `max_change` at most, and stays within the relative distance `dead_band`. Nothing here
+    changes where it settles: decisions take effect two windows later and the target is noisy, so that going the whole
+    way at once swings about it.
+    """
+    distance = math.log(target / current)
+    if abs(distance) <= math.log1p(dead_band):
+        return current
+    limit = math.log(max_change)
+    return current * math.exp(min(max(GAIN * distance, -limit), limit))
+
+
+def clamp_total(job: Job, global_batch_size: float) -> int:
+    """The nearest global batch that the job's bounds can hold."""
+    low, high = job.min_local_batch_size * job.world_size, sum(job.max_local_batch_sizes)
+    return round(min(max(global_batch_size, low), high))
+
+
+def divided(job: Job, total: int, weights: Array64) -> tuple[int, ...]:
+    """`total` samples in proportion to `weights`, within the job's bounds."""
+    upper = np.array(job.max_local_batch_sizes, dtype=np.int64)
+    return apportion(total, weights, np.full_like(upper, job.min_local_batch_size), upper)
+
+
+def scaled(job: Job, total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """`total` samples in proportion to given sizes, within the job's bounds."""
+    return divided(job, total, np.maximum(np.asarray(sizes, dtype=np.float64), 1.0))
+
+
+def by_speed(job: Job, total: int, model: StepTime | None, current: tuple[int, ...]) -> tuple[int, ...]:
+    """`total` samples divided so that compute times are equal.
+
+    The current sizes stay while they sum to `total` and are nearly as good; without a model they are scaled.
+    """
+    if model is None:
+        return current if sum(current) == total else scaled(job, total, current)
+    proposed = model.divide(total)
+    if sum(current) == total and model.of(proposed) > (1 - SPLIT_DEAD_BAND) * model.of(current):
+        return current
+    return proposed

@@ -39,6 +39,7 @@ from dynamix.runtime.bus.health import DeadLetters, Watchdog, send_heartbeats
 from dynamix.runtime.metrics import MetricsServer, Scrape, ServiceMetrics
 from dynamix.runtime.rate_limit import RateLimit
 from dynamix.runtime.settings import Loaded, Supervisor, check_bus, help_text, load, node_name
+from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Live, Message
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 ROOM_WAIT_S = 1.0
 
 S = TypeVar("S", bound=msgspec.Struct)
+M = TypeVar("M", bound=Message)
 
 
 class StartError(RuntimeError):
@@ -75,6 +77,14 @@ class Context(Generic[S]):
     def count(self, name: str, num: int = 1) -> None:
         """Add to a counter."""
         self.counters[name] += num
+
+    async def decoded(self, kind: type[M], message: BusMessage) -> M | None:
+        """The content of a message; `None` for one that cannot be used, which is set aside."""
+        try:
+            return decode(kind, message.subject, message.payload)
+        except MalformedMessageError as error:
+            await self.dead_letter(message, str(error))
+            return None
 
     async def dead_letter(self, message: BusMessage, reason: str) -> None:
         """Set aside a message that cannot be used: counted, logged, published to `dead` at a limited rate.
