@@ -183,13 +183,13 @@ def test_four_ranks_split_alike_and_follow_one_that_slows_down(sample_s: float, 
 CUT = 43
 
 
-def _hold_times(session: Session, rank: int, sample_s: float = 0.01) -> None:
+def _hold_times(session: Session, rank: int) -> None:
     """Compute times that depend on the step alone, so that two runs can be compared."""
 
     def seconds_per_sample() -> float:
         step = session.step_index
         slow = (step // 20) % 2 == rank
-        return (3 * sample_s if slow else sample_s) * (1 + step % 3 / 50)
+        return (0.03 if slow else 0.01) * (1 + step % 3 / 50)
 
     session._meter.clock.seconds_per_sample = seconds_per_sample  # type: ignore[method-assign]
 
