@@ -9,7 +9,7 @@ import pytest
 from tests.support import examples, learned
 from tests.support.brokers import ConfiguredServer, connected, operate, until
 from tests.support.services_here import arbitrator_here, context_of
-from tests.support.stored_blocks import block_of, flip_in_header, flip_in_payload, records
+from tests.support.stored_blocks import flip_bit
 
 from dynamix.arbitrator.deciding.job_log import ActionStoreError, JobLog
 from dynamix.arbitrator.learned.policy_store import PolicyStore
@@ -189,8 +189,7 @@ async def test_after_a_bit_of_the_brokers_file_flipped_the_job_is_refused_and_th
                 await decide(bus, await opened(bus, job), windows)
             await bus.publish(receipt((await actions(bus))[-1]))
         await server.kill()
-        block = block_of(tmp_path / "store", ACTIONS.name)
-        {"header": flip_in_header, "payload": flip_in_payload}[where](block, records(block)[index])
+        flip_bit(tmp_path / "store", ACTIONS.name, index, in_header=where == "header")
         await server.start()
         async with connected(server.settings) as bus:
             before = (await bus.stream_state(ACTIONS.name)).last_sequence

@@ -1,24 +1,18 @@
 """Several arbitrators without a lease: kill -9, SIGSTOP, standby; compare-and-set decides between them."""
 
 import asyncio
+import functools
 import itertools
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 from tests.support.arbitrators import Feeding, crew, feed_states, two_node_job
 from tests.support.bus_watch import watching
-from tests.support.control_plane import ControlPlane, control_plane
+from tests.support.control_plane import ControlPlane
 from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-@pytest.fixture
-async def plane() -> AsyncIterator[ControlPlane]:
-    async with control_plane() as running:
-        yield running
 
 
 async def test_each_window_is_decided_once_over_thirty_kills(
@@ -53,7 +47,7 @@ async def test_a_continued_arbitrator_writes_nothing_stale(
     async with watching(plane.bus, job.job) as watch, crew(plane) as arbitrators:
         names = [arbitrators.start(), arbitrators.start()]
         await watch.until_ready(*names)
-        feeding = Feeding(plane)
+        feeding = Feeding(functools.partial(feed_states, plane))
         for _ in range(num_stops):
             zombie = chance.choice(names)
             await watch.until_decided(len(watch.actions) + chance.randint(5, 15))

@@ -1,13 +1,12 @@
 """The wall clock jumps by an hour and back under running services: only the times in their logs change."""
 
 import json
-from collections.abc import AsyncIterator
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 from tests.support.bus_watch import watching
-from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
+from tests.support.control_plane import ControlPlane, feed_windows, one_node_job
 from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
 
@@ -19,12 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPPED_CLOCK = Path(__file__).parents[1] / "support" / "stepped_clock"
 HOUR_S = 3600
-
-
-@pytest.fixture
-async def plane() -> AsyncIterator[ControlPlane]:
-    async with control_plane() as running:
-        yield running
 
 
 async def test_clock_steps_of_an_hour_change_no_decision(

@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import shutil
 
+from tests.support import examples
 from tests.support.brokers import connected
 from tests.support.control_plane import control_plane, feed_windows, one_node_job
 
 from dynamix.runtime.bus.provision import provision
-from dynamix.schemas.messages import Applied
 
 
 async def test_a_running_job_is_steered_on_after_its_streams_were_made_again() -> None:
@@ -27,15 +27,7 @@ async def test_a_running_job_is_steered_on_after_its_streams_were_made_again() -
         feeding = asyncio.create_task(feed_windows(plane, job, range(30, 1000), every_s=0.1))
         try:
             await plane.bus.publish(
-                Applied(
-                    job=job.job,
-                    generation=0,
-                    decided_window=before.window,
-                    effective_window=before.window + 2,
-                    effective_step=1,
-                    local_batch_sizes=before.local_batch_sizes,
-                    action_hash=before.hash,
-                )
+                examples.applied(29, 31, local_batch_sizes=before.local_batch_sizes, action_hash=before.hash)
             )
             await asyncio.sleep(1.0)
             await plane.bus.publish(job)  # rank 0 looks every 10 s

@@ -2,44 +2,27 @@
 
 import os
 import signal
-from collections.abc import AsyncIterator
 
-import msgspec
 import pytest
 from tests.support.bus_watch import watching
-from tests.support.control_plane import NODE, ControlPlane, control_plane, one_node_job, report_of
+from tests.support.control_plane import NODE, ControlPlane, one_node_job, report_of
 from tests.support.decision_checks import check_decisions, recorded_states
 from tests.support.faults import Figure, Scale
 
 from dynamix.runtime.bus.provision import provision
-from dynamix.runtime.bus.requests import Answer
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import FEED
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("services")]
 
 SIZES = (128,) * 4
 SPEEDS = (3000.0, 3000.0, 2000.0, 1000.0)
 
 
-@pytest.fixture
-async def plane() -> AsyncIterator[ControlPlane]:
-    async with control_plane("collector", "reward", "arbitrator") as running:
-        yield running
-
-
-class _Size(msgspec.Struct, frozen=True):
-    bytes: int
-
-
-class _Info(Answer):
-    state: _Size = _Size(bytes=0)
-
-
 async def fill(plane: ControlPlane) -> None:
     """Let FEED refuse everything that comes, as it does where nothing may be discarded."""
     config = await plane.bus.requests.stream_config(FEED.name)
-    full = (await plane.bus.requests.ask(f"STREAM.INFO.{FEED.name}", None, _Info)).state.bytes
+    full = (await plane.bus.stream_state(FEED.name)).num_bytes
     await plane.bus.requests.write_stream("UPDATE", {**config, "discard": "new", "max_bytes": full})
 
 

@@ -1,23 +1,18 @@
 """Links that lose, delay or drop connections: a TCP proxy between the services and the broker."""
 
+import functools
 import random
 from collections.abc import AsyncIterator
 
 import pytest
 from tests.support.arbitrators import Feeding, crew, feed_states, two_node_job
 from tests.support.bus_watch import watching
-from tests.support.control_plane import ControlPlane, control_plane
+from tests.support.control_plane import ControlPlane
 from tests.support.decision_checks import check_decisions
 from tests.support.faults import Figure, Scale
 from tests.support.proxy import Proxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-
-@pytest.fixture
-async def plane() -> AsyncIterator[ControlPlane]:
-    async with control_plane() as running:
-        yield running
 
 
 @pytest.fixture
@@ -35,7 +30,7 @@ async def test_an_arbitrator_behind_a_half_open_link_is_replaced_and_returns(
     async with watching(plane.bus, job.job) as watch, crew(plane) as arbitrators:
         behind = arbitrators.start({"DYNAMIX_NATS_URL": proxy.url})
         await watch.until_ready(behind, arbitrators.start())
-        feeding = Feeding(plane)
+        feeding = Feeding(functools.partial(feed_states, plane))
         for _ in range(scale(1, 2)):
             await watch.until_decided(len(watch.actions) + chance.randint(5, 15))
             proxy.half_open()

@@ -2,35 +2,14 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 from tests.support.bus_watch import watching
-from tests.support.control_plane import ControlPlane, control_plane, feed_windows, one_node_job
-from tests.support.decision_checks import check_decisions
+from tests.support.control_plane import ControlPlane, feed_windows, one_node_job
+from tests.support.decision_checks import check_all_there
 from tests.support.faults import Figure, Scale
 
-from dynamix.schemas import subjects
-from dynamix.schemas.messages import Job
-from dynamix.schemas.streams import FEED
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-
-@pytest.fixture
-async def plane() -> AsyncIterator[ControlPlane]:
-    async with control_plane("collector", "reward", "arbitrator") as running:
-        yield running
-
-
-async def check_all_there(plane: ControlPlane, job: Job, num_windows: int) -> None:
-    """Each window has one metric window, one state and one reward, and one decision, that of the reference fold."""
-    for kind in ("window", "state", "reward"):
-        messages = await plane.wait_for(FEED.name, subjects.of(kind, job.job, "*"), num_windows)
-        assert sorted(message.window for message in messages) == list(range(num_windows))  # type: ignore[attr-defined]
-    async with watching(plane.bus, job.job) as watch:
-        await watch.until_decided(num_windows)
-    await check_decisions(plane.bus, job, num_windows=num_windows)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("services")]
 
 
 async def test_killed_collectors_and_reward_services_resume_where_they_stopped(

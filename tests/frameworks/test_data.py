@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.loops import MOVES, MOVING, gathered
 from tests.support.ranks import run_ranks
-from tests.support.training import distribute, gather, offer
+from tests.support.training import begin_job, distribute, offer
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from dynamix.trainer import Session, attach
+from dynamix.trainer import Session
 
 pytestmark = pytest.mark.slow  # these come first: ranks that are forked after parquet was read can hang
 
 NUM_SAMPLES, NUM_SHARDS = 120, 4
-SIZES = [(9, 4), (13, 1), (3, 10), (6, 7)]
 
 Make = Callable[[Path], Any]
 
@@ -106,11 +106,7 @@ def _nodes(shards: Path) -> Any:
 
 def _attach(dataset: Any, num_workers: int = 0) -> tuple[Session, nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = distribute(nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    options: dict[str, Any] = {"num_workers": num_workers, "max_lag_windows": 9, "policy": "static", "connect": False}
-    options |= {"min_local_batch_size": 0, "global_batch": "adaptive", "window_steps": 1}
-    return attach(model, optimizer, dataset, local_batch_size=(9, 4), **options), model, optimizer
+    return begin_job(dataset, distribute(nn.Linear(2, 1)), rate=1e-6, num_workers=num_workers, **MOVING)
 
 
 def _train(
@@ -125,7 +121,7 @@ def _train(
             model(batch["x"].float()).sum().backward()
             optimizer.step()
             used = batch["index"][: session.num_samples].tolist()
-            offer(session, SIZES[(session.step_index + 1) % len(SIZES)])
+            offer(session, MOVES[(session.step_index + 1) % len(MOVES)])
             session.step()
             epochs[-1] += used
             tail += used if state else []
@@ -137,7 +133,7 @@ def _train(
 
 def _use(_rank: int, make: Make, shards: Path, num_workers: int) -> tuple[list[list[int]], list[int], list[int]]:
     epochs, state, tail = _train(*_attach(make(shards), num_workers), save_at=3)
-    together = [[index for part in gather(epoch) for index in part] for epoch in epochs]
+    together = [gathered(epoch) for epoch in epochs]
     session, model, optimizer = _attach(make(shards), num_workers)
     session.load_state_dict(state)
     again, _, _ = _train(session, model, optimizer)

@@ -11,9 +11,8 @@ from tests.support.control_plane import NODE, control_plane, feed_windows, one_n
 from tests.support.http_get import free_port
 from tests.support.prometheus import Prometheus, eventually, grafana_queries, needs, prometheus
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, gather, make_model
+from tests.support.training import Numbered, begin_job, gather
 
-from dynamix import trainer as dynamix
 from dynamix.cli.services import SERVICES, bus_environment
 from dynamix.schemas import subjects
 
@@ -22,13 +21,11 @@ pytestmark = [needs("prometheus"), pytest.mark.slow, pytest.mark.timeout(600)]
 
 def train_until(_rank: int, end: Path) -> str:
     """A script of a user, until a file exists; the job's name."""
-    data, model = Numbered(480, torch.float32), distribute(make_model(torch.float32))
-    data.targets = data.inputs[:, :4].argmax(1)  # can be learned: else there is no gradient to compare the noise with
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    session = dynamix.attach(
-        model, optimizer, data, local_batch_size=8, min_local_batch_size=2,
-        max_local_batch_size=64, window_steps=4, global_batch="adaptive", policy="proportional",
-    )  # fmt: skip
+    data = Numbered(480, torch.float32)
+    classes = data.inputs[:, :4].argmax(1)  # can be learned: else there is no gradient to compare the noise with
+    data.tensors = (data.inputs, classes, data.tensors[2])
+    sizes = {"local_batch_size": 8, "min_local_batch_size": 2, "max_local_batch_size": 64}
+    session, model, optimizer = begin_job(data, rate=0.01, window_steps=4, policy="proportional", connect=None, **sizes)
     with session:
         for epoch in session.epochs(100_000):
             session.evaluated(0.5 + 0.4 * epoch / (1 + epoch))

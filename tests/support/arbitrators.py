@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
 from tests.support import examples
 from tests.support.control_plane import ControlPlane
+from tests.support.reading import read
 
 from dynamix.cli.services import ServiceProcess
 from dynamix.runtime.bus import Bus
@@ -43,28 +43,23 @@ async def feed_states(plane: ControlPlane, windows: Iterable[int], every_s: floa
 
 async def stored_actions(bus: Bus, job: str, count: int) -> list[Action]:
     """The first actions of a job (`*`: of any), once there are so many."""
-    found: list[Action] = []
     async with asyncio.timeout(60), bus.consume(ACTIONS.name, [subjects.of("action", job)], start="all") as consumer:
-        async for batch in consumer:
-            found += [decode(Action, one.subject, one.payload) for one in batch]
-            if len(found) >= count:
-                return found
-    raise AssertionError("the consumer ended")
+        return [decode(Action, one.subject, one.payload) for one in await read(consumer, count)]
 
 
 class Feeding:
-    """A job that sends windows from 0 on until `finish`."""
+    """A job that sends windows from 0 on by `feed` until `finish`."""
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(self, feed: Callable[[range], Awaitable[None]]) -> None:
         self._stop = asyncio.Event()
-        self._task = asyncio.create_task(self._feed(plane))
+        self._task = asyncio.create_task(self._run(feed))
 
-    async def _feed(self, plane: ControlPlane) -> int:
-        for window in itertools.count():
-            if self._stop.is_set():
-                return window
-            await feed_states(plane, [window])
-        raise AssertionError("count() never ends")
+    async def _run(self, feed: Callable[[range], Awaitable[None]]) -> int:
+        window = 0
+        while not self._stop.is_set():
+            await feed(range(window, window + 1))
+            window += 1
+        return window
 
     async def finish(self) -> int:
         """Send no more; returns how many windows were sent, whole."""

@@ -8,6 +8,7 @@ from typing import IO, Any
 
 from tests.support import examples
 from tests.support.bus_watch import stored_messages
+from tests.support.reading import read
 
 from dynamix.cli.services import ServiceProcess, bus_environment, wait_until_ready
 from dynamix.collector.procfs import Proc
@@ -48,13 +49,8 @@ class ControlPlane:
 
     async def wait_for(self, stream: str, subject: str, count: int) -> list[Message]:
         """The first `count` messages on a subject, once they are there."""
-        found: list[Message] = []
         async with self.bus.consume(stream, [subject], start="all") as consumer:
-            async for batch in consumer:
-                found += [decode_any(message.subject, message.payload) for message in batch]
-                if len(found) >= count:
-                    return found
-        raise AssertionError("the consumer ended")
+            return [decode_any(one.subject, one.payload) for one in await read(consumer, count)]
 
     async def wait_for_actions(self, count: int, job: str = examples.JOB) -> list[Action]:
         """The job's first actions, once there are `count`."""

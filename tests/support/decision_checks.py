@@ -3,7 +3,8 @@
 import contextlib
 import itertools
 
-from tests.support.bus_watch import stored_messages
+from tests.support.bus_watch import stored_messages, watching
+from tests.support.control_plane import ControlPlane
 from tests.support.reference_fold import Decided, reference_decisions
 
 from dynamix.arbitrator.policies.registry import policy_named
@@ -44,10 +45,25 @@ async def check_decisions(
     for job in generations:
         states = await recorded_states(bus, job) if feed is None else feed
         expected += [(job.generation, one) for one in reference_decisions(job, policy_named(job.policy), states)]
-    assert [_stored_fields(action) for action in actions] == [_reference_fields(*one) for one in expected]
+    assert [
+        (one.generation, one.window, one.local_batch_sizes, one.allocation.split, one.gap, one.carry) for one in actions
+    ] == [
+        (generation, one.window, one.local_batch_sizes, one.decision.allocation.split, one.gap, one.decision.carry)
+        for generation, one in expected
+    ]
     if num_windows is not None:
         assert [action.window for action in actions] == list(range(num_windows))
     return actions
+
+
+async def check_all_there(plane: ControlPlane, job: Job, num_windows: int) -> None:
+    """Each window has one metric window, one state and one reward, and one decision, that of the reference fold."""
+    for kind in ("window", "state", "reward"):
+        messages = await plane.wait_for(FEED.name, subjects.of(kind, job.job, "*"), num_windows)
+        assert sorted(message.window for message in messages) == list(range(num_windows))  # type: ignore[attr-defined]
+    async with watching(plane.bus, job.job) as watch:
+        await watch.until_decided(num_windows)
+    await check_decisions(plane.bus, job, num_windows=num_windows)
 
 
 def check_chain(actions: list[Action]) -> None:
@@ -55,11 +71,3 @@ def check_chain(actions: list[Action]) -> None:
     assert all(is_intact(encode(action)) for action in actions)
     assert actions[0].previous_hash == b""
     assert all(new.previous_hash == old.hash for old, new in itertools.pairwise(actions))
-
-
-def _stored_fields(action: Action) -> tuple[object, ...]:
-    return action.generation, action.window, action.local_batch_sizes, action.allocation.split, action.gap, action.carry
-
-
-def _reference_fields(generation: int, one: Decided) -> tuple[object, ...]:
-    return generation, one.window, one.local_batch_sizes, one.decision.allocation.split, one.gap, one.decision.carry

@@ -12,16 +12,14 @@ from heapq import heapify, heappop, heapreplace
 from random import Random
 
 import numpy as np
+from tests.support.toy_cluster import LAG, features_of
 
 from dynamix.arbitrator.policies.policy import Array32, Policy
-from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
+from dynamix.schemas.features import GLOBAL_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.plan import Schedule
 from dynamix.trainer.steering.fast_loop import FastLoop
-
-LAG = 2
-"""The action of window t rules window t + 2."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +119,7 @@ class EventCluster:
             seconds = [end / size if size else 0.0 for end, size in zip(ends, sizes, strict=True)]
             if allocation.split == "tracking":
                 loop.observe_times(seconds, step + 1, sizes)
-        obs_WF = np.full((num_ranks, len(RANK_FEATURES)), np.nan, dtype=np.float32)
-        columns = {
-            "num_samples": samples,
-            "compute_time_s": compute_s / job.window_steps,
-            "sync_time_s": (total_s - compute_s) / job.window_steps,
-            "step_time_s": np.full(num_ranks, total_s / job.window_steps),
-            "age_windows": np.zeros(num_ranks),
-            "decided_local_batch_size": np.array(decided),
-        }
-        for name, values in columns.items():
-            obs_WF[:, RANK_INDEX[name]] = values
-        global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
+        obs_WF, global_F = features_of(samples, compute_s / job.window_steps, total_s / job.window_steps, decided)
         global_F[GLOBAL_INDEX["noise_scale"]] = self.noise_scale
-        global_F[GLOBAL_INDEX["step_time_s"]] = total_s / job.window_steps
         global_F[GLOBAL_INDEX["throughput"]] = samples.sum() / total_s
         return obs_WF, global_F

@@ -16,6 +16,12 @@ SIZES = [(9, 40), (50, 3), (0, 20), (17, 17)]
 """What the loops move through."""
 
 
+MOVING: dict[str, Any] = {"local_batch_size": (9, 4), "window_steps": 1, "max_lag_windows": 9}
+"""A job whose steps are of the sizes `MOVES` in turn."""
+
+MOVES = [(9, 4), (13, 0), (3, 20), (17, 17)]
+
+
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     """The mean loss of a batch of `Numbered`."""
     return nn.functional.cross_entropy(model(batch[0]), batch[1])

@@ -1,8 +1,7 @@
-"""A TCP proxy between a client and the broker that can lose, delay or stop what passes, and cut the line."""
+"""A TCP proxy between a client and the broker that can lose or stop what passes, and cut the line."""
 
 import asyncio
 import contextlib
-from types import TracebackType
 from typing import Self
 
 
@@ -11,7 +10,6 @@ class Proxy:
 
     Attributes:
         losing_answers: swallow everything the broker sends.
-        delay_s: hold every piece back for so long, each way, in order.
         num_bytes_lost: swallowed so far.
     """
 
@@ -23,7 +21,6 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._silent = False
         self.losing_answers = False
-        self.delay_s = 0.0
         self.num_bytes_lost = 0
 
     @property
@@ -35,9 +32,7 @@ class Proxy:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
         self.cut()
@@ -83,31 +78,11 @@ class Proxy:
             writer.transport.abort()
 
     async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, answers: bool) -> None:
-        loop = asyncio.get_running_loop()
-        held: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
-        reading = asyncio.create_task(self._read(source, held))
-        try:
-            while True:
-                due, data = await held.get()
-                if not data:
-                    break
-                if due > loop.time():
-                    await asyncio.sleep(due - loop.time())
+        with contextlib.suppress(OSError):
+            while data := await source.read(65536):
                 if target in self._dead or (answers and self.losing_answers):
                     self.num_bytes_lost += len(data)
-                    continue
-                target.write(data)
-                await target.drain()
-        finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+                else:
+                    target.write(data)
+                    await target.drain()
         target.close()
-
-    async def _read(self, source: asyncio.StreamReader, held: asyncio.Queue[tuple[float, bytes]]) -> None:
-        """Take what comes, with the moment to pass it on; empty at the end."""
-        data = b"?"
-        while data:
-            data = b""
-            with contextlib.suppress(OSError):
-                data = await source.read(65536)
-            held.put_nowait((asyncio.get_running_loop().time() + self.delay_s, data))

@@ -10,15 +10,17 @@ import os
 import pickle
 import stat
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, thread
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._dynamo  # what every DDP model would import
@@ -29,15 +31,6 @@ from .http_get import free_port
 
 TIMEOUT_S = 240.0
 START = multiprocessing.get_context("forkserver" if torch.cuda.is_available() else "fork")  # CUDA survives no fork
-
-
-class _RankStart(NamedTuple):
-    rank: int
-    world_size: int
-    meeting: str
-    environ: Mapping[str, str]
-    network: Namespace | None
-    timeout: timedelta | None
 
 
 class RankError(AssertionError):
@@ -67,9 +60,10 @@ def run_ranks(
         ends, processes = [], []
         for rank in range(world_size):
             ours, theirs = START.Pipe(duplex=False)
+            group = {"init_method": meeting, "world_size": world_size, "rank": rank, "timeout": timeout}
             network = hosts[rank].namespace if hosts else None
-            start = _RankStart(rank, world_size, meeting, settings, network, timeout)
-            process = START.Process(target=_rank_main, args=(theirs, function, start, args))
+            call = partial(function, rank, *args)
+            process = START.Process(target=_rank_main, args=(theirs, settings, network, group, call))
             process.start()
             theirs.close()
             ends.append(ours)
@@ -110,24 +104,32 @@ def _receive(end: Connection, process: BaseProcess) -> tuple[bool, Any]:
     return outcome
 
 
-def _rank_main(end: Connection, function: Callable[..., Any], start: _RankStart, args: tuple[Any, ...]) -> None:
-    begin_fork(start.environ)
+def _rank_main(
+    end: Connection,
+    environ: Mapping[str, str],
+    network: Namespace | None,
+    group: dict[str, Any],
+    call: Callable[[], Any],
+) -> None:
+    begin_fork(environ)
     try:
-        with start.network.entered() if start.network else contextlib.nullcontext():
-            dist.init_process_group(
-                "gloo",
-                init_method=start.meeting,
-                rank=start.rank,
-                world_size=start.world_size,
-                timeout=start.timeout,
-            )
-            _send(end, ok=True, value=function(start.rank, *args))
+        with network.entered() if network else contextlib.nullcontext():
+            dist.init_process_group("gloo", **group)
+            _send(end, ok=True, value=call())
             dist.barrier()
             dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - the parent shows it
         _send(end, ok=False, value=traceback.format_exc())
     finally:
         end.close()
+
+
+def wait_for_file(path: Path) -> None:
+    """Wait until another process has made a file."""
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
 
 
 def begin_fork(environ: Mapping[str, str]) -> None:

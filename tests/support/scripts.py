@@ -1,31 +1,23 @@
 """Scripts as a user starts them, forked from this process, which has imported torch already."""
 
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import NamedTuple
 
 from .http_get import free_port
 from .ranks import START, begin_fork
 
 
-class Ended(NamedTuple):
-    """What is left of a script; of several ranks, the largest exit code."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 def run_script(
     script: str | Path, *arguments: str, cwd: Path, environ: Mapping[str, str] | None = None, num_ranks: int = 0
-) -> Ended:
+) -> subprocess.CompletedProcess[str]:
     """Run a file, or a module by its name, as a program; or so many ranks of it, with what torchrun would tell them.
 
-    `environ` is added to this process's environment.
+    `environ` is added to this process's environment. Of several ranks the largest exit code counts.
     """
     world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as written:
@@ -43,7 +35,8 @@ def run_script(
             for process in processes:
                 process.kill()
         codes = [abs(process.exitcode or 0) for process in processes]
-        return Ended(max(codes), *(Path(written, name).read_text() for name in ("stdout", "stderr")))
+        stdout, stderr = (Path(written, name).read_text() for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess([str(script), *arguments], max(codes), stdout, stderr)
 
 
 def _main(script: str | Path, arguments: tuple[str, ...], cwd: Path, environ: Mapping[str, str], written: Path) -> None:

@@ -38,9 +38,13 @@ _NAME, _SYNC = 'server_name: "dynamix-embedded"', 'sync_interval: "2m"'
 class ClusterServer(ConfiguredServer):
     """One of the three: an embedded server that syncs as the deployed one does and knows the others."""
 
-    def __init__(self, number: int, routes: Sequence[str], password: str, *, host: str = LOOPBACK) -> None:
-        """`routes`: the addresses that the servers find each other at, this one's at `number`."""
-        super().__init__(host=host)
+    def __init__(self, number: int, routes: Sequence[str], password: str, place: Host | None = None) -> None:
+        """`routes`: the addresses that the servers find each other at, this one's at `number`.
+
+        On a host of its own, `place`, its link can be cut.
+        """
+        super().__init__(host=LOOPBACK if place is None else place.address)
+        self.place = place
         self.name = f"broker-{number + 1}"
         self._password = password
         self._routes = ", ".join(f'"nats-route://{address}"' for address in routes)
@@ -54,15 +58,9 @@ class ClusterServer(ConfiguredServer):
         cluster = f"name: dynamix, listen: {self._listen}, no_advertise: true, routes: [{self._routes}]"
         return f"{text}cluster {{ {cluster} }}\n"
 
-
-class HostServer(ClusterServer):
-    """One of the three, on a host of its own, whose link can be cut (`place.cut()`)."""
-
-    def __init__(self, number: int, routes: Sequence[str], password: str, place: Host) -> None:
-        super().__init__(number, routes, password, host=place.address)
-        self.place = place
-
     def _command(self, config: Path) -> list[str]:
+        if self.place is None:
+            return super()._command(config)
         return self.place.command(str(server_binary()), "-c", str(config))
 
 
@@ -147,7 +145,7 @@ def free_ports(count: int) -> list[int]:
 def servers_on(hosts: Hosts) -> ThreeServers:
     """One server on each of three hosts; the calling thread must have entered the switch."""
     routes, password = [f"{host.address}:{ROUTE_PORT}" for host in hosts], secrets.token_urlsafe(24)
-    return ThreeServers([HostServer(number, routes, password, host) for number, host in enumerate(hosts)])
+    return ThreeServers([ClusterServer(number, routes, password, host) for number, host in enumerate(hosts)])
 
 
 NUM_WRITERS = 4

@@ -12,7 +12,6 @@ from dynamix.lab.simulator.scenario import Suite, read_suite
 MIXED = """
 family = "{family}"
 workload = "fashion-14-mlp"
-learn = {learn}
 num_train_samples = 2000
 evaluation_samples = 500
 target_accuracy = 0.5
@@ -42,7 +41,7 @@ def write_suite(directory: Path, **slow_by_family: int) -> Suite:
     directory.mkdir(parents=True, exist_ok=True)
     for family, slow in slow_by_family.items():
         name = family.replace("_", "-")
-        (directory / f"{name}-2.toml").write_text(MIXED.format(family=name, slow=slow, learn="true"))
+        (directory / f"{name}-2.toml").write_text(MIXED.format(family=name, slow=slow))
     return read_suite(directory)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 from dynamix import trainer as dynamix
 
@@ -21,26 +22,18 @@ NUM_SAMPLES = 6000
 CHECKPOINT_EVERY = 10
 
 
-class Indices(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Sample i is known by its index."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tensor([index / NUM_SAMPLES, 1.0]), torch.tensor(index)
-
-
 def main(directory: Path, num_epochs: int) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    indices = torch.arange(NUM_SAMPLES)  # each sample has its own
+    data = TensorDataset(torch.stack([indices / NUM_SAMPLES, torch.ones(NUM_SAMPLES)], dim=1), indices)
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = dynamix.attach(
         model,
         optimizer,
-        Indices(),
+        data,
         local_batch_size=16,
         min_local_batch_size=4,
         max_local_batch_size=64,

@@ -13,6 +13,26 @@ LAG = 2
 """The action of window t rules window t + 2."""
 
 
+def features_of(
+    samples: Array64, compute_s: Array64, step_s: float, decided: tuple[int, ...]
+) -> tuple[Array32, Array32]:
+    """Features of a window: each rank's samples in it, and what a step took them and all."""
+    obs_WF = np.full((len(samples), len(RANK_FEATURES)), np.nan, dtype=np.float32)
+    columns = {
+        "num_samples": samples,
+        "compute_time_s": compute_s,
+        "sync_time_s": step_s - compute_s,
+        "step_time_s": step_s,
+        "age_windows": 0.0,
+        "decided_local_batch_size": decided,
+    }
+    for name, values in columns.items():
+        obs_WF[:, RANK_INDEX[name]] = values
+    global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
+    global_F[GLOBAL_INDEX["step_time_s"]] = step_s
+    return obs_WF, global_F
+
+
 @dataclass
 class ToyCluster:
     """compute_i = overhead + b_i / rate_i; exposed = max(comm / 8, comm - overlap * slowest compute)."""
@@ -57,20 +77,8 @@ class ToyCluster:
         compute_s = (self.overhead_s + sizes / self.rates) * noisy
         slowest = float(compute_s.max())
         step_s = slowest + self.exposed_s(slowest)
-        obs_WF = np.full((len(sizes), len(RANK_FEATURES)), np.nan, dtype=np.float32)
-        columns = {
-            "num_samples": sizes * job.window_steps,
-            "compute_time_s": compute_s,
-            "sync_time_s": step_s - compute_s,
-            "step_time_s": np.full(len(sizes), step_s),
-            "age_windows": np.zeros(len(sizes)),
-            "decided_local_batch_size": np.array(decided),
-        }
-        for name, values in columns.items():
-            obs_WF[:, RANK_INDEX[name]] = values
-        global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
+        obs_WF, global_F = features_of(sizes * job.window_steps, compute_s, step_s, decided)
         global_F[GLOBAL_INDEX["noise_scale"]] = self.noise_scale
-        global_F[GLOBAL_INDEX["step_time_s"]] = step_s
         global_F[GLOBAL_INDEX["global_batch_size"]] = sizes.sum()
         global_F[GLOBAL_INDEX["throughput"]] = sizes.sum() / step_s
         return obs_WF, global_F

@@ -1,16 +1,18 @@
 """Small training jobs for tests, to be run by `tests.support.ranks.run_ranks`."""
 
+import io
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from tests.support import examples
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 from dynamix import trainer as dynamix
-from dynamix.schemas.messages import Action, Message
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
 from dynamix.trainer import Session
 
@@ -18,19 +20,14 @@ NUM_FEATURES = 6
 NUM_CLASSES = 4
 
 
-class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
+class Numbered(TensorDataset):
     """Samples that know their own index; the same on every rank."""
 
     def __init__(self, num_samples: int, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(5)
         self.inputs = torch.randn(num_samples, NUM_FEATURES, generator=generator, dtype=dtype)
         self.targets = torch.randint(0, NUM_CLASSES, (num_samples,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        return self.inputs[index], self.targets[index], index
+        super().__init__(self.inputs, self.targets, torch.arange(num_samples))
 
 
 def make_model(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
@@ -45,8 +42,15 @@ def distribute(model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(model, bucket_cap_mb=0.001)
 
 
-def attach_numbered(data: Numbered, model: nn.Module, *, rate: float = 0.05, **options: Any) -> tuple[Session, Any]:
-    """Attach without a bus to a job that trains by SGD with momentum; the session and the optimizer."""
+def begin_job(
+    data: Any, model: nn.Module | None = None, *, rate: float = 0.05, **options: Any
+) -> tuple[Session, nn.Module, Any]:
+    """Attach to a job without a bus that trains by SGD with momentum: session, model and optimizer.
+
+    Without a model, one of the data's type under DDP.
+    """
+    if model is None:
+        model = distribute(make_model(data.inputs.dtype if isinstance(data, Numbered) else torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     chosen: dict[str, Any] = {
         "local_batch_size": 8,
@@ -55,12 +59,7 @@ def attach_numbered(data: Numbered, model: nn.Module, *, rate: float = 0.05, **o
         "connect": False,
         "global_batch": "adaptive",
     } | options
-    return dynamix.attach(model, optimizer, data, **chosen), optimizer
-
-
-def loader_workers(num_workers: int) -> dict[str, Any]:
-    """Loader options: one worker restarts with each epoch, several stay."""
-    return {"num_workers": num_workers, "persistent_workers": num_workers > 1}
+    return dynamix.attach(model, optimizer, data, **chosen), model, optimizer
 
 
 def train_step(
@@ -90,17 +89,21 @@ def offer(
 ) -> None:
     """Offer sizes, as decided for the window before the current one; all ranks may call it, rank 0's counts."""
     session.offer(
-        Action(
+        examples.action(
+            session.window if window is None else window,
             job=session.job,
             generation=session.generation,
-            window=session.window if window is None else window,
             allocation=Allocation(tuple(sizes), split, exchange, rate_factor),
             deltas=(0,) * len(sizes),
-            policy="test",
-            policy_version=0,
-            watermark=0,
         )
     )
+
+
+def kept_messages() -> list[str]:
+    """What the trainer warns of in this process from now on."""
+    found: list[str] = []
+    logging.getLogger("dynamix.trainer").addFilter(lambda record: found.append(record.getMessage()) or False)  # type: ignore[func-returns-value]
+    return found
 
 
 def flat_parameters(model: nn.Module) -> torch.Tensor:
@@ -115,22 +118,32 @@ def gather(mine: Any) -> list[Any]:
     return found
 
 
-def attach_tracked(data: Numbered, **options: Any) -> tuple[Session, nn.Module, Any, list[Message]]:
-    """Session, model and optimizer of a job that can be divided, and what it publishes."""
-    model = distribute(make_model(torch.float32))
-    chosen = {"local_batch_size": 12, "min_local_batch_size": 1, "window_steps": 10} | options
-    session, optimizer = attach_numbered(data, model, **chosen)
-    published: list[Message] = []
-    session._transport.publish = published.append  # type: ignore[method-assign]
-    return session, model, optimizer, published
+def straight_and_resumed(
+    begin: Callable[[], tuple[Session, nn.Module, Any]], train: Callable[..., list[Any]], cut: int
+) -> dict[str, Any]:
+    """What `train(session, model, optimizer, until)` returns straight through, and in halves around a checkpoint."""
+    session, model, optimizer = begin()
+    straight = train(session, model, optimizer, 10**9)
+    parameters, place = flat_parameters(model), (session.position, session.local_batch_sizes)
 
+    session, model, optimizer = begin()
+    halves = train(session, model, optimizer, cut)
+    file = io.BytesIO()
+    torch.save([each.state_dict() for each in (model, optimizer, session)], file)
+    is_pending = session._run.schedule.newest.local_batch_sizes != session.local_batch_sizes
+    session.close()
 
-def hold_times(session: Session, rank: int, sample_s: float = 0.01) -> None:
-    """Compute times that depend on the step alone, so that two runs can be compared."""
-
-    def seconds_per_sample() -> float:
-        step = session.step_index
-        slow = (step // 20) % 2 == rank
-        return (3 * sample_s if slow else sample_s) * (1 + step % 3 / 50)
-
-    session._meter.clock.seconds_per_sample = seconds_per_sample  # type: ignore[method-assign]
+    file.seek(0)
+    session, model, optimizer = begin()
+    for part, state in zip((model, optimizer, session), torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    halves += train(session, model, optimizer, 10**9)
+    session.close()
+    return {
+        "straight": straight,
+        "halves": halves,
+        "same_parameters": torch.equal(flat_parameters(model), parameters),
+        "same_place": (session.position, session.local_batch_sizes) == place,
+        "is_pending": is_pending,
+        "generation": session.generation,
+    }

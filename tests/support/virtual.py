@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
+from tests.support import examples
 
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.scenario import DecisionCost, Network, Scenario, Workers
 from dynamix.lab.workloads import Data, Part
 from dynamix.schemas.chain import seal
 from dynamix.schemas.messages import Action, Job
-from dynamix.schemas.messages.allocation import Allocation
 
 FREE = DecisionCost(cost_s=0.0, cost_per_doubling_s=0.0)
 MIXED = (Workers(count=2, samples_per_s=4000.0, overhead_s=0.002), Workers(count=2, samples_per_s=1000.0))
@@ -55,15 +55,5 @@ def cluster(of: Scenario | None = None, **arguments: Any) -> VirtualCluster:
 
 def action(job: Job, window: int, sizes: tuple[int, ...], **changes: Any) -> Action:
     """A decision about a job."""
-    levers = {name: changes.pop(name) for name in Allocation.__struct_fields__ if name in changes}
-    fields: dict[str, Any] = {
-        "job": job.job,
-        "generation": job.generation,
-        "window": window,
-        "allocation": Allocation(sizes, **levers),
-        "deltas": (0,) * len(sizes),
-        "policy": job.policy,
-        "policy_version": 1,
-        "watermark": 0,
-    }
-    return seal(Action(**(fields | changes)), b"")
+    fields = {"job": job.job, "generation": job.generation, "policy": job.policy, "local_batch_sizes": sizes}
+    return seal(examples.action(window, deltas=(0,) * len(sizes), **(fields | changes)), b"")

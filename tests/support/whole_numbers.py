@@ -1,12 +1,13 @@
 """Training whose gradients are whole numbers, so that every order of additions gives the same bits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from dynamix import trainer as dynamix
 from dynamix.trainer import Session
@@ -14,7 +15,7 @@ from dynamix.trainer import Session
 SIZES = (4, 12)
 
 
-class Whole(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+class Whole(TensorDataset):
     """Samples of small whole numbers, or of others; the same on every rank."""
 
     def __init__(self, *, whole: bool = True, num_samples: int = 640) -> None:
@@ -23,12 +24,7 @@ class Whole(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         if not whole:
             self.inputs += torch.rand(self.inputs.shape, generator=generator)
         self.factors = torch.randint(-2, 3, (num_samples, 1), generator=generator).float()
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.inputs[index], self.factors[index]
+        super().__init__(self.inputs, self.factors)
 
 
 class Heads(nn.Module):
@@ -76,6 +72,32 @@ def attach(model: nn.Module, optimizer: Any, data: Dataset[Any], **options: Any)
     return dynamix.attach(model, optimizer, data, **(chosen | options))
 
 
+@contextmanager
+def whole_job(
+    data: Dataset[Any] | None = None,
+    model: nn.Module | None = None,
+    *,
+    rate: float = 2**-6,
+    momentum: float = 0.0,
+    **options: Any,
+) -> Iterator[tuple[Session, nn.Module, torch.optim.Optimizer]]:
+    """A session, closed at the end of the block, its model (`Heads`) and its optimizer (SGD)."""
+    model = distributed() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
+    with attach(model, optimizer, Whole() if data is None else data, **options) as session:
+        yield session, model, optimizer
+
+
+def train_until(
+    num_steps: int, session: Session, model: nn.Module, optimizer: Any, criterion: Any = whole_loss
+) -> None:
+    """Train on until the session has made so many steps, or its epoch ends."""
+    for batch in session.loader:
+        train_step(session, model, optimizer, batch, criterion)
+        if session.step_index == num_steps:
+            break
+
+
 def train_step(session: Session, model: nn.Module, optimizer: Any, batch: Any, criterion: Any = whole_loss) -> None:
     loss = _loss(session, model, batch, criterion)
     optimizer.zero_grad()
@@ -109,22 +131,6 @@ def distributed(model: nn.Module | None = None, **options: Any) -> DistributedDa
     return DistributedDataParallel(model or Heads(), bucket_cap_mb=0.005, **options)
 
 
-# --- models whose gradients depend on their parameters: ranks that step alone come apart ---------------------------
-
-
-class Curved(nn.Module):
-    """A model whose gradient depends on its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.layers = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 3))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layers(inputs)
-        return result
-
-
 class Normalised(nn.Module):
     """A model with buffers: means that move, a count, and a constant."""
 
@@ -143,8 +149,3 @@ class Normalised(nn.Module):
 def mean_loss(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """The mean squared difference."""
     return (outputs - factors).square().mean()
-
-
-def momentum_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """SGD with a state that ranks can differ in."""
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)

@@ -7,9 +7,11 @@ from typing import Any
 
 import msgspec
 import torch
+from tests.support import examples
 from tests.support.brokers import ConfiguredServer, until
+from tests.support.bus_watch import stored_messages
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, attach_numbered, distribute, gather, make_model
+from tests.support.training import Numbered, begin_job, gather
 from torch import nn
 
 from dynamix.cli.services import bus_environment
@@ -46,10 +48,8 @@ class Kept:
 
 
 def _attach(*loggers: Kept) -> tuple[Session, nn.Module, torch.optim.Optimizer]:
-    model = distribute(make_model(torch.float32))
-    session, optimizer = attach_numbered(
+    return begin_job(
         Numbered(500, torch.float32),
-        model,
         rate=0.01,
         min_local_batch_size=2,
         max_local_batch_size=64,
@@ -62,7 +62,6 @@ def _attach(*loggers: Kept) -> tuple[Session, nn.Module, torch.optim.Optimizer]:
         loggers=loggers,
         connect=None,
     )
-    return session, model, optimizer
 
 
 def _step(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
@@ -99,28 +98,14 @@ def _train_until_steered(_rank: int) -> dict[str, Any]:
 
 
 def _action(job: str, window: int, **changes: Any) -> Action:
-    action = Action(
-        job=job,
-        generation=0,
-        window=window,
-        allocation=Allocation(TARGET),
-        deltas=(0, 0),
-        policy="test",
-        policy_version=0,
-        watermark=0,
-    )
-    return seal(msgspec.structs.replace(action, **changes), b"")
+    fields = {"job": job, "allocation": Allocation(TARGET), "deltas": (0, 0), "policy": "test"}
+    return seal(examples.action(window, **fields | changes), b"")
 
 
 async def _collect(bus: Bus, kind: type[Any], stream: str, subject: str) -> list[Any]:
     """Everything stored on a subject up to now."""
-    found: list[Any] = []
-    async with bus.consume(stream, [subject], start="all") as consumer:
-        async for batch in consumer:
-            found += [decode(kind, message.subject, message.payload) for message in batch]
-            if batch[-1].num_pending == 0:
-                break
-    return found
+    stored = await stored_messages(bus, stream, subject)
+    return [decode(kind, message.subject, message.payload) for message in stored]
 
 
 async def _arbitrate(bus: Bus) -> None:

@@ -13,7 +13,7 @@ import torch
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected, operate, until
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, attach_numbered, distribute, make_model, train_step
+from tests.support.training import Numbered, begin_job, train_step
 
 from dynamix.cli.services import bus_environment
 from dynamix.runtime.bus import Bus
@@ -213,8 +213,7 @@ async def test_a_broker_that_never_answers_is_waited_for_a_short_time_only(monke
 
 def _start(_rank: int, saved: dict[str, Any] | None) -> dict[str, Any]:
     """One start: attach, load what was saved, take a step, save."""
-    model = distribute(make_model(torch.float32))
-    session, optimizer = attach_numbered(Numbered(400, torch.float32), model, local_batch_size=32, connect=None)
+    session, model, optimizer = begin_job(Numbered(400, torch.float32), local_batch_size=32, connect=None)
     if saved is not None:
         session.load_state_dict(saved)
     for batch in session.loader:

@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from tests.support.control_plane import NODE, ControlPlane, control_plane
 from tests.support.ranks import START, run_ranks
-from tests.support.training import Numbered, distribute, flat_parameters, make_model
-from torch import nn
+from tests.support.training import Numbered, begin_job, flat_parameters, train_step
 
-from dynamix import trainer as dynamix
 from dynamix.cli.services import ServiceProcess
 from dynamix.runtime.bus import Reader
 from dynamix.schemas import subjects
@@ -46,21 +44,18 @@ def _seconds_per_sample(rank: int, *, later: bool) -> float:
 def _train(rank: int, slowed: Event, enough: Event) -> dict[str, Any]:
     """Train until `enough` is set; ranks 1 and 2 slow down when `slowed` is."""
     os.environ["DYNAMIX_NODE"] = NODES[rank // 2]
-    model = distribute(make_model(torch.float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = Numbered(4000, torch.float32)
-    options: dict[str, Any] = {"local_batch_size": 16, "window_steps": WINDOW_STEPS, "name": "dying", "seed": 11}
-    session = dynamix.attach(model, optimizer, data, policy="stigmergy", **options)
+    options: dict[str, Any] = {"policy": "stigmergy", "local_batch_size": 16, "min_local_batch_size": 1, "rate": 0.01}
+    options |= {"window_steps": WINDOW_STEPS, "global_batch": "fixed", "name": "dying", "seed": 11, "connect": None}
+    session, model, optimizer = begin_job(Numbered(4000, torch.float32), **options)
+
+    def wait(_step: int, samples: int) -> None:
+        time.sleep(samples * _seconds_per_sample(rank, later=slowed.is_set()))
+
     is_over = torch.zeros(1)
     with session:
         for _ in session.epochs(1000):
-            for inputs, targets, _ in session.loader:
-                loss = nn.functional.cross_entropy(model(inputs), targets)
-                time.sleep(len(inputs) * _seconds_per_sample(rank, later=slowed.is_set()))
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                session.step(loss)
+            for batch in session.loader:
+                train_step(session, model, optimizer, batch, wait)
                 if session.step_index % WINDOW_STEPS == 0:
                     is_over.fill_(float(enough.is_set()))
                     dist.broadcast(is_over, src=0)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.support.loops import SIZES, train_compared
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, make_model, offer
+from tests.support.training import Numbered, begin_job, distribute, make_model, offer, train_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,17 +23,15 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 ON_GPU = [pytest.param("cuda", marks=GPU)]
 DEVICES = ["cpu", *ON_GPU]
 OPTIONS: dict[str, Any] = {
-    "local_batch_size": (9, 40), "min_local_batch_size": 0, "window_steps": 4, "connect": False, "noise_every": 1,
-    "global_batch": "adaptive", "pin_memory": torch.cuda.is_available(),
+    "rate": 0.0, "local_batch_size": (9, 40), "window_steps": 4, "noise_every": 1, "policy": None,
+    "pin_memory": torch.cuda.is_available(),
 }  # fmt: skip
 
 
 def _attach(
     device: str, data: Numbered, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[Session, nn.Module, torch.optim.Optimizer]:
-    model = DistributedDataParallel(make_model(dtype).to(device), bucket_cap_mb=0.001)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    return dynamix.attach(model, optimizer, data, **OPTIONS | options), model, optimizer
+    return begin_job(data, distribute(make_model(dtype).to(device)), **OPTIONS | options)
 
 
 def _batches(session: Session, device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -79,15 +77,14 @@ def _local(_rank: int, device: str) -> list[tuple[bool, torch.Tensor]]:
     layers = nn.Sequential(make_model(torch.float32), nn.BatchNorm1d(4)).to(device)
     model = DistributedDataParallel(layers, bucket_cap_mb=0.001)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    options = OPTIONS | {"min_local_batch_size": 2, "exchange": Exchange(every=3, codec="bf16")}
-    session = dynamix.attach(model, optimizer, Numbered(600, torch.float32), **options)
+    session = dynamix.attach(
+        model, optimizer, Numbered(600, torch.float32), local_batch_size=(9, 40), min_local_batch_size=2,
+        window_steps=4, noise_every=1, connect=False, global_batch="adaptive", pin_memory=OPTIONS["pin_memory"],
+        exchange=Exchange(every=3, codec="bf16"),
+    )  # fmt: skip
     found = []
-    for inputs, targets, _ in _batches(session, device):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        session.step(loss)
+    for batch in _batches(session, device):
+        train_step(session, model, optimizer, batch)
         state = [each.detach().flatten().float().cpu() for each in (*model.parameters(), *model.buffers())]
         found.append((session.is_averaged, torch.cat(state)))
     moments = [optimizer.state[each]["exp_avg_sq"].flatten().cpu() for each in model.parameters()]
@@ -149,25 +146,23 @@ def test_a_rank_with_more_to_compute_gets_fewer_samples(device: str) -> None:
 
 def _compiled(_rank: int, device: str, backend: str) -> float:
     data = Numbered(300, torch.float32)
-    model = torch.compile(DistributedDataParallel(make_model(torch.float32).to(device)), backend=backend)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    session = dynamix.attach(model, optimizer, data, **OPTIONS)
+    model: nn.Module = torch.compile(DistributedDataParallel(make_model(torch.float32).to(device)), backend=backend)
+    session, _, optimizer = begin_job(data, model, **OPTIONS)
     with session:
         return max(train_compared(session, model, optimizer, data))
 
 
-@pytest.mark.parametrize("device", ON_GPU)
-def test_a_model_compiled_for_the_device_is_weighed(device: str) -> None:
-    assert max(run_ranks(_compiled, 2, device, "inductor")) < 1e-3
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "eager"), pytest.param("cuda", "inductor", marks=GPU)])
+def test_a_compiled_model_is_weighed(device: str, backend: str) -> None:
+    assert max(run_ranks(_compiled, 2, device, backend)) < 1e-3
 
 
 def _alone_over(_rank: int, backend: str, device: str) -> tuple[float, int]:
     """One rank over another backend, with tracking: the hook's whole path, and the steps done."""
     group = dist.new_group([0], backend=backend)
     model = DistributedDataParallel(make_model().to(device), process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    data = Numbered(200)
-    session = dynamix.attach(model, optimizer, data, local_batch_size=25, connect=False, weighting="hook")
+    data, options = Numbered(200), {"local_batch_size": 25, "weighting": "hook", "global_batch": "fixed"}
+    session, _, optimizer = begin_job(data, model, rate=0.0, policy=None, **options)
     with session:
         return max(train_compared(session, model, optimizer, data)), session.step_index
 

@@ -23,6 +23,8 @@ from tests.support.whole_numbers import (
     mean_loss,
     train_models,
     train_step,
+    train_until,
+    whole_job,
     whole_loss,
 )
 from torch import nn
@@ -37,9 +39,7 @@ def _trained(
     """Parameters after some steps, and the exchange of each; `plan` offers exchanges by step."""
     if installed is not None:
         sys.path.insert(0, str(installed))
-    model = distributed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
-    with attach(model, optimizer, Whole(whole=False), **options) as session:
+    with whole_job(Whole(whole=False), **options) as (session, model, optimizer):
         active = []
         for batch in session.loader:
             active.append(session.allocation.exchange)
@@ -94,13 +94,13 @@ def test_decisions_choose_among_the_codecs_of_other_packages_that_the_job_names(
 
 def _changing(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:
     """Whether the ranks are averaged after each step, and a digest of parameters and buffers; all levers change."""
-    model = distributed(Normalised())
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-8, momentum=0.5)
     drawn = random.Random(11)
     exchanges = [Exchange(codec=codec, route=route) for codec in CODECS for route in ("all-reduce", "shares")]
     found: list[tuple[bool, bytes]] = []
+    model = distributed(Normalised())
     options: dict[str, Any] = {"exchange": "local", "local_batch_size": 8, "window_steps": 4, "min_local_batch_size": 2}
-    with attach(model, optimizer, Whole(whole=False), reduction="mean", **options) as session:
+    options |= {"rate": 2**-8, "momentum": 0.5, "reduction": "mean"}
+    with whole_job(Whole(whole=False), model, **options) as (session, _, optimizer):
         while len(found) < num_steps:
             for batch in session.loader:
                 sizes = [drawn.choice([2, 8, 20]) for _ in range(2)]
@@ -179,10 +179,8 @@ def test_every_kind_of_step_can_be_exchanged_and_without_loss_bit_for_bit(kind: 
 
 def _measured(_rank: int, exchange: Exchange) -> list[float]:
     """Squared norms of this rank's and of the whole gradient, in each of 6 steps."""
-    model = distributed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
     found = []
-    with attach(model, optimizer, Whole(), exchange=exchange) as session:
+    with whole_job(exchange=exchange) as (session, model, optimizer):
         for inputs, factors in session.loader:
             optimizer.zero_grad()
             whole_loss(model(inputs), factors).backward()
@@ -205,10 +203,8 @@ def test_the_noise_is_measured_on_what_was_decoded() -> None:
 
 def _tracked(rank: int, exchange: Exchange) -> tuple[tuple[int, ...], list[float]]:
     """Sizes after 20 steps in which rank 1 takes three times as long per sample, and the times that all received."""
-    model = distributed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
     options: dict[str, Any] = {"exchange": exchange, "policy_options": {"track": 1}}
-    with attach(model, optimizer, Whole(), local_batch_size=8, **options) as session:
+    with whole_job(local_batch_size=8, **options) as (session, model, optimizer):
         session._meter.clock.seconds_per_sample = lambda: (0.001, 0.003)[rank]  # type: ignore[method-assign]
         received: list[float] = []
         after_step = session._steering.after_step
@@ -218,10 +214,7 @@ def _tracked(rank: int, exchange: Exchange) -> tuple[tuple[int, ...], list[float
             after_step(position, times, counts)
 
         session._steering.after_step = listen  # type: ignore[method-assign]
-        for batch in session.loader:
-            train_step(session, model, optimizer, batch)
-            if session.step_index == 20:
-                break
+        train_until(20, session, model, optimizer)
         return session.local_batch_sizes, received
 
 
@@ -235,13 +228,8 @@ def test_all_ranks_receive_the_compute_times_beside_every_exchange() -> None:
 
 def _counted(_rank: int, exchange: Exchange) -> tuple[float, float, float]:
     """What a rank's row says of the learning rate and of what codecs with loss were to send and sent."""
-    model = distributed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
-    with attach(model, optimizer, Whole(), exchange=exchange, window_steps=100) as session:
-        for batch in session.loader:
-            train_step(session, model, optimizer, batch)
-            if session.step_index == 4:
-                break
+    with whole_job(exchange=exchange, window_steps=100) as (session, model, optimizer):
+        train_until(4, session, model, optimizer)
         row = session._meter.take_row([], None)
         assert session._meter.take_row([], None).coded.wanted == 0.0
     assert row.learning_rate is not None

@@ -14,12 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench.hosts import Hosts
-from tests.support.ranks import RankError, each_case, run_ranks
+from tests.support.ranks import RankError, each_case, run_ranks, wait_for_file
 from tests.support.training import flat_parameters, offer
-from tests.support.whole_numbers import SIZES, Heads, Whole, attach, distributed, train_step
-from torch import nn
+from tests.support.whole_numbers import SIZES, Whole, distributed, train_step, train_until, whole_job
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.exchange.codec import Leg, Sum
@@ -32,9 +30,8 @@ TIMEOUT = timedelta(seconds=12)
 def _dies(rank: int, exchange: Exchange) -> None:
     """Rank 1 is killed in the middle of its backward pass."""
     group = dist.new_group(timeout=TIMEOUT)
-    model = DistributedDataParallel(Heads(), bucket_cap_mb=0.005, process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
-    with attach(model, optimizer, Whole(), exchange=exchange, local_batch_size=4) as session:
+    of_group = distributed(process_group=group)
+    with whole_job(None, of_group, exchange=exchange, local_batch_size=4) as (session, model, optimizer):
         for batch in session.loader:
             if session.step_index == 4 and rank == 1:
                 next(iter(model.parameters())).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
@@ -92,15 +89,11 @@ def _resumed(rank: int, codec: str) -> dict[str, torch.Tensor]:
     options = {"exchange": "lossy", "policy_options": {"codec": codec, "route": "shares"}}
     for how in ("whole", "each", "first"):
         model, state = distributed(), None
-        optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
         for steps in (12,) if how == "whole" else (5, 12):
-            with attach(model, optimizer, Whole(whole=False), **options) as session:
+            with whole_job(Whole(whole=False), model, **options) as (session, _, optimizer):
                 if state is not None:
                     session.load_state_dict(state)
-                for batch in session.loader:
-                    train_step(session, model, optimizer, batch)
-                    if session.step_index == steps:
-                        break
+                train_until(steps, session, model, optimizer)
                 states: list[Any] = [None, None]
                 dist.all_gather_object(states, session.state_dict())
                 state = states[rank if how == "each" else 0]
@@ -124,9 +117,7 @@ def _decided(_rank: int) -> list[Exchange]:
     found, state = [], None
     again: list[dict[str, Any]] = [{}, {}, {"policy": "split"}, {"exchange": "exact"}]
     for options in again:
-        model = distributed()
-        optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
-        with attach(model, optimizer, Whole(), **({"exchange": "lossy"} | options)) as session:
+        with whole_job(**({"exchange": "lossy"} | options)) as (session, model, optimizer):
             if state is not None:
                 session.load_state_dict(state)
             for batch in session.loader:
@@ -157,25 +148,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def _refuses(_rank: int) -> None:
-    data = Whole()
     for options, why in REFUSED:
-        model = distributed()
-        with pytest.raises(ValueError, match=why):
-            attach(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **options)
+        with pytest.raises(ValueError, match=why), whole_job(**options):
+            pass
 
 
 def test_what_cannot_be_exchanged_is_refused() -> None:
     run_ranks(_refuses, 2)
-
-
-def test_a_job_of_one_process_sends_nothing() -> None:
-    model = nn.Linear(40, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(
-        model, optimizer, Whole(), exchange="lossy", policy_options={"codec": "int8"}, local_batch_size=4
-    ) as session:
-        train_step(session, model, optimizer, next(iter(session.loader)))
-        assert session.step_index == 1
 
 
 # --- links that fail: ranks on hosts of network namespaces, one of which is unplugged ---
@@ -200,15 +179,12 @@ def hosts() -> Iterator[Hosts]:
 
 def _trained(_rank: int, exchange: Exchange, directory: Path | None) -> dict[str, Any]:
     """Parameters after each step, and the longest step; with a directory, steps wait there until the link is cut."""
-    model = distributed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
     found, longest_s = [], 0.0
-    options: dict[str, Any] = {"exchange": exchange, "local_batch_size": 4}
-    with attach(model, optimizer, Whole(whole=False), **options) as session:
+    with whole_job(Whole(whole=False), exchange=exchange, local_batch_size=4) as (session, model, optimizer):
         for batch in session.loader:
             if directory is not None and session.step_index == CUT_BEFORE:
                 (directory / "ready").touch()
-                _wait_for(directory / "cut")
+                wait_for_file(directory / "cut")
             began_s = time.monotonic()
             train_step(session, model, optimizer, batch)
             longest_s = max(longest_s, time.monotonic() - began_s)
@@ -218,16 +194,9 @@ def _trained(_rank: int, exchange: Exchange, directory: Path | None) -> dict[str
     return {"parameters": found, "longest_s": longest_s}
 
 
-def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.01)
-
-
 def _cut(hosts: Hosts, directory: Path, wait: Callable[[], object]) -> None:
     """Unplug host 1 once a rank is ready for it, for as long as `wait` waits."""
-    _wait_for(directory / "ready")
+    wait_for_file(directory / "ready")
     hosts[1].cut()
     try:
         (directory / "cut").touch()

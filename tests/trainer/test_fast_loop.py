@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, attach_tracked, flat_parameters, gather, hold_times, offer, train_step
+from tests.support.training import (
+    Numbered,
+    begin_job,
+    flat_parameters,
+    gather,
+    offer,
+    straight_and_resumed,
+    train_step,
+)
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from dynamix.schemas.messages import Applied, Job, Report
+from dynamix.schemas.messages import Applied, Job, Message, Report
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer import Session
 from dynamix.trainer.data.plan import Schedule
@@ -24,6 +32,7 @@ HELD_FROM = 60
 SLOW_FROM = 260
 NUM_STEPS = 400
 SLOW_RANK = 2
+TRACKED: dict[str, Any] = {"local_batch_size": 12, "min_local_batch_size": 1, "window_steps": 10}
 
 
 def _loop(sizes: tuple[int, ...] = (30, 30)) -> tuple[FastLoop, Schedule]:
@@ -105,8 +114,9 @@ def test_of_short_steps_every_fourth_is_measured_after_the_first_ones() -> None:
 
 def _track(rank: int, sample_s: float) -> dict[str, Any]:
     """Ranks that sleep for every sample, 5 % more or less; rank 2 three times as long from step 300 on."""
-    data = Numbered(2000, torch.float32)
-    session, model, optimizer, published = attach_tracked(data)
+    session, model, optimizer = begin_job(Numbered(2000, torch.float32), **TRACKED)
+    published: list[Message] = []
+    session._transport.publish = published.append  # type: ignore[method-assign]
     clock, noise = _Clock(), Random(rank)
     clock_module.time = clock  # type: ignore[assignment]  # this process is the rank's own
 
@@ -173,18 +183,27 @@ def test_four_ranks_split_alike_and_follow_one_that_slows_down(sample_s: float, 
 CUT = 43
 
 
-def _resume(rank: int, num_workers: int, sample_s: float = 0.01) -> dict[str, Any]:
+def _hold_times(session: Session, rank: int) -> None:
+    """Compute times that depend on the step alone, so that two runs can be compared."""
+
+    def seconds_per_sample() -> float:
+        step = session.step_index
+        slow = (step // 20) % 2 == rank
+        return (0.03 if slow else 0.01) * (1 + step % 3 / 50)
+
+    session._meter.clock.seconds_per_sample = seconds_per_sample  # type: ignore[method-assign]
+
+
+def _resume(rank: int, num_workers: int) -> dict[str, Any]:
     """A tracking job straight through, and in two halves; one rank alone takes a state now and then."""
 
     def begin() -> tuple[Session, nn.Module, Any]:
         loader = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
-        session, model, optimizer, _ = attach_tracked(
-            Numbered(601, torch.float32), window_steps=8, policy="rule", **loader
-        )
-        hold_times(session, rank, sample_s)
-        return session, model, optimizer
+        job = begin_job(Numbered(601, torch.float32), **TRACKED | {"window_steps": 8, "policy": "rule"}, **loader)
+        _hold_times(job[0], rank)
+        return job
 
-    def train(session: Session, model: nn.Module, optimizer: Any, *, until: int) -> list[Any]:
+    def train(session: Session, model: nn.Module, optimizer: Any, until: int) -> list[Any]:
         trace = []
         for _ in session.epochs(4):
             for batch in session.loader:
@@ -199,24 +218,7 @@ def _resume(rank: int, num_workers: int, sample_s: float = 0.01) -> dict[str, An
                     return trace
         return trace
 
-    session, model, optimizer = begin()
-    straight = train(session, model, optimizer, until=10**9)
-    whole = flat_parameters(model)
-    session, model, optimizer = begin()
-    first = train(session, model, optimizer, until=CUT)
-    states = model.state_dict(), optimizer.state_dict(), session.state_dict()
-    session.close()
-    session, model, optimizer = begin()
-    for part, state in zip((model, optimizer, session), states, strict=True):
-        part.load_state_dict(state)
-    second = train(session, model, optimizer, until=10**9)
-    session.close()
-    return {
-        "straight": straight,
-        "halves": first + second,
-        "same_parameters": torch.equal(flat_parameters(model), whole),
-        "generation": session.generation,
-    }
+    return straight_and_resumed(begin, train, CUT)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -237,17 +239,18 @@ def test_a_resumed_run_tracks_on_and_workers_only_delay_the_split(num_workers: i
 
 
 def _resume_under_another_policy(rank: int, options: dict[str, Any]) -> set[tuple[int, ...]]:
-    session, model, optimizer, _ = attach_tracked(Numbered(240, torch.float32), window_steps=4, policy="rule")
-    hold_times(session, rank)
+    data, chosen = Numbered(240, torch.float32), TRACKED | {"window_steps": 4}
+    session, model, optimizer = begin_job(data, **chosen | {"policy": "rule"})
+    _hold_times(session, rank)
     for batch in session.loader:
         train_step(session, model, optimizer, batch)
         if session.step_index == 6:
             break
     state = session.state_dict()
     session.close()
-    session, model, optimizer, _ = attach_tracked(Numbered(240, torch.float32), window_steps=4, **options)
+    session, model, optimizer = begin_job(data, **chosen | options)
     session.load_state_dict(state)
-    hold_times(session, rank)
+    _hold_times(session, rank)
     sizes = set()
     for batch in session.loader:
         sizes.add(session.local_batch_sizes)

@@ -1,8 +1,7 @@
 """The field of a job with the nodes a (ranks 0, 1) and b (ranks 2, 3), and what follows from it."""
 
-from collections.abc import Mapping
-
 import pytest
+from tests.support import examples
 
 from dynamix.schemas.messages import FieldView, NodeRanks, SeenTrace, Trace
 from dynamix.schemas.messages.allocation import Allocation
@@ -17,16 +16,7 @@ EQUAL = (20, 20, 20, 20)
 
 def trace(node: str, activity: float, window: int = 0, appetite: float = 80.0) -> Trace:
     ranks = {"a": (0, 1), "b": (2, 3)}[node]
-    return Trace(
-        job="job",
-        generation=0,
-        window=window,
-        node=node,
-        ranks=ranks,
-        activity=(activity,) * 2,
-        appetite=appetite,
-        waiting_s=0.25,
-    )
+    return examples.trace(node, ranks, window, activity=(activity,) * 2, appetite=appetite, waiting_s=0.25)
 
 
 def seen_by_all(*, keeps_global_batch: bool, rate_exponent: float) -> FieldView:
@@ -47,12 +37,8 @@ def field(*, keeps_global_batch: bool = True) -> TraceField:
 def laid(*traces: Trace, window: int = 2, keeps_global_batch: bool = True) -> TraceField:
     """A field with these traces, as it rules from a window on."""
     made = field(keeps_global_batch=keeps_global_batch)
-    made.take(made.numbers_of(_by_node(*traces)), window)
+    made.take(made.numbers_of({one.node: one for one in traces}), window)
     return made
-
-
-def _by_node(*traces: Trace) -> Mapping[str, Trace]:
-    return {one.node: one for one in traces}
 
 
 def test_the_global_batch_is_divided_in_proportion_to_the_activities() -> None:
@@ -117,15 +103,8 @@ def test_an_agent_sees_its_own_cell_and_those_beside_it_only() -> None:
     nodes = tuple(NodeRanks(node=f"n{index}", ranks=(index,)) for index in range(5))
     ring = TraceField(nodes, seen_by_all(keeps_global_batch=False, rate_exponent=0.0))
     left = {
-        f"n{index}": Trace(
-            job="job",
-            generation=0,
-            window=1,
-            node=f"n{index}",
-            ranks=(index,),
-            activity=(1.0 + index,),
-            appetite=float(index),
-            waiting_s=0.0,
+        f"n{index}": examples.trace(
+            f"n{index}", (index,), 1, activity=(1.0 + index,), appetite=float(index), waiting_s=0.0
         )
         for index in range(5)
     }

@@ -6,7 +6,6 @@ import select
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -16,9 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import START, TIMEOUT_S, RankError, run_ranks
+from tests.support.ranks import START, TIMEOUT_S, RankError, run_ranks, wait_for_file
 from tests.support.training import flat_parameters
-from tests.support.whole_numbers import Whole, attach, distributed, train_step
+from tests.support.whole_numbers import train_step, train_until, whole_job
 
 from dynamix.cli.main import main
 from dynamix.schemas.apportion import balanced_shares
@@ -81,18 +80,13 @@ def over(servers: list[Server]) -> dict[str, str]:
     return {VARIABLE: ",".join(server.address for server in servers)}
 
 
-def _trained(_rank: int, exchange: Exchange | None, whole: bool = True, num_steps: int = 12) -> dict[str, Any]:
+def _trained(_rank: int, exchange: Exchange | None) -> dict[str, Any]:
     """Parameters after some steps, and how gradients travelled."""
-    model = distributed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
     num_ranks = dist.get_world_size()
     options: dict[str, Any] = {"local_batch_size": 4, "base_global_batch_size": 4 * num_ranks**2}  # weights of 1
     options |= {} if exchange is None else {"exchange": exchange}
-    with attach(model, optimizer, Whole(whole=whole), **options) as session:
-        for batch in session.loader:
-            train_step(session, model, optimizer, batch)
-            if session.step_index == num_steps:
-                break
+    with whole_job(**options) as (session, model, optimizer):
+        train_until(12, session, model, optimizer)
         session.average()
         return {"parameters": flat_parameters(model), "exchange": session.allocation.exchange}
 
@@ -117,9 +111,7 @@ def test_servers_sum_whole_numbers_bit_for_bit_one_job_after_the_other(servers: 
 
 def _until_broken(rank: int, ready: Path, killed: int | None) -> None:
     """Train for as long as the servers are there; a rank may be killed."""
-    model = distributed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
-    with attach(model, optimizer, Whole(), local_batch_size=4) as session:
+    with whole_job(local_batch_size=4) as (session, model, optimizer):
         for _ in session.epochs(10_000):
             for batch in session.loader:
                 if session.step_index == 5:
@@ -130,9 +122,7 @@ def _until_broken(rank: int, ready: Path, killed: int | None) -> None:
 
 
 def _kill_when(path: Path, server: Server) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_file(path)
     server.process.kill()
 
 
@@ -150,9 +140,7 @@ def _outlives(rank: int, server: int) -> list[str]:
     """Rank 0 kills the server behind the last step; what threads die of when the session ends."""
     died: list[str] = []
     threading.excepthook = lambda raised: died.append(str(raised.exc_value))
-    model = distributed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
-    with attach(model, optimizer, Whole(), local_batch_size=4) as session:
+    with whole_job(local_batch_size=4) as (session, model, optimizer):
         train_step(session, model, optimizer, next(iter(session.loader)))
         dist.barrier()
         if rank == 0:

@@ -10,19 +10,17 @@ import pytest
 import torch
 from bench.hosts import Hosts, Link
 from tests.support.ranks import run_ranks
-from tests.support.training import flat_parameters, gather
+from tests.support.training import begin_job, flat_parameters, gather
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from dynamix import trainer as dynamix
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.collector.window import simulated_window
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Action, Message, Report, SystemMetrics
 from dynamix.schemas.messages.allocation import Exchange
-from dynamix.trainer.bus_client import Transport
 
 NUM_RANKS = 4
 SLOW = 2
@@ -49,18 +47,6 @@ def _decided(fold: Fold, window: int, reports: list[Report]) -> list[Action]:
     return actions
 
 
-class _Published(Transport):
-    """Keeps reports instead of sending them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reports: list[Report] = []
-
-    def publish(self, message: Message) -> None:
-        if isinstance(message, Report):
-            self.reports.append(msgspec.structs.replace(message, simulated=(SystemMetrics(),) * len(message.rows)))
-
-
 def _trained(rank: int) -> dict[str, Any]:
     """Train under `rule`, decided in rank 0 by the functions of the services: what ruled, and what came of it."""
     os.environ["DYNAMIX_NODE"] = f"node-{rank}"
@@ -68,19 +54,16 @@ def _trained(rank: int) -> dict[str, Any]:
     inputs = torch.randn(4096, 40)
     dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     model = DistributedDataParallel(nn.Sequential(nn.Linear(40, 2400), nn.ReLU(), nn.Linear(2400, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     sizes = {"local_batch_size": SIZE, "min_local_batch_size": SIZE, "max_local_batch_size": SIZE}
-    published, control, actions, digests = _Published(), None, [], []
-    session = dynamix.attach(
-        model,
-        optimizer,
-        dataset,
-        **sizes,  # type: ignore[arg-type]
-        global_batch="adaptive",
-        policy="rule",
-        window_steps=WINDOW_STEPS,
-        connect=published,
-    )
+    session, _, optimizer = begin_job(dataset, model, rate=1e-4, policy="rule", window_steps=WINDOW_STEPS, **sizes)
+    published: list[Report] = []
+
+    def publish(message: Message) -> None:
+        if isinstance(message, Report):
+            published.append(msgspec.structs.replace(message, simulated=(SystemMetrics(),) * len(message.rows)))
+
+    session._transport.publish = publish  # type: ignore[method-assign]
+    control, actions, digests = None, [], []
     reports: list[list[Report]] = []
     with session:
         while len(digests) < NUM_WINDOWS * WINDOW_STEPS:
@@ -91,9 +74,9 @@ def _trained(rank: int) -> dict[str, Any]:
                 optimizer.step()
                 session.step(loss)
                 digests.append(hashlib.sha256(flat_parameters(model).numpy().tobytes()).digest())
-                if published.reports:
-                    reports.append([each for of_node in gather(published.reports) for each in of_node])
-                    published.reports.clear()
+                if published:
+                    reports.append([each for of_node in gather(published) for each in of_node])
+                    published.clear()
                     control = control or Fold(session._run.specification(), Rule(), None)
                     decided = _decided(control, len(reports) - 1, reports[-1])
                     actions += decided

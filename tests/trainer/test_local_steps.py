@@ -1,25 +1,26 @@
 """Local steps on real gloo ranks, against the same steps computed in one process."""
 
-import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from tests.support.ranks import each_case, run_ranks
-from tests.support.training import flat_parameters, offer
+from tests.support.training import flat_parameters, kept_messages, offer
 from tests.support.whole_numbers import (
     SIZES,
-    Curved,
     Heads,
     Normalised,
     Whole,
     attach,
     distributed,
     mean_loss,
-    momentum_optimizer,
     train_step,
+    train_until,
+    whole_job,
 )
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from dynamix import trainer
@@ -30,13 +31,36 @@ from dynamix.trainer.exchange.plan import CODECS
 STEPS = 22
 
 
+class Curved(nn.Module):
+    """A model whose gradient depends on its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(inputs)
+        return result
+
+
+def momentum_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with a state that ranks can differ in."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+
+
+def _curved_job(
+    data: Any = None, **options: Any
+) -> AbstractContextManager[tuple[trainer.Session, torch.nn.Module, torch.optim.Optimizer]]:
+    """A job of a model whose ranks come apart when they step alone."""
+    options |= {"rate": 0.05, "momentum": 0.5, "reduction": "mean"}
+    return whole_job(data or Whole(whole=False), distributed(Curved()), **options)
+
+
 def _trained(_rank: int, exchange: Exchange | None, plan: dict[int, Exchange] | None = None) -> dict[str, Any]:
     """Parameters after each step with a mean loss; `plan` offers exchanges by step."""
-    model = distributed(Curved())
-    optimizer = momentum_optimizer(model)
-    options: dict[str, Any] = {"reduction": "mean", "exchange": exchange or "local"}
     parameters, averaged = [], []
-    with attach(model, optimizer, Whole(whole=False), **options) as session:
+    with _curved_job(exchange=exchange or "local") as (session, model, optimizer):
         for batch in session.loader:
             if plan and session.step_index in plan:
                 offer(session, SIZES, exchange=plan[session.step_index])
@@ -185,10 +209,8 @@ def test_buffers_are_averaged_and_the_state_of_adam_when_local_steps_end() -> No
 
 def _noise(_rank: int, exchange: Exchange, wide: bool) -> list[tuple[int, float, float]]:
     """Step and squared norms of this rank's and of the whole gradient, where they were measured."""
-    model = distributed(Heads(more=9000 if wide else 0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
-    found = []
-    with attach(model, optimizer, Whole(), exchange=exchange, noise_every=4) as session:
+    found, heads = [], distributed(Heads(more=9000 if wide else 0))
+    with whole_job(None, heads, exchange=exchange, noise_every=4) as (session, model, optimizer):
         record_batch = session._meter.record_batch
 
         def listen(batch: Any, loss: Any, num_correct: Any, norms: Any, drift: Any) -> None:
@@ -198,20 +220,14 @@ def _noise(_rank: int, exchange: Exchange, wide: bool) -> list[tuple[int, float,
             record_batch(batch, loss, num_correct, norms, drift)
 
         session._meter.record_batch = listen  # type: ignore[method-assign]
-        for batch in session.loader:
-            train_step(session, model, optimizer, batch)
-            if session.step_index == 30:
-                break
+        train_until(30, session, model, optimizer)
     return found
 
 
 def _drift(rank: int) -> list[tuple[float, float, torch.Tensor]]:
     """Both parts of each round's drift, and how far this rank had come by its end, times its weight."""
-    model = distributed(Curved())
-    optimizer = momentum_optimizer(model)
     weight, found = SIZES[rank] / sum(SIZES), []
-    options: dict[str, Any] = {"reduction": "mean", "exchange": Exchange(every=4), "window_steps": 100}
-    with attach(model, optimizer, Whole(whole=False), **options) as session:
+    with _curved_job(exchange=Exchange(every=4), window_steps=100) as (session, model, optimizer):
         begun = flat_parameters(model)
         for inputs, factors in session.loader:
             optimizer.zero_grad()
@@ -256,10 +272,7 @@ def test_the_noise_is_measured_where_all_ranks_have_the_same_parameters(wide: bo
 def _saved(_rank: int, outer: dict[str, float]) -> dict[str, Any]:
     """What is refused in mid-round, and parameters after 18 steps: in one go, or in two sessions."""
     found: dict[str, Any] = {}
-    options: dict[str, Any] = {
-        "exchange": "local",
-        "policy_options": {"every": 4, "codec": "int8", **outer},
-    }
+    options: dict[str, Any] = {"exchange": "local", "policy_options": {"every": 4, "codec": "int8", **outer}}
     for how in ("whole", "parts"):
         model, state = distributed(Curved()), None
         optimizer = momentum_optimizer(model)
@@ -292,14 +305,11 @@ def test_a_job_resumed_at_an_averaging_goes_on_exactly() -> None:
 
 def _epochs(_rank: int, streams: bool) -> list[tuple[bool, bytes]]:
     """Whether the ranks are averaged at the end of each epoch, and the parameters and momentum there."""
-    model = distributed(Curved())
-    optimizer = momentum_optimizer(model)
     data: Any = Streamed() if streams else Whole(whole=False, num_samples=100)
     found = []
-    with attach(model, optimizer, data, reduction="mean", exchange=Exchange(every=16)) as session:
+    with _curved_job(data, exchange=Exchange(every=16)) as (session, model, optimizer):
         for _ in session.epochs(2):
-            for batch in session.loader:
-                train_step(session, model, optimizer, batch, mean_loss)
+            train_until(10**9, session, model, optimizer, mean_loss)
             momentum = torch.cat([optimizer.state[each]["momentum_buffer"].flatten() for each in model.parameters()])
             found.append((session.is_averaged, torch.cat([flat_parameters(model), momentum]).numpy().tobytes()))
     return found
@@ -320,24 +330,14 @@ def test_an_epoch_ends_with_an_averaging() -> None:
         assert first[0] != first[1]
 
 
-def _left(_rank: int, caplog_level: int = 30) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler(caplog_level)
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dynamix.trainer").addHandler(handler)
-    model = distributed(Normalised())
-    optimizer = momentum_optimizer(model)
-    with attach(model, optimizer, Whole(), reduction="mean", exchange=Exchange(every=4)) as session:
-        for batch in session.loader:
-            train_step(session, model, optimizer, batch, mean_loss)
-            if session.step_index == 6:
-                break
-        try:
+def _left(_rank: int) -> list[str]:
+    said, model = kept_messages(), distributed(Normalised())
+    with whole_job(None, model, reduction="mean", exchange=Exchange(every=4)) as (session, _, optimizer):
+        train_until(6, session, model, optimizer, mean_loss)
+        with pytest.raises(RuntimeError) as refused:
             session.cover(distributed())
-        except RuntimeError as error:
-            records.append(str(error))
     assert model.broadcast_buffers
-    return [each for each in records if "local steps" in each]
+    return [str(refused.value), *(each for each in said if "local steps" in each)]
 
 
 def test_a_session_that_ends_in_mid_round_says_so() -> None:

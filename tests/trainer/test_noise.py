@@ -85,16 +85,6 @@ def test_a_growing_noise_scale_is_a_quarter_too_low_at_first_and_nine_windows_la
     assert average.value.trace / average.value.squared_norm == pytest.approx(share * 100 * window, rel=0.01)
 
 
-@pytest.mark.parametrize("window", [5, 15, 30])
-def test_averages_weigh_early_windows_by_the_cube_of_their_number(window: int) -> None:
-    average = NoiseAverage()
-    for number in range(1, window + 1):
-        average.observe_window(GradientNoise(trace=float(number == 1), squared_norm=1.0))
-    assert average.value is not None
-    assert average.value.trace == pytest.approx(24 / (window * (window + 1) * (window + 2) * (window + 3)))
-    assert average.value.squared_norm == pytest.approx(1.0)
-
-
 def test_the_first_steps_are_all_measured_and_then_one_of_some() -> None:
     assert [step for step in range(42) if is_measured(step, 10)] == [*range(20), 20, 30, 40]
     assert all(is_measured(step, 1) for step in range(42))

@@ -1,6 +1,5 @@
 from typing import Any
 
-import msgspec
 import pytest
 from tests.support import examples
 from tests.support.job_options import job_options
@@ -17,16 +16,6 @@ IDENTITY = JobIdentity(
     nodes=(NodeRanks(node="node-a", ranks=(0, 1)),),
     max_local_batch_sizes=(1024, 512),
 )
-ACTION = Action(
-    job="mnist-0a1b2c3d",
-    generation=1,
-    window=5,
-    allocation=Allocation((64, 96)),
-    deltas=(0, 0),
-    policy="static",
-    policy_version=0,
-    watermark=0,
-)
 
 
 def _offers(**options: Any) -> Offers:
@@ -34,8 +23,11 @@ def _offers(**options: Any) -> Offers:
 
 
 def _with(**changes: Any) -> Action:
-    levers = {name: changes.pop(name) for name in Allocation.__struct_fields__ if name in changes}
-    return examples.with_levers(msgspec.structs.replace(ACTION, **changes), **levers)
+    """The action of window 5, some of it changed."""
+    return examples.action(5, **{"generation": 1, "local_batch_sizes": (64, 96), "deltas": (0, 0)} | changes)
+
+
+ACTION = _with()
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,15 @@ CHANGES = st.lists(
 )
 
 
+def _schedule(changes: list[tuple[int, tuple[int, int, int]]]) -> Schedule:
+    """The sizes (8, 16, 4), and others after so many steps each."""
+    schedule, step = Schedule(Allocation((8, 16, 4))), 0
+    for gap, sizes in changes:
+        step += gap
+        schedule.revise(step, Allocation(sizes))
+    return schedule
+
+
 def _draw_epoch(num_samples: int, schedule: Schedule, position: Position) -> list[tuple[StepPlan, list[list[int]]]]:
     """Plans of an epoch's steps and each rank's indices."""
     samplers = [
@@ -108,10 +117,7 @@ def _draw_epoch(num_samples: int, schedule: Schedule, position: Position) -> lis
 def test_each_sample_is_drawn_exactly_once_whatever_changes(
     num_samples: int, changes: list[tuple[int, tuple[int, int, int]]]
 ) -> None:
-    schedule, step = Schedule(Allocation((8, 16, 4))), 0
-    for gap, sizes in changes:
-        step += gap
-        schedule.revise(step, Allocation(sizes))
+    schedule = _schedule(changes)
     used: list[int] = []
     for number, (plan, indices) in enumerate(_draw_epoch(num_samples, schedule, Position())):
         assert plan.step == number
@@ -128,13 +134,8 @@ def test_each_sample_is_drawn_exactly_once_whatever_changes(
 def test_the_number_of_steps_left_is_what_is_drawn(
     num_samples: int, changes: list[tuple[int, tuple[int, int, int]]], drop_last: bool
 ) -> None:
-    schedule, step = Schedule(Allocation((8, 16, 4))), 0
-    for gap, sizes in changes:
-        step += gap
-        schedule.revise(step, Allocation(sizes))
-    sampler = PlanSampler(
-        Permutations(num_samples, 0, shuffle=False), schedule, division=Division(0), drop_last=drop_last
-    )
+    orders = Permutations(num_samples, 0, shuffle=False)
+    sampler = PlanSampler(orders, _schedule(changes), division=Division(0), drop_last=drop_last)
     assert sampler.num_batches_left(Position()) == len(list(sampler))
 
 

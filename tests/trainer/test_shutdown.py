@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.support.brokers import ConfiguredServer
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, attach_numbered, distribute, make_model, train_step
+from tests.support.training import Numbered, begin_job, train_step
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from dynamix.cli.services import bus_environment
@@ -46,9 +46,7 @@ def test_only_an_error_that_a_launcher_answers_is_no_end(
 
 def _train() -> tuple[Session, Callable[[Any], list[int]]]:
     """A session, and what takes a step of it."""
-    model = distribute(make_model(torch.float32))
-    data = Numbered(1000, torch.float32)
-    session, optimizer = attach_numbered(data, model, local_batch_size=4, connect=None)
+    session, model, optimizer = begin_job(Numbered(1000, torch.float32), local_batch_size=4, connect=None)
     return session, partial(train_step, session, model, optimizer)
 
 

@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from tests.support.sockets import cookie
-from tests.support.training import Numbered, distribute, make_model
-from torch import nn
+from tests.support.training import Numbered, begin_job, train_step
 
-from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
 from dynamix.schemas.messages.allocation import MAX_SOCKETS
 from dynamix.trainer.measurement.sockets import MAX_NODE_SOCKETS, Connection, Endpoint, PeerSockets
@@ -65,11 +63,8 @@ def _train_and_report(rank: int) -> dict[str, Any]:
     """Three windows of two steps on two nodes; groups of the user's come and go around them."""
     os.environ["DYNAMIX_NODE"] = "node-b" if rank == 2 else "node-a"
     port = _store_port()
-    model, data = distribute(make_model(torch.float32)), Numbered(400, torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     passing = dist.new_group()
-    options: dict[str, Any] = {"local_batch_size": 8, "min_local_batch_size": 8, "window_steps": 2, "policy": "static"}
-    session = dynamix.attach(model, optimizer, data, connect=False, **options)
+    session, model, optimizer = begin_job(Numbered(400, torch.float32), min_local_batch_size=8, window_steps=2)
     reports: list[Message] = []
     session._transport.publish = reports.append  # type: ignore[method-assign]
     attached = _tcp_sockets(port)
@@ -83,9 +78,7 @@ def _train_and_report(rank: int) -> dict[str, Any]:
     for batch in itertools.islice(session.loader, 7):
         if session.step_index == 4:
             dist.new_group()  # comes after the ranks told each other
-        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
-        optimizer.step()
-        session.step()
+        train_step(session, model, optimizer, batch)
     session.close()
     return {
         "attached": attached,

@@ -95,7 +95,7 @@ def _info(sent: int = 0, sending_us: int = 0) -> TcpInfo:
 
 
 def test_a_link_is_as_fast_as_the_fastest_connection_was_while_it_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    listings = mesh(4, 1)
+    listings = mesh(4)
     descriptors = dict(zip(listings[1], itertools.count(100)))
     infos = {fd: _info() for fd in descriptors.values()}
     monkeypatch.setattr(sockets_module, "own_connections", lambda: descriptors)

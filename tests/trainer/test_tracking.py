@@ -18,17 +18,6 @@ def _tracking(fewest: int, upper: list[int]) -> FastLoop:
     return FastLoop(Schedule(Allocation((1,) * len(upper))), fewest, upper)
 
 
-def _settle(tracker: FastLoop, sizes: tuple[int, ...], time_s: Callable[[int, int], float], steps: int) -> list[float]:
-    """Run a virtual job of `steps` steps; the slowest rank's time on each."""
-    slowest = []
-    for _ in range(steps):
-        times = [time_s(rank, size) for rank, size in enumerate(sizes)]
-        slowest.append(max(times))
-        rates = [time / size if size else 0.0 for time, size in zip(times, sizes, strict=True)]
-        sizes = tracker.better_split(rates, sizes) or sizes
-    return slowest
-
-
 def _rates(measured: Sequence[Sequence[float]]) -> list[float] | None:
     rates = RateFilter(len(measured[0]))
     for step in measured:
@@ -105,9 +94,11 @@ def test_a_rank_that_slows_down_by_three_is_followed_after_two_steps() -> None:
 def test_equal_times_are_approached_without_overshooting_whatever_the_overhead(overhead_s: float) -> None:
     """Times o + b c: the best split has all at once; the slowest rank's time only falls, to within the dead band."""
     costs_s = (1e-3, 1e-3, 2e-3, 8e-3)
-    slowest = _settle(
-        _tracking(1, [1024] * 4), (100,) * 4, lambda rank, size: overhead_s + size * costs_s[rank], steps=80
-    )
+    tracker, sizes, slowest = _tracking(1, [1024] * 4), (100,) * 4, []
+    for _ in range(80):
+        times = [overhead_s + size * cost for size, cost in zip(sizes, costs_s, strict=True)]
+        slowest.append(max(times))
+        sizes = tracker.better_split([time / size for time, size in zip(times, sizes, strict=True)], sizes) or sizes
     best = overhead_s + 400 / sum(1 / cost for cost in costs_s)
     assert all(after <= before for before, after in pairwise(slowest))
     assert best * 0.999 <= slowest[-1] <= best * 1.05

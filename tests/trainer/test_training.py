@@ -1,6 +1,5 @@
 """Whole small jobs on real gloo ranks: resumed, without a bus, out of memory, left in the middle of an epoch."""
 
-import io
 import time
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,11 @@ import torch
 from tests.support.ranks import run_ranks
 from tests.support.training import (
     Numbered,
-    attach_numbered,
-    distribute,
+    begin_job,
     flat_parameters,
     gather,
-    loader_workers,
-    make_model,
     offer,
+    straight_and_resumed,
     train_step,
 )
 from torch import nn
@@ -32,15 +29,15 @@ CUT = 23
 
 def _resume(rank: int, num_workers: int) -> dict[str, Any]:
     """One job straight through, and the same job in two halves; changes are decided before the cut, one comes after."""
+    published: list[Message] = []
 
     def begin() -> tuple[Session, nn.Module, Any]:
-        model = distribute(make_model(torch.float32))
-        session, optimizer = attach_numbered(
-            Numbered(601, torch.float32), model, window_steps=8, seed=4, **loader_workers(num_workers)
-        )
-        return session, model, optimizer
+        loader = {"num_workers": num_workers, "persistent_workers": num_workers > 1}
+        return begin_job(Numbered(601, torch.float32), window_steps=8, seed=4, **loader)
 
-    def train(session: Session, model: nn.Module, optimizer: Any, *, until: int) -> list[list[int]]:
+    def train(session: Session, model: nn.Module, optimizer: Any, until: int) -> list[list[int]]:
+        if session.generation == 1:
+            session._transport.publish = published.append  # type: ignore[method-assign]
         used = []
         for _ in session.epochs(2):
             for batch in session.loader:
@@ -53,55 +50,28 @@ def _resume(rank: int, num_workers: int) -> dict[str, Any]:
                     return used
         return used
 
-    session, model, optimizer = begin()
-    straight = train(session, model, optimizer, until=10**9)
-    whole = (flat_parameters(model), session.position, session.local_batch_sizes)
-
-    session, model, optimizer = begin()
-    first = train(session, model, optimizer, until=CUT)
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict(), session.state_dict()], file)
-    pending = session._run.schedule.newest.local_batch_sizes != session.local_batch_sizes
-    session.close()
-
-    file.seek(0)
-    states = torch.load(file, weights_only=True)
-    session, model, optimizer = begin()
-    for part, state in zip((model, optimizer, session), states, strict=True):
-        part.load_state_dict(state)
-    jobs: list[Message] = []
-    session._transport.publish = jobs.append  # type: ignore[method-assign]
-    second = train(session, model, optimizer, until=10**9)
-    return {
-        "same_indices": first + second == straight,
-        "same_parameters": torch.equal(flat_parameters(model), whole[0]),
-        "same_place": (session.position, session.local_batch_sizes) == whole[1:],
-        "pending": pending,
-        "generation": session.generation,
-        "jobs": jobs,
-    }
+    return {**straight_and_resumed(begin, train, CUT), "published": published}
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_resumed_run_is_the_same_run(num_workers: int) -> None:
     results = run_ranks(_resume, 2, num_workers, environ={"DYNAMIX_JOB": "resumed"})
     for result in results:
-        assert result["same_indices"]
+        assert result["halves"] == result["straight"]
         assert result["same_parameters"]
         assert result["same_place"]
-        assert result["pending"]  # a change that was adopted before the cut took effect after it
+        assert result["is_pending"]  # a change that was adopted before the cut took effect after it
         assert result["generation"] == 1
-    started = results[0]["jobs"][0]
+    started = results[0]["published"][0]
     assert isinstance(started, Job)
     assert (started.job, started.generation, started.base_global_batch_size) == ("resumed", 1, 16)
     assert started.initial_local_batch_sizes != (8, 8)
-    reports = [message for message in results[0]["jobs"] if isinstance(message, Report)]
+    reports = [message for message in results[0]["published"] if isinstance(message, Report)]
     assert [report.window for report in reports] == list(range(len(reports)))
 
 
 def _parameters_with(_rank: int, connect: Any) -> dict[str, Any]:
-    model = distribute(make_model(torch.float32))
-    session, optimizer = attach_numbered(Numbered(300, torch.float32), model, window_steps=3, connect=connect)
+    session, model, optimizer = begin_job(Numbered(300, torch.float32), window_steps=3, connect=connect)
     for _ in session.epochs(1):
         for batch in session.loader:
             train_step(session, model, optimizer, batch)
@@ -126,13 +96,8 @@ def test_without_a_bus_training_runs_unchanged() -> None:
 def _run_out_of_memory(rank: int, caps: Path) -> dict[str, Any]:
     data = Numbered(600, torch.float32)
 
-    def begin() -> tuple[Session, nn.Module, Any]:
-        model = distribute(make_model(torch.float32))
-        options: dict[str, Any] = {"local_batch_size": (20, 40), "min_local_batch_size": 4, "memory_caps_path": caps}
-        session, optimizer = attach_numbered(data, model, window_steps=2, **options)
-        return session, model, optimizer
-
-    session, model, optimizer = begin()
+    options: dict[str, Any] = {"local_batch_size": (20, 40), "min_local_batch_size": 4, "memory_caps_path": caps}
+    session, model, optimizer = begin_job(data, window_steps=2, **options)
     error = torch.OutOfMemoryError("by hand") if rank == 1 else RuntimeError("the other rank is gone")
 
     def fail_at_step_3() -> None:
@@ -146,7 +111,7 @@ def _run_out_of_memory(rank: int, caps: Path) -> dict[str, Any]:
         fail_at_step_3()
     gather("both have failed")  # as a launcher would wait before it starts all of them again
 
-    session, model, optimizer = begin()
+    session, model, optimizer = begin_job(data, window_steps=2, **options)
     sizes = []
     for batch in session.loader:
         offer(session, (30, 33))
@@ -171,8 +136,7 @@ def test_a_rank_out_of_memory_lowers_its_bound_for_the_next_start(tmp_path: Path
 
 def _leave_early(_rank: int) -> dict[str, Any]:
     data = Numbered(400, torch.float32)
-    model = distribute(make_model(torch.float32))
-    session, optimizer = attach_numbered(data, model, shuffle=False, **loader_workers(2))
+    session, model, optimizer = begin_job(data, shuffle=False, num_workers=2, persistent_workers=True)
     used, lengths = [], []
     for _ in range(2):
         lengths.append(len(session.loader))
@@ -203,7 +167,7 @@ def _normalise(_rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     model = nn.parallel.DistributedDataParallel(layers)
-    session, optimizer = attach_numbered(Numbered(1, torch.float32), model)
+    session, _, optimizer = begin_job(Numbered(1, torch.float32), model)
     steps = []
     for epoch in session.epochs(2):
         for batch in session.loader:

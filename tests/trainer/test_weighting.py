@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from tests.support.loops import gradient_of
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, make_model, offer
+from tests.support.training import Numbered, begin_job, make_model, offer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 
-from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
 from dynamix.trainer.data.orders import epoch_order
 from dynamix.trainer.gradient.noise import is_measured
@@ -51,22 +50,8 @@ def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, An
     """Train one epoch under changing sizes; the largest relative errors over its steps, and the counts of each."""
     split = options.pop("split", "fixed")
     data = Numbered(NUM_SAMPLES)
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    session = dynamix.attach(
-        model,
-        optimizer,
-        data,
-        local_batch_size=SIZES[0],
-        min_local_batch_size=0,
-        window_steps=1,
-        policy="static",
-        reduction=reduction,  # type: ignore[arg-type]
-        noise_every=3,
-        connect=False,
-        global_batch="adaptive",
-        **options,
-    )
+    options |= {"local_batch_size": SIZES[0], "window_steps": 1, "reduction": reduction, "noise_every": 3}
+    session, model, optimizer = begin_job(data, **options)
     order = epoch_order(NUM_SAMPLES, 0, 0, shuffle=True).tolist()
     errors, norm_errors, counts = [], [], []
     hook = next(iter(session._models._hooks), None)
@@ -108,17 +93,7 @@ def _compare_fsdp(_rank: int) -> dict[str, Any]:
     data = Numbered(601)
     alone, sharded = make_model(), make_model()
     fully_shard(sharded)
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.0)
-    session = dynamix.attach(
-        sharded,
-        optimizer,
-        data,
-        local_batch_size=(9, 40),
-        min_local_batch_size=0,
-        window_steps=1,
-        connect=False,
-        global_batch="adaptive",
-    )
+    session, _, optimizer = begin_job(data, sharded, rate=0.0, local_batch_size=(9, 40), window_steps=1)
     reports: list[Message] = []
     session._transport.publish = reports.append  # type: ignore[method-assign]
     order = epoch_order(len(data), 0, 0, shuffle=True).tolist()

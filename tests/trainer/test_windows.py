@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, attach_numbered, distribute, make_model, offer, train_step
+from tests.support.training import Numbered, begin_job, offer, train_step
 
 from dynamix.schemas.messages import Applied, Message, Report
 from dynamix.trainer.steering.run import FIRST_WINDOWS, Windows
@@ -67,8 +67,7 @@ def test_a_rank_that_knows_a_window_sooner_than_others_asks_for_nothing_that_the
 def _train_by_default(rank: int, num_workers: int) -> list[Message]:
     """Short steps, and windows that the script says nothing of."""
     published: list[Message] = []
-    model = distribute(make_model())
-    session, optimizer = attach_numbered(Numbered(NUM_STEPS * 16), model, num_workers=num_workers)
+    session, model, optimizer = begin_job(Numbered(NUM_STEPS * 16), num_workers=num_workers)
     session._transport.publish = published.append  # type: ignore[method-assign]
     for batch in session.loader:
         if session.window in (3, 9):

@@ -9,32 +9,28 @@ import pytest
 import torch
 from tests.support.loops import OPTIONS, SIZES, gathered, gradient_of, loss_of, relative_error, whole_gradient
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, make_model, offer
+from tests.support.training import Numbered, begin_job, make_model, offer, train_step
 
 from dynamix import trainer as dynamix
 
+CODED = {"exchange": "lossy", "policy": "static", "policy_options": {"codec": "int8"}}
 
-def test_a_single_process_needs_no_process_group() -> None:
+
+@pytest.mark.parametrize("options", [{}, CODED])
+def test_a_single_process_needs_no_process_group(options: dict[str, Any]) -> None:
     data, model = Numbered(100), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     used: list[int] = []
-    with dynamix.attach(model, optimizer, data, local_batch_size=16, connect=False) as session:
+    with dynamix.attach(model, optimizer, data, local_batch_size=16, connect=False, **options) as session:
         for _ in session.epochs(1):
             for batch in session.loader:
-                optimizer.zero_grad()
-                loss = loss_of(model, batch)
-                loss.backward()
-                optimizer.step()
-                used += batch[2].tolist()
-                session.step(loss)
+                used += train_step(session, model, optimizer, batch)
         assert (session.progress, session.num_reference_steps) == (7.0, 7)
     assert sorted(used) == list(range(100))
 
 
 def _left_before_step(_rank: int) -> None:
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = dynamix.attach(model, optimizer, Numbered(64), local_batch_size=8, connect=False)
+    session, model, optimizer = begin_job(Numbered(64))
     for batch in session.loader:
         loss_of(model, batch).backward()
         optimizer.step()
@@ -45,9 +41,7 @@ def _left_before_step(_rank: int) -> None:
 
 
 def _lengths(_rank: int, options: dict[str, Any]) -> tuple[list[int], int]:
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    session = dynamix.attach(model, optimizer, Numbered(330), local_batch_size=16, connect=False, **options)
+    session, model, optimizer = begin_job(Numbered(330), local_batch_size=16, **options)
     lengths = [len(session.loader)]
     for batch in session.loader:
         loss_of(model, batch).backward()
@@ -62,7 +56,7 @@ def _lengths(_rank: int, options: dict[str, Any]) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch_size": 5}])
 def test_the_length_of_the_loader_stays_while_an_epoch_is_trained(options: dict[str, Any]) -> None:
-    for lengths, number in run_ranks(_lengths, 2, {"policy": "static", **options}):
+    for lengths, number in run_ranks(_lengths, 2, options):
         assert set(lengths) == {number}
 
 
@@ -78,12 +72,9 @@ def _ahead(batches: Any) -> Iterator[Any]:
 
 def _look_ahead(_rank: int, num_workers: int) -> dict[str, Any]:
     data = Numbered(601)
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    session = dynamix.attach(
-        model, optimizer, data, look_ahead=1, global_batch="adaptive", num_workers=num_workers,
-        max_lag_windows=9, **OPTIONS,
-    )  # fmt: skip
+    session, model, optimizer = begin_job(
+        data, rate=0.0, look_ahead=1, num_workers=num_workers, max_lag_windows=9, **OPTIONS
+    )
     errors, samples, sizes = [], [], set()
     for batch in _ahead(chain(session.loader, session.loader)):
         used = gathered(batch[2][: session.num_samples].tolist())
@@ -109,10 +100,7 @@ def test_a_script_may_fetch_one_batch_ahead_also_past_the_end_of_an_epoch(num_wo
 
 
 def _wrong_order(_rank: int) -> None:
-    data = Numbered(200)
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = dynamix.attach(model, optimizer, data, local_batch_size=8, connect=False)
+    session, model, optimizer = begin_job(Numbered(200))
     for batch in session.loader:
         loss = loss_of(model, batch)
         loss.backward()

@@ -1,6 +1,5 @@
 """Losses that are not a mean over the rank's samples: found in the first steps, and exact when written as told."""
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,10 +8,8 @@ import torch
 import torch.distributed as dist
 from tests.support.loops import gathered, gradient_of, relative_error
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, make_model
+from tests.support.training import Numbered, begin_job, distribute, kept_messages, make_model
 from torch import nn
-
-from dynamix import trainer as dynamix
 
 SIZES = (53, 11)
 CLASS_WEIGHT = torch.tensor([0.1, 5.0, 1.0, 2.0], dtype=torch.float64)
@@ -87,15 +84,6 @@ CASES = {
 }
 
 
-class _Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def _model() -> nn.Module:
     """With buffers of two types, which DDP broadcasts in each forward pass."""
     model = make_model()
@@ -106,14 +94,9 @@ def _model() -> nn.Module:
 
 def _train(_rank: int, name: str) -> tuple[float, list[str]]:
     """The largest error of a gradient against that of one big batch, and the warnings."""
-    case, messages = CASES[name], _Messages()
-    logging.getLogger("dynamix.trainer").addHandler(messages)
-    data = Numbered(64 * 14)
-    model = distribute(_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    session = dynamix.attach(
-        model, optimizer, data, local_batch_size=SIZES, policy="static", window_steps=1, connect=False, **case.options
-    )
+    case, messages, data = CASES[name], kept_messages(), Numbered(64 * 14)
+    options = {"local_batch_size": SIZES, "window_steps": 1, "global_batch": "fixed", **case.options}
+    session, model, optimizer = begin_job(data, distribute(_model()), rate=0.0, **options)
     errors = [0.0]
     for batch in session.loader:
         optimizer.zero_grad()
@@ -127,7 +110,7 @@ def _train(_rank: int, name: str) -> tuple[float, list[str]]:
         optimizer.step()
         session.step(loss)
     session.close()
-    return max(errors), messages.texts
+    return max(errors), messages
 
 
 @pytest.mark.parametrize("name", CASES)

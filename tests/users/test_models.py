@@ -6,21 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.loops import (
-    OPTIONS,
-    SIZES,
-    gathered,
-    gradient_of,
-    loss_of,
-    relative_error,
-    train_compared,
-    whole_gradient,
-)
+from tests.support.loops import OPTIONS, SIZES, gathered, gradient_of, loss_of, relative_error, whole_gradient
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, make_model, offer
+from tests.support.training import Numbered, begin_job, distribute, make_model, offer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from dynamix import trainer as dynamix
 from dynamix.trainer.frameworks.loaders import require_ddp
@@ -30,10 +20,9 @@ def _two_models(_rank: int, how: str) -> dict[str, Any]:
     data = Numbered(300)
     first, second = distribute(make_model(seed=0)), distribute(make_model(seed=1))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in (first, second)]
-    if how == "lists":
-        session = dynamix.attach([first, second], optimizers, data, global_batch="adaptive", **OPTIONS)
-    else:
-        session = dynamix.attach(first, optimizers[0], data, global_batch="adaptive", **OPTIONS)
+    models, optimizer = ([first, second], optimizers) if how == "lists" else (first, optimizers[0])
+    session = dynamix.attach(models, optimizer, data, global_batch="adaptive", **OPTIONS)
+    if how == "cover":
         session.cover(second, optimizers[1])
     errors = []
     for batch in session.loader:
@@ -87,9 +76,7 @@ def test_the_learning_rates_of_all_optimizers_follow_the_batch() -> None:
 def _uncovered(_rank: int, made: str) -> None:
     data = Numbered(64)
     before = distribute(make_model(seed=1)) if made == "before" else None
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = dynamix.attach(model, optimizer, data, local_batch_size=8, connect=False)
+    session, *_ = begin_job(data)
     second = before or distribute(make_model(seed=1))
     for batch in session.loader:
         with torch.no_grad():
@@ -109,19 +96,6 @@ def _uncovered(_rank: int, made: str) -> None:
 @pytest.mark.parametrize("made", ["before", "after"])
 def test_training_a_second_model_that_is_not_covered_is_refused(made: str) -> None:
     run_ranks(_uncovered, 2, made)
-
-
-def _compiled(_rank: int) -> float:
-    data = Numbered(200)
-    model = torch.compile(DistributedDataParallel(make_model()), backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    session = dynamix.attach(model, optimizer, data, global_batch="adaptive", **OPTIONS)
-    with session:
-        return max(train_compared(session, model, optimizer, data))
-
-
-def test_a_compiled_model_is_weighed() -> None:
-    assert max(run_ranks(_compiled, 2)) < 1e-12
 
 
 def _forgotten(_rank: int) -> None:
@@ -157,10 +131,8 @@ def _of_others(_rank: int) -> None:
 
 def _copies(_rank: int) -> None:
     """A covered model and one beside it can be copied and pickled, and the copies train by themselves."""
-    data = Numbered(64)
-    model, other = distribute(make_model()), distribute(make_model(seed=1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = dynamix.attach(model, optimizer, data, local_batch_size=8, connect=False)
+    data, other = Numbered(64), distribute(make_model(seed=1))
+    session, model, _ = begin_job(data)
     for each in (model, other):
         copied = copy.deepcopy(each)
         torch.save(each, io.BytesIO())
@@ -172,9 +144,7 @@ def _copies(_rank: int) -> None:
 def _own_batches(rank: int) -> list[float]:
     """Errors of gradients on batches of the script's own, before, between and after the steps; and of the steps."""
     data = Numbered(200)
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    session = dynamix.attach(model, optimizer, data, global_batch="adaptive", **OPTIONS)
+    session, model, optimizer = begin_job(data, rate=0.0, **OPTIONS)
     mine, both = list(range(10 * rank, 10 * rank + 10)), list(range(20))
 
     def error_of_own() -> float:

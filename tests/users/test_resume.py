@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.loops import loss_of
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, flat_parameters, make_model
+from tests.support.training import Numbered, begin_job, make_model, train_step
 from torch import nn
 
 from dynamix import trainer as dynamix
@@ -22,10 +21,7 @@ def _start(optimizer_class: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Mo
 
 def _two_steps(model: nn.Module, optimizer: torch.optim.Optimizer, session: Session) -> None:
     for batch in session.loader:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        session.step()
+        train_step(session, model, optimizer, batch)
         if session.step_index % 2 == 0:
             break
 
@@ -63,43 +59,35 @@ def test_a_second_session_of_a_process_is_no_resume(caplog: pytest.LogCaptureFix
     assert caplog.messages == []
 
 
-def _save(_rank: int) -> tuple[dict[str, Any], torch.Tensor]:
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = dynamix.attach(model, optimizer, Numbered(300), local_batch_size=20, connect=False)
-    for number, batch in enumerate(session.loader):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        session.step()
-        if number == 2:
+SHRINKING: dict[str, Any] = {"local_batch_size": 20, "global_batch": "fixed"}
+
+
+def _save(_rank: int) -> dict[str, Any]:
+    session, model, optimizer = begin_job(Numbered(300), **SHRINKING)
+    for batch in session.loader:
+        train_step(session, model, optimizer, batch)
+        if session.step_index == 3:
             break
     state = session.state_dict()
     session.close()
-    return state, flat_parameters(model)
+    return state
 
 
 def _resume_smaller(_rank: int, state: dict[str, Any]) -> dict[str, Any]:
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = dynamix.attach(model, optimizer, Numbered(300), local_batch_size=20, connect=False)
+    session, model, optimizer = begin_job(Numbered(300), **SHRINKING)
     session.load_state_dict(state)
     used: list[int] = []
     first: tuple[int, ...] = ()
     for batch in session.loader:
         first = first or session.local_batch_sizes
-        used += batch[2][: session.num_samples].tolist()
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        session.step()
+        used += train_step(session, model, optimizer, batch)
     again = session.state_dict()
     session.close()
     return {"used": used, "first": first, "steps": session.num_reference_steps, "state": again}
 
 
 def test_a_job_that_loses_a_rank_keeps_its_global_batch_and_its_place_in_the_data() -> None:
-    state, _ = run_ranks(_save, 3)[0]
+    state = run_ranks(_save, 3)[0]
     results = run_ranks(_resume_smaller, 2, state)
     assert all(result["first"] == (30, 30) for result in results)
     assert len(results[0]["used"]) + len(results[1]["used"]) == 300 - 3 * 60

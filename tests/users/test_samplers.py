@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.loops import MOVES, MOVING, gathered
 from tests.support.ranks import RankError, run_ranks
-from tests.support.training import Numbered, distribute, gather, make_model, offer
+from tests.support.training import Numbered, begin_job, distribute, make_model, offer, train_step
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -23,8 +24,6 @@ from torch.utils.data import (
 
 from dynamix import trainer as dynamix
 from dynamix.trainer import Session
-
-SIZES = [(9, 4), (13, 0), (3, 20), (17, 17)]
 
 
 class Balanced(Sampler[int]):
@@ -59,29 +58,18 @@ def _sampler(kind: str, data: Numbered) -> Any:
     return made[kind]()
 
 
-def _attach(model: nn.Module, data: Any, sampler: Any, **options: Any) -> tuple[Session, torch.optim.Optimizer]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    chosen: dict[str, Any] = {"local_batch_size": (9, 4), "min_local_batch_size": 0, "global_batch": "adaptive"}
-    chosen |= {"window_steps": 1, "connect": False, "max_lag_windows": 9} | options
-    return dynamix.attach(model, optimizer, data, sampler=sampler, **chosen), optimizer
-
-
 def _train_step(session: Session, model: nn.Module, optimizer: Any, batch: Any) -> list[int]:
     """One step; the indices of all ranks that counted, in the order of the step."""
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
-    optimizer.step()
-    used = [index for each in gather(batch[2][: session.num_samples].tolist()) for index in each]
-    offer(session, SIZES[(session.step_index + 1) % len(SIZES)])
-    session.step()
-    return used
+    offer(session, MOVES[(session.step_index + 1) % len(MOVES)])
+    return gathered(train_step(session, model, optimizer, batch))
 
 
 def _train(_rank: int, kind: str, num_workers: int) -> dict[str, Any]:
     """Two epochs, and the same from a state saved in the middle of the second one, with other random numbers."""
     data, model = Numbered(120), distribute(make_model())
     torch.manual_seed(torch.distributed.get_rank())  # a sampler must not need equal random numbers
-    session, optimizer = _attach(model, data, _sampler(kind, data), num_workers=num_workers)
+    options = {"num_workers": num_workers, **MOVING}
+    session, model, optimizer = begin_job(data, model, sampler=_sampler(kind, data), **options)
     epochs: list[list[int]] = []
     state: dict[str, Any] = {}
     for epoch in session.epochs(2):
@@ -94,8 +82,7 @@ def _train(_rank: int, kind: str, num_workers: int) -> dict[str, Any]:
     session.close()
 
     random.seed(torch.distributed.get_rank())
-    model = distribute(make_model())
-    resumed, optimizer = _attach(model, data, _sampler(kind, data), num_workers=num_workers)
+    resumed, model, optimizer = begin_job(data, sampler=_sampler(kind, data), **options)
     resumed.load_state_dict(state)
     again = [i for _ in resumed.epochs(2) for b in resumed.loader for i in _train_step(resumed, model, optimizer, b)]
     resumed.close()
@@ -136,14 +123,14 @@ def _refusals(_rank: int) -> None:
 
     def refused(sampler: Any, text: str) -> None:
         with pytest.raises(ValueError, match=text):
-            _attach(model, data, sampler)
+            begin_job(data, model, sampler=sampler, **MOVING)
 
     refused(DistributedSampler(data), "DistributedSampler gives each rank a part .* session.loader does itself")
     refused(lambda _: [[1, 2], [3]], "<lambda> must yield indices, .* of a batch sampler pass the sampler inside it")
     refused(lambda _: [0.5, 1.5], "must yield indices")
     refused(lambda _: [], "<lambda> draws no sample")
     with pytest.raises(TypeError, match=r"a DataLoader: pass its data set .* session.state_dict\(\) saves its place"):
-        _attach(model, DataLoader(data), None)
+        begin_job(DataLoader(data), model)
 
 
 def test_samplers_that_cannot_work_are_refused_with_the_fix() -> None:
@@ -151,8 +138,8 @@ def test_samplers_that_cannot_work_are_refused_with_the_fix() -> None:
 
 
 def _first_batch(_rank: int, sampler: Callable[[Numbered], Any], epoch: int) -> None:
-    data, model = Numbered(50), distribute(make_model())
-    session, _ = _attach(model, data, sampler(data))
+    data = Numbered(50)
+    session, *_ = begin_job(data, sampler=sampler(data), **MOVING)
     with session:
         session.loader.begin_epoch(epoch)
         next(iter(session.loader))
@@ -179,15 +166,14 @@ def test_a_sampler_that_fails_in_rank_0_fails_in_all_ranks(sampler: Any, epoch: 
 
 def _unseeded(_rank: int) -> str:
     """Resume with a sampler that draws by random numbers that the epoch does not seed."""
-    data, model = Numbered(50), distribute(make_model())
-    generator = np.random.default_rng(1)
-    session, optimizer = _attach(model, data, lambda _: generator.permutation(50))
+    data, generator = Numbered(50), np.random.default_rng(1)
+    session, model, optimizer = begin_job(data, sampler=lambda _: generator.permutation(50), **MOVING)
     for batch in session.loader:
         _train_step(session, model, optimizer, batch)
         state = session.state_dict()
         break
     session.close()
-    resumed, _ = _attach(distribute(make_model()), data, lambda _: generator.permutation(50))
+    resumed, *_ = begin_job(data, sampler=lambda _: generator.permutation(50), **MOVING)
     resumed.load_state_dict(state)
     with pytest.raises(ValueError, match="draws another order for epoch 0 than in the saved run") as error:
         next(iter(resumed.loader))

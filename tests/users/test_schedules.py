@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.support.loops import loss_of
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, gather, make_model, offer
+from tests.support.training import Numbered, begin_job, distribute, gather, make_model, offer, train_step
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -15,7 +15,7 @@ from dynamix import trainer as dynamix
 from dynamix.trainer import Session
 
 
-def _plain_against_fixed(rank: int) -> dict[str, Any]:
+def _plain_against_fixed(_rank: int) -> dict[str, Any]:
     """Two epochs of a script with OneCycleLR and of the same one attached: steps, samples, rates, parameters."""
     data = Numbered(330)
     found: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def _plain_against_fixed(rank: int) -> dict[str, Any]:
     found["attached"] = [
         step
         for _ in session.epochs(2)
-        for step in train(session.loader, model, optimizer, scheduler, lambda: slow(session, rank))
+        for step in train(session.loader, model, optimizer, scheduler, lambda: slow(session))
     ]
     found["sizes"] = session.local_batch_sizes
     found["progress"] = session.progress
@@ -56,11 +56,10 @@ def _plain_against_fixed(rank: int) -> dict[str, Any]:
     return found
 
 
-def slow(session: Session, rank: int) -> None:
+def slow(session: Session) -> None:
     """End a step in which rank 1 seemed to take three times as long per sample as rank 0."""
     session._models.take_times = lambda: [1e-3, 3e-3]  # type: ignore[method-assign]
     session.step()
-    assert rank in (0, 1)
 
 
 def test_with_five_lines_only_the_split_follows_the_speeds() -> None:
@@ -71,26 +70,20 @@ def test_with_five_lines_only_the_split_follows_the_speeds() -> None:
         assert result["progress"] == 2 * 11
 
 
+ADAPTIVE: dict[str, Any] = {"local_batch_size": 16, "min_local_batch_size": 1, "window_steps": 1}
+
+
 def _adaptive_schedule(_rank: int) -> dict[str, Any]:
     """Batches of half and of twice the base: how far a scheduler that the session drives is after two epochs."""
-    data = Numbered(640)
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = dynamix.attach(
-        model, optimizer, data, local_batch_size=16, min_local_batch_size=1, window_steps=1, global_batch="adaptive",
-        connect=False, policy="static",
-    )  # fmt: skip
+    session, model, optimizer = begin_job(Numbered(640), **ADAPTIVE)
     total = 2 * session.num_reference_steps
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=total)
     session.schedule(scheduler)
     steps, worst = 0, 0.0
     for epoch in session.epochs(2):
         for batch in session.loader:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
             offer(session, (8, 8) if epoch == 0 else (32, 32))
-            session.step()
+            train_step(session, model, optimizer, batch)
             steps += 1
             worst = max(worst, abs(scheduler.last_epoch - session.position / 32))
     session.close()
@@ -106,20 +99,11 @@ def test_a_schedule_that_the_session_drives_follows_samples() -> None:
 
 
 def _stop_by_count(_rank: int) -> tuple[int, float]:
-    data = Numbered(320)
-    model = distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = dynamix.attach(
-        model, optimizer, data, local_batch_size=16, min_local_batch_size=1, window_steps=1, global_batch="adaptive",
-        connect=False, policy="static",
-    )  # fmt: skip
+    session, model, optimizer = begin_job(Numbered(320), **ADAPTIVE)
     while session.progress < 25:
         for batch in session.loader:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
             offer(session, (8, 8))
-            session.step()
+            train_step(session, model, optimizer, batch)
             if session.progress >= 25:
                 break
     session.close()

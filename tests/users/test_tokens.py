@@ -9,13 +9,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.loops import gradient_of
+from tests.support.loops import gathered, gradient_of
 from tests.support.ranks import run_ranks
-from tests.support.training import NUM_CLASSES, NUM_FEATURES, distribute, gather, make_model, offer
+from tests.support.training import (
+    NUM_CLASSES,
+    NUM_FEATURES,
+    begin_job,
+    distribute,
+    make_model,
+    offer,
+)
 from torch import nn
 from torch.utils.data import Dataset
 
-from dynamix import trainer as dynamix
 from dynamix.schemas.messages import Message, Report
 from dynamix.trainer.data.plan import Counts, divide_tokens, largest_remainder
 
@@ -89,7 +95,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def _compare(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """An epoch under changing sizes: the error of every step's gradient, and what each rank had in it."""
-    data, model = Sequences(160), distribute(make_model())
+    data = Sequences(160)
     split, by = options.pop("split", "fixed"), options.pop("token_counts", None)
     reduction = options.get("reduction", "mean")
     sizes = [(3, 9), (12, 1), (0, 5), (1, 1), (4, 4)]
@@ -97,11 +103,9 @@ def _compare(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
         counts = data.counted if by is True else [len(targets) for targets in data.targets]
         options["token_counts"] = counts
         sizes = [(14, 50), (60, 13), (0, 40), (12, 12), (30, 30)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    session = dynamix.attach(
-        model, optimizer, data, local_batch_size=sizes[0], min_local_batch_size=0, window_steps=1, connect=False,
-        collate_fn=pad, global_batch="adaptive", policy="static", **options,
-    )  # fmt: skip
+    session, model, optimizer = begin_job(
+        data, rate=0.0, local_batch_size=sizes[0], window_steps=1, collate_fn=pad, **options
+    )
     errors, samples, excess, micro, used = [], [], [0], 0, []
     for batch in session.loader:
         current = session.loader.current
@@ -120,7 +124,7 @@ def _compare(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
                 tokens = sum(options["token_counts"][index] for index in used)
                 largest = max(session.local_batch_sizes) == session.local_batch_sizes[torch.distributed.get_rank()]
                 excess.append(tokens - max(session.local_batch_sizes[torch.distributed.get_rank()], 12 * largest))
-            everything = [index for each in gather(used) for index in each]
+            everything = gathered(used)
             # plain DDP divides a sum by the ranks; the batch that the script was written for is that of `sizes[0]`
             factor = sum(sizes[0]) / current.plan.counts.total / 2 if reduction == "sum" else 1.0
             errors.append(_error(model, data, everything, reduction, factor))
@@ -180,12 +184,9 @@ def _epochs(_rank: int) -> dict[str, Any]:
     data, found = Sequences(160), {}
     state: dict[str, Any] = {}
     for name in ("whole", "resumed"):
-        model = distribute(make_model())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        session = dynamix.attach(
-            model, optimizer, data, local_batch_size=30, token_counts=data.counted, sampler=_by_length,
-            window_steps=5, collate_fn=pad, connect=False, policy="static",
-        )  # fmt: skip
+        options: dict[str, Any] = {"window_steps": 5, "collate_fn": pad, "global_batch": "fixed"}
+        options |= {"local_batch_size": 30, "token_counts": data.counted, "sampler": _by_length}
+        session, model, optimizer = begin_job(data, **options)
         reports: list[Message] = []
         session._transport.publish = reports.append  # type: ignore[method-assign]
         if state:
@@ -231,11 +232,10 @@ def test_batches_by_tokens_count_resume_and_report_in_tokens() -> None:
 
 def _refusals(_rank: int) -> None:
     data, model = Sequences(20), distribute(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def refused(text: str, **options: Any) -> None:
         with pytest.raises(ValueError, match=text):
-            dynamix.attach(model, optimizer, data, local_batch_size=30, connect=False, **options)
+            begin_job(data, model, local_batch_size=30, global_batch="fixed", **options)
 
     refused("19 numbers for 20 samples", token_counts=data.counted[1:])
     refused("one whole number per sample", token_counts=[0] * 20)
