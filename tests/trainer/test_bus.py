@@ -109,7 +109,7 @@ async def _collect(bus: Bus, kind: type[Any], stream: str, subject: str) -> list
 
 
 async def _arbitrate(bus: Bus) -> None:
-    """Answer the first report with what must be refused, every later one with the target; and all with a reward."""
+    """Answer the first report with what must be refused, later ones with the target; and all with a reward."""
     async with bus.consume("REPORTS", [subjects.of("report", "*", "*")], start="all", durable="d") as reports:
         async for batch in reports:
             for message in batch:
@@ -126,7 +126,7 @@ async def _arbitrate(bus: Bus) -> None:
                     ]
                     for number, payload in enumerate(bad):
                         await bus.publish_bytes(subject, payload, f"bad:{number}")
-                else:
+                elif report.window >= 20:  # no window sees both what it refuses and what it adopts
                     action = _action(report.job, report.window)
                     await bus.publish_bytes(subject, encode(action), f"action:{report.window}")
                 ranks = tuple(RankReward(rank=rank, reward=0.5 + rank, terms={"size": -0.25}) for rank in range(2))
