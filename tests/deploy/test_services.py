@@ -10,7 +10,6 @@ from tests.support.deployed_broker import INSTANCE, DeployedBroker
 
 from dynamix.cli.commands.doctor import HOW_TO_LOOK, is_alive
 from dynamix.cli.commands.doctor import bus as bus_checks
-from dynamix.cli.commands.top import stored as stored_view
 from dynamix.cli.fleet import Fleet
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.recording import capture
@@ -71,7 +70,10 @@ async def test_a_window_passes_all_services_and_views_without_a_denied_permissio
         assert [rank.rank for rank in reward.ranks] == [0, 1, 2, 3]
         assert await denials(watcher) == dict.fromkeys(SERVICES, 0)
 
-        view = await stored_view(Fleet(watcher))
+        fleet = Fleet(watcher)
+        async with fleet.following():
+            await fleet.known.wait()
+            view = await fleet.open(job.job)
         assert (view.name, view.window, len(view.ranks)) == (job.job, 0, 4)
         assert [window.window for window in view.history] == [0]
 
