@@ -128,7 +128,7 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
         "doubling": {
             "every_samples": Option(0, 0, 1e12, "double after so many samples; 0: when the loss stalls"),
             "patience_windows": Option(20, 1, 1e6, "windows without improvement that make a stall", True),
-            "min_improvement": Option(0.01, 0, 1, "relative fall of the averaged loss that counts as one"),
+            "min_improvement": Option(0.01, 0, 1, "relative fall of the averaged loss that counts as an improvement"),
             "max_doublings": Option(6, 0, 30, "doublings at most", True),
             "proportional": switch(0, "1: divide B by measured speed; 0: in proportion to the initial sizes"),
             "track": track(0),

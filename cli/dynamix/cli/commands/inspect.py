@@ -1,7 +1,7 @@
 """Show the contents of a capture: windows, decisions, rewards, gaps, and whether it was made by this build.
 
   dynamix inspect FILE                   a line for each window
-  dynamix inspect FILE --window 12       one window with every rank; 1:12 for that of generation 1
+  dynamix inspect FILE --window 12       one window with every rank; 1:12 means window 12 of generation 1
 
 Exit code 1 means a damaged or cut off file, undecodable messages, or a broken chain of actions.
 """

@@ -1,9 +1,9 @@
 """Learn a policy by PPO on virtual clusters, and write it to a file.
 
 `ppo` learns a bounded correction of `rule`, `ppo-paper` the published method, `stigmergy` a bounded correction of each
-agent's wish. Only scenarios with learn = true are used. Killed or interrupted, the same command continues to the same
-bits. The version that is written is the best by validation (time to the target against `rule`), scored on other seeds;
-judge it with `dynamix evaluate`. `dynamix policy import` stores it on the bus.
+agent's wish. Only scenarios with learn = true are used. Killed or interrupted, run the same command again to
+continue: the result is bit-identical. The version with the best validation score (time to the target against `rule`) is
+written, with its score on other seeds; judge it with `dynamix evaluate`. `dynamix policy import` stores it on the bus.
 
   dynamix learn --policy ppo-paper --set delta=0 --set episode_end=fixed    change the preset
 """

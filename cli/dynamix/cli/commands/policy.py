@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     importing = add_action(actions, "import", _import, "Store a file on the bus as the next version.")
     for one in (showing, exporting):
         one.add_argument(
-            "policy", metavar="NAME[:VERSION]", type=reference, help="a policy (default: its newest version)"
+            "policy", metavar="NAME[:VERSION]", type=reference, help="a policy, and its version (default: the newest)"
         )
     add_output_argument(exporting, POLICY, "where to write it", required=True)
     what = f"a policy as `export` or `learn` wrote it ({SUFFIX})"

@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
         "--name",
-        help="the job's name; its id is the name and 8 digits (default: the name in the script, or its file name)",
+        help="the job's name, to which its id adds 8 hexadecimal digits (default: the script's, or its file name)",
     )
     parser.add_argument("--job", metavar="ID", help="the whole id of the job, for jobs on several nodes")
     parser.add_argument("--policy", help="a policy that replaces the script's")

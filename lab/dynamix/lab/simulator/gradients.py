@@ -266,7 +266,7 @@ class PerceptronGradients(Gradients):
         return float(passed.loss.sum(dtype=torch.float64)), float(passed.correct.sum())
 
     def _write_sums(self, passed: _Pass) -> None:
-        """The gradient of the summed loss, where it belongs."""
+        """Write the gradient of the summed loss into each layer."""
         for layer, entered, derivative in zip(self._layers, passed.inputs, passed.derivatives, strict=True):
             torch.mm(derivative, entered, out=layer.weight_gradient)
             torch.sum(derivative, 1, out=layer.bias_gradient)

@@ -31,7 +31,7 @@ AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
 def check_between(key: str, value: float, low: float, high: float = math.inf) -> None:
-    """Raise ValueError when the number of that key is outside."""
+    """Raise ValueError if the value is out of range; `key` names it in the message."""
     if not low <= value <= high:
         limit = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         raise ValueError(f"{key} = {value:g}: it must be {limit}")
@@ -222,7 +222,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def permits_any_exchange(self) -> bool:
-        """Whether the scenario would be one with any other permission, too."""
+        """Whether the scenario stays valid under every permission of exchanges."""
         return self.supports_exchange and self.lag_windows >= 1
 
     @classmethod

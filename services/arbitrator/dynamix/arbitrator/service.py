@@ -1,4 +1,7 @@
-"""The arbitrator's service: a task for each job opens it, folds its states, publishes its decisions, and ends."""
+"""The arbitrator's service: a task for each job opens it, gives its states to its `JobLog`, and ends.
+
+`deciding/job_log.py` folds the states and publishes the decisions by compare-and-set.
+"""
 
 import asyncio
 import collections

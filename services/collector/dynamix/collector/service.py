@@ -78,7 +78,7 @@ def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
 
 
 def _chooser(settings: CollectorSettings) -> Chooser | None:
-    """The network of learned agents, if it is not the shipped one."""
+    """The agents' network that the settings name; `None` for the shipped one."""
     if not settings.agents:
         return None
     try:

@@ -1,4 +1,13 @@
-"""The session: what the user's training loop calls."""
+"""The session: what the user's training loop calls.
+
+One step:
+
+1. `loader` hands out a batch; `_on_batch` prepares the hook, the learning rate and local steps for it.
+2. The script's `backward` runs the hook (`gradient/hook.py`), which weights and exchanges the gradient.
+3. The script's `optimizer.step` runs between the hooks of `Updates` (`gradient/learning_rate.py`).
+4. `step` ends local steps, records the batch (`measurement/meter.py`) and calls `Steering.after_step`, which ends
+   windows and adopts actions (`steering/`).
+"""
 
 import logging
 import sys

@@ -5,8 +5,8 @@ Other rows come from a TOML file (--rows, see scenarios/rows) or a list (--polic
 keys of a row after a colon, for example goodput:track=1 or static:track=1,local_batch_size=128.
 rule:learning_rate_factor=best is the best of the learning rates times 0.5, 1 and 2; oracle is the best constant global
 batch, divided by the speeds of every step. With --exchange local every job permits lossy codecs and local steps;
-rule:exchange=exact is a row without them. Interrupted, it shows the finished runs; the same command continues, since no
-run is made twice.
+rule:exchange=exact is a row without them. Interrupted, it shows the finished runs; run the same command again to
+continue: no run is made twice.
 
   dynamix evaluate tune     choose the baselines' settings on the train scenarios
 """
@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exchange",
         choices=("exact", "lossy", "local"),
-        help="what every job permits of codecs and local steps (default: the scenario's)",
+        help="which codecs and local steps every job permits (default: the scenario's)",
     )
     what = "policies with which all others are compared, as for --policies; or `against = true` in FILE"
     parser.add_argument("--against", metavar="LIST", help=what)

@@ -1,7 +1,7 @@
 """The fold: recorded states of one job in, decisions out. Pure: no clock, no bus, only its arguments.
 
 decision = f(recorded order of states, job specification, policy version, carry). When a window closes, which rows
-count and what a restart must read again are decided here; `service.py` only moves messages.
+count and what a restart must read again are decided here; `job_log.py` publishes.
 """
 
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ class Fold:
         self.next_window = 0
         self.watermark = 0
         self._profile, self._carry = b"", b""
-        if profile and isinstance(policy, Rule):
+        if profile and isinstance(policy, Rule):  # the one policy that keeps profiles
             known = decode(JobProfile, subjects.of("profile", job.family), profile)
             self._profile, self._carry = profile, policy.begin(job, known)
         self.note = ""

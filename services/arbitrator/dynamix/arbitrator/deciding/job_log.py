@@ -369,10 +369,10 @@ class JobLog:
         return None
 
     async def _decided_by_another(self, expected_last: int, refusal: StaleWriterError) -> Stored | None:
-        """The newest action, after ours was refused for it; `None` when ours was dropped to make room.
+        """The newest stored action, because of which ours was refused; `None` if our own was dropped to make room.
 
-        The leader of a cluster may refuse for an action that it is about to store; a broker with a damaged disk may
-        refuse for one that it can no longer read.
+        The leader of a cluster may refuse because of an action that it is about to store; a broker with a damaged disk
+        may refuse because of one that it can no longer read.
         """
         for wait_s in (*SHOW_WAITS_S, None):
             newest = await newest_action(self._context.bus, self.job)

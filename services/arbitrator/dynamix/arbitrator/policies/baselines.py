@@ -108,7 +108,7 @@ def _split(job: Job, current: tuple[int, ...], throughput: Array64) -> tuple[int
 
 
 def _step_time_s(sizes: tuple[int, ...], throughput: Array64) -> float:
-    """Compute time of the slowest rank known: what a step cannot be shorter than; 0 when none is."""
+    """Compute time of the slowest measured rank, a lower bound of the step time; 0 if no rank is measured."""
     known = ~np.isnan(throughput)
     return float(np.max(np.asarray(sizes, dtype=np.float64)[known] / throughput[known], initial=0.0))
 
@@ -129,7 +129,7 @@ DELTAS = (-100, -25, 0, 25, 100)
 
 
 class Random:
-    """`random`: a published delta action per rank, drawn uniformly. A baseline for learned policies."""
+    """`random`: a size change per rank, drawn uniformly from the published set. A baseline for learned policies."""
 
     name = "random"
     version = 1

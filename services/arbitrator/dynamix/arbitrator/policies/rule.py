@@ -139,7 +139,7 @@ WORTH = 0.93
 """An arm is better at this share of the first one's time or less: equal runs differ by a seventh between seeds."""
 TOO_SLOW = 1.25
 MAX_SHORT = 4
-FEWEST_WINDOWS = 6
+MIN_TRIAL_WINDOWS = 6
 """Windows before which no run is stopped: a decision takes effect two windows later, and shows after some more."""
 ACCURACY_SMOOTHING = 0.5
 """Weight of the newest held-out accuracy."""
@@ -213,7 +213,7 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
             reached = np.arange(NUM_LEVELS) < num_levels
             own = np.where(reached & (own == 0.0), time_s, own)
         missing = np.flatnonzero((own == 0.0) & (self.reference > 0.0))
-        may_stop = self.tried != self.best and self.num_windows >= FEWEST_WINDOWS and missing.size > 0
+        may_stop = self.tried != self.best and self.num_windows >= MIN_TRIAL_WINDOWS and missing.size > 0
         stopped = may_stop and time_s > TOO_SLOW * float(self.reference[missing[0]])
         known = replace(self, time_s=time_s, accuracy=smoothed, own=own, stopped=stopped)
         return replace(known, num_windows=self.num_windows + 1)
@@ -265,7 +265,7 @@ def _levels(record: ArmRecord) -> Array64:
     return levels
 
 
-FEWEST_WINDOWS = 5
+MIN_PROFILE_WINDOWS = 5
 """Runs with fewer decided windows teach nothing."""
 
 COMPLETED, LEFT = "completed", "left"
@@ -298,7 +298,7 @@ def judged(newest: ArmRecord | None, end_reason: str) -> ArmRecord | None:
 
 
 def with_record(records: tuple[ArmRecord, ...], newest: ArmRecord | None) -> tuple[ArmRecord, ...]:
-    """The records after one more run: means of what both took to what both reached."""
+    """The records after one more run: each milestone has the mean time of the runs that reached it."""
     if newest is None:
         return records
     known = _record_of(newest.rate_factor, records)
@@ -445,7 +445,7 @@ class Rule:
         What the run could not measure is kept of the earlier profile. A restarted run, which begins in mid-training,
         has no result of what it tried.
         """
-        if last.window + 1 < FEWEST_WINDOWS:
+        if last.window + 1 < MIN_PROFILE_WINDOWS:
             return None
         state = unpack(_State, last.carry)
         fit, runs = StepTimeFit.of(state.fit, job), state.runs or EarlierRuns()

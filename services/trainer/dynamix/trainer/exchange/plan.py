@@ -230,7 +230,7 @@ class ModelExchange:
 
 
 def _host_copy(flat: Tensor) -> Tensor | None:
-    """A tensor of a GPU in the memory of its host, where codecs compute and from where gloo sends; `None` of a CPU."""
+    """Pinned host copy of a GPU tensor, where codecs compute and gloo sends from; `None` for a CPU tensor."""
     return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat) if flat.is_cuda else None
 
 

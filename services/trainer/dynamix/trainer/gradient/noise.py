@@ -1,4 +1,4 @@
-"""The gradient noise estimator of method section 5.2, unbiased for unequal batches.
+"""The gradient noise estimator of docs/architecture.md ("Where gradients are weighted"), unbiased for unequal batches.
 
 With g_i the mean gradient of rank i's b_i samples, G = sum_i (b_i / B) g_i and N the ranks with b_i > 0:
 
