@@ -98,11 +98,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     arms: tuple[str, ...]
     num_rounds: int
-    num_warm_up: int
     num_elements: int
     num_steps: int
     """Steps of an arm in a round."""
-    data: str
 
 
 class ArmTimings(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,9 +196,9 @@ class Training:
         self._trained = DistributedDataParallel(self._model)
         if arm not in BASELINES:
             hook = CodecHook(*_codec_of(arm, case.num_servers), self._model, pipeline)
-            self._trained.register_comm_hook(hook, _average)
+            self._trained.register_comm_hook(hook, CodecHook.average)
         self._optimizer = make_optimizer("sgd", self._model.parameters(), 0.05)
-        self._batches = self._drawn(_data(case.workload, plan.data).train, case.num_ranks)
+        self._batches = self._drawn(_data(case.workload).train, case.num_ranks)
 
     @property
     def result(self) -> Tensor:
@@ -232,8 +230,8 @@ class Training:
 
 
 @cache
-def _data(workload: str, directory: str) -> Data:
-    return workload_named(workload).load(Path(directory) if directory else None)
+def _data(workload: str) -> Data:
+    return workload_named(workload).load(None)
 
 
 class CodecHook:
@@ -244,22 +242,20 @@ class CodecHook:
         self._keys: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._under_way: list[Sent] = []
 
-    def average(self, bucket: GradBucket) -> Tensor:
-        """Divide, then sum, which is DDP's own order; the last bucket of a step waits for all."""
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Divide, then sum, which is DDP's own order; the last bucket of a step waits for all.
+
+        The future is done from the beginning: DDP looks at it after the last bucket's hook.
+        """
         flat = bucket.buffer().div_(self._member.world_size)
         view = view_of(bucket, flat, self._keys)
         self._under_way += [self._pipeline.send(leg) for leg in legs_of(self._codec, view, self._member)]
         if bucket.is_last():
             while self._under_way:
                 self._under_way.pop(0).wait()
-        return flat
-
-
-def _average(hook: CodecHook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The sum's future, done from the beginning: DDP looks at it after the last bucket's hook."""
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(hook.average(bucket))
-    return done
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(flat)
+        return done
 
 
 def _timed(work: Callable[[], None], num_items: int) -> Timing:
@@ -281,7 +277,7 @@ def _run_case(case: Case, plan: Plan) -> dict[str, ArmTimings]:
     made = Training if case.workload else Summing
     arms = {name: made(name, case, plan, pipeline) for name in plan.arms}
     num_items = plan.num_steps if case.workload else 1
-    rounds = Rounds(plan.arms, plan.num_rounds, num_warm_up=plan.num_warm_up)
+    rounds = Rounds(plan.arms, plan.num_rounds, num_warm_up=2)
     for name in rounds:
         rounds.record(_timed(arms[name].prepare(), num_items))
     pipeline.close()
@@ -519,10 +515,8 @@ def _plan(options: argparse.Namespace) -> Plan:
     return Plan(
         arms=arms,
         num_rounds=options.rounds,
-        num_warm_up=options.warm_up,
         num_elements=1 << options.log2_elements,
         num_steps=options.steps,
-        data=options.data,
     )
 
 
@@ -543,9 +537,7 @@ def main() -> int:
         ("--workloads", "ncf,lstm-zipf,fashion-28-cnn", "of steps"),
         ("--steps", 2, "of an arm in a round"),
         ("--rounds", 10, "measured"),
-        ("--warm-up", 2, "rounds before them"),
         ("--repeats", 20, "of coding: sums timed for each row"),
-        ("--data", "", "where data sets are; else the usual places"),
     )
     made.add_argument("kind", choices=("sums", "steps", "coding"))
     options = made.parse_args()

@@ -326,15 +326,21 @@ def percent_more(on: Values, off: Values) -> Interval:
 
 
 @contextlib.asynccontextmanager
-async def broker_with_bus(name: str, host: str | None = None) -> AsyncIterator[tuple[EmbeddedServer, Bus]]:
-    """A broker with its streams, and a bus named `name`; on `host`, or on loopback."""
-    async with EmbeddedServer() if host is None else EmbeddedServer(host=host) as server:
-        bus = await Bus.connect(server.settings, name=name)
-        try:
-            await provision(bus)
-            yield server, bus
-        finally:
-            await bus.close()
+async def connected(settings: BusSettings, name: str) -> AsyncIterator[Bus]:
+    """A bus named `name`, closed at the end."""
+    bus = await Bus.connect(settings, name=name)
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+@contextlib.asynccontextmanager
+async def broker_with_bus(name: str, host: str = "127.0.0.1") -> AsyncIterator[tuple[EmbeddedServer, Bus]]:
+    """A broker with its streams, and a bus named `name`."""
+    async with EmbeddedServer(host=host) as server, connected(server.settings, name) as bus:
+        await provision(bus)
+        yield server, bus
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,6 @@ computed meanwhile, waiting for other ranks included; beside it what the hosts' 
 Not included: attaching, the services, the first two windows.
 """
 
-import argparse
 import asyncio
 import multiprocessing
 import os
@@ -25,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -333,14 +333,10 @@ def main() -> int:
     options = made.parse_args()
     if options.pairs < 2 or options.pairs % 2 or options.step_ms <= 0:
         made.error("--pairs must be even and at least 2, and --step-ms above 0")
-    return run("overhead", options, lambda: _measure(options), HostsError)
-
-
-def _measure(options: argparse.Namespace) -> Report:
     if options.short_steps:
-        return measure_short_steps(options.seeds, options.seconds)
-    step_s = options.step_ms / 1000
-    return asyncio.run(measure(options.pairs, step_s, options.model, tracking=options.tracking))
+        return run("overhead", options, lambda: measure_short_steps(options.seeds, options.seconds), HostsError)
+    paced = partial(measure, options.pairs, options.step_ms / 1000, options.model, tracking=options.tracking)
+    return run("overhead", options, lambda: asyncio.run(paced()))
 
 
 if __name__ == "__main__":
