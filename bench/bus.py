@@ -265,7 +265,8 @@ def generate(plan: ScalePlan, settings: BusSettings) -> list[Sent]:
 async def _generate(plan: ScalePlan, settings: BusSettings) -> list[Sent]:
     sent = list[Sent]()
     names = [f"scale-{number:04d}-0a1b2c3d" for number in range(plan.jobs)]
-    loads = {name: Load(job_of(name, plan.workers // plan.jobs, plan.policy), seed=at) for at, name in enumerate(names)}
+    jobs = [job_of(name, plan.workers // plan.jobs, plan.policy) for name in names]
+    loads = {job.job: Load(job) for job in jobs}
 
     async def record(job: str, window: int, due_s: float, begun_s: float, stored: list[asyncio.Future[int]]) -> None:
         """When all states are acknowledged, ask the broker when it stored the last one."""
@@ -286,8 +287,8 @@ async def _generate(plan: ScalePlan, settings: BusSettings) -> list[Sent]:
                 tasks.create_task(record(job, window, due_s, begun_s, stored))
 
     async with connected(settings, "scale-generator") as bus:
-        for name in names:
-            await bus.publish(job_of(name, plan.workers // plan.jobs, plan.policy))
+        for job in jobs:
+            await bus.publish(job)
         begin_s = time.monotonic() + LEAD_S
         async with asyncio.TaskGroup() as tasks:
             for at, name in enumerate(names):

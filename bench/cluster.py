@@ -204,8 +204,6 @@ class Point(msgspec.Struct, frozen=True):
 
 LOOKS = 3
 """Looks at the accuracy whose mean counts: the accuracy of one differs by about 1 % from that of the next."""
-STEADY_POINTS = (5, 4, 3, 2, 1, 0)
-"""How many points below the target the accuracies are whose mean time varies less between seeds than that of one."""
 EARLY, BEHIND = 0.4, 0.05
 """From this share of the best run so far on, a run so far below it in accuracy is given up."""
 
@@ -241,14 +239,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def counted_s(self) -> float:
         """Time to the target; the limit for a run that missed it."""
         return self.limit_s if self.reached_s is None else self.reached_s
-
-    def mean_time_s(self, accuracies: Sequence[float]) -> float:
-        """Mean of the training times to several accuracies; the limit for one that was not reached."""
-        ends = range(1, len(self.points) + 1)
-        return sum(
-            next((self.points[end - 1].trained_s for end in ends if is_at(self.points[:end], accuracy)), self.limit_s)
-            for accuracy in accuracies
-        ) / len(accuracies)
 
     def __str__(self) -> str:
         return f"> {self.limit_s:.0f}" if self.reached_s is None else f"{self.reached_s:.1f}"
@@ -796,36 +786,29 @@ def compare(case: Case, chosen: Sequence[str], seeds: Sequence[int], keeper: Kee
     return CaseOutcomes(case, best, outcomes, tried)
 
 
-def ratio_of(found: CaseOutcomes, name: str, base: str, accuracies: Sequence[float] = ()) -> Interval | None:
+def ratio_of(found: CaseOutcomes, name: str, base: str) -> Interval | None:
     """Geometric mean of an arm's times over another's, in pairs of one seed, with Student's interval of the logarithms.
 
-    With accuracies it is that of the mean times to these. `None` where one of the two was not run.
+    `None` where one of the two was not run.
     """
     if name not in found.outcomes or base not in found.outcomes:
         return None
-    times, bases = (
-        [one.mean_time_s(accuracies) if accuracies else one.counted_s for one in found.outcomes[arm]]
-        for arm in (name, base)
-    )
-    logs = mean_of([math.log(mine / theirs) for mine, theirs in zip(times, bases, strict=True)])
+    pairs = zip(found.outcomes[name], found.outcomes[base], strict=True)
+    logs = mean_of([math.log(ours.counted_s / theirs.counted_s) for ours, theirs in pairs])
     return Interval(*(None if bound is None else math.exp(bound) for bound in logs))  # type: ignore[arg-type]
 
 
 def report_of(found: Sequence[CaseOutcomes], name: str, target: float, note: str) -> Report:
     """Tables, targets and curves."""
-    bases = [
-        base for base in ("static", "goodput", "proportional", "rule") if any(base in one.outcomes for one in found)
-    ]
-    steady = [target - points / 100 for points in STEADY_POINTS]
+    known = ("plain", "static", "goodput", "proportional", "rule")
+    bases = [base for base in known if any(base in one.outcomes for one in found)]
     columns = ["case", "arm", "setting", "time to target, s", *(f"vs {base}" for base in bases)]
     rows, tried, targets, panels = list[list[Cell]](), list[list[Cell]](), list[Target](), list[Panel]()
     for one in found:
         for arm, outcomes in one.outcomes.items():
             ratios = [None if arm == base else ratio_of(one, arm, base) for base in bases]
             times = " / ".join(map(str, outcomes))
-            rows.append(
-                [one.case.name, arm, _setting(one.arms[arm]), times, *ratios, ratio_of(one, arm, "plain", steady)]
-            )
+            rows.append([one.case.name, arm, _setting(one.arms[arm]), times, *ratios])
         for arm, settings in one.tried.items():
             tried += [[one.case.name, arm, _setting(setting), str(outcome)] for setting, outcome in settings]
         for (arm, base), limit in LIMITS.get(one.case.name, {}).items():
@@ -834,7 +817,7 @@ def report_of(found: Sequence[CaseOutcomes], name: str, target: float, note: str
                 targets.append(Target(f"{one.case.name}: {arm} / {base}", ratio.value, at_most=limit))
         curves = {arm: [(at.trained_s, at.accuracy) for at in runs[0].points] for arm, runs in one.outcomes.items()}
         panels.append(Panel(one.case.title, "training time [s]", "held-out accuracy", dict(curves), limit=target))
-    table = Table(name, [*columns, f"vs plain, {len(steady)} accuracies"], rows, [note])
+    table = Table(name, columns, rows, [note])
     searched = [Table(f"{name}-searched", columns[:4], tried)] if tried else []
     return Report([table, *searched], targets, panels)
 

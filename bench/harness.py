@@ -37,7 +37,6 @@ from dynamix.runtime.settings import BusSettings
 ROOT = Path(__file__).parents[1]
 MISSED, CANNOT_RUN, INTERRUPTED = 1, 2, 130
 MIB = 1 << 20
-Values = npt.NDArray[np.float64]
 T = TypeVar("T")
 
 
@@ -313,7 +312,7 @@ class Rounds:
         return Interval(statistics.median(found), min(found), max(found))
 
 
-def percent_more(on: Values, off: Values) -> Interval:
+def percent_more(on: npt.NDArray[np.float64], off: npt.NDArray[np.float64]) -> Interval:
     """The excess of `on` over `off`, in percent of the mean of `off`, one value per pair; bootstrapped interval."""
     from scipy.stats import bootstrap  # noqa: PLC0415 - a second, which each spawned process would pay, too
 

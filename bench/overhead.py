@@ -249,15 +249,15 @@ async def measure(num_pairs: int, step_s: float, model: str, *, tracking: bool) 
         found = await asyncio.to_thread(_run_job, plan)
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
-    rows: list[list[Cell]] = []
     on, off = (
         np.array([(timing.wall_s, timing.cpu_s, timing.thread_s) for timing in timings]) / BLOCK_STEPS
         for timings in (found.on, found.off)
     )
     names = ("wall clock", "CPU time of all threads", "CPU time of the training thread")
     more = [percent_more(on[:, at], off[:, at]) for at in range(len(names))]
-    for at, name in enumerate(names):
-        rows.append([name, 1e3 * float(off[:, at].mean()), 1e3 * float(on[:, at].mean()), more[at]])
+    rows: list[list[Cell]] = [
+        [name, 1e3 * float(off[:, at].mean()), 1e3 * float(on[:, at].mean()), more[at]] for at, name in enumerate(names)
+    ]
     of_step = float(off[:, 2].mean()) / step_s
     thread = more[2]._replace(**{name: of_step * value for name, value in more[2]._asdict().items()})
     rows.append(["CPU time of the training thread, of the whole step", None, None, thread])
