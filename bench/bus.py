@@ -25,15 +25,15 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import nats
 import numpy as np
 from bench.harness import (
-    MIB,
     BenchmarkError,
     Cell,
     Panel,
@@ -44,8 +44,8 @@ from bench.harness import (
     Timed,
     Timing,
     broker_with_bus,
+    connected,
     parser,
-    raw_client,
     run,
     run_with_uvloop,
 )
@@ -64,6 +64,7 @@ from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Action, State
 from dynamix.schemas.streams import ACTIONS, FEED
 
+MIB = 1 << 20
 MIN_RATIO = 0.6
 """Target: messages a second over those of the bare client."""
 MAX_P95_MS = 100.0
@@ -146,6 +147,16 @@ async def _publish_raw(client: Client, parcels: Sequence[Parcel]) -> None:
         await client.publish(subject, payload, inbox, {"Nats-Msg-Id": message_id})
     await done.wait()
     await subscription.unsubscribe()
+
+
+@contextlib.asynccontextmanager
+async def raw_client(settings: BusSettings) -> AsyncIterator[Client]:
+    """nats-py without our bus."""
+    client = await nats.connect(settings.url, user=settings.user, password=settings.password)
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 class Arms:
@@ -256,16 +267,16 @@ class Sent(NamedTuple):
     """When the broker stored the last of its states, since the Unix epoch."""
 
 
-def generate(plan: ScalePlan, settings: BusSettings) -> tuple[list[Sent], int, int]:
-    """Play all trainers and collectors, for a process of its own; also the messages and bytes that were published."""
+def generate(plan: ScalePlan, settings: BusSettings) -> list[Sent]:
+    """Play all trainers and collectors, for a process of its own."""
     return run_with_uvloop(_generate(plan, settings))
 
 
-async def _generate(plan: ScalePlan, settings: BusSettings) -> tuple[list[Sent], int, int]:
-    sent, sizes = list[Sent](), list[int]()
-    bus = await Bus.connect(settings, name="scale-generator")
+async def _generate(plan: ScalePlan, settings: BusSettings) -> list[Sent]:
+    sent = list[Sent]()
     names = [f"scale-{number:04d}-0a1b2c3d" for number in range(plan.jobs)]
-    loads = {name: Load(job_of(name, plan.workers // plan.jobs, plan.policy), seed=at) for at, name in enumerate(names)}
+    jobs = [job_of(name, plan.workers // plan.jobs, plan.policy) for name in names]
+    loads = {job.job: Load(job) for job in jobs}
 
     async def record(job: str, window: int, due_s: float, begun_s: float, stored: list[asyncio.Future[int]]) -> None:
         """When all states are acknowledged, ask the broker when it stored the last one."""
@@ -283,21 +294,18 @@ async def _generate(plan: ScalePlan, settings: BusSettings) -> tuple[list[Sent],
                 await asyncio.sleep(due_s - time.monotonic())
                 begun_s = time.monotonic()
                 stored = [await bus.publish_bytes_soon(*one) for one in parcels]
-                sizes.extend(len(one.payload) for one in parcels)
                 tasks.create_task(record(job, window, due_s, begun_s, stored))
 
-    try:
-        for name in names:
-            await bus.publish(job_of(name, plan.workers // plan.jobs, plan.policy))
+    async with connected(settings, "scale-generator") as bus:
+        for job in jobs:
+            await bus.publish(job)
         begin_s = time.monotonic() + LEAD_S
         async with asyncio.TaskGroup() as tasks:
             for at, name in enumerate(names):
                 tasks.create_task(play(name, begin_s + at / len(names)))
         if not await bus.flush(FLUSH_S):
             raise BenchmarkError(f"the broker did not acknowledge everything within {FLUSH_S:g} s")
-        return sent, len(sizes), sum(sizes)
-    finally:
-        await bus.close()
+        return sent
 
 
 class Meter:
@@ -354,7 +362,7 @@ async def scale_point(plan: ScalePlan) -> tuple[list[Cell], dict[str, float]]:
             await meter.listening.wait()
             with ProcessPoolExecutor(1, context, initializer=begin_worker, initargs=(os.getpid(),)) as pool:
                 work = asyncio.get_running_loop().run_in_executor(pool, generate, plan, server.settings)
-                sent, num_messages, num_bytes = await work
+                sent = await work
             num_expected = plan.jobs * plan.num_windows
             with contextlib.suppress(TimeoutError):  # what is missing then is missing
                 async with asyncio.timeout(LAST_DECISIONS_S):
@@ -380,16 +388,12 @@ async def scale_point(plan: ScalePlan) -> tuple[list[Cell], dict[str, float]]:
     ]
     p50, p95, p99 = np.percentile(waits_ms or [math.nan], [50, 95, 99]).tolist()
     begin_s, end_s = min(one.due_s for one in judged), max(one.due_s for one in judged) + 1
-    spent_s = {name: meter.spent_s(name, begin_s, end_s) for name in meter.cpu_s}
-    cpu = {name: 100 * value / (end_s - begin_s) for name, value in spent_s.items()}
-    per_s = (end_s - min(one.due_s for one in sent)) or 1.0
+    cpu = {name: 100 * meter.spent_s(name, begin_s, end_s) / (end_s - begin_s) for name in meter.cpu_s}
     missing = num_expected - len(meter.decided)
     figures = {"p50": p50, "p95": p95, "cpu": cpu["arbitrator"], "bad": missing + meter.num_out_of_chain}
     return [
         *(plan.policy, plan.workers, plan.jobs, f"{p50:.1f} / {p95:.1f} / {p99:.1f}", cpu["arbitrator"]),
-        1e6 * spent_s["arbitrator"] / (plan.workers * (plan.num_windows - WARM_UP_WINDOWS)),
-        *(meter.resident["arbitrator"] / MIB, cpu["broker"], meter.resident["broker"] / MIB),
-        *(num_messages / per_s, num_bytes / per_s / 1e6, os.getloadavg()[0]),
+        *(meter.resident["arbitrator"] / MIB, cpu["broker"]),
     ], figures
 
 
@@ -413,8 +417,8 @@ def scale(sizes: Sequence[int], policies: Sequence[str], jobs: int, seconds: flo
             if low > 0 and high > 0 and len(sizes) > 1:  # below a tick of the clock is 0
                 power = math.log(high / low) / math.log(sizes[-1] / sizes[0])
                 targets.append(Target(f"{policy}: power of the workers that {name} grows with", power, at_most=1.0))
-    columns = ["policy", "workers", "jobs", "latency p50 / p95 / p99, ms", "arbitrator, % of a core"]
-    columns += ["us per rank and window", "MiB", "broker, % of a core", "its MiB", "messages/s", "MB/s", "load average"]
+    columns = ["policy", "workers", "jobs", "latency p50 / p95 / p99, ms", "arbitrator, % of a core", "MiB"]
+    columns.append("broker, % of a core")
     panel = Panel("Last state of a window to its action", "workers", "ms", dict(curves), logarithmic=True)
     return Report([Table("scale", columns, rows)], targets, [panel])
 

@@ -61,6 +61,7 @@ from dynamix.lab.workloads import Part, make_optimizer, workload_named
 from dynamix.lab.workloads.datasets import MissingDataError
 from dynamix.recording.fingerprint import source_digest
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.bus.requests import Answer
 from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.embedded import DIE_WITH_PARENT
 from dynamix.schemas import subjects
@@ -196,8 +197,6 @@ class Point(msgspec.Struct, frozen=True):
 
     trained_s: float
     num_steps: int
-    num_samples: int
-    local_batch_sizes: tuple[int, ...]
     accuracy: float
     processor_s: float
     """Processor time that all hosts have used since they were made."""
@@ -205,8 +204,6 @@ class Point(msgspec.Struct, frozen=True):
 
 LOOKS = 3
 """Looks at the accuracy whose mean counts: the accuracy of one differs by about 1 % from that of the next."""
-STEADY_POINTS = (5, 4, 3, 2, 1, 0)
-"""How many points below the target the accuracies are whose mean time varies less between seeds than that of one."""
 EARLY, BEHIND = 0.4, 0.05
 """From this share of the best run so far on, a run so far below it in accuracy is given up."""
 
@@ -232,9 +229,6 @@ def is_behind(points: Sequence[Point], best: Sequence[Point]) -> bool:
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """One run, as its file has it."""
 
-    case: str
-    name: str
-    seed: int
     reached_s: float | None
     """Training time at which the target was first seen to be reached; `None`: missed."""
     limit_s: float
@@ -245,14 +239,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def counted_s(self) -> float:
         """Time to the target; the limit for a run that missed it."""
         return self.limit_s if self.reached_s is None else self.reached_s
-
-    def mean_time_s(self, accuracies: Sequence[float]) -> float:
-        """Mean of the training times to several accuracies; the limit for one that was not reached."""
-        ends = range(1, len(self.points) + 1)
-        return sum(
-            next((self.points[end - 1].trained_s for end in ends if is_at(self.points[:end], accuracy)), self.limit_s)
-            for accuracy in accuracies
-        ) / len(accuracies)
 
     def __str__(self) -> str:
         return f"> {self.limit_s:.0f}" if self.reached_s is None else f"{self.reached_s:.1f}"
@@ -266,25 +252,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     world_size: int
-    arm: Arm
-    seed: int
-    grid_s: float
+    wanted: Run
     namespace: str
     cgroup_procs: list[str]
     environ: dict[str, str]
     socket: str
     log: str
-
-
-class Look(NamedTuple):
-    """Rank 0's message at a point of the grid, while all ranks wait for the answer: stop, and the accuracy."""
-
-    trained_s: float
-    num_steps: int
-    num_samples: int
-    local_batch_sizes: tuple[int, ...]
-    parameters: bytes
-    """float32, in the order of the model's parameters."""
 
 
 class Rank:
@@ -303,16 +276,16 @@ class Rank:
     def __init__(self, place: Place, dataset: TensorDataset, link: Connection) -> None:
         self.place, self.dataset = place, dataset
         self.accuracy: float | None = None
-        self.options = place.arm.options or {}
-        self.local_batch_size = place.arm.local_batch_size
+        self.options = place.wanted.arm.options or {}
+        self.local_batch_size = place.wanted.arm.local_batch_size
         self._link = link
         self._workload = workload_named(WORKLOAD)
         self._num_steps, self._steps_left, self._planned = 0, 2, 2
-        self._trained_s, self._due_s, self._step_s = 0.0, place.grid_s, 0.0
+        self._trained_s, self._due_s, self._step_s = 0.0, place.wanted.grid_s, 0.0
 
     def made_model(self, learning_rate: float) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
         """The model under DDP, and SGD with momentum; equal for equal seeds."""
-        torch.manual_seed(self.place.seed)
+        torch.manual_seed(self.place.wanted.seed)
         model = DistributedDataParallel(self._workload.model())
         return model, make_optimizer("sgd", model.parameters(), learning_rate)
 
@@ -330,8 +303,8 @@ class Rank:
         self._link.recv()
         self._resumed_s = self._checked_in_s = time.perf_counter()
 
-    def after_step(self, model: nn.Module, num_samples: int, local_batch_sizes: tuple[int, ...]) -> bool:
-        """Count a step of all ranks, `num_samples` since the beginning; whether it was the last one."""
+    def after_step(self, model: nn.Module) -> bool:
+        """Count a step of all ranks; whether it was the last one."""
         self._num_steps += 1
         self._steps_left -= 1
         if self._steps_left:
@@ -343,15 +316,14 @@ class Rank:
         if steps == 0:
             self._trained_s += time.perf_counter() - self._resumed_s
             while self._due_s <= self._trained_s:
-                self._due_s += self.place.grid_s
+                self._due_s += self.place.wanted.grid_s
             parameters = nn.utils.parameters_to_vector(model.parameters()).detach()
             if self.options.get("exchange") == "local":  # between two averagings each rank has its own
                 dist.all_reduce(parameters)
                 parameters /= self.place.world_size
             found = (0.0, 0.0, 0.0)
             if is_first:
-                look = (self._trained_s, self._num_steps, num_samples, local_batch_sizes)
-                self._link.send((*look, parameters.numpy().tobytes()))
+                self._link.send((self._trained_s, self._num_steps, parameters.numpy().tobytes()))
                 stop, accuracy = self._link.recv()
                 found = (self._planned_steps(0.0), float(stop), accuracy)
             steps, is_last, self.accuracy = _agreed(*found)
@@ -378,15 +350,14 @@ def train_plainly(rank: Rank) -> None:
     """Train as a script without a session does, with torch's sampler and loader."""
     size, world_size = rank.local_batch_size, rank.place.world_size
     model, optimizer = rank.made_model(LEARNING_RATE * math.sqrt(world_size * size / BASE_GLOBAL_BATCH_SIZE))
-    sampler: DistributedSampler[Any] = DistributedSampler(rank.dataset, seed=rank.place.seed)
+    sampler: DistributedSampler[Any] = DistributedSampler(rank.dataset, seed=rank.place.wanted.seed)
     loader = DataLoader(rank.dataset, batch_size=size, sampler=sampler)
     rank.begin()
-    steps = itertools.count(1)
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
         for inputs, targets in loader:
             rank.train_step(model, optimizer, inputs, targets)
-            if rank.after_step(model, next(steps) * size * world_size, (size,) * world_size):
+            if rank.after_step(model):
                 return
 
 
@@ -399,7 +370,7 @@ def train_steered(rank: Rank) -> None:
         rank.dataset,
         local_batch_size=rank.local_batch_size,
         base_global_batch_size=BASE_GLOBAL_BATCH_SIZE,
-        seed=rank.place.seed,
+        seed=rank.place.wanted.seed,
         **rank.options,
     )
     rank.begin()
@@ -407,7 +378,7 @@ def train_steered(rank: Rank) -> None:
         for _ in session.epochs(100):
             for inputs, targets in session.loader:
                 session.step(rank.train_step(model, optimizer, inputs, targets))
-                if rank.after_step(model, session.position, session.local_batch_sizes):
+                if rank.after_step(model):
                     return
                 if rank.accuracy is not None:
                     session.evaluated(rank.accuracy)
@@ -427,7 +398,7 @@ def _fork(place: Place, dataset: TensorDataset) -> int:
         for procs in place.cgroup_procs:
             Path(procs).write_text("0")
         os.environ.update(place.environ)
-        train = train_plainly if place.arm.options is None else train_steered
+        train = train_plainly if place.wanted.arm.options is None else train_steered
         with Namespace(place.namespace).entered(), Client(place.socket, "AF_UNIX") as link:
             dist.init_process_group("gloo")
             train(Rank(place, dataset, link))
@@ -441,14 +412,14 @@ def _fork(place: Place, dataset: TensorDataset) -> int:
         os._exit(code)
 
 
-def fork_ranks(data: str) -> None:
+def fork_ranks() -> None:
     """Fork ranks until standard input ends, a line of JSON for each run; answer their pids, then their exit codes.
 
     To start Python, import torch and read the data four times would take longer than to train.
     """
     torch.set_num_threads(1)
     import_module("torch._dynamo")  # DDP does, in seconds that every rank of every run would spend again
-    dataset = TensorDataset(*workload_named(WORKLOAD).load(Path(data) if data else None).train)
+    dataset = TensorDataset(*workload_named(WORKLOAD).load(None).train)
     print("ready", flush=True)
     for line in sys.stdin.buffer:
         pids = [_fork(place, dataset) for place in msgspec.json.decode(line, type=list[Place])]
@@ -506,10 +477,10 @@ async def _services(hosts: Hosts, log: Path) -> AsyncIterator[tuple[Bus, dict[st
 class HeldOut:
     """Held-out accuracy of parameters that rank 0 sends; computed beside the hosts, while the job waits."""
 
-    def __init__(self, data: str) -> None:
+    def __init__(self) -> None:
         self._workload = workload_named(WORKLOAD)
         self._model = self._workload.model().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._part: Part = self._workload.load(Path(data) if data else None).validation
+        self._part: Part = self._workload.load(None).validation
 
     def accuracy(self, parameters: bytes, target: float) -> float:
         """Share of the samples that are classified rightly; of the first 2,000, where that is far below the target."""
@@ -537,11 +508,11 @@ class Runner:
     """Runs jobs on hosts, one after the other with the same services; made by `with_runner`."""
 
     def __init__(
-        self, hosts: Hosts, environ: Mapping[str, str], logs: Path, data: str, counted: Callable[[str], tuple[int, int]]
+        self, hosts: Hosts, environ: Mapping[str, str], logs: Path, counted: Callable[[str], tuple[int, int]]
     ) -> None:
         """`counted`: how many windows of a job were reported, and how many decisions were applied."""
         self._hosts, self._environ, self._logs, self._counted = hosts, environ, logs, counted
-        self._held_out = HeldOut(data)
+        self._held_out = HeldOut()
         self._num_runs = 0
         self._directory = tempfile.TemporaryDirectory(prefix="dynamix-cluster-")
         self._socket = str(Path(self._directory.name) / "ranks.sock")
@@ -552,7 +523,7 @@ class Runner:
         guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
         with (logs / "spawner.log").open("wb") as log:
             self._spawner = subprocess.Popen(
-                [*guard, sys.executable, "-m", "bench.cluster", "--fork-ranks", data],
+                [*guard, sys.executable, "-m", "bench.cluster", "--fork-ranks"],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
@@ -560,6 +531,7 @@ class Runner:
                 stderr=log,
                 process_group=0,
             )
+        self._said()  # ranks can be forked
 
     def close(self) -> None:
         """End everything, also a run under way."""
@@ -567,10 +539,6 @@ class Runner:
         self._spawner.communicate()
         self._listening.close()
         self._directory.cleanup()
-
-    def begin(self) -> None:
-        """Wait until ranks can be forked."""
-        self._said()
 
     def run(self, wanted: Run, limit_s: float, best: Sequence[Point] = ()) -> Outcome:
         """Train once, up to a limit of training time or until it is clearly behind the best run so far.
@@ -614,9 +582,6 @@ class Runner:
         trained_s = points[-1].trained_s
         reached = is_at(points, wanted.target) and trained_s <= limit_s
         return Outcome(
-            case=wanted.case.name,
-            name=wanted.name,
-            seed=wanted.seed,
             reached_s=trained_s if reached else None,
             limit_s=min(limit_s, trained_s) if is_behind(points, best) else limit_s,
             points=points,
@@ -627,12 +592,12 @@ class Runner:
         limit_s, before_s = ATTACH_TIMEOUT_S + WALL_PER_TRAINED * wanted.case.time_limit_s, 0.0
         end_s = time.monotonic() + limit_s
         while True:
-            look = Look(*self._received(link, limit_s, job))
-            accuracy = self._held_out.accuracy(look.parameters, wanted.target)
-            points.append(Point(*look[:4], accuracy, self._processor_s()))
+            trained_s, num_steps, parameters = self._received(link, limit_s, job)
+            accuracy = self._held_out.accuracy(parameters, wanted.target)
+            points.append(Point(trained_s, num_steps, accuracy, self._processor_s()))
             stop = is_at(points, wanted.target) or is_over() or time.monotonic() > end_s
-            self._set_speeds(wanted.case, look.trained_s, before_s)
-            before_s = look.trained_s
+            self._set_speeds(wanted.case, trained_s, before_s)
+            before_s = trained_s
             link.send((stop, accuracy))
             if stop:
                 return
@@ -650,9 +615,7 @@ class Runner:
         return Place(
             rank=host.index,
             world_size=len(self._hosts),
-            arm=wanted.arm,
-            seed=wanted.seed,
-            grid_s=wanted.grid_s,
+            wanted=wanted,
             namespace=host.namespace.name,
             cgroup_procs=list(map(str, host.cgroup_procs)),
             environ=environ,
@@ -722,20 +685,17 @@ class Runner:
             host.set_cores(None)
 
 
+class _StreamInfo(Answer):
+    state: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
 async def _num_stored(bus: Bus, stream: str, subject: str) -> int:
     """How many messages of a subject a stream has."""
-    newest, number = await bus.last(stream, subject), 0
-    if newest is None:
-        return 0
-    async with bus.consume(stream, [subject], start="all") as consumer:
-        async for batch in consumer:
-            number += len(batch)
-            if batch[-1].sequence >= newest.sequence:
-                break
-    return number
+    info = await bus.requests.ask(f"STREAM.INFO.{stream}", {"subjects_filter": subject}, _StreamInfo)
+    return sum((info.state.get("subjects") or {}).values())
 
 
-async def _with_runner(hosts: Hosts, work: Callable[[Runner], T], logs: Path, data: str) -> T:
+async def _with_runner(hosts: Hosts, work: Callable[[Runner], T], logs: Path) -> T:
     loop = asyncio.get_running_loop()
     async with _services(hosts, logs / "services.log") as (bus, environ):
 
@@ -746,25 +706,21 @@ async def _with_runner(hosts: Hosts, work: Callable[[Runner], T], logs: Path, da
         def counted(job: str) -> tuple[int, int]:
             return asyncio.run_coroutine_threadsafe(count(job), loop).result()
 
-        def begun() -> T:
-            runner.begin()
-            return work(runner)
-
-        runner = Runner(hosts, environ, logs, data, counted)
+        runner = await asyncio.to_thread(Runner, hosts, environ, logs, counted)
         try:
-            return await asyncio.to_thread(begun)  # the bus answers meanwhile
+            return await asyncio.to_thread(work, runner)  # the bus answers meanwhile
         finally:
             runner.close()
 
 
-def with_runner(work: Callable[[Runner], T], logs: Path | None = None, data: str = "") -> T:
+def with_runner(work: Callable[[Runner], T], logs: Path | None = None) -> T:
     """Do some work with hosts, services and a runner on them.
 
     Raises:
         HostsError: when there can be no such hosts here, or this user may not make them.
     """
     with tempfile.TemporaryDirectory(prefix="dynamix-logs-") as directory, Hosts(NUM_HOSTS) as hosts, hosts.entered():
-        return asyncio.run(_with_runner(hosts, work, logs or Path(directory), data))
+        return asyncio.run(_with_runner(hosts, work, logs or Path(directory)))
 
 
 # --- a campaign ------------------------------------------------------------------------------------------------------
@@ -797,7 +753,7 @@ class Keeper:
         if path.exists():
             known = msgspec.json.decode(path.read_bytes(), type=Outcome)
             if known.reached_s is not None or known.limit_s >= limit_s or is_behind(known.points, points):
-                return msgspec.structs.replace(known, name=name)
+                return known
         outcome = self._runner.run(wanted, limit_s, points)
         part = path.with_suffix(".part")
         part.write_bytes(msgspec.json.encode(outcome))
@@ -830,36 +786,29 @@ def compare(case: Case, chosen: Sequence[str], seeds: Sequence[int], keeper: Kee
     return CaseOutcomes(case, best, outcomes, tried)
 
 
-def ratio_of(found: CaseOutcomes, name: str, base: str, accuracies: Sequence[float] = ()) -> Interval | None:
+def ratio_of(found: CaseOutcomes, name: str, base: str) -> Interval | None:
     """Geometric mean of an arm's times over another's, in pairs of one seed, with Student's interval of the logarithms.
 
-    With accuracies it is that of the mean times to these. `None` where one of the two was not run.
+    `None` where one of the two was not run.
     """
     if name not in found.outcomes or base not in found.outcomes:
         return None
-    times, bases = (
-        [one.mean_time_s(accuracies) if accuracies else one.counted_s for one in found.outcomes[arm]]
-        for arm in (name, base)
-    )
-    logs = mean_of([math.log(mine / theirs) for mine, theirs in zip(times, bases, strict=True)])
+    pairs = zip(found.outcomes[name], found.outcomes[base], strict=True)
+    logs = mean_of([math.log(ours.counted_s / theirs.counted_s) for ours, theirs in pairs])
     return Interval(*(None if bound is None else math.exp(bound) for bound in logs))  # type: ignore[arg-type]
 
 
 def report_of(found: Sequence[CaseOutcomes], name: str, target: float, note: str) -> Report:
     """Tables, targets and curves."""
-    bases = [
-        base for base in ("static", "goodput", "proportional", "rule") if any(base in one.outcomes for one in found)
-    ]
-    steady = [target - points / 100 for points in STEADY_POINTS]
+    known = ("plain", "static", "goodput", "proportional", "rule")
+    bases = [base for base in known if any(base in one.outcomes for one in found)]
     columns = ["case", "arm", "setting", "time to target, s", *(f"vs {base}" for base in bases)]
     rows, tried, targets, panels = list[list[Cell]](), list[list[Cell]](), list[Target](), list[Panel]()
     for one in found:
         for arm, outcomes in one.outcomes.items():
             ratios = [None if arm == base else ratio_of(one, arm, base) for base in bases]
             times = " / ".join(map(str, outcomes))
-            rows.append(
-                [one.case.name, arm, _setting(one.arms[arm]), times, *ratios, ratio_of(one, arm, "plain", steady)]
-            )
+            rows.append([one.case.name, arm, _setting(one.arms[arm]), times, *ratios])
         for arm, settings in one.tried.items():
             tried += [[one.case.name, arm, _setting(setting), str(outcome)] for setting, outcome in settings]
         for (arm, base), limit in LIMITS.get(one.case.name, {}).items():
@@ -868,7 +817,7 @@ def report_of(found: Sequence[CaseOutcomes], name: str, target: float, note: str
                 targets.append(Target(f"{one.case.name}: {arm} / {base}", ratio.value, at_most=limit))
         curves = {arm: [(at.trained_s, at.accuracy) for at in runs[0].points] for arm, runs in one.outcomes.items()}
         panels.append(Panel(one.case.title, "training time [s]", "held-out accuracy", dict(curves), limit=target))
-    table = Table(name, [*columns, f"vs plain, {len(steady)} accuracies"], rows, [note])
+    table = Table(name, columns, rows, [note])
     searched = [Table(f"{name}-searched", columns[:4], tried)] if tried else []
     return Report([table, *searched], targets, panels)
 
@@ -890,7 +839,7 @@ def measure(options: argparse.Namespace) -> Report:
         keeper = Keeper(runner, options.work / "runs", options.target, options.grid)
         return [compare(case, names, seeds, keeper) for case in cases]
 
-    found = with_runner(work, logs, options.data)
+    found = with_runner(work, logs)
     titles = "; ".join(f"{case.name}: {case.title}" for case in cases)
     note = (
         f"Training time to {options.target:.0%} held-out accuracy in the mean of {LOOKS} looks, one every "
@@ -902,7 +851,7 @@ def measure(options: argparse.Namespace) -> Report:
 def main() -> int:
     """Run, print, write; 1 when a target is missed, 2 when it cannot run here."""
     if sys.argv[1:2] == ["--fork-ranks"]:
-        fork_ranks(*sys.argv[2:])
+        fork_ranks()
         return 0
     made = parser(
         *("cluster", __doc__),
@@ -911,7 +860,6 @@ def main() -> int:
         ("--seeds", 3, "number of seeds of model and data"),
         ("--limit", 0.0, "seconds of training time after which a run has missed the target; 0: the case's own"),
         ("--name", "cluster", "of the tables"),
-        ("--data", "", "directory with Fashion-MNIST's four idx files; else the usual places"),
     )
     made.add_argument("--case", action="append", choices=CASES, help="only this; may be repeated")
     made.add_argument(

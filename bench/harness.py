@@ -23,11 +23,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
-import nats
 import numpy as np
-import numpy.typing as npt
 import uvloop
-from nats.aio.client import Client
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
@@ -36,8 +33,6 @@ from dynamix.runtime.settings import BusSettings
 
 ROOT = Path(__file__).parents[1]
 MISSED, CANNOT_RUN, INTERRUPTED = 1, 2, 130
-MIB = 1 << 20
-Values = npt.NDArray[np.float64]
 T = TypeVar("T")
 
 
@@ -313,38 +308,25 @@ class Rounds:
         return Interval(statistics.median(found), min(found), max(found))
 
 
-def percent_more(on: Values, off: Values) -> Interval:
-    """The excess of `on` over `off`, in percent of the mean of `off`, one value per pair; bootstrapped interval."""
-    from scipy.stats import bootstrap  # noqa: PLC0415 - a second, which each spawned process would pay, too
-
-    percent = 100 * (on - off) / off.mean()
-    found = bootstrap((percent,), np.mean, n_resamples=10_000, method="percentile", random_state=0)
-    return Interval(float(percent.mean()), *map(float, found.confidence_interval))
-
-
 # --- brokers ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
-async def broker_with_bus(name: str, host: str | None = None) -> AsyncIterator[tuple[EmbeddedServer, Bus]]:
-    """A broker with its streams, and a bus named `name`; on `host`, or on loopback."""
-    async with EmbeddedServer() if host is None else EmbeddedServer(host=host) as server:
-        bus = await Bus.connect(server.settings, name=name)
-        try:
-            await provision(bus)
-            yield server, bus
-        finally:
-            await bus.close()
+async def connected(settings: BusSettings, name: str) -> AsyncIterator[Bus]:
+    """A bus named `name`, closed at the end."""
+    bus = await Bus.connect(settings, name=name)
+    try:
+        yield bus
+    finally:
+        await bus.close()
 
 
 @contextlib.asynccontextmanager
-async def raw_client(settings: BusSettings) -> AsyncIterator[Client]:
-    """nats-py without our bus."""
-    client = await nats.connect(settings.url, user=settings.user, password=settings.password)
-    try:
-        yield client
-    finally:
-        await client.close()
+async def broker_with_bus(name: str, host: str = "127.0.0.1") -> AsyncIterator[tuple[EmbeddedServer, Bus]]:
+    """A broker with its streams, and a bus named `name`."""
+    async with EmbeddedServer(host=host) as server, connected(server.settings, name) as bus:
+        await provision(bus)
+        yield server, bus
 
 
 def run_with_uvloop(work: Coroutine[Any, Any, T]) -> T:

@@ -236,10 +236,6 @@ class Link:
         """Raise HostsError for what tbf cannot do."""
         if self.rate < MIN_RATE:
             raise HostsError(f"a link of {self.rate:g} bit/s is below {MIN_RATE}: a packet would take seconds")
-        if self.queue_limit_bytes < MIN_BURST_BYTES:
-            raise HostsError(
-                f"a queue of {self.queue_limit_bytes} bytes lets nothing pass: use at least {MIN_BURST_BYTES}"
-            )
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -404,18 +400,15 @@ class Hosts(list[Host]):
                 self.append(Host(index, str(self.name), self.switch, hierarchies))
                 self[-1].create()
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Let the calling thread, and what it starts, live at `address`; its files and pids stay as they are."""
         return self.switch.entered()
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End what runs on the hosts, and wait until everything is removed; raises HostsError for what could not be."""
         janitor, self._janitor = self._janitor, None
         if janitor is None:

@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from bench.harness import BenchmarkError, Cell, Report, Table, Target, Timed, Timing, parser, run
+from bench.harness import BenchmarkError, Report, Table, Target, Timed, Timing, parser, run
 from bench.hosts import HostsError, remove_cgroup
 
 from dynamix.collector.ebpf import syscall
@@ -79,11 +79,9 @@ class Programs:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    @contextlib.contextmanager
-    def attached(self, directory: Path) -> Iterator[None]:
+    def attached(self, directory: Path) -> contextlib.AbstractContextManager[None]:
         """Attach the programs to a control group, as the collector does."""
-        with attached(self._descriptors, directory):
-            yield
+        return attached(self._descriptors, directory)
 
     @contextlib.contextmanager
     def measured(self, directory: Path) -> Iterator[None]:
@@ -195,25 +193,12 @@ JOBS = {
 PACED = next(iter(JOBS))
 
 
-class Training:
-    """Ranks in the measured group that train in blocks of steps when asked: `with _training(...)`."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def block(self, job: str, num_steps: int) -> Timing:
-        """Train so many steps; CPU time is of all ranks."""
-        self._pipe.send((list(JOBS).index(job), num_steps))
-        with contextlib.suppress(EOFError):
-            if self._pipe.poll(120):
-                timing: Timing = self._pipe.recv()
-                return timing
-        raise BenchmarkError("the training job has failed: its traceback is above")
-
-
 @contextlib.contextmanager
-def _training(group: Path) -> Iterator[Training]:
-    """Ranks that have trained a few steps of each job; their sockets are opened here, so attach before."""
+def _training(group: Path) -> Iterator[Callable[[str, int], Timing]]:
+    """Ranks in the measured group that train so many steps of a job when asked; CPU time is of all ranks.
+
+    They have trained a few steps of each job. Their sockets are opened here, so attach before.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dynamix.trainer", "torch._dynamo"])  # imported once, not by each rank
     with tempfile.TemporaryDirectory(prefix="dynamix-kernel-") as directory, contextlib.ExitStack() as stack:
@@ -226,10 +211,18 @@ def _training(group: Path) -> Iterator[Training]:
             stack.callback(process.join)
             stack.callback(process.terminate)
         theirs.close()
-        ranks = Training(ours)
+
+        def train(job: str, num_steps: int) -> Timing:
+            ours.send((list(JOBS).index(job), num_steps))
+            with contextlib.suppress(EOFError):
+                if ours.poll(120):
+                    timing: Timing = ours.recv()
+                    return timing
+            raise BenchmarkError("the training job has failed: its traceback is above")
+
         for job in JOBS:
-            ranks.block(job, 5)
-        yield ranks
+            train(job, 5)
+        yield train
 
 
 def _run_rank(rank: int, group: Path, directory: str, pipe: Connection | None) -> None:
@@ -268,7 +261,7 @@ def _run_rank(rank: int, group: Path, directory: str, pipe: Connection | None) -
 # --- what is measured ------------------------------------------------------------------------------------------------
 
 
-def _timed_row(programs: Programs, busy: Path, name: str, item: str, traffic: Callable[[], Timing]) -> list[Cell]:
+def _timed_row(programs: Programs, busy: Path, name: str, item: str, traffic: Callable[[], Timing]) -> list[Any]:
     with programs.measured(busy):
         before = programs.run_times()
         block = traffic()
@@ -291,7 +284,7 @@ def _timed_row(programs: Programs, busy: Path, name: str, item: str, traffic: Ca
 
 def measure(mount: Path, timed_s: float, num_steps: int) -> Report:
     """Let the kernel time the programs in all kinds of traffic, and in the job."""
-    times = list[list[Cell]]()
+    times = list[list[Any]]()
     with _made_groups(mount) as (busy, empty), Programs(empty) as programs:
         context = multiprocessing.get_context("spawn")
         with context.Pool(1, _begin_traffic, (busy, os.getpid())) as pool:
@@ -300,25 +293,21 @@ def measure(mount: Path, timed_s: float, num_steps: int) -> Report:
                 times.append(_timed_row(programs, busy, kind, item, block))
         with contextlib.ExitStack() as stack:
             with programs.attached(busy):  # so that the probe knows the sockets of the job
-                ranks = stack.enter_context(_training(busy))
+                train = stack.enter_context(_training(busy))
             for name in JOBS:
-                times.append(_timed_row(programs, busy, name, "step", partial(ranks.block, name, num_steps)))
+                times.append(_timed_row(programs, busy, name, "step", partial(train, name, num_steps)))
     by_name = {row[0]: row for row in times}
     bulk, paced = by_name[BULK], by_name[PACED]
     columns = ["while", "rate", "runs of cgroup_skb / s", "ns a run", "ns, empty program", "runs of sock_ops / s"]
     return Report(
         [Table("kernel", [*columns, "ns a run of it", "% of the machine", "Gbit/s"], times)],
         [
-            Target("ns of a run of cgroup_skb, bulk", _number(bulk[3]), at_most=200.0),
-            Target("Gbit/s over loopback, bulk", _number(bulk[8]), at_least=10.0),
-            Target("percent of the machine, bulk", _number(bulk[7]), at_most=1.0),
-            Target("percent of the machine, DDP job", _number(paced[7]), at_most=0.1),
+            Target("ns of a run of cgroup_skb, bulk", bulk[3], at_most=200.0),
+            Target("Gbit/s over loopback, bulk", bulk[8], at_least=10.0),
+            Target("percent of the machine, bulk", bulk[7], at_most=1.0),
+            Target("percent of the machine, DDP job", paced[7], at_most=0.1),
         ],
     )
-
-
-def _number(cell: Cell) -> float | None:
-    return cell if isinstance(cell, float) else None
 
 
 def _clean_mount(*, tolerant: bool) -> Path:

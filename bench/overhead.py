@@ -15,7 +15,6 @@ computed meanwhile, waiting for other ranks included; beside it what the hosts' 
 Not included: attaching, the services, the first two windows.
 """
 
-import argparse
 import asyncio
 import multiprocessing
 import os
@@ -25,16 +24,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from bench.harness import (
     BenchmarkError,
     Cell,
+    Interval,
     Report,
     Rounds,
     Table,
@@ -44,7 +46,6 @@ from bench.harness import (
     broker_with_bus,
     mean_of,
     parser,
-    percent_more,
     run,
 )
 from bench.hosts import HostsError
@@ -240,6 +241,15 @@ async def _count_adopted(bus: Bus, counts: dict[str, int]) -> None:
             counts["applied"] += len(batch)
 
 
+def _percent_more(on: npt.NDArray[np.float64], off: npt.NDArray[np.float64]) -> Interval:
+    """The excess of `on` over `off`, in percent of the mean of `off`, one value per pair; bootstrapped interval."""
+    from scipy.stats import bootstrap  # noqa: PLC0415 - a second, which each spawned process would pay, too
+
+    percent = 100 * (on - off) / off.mean()
+    found = bootstrap((percent,), np.mean, n_resamples=10_000, method="percentile", random_state=0)
+    return Interval(float(percent.mean()), *map(float, found.confidence_interval))
+
+
 async def measure(num_pairs: int, step_s: float, model: str, *, tracking: bool) -> Report:
     """Run the job beside a broker."""
     counts = {"windows": 0, "applied": 0}
@@ -249,15 +259,15 @@ async def measure(num_pairs: int, step_s: float, model: str, *, tracking: bool) 
         found = await asyncio.to_thread(_run_job, plan)
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
-    rows: list[list[Cell]] = []
     on, off = (
         np.array([(timing.wall_s, timing.cpu_s, timing.thread_s) for timing in timings]) / BLOCK_STEPS
         for timings in (found.on, found.off)
     )
     names = ("wall clock", "CPU time of all threads", "CPU time of the training thread")
-    more = [percent_more(on[:, at], off[:, at]) for at in range(len(names))]
-    for at, name in enumerate(names):
-        rows.append([name, 1e3 * float(off[:, at].mean()), 1e3 * float(on[:, at].mean()), more[at]])
+    more = [_percent_more(on[:, at], off[:, at]) for at in range(len(names))]
+    rows: list[list[Cell]] = [
+        [name, 1e3 * float(off[:, at].mean()), 1e3 * float(on[:, at].mean()), more[at]] for at, name in enumerate(names)
+    ]
     of_step = float(off[:, 2].mean()) / step_s
     thread = more[2]._replace(**{name: of_step * value for name, value in more[2]._asdict().items()})
     rows.append(["CPU time of the training thread, of the whole step", None, None, thread])
@@ -333,14 +343,10 @@ def main() -> int:
     options = made.parse_args()
     if options.pairs < 2 or options.pairs % 2 or options.step_ms <= 0:
         made.error("--pairs must be even and at least 2, and --step-ms above 0")
-    return run("overhead", options, lambda: _measure(options), HostsError)
-
-
-def _measure(options: argparse.Namespace) -> Report:
     if options.short_steps:
-        return measure_short_steps(options.seeds, options.seconds)
-    step_s = options.step_ms / 1000
-    return asyncio.run(measure(options.pairs, step_s, options.model, tracking=options.tracking))
+        return run("overhead", options, lambda: measure_short_steps(options.seeds, options.seconds), HostsError)
+    paced = partial(measure, options.pairs, options.step_ms / 1000, options.model, tracking=options.tracking)
+    return run("overhead", options, lambda: asyncio.run(paced()))
 
 
 if __name__ == "__main__":

@@ -127,7 +127,6 @@ class Experiment(NamedTuple):
     titles: tuple[str, ...]
     """Headings of the groups' titles."""
     groups: Sequence[Group]
-    part_of: str = "results"
     reference_s: float = 0.0
     """Where it is given, the target is what `BASE` reaches in that time under a seed of its own, in whole percent."""
     typical_run_s: float = TYPICAL_RUN_S
@@ -198,7 +197,7 @@ def _paper(about: str, name: str, reference_s: float, typical_run_s: float, **jo
         **job,
     }
     group = Group((), f"paper-{name}", (*STATICS, "rule"), cluster)
-    return Experiment(about, (), [group], "paper", reference_s, typical_run_s, (f"paper-{name}",))
+    return Experiment(about, (), [group], reference_s, typical_run_s, (f"paper-{name}",))
 
 
 EXPERIMENTS: Mapping[str, Experiment] = {
@@ -585,7 +584,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scale = SCALES[options.scale]
     scale = scale._replace(num_seeds=options.seeds or scale.num_seeds)
     laboratory = Laboratory(scale, options.work / options.scale, options.jobs, options.data)
-    usual = [name for name, one in EXPERIMENTS.items() if one.part_of == "results"] + ["learning"]
+    usual = [name for name in EXPERIMENTS if not name.startswith("paper-")] + ["learning"]
     for name in options.only or usual:
         about = EXPERIMENTS[name].about if name in EXPERIMENTS else (OTHERS[name].__doc__ if name in OTHERS else "")
         print(f"{name}: {about}", flush=True)
