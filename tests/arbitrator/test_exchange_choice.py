@@ -133,16 +133,6 @@ def test_a_codec_that_turns_out_slower_than_exact_gradients_is_not_tried_again()
     assert set(found[10:]) == {EXACT}
 
 
-def test_rule_decides_exact_gradients_unless_the_job_permits_more() -> None:
-    rates = np.full(NUM_RANKS, 1000.0)
-    for permission, permits_more in (("exact", False), ("lossy", True)):
-        job = job_of(exchange=permission, min_local_batch_size=1, supports_tracking=True)
-        cluster = ToyCluster(rates, tracking=True, communication_s=0.2)
-        found = {decision.allocation.exchange for decision in cluster.run(Rule(), job, 12)}
-        assert (INT8 in found) == permits_more
-        assert permits_more or found == {EXACT}
-
-
 def test_rows_are_sent_in_an_exact_job_whose_model_is_mostly_tables() -> None:
     rates = np.full(NUM_RANKS, 1000.0)
     for supports, share, is_chosen in ((True, 0.9, True), (True, 0.0, False), (False, 0.9, False)):

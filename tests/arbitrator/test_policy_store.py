@@ -51,11 +51,6 @@ def decided_by(policy: Policy) -> Action:
     return examples.action(policy=policy.name, policy_version=policy.version, policy_digest=digest_of(policy))
 
 
-async def data_of(store: PolicyStore, name: str, version: int) -> bytes | None:
-    found = await store.find(name, version)
-    return None if found is None else found.data
-
-
 async def test_versions_count_up_by_name_and_each_is_read_as_it_was_put(bus: Bus) -> None:
     store = PolicyStore(bus)
     for data in (FIRST, FIRST, SECOND, THIRD):  # the newest again makes no version
@@ -75,7 +70,9 @@ async def test_learners_that_put_at_once_each_get_a_version_of_their_own(bus: Bu
     stored = await asyncio.gather(*[PolicyStore(bus).put("mine", data) for data in files])
     assert sorted(one.version for one in stored) == [1, 2, 3, 4, 5]
     for one, data in zip(stored, files, strict=True):
-        assert await data_of(PolicyStore(bus), "mine", one.version) == data
+        found = await PolicyStore(bus).find("mine", one.version)
+        assert found is not None
+        assert found.data == data
 
 
 async def test_the_oldest_version_makes_room_and_a_full_stream_takes_no_other_name(server: ConfiguredServer) -> None:

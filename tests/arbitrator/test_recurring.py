@@ -96,14 +96,8 @@ def test_what_was_tried_on_another_cluster_is_neither_taken_nor_kept(first: list
     assert [one.allocation.rate_factor for one in slower] == [2.25] * dropped + [1.0] * (20 - dropped)
     kept = profile_of(slower, job, profile)
     assert (kept.arms, kept.run) == ((), 2)
-    fewer = msgspec.structs.replace(replace_ranks(2), explores=("learning_rate",))
+    fewer = examples.job({"node-0": (0, 1)}, policy="rule", family=FAMILY, explores=("learning_rate",))
     assert {one.allocation.rate_factor for one in ToyCluster(RATES[:2]).run(Begun(profile), fewer, 6)} == {1.0}
-
-
-def replace_ranks(count: int) -> Job:
-    return examples.job(
-        {f"node-{rank}": (rank,) for rank in range(count)}, policy="rule", family=FAMILY, supports_tracking=True
-    )
 
 
 def test_profiles_count_runs_and_keep_what_a_run_could_not_measure(first: list[Decision]) -> None:
