@@ -88,10 +88,10 @@ def over_links(rates: Callable[[int], Sequence[float]], *, waiting_s: float = 0.
     return chosen_after(job, exposed_s, lambda window: observed(rates(window)), windows=windows)
 
 
-def test_exposed_communication_makes_it_choose_the_codec_that_saves_most() -> None:
+def test_exposed_communication_makes_it_choose_the_codec_that_saves_most_and_with_adam_no_local_step() -> None:
     found = chosen("lossy", 0.020)
     assert found.index(INT8) == LAG  # decided in the first window
-    assert set(found) == {EXACT, INT8}
+    assert set(found) == set(chosen("local", 0.2, optimizer_family="adam")) == {EXACT, INT8}
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,6 @@ def test_local_steps_begin_with_period_4_and_follow_the_law(communication_s: flo
     assert found[-1] == Exchange(codec="int8", every=every)
 
 
-def test_with_adam_no_step_is_local() -> None:
-    assert set(chosen("local", 0.2, optimizer_family="adam")) == {EXACT, INT8}
-
-
 def test_local_steps_end_where_links_became_fast() -> None:
     def exposed_s(window: int, now: Exchange) -> float:
         return (0.040 if window < 20 else 0.001) * TRUE_SHARES[now.codec] / now.every
@@ -131,16 +127,6 @@ def test_a_codec_that_turns_out_slower_than_exact_gradients_is_not_tried_again()
     found = chosen_after(job_of(exchange="lossy"), exposed_s, lambda _: observed((math.nan,) * NUM_RANKS))
     assert 0 < found.count(INT8) <= 2 * LAG
     assert set(found[10:]) == {EXACT}
-
-
-def test_rule_decides_exact_gradients_unless_the_job_permits_more() -> None:
-    rates = np.full(NUM_RANKS, 1000.0)
-    for permission, permits_more in (("exact", False), ("lossy", True)):
-        job = job_of(exchange=permission, min_local_batch_size=1, supports_tracking=True)
-        cluster = ToyCluster(rates, tracking=True, communication_s=0.2)
-        found = {decision.allocation.exchange for decision in cluster.run(Rule(), job, 12)}
-        assert (INT8 in found) == permits_more
-        assert permits_more or found == {EXACT}
 
 
 def test_rows_are_sent_in_an_exact_job_whose_model_is_mostly_tables() -> None:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
+from tests.arbitrator.test_job_log import opened
 from tests.support import examples
 from tests.support.arbitrators import stored_actions
 from tests.support.brokers import until
@@ -16,8 +17,7 @@ from tests.support.old_server import OldServer
 from tests.support.services_here import context_of, services_here
 from tests.support.toy_cluster import ToyCluster
 
-from dynamix.arbitrator.deciding.job_log import JobLog, store_profiles
-from dynamix.arbitrator.learned.policy_store import PolicyStore
+from dynamix.arbitrator.deciding.job_log import store_profiles
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.runtime.bus import Bus, requests
 from dynamix.schemas import subjects
@@ -138,11 +138,6 @@ async def test_an_action_that_its_policy_cannot_read_costs_one_profile_and_no_la
         assert "ZeroDivisionError" in next(one["reason"] for one in logs if one["log_level"] == "error")
         await end(bus, msgspec.structs.replace(JOB, job="mnist-99999999"))
         assert (await until_run(bus, 1)).job == "mnist-99999999"
-
-
-async def opened(bus: Bus, job: Job, counts: Counter[str] | None = None) -> JobLog:
-    """A job's log as an arbitrator opens it."""
-    return await JobLog.open(job, context_of(bus, counts), PolicyStore(bus))
 
 
 async def test_a_broken_profile_is_not_used_but_replaced(bus: Bus) -> None:

@@ -34,7 +34,7 @@ async def opened(bus: Bus, job: Job = JOB, counts: Counter[str] | None = None) -
     return await JobLog.open(job, context_of(bus, counts), PolicyStore(bus))
 
 
-def state(job: Job, window: int) -> State:
+def state(job: Job, window: int = 0) -> State:
     return msgspec.structs.replace(examples.state("node-a", (0, 1), window), job=job.job)
 
 

@@ -19,7 +19,7 @@ from dynamix.arbitrator.learning.service import LearnerSettings, Outcome, _Learn
 from dynamix.runtime.bus import Bus, BusError, BusMessage, PermissionDeniedError, PublishError, requests
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
-from dynamix.schemas.messages import Job, RankReward, Reward
+from dynamix.schemas.messages import Job, Reward
 
 FIRST = learned.policy_file(seeds=(1,))
 NEXT = [learned.policy_file(seeds=(seed,)).to_bytes() for seed in range(2, 9)]
@@ -32,8 +32,7 @@ def job_of(generation: int = 0, phase: str = "running", **changes: Any) -> Job:
 
 
 def reward_of(window: int, generation: int = 0, formula: str = "time-aware") -> Reward:
-    ranks = tuple(RankReward(rank=rank, reward=1.0, terms={}) for rank in (0, 1))
-    return Reward(job=examples.JOB, generation=generation, window=window, node="node-a", formula=formula, ranks=ranks)
+    return examples.reward("node-a", (0, 1), window, generation=generation, formula=formula)
 
 
 def test_a_generation_is_over_with_its_end_or_with_the_next_one() -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
+from tests.arbitrator.test_job_log import state as state_of
 from tests.support import examples
 from tests.support.arbitrators import stored_actions
 from tests.support.brokers import operate, until
@@ -25,10 +26,6 @@ HONEST = examples.job(NODES, policy="static")
 
 def crowd() -> list[Job]:
     return [examples.job(NODES, job=f"crowd-{number}", policy="static") for number in range(NUM_CROWD)]
-
-
-def state_of(job: Job, window: int = 0) -> State:
-    return msgspec.structs.replace(examples.state("node-a", (0, 1), window), job=job.job)
 
 
 async def windows(bus: Bus, job: str, count: int) -> list[int]:

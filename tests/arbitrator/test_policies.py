@@ -1,5 +1,4 @@
 import inspect
-import math
 from importlib import import_module
 from pathlib import Path
 
@@ -66,11 +65,6 @@ def test_static_sets_the_exchange_that_its_options_name_where_the_job_permits_it
         job = examples.job(policy="static", policy_options=options, exchange=permission)
         allocation = static.decide(job, 5, obs_WF, GLOBAL_F, b"").allocation
         assert (allocation.local_batch_sizes, allocation.exchange) == (job.initial_local_batch_sizes, expected)
-    for wrong in ({"codec": 5.0}, {"codec": "No Name"}, {"route": "ring"}, {"every": "four"}, {"every": math.nan}):
-        with pytest.raises(ValueError, match="of policy 'static' must be"):
-            check_options("static", static.options, wrong)
-    with pytest.raises(ValueError, match="policy 'static' has no option 'codecs': did you mean codec"):
-        check_options("static", static.options, {"codecs": 0.5})
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -79,13 +73,10 @@ def test_every_policys_defaults_are_within_its_own_bounds(policy: NamedPolicy) -
     check_options("itself", policy.options, {name: one.default for name, one in policy.options.items()})
 
 
-def test_proportional_gives_a_rank_three_times_slower_a_third_and_keeps_the_global_batch() -> None:
+def test_proportional_divides_the_global_batch_by_speed_and_settles_with_a_fixed_cost_per_step() -> None:
+    """Compute time = 10 ms + b / rate: the measured throughput depends on b, and the split must still converge."""
     decision = Proportional().decide(JOB, 0, observe((128,) * 4, (3000.0, 3000.0, 3000.0, 1000.0)), GLOBAL_F, b"")
     assert decision.allocation.local_batch_sizes == (154, 154, 153, 51)
-
-
-def test_proportional_settles_with_a_fixed_cost_per_step() -> None:
-    """Compute time = 10 ms + b / rate: the measured throughput depends on b, and the split must still converge."""
     sizes, carry, rate = JOB.initial_local_batch_sizes, b"", np.array([4000.0, 4000.0, 2000.0, 1000.0])
     for window in range(20):
         time_s = 0.010 + np.array(sizes) / rate

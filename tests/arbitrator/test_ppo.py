@@ -117,10 +117,3 @@ def test_advantages_and_returns_equal_their_definition(
     )
     assert advantages[:, 0] == pytest.approx(expected, abs=1e-9)
     assert returns[:, 0] == pytest.approx(np.add(expected, values), abs=1e-9)
-
-
-def test_returns_of_the_papers_variant_by_hand() -> None:
-    """Without a critic, lambda 1 leaves the discounted sum of rewards."""
-    rewards, nothing = np.array([[1.0], [2.0], [4.0]]), np.zeros((3, 1))
-    returns = gae(rewards, nothing, nothing[0], np.array([0.5, 0.25, 0.5]), 1.0)[1]
-    assert returns[:, 0].tolist() == [1 + 0.5 * (2 + 0.25 * 4), 2 + 0.25 * 4, 4.0]

@@ -3,6 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
+from tests.arbitrator.test_rule import job_of as job_of_rule
 from tests.support import examples
 from tests.support.toy_cluster import ToyCluster
 
@@ -15,14 +16,7 @@ FAMILY = "mnist-0a1b2c3d"
 
 
 def job_of(**changes: object) -> Job:
-    fields = {
-        "initial_local_batch_sizes": (64,) * 4,
-        "min_local_batch_size": 8,
-        "policy": "rule",
-        "supports_tracking": True,
-        "family": FAMILY,
-    }
-    return examples.job({f"node-{rank}": (rank,) for rank in range(4)}, **(fields | changes))
+    return job_of_rule(4, **({"family": FAMILY} | changes))
 
 
 class Begun:
@@ -96,14 +90,8 @@ def test_what_was_tried_on_another_cluster_is_neither_taken_nor_kept(first: list
     assert [one.allocation.rate_factor for one in slower] == [2.25] * dropped + [1.0] * (20 - dropped)
     kept = profile_of(slower, job, profile)
     assert (kept.arms, kept.run) == ((), 2)
-    fewer = msgspec.structs.replace(replace_ranks(2), explores=("learning_rate",))
+    fewer = job_of_rule(2, family=FAMILY, explores=("learning_rate",))
     assert {one.allocation.rate_factor for one in ToyCluster(RATES[:2]).run(Begun(profile), fewer, 6)} == {1.0}
-
-
-def replace_ranks(count: int) -> Job:
-    return examples.job(
-        {f"node-{rank}": (rank,) for rank in range(count)}, policy="rule", family=FAMILY, supports_tracking=True
-    )
 
 
 def test_profiles_count_runs_and_keep_what_a_run_could_not_measure(first: list[Decision]) -> None:

@@ -150,10 +150,6 @@ def test_disorder_inside_a_window_and_duplicates_change_nothing(data: st.DataObj
     messy = {name: list(getattr(record, name)) * 2 for name in ("actions", "applied", "rewards")}
     for messages in messy.values():
         shuffle(messages)
-    same(trajectory_of(record._replace(**messy), ACTION_SETS[action_set]), clean)
-
-
-def same(first: Trajectory, second: Trajectory) -> None:
-    """Equal to the last bit."""
-    for name, one, other in zip(Trajectory._fields, first, second, strict=True):
+    found = trajectory_of(record._replace(**messy), ACTION_SETS[action_set])
+    for name, one, other in zip(Trajectory._fields, found, clean, strict=True):
         assert np.array_equal(one, other, equal_nan=name == "inputs_TDI"), name

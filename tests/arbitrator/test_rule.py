@@ -71,13 +71,6 @@ def test_an_exchange_of_many_seconds_makes_it_grow_to_16_times_noise_or_base(noi
     assert cluster.best(job) > 3 * most
 
 
-def test_its_own_split_equalises_compute_times() -> None:
-    cluster = ToyCluster(RATES, communication_s=0.05)
-    sizes = np.array(cluster.run(Rule(), job_of(supports_tracking=False), 40)[-1].allocation.local_batch_sizes)
-    times_s = cluster.overhead_s + sizes / RATES
-    assert times_s.max() / times_s.min() < 1.1
-
-
 FAST, SLOW = Device(0.25e-3, 0.002), Device(1e-3, 0.002)
 LATE_FAST, LATE_SLOW = Device(0.25e-3, 0.040), Device(1e-3, 0.040)
 NARROW, LATE_NARROW = Device(1e-3, 0.002, saturation=32), Device(1e-3, 0.040, saturation=32)

@@ -56,6 +56,7 @@ REFUSED = [
     ("calibrate x --workload w -o My.toml", "the scenario gets the name of the file"),
     (f"trace {DEMO} --endpoint localhost:4318", "'localhost:4318' is no URL: write http://host:4318/v1/traces"),
     ("family show No!", "cannot be part of a subject"),
+    ("serve-gradients --port 70000", "70000: it must be 0 to 65535"),
 ]
 
 

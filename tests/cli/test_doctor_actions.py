@@ -29,18 +29,17 @@ async def test_a_whole_chain_is_there_with_its_length(server: ConfiguredServer, 
     assert found.found == f"1,200 of {examples.JOB}, a whole chain up to window 1199 of generation 0"
 
 
-async def test_a_broken_chain_is_named_with_its_place(server: ConfiguredServer, bus: Bus) -> None:
-    await store(bus, 9, broken_at=4)
+async def test_a_broken_chain_and_an_end_that_the_trainer_is_ahead_of_are_found(
+    server: ConfiguredServer, bus: Bus
+) -> None:
+    last = (await store(bus, 9, broken_at=4))[-1]
     found = await actions(server.settings, examples.JOB)
     assert not found.present
     assert "the action for window 4 of generation 0 does not follow the one before it" in found.found
     assert "start the run under a new id" in found.fix
-
-
-async def test_an_end_that_the_trainer_is_ahead_of_is_found(server: ConfiguredServer, bus: Bus) -> None:
-    await bus.publish(examples.applied(8, 10, action_hash=(await store(bus, 3))[-1].hash))
+    await bus.publish(examples.applied(12, 14, action_hash=last.hash))
     found = await actions(server.settings, examples.JOB)
-    assert "the trainer applied an action for window 8" in found.found
+    assert "the trainer applied an action for window 12" in found.found
 
 
 async def test_no_job_no_action_and_no_broker_are_told_apart(server: ConfiguredServer, bus: Bus) -> None:

@@ -25,17 +25,21 @@ def scenarios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def test_it_writes_a_policy_and_says_what_it_is_worth(
+def test_it_writes_a_policy_of_the_preset_as_it_was_changed_and_says_what_it_is_worth(
     scenarios: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, figures = tmp_path / "mine.safetensors", tmp_path / "learned.json"
     arguments = ["--policy", "mine", "--seed", "3", "-o", str(output), "--json", str(figures)]
+    for one in ("formula=paper-adam", "delta=0", "episode_end=fixed", "objective=simplified"):
+        arguments += ["--set", one]
     assert main(["learn", "--scenarios", str(scenarios), *arguments, *TINY]) == 0
     told = capsys.readouterr()
     assert "update 2/2  episodes 4" in told.err
     assert f"wrote {output}" in told.out
     metadata = PolicyFile.read(output).metadata
     assert (metadata.policy, metadata.seeds, metadata.settings.update_epochs) == ("mine", (3,), 1)
+    assert (metadata.settings.objective, metadata.reward_formula) == ("simplified", "paper-adam")
+    assert metadata.reward_weights == {"accuracy": 1.0, "alpha": 1.0, "beta": 0.1, "delta": 0.0, "eta": 0.01}
     content = json.loads(figures.read_text())
     assert content["finished"]
     assert [row["num_episodes"] for row in content["updates"]] == [2, 4]
@@ -52,18 +56,3 @@ def test_time_that_is_over_is_said_and_the_same_command_goes_on(
     assert main(command) == 0
     assert (tmp_path / "ppo.safetensors").exists()
     assert not (tmp_path / "ppo.safetensors.checkpoint").exists()
-
-
-def test_reward_weights_and_objective_replace_the_presets(scenarios: Path, tmp_path: Path) -> None:
-    output = tmp_path / "paper.safetensors"
-    command = ["learn", "--policy", "ppo-paper", "--scenarios", str(scenarios), "-o", str(output), "--workers", "1"]
-    for one in ("formula=paper-adam", "delta=0", "episode_end=fixed", "num_episodes=2", "objective=clipped"):
-        command += ["--set", one]
-    assert main(command) == 0
-    metadata = PolicyFile.read(output).metadata
-    assert (metadata.action_set, metadata.settings.objective, metadata.reward_formula) == (
-        "deltas",
-        "clipped",
-        "paper-adam",
-    )
-    assert metadata.reward_weights == {"accuracy": 1.0, "alpha": 1.0, "beta": 0.1, "delta": 0.0, "eta": 0.01}

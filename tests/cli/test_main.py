@@ -40,33 +40,21 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Extensions: calibrate, export, family, trace" in shown
 
 
-def test_help_imports_neither_torch_nor_rich_nor_the_bus() -> None:
+def test_help_imports_neither_torch_nor_rich_nor_the_bus_and_every_command_explains_itself_without_them() -> None:
     script = (
-        "import sys; from dynamix.cli.main import main; main(['--help']);"
+        "import sys; from dynamix.cli.main import command_names, main; main(['--help']);"
         "heavy = {'torch', 'rich', 'nats', 'matplotlib', 'numpy'} & set(sys.modules);"
-        "sys.exit(f'{heavy}' if heavy else 0)"
+        "sys.modules.update(rich=None, matplotlib=None, torch=None);"
+        "sys.exit(f'{heavy}' if heavy else sum(main([name, '--help']) for name in command_names()))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_every_command_explains_itself_without_rich_matplotlib_and_torch() -> None:
-    script = (
-        "import sys; sys.modules.update(rich=None, matplotlib=None, torch=None);"
-        "from dynamix.cli.main import command_names, main;"
-        "sys.exit(sum(main([name, '--help']) for name in command_names()))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_an_unknown_command_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["provison"]) == 2
-    assert "unknown command 'provison': did you mean provision?" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("command")
-def test_an_unknown_flag_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_or_flag_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["provison"]) == 2
+    assert "unknown command 'provison': did you mean provision?" in capsys.readouterr().err
     assert cli.main(["test", "--number", "7"]) == 7
     assert cli.main(["test", "--number", "three"]) == cli.main(["test", "--num", "3"]) == 2
     capsys.readouterr()
@@ -74,16 +62,13 @@ def test_an_unknown_flag_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]
     assert "unknown argument '--nmber': did you mean --number?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("code", [1, 2])
-def test_a_commands_error_is_one_line_and_its_code(
-    command: types.ModuleType, capsys: pytest.CaptureFixture[str], code: int
+def test_a_commands_error_is_one_line_and_its_code_and_an_interrupt_ends_without_a_traceback(
+    command: types.ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command.run = raising(CommandError("no broker at nats://x: start one", exit_code=code))  # type: ignore[attr-defined]
-    assert cli.main(["test"]) == code
-    assert capsys.readouterr().err == "dynamix test: no broker at nats://x: start one\n"
-
-
-def test_an_interrupt_ends_without_a_traceback(command: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    for code in (1, 2):
+        command.run = raising(CommandError("no broker at nats://x: start one", exit_code=code))  # type: ignore[attr-defined]
+        assert cli.main(["test"]) == code
+        assert capsys.readouterr().err == "dynamix test: no broker at nats://x: start one\n"
     command.run = raising(KeyboardInterrupt())  # type: ignore[attr-defined]
     assert cli.main(["test"]) == 128 + signal.SIGINT
     assert "Traceback" not in capsys.readouterr().err

@@ -15,8 +15,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 from rich.console import Console
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer
@@ -26,7 +24,6 @@ from tests.support.examples import applied, event, reward
 from dynamix.cli.commands.top.frame import frame
 from dynamix.cli.fleet import Fleet
 from dynamix.cli.jobs import newest_job
-from dynamix.cli.main import main
 from dynamix.cli.services import SERVICES, Heartbeats, bus_environment
 from dynamix.cli.terminal import curve, duration, number, ranges, sizes_text
 from dynamix.recording.job_view import JobView
@@ -126,12 +123,6 @@ def test_of_many_ranks_the_slowest_are_shown_and_a_summary() -> None:
     assert "127 ranks more, 1 less, 0 the same" in "\n".join(lines)
 
 
-@given(st.lists(st.floats(-1e12, 1e12), max_size=300), st.integers(0, 100))
-@example(values=[0.0, 1e-308], width=1)
-def test_a_curve_is_never_wider_than_it_may_be(values: list[float], width: int) -> None:
-    assert len(curve(values, width)) == min(len(values), width)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -142,6 +133,8 @@ def test_a_curve_is_never_wider_than_it_may_be(values: list[float], width: int) 
         (number(5120.4), "5,120"),
         (number(0.51234), "0.512"),
         (curve([1, 2, 3, 4, 5, 6, 7, 8], 8), "▁▂▃▄▅▆▇█"),
+        (curve([1, 2, 3, 4, 5, 6, 7, 8], 3), "▁▄▇"),
+        (curve([0.0, 1e-308], 2), "▁█"),
         (ranges([0, 4, 5, 6, 9, 10]), "0, 4-6, 9-10"),
         (sizes_text((1, 2, 3)), "1/2/3"),
         (sizes_text(range(9)), "0...8 (4)"),
@@ -218,9 +211,7 @@ async def test_it_turns_to_a_job_that_starts_and_not_to_one_that_ends(bus: Bus, 
         await turns_to("second-00000002")
 
 
-async def test_what_cannot_be_shown_is_a_sentence_and_1(
-    server: ConfiguredServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_what_cannot_be_shown_is_a_sentence_and_1(server: ConfiguredServer, bus: Bus) -> None:
     for job in (job_called("first-00000001", "ended"), job_called("second-00000002")):
         await bus.publish(job)
     code, output, errors = await run_top(server.settings, "nosuch", "--once")
@@ -229,10 +220,6 @@ async def test_what_cannot_be_shown_is_a_sentence_and_1(
     async with EmbeddedServer() as without_streams:
         code, _, errors = await run_top(without_streams.settings, "--once")
     assert (code, "run `dynamix provision`" in errors, "Traceback" in errors) == (1, True, False)
-    monkeypatch.setenv("DYNAMIX_NATS_URL", "nats://127.0.0.1:1")
-    monkeypatch.setattr("dynamix.cli.connection.CONNECT_TIMEOUT_S", 0.2)
-    assert await asyncio.to_thread(main, ["top", "--once"]) == 1
-    assert "no broker at nats://127.0.0.1:1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

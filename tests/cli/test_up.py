@@ -1,7 +1,6 @@
 """`dynamix up` as a real process: it starts, prints how to use it, restarts what ends, and leaves nothing behind."""
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -125,8 +124,6 @@ async def test_its_children_die_with_it_and_a_second_one_is_refused(up: Up, envi
     await up.end(signal.SIGKILL)
     async with asyncio.timeout(10):
         await asyncio.gather(*[exited(pid) for pid in pids.values()])
-    assert json.loads(path(environ).read_text())[1] == up.process.pid
-    assert find(environ).user == ""  # its file is left over and means nothing
 
 
 @pytest.mark.parametrize("setting", ["DYNAMIX_NODE=a b", "DYNAMIX_COLLECTOR_PROBE=none"])

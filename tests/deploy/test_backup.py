@@ -42,15 +42,6 @@ def store_of(server: EmbeddedServer) -> Path:
     return server._store_dir or server._directory / "store"
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    """A store that no broker has open."""
-    path = tmp_path / "store"
-    (path / "jetstream" / "DYNAMIX" / "streams").mkdir(parents=True)
-    (path / "jetstream" / "DYNAMIX" / "streams" / "1.blk").write_bytes(b"block")
-    return path
-
-
 async def begun_job(plane: ControlPlane, num_reports: int) -> Job:
     """A job with so many reports, the first ten of which are decided at least."""
     job = one_node_job()
@@ -122,11 +113,14 @@ async def test_three_restored_stores_are_one_cluster_again(tmp_path: Path) -> No
         assert await bystander.num_lost() == 0
 
 
-def test_a_restored_store_equals_the_copied_one_and_wrong_arguments_change_nothing(store: Path, tmp_path: Path) -> None:
+def test_a_restored_store_equals_the_copied_one_and_wrong_arguments_change_nothing(tmp_path: Path) -> None:
+    store, block = tmp_path / "store", "jetstream/DYNAMIX/streams/1.blk"
+    (store / block).parent.mkdir(parents=True)
+    (store / block).write_bytes(b"block")
     file = backed_up(store, tmp_path / "store.tar.gz")
     assert file.stat().st_mode & 0o777 == 0o600
     moved = restored(file, tmp_path / "moved")
-    assert (moved / "jetstream" / "DYNAMIX" / "streams" / "1.blk").read_bytes() == b"block"
+    assert (moved / block).read_bytes() == b"block"
 
     (tmp_path / "empty").mkdir()
     damaged = tmp_path / "damaged.tar.gz"

@@ -168,6 +168,12 @@ def test_no_other_division_takes_less_than_the_closed_form(rates: tuple[float, .
     assert least <= best + (len(rates) - 2) / THIRTIETHS / min(rates), "the grid is fine enough to come near"
 
 
+def test_shares_of_ranks_and_servers_keep_all_links_equally_busy() -> None:
+    assert balanced_shares([100] * 4, [100]) == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 6, 1 / 3], abs=1e-6)
+    assert balanced_shares([100] * 2, [100, 100]) == pytest.approx([0, 0, 1 / 2, 1 / 2], abs=1e-6)
+    assert balanced_shares([100, 100], [50]) == pytest.approx([3 / 8, 3 / 8, 1 / 4], abs=1e-6)
+
+
 def test_times_are_those_of_the_bytes_over_each_link() -> None:
     assert ring_time((100.0, 100.0, 100.0, 20.0)) == pytest.approx(1.5 / 20)
     assert shared_time((100.0, 100.0, 100.0, 20.0), (1.0, 1.0, 1.0, 0.0)) == pytest.approx(1 / 20)

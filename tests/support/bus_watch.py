@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Action, Live
+from dynamix.schemas.messages import Action, Job, Live
 from dynamix.schemas.streams import ACTIONS
 
 
@@ -76,6 +76,13 @@ async def watching(bus: Bus, job: str) -> AsyncIterator[BusWatch]:
         yield watch
         for task in following:
             task.cancel()
+
+
+async def stored_job(bus: Bus, job: str) -> Job:
+    """The newest specification of a job."""
+    message = await bus.last("JOBS", subjects.of("job", job))
+    assert message is not None
+    return decode(Job, message.subject, message.payload)
 
 
 async def stored_messages(bus: Bus, stream: str, subject: str) -> list[BusMessage]:

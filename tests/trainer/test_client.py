@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected, operate, until
+from tests.support.bus_watch import stored_job
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, begin_job, train_step
 
@@ -21,8 +22,7 @@ from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
-from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Job, Message
+from dynamix.schemas.messages import Message
 from dynamix.schemas.streams import REPORTS
 from dynamix.trainer import bus_client as client_module
 from dynamix.trainer import rendezvous
@@ -135,9 +135,7 @@ async def test_a_specification_that_the_broker_lost_is_published_again(
         else:
             await bus.publish(msgspec.structs.replace(ours, generation=2**53 - 1))
         await until(lambda: client._counters.get("specifications_again"))
-    message = await bus.last("JOBS", subject)
-    assert message is not None
-    assert decode(Job, message.subject, message.payload) == ours
+    assert await stored_job(bus, examples.JOB) == ours
 
 
 async def test_the_specification_of_a_later_start_is_left_alone(
@@ -157,9 +155,7 @@ async def test_the_specification_of_a_later_start_is_left_alone(
         await bus.publish(examples.job(generation=1))
         monkeypatch.setattr(Bus, "newest", counted)
         await until(lambda: looks >= 3)
-    message = await bus.last("JOBS", subjects.of("job", examples.JOB))
-    assert message is not None
-    assert decode(Job, message.subject, message.payload).generation == 1
+    assert (await stored_job(bus, examples.JOB)).generation == 1
 
 
 # --- earlier starts ---------------------------------------------------------------------------------------------------
@@ -254,6 +250,4 @@ async def test_no_generation_of_a_job_is_used_twice_however_it_is_started_again(
     alone = [await start("three", restarts, restarted["state"], **away) for restarts in (0, 1)]
     generations = [start["generation"] for start in (first, again, restarted, *alone)]
     assert generations == [0, 1, 2, 5, 6]  # launch two has generations 1 ... 4 at most
-    stored = await bus.last("JOBS", subjects.of("job", "again"))
-    assert stored is not None
-    assert decode(Job, stored.subject, stored.payload).generation == 2
+    assert (await stored_job(bus, "again")).generation == 2

@@ -36,20 +36,15 @@ class WholeWindow(NamedTuple):
     """Whether the field holds a trace of the other node."""
 
 
-def _seconds_per_sample(rank: int, *, later: bool) -> float:
-    """First only rank 3 is slow, of the other node; later all but rank 0."""
-    return SLOW_S if rank == 3 or (later and rank > 0) else FAST_S
-
-
 def _train(rank: int, slowed: Event, enough: Event) -> dict[str, Any]:
-    """Train until `enough` is set; ranks 1 and 2 slow down when `slowed` is."""
+    """Train until `enough` is set; rank 3 is slow, and ranks 1 and 2 when `slowed` is set."""
     os.environ["DYNAMIX_NODE"] = NODES[rank // 2]
     options: dict[str, Any] = {"policy": "stigmergy", "local_batch_size": 16, "min_local_batch_size": 1, "rate": 0.01}
     options |= {"window_steps": WINDOW_STEPS, "global_batch": "fixed", "name": "dying", "seed": 11, "connect": None}
     session, model, optimizer = begin_job(Numbered(4000, torch.float32), **options)
 
     def wait(_step: int, samples: int) -> None:
-        time.sleep(samples * _seconds_per_sample(rank, later=slowed.is_set()))
+        time.sleep(samples * (SLOW_S if rank == 3 or (rank > 0 and slowed.is_set()) else FAST_S))
 
     is_over = torch.zeros(1)
     with session:

@@ -20,7 +20,6 @@ from tests.support.training import flat_parameters
 from tests.support.whole_numbers import train_step, train_until, whole_job
 
 from dynamix.cli.main import main
-from dynamix.schemas.apportion import balanced_shares
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.exchange.servers import GradientServer
 from dynamix.trainer.job.options import VARIABLE, served_exchange
@@ -202,27 +201,8 @@ def test_what_servers_cannot_do_is_refused() -> None:
 
 
 def test_the_command_says_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve-gradients", "--port", "70000"]) == 2
-    assert "70000: it must be 0 to 65535" in capsys.readouterr().err
     taken = socket.create_server(("", 0))
     with taken:
         port = taken.getsockname()[1]
         assert main(["serve-gradients", "--port", str(port)]) == 1
     assert f"dynamix serve-gradients: cannot listen on port {port}: " in capsys.readouterr().err
-
-
-# --- what is computed ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ranks", "servers", "shares"),
-    [
-        ([100] * 4, [], [1 / 4] * 4),
-        ([100, 100, 100, 20], [], [1 / 3, 1 / 3, 1 / 3, 0]),
-        ([100] * 4, [100], [1 / 6, 1 / 6, 1 / 6, 1 / 6, 1 / 3]),
-        ([100] * 2, [100, 100], [0, 0, 1 / 2, 1 / 2]),
-        ([100, 100], [50], [3 / 8, 3 / 8, 1 / 4]),
-    ],
-)
-def test_shares_keep_all_links_equally_busy(ranks: list[float], servers: list[float], shares: list[float]) -> None:
-    assert balanced_shares(ranks, servers) == pytest.approx(shares, abs=1e-6)

@@ -40,8 +40,7 @@ ACTION = _with()
         (_with(local_batch_sizes=(64, 64, 64)), "length"),
         (_with(local_batch_sizes=(31, 64)), "bounds"),
         (_with(local_batch_sizes=(1024, 513)), "bounds"),
-        (_with(exchange=Exchange(every=4)), "lever"),
-        (_with(exchange=Exchange(codec="bf16")), "lever"),
+        (_with(rate_factor=1.5), "lever"),
     ],
 )
 def test_an_action_that_does_not_fit_is_refused_and_counted(action: Action, reason: str) -> None:
@@ -54,14 +53,11 @@ def test_an_action_that_does_not_fit_is_refused_and_counted(action: Action, reas
 @pytest.mark.parametrize(
     ("permission", "exchange", "reason"),
     [
-        ("exact", Exchange(codec="rows"), None),
         ("exact", Exchange(codec="rows", route="shares", shares=(1.0, 3.0)), None),
         ("exact", Exchange(codec="int8"), "lever"),
-        ("exact", Exchange(every=2), "lever"),
         ("lossy", Exchange(codec="int8", route="shares"), None),
         ("lossy", Exchange(every=2), "lever"),
         ("lossy", Exchange(codec="unknown"), "lever"),
-        ("lossy", Exchange(route="pigeon"), "lever"),
         ("lossy", Exchange(route="shares", shares=(1.0, 1.0, 1.0)), "lever"),
     ],
 )
@@ -74,11 +70,8 @@ def test_gradients_travel_only_as_the_job_permits(permission: str, exchange: Exc
 
 
 def test_a_learning_rate_is_changed_only_where_the_job_lets_its_runs_explore_it() -> None:
-    for explores, reason in (((), "lever"), (("learning_rate",), None)):
-        offers = _offers(family="mnist", explores=explores)
-        offers.consider(_with(rate_factor=1.5), 6)
-        assert (offers.adopt(6) is None) == (reason is not None)
-        assert offers.num_refused["lever"] == (reason is not None)
+    assert _offers(family="mnist").consider(_with(rate_factor=1.5), 6) == "lever"
+    assert _offers(family="mnist", explores=("learning_rate",)).consider(_with(rate_factor=1.5), 6) is None
 
 
 def test_an_action_may_be_four_windows_old_and_is_newer_than_the_adopted() -> None:

@@ -12,6 +12,8 @@ from dynamix.trainer import Exchange, attach
 from dynamix.trainer.job.options import JobOptions, job_family, options_of
 
 DEFAULTS = {name: each.default for name, each in inspect.signature(attach).parameters.items()}
+SERVED = {"fixed_exchange": Exchange(route="servers"), "gradient_servers": ("a:1",)}
+AGENTS = {"policy": "stigmergy", "supports_tracking": True}
 LINEAR = torch.nn.Linear(1, 1)
 
 
@@ -47,26 +49,14 @@ def attached(local_batch_size: Any, model: torch.nn.Module = LINEAR, **given: An
         ({"policy": "split", "policy_options": {"codec": "int8"}}, "has no option 'codec'"),
         ({"policy_options": {"outer_rate": 0.7}}, "of rounds of local steps: add every=2 or more"),
         (
-            {
-                "policy_options": {"codec": "rows"},
-                "fixed_exchange": Exchange(route="servers"),
-                "gradient_servers": ("a:1",),
-            },
-            "asks for gradients rows over all-reduce, but the whole run exchanges them none over servers",
+            {"policy_options": {"codec": "rows"}, **SERVED},
+            "rows over all-reduce, but the whole run exchanges them",
         ),
         ({"fixed_exchange": Exchange(shares=(1.0, 2.0))}, "are of the route 'shares': add route='shares'"),
         ({"window_steps": 5, "margin_steps": 16}, "draws 14 batches ahead: an action would be 5 windows old"),
         ({"explores": ("learning_rate",)}, "between the runs of a family: add family='auto'"),
         ({"family": "mnist", "explores": ("rate",)}, "explores="),
-        (
-            {
-                "policy": "stigmergy",
-                "supports_tracking": True,
-                "policy_options": {"learned": 1.0},
-                "global_batch": "fixed",
-            },
-            "only changes the global batch, which is fixed",
-        ),
+        ({"policy_options": {"learned": 1.0}, "global_batch": "fixed", **AGENTS}, "only changes the global batch"),
         ({"policy": "stigmergy"}, "policy 'stigmergy' needs the compute time of each rank"),
     ],
 )

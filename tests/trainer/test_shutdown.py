@@ -13,15 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.brokers import ConfiguredServer
+from tests.support.bus_watch import stored_job
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, begin_job, train_step
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from dynamix.cli.services import bus_environment
 from dynamix.runtime.bus import Bus
-from dynamix.schemas import subjects
-from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Job
 from dynamix.trainer import Session
 from dynamix.trainer.steering.run import reason_after
 
@@ -61,15 +59,9 @@ def _leave(_rank: int) -> None:
     gc.collect()
 
 
-async def _stored(bus: Bus, job: str) -> Job:
-    message = await bus.last("JOBS", subjects.of("job", job))
-    assert message is not None
-    return decode(Job, message.subject, message.payload)
-
-
 async def test_a_session_that_is_let_go_of_ends_its_job(server: ConfiguredServer, bus: Bus) -> None:
     await asyncio.to_thread(run_ranks, _leave, 1, environ=bus_environment(server.settings) | {"DYNAMIX_JOB": "let-go"})
-    job = await _stored(bus, "let-go")
+    job = await stored_job(bus, "let-go")
     assert (job.phase, job.end_reason) == ("ended", "left")
 
 
@@ -91,7 +83,7 @@ async def test_a_script_that_somebody_interrupts_ends_its_job_although_restarts_
     )
     _, shown = await process.communicate()
     assert b"KeyboardInterrupt" in shown
-    job = await _stored(bus, "stopped")
+    job = await stored_job(bus, "stopped")
     assert (job.phase, job.end_reason) == ("ended", "KeyboardInterrupt")
 
 

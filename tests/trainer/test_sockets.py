@@ -7,8 +7,15 @@ import time
 import pytest
 from tests.support.sockets import Pair, connected, match, mesh, tcp_info, told, transfer
 
+from dynamix.schemas.messages import NetworkMetrics
 from dynamix.trainer.measurement import sockets as sockets_module
 from dynamix.trainer.measurement.sockets import LEAST_SENDING_US, Connection, Endpoint, PeerSockets, TcpInfo
+
+
+def read_of(sockets: PeerSockets) -> NetworkMetrics:
+    found = sockets.read()
+    assert found is not None
+    return found
 
 
 def test_acknowledged_bytes_are_the_bytes_sent(connection: Pair) -> None:
@@ -16,13 +23,11 @@ def test_acknowledged_bytes_are_the_bytes_sent(connection: Pair) -> None:
     transfer(client, server, 1000)
     sockets = PeerSockets()
     match(sockets, server)
-    before = sockets.read()
-    assert before is not None
+    before = read_of(sockets)
     assert (before.tx_bytes, before.rx_bytes, before.retransmits) == (0, 0, 0)
 
     transfer(client, server, 3_000_001)
-    counted = sockets.read()
-    assert counted is not None
+    counted = read_of(sockets)
     assert (counted.tx_bytes, counted.rx_bytes) == (3_000_001, 1)
     # a stalled processor makes the kernel probe the tail of a transfer, even on loopback: what it counted is right
     _, _, retransmits = tcp_info(client)
@@ -38,19 +43,16 @@ def test_counters_stay_when_a_connection_closes(connection: Pair) -> None:
         match(sockets, server, other_server)
         transfer(client, server, 5000)
         transfer(other_client, other_server, 700)
-        both = sockets.read()
-        assert both is not None
+        both = read_of(sockets)
         assert (both.tx_bytes, both.rx_bytes) == (5700, 2)
 
     transfer(client, server, 30)
-    counted = sockets.read()
-    assert counted is not None
+    counted = read_of(sockets)
     assert (counted.tx_bytes, counted.rx_bytes) == (5730, 3)
 
     client.close()
     server.close()
-    last = sockets.read()
-    assert last is not None
+    last = read_of(sockets)
     assert (last.tx_bytes, last.rx_bytes, last.srtt_us) == (5730, 3, None)
 
 
@@ -64,8 +66,7 @@ def test_a_descriptor_that_became_another_connection_is_not_counted_on() -> None
     with connected() as (new_client, new_server):
         assert fd in {new_client.fileno(), new_server.fileno()}
         transfer(new_client, new_server, 5000)
-        counted = sockets.read()
-        assert counted is not None
+        counted = read_of(sockets)
         assert counted.tx_bytes == 100
 
 

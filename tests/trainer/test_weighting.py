@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tests.support.loops import gradient_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 from tests.support.training import Numbered, begin_job, make_model, offer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -122,12 +122,8 @@ def test_under_fsdp_the_scaled_loss_gives_the_gradient_of_one_big_batch() -> Non
     assert set(results[0]["times_split"]) == {False}  # no hook sees where waiting for others begins
 
 
-def _compare_all(rank: int) -> list[dict[str, Any]]:
-    return [_compare(rank, reduction, dict(options)) for reduction, options in MODES]
-
-
 def test_the_weighted_gradient_equals_one_big_batch() -> None:
-    for rank, results in enumerate(run_ranks(_compare_all, 4)):
+    for rank, results in enumerate(run_ranks(each_case, 4, _compare, MODES)):
         for (reduction, options), result in zip(MODES, results, strict=True):
             assert result["error"] < 1e-12, (rank, reduction, options)
             assert result["norm_error"] < 1e-10, (rank, reduction, options)
