@@ -324,6 +324,7 @@ def _gradients(
             is_in_parts=options.micro_batch_size is not None,
         )
         losses.look_at_modules(models)
+    base_hook = given["base_hook"]  # the function below must not hold `given`, and so the models
 
     def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
         return GradientHook(
@@ -332,7 +333,7 @@ def _gradients(
             weights,
             reduction=options.reduction,
             noise_every=options.noise_every,
-            base_hook=given["base_hook"],
+            base_hook=base_hook,
             exchange=exchanges.of_model(covered),
             losses=losses,
         )
