@@ -157,7 +157,7 @@ def test_each_sample_is_used_once_and_a_resumed_run_goes_on_at_the_sample(
     for epochs, tail, again in run_ranks(_use, 2, make, shards, num_workers):
         assert [sorted(epoch) for epoch in epochs] == [list(range(NUM_SAMPLES))] * 2
         assert tail == again
-        assert len(tail) > 10
+        assert len(tail) > 5
         assert make is not _decoded or epochs[0] != epochs[1]
 
 
