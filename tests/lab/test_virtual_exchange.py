@@ -15,12 +15,16 @@ from dynamix.lab.simulator.exchange import (
     ActiveExchange,
     BucketTraffic,
     CollectiveTraffic,
+    StackedInt8,
     StepTraffic,
     VirtualExchange,
+    run_counted,
     total_bytes,
 )
 from dynamix.lab.simulator.scenario import Coding, Network, Scenario, Workers
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Allocation, Exchange
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, Member
+from dynamix.trainer.exchange.plan import exchange_codec
 
 INT8 = Exchange(codec="int8")
 LONG = {"fixed_time_s": 1e3, "time_limit_s": 1e6, "evaluate_every_s": 1e6}
@@ -147,6 +151,25 @@ def test_codecs_without_loss_train_as_exact_training_does(name: str) -> None:
         for found, expected in zip(reported, reports[0], strict=True):
             assert found.totals.noise.trace == pytest.approx(expected.totals.noise.trace, rel=1e-9)
             assert found.totals.loss_sum == pytest.approx(expected.totals.loss_sum, rel=1e-9)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 9])
+def test_stacked_codecs_have_the_same_bits_and_bytes_as_one_per_rank(num_ranks: int) -> None:
+    stacked, members = StackedInt8(), [Member(rank, num_ranks) for rank in range(num_ranks)]
+    codecs = [exchange_codec("int8") for _ in members]
+    parts = (BucketPart("weight", 0, 4000, torch.Size((4000,))),)
+    for step in range(6):
+        rows = torch.randn(num_ranks, 4000)
+        if step == 3:
+            rows[1, 70] = torch.inf
+        views = [BucketView(0, row, parts) for row in rows.clone().unbind()]
+        seen = run_counted([codec.reduce(*of_rank) for codec, *of_rank in zip(codecs, views, members, strict=True)])
+        found, is_finite = stacked.reduce(rows, members[0])
+        assert is_finite == (step != 3)
+        if is_finite:
+            assert [one.sent.tolist() for one in found] == [one.sent.tolist() for one in seen]
+            assert [one.num_messages for one in found] == [one.num_messages for one in seen]
+            assert all(torch.equal(view.flat, row) for view, row in zip(views, rows, strict=True))
 
 
 def test_jobs_with_parameter_servers_or_without_a_lag_permit_no_codec() -> None:

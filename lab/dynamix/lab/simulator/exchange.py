@@ -40,8 +40,10 @@ from dynamix.trainer.exchange.codec import (
     Member,
     Trade,
     num_chunks,
+    owned_ranges,
     run_alike,
 )
+from dynamix.trainer.exchange.narrow import BLOCK, Int8
 from dynamix.trainer.exchange.plan import exchange_codec, keeps_residuals, member_of
 
 from .scenario import Coding
@@ -190,13 +192,9 @@ class GradientLayout:
         for name, shape in self._ordered(named):
             whole.append(BucketPart(name, start, start + shape.numel(), shape))
             start += shape.numel()
-        cuts = {0, start}
-        for target in (round(start * number / num_buckets) for number in range(1, num_buckets)):
-            part = next(each for each in whole if target <= each.stop)
-            length = _row_length(part.shape)  # cut at the nearest boundary of a row
-            cuts.add(part.start + round((target - part.start) / length) * length)
+        cuts = sorted({0, start, *(_cut(whole, round(start * n / num_buckets)) for n in range(1, num_buckets))})
         self.num_elements = start
-        self.buckets = [BucketLayout(first, stop, _parts(whole, first, stop)) for first, stop in pairwise(sorted(cuts))]
+        self.buckets = [BucketLayout(first, stop, _parts(whole, first, stop)) for first, stop in pairwise(cuts)]
 
     def as_sent(self, gradients: Tensor) -> Tensor:
         """A copy of flat gradients, one per row, in the order in which they are sent."""
@@ -216,6 +214,13 @@ def _row_length(shape: Size) -> int:
     return shape[1:].numel() if len(shape) > 1 else 1
 
 
+def _cut(whole: Sequence[BucketPart], target: int) -> int:
+    """The boundary of a row that is nearest to a place."""
+    part = next(each for each in whole if target <= each.stop)
+    length = _row_length(part.shape)
+    return part.start + round((target - part.start) / length) * length
+
+
 def _parts(whole: Sequence[BucketPart], first: int, stop: int) -> tuple[BucketPart, ...]:
     """Contents of a bucket: parameters, and rows of parameters under keys that name the rows."""
     found = []
@@ -230,6 +235,73 @@ def _parts(whole: Sequence[BucketPart], first: int, stop: int) -> tuple[BucketPa
             key, shape = f"{key}[{begin}:{begin + rows}]", Size((rows, *shape[1:]))
         found.append(BucketPart(key, start - first, end - first, shape))
     return tuple(found)
+
+
+STACKED = "int8"
+"""The codec that is computed like this."""
+
+
+class StackedInt8:
+    """The ranks' codecs of one bucket."""
+
+    def __init__(self) -> None:
+        self._narrowing = Int8()
+        self._residuals: Tensor | None = None
+        self.coded = CodedSquares()
+        """All ranks together; unlike real ones, it counts what owners keep for themselves as sent."""
+
+    def take_residuals(self, rows: Tensor) -> None:
+        """Add the residuals of all ranks to their gradients, one row each."""
+        if self._residuals is not None:
+            rows.add_(self._residuals[:, : rows.shape[1]])
+            self._residuals = None
+
+    def reduce(self, rows: Tensor, member: Member) -> tuple[tuple[CollectiveTraffic, ...], bool]:
+        """Make every row the sum over ranks; False where something is not finite, and rows stay as they are."""
+        num_ranks, length = rows.shape
+        values = rows.new_zeros(num_ranks, -(-length // BLOCK) * BLOCK)
+        values[:, :length] = rows
+        if self._residuals is not None:
+            values.add_(self._residuals)
+        ranges = owned_ranges(values.shape[1], member, BLOCK)
+        own = [values[rank, each.start : each.stop].clone() for rank, each in enumerate(ranges)]
+        wanted = torch.linalg.vector_norm(values).item() ** 2
+        addends = self._narrowed(values)
+        sent = torch.linalg.vector_norm(addends).item() ** 2
+        total = torch.zeros_like(values[0])
+        for rank, (each, mine) in enumerate(zip(ranges, own, strict=True)):
+            addends[rank, each.start : each.stop] = mine
+            total.add_(addends[rank])
+        summed = self._narrowed(total)
+        if not bool(summed.isfinite().all()):
+            return _traffic(self._narrowing, ranges), False
+        self.coded = self.coded.and_more(CodedSquares(wanted, sent))
+        for rank, each in enumerate(ranges):
+            values[rank, each.start : each.stop] = total[each.start : each.stop]
+        self._residuals = values
+        rows.copy_(summed[:length].expand_as(rows))
+        return _traffic(self._narrowing, ranges), True
+
+    def _narrowed(self, values: Tensor) -> Tensor:
+        """The numbers as received; the residuals are left in `values`."""
+        flat = values.view(-1)
+        message = flat.new_empty(self._narrowing.message_bytes(len(flat)), dtype=torch.uint8)
+        self._narrowing.write(flat, message)
+        arrived = torch.empty_like(flat)
+        self._narrowing.read(message, arrived)
+        return arrived.view(values.shape)
+
+
+def _traffic(narrowing: Int8, ranges: Sequence[range]) -> tuple[CollectiveTraffic, ...]:
+    """Traffic to the owners, and back."""
+    sizes = np.array([narrowing.message_bytes(len(each)) for each in ranges], dtype=np.float64)
+    away, home = sizes.sum() - sizes, (len(sizes) - 1) * sizes
+    owners = (sizes > 0).astype(np.int64)
+    num_messages = int((owners.sum() - owners + (len(sizes) - 1) * owners).max())
+    return (
+        CollectiveTraffic(away, home, is_ring=False, num_messages=num_messages),
+        CollectiveTraffic(home, away, is_ring=False, num_messages=num_messages),
+    )
 
 
 class ActiveExchange(NamedTuple):
@@ -255,10 +327,14 @@ class VirtualExchange:
         self.world_size = world_size
         self._gradient_bytes = gradient_bytes
         self._codecs: dict[str, list[ExchangeCodec]] = {}
+        self._stacked: dict[tuple[bool, int], StackedInt8] = {}
+        """Codecs by kind (gradients or movements) and the bucket's number."""
 
     def coded(self) -> CodedSquares:
         """Squared norms of what lossy codecs have sent and should have sent, of all ranks."""
         found = CodedSquares()
+        for stacked in self._stacked.values():
+            found = found.and_more(stacked.coded)
         for codec in (each for of_ranks in self._codecs.values() for each in of_ranks):
             if isinstance(codec, ErrorFeedback):
                 found = found.and_more(codec.coded)
@@ -267,7 +343,7 @@ class VirtualExchange:
     def sum(self, rows: Tensor, step: ActiveExchange, total: Tensor, *, of_moves: bool = False) -> StepTraffic:
         """Write into `total` what the ranks make of `rows`: their weighted gradients, or how far they have moved.
 
-        Costs what N ranks code: N (N - 1) messages per bucket by codecs that send to owners.
+        Costs what N ranks code: N (N - 1) messages per bucket by codecs that send to owners, but not by `int8`.
         """
         layout = self._moves if of_moves else self._gradients
         exchange, sent = step.exchange, layout.as_sent(rows)
@@ -281,16 +357,11 @@ class VirtualExchange:
             for number, bucket in enumerate(layout.buckets):
                 rows = sent[:, bucket.start : bucket.stop]
                 views = [BucketView(number, row, bucket.parts) for row in rows.unbind()]
-                if exchange.codec not in self._codecs:
-                    self._codecs[exchange.codec] = [exchange_codec(exchange.codec) for _ in members]
-                seen = run_counted(
-                    [
-                        own.residuals.flush(view, member)
-                        if flushes and isinstance(own, ErrorFeedback)
-                        else own.reduce(view, member)
-                        for own, view, member in zip(self._codecs[exchange.codec], views, members, strict=True)
-                    ]
-                )
+                if exchange.codec == STACKED:
+                    stacked = self._stacked.setdefault((of_moves, number), StackedInt8())
+                    seen = self._sum_stacked(stacked, rows, views, members, flushes=flushes)
+                else:
+                    seen = self._sum_bucket(exchange.codec, views, members, flushes=flushes)
                 gradient_bytes = factor * views[0].flat.nbytes
                 chunks = num_chunks(gradient_bytes) if is_chunked else 1
                 collectives = tuple(_scaled(each, 1 / chunks) for each in _pretended(seen, members[0], factor))
@@ -299,6 +370,37 @@ class VirtualExchange:
                 ]
             layout.as_model(sent[0], total)
         return tuple(buckets)
+
+    def _sum_bucket(
+        self, codec: str, views: Sequence[BucketView], members: Sequence[Member], *, flushes: bool = False
+    ) -> tuple[CollectiveTraffic, ...]:
+        if codec not in self._codecs:
+            self._codecs[codec] = [exchange_codec(codec) for _ in range(self.world_size)]
+        return run_counted(
+            [
+                own.residuals.flush(view, member)
+                if flushes and isinstance(own, ErrorFeedback)
+                else own.reduce(view, member)
+                for own, view, member in zip(self._codecs[codec], views, members, strict=True)
+            ]
+        )
+
+    def _sum_stacked(
+        self,
+        stacked: StackedInt8,
+        rows: Tensor,
+        views: Sequence[BucketView],
+        members: Sequence[Member],
+        *,
+        flushes: bool,
+    ) -> tuple[CollectiveTraffic, ...]:
+        if self.world_size == 1:
+            return ()
+        if flushes:
+            stacked.take_residuals(rows)
+            return self._sum_bucket(EXACT.codec, views, members)
+        seen, is_finite = stacked.reduce(rows, members[0])
+        return seen if is_finite else seen + self._sum_bucket(EXACT.codec, views, members)
 
 
 def _scaled(collective: CollectiveTraffic, factor: float) -> CollectiveTraffic:
