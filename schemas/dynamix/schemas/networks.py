@@ -32,7 +32,7 @@ _KINDS: dict[str, str] = {"F32": "<f4", "F64": "<f8", "I64": "<i8"}
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What every file says of its network; each owner adds what it needs."""
+    """Metadata that every network file has; each owner adds its own."""
 
     inputs: tuple[str, ...]
     """Names, in the order of the network's inputs."""

@@ -233,7 +233,7 @@ class VirtualClock:
         return StepTiming(compute_s, sync_s, update_s, step_s, communication_s)
 
     def compute_times(self, conditions: Conditions) -> ComputeTimes:
-        """What each worker's computing takes, as a function of its size."""
+        """Compute time of each worker, as a function of its size."""
         fixed_s, s_per_sample = conditions.slowdown * self._overhead_s, conditions.slowdown * self._s_per_sample
         return ComputeTimes(fixed_s + self._saturation * s_per_sample, fixed_s, s_per_sample)
 

@@ -90,7 +90,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 def planned(
     arguments: argparse.Namespace,
 ) -> tuple[Suite, list[Row], Tuned, list[ComparisonCell], list[str]]:
-    """What to compare, the runs that it takes, and the labels of the rows that all are compared with.
+    """The comparison that the arguments ask for: suite, rows, runs, and the labels of the rows to compare with.
 
     Raises ValueError when a policy or scenario cannot be used.
     """

@@ -35,10 +35,12 @@ from .step_time import StepTime, StepTimeFit
 BEGIN, END = 0.3, 0.2
 """x from which on `int8` begins, and below which it ends."""
 LOSS_OF_EIGHT, LOSS_POWER = 0.03, 0.7
+"""k of 8 ranks, and how it grows with their number."""
 FIRST_PERIOD = 4
 MOST_FREE = 5
 """Longest period that need not divide a window."""
 WORTHWHILE = 0.1
+"""Share of an exact step that another way must save to begin; half of it to stay."""
 DWELL = 3
 """Windows for which a decision stands at least."""
 LAG = 2
@@ -103,7 +105,8 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         """The memory after a window of the first of `active`, with so much exposed communication per step."""
         current, known = self.active[0], replace(self, age=self.age + 1)
         name, taken_s = _name(current), exposed_s * current.every
-        if not 0.0 < exposed_s < math.inf or name == OVER_OWNERS != _name(self.newest):  # shares that end are forgotten
+        are_ending = name == OVER_OWNERS and way_of(self.newest) != OVER_OWNERS  # their time is forgotten
+        if are_ending or not 0.0 < exposed_s < math.inf:
             return known
         if name != self.observed:
             return replace(known, times_s={**self.times_s, name: taken_s}, observed=name)
