@@ -12,6 +12,7 @@ from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned.policy import (
     DELTAS,
     INPUTS,
+    MULTIPLIERS,
     RANK_INPUTS,
     Deltas,
     GlobalLever,
@@ -24,7 +25,6 @@ from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Action, Job
 from dynamix.schemas.networks import Forward
-from dynamix.schemas.policies import MULTIPLIERS
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
 ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global")

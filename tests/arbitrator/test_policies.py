@@ -121,7 +121,7 @@ def test_the_schemas_name_exactly_the_policies_that_leave_the_division_to_the_ra
     assert found == DIVIDED_BY_RANKS
     assert DEFAULT_POLICY in POLICIES
     assert {name for name in shipped_names() if not name[-1].isdigit()} == set(SHIPPED_POLICIES)
-    assert set(PRESETS) == {*SHIPPED_POLICIES, "stigmergy"}  # the agents' network is shipped with the collector
+    assert set(PRESETS) == set(SHIPPED_POLICIES)
     assert LearnerSettings().policy in SHIPPED_POLICIES
 
 

@@ -83,13 +83,11 @@ def test_what_is_imported_is_listed_shown_and_exported(
 def test_what_cannot_be_done_is_said_in_a_sentence(
     broker: DeployedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good, older, agents = (tmp_path / f"{name}.safetensors" for name in ("good", "older", "agents"))
-    agents.write_bytes(learned.policy_file("appetite").to_bytes())
+    good, older = (tmp_path / f"{name}.safetensors" for name in ("good", "older"))
     good.write_bytes(FIRST)
     older.write_bytes(learned.of_other_features())
     for arguments, reason in (
         (["import", str(older)], "policy 'ppo': its inputs are not those of this program (ping_ms)"),
-        (["import", str(agents)], "agents of policy 'stigmergy' decide by this file, no arbitrator does: name it in"),
         (["import", str(good), "--name", "static"], "'static' is the name of a policy in code"),
         (["import", str(good), "--name", "My policy"], "cannot be part of a subject"),
         (["import", str(tmp_path)], f"cannot read {tmp_path}: not a regular file"),

@@ -42,15 +42,13 @@ def test_the_demo_replays_byte_for_byte(into: ReplayTarget, num_outputs: int) ->
     assert counts.differences == []
 
 
-@pytest.mark.parametrize("is_learned", [0.0, 1.0])
-def test_the_traces_of_an_agent_are_replayed_with_its_windows(tmp_path: Path, is_learned: float) -> None:
+def test_the_traces_of_an_agent_are_replayed_with_its_windows(tmp_path: Path) -> None:
     job = examples.job({"node-a": (0, 1)}, policy="stigmergy")
     path = tmp_path / "traces.dxc"
     with JobRecording(path, job) as recording:
         for window in range(3):
             own = SeenTrace(strength=1.0, appetite=512.0, waiting_s=0.02) if window else None
-            options = {"learned": is_learned}
-            view = FieldView(activity=(1000.0 * window,) * 2, own=own, keeps_global_batch=False, options=options)
+            view = FieldView(activity=(1000.0 * window,) * 2, own=own, keeps_global_batch=False)
             processes = (SystemMetrics(cpu_time_ratio=0.9), SystemMetrics(cpu_time_ratio=0.4))
             report = examples.report(window=window, field=view, simulated=processes)
             measured, trace = simulated_window(report), trace_of(report)

@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 
 from dynamix.arbitrator.learned.policy import metadata_of
-from dynamix.arbitrator.learned.policy_file import LearnedSetName, Objective, PolicyFile, PolicyMetadata, PPOSettings
+from dynamix.arbitrator.learned.policy_file import ActionSetName, Objective, PolicyFile, PolicyMetadata, PPOSettings
 from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.arbitrator.learning.rollout import Trajectory
 
 SMALL = PPOSettings(hidden_sizes=(16, 16))
 
 
-def metadata(action_set: LearnedSetName = "global", **fields: Any) -> PolicyMetadata:
+def metadata(action_set: ActionSetName = "global", **fields: Any) -> PolicyMetadata:
     """Metadata of an untrained policy."""
     defaults: dict[str, Any] = {
         "policy": "ppo",
@@ -26,12 +26,12 @@ def metadata(action_set: LearnedSetName = "global", **fields: Any) -> PolicyMeta
     return metadata_of(action_set, **(defaults | fields))
 
 
-def agent(action_set: LearnedSetName = "global", **fields: Any) -> Agent:
+def agent(action_set: ActionSetName = "global", **fields: Any) -> Agent:
     """Untrained."""
     return Agent.new(metadata(action_set, **fields))
 
 
-def policy_file(action_set: LearnedSetName = "global", *, favour: int | None = None, **fields: Any) -> PolicyFile:
+def policy_file(action_set: ActionSetName = "global", *, favour: int | None = None, **fields: Any) -> PolicyFile:
     """An untrained policy; `favour` makes one action the likeliest by far, whatever there is to see."""
     file = agent(action_set, **fields).file()
     if favour is not None:

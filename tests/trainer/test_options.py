@@ -13,7 +13,6 @@ from dynamix.trainer.job.options import JobOptions, job_family, options_of
 
 DEFAULTS = {name: each.default for name, each in inspect.signature(attach).parameters.items()}
 SERVED = {"fixed_exchange": Exchange(route="servers"), "gradient_servers": ("a:1",)}
-AGENTS = {"policy": "stigmergy", "supports_tracking": True}
 LINEAR = torch.nn.Linear(1, 1)
 
 
@@ -56,7 +55,6 @@ def attached(local_batch_size: Any, model: torch.nn.Module = LINEAR, **given: An
         ({"window_steps": 5, "margin_steps": 16}, "draws 14 batches ahead: an action would be 5 windows old"),
         ({"explores": ("learning_rate",)}, "between the runs of a family: add family='auto'"),
         ({"family": "mnist", "explores": ("rate",)}, "explores="),
-        ({"policy_options": {"learned": 1.0}, "global_batch": "fixed", **AGENTS}, "only changes the global batch"),
         ({"policy": "stigmergy"}, "policy 'stigmergy' needs the compute time of each rank"),
     ],
 )

@@ -26,7 +26,7 @@ from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy
 from dynamix.arbitrator.policies.policy import MISTAKES, NamedPolicy, Policy, digest_of
 from dynamix.arbitrator.policies.registry import policy_named
-from dynamix.collector.agent import AgentNetwork, Chooser, trace_of
+from dynamix.collector.agent import trace_of
 from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.window import Observation, Traffic, metric_window, simulated_window
 from dynamix.reward.formula import reward_of
@@ -113,7 +113,7 @@ def replay(
     Raises:
         ReplayError: when the capture lacks what this replay needs.
         CaptureError: when the capture is damaged; the message names how far it is good.
-        ValueError: when a policy file or the file of an agents' network is invalid.
+        ValueError: when a policy file is invalid.
         OSError: when the capture cannot be read.
     """
     header, counts, begun_s = read_header(path), OutputCounts(), time.perf_counter()
@@ -231,7 +231,6 @@ class _Collector(_Pairs):
     def __init__(self, counts: OutputCounts, settings: CollectorSettings) -> None:
         super().__init__(counts)
         self._probe = settings.probe
-        self._choose: Chooser | None = AgentNetwork.read(Path(settings.agents)).factor if settings.agents else None
         self._waiting: dict[str, list[Record]] = {}
         """Reports by node and window, with states and traces that came before the metric window."""
 
@@ -276,7 +275,7 @@ class _Collector(_Pairs):
                     refused_pids=window.refused_pids,
                 )
                 made = metric_window(report, observed)
-            trace = trace_of(report, self._choose)
+            trace = trace_of(report)
             self._add_replayed(made, state_of(made), *(() if trace is None else (trace,)))
 
 

@@ -1,9 +1,8 @@
-"""Networks of learned policies: what the arbitrator and the agents of `stigmergy` must mean alike. No torch.
+"""Networks of learned policies. No torch.
 
 First the file: safetensors, its metadata one JSON text; reading checks everything and runs nothing. Then the network in
 numpy and the normalisation of its inputs: float64, and the logits rounded to 1e-9, so that another processor's order of
-summation gives the same decisions. The actions that a network chooses among are its owner's (`arbitrator/learned`,
-`collector/agent`).
+summation gives the same decisions. The actions that a network chooses among are in `arbitrator/learned`.
 """
 
 import json

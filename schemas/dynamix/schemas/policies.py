@@ -36,10 +36,6 @@ RECURRING = frozenset({"rule"})
 STIGMERGY = "stigmergy"
 """The policy of agents on all nodes: the ranks divide each step by the traces that these leave; no centre decides."""
 
-MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
-"""The choices of a learned policy: factors on the global batch of a rule (`ppo`), or on an agent's wish
-(`stigmergy`). About symmetric in doublings, at most one doubling, the neutral one first."""
-
 RATE_EXPONENTS: Mapping[str, float] = MappingProxyType({"none": 0.0, "sqrt": 0.5, "linear": 1.0})
 """Exponent of B in each learning-rate rule."""
 
@@ -152,7 +148,6 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
             "dead_band": Option(
                 0.05, 0, 1, "relative distance from the mean appetite below which the global batch stays"
             ),
-            "learned": switch(0, "1: a network chooses a factor on each agent's wish; 0: the wish is the rule's"),
         },
         "diloco": {
             "every": Option(8, 2, MOST_STEPS, "optimizer steps between two averagings", True),

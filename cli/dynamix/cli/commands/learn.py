@@ -1,9 +1,9 @@
 """Learn a policy by PPO on virtual clusters, and write it to a file.
 
-`ppo` learns a bounded correction of `rule`, `ppo-paper` the published method, `stigmergy` a bounded correction of each
-agent's wish. Only scenarios with learn = true are used. Killed or interrupted, run the same command again to
-continue: the result is bit-identical. The version with the best validation score (time to the target against `rule`) is
-written, with its score on other seeds; judge it with `dynamix evaluate`. `dynamix policy import` stores it on the bus.
+`ppo` learns a bounded correction of `rule`, `ppo-paper` the published method. Only scenarios with learn = true are
+used. Killed or interrupted, run the same command again to continue: the result is bit-identical. The version with the
+best validation score (time to the target against `rule`) is written, with its score on other seeds; judge it with
+`dynamix evaluate`. `dynamix policy import` stores it on the bus.
 
   dynamix learn --policy ppo-paper --set delta=0 --set episode_end=fixed    change the preset
 """
@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_option(parser, "--scenarios", "train", "the train suite, or a directory", metavar="train|DIR")
-    parser.add_argument(
-        "--policy", default="ppo", help="ppo, ppo-paper, stigmergy (its agents), or another name: ppo's preset"
-    )
+    parser.add_argument("--policy", default="ppo", help="ppo, ppo-paper, or another name: ppo's preset")
     add_option(parser, "--seed", 0, "random seed of the learning", type=seed)
     add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors")
     parser.add_argument("--minutes", type=number(0), help="stop after this time; the same command continues")

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from dynamix.arbitrator.deciding.signatures import Finding, reward_signatures, value_signature
 from dynamix.arbitrator.learned.policy import metadata_of
-from dynamix.arbitrator.learned.policy_file import PAPER, LearnedSetName, PolicyFile, PPOSettings
+from dynamix.arbitrator.learned.policy_file import PAPER, ActionSetName, PolicyFile, PPOSettings
 from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.lab.simulator.episode import EpisodeError, run_in_order
@@ -24,25 +24,8 @@ from dynamix.reward.formula import TIME_ONLY, Formula, Weights
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import FileKind
 from dynamix.schemas.messages.allocation import Token
-from dynamix.schemas.policies import STIGMERGY
 
 from .episodes import EpisodeResult, EpisodeTask, play
-
-
-def resized(scenario: Scenario, num_workers: int, ranks_per_node: int | None = None) -> Scenario:
-    """The scenario with this number of workers, drawn evenly from its own in their order; its name has the number.
-
-    With fewer workers than it has some kinds may be missing, with more each comes again in proportion.
-    """
-    present = scenario.per_worker
-    chosen = [present[(2 * index + 1) * len(present) // (2 * num_workers)] for index in range(num_workers)]
-    return msgspec.structs.replace(
-        scenario,
-        name=f"{scenario.name}-of-{num_workers}",
-        workers=tuple(msgspec.structs.replace(workers, count=1) for workers in chosen),
-        ranks_per_node=scenario.ranks_per_node if ranks_per_node is None else ranks_per_node,
-    )
-
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 TRAINING_SEEDS, VALIDATION_SEEDS, SCORE_SEEDS = 1_000_000, 500_000, 600_000
@@ -59,7 +42,7 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scenarios: tuple[Scenario, ...]
     """Scenarios with `learn = true` are learned from, in turn."""
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    action_set: LearnedSetName = "global"
+    action_set: ActionSetName = "global"
     settings: PPOSettings = PPOSettings()
     formula: Formula | None = "time-aware"
     """`None`: the published one for each scenario's optimizer."""
@@ -69,9 +52,6 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     episode_end: Literal["target", "fixed"] = "target"
     """`target`: an episode ends with the target, after which nothing is lost or won. `fixed`: after the time that
     `rule` takes to the target, whatever was reached; what has not reached it by then counts as a miss."""
-    curriculum: tuple[AtLeastOne, ...] = ()
-    """Numbers of workers: learning continues with each of them for an equal part of the updates, in this order, and is
-    judged by the last. Without any the scenarios are as they are."""
     num_episodes: AtLeastOne = 800
     episodes_per_update: AtLeastOne = 16
     validate_every: AtLeastOne = 10
@@ -83,12 +63,7 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         """Raise ValueError for an invalid plan: no scenario to learn from, a name or seeds in use."""
-        if (self.policy == STIGMERGY) != (self.action_set == "appetite"):
-            raise ValueError(
-                f"policy {self.policy!r} with action_set={self.action_set!r}: what agents learn is {STIGMERGY!r} with "
-                "'appetite', and no other policy has these actions"
-            )
-        if self.policy in policy_names() and self.policy != STIGMERGY:
+        if self.policy in policy_names():
             raise ValueError(f"{self.policy!r} is the name of a policy in code: give the learned one another name")
         if self.num_episodes > SEEDS_PER_LEARNING:
             raise ValueError(
@@ -103,23 +78,6 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def learned_from(self) -> tuple[Scenario, ...]:
         """The scenarios that may be learned from."""
         return tuple(scenario for scenario in self.scenarios if scenario.learn)
-
-    @property
-    def stages(self) -> tuple[tuple[Scenario, ...], ...]:
-        """The scenarios of each stage; agents have a node each."""
-        if not self.curriculum:
-            return (self.learned_from,)
-        ranks_per_node = 1 if self.action_set == "appetite" else None
-        return tuple(
-            tuple(resized(scenario, number, ranks_per_node) for scenario in self.learned_from)
-            for number in self.curriculum
-        )
-
-    def scenario_of(self, episode: int) -> Scenario:
-        """The scenario of an episode: those of its stage in turn."""
-        stages = self.stages
-        scenarios = stages[episode // self.episodes_per_update * len(stages) // self.num_updates]
-        return scenarios[episode % len(scenarios)]
 
     @property
     def digest(self) -> str:
@@ -154,19 +112,10 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
             "validate_every": 30,
             "select": "last",
         },
-        STIGMERGY: {
-            "action_set": "appetite",
-            "curriculum": (2, 8, 32),
-            "num_episodes": 480,
-            "episodes_per_update": 8,
-            "num_validation_seeds": 1,
-            "num_score_seeds": 2,
-        },
     }
 )
 """`ppo`: a bounded residual on `rule`. `ppo-paper`: as published, as far as it is published: per-worker deltas, the
-simplified objective, an update at the end of each episode, the published reward. `stigmergy`: a bounded residual on the
-wish of each agent, with one network for all of them and a curriculum over their number."""
+simplified objective, an update at the end of each episode, the published reward."""
 
 
 def plan_named(policy: str, scenarios: tuple[Scenario, ...], **changes: object) -> LearningPlan:
@@ -342,11 +291,10 @@ class _LearningRun:
                 settings=plan.settings,
                 reward_formula=plan.formula or "auto",
                 reward_weights={name: float(getattr(plan.weights, name)) for name in Weights.__struct_fields__},
-                scenarios=tuple(scenario.name for stage in plan.stages for scenario in stage),
+                scenarios=tuple(scenario.name for scenario in plan.learned_from),
                 seeds=(plan.seed,),
             )
-            everywhere = [scenario for stage in plan.stages for scenario in stage]
-            rules = self._times(b"", VALIDATION_SEEDS, plan.num_validation_seeds, everywhere)
+            rules = self._times(b"", VALIDATION_SEEDS, plan.num_validation_seeds)
             content = Agent.new(metadata).file().to_bytes()
             found = LearningCheckpoint(
                 plan_digest=plan.digest,
@@ -391,9 +339,9 @@ class _LearningRun:
         """Play a batch, learn from it, and validate now and then; the state is that after it."""
         plan, number = self._plan, len(self.state.history)
         references_s = {name: float(np.mean(times)) for name, times in self.state.validation_s.items()}
-        tasks = []
+        scenarios, tasks = plan.learned_from, []
         for episode in plan.episodes_of(number):
-            scenario, weights = plan.scenario_of(episode), plan.weights
+            scenario, weights = scenarios[episode % len(scenarios)], plan.weights
             reference_s = references_s[scenario.name]
             if plan.formula == "time-aware":
                 weights = msgspec.structs.replace(weights, beta=weights.beta / reference_s)
@@ -444,11 +392,9 @@ class _LearningRun:
         self.state.history.append(row)
         self.state.elapsed_s = row.elapsed_s
 
-    def _times(
-        self, policy: bytes, first_seed: int, num_seeds: int, scenarios: Sequence[Scenario] | None = None
-    ) -> dict[str, list[EpisodeResult]]:
-        """Greedy runs, by default in every scenario of the last stage; no bytes: of the rule."""
-        scenarios = self._plan.stages[-1] if scenarios is None else scenarios
+    def _times(self, policy: bytes, first_seed: int, num_seeds: int) -> dict[str, list[EpisodeResult]]:
+        """Greedy runs in every scenario; no bytes: of the rule."""
+        scenarios = self._plan.learned_from
         tasks = [
             EpisodeTask(scenario=scenario, seed=first_seed + number, policy=policy, explores=False, data=self._data)
             for scenario in scenarios

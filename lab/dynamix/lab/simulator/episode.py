@@ -19,7 +19,7 @@ import torch
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.rule import Rule
-from dynamix.collector.agent import Chooser, trace_of
+from dynamix.collector.agent import trace_of
 from dynamix.collector.window import simulated_window
 from dynamix.lab.workloads import Data, workload_named
 from dynamix.recording.fingerprint import DECIDING_PACKAGES, source_digest
@@ -159,7 +159,6 @@ def run_episode(
     family: str = "",
     profile: JobProfile | None = None,
     explores: tuple[Explored, ...] = (),
-    choose: Chooser | None = None,
 ) -> Episode:
     """Run a job to its end; data, options and initial size are as `VirtualCluster` takes them.
 
@@ -168,7 +167,6 @@ def run_episode(
     `keep_messages` keeps windows, states and rewards. Policies that sample draw by the name of the job, by default of
     scenario and seed. `on_window` is called with the reports of each window. A job of a family begins with the
     `profile` of an earlier episode, if it is given one, and leaves one; it may try out what it `explores`.
-    Learned agents `choose` by the shipped network when nothing else is given.
 
     Raises:
         ValueError: when the scenario names what is not known.
@@ -205,7 +203,7 @@ def run_episode(
             fold.adopt(action)
             cluster.offer(action)
             actions.append(action)
-        for trace in filter(None, (trace_of(report, choose) for report in reports)):
+        for trace in filter(None, (trace_of(report) for report in reports)):
             cluster.leave_trace(trace)
     after = None
     if family and actions and isinstance(policy, Rule):

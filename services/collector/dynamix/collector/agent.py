@@ -16,42 +16,16 @@ seen from here, between 1 / `max_change` and `max_change` of the one in force:
 where compute is the step without the waiting: what the slowest rank computes. What a step is worth is the formula of
 `rule`, and has the same bound (`dynamix.schemas.policies`). The ranks divide B by all activities
 (`dynamix.trainer.steering.field`), so that an agent changes its own ranks' share by its own trace alone.
-
-With the option `learned` the wish is multiplied by a factor that a network chooses from what the agent sees
-(`AgentNetwork`), and kept within the same bounds.
 """
 
-import hashlib
 import math
-from collections.abc import Callable, Mapping
-from functools import cache
-from importlib import resources
-from pathlib import Path
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
 
-import msgspec
 import numpy as np
-from msgspec import Meta
 
-from dynamix.schemas import sight
 from dynamix.schemas.codec import MalformedMessageError
 from dynamix.schemas.messages import FieldView, Report, Trace
-from dynamix.schemas.networks import (
-    Array64,
-    Forward,
-    Metadata,
-    NetworkFileError,
-    Normalisation,
-    check_same,
-    check_tensors,
-    network_shapes,
-    read_network,
-)
-from dynamix.schemas.policies import MULTIPLIERS, STIGMERGY_OPTIONS, most_worthwhile, progress
-from dynamix.schemas.sight import Sight
-
-Chooser = Callable[[Sight], float]
-"""Chooses the factor on the wish of one agent, in jobs with the option `learned`."""
+from dynamix.schemas.policies import STIGMERGY_OPTIONS, most_worthwhile, progress
 
 FADING = 1.1
 """Factor on a waiting time from cell to cell: distant measurements count less."""
@@ -69,10 +43,8 @@ BOUNDS = {
 """Of the options: a report may be forged."""
 
 
-def trace_of(report: Report, choose: Chooser | None = None) -> Trace | None:
+def trace_of(report: Report) -> Trace | None:
     """The trace of the report's node; `None` in jobs of other policies.
-
-    Where a job has the option `learned`, `choose` has the factor on the wish: by default the shipped network.
 
     Raises:
         MalformedMessageError: when the view does not fit the rows.
@@ -99,7 +71,7 @@ def trace_of(report: Report, choose: Chooser | None = None) -> Trace | None:
         node=report.node,
         ranks=tuple(row.rank for row in report.rows),
         activity=_activity(report, view, keep),
-        appetite=_appetite(report, view, options, keep, waiting_s, choose),
+        appetite=_appetite(report, view, options, keep, waiting_s),
         waiting_s=waiting_s,
     )
 
@@ -116,24 +88,13 @@ def _activity(report: Report, view: FieldView, keep: float) -> tuple[float, ...]
     return tuple(activity)
 
 
-def _appetite(  # noqa: PLR0917 - the parts of one trace
-    report: Report,
-    view: FieldView,
-    options: Mapping[str, float],
-    keep: float,
-    waiting_s: float,
-    choose: Chooser | None,
-) -> float:
+def _appetite(report: Report, view: FieldView, options: Mapping[str, float], keep: float, waiting_s: float) -> float:
     in_force = float(report.totals.global_batch_size)
     if view.keeps_global_batch:
         return in_force
     wish = _wish(report, view, options, waiting_s)
     if wish is None:
         wish = in_force if view.own is None else view.own.appetite
-    elif options["learned"] == 1:
-        factor = (choose or shipped_network().factor)(Sight(report, view, waiting_s, wish))
-        if factor != 1.0:  # with 1 it is the rule's, to the bit
-            wish = min(max(factor * wish, in_force / options["max_change"]), in_force * options["max_change"])
     own = wish if view.own is None else _mixed(view.own.appetite, wish, keep)
     strength = sum(seen.strength for seen in view.around)
     if strength <= 0:
@@ -167,81 +128,3 @@ def _wish(report: Report, view: FieldView, options: Mapping[str, float], waiting
 def _mixed(before: float, now: float, share: float) -> float:
     """Exponential moving average: `share` of the value before, the rest of the value now."""
     return share * before + (1.0 - share) * now
-
-
-# --- learned agents
-
-
-SHIPPED = "shipped_agents/stigmergy.safetensors"
-
-
-class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of the network, among the settings of its learning."""
-
-    hidden_sizes: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(max_length=8)]
-
-
-class AgentMetadata(Metadata, frozen=True, kw_only=True):
-    """Metadata that an agent needs of its network; the file has more (`arbitrator.learned.policy_file`)."""
-
-    action_set: Literal["appetite"]
-    settings: AgentSettings
-
-
-class AgentNetwork:
-    """Chooses a factor on an agent's own wish, by what the agent sees; it keeps nothing.
-
-    All agents of all jobs have the same network, and each evaluates it for itself. Untrained it chooses the neutral
-    factor, 1, so that the agent is its rule to the bit. The likeliest choice is taken; only learning draws
-    (`dynamix.lab.learning.episodes`). The file is one of `dynamix learn --policy stigmergy`: `SHIPPED`, or the one that
-    DYNAMIX_COLLECTOR_AGENTS names. All nodes of a job should have the same.
-    """
-
-    def __init__(self, data: bytes, source: str) -> None:
-        """Read and check a file's content.
-
-        Raises:
-            NetworkFileError: naming `source` and what does not fit.
-        """
-        try:
-            what = "a network of agents, as `dynamix learn --policy stigmergy` writes it"
-            metadata, tensors = read_network(data, AgentMetadata, what)
-            check_same("inputs", metadata.inputs, sight.INPUTS)
-            check_same("actions", metadata.actions, MULTIPLIERS)
-            shapes = network_shapes(len(metadata.inputs), metadata.settings.hidden_sizes, len(metadata.actions))
-            check_tensors(tensors, shapes)
-        except NetworkFileError as error:
-            raise NetworkFileError(f"{source}: {error}") from error
-        self.digest = hashlib.sha256(data).hexdigest()
-        self.actions = metadata.actions
-        self._normalisation = Normalisation.of_tensors(tensors)
-        self.forward = Forward(tensors, len(metadata.settings.hidden_sizes))
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """The network in a file.
-
-        Raises:
-            NetworkFileError: when it cannot be read, or does not fit.
-        """
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise NetworkFileError(f"{path}: cannot be read: {error.strerror}") from error
-        return cls(data, str(path))
-
-    def normalised(self, inputs_I: sight.Array32) -> Array64:
-        """One row for the network."""
-        return self._normalisation.applied(inputs_I[None])
-
-    def factor(self, seen: Sight) -> float:
-        """The likeliest factor on the agent's wish; of equal ones the first, which is the neutral one first of all."""
-        logits_DA = self.forward.logits(self.normalised(sight.inputs_of(seen)))
-        return self.actions[int(np.argmax(logits_DA[0]))]
-
-
-@cache
-def shipped_network() -> AgentNetwork:
-    """The network that comes with the package, read once per process."""
-    data = resources.files("dynamix.collector").joinpath(SHIPPED).read_bytes()
-    return AgentNetwork(data, SHIPPED)

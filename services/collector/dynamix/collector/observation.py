@@ -25,8 +25,6 @@ class CollectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Directory of the control group (version 2) whose sockets eBPF counts; empty: the whole hierarchy."""
     uids: tuple[int, ...] = ()
     """Users whose processes may be read; empty: everybody's that the kernel lets this process read."""
-    agents: str = ""
-    """File that learned agents decide by (`dynamix learn --policy stigmergy`); empty: the shipped one."""
 
 
 class KernelObserver:

@@ -7,7 +7,6 @@ waits until its outputs are stored.
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 
 from dynamix.runtime.bus import BusError, BusMessage, Reader, StreamFullError
 from dynamix.runtime.service import Context, StartError
@@ -15,10 +14,9 @@ from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Message, MetricWindow, Report, State
-from dynamix.schemas.networks import NetworkFileError
 from dynamix.schemas.streams import REPORTS
 
-from .agent import AgentNetwork, Chooser, trace_of
+from .agent import trace_of
 from .ebpf.probe import SocketProbe, open_probe
 from .ebpf.syscall import ProbeError
 from .observation import CollectorSettings, KernelObserver
@@ -44,13 +42,12 @@ async def serve(context: Context[CollectorSettings]) -> None:
     """Turn every report of this node into a metric window and a state until the context stops.
 
     Raises:
-        StartError: when the settings insist on eBPF and it cannot be had, or name a file that is no network of agents.
+        StartError: when the settings insist on eBPF and it cannot be had.
     """
     probe = await asyncio.to_thread(_open_probe, context)
     context.counters["ebpf"] = int(isinstance(probe, SocketProbe))
     try:
-        choose = await asyncio.to_thread(_chooser, context.settings)
-        collector = _Collector(context, probe, choose)
+        collector = _Collector(context, probe)
         reports = subjects.of("report", subjects.ANY, context.node)
         durable = f"collector-{context.node}"
         async with context.bus.consume(REPORTS.name, [reports], start="new", durable=durable) as consumer:
@@ -77,22 +74,11 @@ def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
     return probe
 
 
-def _chooser(settings: CollectorSettings) -> Chooser | None:
-    """The agents' network that the settings name; `None` for the shipped one."""
-    if not settings.agents:
-        return None
-    try:
-        return AgentNetwork.read(Path(settings.agents)).factor
-    except NetworkFileError as error:
-        raise StartError(f"DYNAMIX_COLLECTOR_AGENTS={error}") from error
-
-
 class _Collector:
-    def __init__(self, context: Context[CollectorSettings], probe: SocketProbe | str, choose: Chooser | None) -> None:
+    def __init__(self, context: Context[CollectorSettings], probe: SocketProbe | str) -> None:
         self._context = context
         self._observer = KernelObserver(context, probe)
         self._shown = ShownWindows(context.metrics, probe if isinstance(probe, SocketProbe) else None)
-        self._choose = choose
         self._waiting = WaitingReports()
         self._unstored = asyncio.Semaphore(MAX_UNSTORED)
         self._has_changed, self._has_room = asyncio.Event(), asyncio.Event()
@@ -195,7 +181,7 @@ class _Collector:
             report = decode(Report, message.subject, message.payload)
             self._waiting.note_training(message.subject)
             window = await self._window(report, fresh=fresh)
-            trace = trace_of(report, self._choose)
+            trace = trace_of(report)
             outputs: tuple[Message, ...] = (window, state_of(window), *(() if trace is None else (trace,)))
             packed = []
             for output in outputs:

@@ -33,7 +33,6 @@ from dynamix.arbitrator.policies.policy import (
 )
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.arbitrator.policies.step_time import divided
-from dynamix.schemas import sight
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
@@ -46,9 +45,9 @@ from dynamix.schemas.networks import (
     log_softmax,
     sample,
 )
-from dynamix.schemas.policies import MULTIPLIERS, VERSION, VERSION_OPTION, Options, switch
+from dynamix.schemas.policies import VERSION, VERSION_OPTION, Options, switch
 
-from .policy_file import ActionSetName, LearnedSetName, PolicyFile, PolicyMetadata
+from .policy_file import ActionSetName, PolicyFile, PolicyMetadata
 
 Columns = Mapping[str, Array64]
 Input = Callable[[Columns], Array64]
@@ -99,27 +98,27 @@ GLOBAL_INPUTS: Mapping[str, Input] = {
 _POOLS = ("mean", "min", "max")
 """Functions that pool the inputs of any number of ranks into one row."""
 _JOB_INPUTS = tuple(f"job_{name}" for name in GLOBAL_INPUTS)
-INPUTS: Mapping[LearnedSetName, tuple[str, ...]] = {
+INPUTS: Mapping[ActionSetName, tuple[str, ...]] = {
     "deltas": (*RANK_INPUTS, *_JOB_INPUTS),
     "global": (
         *(f"{pool}_{name}" for pool in _POOLS for name in RANK_INPUTS),
         *_JOB_INPUTS,
         *("rule_to_decided_log2", "last_multiplier_log2"),  # what the rule would do; what was last applied to it
     ),
-    "appetite": sight.INPUTS,
 }
 """Names of all inputs of one decision, in order."""
 DELTAS = tuple(sorted(DRAWN_DELTAS, key=lambda delta: (abs(delta), delta)))
 """Samples; the published set, the neutral one first."""
-ACTIONS: Mapping[LearnedSetName, tuple[float, ...]] = {
+MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
+"""About symmetric in doublings, at most one doubling, the neutral one first."""
+ACTIONS: Mapping[ActionSetName, tuple[float, ...]] = {
     "deltas": tuple(map(float, DELTAS)),
     "global": MULTIPLIERS,
-    "appetite": MULTIPLIERS,
 }
 """The actions of each set, the neutral one first."""
 
 
-def metadata_of(action_set: LearnedSetName, **fields: Any) -> PolicyMetadata:
+def metadata_of(action_set: ActionSetName, **fields: Any) -> PolicyMetadata:
     """Metadata of a policy of this program: its inputs and actions are filled in."""
     return PolicyMetadata(action_set=action_set, inputs=INPUTS[action_set], actions=ACTIONS[action_set], **fields)
 
@@ -280,14 +279,9 @@ def action_set_of(metadata: PolicyMetadata) -> ActionSet:
     """The action set that a network was learned with.
 
     Raises:
-        NetworkFileError: when this program has other inputs or actions, or it is not the arbitrator that decides by it.
+        NetworkFileError: when this program has other inputs or actions.
     """
     name = metadata.action_set
-    if name == "appetite":
-        raise NetworkFileError(
-            "agents of policy 'stigmergy' decide by this file, no arbitrator does: name it in "
-            'DYNAMIX_COLLECTOR_AGENTS, and give jobs policy_options={"learned": 1}'
-        )
     try:
         check_same("inputs", metadata.inputs, INPUTS[name])
         check_same("actions", metadata.actions, ACTIONS[name])

@@ -34,8 +34,6 @@ SHIPPED_VERSION = 1
 """Versions on the bus are higher, so that a name and a number never mean two policies."""
 
 ActionSetName = Literal["deltas", "global"]
-LearnedSetName = Literal["deltas", "global", "appetite"]
-"""`appetite` is that of the agents of `stigmergy`, which decide in the collector."""
 Objective = Literal["clipped", "simplified"]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -96,7 +94,7 @@ class PolicyMetadata(Metadata, frozen=True, kw_only=True):
 
     policy: Token
     """The name that a job's specification chooses it by."""
-    action_set: LearnedSetName
+    action_set: ActionSetName
     settings: PPOSettings = PPOSettings()
     reward_formula: Text
     """`auto`: the published one for each job's optimizer."""

@@ -192,18 +192,11 @@ class JobOptions:
                 )
         if (known := POLICY_OPTIONS.get(self.policy)) is not None:
             check_options(self.policy, known, self.policy_options)
-        if self.policy != STIGMERGY:
-            return
-        if not self.supports_tracking and len(self.local_batch_sizes) > 1:
+        if self.policy == STIGMERGY and not self.supports_tracking and len(self.local_batch_sizes) > 1:
             raise ValueError(
                 f"policy {STIGMERGY!r} needs the compute time of each rank, which only our own communication hook "
                 'measures: use weighting="hook" on a DistributedDataParallel model, without base_hook, or '
                 "another policy"
-            )
-        if self.policy_options.get("learned") == 1 and self.global_batch == "fixed":
-            raise ValueError(
-                f"option learned=1 of policy {STIGMERGY!r} only changes the global batch, which is fixed: add "
-                'global_batch="adaptive", or leave the option out'
             )
 
     def _check_exchange(self) -> None:
