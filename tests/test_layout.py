@@ -30,7 +30,7 @@ MAY_IMPORT = {
 PURE_CORES = {
     "collector": {"agent", "window", "procfs", "ebpf"},
     "reward": {"formula"},
-    "schemas": {"apportion", "features", "networks", "policies"},
+    "schemas": {"apportion", "features", "policies"},
     "arbitrator": {
         *("deciding.fold", "deciding.signatures", "policies"),
         *("learned.policy", "learned.policy_file", "learning.ppo", "learning.rollout"),

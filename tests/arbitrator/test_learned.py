@@ -19,12 +19,11 @@ from dynamix.arbitrator.learned.policy import (
     LearnedPolicy,
     rank_inputs,
 )
-from dynamix.arbitrator.learned.policy_file import ActionSetName
+from dynamix.arbitrator.learned.policy_file import ActionSetName, Forward
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Action, Job
-from dynamix.schemas.networks import Forward
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
 ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global")

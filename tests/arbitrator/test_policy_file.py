@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tests.support import learned
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
-from dynamix.arbitrator.learned.policy_file import PolicyFile, PPOSettings
+from dynamix.arbitrator.learned.policy_file import PolicyFile, PolicyFileError, PPOSettings
 from dynamix.arbitrator.learning.ppo import Agent
-from dynamix.schemas.networks import NetworkFileError
 
 CONTENT = learned.policy_file().to_bytes()
 
@@ -24,7 +23,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     again = PolicyFile.read(tmp_path / "ppo.safetensors")
     assert (again.metadata, again.to_bytes(), again.digest) == (file.metadata, file.to_bytes(), file.digest)
     assert LearnedPolicy(again).digest == bytes.fromhex(file.digest)
-    with pytest.raises(NetworkFileError, match=r"none\.safetensors: cannot be read"):
+    with pytest.raises(PolicyFileError, match=r"none\.safetensors: cannot be read"):
         PolicyFile.read(tmp_path / "none.safetensors")
 
 
@@ -41,7 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(fields: dict[str, Any], reason: str) -> None:
     file = learned.policy_file("deltas")
     changed = PolicyFile(msgspec.structs.replace(file.metadata, **fields), file.tensors).to_bytes()
-    with pytest.raises(NetworkFileError, match=reason):
+    with pytest.raises(PolicyFileError, match=reason):
         LearnedPolicy(PolicyFile.from_bytes(changed))
 
 
@@ -49,7 +48,7 @@ def test_what_does_not_fit_is_refused(fields: dict[str, Any], reason: str) -> No
     "metadata", [5, None, {}, "\ud800", "", "[" * 100_000, '{"policy": "ppo", "settings": {"gama": 1}}']
 )
 def test_metadata_that_are_not_ours_are_refused(metadata: object) -> None:
-    with pytest.raises(NetworkFileError, match=r"metadata|not a policy file of DYNAMIX"):
+    with pytest.raises(PolicyFileError, match=r"metadata|not a policy file of DYNAMIX"):
         PolicyFile.from_bytes(learned.with_metadata(metadata))
 
 
@@ -63,9 +62,9 @@ def test_learning_continues_from_a_file_where_it_stopped(objective: Literal["cli
 
 @given(st.data())
 def test_a_file_cut_off_or_damaged_is_refused_or_still_a_policy(data: st.DataObject) -> None:
-    with pytest.raises(NetworkFileError):
+    with pytest.raises(PolicyFileError):
         PolicyFile.from_bytes(CONTENT[: data.draw(st.integers(0, len(CONTENT) - 1))])
     at = data.draw(st.integers(0, 4000))
     damaged = CONTENT[:at] + bytes([data.draw(st.integers(0, 255))]) + CONTENT[at + 1 :]
-    with contextlib.suppress(NetworkFileError):
+    with contextlib.suppress(PolicyFileError):
         LearnedPolicy(PolicyFile.from_bytes(damaged))

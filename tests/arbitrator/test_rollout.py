@@ -11,10 +11,9 @@ from tests.support import examples, learned
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned.policy import ActionSet, Deltas, GlobalLever, LearnedPolicy
-from dynamix.arbitrator.learned.policy_file import ActionSetName, PolicyFile
+from dynamix.arbitrator.learned.policy_file import ActionSetName, Forward, Normalisation, PolicyFile, log_softmax
 from dynamix.arbitrator.learning.rollout import End, Recording, RolloutError, Trajectory, trajectory_of
 from dynamix.schemas.messages import Action, Applied, Job, RankReward, Reward, State
-from dynamix.schemas.networks import Forward, Normalisation, log_softmax
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
 JOB = examples.job(NODES, policy="ppo", policy_options={"explore": 1.0})

@@ -16,11 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from dynamix.arbitrator.learned.policy import action_set_of
-from dynamix.arbitrator.learned.policy_file import (
-    SUFFIX,
-    PolicyFile,
-    shipped_names,
-)
+from dynamix.arbitrator.learned.policy_file import SUFFIX, PolicyFile, PolicyFileError, shipped_names
 from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy, shipped_version
 from dynamix.cli.arguments import add_action, add_json_argument, add_output_argument
 from dynamix.cli.connection import HOW_TO_START, NoBrokerError, connected, find
@@ -31,7 +27,6 @@ from dynamix.runtime.bus import StreamMissingError
 from dynamix.runtime.input_files import read_regular
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import redact_url
-from dynamix.schemas.networks import NetworkFileError
 from dynamix.schemas.streams import POLICIES
 
 HEADINGS = ("policy", "version", "from", "size", "stored", "sha256")
@@ -152,7 +147,7 @@ async def _show(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> Ac
     try:
         metadata = PolicyFile.from_bytes(found.data, "the file").metadata
         action_set_of(metadata)
-    except NetworkFileError as error:
+    except PolicyFileError as error:
         metadata, fault = None, str(error)
     result = {"policy": _document(found), "usable": not fault, "reason": fault, "metadata": metadata}
     shown = {**_document(found), "usable here": f"no: {fault}" if fault else "yes"}
@@ -169,7 +164,7 @@ async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
 
 
 async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
-    with reading(arguments.file), explained(NetworkFileError):
+    with reading(arguments.file), explained(PolicyFileError):
         data = read_regular(arguments.file)
         metadata = PolicyFile.from_bytes(data, str(arguments.file)).metadata
         action_set_of(metadata)

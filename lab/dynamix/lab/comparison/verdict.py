@@ -355,7 +355,7 @@ def note_on(row: Row, suite: Suite) -> str:
     have the content of the train scenario.
 
     Raises:
-        NetworkFileError: when a file is not a policy file.
+        PolicyFileError: when a file is not a policy file.
     """
     if row.is_learned and not row.policy_files:
         return "no policy file comes with the package"

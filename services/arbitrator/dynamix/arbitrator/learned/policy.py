@@ -36,18 +36,19 @@ from dynamix.arbitrator.policies.step_time import divided
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.schemas.networks import (
+from dynamix.schemas.policies import VERSION, VERSION_OPTION, Options, switch
+
+from .policy_file import (
+    ActionSetName,
     Choices,
     Forward,
-    NetworkFileError,
     Normalisation,
-    check_same,
+    PolicyFile,
+    PolicyFileError,
+    PolicyMetadata,
     log_softmax,
     sample,
 )
-from dynamix.schemas.policies import VERSION, VERSION_OPTION, Options, switch
-
-from .policy_file import ActionSetName, PolicyFile, PolicyMetadata
 
 Columns = Mapping[str, Array64]
 Input = Callable[[Columns], Array64]
@@ -279,14 +280,19 @@ def action_set_of(metadata: PolicyMetadata) -> ActionSet:
     """The action set that a network was learned with.
 
     Raises:
-        NetworkFileError: when this program has other inputs or actions.
+        PolicyFileError: when this program has other inputs or actions.
     """
     name = metadata.action_set
-    try:
-        check_same("inputs", metadata.inputs, INPUTS[name])
-        check_same("actions", metadata.actions, ACTIONS[name])
-    except NetworkFileError as error:
-        raise NetworkFileError(f"policy {metadata.policy!r}: {error}") from error
+    for what, theirs, ours in (
+        ("inputs", metadata.inputs, INPUTS[name]),
+        ("actions", metadata.actions, ACTIONS[name]),
+    ):
+        if theirs != ours:
+            unknown = ", ".join(str(one) for one in theirs if one not in ours) or "fewer, or in another order"
+            raise PolicyFileError(
+                f"policy {metadata.policy!r}: its {what} are not those of this program ({unknown}): use the "
+                "dynamix-batch that wrote it, or learn the policy again"
+            )
     return Deltas() if name == "deltas" else GlobalLever()
 
 
@@ -304,7 +310,7 @@ class LearnedPolicy:
         """Prepare the network; `name` replaces the file's, `explore` samples even where the job does not ask for it.
 
         Raises:
-            NetworkFileError: as `action_set_of`.
+            PolicyFileError: as `action_set_of`.
         """
         self.name = name or file.metadata.policy
         self.version = version

@@ -1,24 +1,41 @@
-"""A learned policy as a file: weights in safetensors, what they mean as one JSON text. Reading runs nothing.
+"""A learned policy as a file, and the network that it holds. No torch; reading a file runs nothing.
+
+The file is safetensors, its metadata one JSON text; reading checks everything. The network and the normalisation of its
+inputs are numpy: float64, and the logits rounded to 1e-9, so that another processor's order of summation gives the same
+decisions. The actions that a network chooses among are in `policy`.
 
 Some files come with the package, in `shipped_policies/`: version 1 of their names.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
+import safetensors
 from msgspec import Meta
 from safetensors.numpy import save
 
-from dynamix.schemas import networks
+from dynamix.arbitrator.policies.policy import Array32, Array64
 from dynamix.schemas.messages.allocation import Count, Text, Token
-from dynamix.schemas.networks import METADATA_KEY, Array, Metadata, NetworkFileError, check_tensors, read_network
 from dynamix.schemas.subjects import check_token
+
+Array = npt.NDArray[Any]
+Choices = npt.NDArray[np.int64]
+Tensors = Mapping[str, npt.NDArray[np.generic]]
+
+FORMAT = 1
+METADATA_KEY = "dynamix"
+MAX_BYTES = 32 << 20
+"""Our networks take a few hundred KB; what is larger is something else."""
+_KINDS: dict[str, str] = {"F32": "<f4", "F64": "<f8", "I64": "<i8"}
+_NEVER_NEGATIVE = (".count", ".m2", ".step", ".exp_avg_sq")
 
 SUFFIX = ".safetensors"
 OPTIMIZER = "optimizer."
@@ -39,6 +56,10 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
+
+
+class PolicyFileError(ValueError):
+    """The file is no policy of ours; the message has the fault and the fix."""
 
 
 class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,9 +110,14 @@ PAPER = PPOSettings(
 and size are ours: with fewer or smaller ones the policy hardly moves in the 15 episodes that the paper speaks of."""
 
 
-class PolicyMetadata(Metadata, frozen=True, kw_only=True):
+class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of a learned policy: its form, origin and score; `policy.metadata_of` makes them."""
 
+    inputs: tuple[str, ...]
+    """Names, in the order of the network's inputs."""
+    actions: tuple[float, ...]
+    """Meaning of the network's outputs, in order; the neutral action first."""
+    format: int = FORMAT
     policy: Token
     """The name that a job's specification chooses it by."""
     action_set: ActionSetName
@@ -138,13 +164,13 @@ class PolicyFile(NamedTuple):
         """Read a file's content, and check that the tensors are those of its network.
 
         Raises:
-            NetworkFileError: naming `source` and what does not fit.
+            PolicyFileError: naming `source` and what does not fit.
         """
         try:
-            metadata, tensors = read_network(data, PolicyMetadata, "a policy file of DYNAMIX")
+            metadata, tensors = _content_of(data)
             _check_tensors(metadata, tensors)
-        except NetworkFileError as error:
-            raise NetworkFileError(f"{source}: {error}") from error
+        except PolicyFileError as error:
+            raise PolicyFileError(f"{source}: {error}") from error
         return cls(metadata, tensors, bytes(data))
 
     @classmethod
@@ -152,29 +178,162 @@ class PolicyFile(NamedTuple):
         """Read and check a file.
 
         Raises:
-            NetworkFileError: as `from_bytes`, and when it cannot be read.
+            PolicyFileError: as `from_bytes`, and when it cannot be read.
         """
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise NetworkFileError(f"{path}: cannot be read: {error.strerror}") from error
+            raise PolicyFileError(f"{path}: cannot be read: {error.strerror}") from error
         return cls.from_bytes(data, str(path))
 
 
+def _content_of(data: bytes) -> tuple[PolicyMetadata, dict[str, Array]]:
+    if len(data) > MAX_BYTES:
+        raise PolicyFileError(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
+    try:
+        found: list[tuple[str, dict[str, Any]]] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # it was checked just now
+        metadata = msgspec.json.decode(header.get("__metadata__", {}).get(METADATA_KEY, ""), type=PolicyMetadata)
+    except safetensors.SafetensorError as error:
+        raise PolicyFileError(f"its tensors or metadata cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:  # a text of half characters cannot even be encoded
+        raise PolicyFileError(f"not a policy file of DYNAMIX: {error}") from error
+    if metadata.format != FORMAT:
+        raise PolicyFileError(f"format {metadata.format}, this program reads {FORMAT}")
+    tensors: dict[str, Array] = {}
+    for name, entry in found:
+        if (dtype := _KINDS.get(entry["dtype"])) is None:
+            raise PolicyFileError(f"tensor {name!r} is of type {entry['dtype']}: use one of {', '.join(_KINDS)}")
+        tensors[name] = np.frombuffer(entry["data"], dtype=dtype).reshape(entry["shape"])
+        if not np.isfinite(tensors[name]).all():
+            raise PolicyFileError(f"tensor {name!r} holds numbers that are not finite")
+    return metadata, tensors
+
+
+def _shapes_of(head: str, widths: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """A head's tensors as torch names them: layers alternate with activations."""
+    found: dict[str, tuple[int, ...]] = {}
+    for layer, (fan_in, fan_out) in enumerate(pairwise(widths)):
+        found[f"{head}.{2 * layer}.weight"] = (fan_out, fan_in)
+        found[f"{head}.{2 * layer}.bias"] = (fan_out,)
+    return found
+
+
 def _check_tensors(metadata: PolicyMetadata, tensors: Mapping[str, Array]) -> None:
-    num_inputs, hidden_sizes, num_actions = len(metadata.inputs), metadata.settings.hidden_sizes, len(metadata.actions)
-    expected = networks.network_shapes(num_inputs, hidden_sizes, num_actions)
-    for head, num_outputs in (("actor", num_actions), ("critic", 1)):
+    num_inputs = len(metadata.inputs)
+    expected: dict[str, tuple[int, ...]] = {f"normalisation.{name}": (num_inputs,) for name in MOMENTS_OF_INPUTS}
+    for head, num_outputs in zip(HEADS, (len(metadata.actions), 1), strict=True):
+        own = _shapes_of(head, [2 * num_inputs, *metadata.settings.hidden_sizes, num_outputs])
+        expected |= own
         if any(name.startswith(f"{OPTIMIZER}{head}.") for name in tensors):  # a head that has learned
-            for name, shape in networks.shapes(head, 2 * num_inputs, hidden_sizes, num_outputs).items():
-                expected |= {f"{OPTIMIZER}{name}.{moment}": shape for moment in MOMENTS}
+            for moment in MOMENTS:
+                expected |= {f"{OPTIMIZER}{name}.{moment}": shape for name, shape in own.items()}
             expected[OPTIMIZER_STEP] = (1,)
-    check_tensors(tensors, expected)
+    for name, shape in expected.items():
+        found = tensors.get(name)
+        if found is None or found.shape != shape:
+            raise PolicyFileError(f"tensor {name!r} must be of shape {shape}, not {getattr(found, 'shape', 'missing')}")
     if foreign := sorted(tensors.keys() - expected.keys()):
-        raise NetworkFileError(f"tensors that its network does not have: {', '.join(foreign[:4])}")
+        raise PolicyFileError(f"tensors that its network does not have: {', '.join(foreign[:4])}")
     for name, array in tensors.items():
+        if name.endswith(_NEVER_NEGATIVE) and (array < 0).any():
+            raise PolicyFileError(f"tensor {name!r} holds a negative number")
         if name.startswith(OPTIMIZER) and array.dtype != np.float32:
-            raise NetworkFileError(f"tensor {name!r} must be of type F32, as the parameters are")
+            raise PolicyFileError(f"tensor {name!r} must be of type F32, as the parameters are")
+
+
+# --- the network
+
+HEADS = ("actor", "critic")
+_DECIMALS = 9
+CLIP = 5.0
+"""Inputs are clipped at so many standard deviations: a cluster unlike any seen must not give extreme outputs."""
+EPSILON = 1e-8
+MOMENTS_OF_INPUTS = ("count", "mean", "m2")
+
+
+class Forward:
+    """Two multi-layer perceptrons with tanh between their layers, as `learning.ppo.ActorCritic` learns them."""
+
+    def __init__(self, tensors: Tensors, num_hidden: int) -> None:
+        self._last = 2 * num_hidden
+        self._tensors = {name: tensor.astype(np.float64) for name, tensor in tensors.items() if name.startswith(HEADS)}
+
+    def logits(self, inputs_DI: Array64) -> Array64:
+        """Decisions x actions."""
+        return self._outputs("actor", inputs_DI)
+
+    def values(self, inputs_DI: Array64) -> Array64:
+        """One expected return per decision."""
+        return self._outputs("critic", inputs_DI)[:, 0]
+
+    def _outputs(self, head: str, values: Array64) -> Array64:
+        for layer in range(0, self._last + 1, 2):  # torch counts the activations between them, too
+            values = values @ self._tensors[f"{head}.{layer}.weight"].T + self._tensors[f"{head}.{layer}.bias"]
+            values = values if layer == self._last else np.tanh(values)
+        return np.round(values, _DECIMALS)
+
+
+def log_softmax(logits_DA: Array64) -> Array64:
+    """Logarithm of each action's probability."""
+    shifted = logits_DA - logits_DA.max(axis=1, keepdims=True)
+    result: Array64 = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result
+
+
+def sample(logprobs_DA: Array64, draws_D: Array64) -> Choices:
+    """One action per row: the first one whose cumulated probability exceeds the draw."""
+    cumulated = np.exp(logprobs_DA).cumsum(axis=1)
+    passed = cumulated <= (draws_D * cumulated[:, -1])[:, None]
+    choices: Choices = passed.sum(axis=1).astype(np.int64)
+    return choices
+
+
+class Normalisation(NamedTuple):
+    """Moments of each input over all values known so far (Chan's parallel update, float64); saved with the policy."""
+
+    count_I: Array64
+    mean_I: Array64
+    m2_I: Array64
+    """Sum of squared deviations from the mean."""
+
+    @classmethod
+    def empty(cls, num_inputs: int) -> Self:
+        """Statistics without any observation: inputs are passed unchanged."""
+        return cls(np.zeros(num_inputs), np.zeros(num_inputs), np.zeros(num_inputs))
+
+    def updated(self, inputs_NI: Array32) -> "Normalisation":
+        """The moments with the known values of more rows added."""
+        values, known = inputs_NI.astype(np.float64), ~np.isnan(inputs_NI)
+        num = known.sum(axis=0).astype(np.float64)
+        mean = np.where(known, values, 0.0).sum(axis=0) / np.maximum(num, 1)
+        m2 = np.where(known, values - mean, 0.0) ** 2
+        total = self.count_I + num
+        shift, share = mean - self.mean_I, num / np.maximum(total, 1)
+        return Normalisation(
+            total,
+            self.mean_I + shift * share,
+            self.m2_I + m2.sum(axis=0) + shift**2 * self.count_I * share,
+        )
+
+    def applied(self, inputs_NI: Array32) -> Array64:
+        """Rows of 2 I numbers: the normalised inputs, 0 where unknown, then one bit per input that is known."""
+        known = ~np.isnan(inputs_NI)
+        deviation = np.where(self.count_I > 1, np.sqrt(self.m2_I / np.maximum(self.count_I, 1) + EPSILON), 1.0)
+        normal = np.clip((inputs_NI.astype(np.float64) - self.mean_I) / np.maximum(deviation, 1e-4), -CLIP, CLIP)
+        return np.concatenate([np.where(known, normal, 0.0), known.astype(np.float64)], axis=1)
+
+    def tensors(self) -> dict[str, Array64]:
+        """The moments as tensors of a policy file."""
+        return {f"normalisation.{name.removesuffix('_I')}": array for name, array in self._asdict().items()}
+
+    @classmethod
+    def of_tensors(cls, tensors: Tensors) -> Self:
+        """The moments in the tensors of a policy file."""
+        return cls(*(tensors[f"normalisation.{name}"].astype(np.float64) for name in MOMENTS_OF_INPUTS))
+
+
+# --- the files of the package
 
 
 def shipped_directory() -> Path:

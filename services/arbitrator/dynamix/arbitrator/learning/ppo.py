@@ -23,13 +23,14 @@ from dynamix.arbitrator.learned.policy_file import (
     MOMENTS,
     OPTIMIZER,
     OPTIMIZER_STEP,
+    Forward,
+    Normalisation,
     PolicyFile,
     PolicyMetadata,
     PPOSettings,
+    log_softmax,
 )
 from dynamix.arbitrator.policies.policy import Array64
-from dynamix.schemas import networks
-from dynamix.schemas.networks import Normalisation
 
 from .rollout import Trajectory
 
@@ -270,9 +271,9 @@ class Agent:
                 # With the first normalisation, before anything was learned: otherwise the critic would be compared with
                 # its own values for inputs on another scale. An untrained actor hardly depends on its inputs.
                 T, D, num_inputs = trajectory.inputs_TDI.shape
-                forward = networks.Forward(self._network.tensors(), len(settings.hidden_sizes))
+                forward = Forward(self._network.tensors(), len(settings.hidden_sizes))
                 inputs = self.normalisation.applied(trajectory.inputs_TDI.reshape(-1, num_inputs))
-                logprobs = networks.log_softmax(forward.logits(inputs))
+                logprobs = log_softmax(forward.logits(inputs))
                 values: Array64 = forward.values(inputs).reshape(T, D)
                 trajectory = trajectory._replace(
                     logprobs_TD=logprobs[np.arange(T * D), trajectory.actions_TD.reshape(-1)].reshape(T, D),

@@ -14,9 +14,9 @@ import numpy as np
 
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned.policy import ActionSet
+from dynamix.arbitrator.learned.policy_file import Choices
 from dynamix.arbitrator.policies.policy import Array32, Array64, Decision
 from dynamix.schemas.messages import Action, Applied, Job, Reward, State
-from dynamix.schemas.networks import Choices
 
 
 class RolloutError(ValueError):
