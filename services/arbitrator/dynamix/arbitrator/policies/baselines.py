@@ -163,7 +163,7 @@ class NoiseScale:
     """
 
     name = "noise-scale"
-    version = 3
+    version = 4
     options: ClassVar[Options] = POLICY_OPTIONS["noise-scale"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
@@ -203,7 +203,7 @@ class Goodput:
     """
 
     name = "goodput"
-    version = 3
+    version = 4
     options: ClassVar[Options] = POLICY_OPTIONS["goodput"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
@@ -285,7 +285,7 @@ class Doubling:
     """
 
     name = "doubling"
-    version = 3
+    version = 4
     options: ClassVar[Options] = POLICY_OPTIONS["doubling"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments

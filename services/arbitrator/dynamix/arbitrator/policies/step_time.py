@@ -2,12 +2,13 @@
 
     c_i  = overhead_i + max(b_i, saturation_i) * seconds_per_sample_i    compute time of rank i with b_i samples
     c(B) = max_i c_i                                                     the barrier waits for the slowest
-    T(B) = c(B) + exposed(c(B)) + rest
+    T(B) = c(B) + exposed(c(B)) + kappa * c(B)^2 + rest
     exposed(c) = max(SYNC_FLOOR * intercept, intercept + slope * c)
 
 `exposed` is the communication that compute does not hide. It carries the whole gradient whatever the sizes are, so it
 is a constant that a larger batch shares out over more samples; where it overlaps with compute it shrinks as compute
-grows (slope < 0), and what all ranks lose to each other's jitter grows with compute (slope > 0).
+grows (slope < 0), and what all ranks lose to each other's jitter grows with compute (slope > 0). Where a rank changes
+its speed, the others wait for a step, until the division follows: a longer step meets more changes, and waits longer.
 
 `StepTimeFit` is fitted to one window after the other and predicts by a `StepTime`; its fields are what it remembers.
 """
@@ -55,6 +56,7 @@ class StepTime:
     """Samples below which a batch costs no less; 0 where none is known."""
     sync_intercept_s: float = 0.0
     sync_slope: float = 0.0
+    waiting_per_s: float = 0.0  # kappa
     rest_s: float = 0.0
     """Waiting for data, and the optimizer."""
 
@@ -72,7 +74,7 @@ class StepTime:
         """T for a compute time of the slowest rank."""
         hidden = self.sync_intercept_s + self.sync_slope * compute_s
         exposed = np.maximum(hidden, SYNC_FLOOR * max(self.sync_intercept_s, 0.0))
-        total: Array64 = self.rest_s + compute_s + exposed
+        total: Array64 = self.rest_s + compute_s + exposed + self.waiting_per_s * compute_s**2
         return total
 
     def balanced(self, global_batch_sizes: Array64) -> Array64:
@@ -203,8 +205,8 @@ NUM_SATURATIONS = 36
 """Saturations that are compared beside none: the largest size, and down from it in steps of `QUARTER_OCTAVE`."""
 QUARTER_OCTAVE = 0.8408964152537145
 """2^-0.25: the nearest of them is off by 9 % at most."""
-PAIR_DECAY = 0.95
-"""Weight that a rank's older pairs keep when a new one comes."""
+PAIR_DECAY = WAITING_DECAY = 0.95
+"""Weight that a rank's older pairs, or times waited, keep when a new one comes."""
 MIN_WEIGHT = 0.01
 """Squared relative changes of size, summed, from which on a rank's own times tell what is fixed: one change by 10 %."""
 MIN_EXPLAINED = 0.01
@@ -255,6 +257,8 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
     - Slope of exposed communication over compute: pairs between which the slowest compute time changed. It is a local
       slope of a bent line, so that far jumps count no more than near ones, and old pairs are soon forgotten. While they
       tell little it is what ranks of this noise wait for each other.
+    - Waiting, kappa: what ranks took longer than the model and a change of sizes explain, as far as others waited. It
+      is no part of exposed communication. A congested network makes no rank's computing take longer.
     - Noise: relative changes of a rank's times that no model of constant speed explains, the median of all ranks. Where
       processors are shared out in time slices it is a sixth of a window's mean and more. The noisier, the more changes
       are averaged instead of believed, and the more pairs it takes to be sure of a fixed cost.
@@ -262,7 +266,7 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
 
     seconds_per_sample_W: Array64
     samples_W: Array64
-    """Samples per step in the newest window in which the rank was measured; `compute_W` is of the same window."""
+    """Samples per step in the newest window with its times; `compute_W` is of it, NaN where the speed changed."""
     compute_W: Array64
     pair_sums: Array64
     """Sums over the pairs of the ranks that speak for all; see `_with_pair`."""
@@ -274,10 +278,11 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
     sync_slope: float = 0.0
     rest_s: float = math.nan
     slope_sums: tuple[float, float] = (0.0, 0.0)
-    """Weighted sum of slopes, and of the weights."""
+    waiting_sums: tuple[float, float] = (0.0, 0.0)
+    """Of weighted slopes, and of the weights; of times waited, and of the squares of the slowest compute times."""
     barrier_s: float = math.nan
     sync_s: float = math.nan
-    """The slowest rank's compute and sync time in the newest window in which they were measured."""
+    """The slowest rank's compute and sync time, less waiting, in the newest window in which they were measured."""
     noise_2: float = FIRST_NOISE**2
     """Square of the relative noise of a window's mean compute time."""
 
@@ -312,25 +317,33 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
         known = np.isfinite(window.compute_W)
         if not known.any():
             return self
+        samples_W, saturation_W = window.samples_W, _spread(self.saturation, len(known))
+        expected = self._fixed_s + np.maximum(samples_W, saturation_W) * self.seconds_per_sample_W
+        with np.errstate(invalid="ignore"):  # factors that neither the model nor the change of sizes explains
+            grown, changed = samples_W / self.samples_W, 1.0 + PAIR_TOLERANCE
+            late_W = window.compute_W / np.fmax(expected, self.compute_W * np.maximum(grown, 1.0))
+            early_W = np.fmin(expected, self.compute_W * np.minimum(grown, 1.0)) / window.compute_W
+        steady_W = np.where(np.fmax(late_W, early_W) > changed, np.nan, window.compute_W)
         noise_2 = self._noise_2(window)
         noise, doubt = math.sqrt(noise_2), max(noise_2 / FIRST_NOISE**2, 1.0)
         jump = max(jump, math.exp(CERTAIN * noise))
-        pair_sums = self._with_pair(job, window, max(PAIR_TOLERANCE, CERTAIN * noise))
-        samples_W, saturation_W = window.samples_W, _spread(self.saturation, len(known))
-        expected = self._fixed_s + np.maximum(samples_W, saturation_W) * self.seconds_per_sample_W
+        pair_sums = self._with_pair(job, window._replace(compute_W=steady_W), max(PAIR_TOLERANCE, CERTAIN * noise))
         compute_W = filtered(expected, window.compute_W, jump, smoothing)
         slowest_s, barrier_s = (float(np.max(times[known])) for times in (compute_W, window.compute_W))
-        exposed_s, waits = barrier_s + window.sync_s - slowest_s, waiting_share(job, window.num_steps, noise_2)
-        slope_sums, dc, de = self.slope_sums, barrier_s - self.barrier_s, window.sync_s - self.sync_s
+        waited_s = min(barrier_s * float((late_W - 1.0)[late_W > changed].sum()), (1.0 - SYNC_FLOOR) * window.sync_s)
+        sync_s, waiting_sums = window.sync_s - waited_s, self.waiting_sums
+        if math.isfinite(sync_s):
+            waiting_sums = WAITING_DECAY * waiting_sums[0] + waited_s, WAITING_DECAY * waiting_sums[1] + barrier_s**2
+        exposed_s, waits = barrier_s + sync_s - slowest_s, waiting_share(job, window.num_steps, noise_2)
+        slope_sums, dc, de = self.slope_sums, barrier_s - self.barrier_s, sync_s - self.sync_s
         change = abs(_relative(self.barrier_s, barrier_s))
         # one that is too steep for overlap or jitter: the network itself changed
         if math.isfinite(de) and change >= MIN_SLOPE_CHANGE and -1.1 < de / dc < 0.6:
             weight = min(change, MAX_SLOPE_CHANGE) ** 2
-            old, weights = slope_sums
-            slope_sums = SLOPE_DECAY * old + float(weight * de / dc), SLOPE_DECAY * weights + weight
+            slope_sums = SLOPE_DECAY * slope_sums[0] + float(weight * de / dc), SLOPE_DECAY * slope_sums[1] + weight
         slope = (slope_sums[0] + doubt * PRIOR * waits) / (slope_sums[1] + doubt * PRIOR)
         slope = float(min(max(slope, SLOPE_LOW), max(SLOPE_HIGH, waits)))
-        intercept = max(exposed_s - slope * slowest_s, 0.0) if math.isfinite(window.sync_s) else math.nan
+        intercept = max(exposed_s - slope * slowest_s, 0.0) if math.isfinite(sync_s) else math.nan
         most_W, speaking = fixed_share(samples_W) * compute_W, slice(None, None, _stride(len(known)))
         overhead_s, saturation = fixed_costs(job, pair_sums, compute_W[speaking], most_W[speaking], doubt)
         left_W = compute_W - np.minimum(_spread(overhead_s, len(known)), most_W)
@@ -338,7 +351,7 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
         return StepTimeFit(
             seconds_per_sample_W=np.where(known, per_sample, self.seconds_per_sample_W),
             samples_W=np.where(known, samples_W, self.samples_W),
-            compute_W=np.where(known, window.compute_W, self.compute_W),
+            compute_W=np.where(known, steady_W, self.compute_W),
             pair_sums=pair_sums,
             overhead_s=overhead_s,
             saturation=saturation,
@@ -346,8 +359,9 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
             sync_slope=slope,
             rest_s=float(filtered(self.rest_s, window.rest_s, math.inf, smoothing)),
             slope_sums=slope_sums,
-            barrier_s=barrier_s if math.isfinite(window.sync_s) else self.barrier_s,
-            sync_s=window.sync_s if math.isfinite(window.sync_s) else self.sync_s,
+            waiting_sums=waiting_sums,
+            barrier_s=barrier_s if math.isfinite(sync_s) else self.barrier_s,
+            sync_s=sync_s if math.isfinite(sync_s) else self.sync_s,
             noise_2=noise_2,
         )
 
@@ -365,6 +379,7 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
             saturation_W=_spread(self.saturation, job.world_size),
             sync_intercept_s=self.sync_intercept_s if math.isfinite(self.sync_intercept_s) else 0.0,
             sync_slope=self.sync_slope,
+            waiting_per_s=self.waiting_sums[0] / max(self.waiting_sums[1], 1e-12),
             rest_s=self.rest_s if math.isfinite(self.rest_s) else 0.0,
         )
 
