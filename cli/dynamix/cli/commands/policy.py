@@ -1,4 +1,7 @@
-"""List, show, export and import learned policies of the package and on the bus.
+"""List, show, test, export and import learned policies of the package and on the bus.
+
+`test` finds out whether a policy depends on its state, and whether it is faster than the best constant on train
+scenarios; `import` refuses a policy that ignores its state.
 
 A version is one file and never changes. A job takes the newest version when it starts (or its option `version`) and
 keeps it until it is restarted. In a deployment `import` needs the key of `learner`; the other actions `watcher`.
@@ -14,10 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from dynamix.arbitrator.learned.policy import action_set_of
 from dynamix.arbitrator.learned.policy_file import SUFFIX, PolicyFile, PolicyFileError, shipped_names
 from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy, shipped_version
+from dynamix.arbitrator.learned.response import dependence, is_dead, responses, typical_states
 from dynamix.cli.arguments import add_action, add_json_argument, add_output_argument
 from dynamix.cli.connection import HOW_TO_START, NoBrokerError, connected, find
 from dynamix.cli.errors import CommandError, explained, reading
@@ -29,6 +34,7 @@ from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import redact_url
 from dynamix.schemas.streams import POLICIES
 
+BARS = "▁▂▃▄▅▆▇█"
 HEADINGS = ("policy", "version", "from", "size", "stored", "sha256")
 
 
@@ -36,7 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listing = add_action(actions, "list", _list, "List all versions of all policies.")
-    showing = add_action(actions, "show", _show, "Show origin, scores and format of one version.")
+    showing = add_action(actions, "show", _show, "Show origin, scores, and the response to each input of one version.")
+    testing = add_action(actions, "test", _test, "Try a file: exit code 1 if it is dead, or worse than a constant.")
     exporting = add_action(actions, "export", _export, "Write one version to a file, as it is stored.")
     importing = add_action(actions, "import", _import, "Store a file on the bus as the next version.")
     for one in (showing, exporting):
@@ -46,8 +53,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_output_argument(exporting, POLICY, "where to write it", required=True)
     what = f"a policy as `export` or `learn` wrote it ({SUFFIX})"
     importing.add_argument("file", metavar="FILE", type=Path, help=what)
+    testing.add_argument("file", metavar="FILE", type=Path, help=what)
+    default = "varying/train or published/train of the package, as its actions are"
+    testing.add_argument("--scenarios", metavar="DIR", help=f"scenarios to try it in (default: {default})")
     importing.add_argument("--name", metavar="NAME", help="its name in jobs (default: the name in the file)")
-    for one in (listing, showing, exporting, importing):
+    for one in (listing, showing, testing, exporting, importing):
         add_json_argument(one)
 
 
@@ -56,13 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
     configure_log("critical")  # errors are shown in a sentence
 
     async def act() -> ActionResult:
+        if arguments.act is _test:  # without a broker
+            return _test(arguments)
         async with opened() as catalogue:
             result: ActionResult = await arguments.act(catalogue, arguments)
             return result
 
     text, document = asyncio.run(act())
     write_result(document, text, arguments.json)
-    return 0
+    return 1 if document.get("faults") else 0
 
 
 def reference(text: str) -> tuple[str, int | None]:
@@ -154,7 +166,49 @@ async def _show(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> Ac
     shown |= {} if metadata is None else msgspec.structs.asdict(metadata)
     shown.pop("inputs", None)  # a long list; `--json` has it
     text = "\n".join(f"  {name.replace('_', ' '):20}{msgspec.to_builtins(value)}" for name, value in shown.items())
+    if not fault:
+        file = PolicyFile.from_bytes(found.data)
+        result["responses"] = {name: [each.tolist() for each in of_each] for name, of_each in responses(file).items()}
+        text += f"\n\n{_drawn(file)}"
     return f"{found.name} version {found.version}\n{text}", result
+
+
+def _drawn(file: PolicyFile) -> str:
+    """A line per input: each lever's mean action while the input goes from low to high, the others at their means."""
+    found, levers = responses(file), [np.array(each) for each in file.metadata.actions]
+    spans = {
+        name: max(np.ptp(each) / np.ptp(of) for each, of in zip(own, levers, strict=True))
+        for name, own in found.items()
+    }
+    lines = ["mean action while one input goes from -2 to 2 standard deviations; inputs with the greatest effect first"]
+    for name in sorted(spans, key=spans.__getitem__, reverse=True):
+        bars = []
+        for values, actions in zip(found[name], levers, strict=True):
+            heights = (values - actions.min()) / np.ptp(actions) * (len(BARS) - 1)
+            bars.append("".join(BARS[round(height)] for height in heights.tolist()))
+        lines.append(f"  {name:30}{'  '.join(bars)}")
+    return "\n".join(lines)
+
+
+def _test(arguments: argparse.Namespace) -> ActionResult:
+    """Try a file on the surrogate."""
+    from dynamix.lab.learning.trial import tried
+    from dynamix.lab.simulator.scenario import read_suite, scenario_root
+
+    with reading(arguments.file), explained(PolicyFileError, ValueError):
+        file = PolicyFile.from_bytes(read_regular(arguments.file), str(arguments.file))
+        levers = action_set_of(file.metadata).name == "levers"
+        default = scenario_root() / ("varying" if levers else "published") / "train"
+        suite = read_suite(Path(arguments.scenarios) if arguments.scenarios else default)
+    trial = tried(file, suite.scenarios)
+    lines = ["share of decisions that change when inputs come from another state"]
+    lines += [f"  {group:28}{share:6.1%}" for group, share in trial.dependence.items()]
+    lines.append(f"time to target over that of the best constant, {trial.constant} (surrogate)")
+    lines += [f"  {name:28}{ratio:6.2f}" for name, ratio in trial.vs_constant.items()]
+    lines.append(f"  {'all (geometric mean)':28}{trial.mean_vs_constant:6.2f}")
+    lines += [f"fails: {fault}" for fault in trial.faults] or ["passes"]
+    document = {**trial._asdict(), "mean_vs_constant": trial.mean_vs_constant, "faults": trial.faults}
+    return "\n".join(lines), document
 
 
 async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
@@ -166,8 +220,11 @@ async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
 async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
     with reading(arguments.file), explained(PolicyFileError):
         data = read_regular(arguments.file)
-        metadata = PolicyFile.from_bytes(data, str(arguments.file)).metadata
+        file = PolicyFile.from_bytes(data, str(arguments.file))
+        metadata = file.metadata
         action_set_of(metadata)
+    if is_dead(dependence(file, typical_states(file))):
+        raise CommandError(f"{arguments.file} is dead: its choices do not depend on its state (`dynamix policy test`)")
     if catalogue.store is None:
         raise CommandError(catalogue.absence)
     stored = await catalogue.store.put(arguments.name or metadata.policy, data)

@@ -26,6 +26,7 @@ from dynamix.runtime.output_files import FileKind
 from dynamix.schemas.messages.allocation import Token
 
 from .episodes import EpisodeResult, EpisodeTask, play
+from .surrogate import SurrogateTask, play_surrogate
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 TRAINING_SEEDS, VALIDATION_SEEDS, SCORE_SEEDS = 1_000_000, 500_000, 600_000
@@ -40,21 +41,27 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     policy: Token
     """The name of what is learned."""
     scenarios: tuple[Scenario, ...]
-    """Scenarios with `learn = true` are learned from, in turn."""
+    """Scenarios with `learn = true` are learned from, in turn: first on the surrogate, then in virtual clusters."""
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    action_set: ActionSetName = "global"
+    action_set: ActionSetName = "levers"
     settings: PPOSettings = PPOSettings()
+    surrogate_updates: Annotated[int, Meta(ge=0)] = 400
+    """Updates from jobs on the surrogate, before those from episodes in virtual clusters."""
+    jobs_per_scenario: AtLeastOne = 64
+    """Jobs of each such update and scenario."""
+    windows_per_job: Annotated[int, Meta(ge=4)] = 64
     formula: Formula | None = "time-aware"
-    """`None`: the published one for each scenario's optimizer."""
+    """Of episodes; `None`: the published one for each scenario's optimizer. On the surrogate `levers` learn by progress
+    per second, `deltas` by the published formula."""
     weights: Weights = TIME_ONLY
     """Weights of the reward; for `time-aware` beta is per time that `rule` takes to the target in the scenario, so that
     fast and slow clusters weigh the same."""
     episode_end: Literal["target", "fixed"] = "target"
     """`target`: an episode ends with the target, after which nothing is lost or won. `fixed`: after the time that
     `rule` takes to the target, whatever was reached; what has not reached it by then counts as a miss."""
-    num_episodes: AtLeastOne = 800
+    num_episodes: Annotated[int, Meta(ge=0)] = 160
     episodes_per_update: AtLeastOne = 16
-    validate_every: AtLeastOne = 10
+    validate_every: AtLeastOne = 50
     """Updates between two validations."""
     num_validation_seeds: AtLeastOne = 2
     num_score_seeds: AtLeastOne = 4
@@ -86,12 +93,14 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def num_updates(self) -> int:
-        """The last one may have fewer episodes."""
-        return -(-self.num_episodes // self.episodes_per_update)
+        """On the surrogate and from episodes; the last one may have fewer episodes."""
+        return self.surrogate_updates - (-self.num_episodes // self.episodes_per_update)
 
     def episodes_of(self, update: int) -> range:
-        """Numbers of the episodes that an update learns from."""
-        first = update * self.episodes_per_update
+        """Numbers of the episodes that an update learns from; none on the surrogate."""
+        first = max(0, update - self.surrogate_updates) * self.episodes_per_update
+        if update < self.surrogate_updates:
+            return range(0)
         return range(first, min(first + self.episodes_per_update, self.num_episodes))
 
     def training_seed(self, episode: int) -> int:
@@ -107,15 +116,11 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
             "settings": PAPER,
             "formula": None,
             "weights": Weights(),
-            "num_episodes": 120,
-            "episodes_per_update": 1,
-            "validate_every": 30,
-            "select": "last",
         },
     }
 )
-"""`ppo`: a bounded residual on `rule`. `ppo-paper`: as published, as far as it is published: per-worker deltas, the
-simplified objective, an update at the end of each episode, the published reward."""
+"""`ppo`: levers, without a model of the job. `ppo-paper`: as published, as far as it is published: the change of each
+worker's size, the published state and reward."""
 
 
 def plan_named(policy: str, scenarios: tuple[Scenario, ...], **changes: object) -> LearningPlan:
@@ -152,8 +157,9 @@ class LearningUpdate(msgspec.Struct, frozen=True, kw_only=True):
     times_s: tuple[float, ...]
     """To the target, virtual; a miss counts as the time limit."""
     num_missed: int
-    vs_rule: float
-    """Geometric mean of the times over what `rule` takes in the same scenario: sampled actions, so above the truth."""
+    vs_rule: float | None
+    """Geometric mean of the times over what `rule` takes in the same scenario: sampled actions, so above the truth;
+    `None` on the surrogate."""
     policy_loss: float
     value_loss: float
     entropy: float
@@ -338,6 +344,8 @@ class _LearningRun:
     def update(self) -> None:
         """Play a batch, learn from it, and validate now and then; the state is that after it."""
         plan, number = self._plan, len(self.state.history)
+        if number == plan.surrogate_updates > 0:
+            self._agent.begin_critic()  # episodes have another reward
         references_s = {name: float(np.mean(times)) for name, times in self.state.validation_s.items()}
         scenarios, tasks = plan.learned_from, []
         for episode in plan.episodes_of(number):
@@ -356,9 +364,11 @@ class _LearningRun:
                 data=self._data,
             )
             tasks.append(task)
-        played = run_in_order(play, tasks, jobs=self._num_workers)
+        played: list[EpisodeResult] = run_in_order(play, tasks, jobs=self._num_workers)
         trajectories = [found.trajectory for found in played if found.trajectory is not None]
-        if not trajectories:
+        if not tasks:
+            trajectories = run_in_order(play_surrogate, self._surrogate_tasks(number), jobs=self._num_workers)
+        elif not trajectories:
             raise EpisodeError(
                 f"{tasks[0].name}, and all other episodes of update {number + 1}: over before a decision applied to a "
                 "window; raise target_accuracy, or lower window_steps"
@@ -384,13 +394,33 @@ class _LearningRun:
             num_missed=sum(found.missed for found in played),
             vs_rule=geometric_mean(
                 run.time_s / references_s[task.scenario.name] for task, run in zip(tasks, played, strict=True)
-            ),
+            )
+            if tasks
+            else None,
             **(numbers | ({} if is_explained else {"explained_variance": None})),
             validation_vs_rule=vs_rule,
             elapsed_s=self.elapsed_s,
         )
         self.state.history.append(row)
         self.state.elapsed_s = row.elapsed_s
+
+    def _surrogate_tasks(self, update: int) -> list[SurrogateTask]:
+        """Jobs of all scenarios; those that train in step have as many workers and steps per window."""
+        plan = self._plan
+        alike: dict[tuple[int, int], list[Scenario]] = {}
+        for scenario in plan.learned_from:
+            alike.setdefault((scenario.world_size, scenario.window_steps), []).append(scenario)
+        return [
+            SurrogateTask(
+                scenarios=tuple(scenarios),
+                num_jobs=plan.jobs_per_scenario * len(scenarios),
+                seed=(plan.seed * SEEDS_PER_LEARNING + update) * len(alike) + number,
+                policy=self.state.current,
+                num_windows=plan.windows_per_job,
+                weights=plan.weights,
+            )
+            for number, scenarios in enumerate(alike.values())
+        ]
 
     def _times(self, policy: bytes, first_seed: int, num_seeds: int) -> dict[str, list[EpisodeResult]]:
         """Greedy runs in every scenario; no bytes: of the rule."""

@@ -1,20 +1,19 @@
 """Learned policies (`ppo`, `ppo-paper` and others): features of the state, a network, and what its choices mean.
 
-A network sees the state free of scale: sizes are doublings, times are shares of the step or ratios to the mean over
-ranks, so that what was learned on eight slow workers is worth something on a hundred fast ones. Unknown is NaN, which
-the normalisation turns into a bit. The network is evaluated in numpy, and the likeliest action is taken. With the job's
-option `explore` 1 it is drawn instead, and the decision carries log-probabilities and values for learning.
+The network is evaluated in numpy, and the likeliest action is taken. With the job's option `explore` 1 it is drawn
+instead, and the decision carries log-probabilities and values for learning. Of equal logits the first choice wins, and
+the first is the neutral one: an untrained network changes nothing. Unknown is NaN, which the normalisation turns into a
+bit. A policy has one of two action sets:
 
-A policy has one of two action sets:
+`deltas`   as published (method section 2): one choice per rank, a change of its size, by the published state.
+`levers`   three choices per job: a factor on the global batch, one on the steps between averagings, another codec. No
+           model of the job is inside: the ranks divide the batch by speed, and all else is learned.
 
-`deltas`   one choice per rank: the published change of its local batch size, split `fixed` (method section 2).
-`global`   one choice per job: a bounded multiplier on the global batch of `rule`, divided as the rule divides.
-
-Of equal logits the first choice wins, and the first is the neutral one: an untrained network changes nothing.
+What `levers` sees is free of scale, and has a history of windows. Inputs and effects are functions of arrays with a row
+per job, so that a simulator of many jobs (`lab.learning.surrogate`) shares them.
 """
 
 from collections.abc import Callable, Mapping
-from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -26,17 +25,18 @@ from dynamix.arbitrator.policies.policy import (
     Array32,
     Array64,
     Decision,
+    allocation_of,
+    column,
     decided_sizes,
     option,
     pack,
     unpack,
 )
-from dynamix.arbitrator.policies.rule import Rule
 from dynamix.arbitrator.policies.step_time import divided
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
-from dynamix.schemas.messages.allocation import Allocation
-from dynamix.schemas.policies import VERSION, VERSION_OPTION, Options, switch
+from dynamix.schemas.messages.allocation import Allocation, Exchange
+from dynamix.schemas.policies import RATE_EXPONENTS, VERSION, VERSION_OPTION, Options, switch, track
 
 from .policy_file import (
     ActionSetName,
@@ -46,138 +46,168 @@ from .policy_file import (
     PolicyFile,
     PolicyFileError,
     PolicyMetadata,
-    log_softmax,
+    likeliest,
+    of_levers,
     sample,
 )
 
 Columns = Mapping[str, Array64]
-Input = Callable[[Columns], Array64]
+"""Features by name, as `schemas.features` names them: of ranks with a column per rank, of jobs with one."""
 
-RANK_INPUTS: Mapping[str, Input] = {
-    "size_log2": lambda seen: _log2(seen["decided"]),
-    "size_to_mean_log2": lambda seen: _log2(_to_mean(seen["decided"])),
-    "room_above_log2": lambda seen: _log2(_ratio(seen["max_local_batch_size"], seen["decided"])),
-    "room_below_log2": lambda seen: _log2(_ratio(seen["decided"], seen["min_local_batch_size"])),
-    "running_to_decided_log2": lambda seen: _log2(_ratio(seen["local_batch_size"], seen["decided"])),
-    "pending_to_decided_log2": lambda seen: _log2(_ratio(seen["pending_local_batch_size"], seen["decided"])),
-    "compute_share": lambda seen: _ratio(seen["compute_time_s"], seen["step_time_s"]),
-    "sync_share": lambda seen: _ratio(seen["sync_time_s"], seen["step_time_s"]),
-    "data_share": lambda seen: _ratio(seen["data_time_s"], seen["step_time_s"]),
-    "compute_to_mean_log2": lambda seen: _log2(_to_mean(seen["compute_time_s"])),
-    "rate_to_mean_log2": lambda seen: _log2(_to_mean(_ratio(seen["num_samples"], seen["compute_time_s"]))),
-    "accuracy": itemgetter("accuracy"),
-    "accuracy_change": itemgetter("accuracy_change"),
-    "loss_to_job_log2": lambda seen: _log2(_to_mean(seen["loss"])),
-    "tx_to_mean_log2": lambda seen: _log2(_to_mean(seen["tx_bytes_per_s"])),
-    "retransmits_log2": lambda seen: np.log2(1 + seen["retransmits"]),
-    "srtt_us_log2": lambda seen: _log2(seen["srtt_us"]),
-    "cpu_time_ratio": itemgetter("cpu_time_ratio"),
-    "memory_ratio": itemgetter("memory_ratio"),
-    "load_per_cpu": itemgetter("load_per_cpu"),
-    "age_windows": itemgetter("age_windows"),
-}
-"""Inputs of one rank; `_log2` is in doublings, `_share` a share of the step, `_to_mean` against the mean over ranks."""
+# --- the published state and actions
 
-GLOBAL_INPUTS: Mapping[str, Input] = {
-    "loss_log2": lambda seen: _log2(seen["loss"]),
-    "loss_change_ratio": lambda seen: _ratio(seen["loss_change"], seen["loss"]),
-    "accuracy": itemgetter("accuracy"),
-    "accuracy_change": itemgetter("accuracy_change"),
-    "held_out_accuracy": itemgetter("held_out_accuracy"),
-    "progress": itemgetter("progress"),
-    "batch_to_base_log2": lambda seen: _log2(_ratio(seen["decided"], seen["base_global_batch_size"])),
-    "batch_to_noise_log2": lambda seen: _log2(_ratio(seen["decided"], seen["noise_scale"])),
-    "running_to_decided_log2": lambda seen: _log2(_ratio(seen["global_batch_size"], seen["decided"])),
+PUBLISHED: Mapping[str, Callable[[Columns], Array64]] = {
+    "size_log2": lambda seen: _log2(seen["decided_local_batch_size"]),
     "step_time_s_log2": lambda seen: _log2(seen["step_time_s"]),
-    "throughput_log2": lambda seen: _log2(seen["throughput"]),
-    "world_size_log2": lambda seen: _log2(seen["world_size"]),
-    "windows_log2": lambda seen: _log2(seen["num_windows"]),
-    "is_adam": itemgetter("is_adam"),
+    "accuracy": lambda seen: seen["accuracy"],
+    "accuracy_change": lambda seen: seen["accuracy_change"],
+    "sigma_norm": lambda seen: np.minimum(seen["sigma_norm"], 10.0),
+    "sigma_norm_sq": lambda seen: np.minimum(seen["sigma_norm_sq"], 100.0),
+    "cpu_time_ratio": lambda seen: seen["cpu_time_ratio"],
+    "memory_ratio": lambda seen: seen["memory_ratio"],
+    "tx_bytes_per_s_log2": lambda seen: _log2(seen["tx_bytes_per_s"]),
+    "retransmits_log2": lambda seen: np.log2(1 + seen["retransmits"]),
+    "job_loss": lambda seen: seen["job_loss"],
+    "job_accuracy": lambda seen: seen["job_accuracy"],
+    "job_held_out_accuracy": lambda seen: seen["job_held_out_accuracy"],
+    "job_progress": lambda seen: seen["job_progress"],
 }
-"""Inputs of the whole job; each column has one row."""
+"""The published state of a rank (method section 2); those of the job are equal on all ranks."""
 
-_POOLS = ("mean", "min", "max")
-"""Functions that pool the inputs of any number of ranks into one row."""
-_JOB_INPUTS = tuple(f"job_{name}" for name in GLOBAL_INPUTS)
-INPUTS: Mapping[ActionSetName, tuple[str, ...]] = {
-    "deltas": (*RANK_INPUTS, *_JOB_INPUTS),
-    "global": (
-        *(f"{pool}_{name}" for pool in _POOLS for name in RANK_INPUTS),
-        *_JOB_INPUTS,
-        *("rule_to_decided_log2", "last_multiplier_log2"),  # what the rule would do; what was last applied to it
-    ),
-}
-"""Names of all inputs of one decision, in order."""
-DELTAS = tuple(sorted(DRAWN_DELTAS, key=lambda delta: (abs(delta), delta)))
+DELTAS = tuple(float(delta) for delta in sorted(DRAWN_DELTAS, key=lambda delta: (abs(delta), delta)))
 """Samples; the published set, the neutral one first."""
-MULTIPLIERS = (1.0, 0.85, 1.2, 0.7, 1.4, 0.5, 2.0)
-"""About symmetric in doublings, at most one doubling, the neutral one first."""
-ACTIONS: Mapping[ActionSetName, tuple[float, ...]] = {
-    "deltas": tuple(map(float, DELTAS)),
-    "global": MULTIPLIERS,
+
+
+def published_inputs(seen: Columns) -> Array32:
+    """Ranks of all jobs x `PUBLISHED`."""
+    return np.stack([make(seen).ravel() for make in PUBLISHED.values()], axis=1).astype(np.float32)
+
+
+# --- levers
+
+SIZES = (1.0, 0.5, 2**-0.5, 2**0.5, 2.0)
+"""Factors on the global batch."""
+PERIODS = (1.0, 0.5, 2.0)
+"""Factors on the steps between two averagings."""
+LONGEST_PERIOD = 32
+CODECS = (0.0, 1.0)
+"""Whether to change between gradients as they are and `int8`."""
+NUM_PAST = 4
+"""Windows before the newest that are seen as well."""
+LAG = 2
+"""Windows after which a decision takes effect."""
+_PAST = ("batch", "step", "compute_share", "sync_share", "every_log2", "is_int8")
+_SLOPE_DECAY, _SLOPE_PRIOR = 0.9, 0.05
+"""Weight that older changes keep with each window, and that of an elasticity of 1/2."""
+EMPTY_MEMORY = np.append(np.full(NUM_PAST * len(_PAST), np.nan), np.zeros(3))
+"""What is kept of the windows of one job, before the first: `_PAST` of each, the newest first; and sums over changes of
+B and of the step's time T from window to window, in logarithms: dB dB, dB dT, dT dT."""
+
+NOW = (
+    *("batch_to_base_log2", "batch_to_noise_log2", "room_above_log2", "room_below_log2", "decided_to_batch_log2"),
+    *("every_log2", "is_int8", "decided_every_log2", "decided_is_int8"),
+    *("compute_share", "most_compute_share", "least_sync_share", "most_sync_share"),
+    *("step_elasticity", "step_change"),
+    *("world_size_log2", "windows_log2", "permits_rounding", "permits_local", "is_adam", "rate_exponent"),
+)
+INPUTS: Mapping[ActionSetName, tuple[str, ...]] = {
+    "deltas": tuple(PUBLISHED),
+    "levers": (*NOW, *(f"{name}_{age}_before" for age in range(1, NUM_PAST + 1) for name in _PAST)),
 }
-"""The actions of each set, the neutral one first."""
+"""Names of all inputs of one decision, in order; `_share` is of the step, and what was before is over what is now."""
+ACTIONS: Mapping[ActionSetName, tuple[tuple[float, ...], ...]] = {
+    "deltas": (DELTAS,),
+    "levers": (SIZES, PERIODS, CODECS),
+}
+"""The actions of each set by lever, the neutral one first."""
 
 
-def metadata_of(action_set: ActionSetName, **fields: Any) -> PolicyMetadata:
-    """Metadata of a policy of this program: its inputs and actions are filled in."""
-    return PolicyMetadata(action_set=action_set, inputs=INPUTS[action_set], actions=ACTIONS[action_set], **fields)
+class Levers(NamedTuple):
+    """Positions of the levers of E jobs."""
+
+    batch: Array64
+    every: Array64
+    is_int8: Array64
+    """1 or 0."""
+
+    def moved(self, choices_EL: Choices, facts: Columns) -> "Levers":
+        """The positions after these choices, as far as the jobs permit them."""
+        size, period, codec = choices_EL.T
+        batch = np.clip(self.batch * np.array(SIZES)[size], facts["smallest"], facts["largest"])
+        every = np.clip(self.every * np.array(PERIODS)[period], 1, LONGEST_PERIOD)
+        is_int8 = np.abs(self.is_int8 - np.array(CODECS)[codec])
+        return Levers(
+            np.rint(batch), np.where(facts["permits_local"] > 0, every, 1.0), is_int8 * facts["permits_rounding"]
+        )
 
 
-def rank_inputs(job: Job, obs_WF: Array32) -> Array32:
-    """Ranks x `RANK_INPUTS`, NaN where unknown."""
-    seen = {name: obs_WF[:, at].astype(np.float64) for name, at in RANK_INDEX.items()}
-    seen["decided"] = seen["decided_local_batch_size"]
-    seen["max_local_batch_size"] = np.asarray(job.max_local_batch_sizes, dtype=np.float64)
-    seen["min_local_batch_size"] = np.full(job.world_size, float(max(1, job.min_local_batch_size)))
-    return np.stack([make(seen) for make in RANK_INPUTS.values()], axis=1).astype(np.float32)
+def lever_inputs(
+    seen: Columns, active: Levers, decided: Levers, facts: Columns, memory_EM: Array64
+) -> tuple[Array32, Array64]:
+    """Jobs x inputs of `levers`, and their memory after the newest window.
 
+    Args:
+        seen: what the newest window showed: `num_samples`, `compute_time_s`, `sync_time_s` and `step_time_s` of ranks,
+            `noise_scale` of jobs.
+        active: the positions in that window.
+        decided: those that were decided last.
+        facts: what stays: bounds, permissions, the optimizer; and the number of windows so far.
+        memory_EM: as `EMPTY_MEMORY`, a row per job.
+    """
+    batch, every, is_int8 = active
+    step_s = np.nanmax(seen["step_time_s"], axis=1, initial=-np.inf)
+    step_s = np.where(step_s > 0, step_s, np.nan)
+    share, waits = seen["compute_time_s"] / step_s[:, None], seen["sync_time_s"] / step_s[:, None]
+    pooled = [_pool(np.mean, share), _pool(np.max, share), _pool(np.min, waits), _pool(np.max, waits)]
+    newest_EK = np.stack([batch, step_s, pooled[0], pooled[2], np.log2(every), is_int8], axis=1)
+    past_EPK = memory_EM[:, :-3].reshape(len(batch), NUM_PAST, -1)
 
-def global_inputs(job: Job, window: int, obs_WF: Array32, global_F: Array32) -> Array32:
-    """The values of `GLOBAL_INPUTS`, NaN where unknown."""
-    numbers = {
-        "decided": obs_WF[:, RANK_INDEX["decided_local_batch_size"]].astype(np.float64).sum(),
-        "base_global_batch_size": job.base_global_batch_size,
-        "world_size": job.world_size,
-        "num_windows": 1 + window,
-        "is_adam": job.optimizer_family == "adam",
-        **{name: global_F[at] for name, at in GLOBAL_INDEX.items()},
+    # the elasticity of the step's time: where the exchange stayed, changes of B and of T from window to window
+    grown_E2 = np.log2(newest_EK[:, :2] / past_EPK[:, 0, :2])
+    is_pair = np.isfinite(grown_E2).all(axis=1) & (newest_EK[:, 4:] == past_EPK[:, 0, 4:]).all(axis=1)
+    dB, dT = np.where(is_pair[:, None], grown_E2, 0.0).T
+    sums_E3 = np.where(is_pair, _SLOPE_DECAY, 1.0)[:, None] * memory_EM[:, -3:]
+    sums_E3 = sums_E3 + np.stack([dB * dB, dB * dT, dT * dT], axis=1)
+    elasticity = (sums_E3[:, 1] + 0.5 * _SLOPE_PRIOR) / (sums_E3[:, 0] + _SLOPE_PRIOR)
+
+    now = {
+        "batch_to_base_log2": _log2(batch / facts["base"]),
+        "batch_to_noise_log2": _log2(batch / np.where(seen["noise_scale"] > 0, seen["noise_scale"], np.nan)),
+        "room_above_log2": _log2(facts["largest"] / decided.batch),
+        "room_below_log2": _log2(decided.batch / facts["smallest"]),
+        "decided_to_batch_log2": _log2(decided.batch / batch),
+        "every_log2": np.log2(every),
+        "is_int8": is_int8,
+        "decided_every_log2": np.log2(decided.every),
+        "decided_is_int8": decided.is_int8,
+        **dict(zip(NOW[9:13], pooled, strict=True)),
+        "step_elasticity": elasticity,
+        "step_change": np.sqrt(sums_E3[:, 2]),
+        **{name: facts[name] for name in NOW[15:]},
     }
-    seen = {name: np.array([number], dtype=np.float64) for name, number in numbers.items()}
-    return np.concatenate([make(seen) for make in GLOBAL_INPUTS.values()]).astype(np.float32)
+    before_EPK = past_EPK.copy()
+    before_EPK[..., :2] = np.log2(before_EPK[..., :2] / newest_EK[:, None, :2])
+    inputs_EI = np.concatenate([np.stack([now[name] for name in NOW], axis=1), before_EPK.reshape(len(batch), -1)], 1)
+    kept_EPK = np.concatenate([newest_EK[:, None], past_EPK[:, :-1]], axis=1)
+    return inputs_EI.astype(np.float32), np.concatenate([kept_EPK.reshape(len(batch), -1), sums_E3], axis=1)
 
 
-def pooled(job: Job, obs_WF: Array32) -> Array32:
-    """One number per pool and rank input, ordered as in `names`: over the ranks where it is known, NaN without any."""
-    inputs_WR = rank_inputs(job, obs_WF)
-    known = ~np.isnan(inputs_WR)
-    count = known.sum(axis=0)
-    pools = (
-        np.where(known, inputs_WR, 0).sum(axis=0, dtype=np.float64) / np.maximum(count, 1),
-        np.where(known, inputs_WR, np.inf).min(axis=0),
-        np.where(known, inputs_WR, -np.inf).max(axis=0),
-    )
-    return np.concatenate([np.where(count > 0, pool, np.nan) for pool in pools]).astype(np.float32)
-
-
-def _ratio(over: Array64, under: Array64) -> Array64:
-    """NaN where the divisor is not positive or either is unknown."""
-    result = np.full(len(over), np.nan)
-    np.divide(over, under, out=result, where=under > 0)
-    return result
-
-
-def _to_mean(values: Array64) -> Array64:
-    known = ~np.isnan(values)
-    mean = values[known].mean() if known.any() else np.nan
-    return _ratio(values, np.full_like(values, mean))
+def _pool(statistic: Callable[..., Any], values_EW: Array64) -> Array64:
+    """Over the ranks of each job that are known."""
+    if not np.isnan(values_EW).any():
+        pooled: Array64 = statistic(values_EW, axis=1)
+        return pooled
+    return np.array([statistic(row[~np.isnan(row)]) if (~np.isnan(row)).any() else np.nan for row in values_EW])
 
 
 def _log2(values: Array64) -> Array64:
     """NaN where the value is not positive or unknown."""
-    result = np.full(len(values), np.nan)
+    result = np.full(np.shape(values), np.nan)
     np.log2(values, out=result, where=values > 0)
     return result
+
+
+# --- the policy
 
 
 class Situation(NamedTuple):
@@ -187,93 +217,118 @@ class Situation(NamedTuple):
     """Decisions x inputs, NaN where unknown. D is the number of ranks, or 1 for the whole job."""
     base: Decision
     """The decision of the neutral choice."""
+    decide: Callable[[Choices], Decision]
+    """The decision of other choices, decisions x levers."""
 
 
-class Deltas:
+class PublishedActions:
     """Changes each rank's own last size by one of `DELTAS`."""
 
     name: ActionSetName = "deltas"
     options: ClassVar[Options] = {}
 
     def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:  # noqa: ARG002 - what it needs to know of the past is in the observation
-        """Inputs with one row per rank: its own, then the job's."""
-        shared = global_inputs(job, window, obs_WF, global_F)
-        own = rank_inputs(job, obs_WF)
-        rows = np.concatenate([own, np.broadcast_to(shared, (len(own), len(shared)))], axis=1)
-        return Situation(rows, Decision(Allocation(decided_sizes(obs_WF))))
+        """Inputs with one row per rank; the carry is one byte per rank, its choice."""
+        seen = {name: obs_WF[:, at].astype(np.float64) for name, at in RANK_INDEX.items()}
+        seen |= {f"job_{name}": np.full(job.world_size, global_F[at]) for name, at in GLOBAL_INDEX.items()}
+        last = decided_sizes(obs_WF)
 
-    def decision(self, job: Job, situation: Situation, choices_D: Choices) -> Decision:
-        """Last sizes plus deltas, within the job's bounds; the carry is one byte per rank."""
-        wanted = np.asarray(situation.base.allocation.local_batch_sizes) + np.array(DELTAS)[choices_D]
-        sizes = np.clip(wanted, job.min_local_batch_size, job.max_local_batch_sizes)
-        return Decision(Allocation(tuple(sizes.tolist())), carry=choices_D.astype(np.uint8).tobytes())
+        def decide(choices_DL: Choices) -> Decision:
+            wanted = np.asarray(last) + np.array(DELTAS, dtype=np.int64)[choices_DL[:, 0]]
+            sizes = np.clip(wanted, job.min_local_batch_size, job.max_local_batch_sizes)
+            return Decision(Allocation(tuple(sizes.tolist())), carry=choices_DL.astype(np.uint8).tobytes())
+
+        return Situation(published_inputs(seen), Decision(Allocation(last)), decide)
 
     def choices(self, job: Job, carry: bytes) -> Choices:
         """The last choice of each rank; neutral if the carry holds none."""
         if len(carry) != job.world_size:
-            return np.zeros(job.world_size, dtype=np.int64)
-        return np.frombuffer(carry, dtype=np.uint8).astype(np.int64)
+            return np.zeros((job.world_size, 1), dtype=np.int64)
+        return np.frombuffer(carry, dtype=np.uint8).astype(np.int64)[:, None]
 
 
 class _Kept(msgspec.Struct, array_like=True):
-    """The carry of `global`."""
+    """The carry of `levers`."""
 
-    choice: int = 0
-    rule_total: int | None = None
-    """The rule's last global batch; `None` before its first decision."""
-    rule: bytes = b""
-    """The rule's carry."""
+    choices: tuple[int, ...] = (0, 0, 0)
+    exchanges: tuple[tuple[float, float], ...] = ()
+    """Period and codec of the window that closed, and of those after it, up to the newest decision."""
+    memory: Array64 = msgspec.field(default_factory=EMPTY_MEMORY.copy)
 
 
-class GlobalLever:
-    """Multiplies the global batch of `rule`, which is given its own past and never sees the multiplier.
+class JobLevers:
+    """Moves the global batch, the period of averagings and the codec of the whole job."""
 
-    The carry holds the choice, the rule's last global batch and its carry: what the rule would do next does not
-    depend on how it was overruled, so that the multipliers do not compound.
-    """
-
-    name: ActionSetName = "global"
-
-    def __init__(self) -> None:
-        self._rule = Rule()
-        self.options: Options = self._rule.options
+    name: ActionSetName = "levers"
+    options: ClassVar[Options] = {"track": track(1)}
 
     def situation(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Situation:
-        """Inputs with one row: the ranks' pooled, the job's, and the rule's decision."""
+        """Inputs with one row."""
         kept = unpack(_Kept, carry)
-        as_left, decided = obs_WF, decided_sizes(obs_WF)
-        if kept.rule_total not in (None, sum(decided)):  # the same division, but the rule's own global batch
-            as_left = obs_WF.copy()
-            weights = np.asarray(decided, dtype=np.float64)
-            as_left[:, RANK_INDEX["decided_local_batch_size"]] = divided(job, kept.rule_total, weights)
-        base = self._rule.decide(job, window, as_left, global_F, kept.rule)
-        sizes = np.clip(base.allocation.local_batch_sizes, job.min_local_batch_size, job.max_local_batch_sizes)
-        base = base._replace(allocation=base.allocation.with_sizes(tuple(sizes.tolist())))
-        lever = np.log2([max(1, sizes.sum()) / max(1, sum(decided)), MULTIPLIERS[_choice(kept)]])
-        pools, shared = pooled(job, obs_WF), global_inputs(job, window, obs_WF, global_F)
-        return Situation(np.concatenate([pools, shared, lever.astype(np.float32)])[None], base)
+        memory = kept.memory if len(kept.memory) == len(EMPTY_MEMORY) else EMPTY_MEMORY
+        first = job.initial_exchange
+        exchanges = kept.exchanges or ((float(first.every), float(first.codec == "int8")),) * LAG
+        last, fresh = decided_sizes(obs_WF), np.where(column(obs_WF, "age_windows") == 0, 1.0, np.nan)
+        names = ("compute_time_s", "sync_time_s", "step_time_s")
+        seen = {name: (column(obs_WF, name) * fresh)[None] for name in names}
+        seen["noise_scale"] = global_F[[GLOBAL_INDEX["noise_scale"]]].astype(np.float64)
+        running = float(np.nansum(column(obs_WF, "local_batch_size")))
+        active, decided = (
+            Levers(*(np.array([value]) for value in (batch, *exchange)))
+            for batch, exchange in ((running or float(sum(last)), exchanges[0]), (float(sum(last)), exchanges[-1]))
+        )
+        facts = facts_of([job], np.array([1.0 + window]))
+        inputs_DI, memory_EM = lever_inputs(seen, active, decided, facts, memory[None])
+        speeds = column(obs_WF, "num_samples") / seen["compute_time_s"][0]
+        known = np.isfinite(speeds) & (speeds > 0)
+        weights = np.where(known, speeds, speeds[known].mean() if known.any() else 1.0)
 
-    def decision(self, job: Job, situation: Situation, choices_D: Choices) -> Decision:
-        """The rule's decision, its global batch multiplied; exactly the rule's where the multiplier is 1."""
-        base, choice = situation.base, int(choices_D[0])
-        allocation, total = base.allocation, base.allocation.global_batch_size
-        if MULTIPLIERS[choice] != 1:
-            proportions = np.asarray(allocation.local_batch_sizes, dtype=np.float64)
-            allocation = allocation.with_sizes(divided(job, round(total * MULTIPLIERS[choice]), proportions))
-        return base._replace(allocation=allocation, carry=pack(_Kept(choice, total, base.carry)))
+        def decide(choices_DL: Choices) -> Decision:
+            levers = decided.moved(choices_DL, facts)
+            total, every, is_int8 = int(levers.batch[0]), int(levers.every[0]), bool(levers.is_int8[0])
+            sizes = last if total == sum(last) else divided(job, total, weights)
+            exchange = Exchange(codec="int8" if is_int8 else "none", every=every)
+            choices = tuple(int(choice) for choice in choices_DL[0])
+            carry = pack(_Kept(choices, (*exchanges[1:], (float(every), float(is_int8))), memory_EM[0]))
+            reason = f"{total} samples, {exchange.label}"
+            return Decision(allocation_of(self.options, job, sizes, exchange), carry, reason=reason)
+
+        return Situation(inputs_DI, decide(np.zeros((1, 3), dtype=np.int64)), decide)
 
     def choices(self, job: Job, carry: bytes) -> Choices:  # noqa: ARG002 - one for the whole job
-        """One; neutral where the carry holds none."""
-        return np.array([_choice(unpack(_Kept, carry))], dtype=np.int64)
+        """One per lever; neutral where the carry holds none."""
+        kept = unpack(_Kept, carry).choices
+        fits = len(kept) == 3 and all(0 <= at < len(each) for at, each in zip(kept, ACTIONS["levers"], strict=True))
+        return np.array([kept if fits else (0, 0, 0)], dtype=np.int64)
 
 
-def _choice(kept: _Kept) -> int:
-    return kept.choice if 0 <= kept.choice < len(MULTIPLIERS) else 0
+def facts_of(jobs: list[Job], num_windows: Array64) -> Columns:
+    """What `lever_inputs` and `Levers.moved` need to know of jobs beside what their windows show."""
+
+    def of(number: Callable[[Job], float]) -> Array64:
+        return np.array([float(number(job)) for job in jobs])
+
+    return {
+        "base": of(lambda job: job.base_global_batch_size),
+        "smallest": of(lambda job: max(1, job.min_local_batch_size) * job.world_size),
+        "largest": of(lambda job: sum(job.max_local_batch_sizes)),
+        "world_size_log2": of(lambda job: np.log2(job.world_size)),
+        "windows_log2": np.log2(num_windows),
+        "permits_rounding": of(lambda job: job.supports_exchange and job.exchange != "exact"),
+        "permits_local": of(lambda job: job.supports_exchange and job.exchange == "local"),
+        "is_adam": of(lambda job: job.optimizer_family == "adam"),
+        "rate_exponent": of(lambda job: RATE_EXPONENTS[job.learning_rate_rule]),
+    }
 
 
-ActionSet = Deltas | GlobalLever
+ActionSet = PublishedActions | JobLevers
 """Between a job's observation and a network that only knows numbered choices. `options` are those of a job that it
 understands; `situation` has the arguments of `Policy.decide`."""
+
+
+def metadata_of(action_set: ActionSetName, **fields: Any) -> PolicyMetadata:
+    """Metadata of a policy of this program: its inputs and actions are filled in."""
+    return PolicyMetadata(action_set=action_set, inputs=INPUTS[action_set], actions=ACTIONS[action_set], **fields)
 
 
 def action_set_of(metadata: PolicyMetadata) -> ActionSet:
@@ -288,19 +343,19 @@ def action_set_of(metadata: PolicyMetadata) -> ActionSet:
         ("actions", metadata.actions, ACTIONS[name]),
     ):
         if theirs != ours:
-            unknown = ", ".join(str(one) for one in theirs if one not in ours) or "fewer, or in another order"
+            unknown = ", ".join(str(each) for each in theirs if each not in ours) or "fewer, or in another order"
             raise PolicyFileError(
                 f"policy {metadata.policy!r}: its {what} are not those of this program ({unknown}): use the "
                 "dynamix-batch that wrote it, or learn the policy again"
             )
-    return Deltas() if name == "deltas" else GlobalLever()
+    return PublishedActions() if name == "deltas" else JobLevers()
 
 
 OPTIONS: Options = {
     "explore": switch(0, "1: sample actions, for learning; 0: take the likeliest"),
     VERSION_OPTION: VERSION,
 }
-"""The options of every learned policy; one that scales the rule has the rule's as well."""
+"""The options of every learned policy; those of its action set come with them."""
 
 
 class LearnedPolicy:
@@ -318,6 +373,7 @@ class LearnedPolicy:
         self.action_set = action_set_of(file.metadata)
         self.options: Options = {**OPTIONS, **self.action_set.options}
         self._explore = explore
+        self._actions = file.metadata.actions
         self._forward = Forward(file.tensors, len(file.metadata.settings.hidden_sizes))
         self._normalisation = Normalisation.of_tensors(file.tensors)
 
@@ -325,14 +381,15 @@ class LearnedPolicy:
         """The network's choice in this situation."""
         situation = self.action_set.situation(job, window, obs_WF, global_F, carry)
         inputs = self._normalisation.applied(situation.inputs_DI)
-        logits_DA = self._forward.logits(inputs)
-        explores = self._explore or option(self.options, job, "explore") == 1
-        how = "drawn from the network's actions, to learn" if explores else "the network's likeliest action"
-        reason = f"{how}; without it: {situation.base.reason}" if situation.base.reason else how
-        if not explores:
-            return self.action_set.decision(job, situation, logits_DA.argmax(axis=1))._replace(reason=reason)
-        logprobs_DA = log_softmax(logits_DA)
-        choices_D = sample(logprobs_DA, keyed_generator(job, window, "explore:").random(len(logprobs_DA)))
-        chosen_D, values_D = logprobs_DA[np.arange(len(choices_D)), choices_D], self._forward.values(inputs)
-        decision = self.action_set.decision(job, situation, choices_D)
-        return decision._replace(logprobs=tuple(chosen_D.tolist()), values=tuple(values_D.tolist()), reason=reason)
+        logits = of_levers(self._forward.logits(inputs), self._actions)
+        if not (self._explore or option(self.options, job, "explore") == 1):
+            decision = situation.decide(likeliest(logits))
+            return decision._replace(reason=decision.reason or "the network's likeliest action")
+        draws = keyed_generator(job, window, "explore:").random((len(inputs), len(logits)))
+        choices_DL, logprobs_D = sample(logits, draws)
+        values_D = self._forward.values(inputs)
+        return situation.decide(choices_DL)._replace(
+            logprobs=tuple(logprobs_D.tolist()),
+            values=tuple(values_D.tolist()),
+            reason="drawn from the network's actions, to learn",
+        )

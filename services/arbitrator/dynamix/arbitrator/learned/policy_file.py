@@ -50,7 +50,7 @@ with another seed: the policy seeds of a comparison."""
 SHIPPED_VERSION = 1
 """Versions on the bus are higher, so that a name and a number never mean two policies."""
 
-ActionSetName = Literal["deltas", "global"]
+ActionSetName = Literal["deltas", "levers"]
 Objective = Literal["clipped", "simplified"]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -115,8 +115,8 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     inputs: tuple[str, ...]
     """Names, in the order of the network's inputs."""
-    actions: tuple[float, ...]
-    """Meaning of the network's outputs, in order; the neutral action first."""
+    actions: tuple[tuple[float, ...], ...]
+    """Meaning of the network's outputs, in order: the actions of each lever, the neutral one first."""
     format: int = FORMAT
     policy: Token
     """The name that a job's specification chooses it by."""
@@ -222,7 +222,7 @@ def _shapes_of(head: str, widths: Sequence[int]) -> dict[str, tuple[int, ...]]:
 def _check_tensors(metadata: PolicyMetadata, tensors: Mapping[str, Array]) -> None:
     num_inputs = len(metadata.inputs)
     expected: dict[str, tuple[int, ...]] = {f"normalisation.{name}": (num_inputs,) for name in MOMENTS_OF_INPUTS}
-    for head, num_outputs in zip(HEADS, (len(metadata.actions), 1), strict=True):
+    for head, num_outputs in zip(HEADS, (sum(map(len, metadata.actions)), 1), strict=True):
         own = _shapes_of(head, [2 * num_inputs, *metadata.settings.hidden_sizes, num_outputs])
         expected |= own
         if any(name.startswith(f"{OPTIMIZER}{head}.") for name in tensors):  # a head that has learned
@@ -274,6 +274,11 @@ class Forward:
         return np.round(values, _DECIMALS)
 
 
+def of_levers(outputs_DA: Array64, actions: Sequence[Sequence[float]]) -> list[Array64]:
+    """The outputs of each lever: decisions x its actions."""
+    return np.split(outputs_DA, np.cumsum([len(each) for each in actions])[:-1], axis=1)
+
+
 def log_softmax(logits_DA: Array64) -> Array64:
     """Logarithm of each action's probability."""
     shifted = logits_DA - logits_DA.max(axis=1, keepdims=True)
@@ -281,12 +286,24 @@ def log_softmax(logits_DA: Array64) -> Array64:
     return result
 
 
-def sample(logprobs_DA: Array64, draws_D: Array64) -> Choices:
-    """One action per row: the first one whose cumulated probability exceeds the draw."""
-    cumulated = np.exp(logprobs_DA).cumsum(axis=1)
-    passed = cumulated <= (draws_D * cumulated[:, -1])[:, None]
-    choices: Choices = passed.sum(axis=1).astype(np.int64)
-    return choices
+def likeliest(logits: Sequence[Array64]) -> Choices:
+    """The likeliest action of each lever, decisions x levers; of equal ones the first."""
+    return np.stack([logits_DA.argmax(axis=1) for logits_DA in logits], axis=1)
+
+
+def sample(logits: Sequence[Array64], draws_DL: Array64) -> tuple[Choices, Array64]:
+    """One action per decision and lever, and the log-probability of each decision: a sum, as levers are independent.
+
+    An action is the first one whose cumulated probability exceeds the draw.
+    """
+    chosen, logprobs_D = [], np.zeros(len(draws_DL))
+    for logits_DA, draws_D in zip(logits, draws_DL.T, strict=True):
+        logprobs_DA = log_softmax(logits_DA)
+        cumulated = np.exp(logprobs_DA).cumsum(axis=1)
+        choices = (cumulated <= (draws_D * cumulated[:, -1])[:, None]).sum(axis=1).astype(np.int64)
+        chosen.append(choices)
+        logprobs_D += logprobs_DA[np.arange(len(choices)), choices]
+    return np.stack(chosen, axis=1), logprobs_D
 
 
 class Normalisation(NamedTuple):
@@ -316,11 +333,16 @@ class Normalisation(NamedTuple):
             self.m2_I + m2.sum(axis=0) + shift**2 * self.count_I * share,
         )
 
+    @property
+    def deviation_I(self) -> Array64:  # noqa: N802 - I is its shape
+        """Standard deviation of each input; 1 where none is known."""
+        deviation = np.where(self.count_I > 1, np.sqrt(self.m2_I / np.maximum(self.count_I, 1) + EPSILON), 1.0)
+        return np.maximum(deviation, 1e-4)
+
     def applied(self, inputs_NI: Array32) -> Array64:
         """Rows of 2 I numbers: the normalised inputs, 0 where unknown, then one bit per input that is known."""
         known = ~np.isnan(inputs_NI)
-        deviation = np.where(self.count_I > 1, np.sqrt(self.m2_I / np.maximum(self.count_I, 1) + EPSILON), 1.0)
-        normal = np.clip((inputs_NI.astype(np.float64) - self.mean_I) / np.maximum(deviation, 1e-4), -CLIP, CLIP)
+        normal = np.clip((inputs_NI.astype(np.float64) - self.mean_I) / self.deviation_I, -CLIP, CLIP)
         return np.concatenate([np.where(known, normal, 0.0), known.astype(np.float64)], axis=1)
 
     def tensors(self) -> dict[str, Array64]:

@@ -23,12 +23,10 @@ from dynamix.arbitrator.learned.policy_file import (
     MOMENTS,
     OPTIMIZER,
     OPTIMIZER_STEP,
-    Forward,
     Normalisation,
     PolicyFile,
     PolicyMetadata,
     PPOSettings,
-    log_softmax,
 )
 from dynamix.arbitrator.policies.policy import Array64
 
@@ -46,26 +44,30 @@ class ActorCritic(nn.Module):
     def __init__(
         self,
         num_inputs: int,
-        num_actions: int,
+        num_actions: Sequence[int],
         hidden_sizes: Sequence[int],
         *,
         generator: torch.Generator,
         neutral_logit: float = 0.0,
     ) -> None:
-        """Make the network; `neutral_logit` is the first action's initial advantage over the others."""
+        """Make the network; `num_actions` has those of each lever, whose first one is likelier by `neutral_logit`."""
         super().__init__()
-        self.actor = _perceptron(num_inputs, hidden_sizes, num_actions, ACTOR_GAIN, generator)
+        self._num_actions = list(num_actions)
+        self.actor = _perceptron(num_inputs, hidden_sizes, sum(num_actions), ACTOR_GAIN, generator)
         self.critic = _perceptron(num_inputs, hidden_sizes, 1, CRITIC_GAIN, generator)
         last = self.actor[-1]
         assert isinstance(last, nn.Linear)
         with torch.no_grad():
-            last.bias[0] = neutral_logit
+            last.bias[[sum(num_actions[:lever]) for lever in range(len(num_actions))]] = neutral_logit
 
-    def evaluate(self, inputs_NI: Tensor, actions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of the actions, entropies, values: one of each per decision."""
-        logprobs_NA = torch.log_softmax(self.actor(inputs_NI), dim=1)
-        entropies = -(logprobs_NA.exp() * logprobs_NA).sum(dim=1)
-        return logprobs_NA.gather(1, actions_N[:, None])[:, 0], entropies, self.critic(inputs_NI)[:, 0]
+    def evaluate(self, inputs_NI: Tensor, actions_NL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of the actions of all levers, entropies, values: one of each per decision."""
+        logprobs, entropies = torch.zeros(len(inputs_NI)), torch.zeros(len(inputs_NI))
+        for lever, logits_NA in enumerate(self.actor(inputs_NI).split(self._num_actions, dim=1)):
+            logprobs_NA = torch.log_softmax(logits_NA, dim=1)
+            entropies = entropies - (logprobs_NA.exp() * logprobs_NA).sum(dim=1)
+            logprobs = logprobs + logprobs_NA.gather(1, actions_NL[:, lever : lever + 1])[:, 0]
+        return logprobs, entropies, self.critic(inputs_NI)[:, 0]
 
     def tensors(self) -> dict[str, npt.NDArray[np.float32]]:
         """The parameters by name, as a policy file keeps them."""
@@ -110,7 +112,8 @@ class Batch(NamedTuple):
 
     inputs_NI: Tensor
     """Normalised."""
-    actions_N: Tensor
+    actions_NL: Tensor
+    """One per lever."""
     logprobs_N: Tensor
     """Log-probabilities under the policy that acted."""
     advantages_N: Tensor
@@ -142,7 +145,7 @@ class UpdateStats(NamedTuple):
 
 def losses(network: ActorCritic, batch: Batch, settings: PPOSettings) -> dict[str, Tensor]:
     """The loss of one minibatch, its parts, and diagnostics, by the names of `UpdateStats`."""
-    logprobs_N, entropies_N, values_N = network.evaluate(batch.inputs_NI, batch.actions_N)
+    logprobs_N, entropies_N, values_N = network.evaluate(batch.inputs_NI, batch.actions_NL)
     logratio_N = logprobs_N - batch.logprobs_N
     ratio_N = logratio_N.exp()
     entropy = entropies_N.mean()
@@ -193,7 +196,7 @@ def update(
         group["lr"] = learning_rate
     seen: list[dict[str, Tensor]] = []
     for _ in range(settings.update_epochs):
-        order = torch.randperm(len(batch.actions_N), generator=generator)
+        order = torch.randperm(len(batch.actions_NL), generator=generator)
         for rows in order.tensor_split(min(settings.num_minibatches, len(order))):
             found = losses(network, Batch(*(column[rows] for column in batch)), settings)
             optimizer.zero_grad()
@@ -257,6 +260,13 @@ class Agent:
                 tensors[OPTIMIZER_STEP] = np.array([state["step"].item()], dtype=np.float32)
         return PolicyFile(msgspec.structs.replace(self.metadata, **changes), tensors)
 
+    def begin_critic(self) -> None:
+        """Forget what the critic expects, for rewards of another kind."""
+        fresh = _network(self.metadata, torch.Generator().manual_seed(_seed(self.metadata)))
+        self._network.critic.load_state_dict(fresh.critic.state_dict())
+        for parameter in self._network.critic.parameters():
+            self._optimizer.state.pop(parameter, None)
+
     def learn(self, trajectories: Sequence[Trajectory], *, progress: float = 0.0) -> UpdateStats:
         """Update the policy from a batch of trajectories, which it decided."""
         assert trajectories, "nothing to learn from"
@@ -264,22 +274,25 @@ class Agent:
         raw = np.concatenate([t.inputs_TDI.reshape(-1, t.inputs_TDI.shape[-1]) for t in trajectories])
         if number == 0:
             self.normalisation = self.normalisation.updated(raw)
-        columns = []
+        inputs_NI = torch.from_numpy(self.normalisation.applied(raw).astype(np.float32))
+        actions = [trajectory.actions_TDL.reshape(-1, len(self.metadata.actions)) for trajectory in trajectories]
+        actions_NL = torch.from_numpy(np.concatenate(actions))
+        columns, begin = [], 0
         for recorded in trajectories:
-            trajectory = recorded
+            trajectory, end = recorded, begin + recorded.rewards_TD.size
             if number == 0:
                 # With the first normalisation, before anything was learned: otherwise the critic would be compared with
                 # its own values for inputs on another scale. An untrained actor hardly depends on its inputs.
-                T, D, num_inputs = trajectory.inputs_TDI.shape
-                forward = Forward(self._network.tensors(), len(settings.hidden_sizes))
-                inputs = self.normalisation.applied(trajectory.inputs_TDI.reshape(-1, num_inputs))
-                logprobs = log_softmax(forward.logits(inputs))
-                values: Array64 = forward.values(inputs).reshape(T, D)
+                with torch.no_grad():
+                    logprobs, _, values = self._network.evaluate(inputs_NI[begin:end], actions_NL[begin:end])
+                shape = recorded.rewards_TD.shape
+                values_TD = values.double().numpy().reshape(shape)
                 trajectory = trajectory._replace(
-                    logprobs_TD=logprobs[np.arange(T * D), trajectory.actions_TD.reshape(-1)].reshape(T, D),
-                    values_TD=values,
-                    next_values_D=np.zeros(D) if trajectory.terminated else values[-1],
+                    logprobs_TD=logprobs.double().numpy().reshape(shape),
+                    values_TD=values_TD,
+                    next_values_D=np.zeros(shape[1]) if trajectory.terminated else values_TD[-1],
                 )
+            begin = end
             discounts_T = settings.gamma ** trajectory.num_windows_T.astype(np.float64)
             if settings.objective == "simplified":  # the discounted sum of rewards: the paper's weight, no critic
                 no_values_TD = np.zeros_like(trajectory.rewards_TD)
@@ -289,11 +302,7 @@ class Agent:
                 advantages, returns = gae(*measured, discounts_T, settings.gae_lambda)
             columns.append((trajectory.logprobs_TD, advantages, returns, trajectory.values_TD))
         floats = [np.concatenate([part.reshape(-1) for part in column]) for column in zip(*columns, strict=True)]
-        batch = Batch(
-            torch.from_numpy(self.normalisation.applied(raw).astype(np.float32)),
-            torch.from_numpy(np.concatenate([trajectory.actions_TD.reshape(-1) for trajectory in trajectories])),
-            *(torch.from_numpy(part.astype(np.float32)) for part in floats),
-        )
+        batch = Batch(inputs_NI, actions_NL, *(torch.from_numpy(part.astype(np.float32)) for part in floats))
         generator = torch.Generator().manual_seed(_seed(self.metadata) + 1_000_003 * (number + 1))
         stats = update(self._network, self._optimizer, batch, settings, generator=generator, progress=progress)
         if number > 0:
@@ -307,7 +316,7 @@ class Agent:
 def _network(metadata: PolicyMetadata, generator: torch.Generator) -> ActorCritic:
     return ActorCritic(
         2 * len(metadata.inputs),
-        len(metadata.actions),
+        [len(each) for each in metadata.actions],
         metadata.settings.hidden_sizes,
         generator=generator,
         neutral_logit=metadata.settings.neutral_logit,

@@ -66,7 +66,8 @@ class Trajectory(NamedTuple):
 
     inputs_TDI: Array32
     """Inputs as the action set selects them, not normalised; NaN where unknown."""
-    actions_TD: Choices
+    actions_TDL: Choices
+    """One per lever."""
     logprobs_TD: Array64
     values_TD: Array64
     rewards_TD: Array64
@@ -119,7 +120,7 @@ def trajectory_of(recording: Recording, action_set: ActionSet, end: End = End())
     newest = recorded.seen[max(recorded.seen)][1]
     return Trajectory(
         inputs_TDI=np.stack(inputs),
-        actions_TD=np.stack([action_set.choices(job, action.carry) for action in decided_by]),
+        actions_TDL=np.stack([action_set.choices(job, action.carry) for action in decided_by]),
         logprobs_TD=np.stack([np.asarray(action.logprobs, dtype=np.float64) for action in decided_by]),
         values_TD=np.stack([_values(action, len(mean)) for action in decided_by]),
         rewards_TD=np.stack([np.sum([rewards.get(at, mean) for at in span], axis=0) for span in windows]),

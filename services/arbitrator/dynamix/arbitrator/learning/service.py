@@ -93,7 +93,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds to wait for the last rewards of a generation that has ended."""
     reward_formula: Literal["auto", "paper-sgd", "paper-adam", "time-aware"] = "auto"
     """For a new policy: the value of DYNAMIX_REWARD_FORMULA of the jobs that it will learn from."""
-    action_set: Literal["deltas", "global"] = "global"
+    action_set: ActionSetName = "levers"
     """For a new policy: one choice per rank, or one for the job."""
     objective: Literal["clipped", "simplified"] = "clipped"
     """For a new policy: PPO's, or the paper's."""

@@ -1,0 +1,88 @@
+"""What a learned policy's choices depend on: one that ignores its state is a constant, however it was learned. Pure."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dynamix.arbitrator.policies.policy import Array32, Array64
+
+from .policy_file import Choices, Forward, Normalisation, PolicyFile, likeliest, log_softmax, of_levers
+
+LEAST_DEPENDENCE = 0.01
+"""Share of decisions that another state must change: below it a policy is dead."""
+NUM_STATES = 2000
+DEVIATIONS = np.linspace(-2.0, 2.0, 9)
+"""Standard deviations from the mean at which responses are shown."""
+
+
+def group_of(name: str) -> str:
+    """The group of inputs that an input belongs to, which are put out of order together."""
+    if name.endswith("_before"):
+        return "past"
+    groups = {
+        "size": ("size_log2", "batch_to_base_log2", "room_above_log2", "room_below_log2", "decided_to_batch_log2"),
+        "noise": ("sigma_norm", "sigma_norm_sq", "batch_to_noise_log2"),
+        "exchange": ("every_log2", "is_int8", "decided_every_log2", "decided_is_int8"),
+        "network": ("tx_bytes_per_s_log2", "retransmits_log2"),
+        "system": ("cpu_time_ratio", "memory_ratio"),
+        "accuracy": ("accuracy", "accuracy_change"),
+        "times": ("step_time_s_log2", "step_elasticity", "step_change"),
+    }
+    found = next((group for group, names in groups.items() if name in names), None)
+    return found or ("times" if name.endswith("_share") else "job")
+
+
+def likeliest_choices(file: PolicyFile, inputs_DI: Array32) -> Choices:
+    """Decisions x levers."""
+    return likeliest(_logits(file, inputs_DI))
+
+
+def _logits(file: PolicyFile, inputs_DI: Array32) -> list[Array64]:
+    forward = Forward(file.tensors, len(file.metadata.settings.hidden_sizes))
+    normalised = Normalisation.of_tensors(file.tensors).applied(inputs_DI)
+    return of_levers(forward.logits(normalised), file.metadata.actions)
+
+
+def typical_states(file: PolicyFile) -> Array32:
+    """States drawn from the moments of what the policy has seen, each input for itself: states x inputs."""
+    moments = Normalisation.of_tensors(file.tensors)
+    drawn = np.random.default_rng(0).standard_normal((NUM_STATES, len(file.metadata.inputs)))
+    states: Array32 = (moments.mean_I + moments.deviation_I * drawn).astype(np.float32)
+    return states
+
+
+def dependence(file: PolicyFile, states_DI: Array32) -> dict[str, float]:
+    """Share of decisions that change when a group of inputs comes from another state; `all`: all inputs do.
+
+    The greatest groups first.
+    """
+    other = np.random.default_rng(0).permutation(len(states_DI))
+    chosen, groups = likeliest_choices(file, states_DI), np.array([group_of(name) for name in file.metadata.inputs])
+    found = {}
+    for group in sorted(set(groups)):
+        mixed = np.where(groups == group, states_DI[other], states_DI)
+        found[group] = float((likeliest_choices(file, mixed) != chosen).any(axis=1).mean())
+    every = {"all": float((chosen[other] != chosen).any(axis=1).mean())}
+    return every | dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def is_dead(found: Mapping[str, float]) -> bool:
+    """Whether a policy's choices hardly depend on its state."""
+    return found["all"] < LEAST_DEPENDENCE
+
+
+def responses(file: PolicyFile) -> dict[str, list[Array64]]:
+    """The mean action of each lever, by its probabilities, where an input is `DEVIATIONS` from its mean; by input.
+
+    All other inputs are at their means.
+    """
+    moments, found = Normalisation.of_tensors(file.tensors), {}
+    for index, name in enumerate(file.metadata.inputs):
+        states = np.tile(moments.mean_I, (len(DEVIATIONS), 1))
+        states[:, index] += DEVIATIONS * moments.deviation_I[index]
+        logits = _logits(file, states.astype(np.float32))
+        found[name] = [
+            np.exp(log_softmax(each)) @ np.array(actions)
+            for each, actions in zip(logits, file.metadata.actions, strict=True)
+        ]
+    return found
