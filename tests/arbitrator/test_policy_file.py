@@ -18,7 +18,7 @@ CONTENT = learned.policy_file().to_bytes()
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    file = learned.policy_file("global", scores={"vs_rule": 0.97}, scenarios=("mixed-8", "slow-link"), seeds=(3, 4))
+    file = learned.policy_file("levers", scores={"vs_rule": 0.97}, scenarios=("mixed-8", "slow-link"), seeds=(3, 4))
     (tmp_path / "ppo.safetensors").write_bytes(file.to_bytes())
     again = PolicyFile.read(tmp_path / "ppo.safetensors")
     assert (again.metadata, again.to_bytes(), again.digest) == (file.metadata, file.to_bytes(), file.digest)
@@ -34,7 +34,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ({"settings": PPOSettings(hidden_sizes=(16,))}, r"tensor 'actor.2.weight' must be of shape \(5, 16\)"),
         ({"scores": {"ratio": 1e400}}, "not a policy file of DYNAMIX"),
         ({"inputs": ("ping_ms", *learned.metadata("deltas").inputs[1:])}, "policy 'ppo': its inputs .*ping_ms"),
-        ({"actions": (25.0, 0.0, -25.0, 100.0, -100.0)}, "policy 'ppo': its actions"),
+        ({"actions": ((25.0, 0.0, -25.0, 100.0, -100.0),)}, "policy 'ppo': its actions"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields: dict[str, Any], reason: str) -> None:
