@@ -14,6 +14,7 @@ from dynamix.arbitrator.learned.policy import (
     EMPTY_MEMORY,
     INPUTS,
     LAG,
+    LONGEST_PERIOD,
     JobLevers,
     LearnedPolicy,
     Levers,
@@ -60,7 +61,8 @@ def test_an_untrained_policy_changes_nothing(action_set: ActionSetName) -> None:
 def test_each_lever_moves_from_its_last_decision_to_its_bound() -> None:
     sizes = [sum(action.local_batch_sizes) for action in moved((4, 0, 0), num_windows=5)]
     assert sizes == [1024, 2048, 4096, 4096, 4096]
-    assert [action.allocation.exchange.every for action in moved((0, 2, 0))] == [2, 4, 8, 16, 32, 32, 32, 32]
+    periods = [action.allocation.exchange.every for action in moved((0, 2, 0))]
+    assert periods == [min(2 << window, LONGEST_PERIOD) for window in range(8)]
     codecs = [action.allocation.exchange.codec for action in moved((0, 0, 1), num_windows=4)]
     assert codecs == ["int8", "none", "int8", "none"]
 

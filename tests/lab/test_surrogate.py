@@ -11,6 +11,7 @@ from tests.support import examples, learned, virtual
 from dynamix.arbitrator.learned.policy import LAG, Columns, Levers
 from dynamix.arbitrator.learning.rollout import Trajectory
 from dynamix.lab.learning.surrogate import (
+    RATE_EXPONENT,
     Chooser,
     SurrogateJobs,
     SurrogateTask,
@@ -69,8 +70,8 @@ def test_ranks_that_divide_their_sum_are_as_fast_as_each_other() -> None:
     ("fields", "every", "expected"),
     [
         ({}, 1, 0.5),
-        ({"base_global_batch_size": 15}, 1, 0.5 * 2**0.1),
-        ({"base_global_batch_size": 15, "optimizer": "adam"}, 1, 0.5 * 2**0.2),
+        ({"base_global_batch_size": 15}, 1, 0.5 * 2**RATE_EXPONENT),
+        ({"base_global_batch_size": 15, "optimizer": "adam"}, 1, 0.5 * 4**RATE_EXPONENT),
         ({}, 2, 0.5 / (1 + 0.1 / 2**1.5)),
         ({}, 9, 0.5 / (1 + 0.8 / 2**1.5)),
         ({"optimizer": "adam"}, 9, 0.5 / (1 + 0.8 / 2)),

@@ -8,7 +8,14 @@ import msgspec
 import numpy as np
 
 from dynamix.arbitrator.learned.policy import metadata_of
-from dynamix.arbitrator.learned.policy_file import ActionSetName, Objective, PolicyFile, PolicyMetadata, PPOSettings
+from dynamix.arbitrator.learned.policy_file import (
+    ActionSetName,
+    Normalisation,
+    Objective,
+    PolicyFile,
+    PolicyMetadata,
+    PPOSettings,
+)
 from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.arbitrator.learning.rollout import Trajectory
 
@@ -34,13 +41,15 @@ def agent(action_set: ActionSetName = "levers", **fields: Any) -> Agent:
 def policy_file(
     action_set: ActionSetName = "levers", *, favour: tuple[int, ...] | None = None, gain: float = 1.0, **fields: Any
 ) -> PolicyFile:
-    """An untrained policy.
+    """An untrained policy that has seen inputs of mean 0 and deviation 1.
 
     `favour` makes one action of each lever the likeliest by far, whatever there is to see; with a `gain` of hundreds
     the likeliest actions depend on it.
     """
     file = agent(action_set, **fields).file()
-    tensors = {**file.tensors, "actor.4.weight": np.float32(gain) * file.tensors["actor.4.weight"]}
+    seen = np.full(len(file.metadata.inputs), 1000.0)
+    tensors = {**file.tensors, **Normalisation(seen, 0 * seen, seen).tensors()}
+    tensors["actor.4.weight"] = np.float32(gain) * tensors["actor.4.weight"]
     if favour is not None:
         biases = [50.0 * (np.arange(len(of)) == at) for of, at in zip(file.metadata.actions, favour, strict=True)]
         tensors["actor.4.bias"] = np.concatenate(biases).astype(np.float32)
