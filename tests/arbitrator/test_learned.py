@@ -18,7 +18,6 @@ from dynamix.arbitrator.learned.policy import (
     JobLevers,
     LearnedPolicy,
     Levers,
-    PublishedActions,
     facts_of,
     lever_inputs,
 )
@@ -140,19 +139,6 @@ def test_with_nothing_known_a_policy_still_decides_within_bounds(action_set: Act
     decision = policy.decide(job, 0, obs_WF, np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32), b"")
     assert all(32 <= size <= 1024 for size in decision.allocation.local_batch_sizes)
     assert np.isfinite(decision.logprobs or ()).all()
-
-
-def test_inputs_match_the_list_of_names_for_any_number_of_ranks() -> None:
-    for world_size in (1, 4, 33):
-        job = examples.job({"node-a": tuple(range(world_size))})
-        obs_WF = np.abs(np.random.default_rng(0).normal(100, 20, (world_size, len(RANK_FEATURES)))).astype(np.float32)
-        obs_WF[:, RANK_INDEX["age_windows"]] = 0
-        for action_set, num_rows in ((PublishedActions(), world_size), (JobLevers(), 1)):
-            global_F = np.ones(len(GLOBAL_FEATURES), dtype=np.float32)
-            found = action_set.situation(job, 3, obs_WF, global_F, b"").inputs_DI
-            assert found.shape == (num_rows, len(INPUTS[action_set.name]))
-            of_past = [name.endswith("_before") for name in INPUTS[action_set.name]]
-            assert np.isnan(found).tolist() == [of_past] * num_rows
 
 
 def observed(sizes: tuple[int, ...], compute_s: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:

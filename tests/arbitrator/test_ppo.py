@@ -57,7 +57,7 @@ def batch(seed: int = 1) -> Batch:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_whole_update_equals_the_reference(variant: str) -> None:
     settings, made, rows = VARIANTS[variant], network(), batch()
-    plain = PlainPPO(made.tensors(), 2, NUM_ACTIONS, settings)
+    plain = PlainPPO(made.tensors(), NUM_ACTIONS, settings)
     optimizer = torch.optim.Adam(made.parameters(), lr=1.0, eps=settings.adam_eps)
     stats = update(made, optimizer, rows, settings, generator=torch.Generator().manual_seed(5), progress=0.25)
     shuffle = torch.Generator().manual_seed(5)

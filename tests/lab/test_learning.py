@@ -81,8 +81,9 @@ def test_learning_is_the_same_to_the_last_bit_however_often_it_is_killed(
     assert whole.finished
 
 
-def test_learning_on_the_surrogate_is_the_same_to_the_last_bit_with_any_number_of_workers() -> None:
-    plan = learning.plan(**ON_SURROGATE)
+@pytest.mark.parametrize("policy", ["ppo", "ppo-paper"])
+def test_learning_on_the_surrogate_is_the_same_to_the_last_bit_with_any_number_of_workers(policy: str) -> None:
+    plan = learning.plan(policy, **ON_SURROGATE)
     alone = learn(plan, num_workers=1)
     with joblib.parallel_config(backend="threading"):  # workers that have the made-up data
         together = learn(plan, num_workers=2)

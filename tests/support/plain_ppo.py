@@ -16,15 +16,11 @@ class PlainPPO:
     """Parameters by name, and Adam."""
 
     def __init__(
-        self,
-        parameters: Mapping[str, npt.NDArray[Any]],
-        num_hidden: int,
-        num_actions: Sequence[int],
-        settings: PPOSettings,
+        self, parameters: Mapping[str, npt.NDArray[Any]], num_actions: Sequence[int], settings: PPOSettings
     ) -> None:
         self._tensors = {name: torch.tensor(array).double().requires_grad_() for name, array in parameters.items()}
         self._adam = torch.optim.Adam(self._tensors.values(), eps=settings.adam_eps)
-        self._num_hidden = num_hidden
+        self._num_hidden = len(settings.hidden_sizes)
         self._num_actions = list(num_actions)
         self._settings = settings
 
