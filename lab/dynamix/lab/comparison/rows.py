@@ -52,7 +52,8 @@ ORACLE_SIZES = (8, 16, 32, 64, 128, 256)
 RATE_FACTORS = (0.5, 1.0, 2.0)
 """Factors on the learning rate, of which `learning_rate_factor = "best"` uses the best."""
 EXACT_POLICIES = frozenset(
-    {"split", "random", "proportional", "noise-scale", "goodput", "doubling", "stigmergy", "omnilearn", ORACLE}
+    {"split", "random", "proportional", "noise-scale", "goodput", "doubling", "stigmergy", "omnilearn", "ppo-paper"}
+    | {ORACLE}
 )
 """Policies that never change the gradient exchange; nor does `static` without options for it."""
 LABORATORY: Mapping[str, NamedPolicy] = {OmniLearn.name: OmniLearn()}
@@ -206,7 +207,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def permitted(self, exchange: ExchangePermission) -> "Row":
         """The row with that permission, where the policy can use one and the row has none."""
         is_static = self.policy in {"static", BEST_STATIC} and exchange_of(self.options) == EXACT
-        is_exact = self.is_learned or is_static or self.policy in EXACT_POLICIES
+        is_exact = is_static or self.policy in EXACT_POLICIES
         return self if is_exact or self.exchange is not None else replace(self, exchange=exchange)
 
     def settings(self, family: str, tuned: Tuned) -> tuple["Row", ...]:
