@@ -32,6 +32,7 @@ from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages.allocation import EXACT, EXCHANGE_CODECS, ExchangePermission
 from dynamix.schemas.policies import DEFAULT_POLICY, check_options, exchange_of, option_value
 
+from .bandit import Bandit
 from .omnilearn import OmniLearn
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ EXACT_POLICIES = frozenset(
     {"split", "random", "proportional", "noise-scale", "goodput", "doubling", "stigmergy", "omnilearn", ORACLE}
 )
 """Policies that never change the gradient exchange; nor does `static` without options for it."""
-LABORATORY: Mapping[str, NamedPolicy] = {OmniLearn.name: OmniLearn()}
+LABORATORY: Mapping[str, NamedPolicy] = {OmniLearn.name: OmniLearn(), Bandit.name: Bandit()}
 
 
 def known_policy(name: str) -> NamedPolicy:
@@ -206,7 +207,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def permitted(self, exchange: ExchangePermission) -> "Row":
         """The row with that permission, where the policy can use one and the row has none."""
         is_static = self.policy in {"static", BEST_STATIC} and exchange_of(self.options) == EXACT
-        is_exact = self.is_learned or is_static or self.policy in EXACT_POLICIES
+        is_exact = is_static or self.policy in EXACT_POLICIES
         return self if is_exact or self.exchange is not None else replace(self, exchange=exchange)
 
     def settings(self, family: str, tuned: Tuned) -> tuple["Row", ...]:
