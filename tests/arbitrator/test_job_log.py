@@ -26,7 +26,7 @@ JOB = examples.job(NODES, job="first-0", policy="static")
 OTHER = examples.job(NODES, job="other-0", policy="static")
 LEARNED = examples.job(NODES, job="learned-0", policy="mine")
 SIZES = (128, 128)
-SHRINKS, GROWS = (learned.policy_file("deltas", favour=choice).to_bytes() for choice in (1, 2))
+SHRINKS, GROWS = (learned.policy_file("deltas", favour=(choice,)).to_bytes() for choice in (1, 2))
 
 
 async def opened(bus: Bus, job: Job = JOB, counts: Counter[str] | None = None) -> JobLog:

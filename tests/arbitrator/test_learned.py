@@ -11,22 +11,24 @@ from tests.support import examples, learned
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned.policy import (
     DELTAS,
+    EMPTY_MEMORY,
     INPUTS,
-    MULTIPLIERS,
-    RANK_INPUTS,
-    Deltas,
-    GlobalLever,
+    LAG,
+    LONGEST_PERIOD,
+    JobLevers,
     LearnedPolicy,
-    rank_inputs,
+    Levers,
+    facts_of,
+    lever_inputs,
 )
-from dynamix.arbitrator.learned.policy_file import ActionSetName, Forward
+from dynamix.arbitrator.learned.policy_file import ActionSetName, Forward, of_levers, sample
 from dynamix.arbitrator.policies.policy import Policy
-from dynamix.arbitrator.policies.rule import Rule
-from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
+from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
-ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "global")
+ACTION_SETS: tuple[ActionSetName, ...] = ("deltas", "levers")
 
 
 def run(job: Job, policy: Policy, num_windows: int = 12) -> list[Action]:
@@ -42,29 +44,47 @@ def run(job: Job, policy: Policy, num_windows: int = 12) -> list[Action]:
     return actions
 
 
-@pytest.mark.parametrize("supports_tracking", [False, True])
-def test_an_untrained_global_policy_is_the_rule_itself(supports_tracking: bool) -> None:
-    job = examples.job(NODES, policy="ppo", supports_tracking=supports_tracking)
-    ruled = run(job, Rule())
-    decided = run(job, LearnedPolicy(learned.policy_file("global")))
-    assert [action.allocation for action in decided] == [action.allocation for action in ruled]
-    assert len({a.local_batch_sizes for a in ruled}) > 2
+def moved(choices: tuple[int, ...], permission: ExchangePermission = "local", num_windows: int = 8) -> list[Action]:
+    """Decisions of a policy that always makes the same choice of each lever."""
+    job = examples.job(NODES, policy="ppo", exchange=permission, supports_exchange=True)
+    return run(job, LearnedPolicy(learned.policy_file(favour=choices)), num_windows)
 
 
-@pytest.mark.parametrize("choice", range(1, len(MULTIPLIERS)))
-def test_a_multiplier_scales_the_rule_and_does_not_compound(choice: int) -> None:
-    job = examples.job(NODES, policy="ppo", min_local_batch_size=1, max_local_batch_sizes=(100_000,) * 4)
-    ruled = run(job, Rule())
-    decided = run(job, LearnedPolicy(learned.policy_file("global", favour=choice)))
-    for own, rule in zip(decided, ruled, strict=True):
-        expected = sum(rule.local_batch_sizes) * MULTIPLIERS[choice]
-        assert sum(own.local_batch_sizes) == pytest.approx(expected, rel=0.02)
+@pytest.mark.parametrize("action_set", ACTION_SETS)
+def test_an_untrained_policy_changes_nothing(action_set: ActionSetName) -> None:
+    job = examples.job(NODES, policy="ppo", exchange="local", supports_exchange=True)
+    decided = run(job, LearnedPolicy(learned.policy_file(action_set)))
+    assert {(action.local_batch_sizes, action.allocation.exchange) for action in decided} == {((128,) * 4, EXACT)}
+
+
+def test_each_lever_moves_from_its_last_decision_to_its_bound() -> None:
+    sizes = [sum(action.local_batch_sizes) for action in moved((4, 0, 0), num_windows=5)]
+    assert sizes == [1024, 2048, 4096, 4096, 4096]
+    periods = [action.allocation.exchange.every for action in moved((0, 2, 0))]
+    assert periods == [min(2 << window, LONGEST_PERIOD) for window in range(8)]
+    codecs = [action.allocation.exchange.codec for action in moved((0, 0, 1), num_windows=4)]
+    assert codecs == ["int8", "none", "int8", "none"]
+
+
+def test_another_global_batch_is_divided_by_speed() -> None:
+    first = moved((1, 0, 0), num_windows=1)[0].local_batch_sizes
+    assert first == (32, 50, 75, 99)  # of 256, by speeds 1 to 4; at least 32
+    assert moved((0, 2, 0), num_windows=1)[0].local_batch_sizes == (128,) * 4
+
+
+@pytest.mark.parametrize(
+    ("permission", "exchanges"),
+    [("exact", {("none", 1)}), ("lossy", {("none", 1), ("int8", 1)})],
+)
+def test_levers_stay_within_the_jobs_permission(permission: ExchangePermission, exchanges: set[object]) -> None:
+    found = {(a.allocation.exchange.codec, a.allocation.exchange.every) for a in moved((0, 2, 1), permission)}
+    assert found == exchanges
 
 
 @pytest.mark.parametrize("choice", range(len(DELTAS)))
 def test_a_delta_is_added_to_each_ranks_own_last_size(choice: int) -> None:
     job = examples.job(NODES, policy="ppo-paper")
-    action = run(job, LearnedPolicy(learned.policy_file("deltas", favour=choice)), num_windows=1)[0]
+    action = run(job, LearnedPolicy(learned.policy_file("deltas", favour=(choice,))), num_windows=1)[0]
     assert action.local_batch_sizes == (max(32, 128 + DELTAS[choice]),) * 4
     assert action.allocation.split == "fixed"
 
@@ -80,6 +100,17 @@ def test_numpy_and_torch_compute_the_same(action_set: ActionSetName) -> None:
         values = agent._network.critic(torch.tensor(rows, dtype=torch.float32)).numpy()[:, 0]
     assert np.abs(forward.logits(rows) - logits).max() < 1e-6
     assert np.abs(forward.values(rows) - values).max() < 1e-5 * np.abs(values).max()
+    levers = of_levers(forward.logits(rows), file.metadata.actions)
+    choices_DL, logprobs_D = sample(levers, np.random.default_rng(1).random((64, len(levers))))
+    with torch.no_grad():
+        again = agent._network.evaluate(torch.tensor(rows, dtype=torch.float32), torch.tensor(choices_DL))[0]
+    assert logprobs_D == pytest.approx(again.numpy(), abs=1e-5)
+
+
+def test_the_log_probability_of_a_decision_is_the_sum_over_its_levers() -> None:
+    choices_DL, logprobs_D = sample([np.zeros((1, num)) for num in (5, 3, 2)], np.array([[0.99, 0.5, 0.0]]))
+    assert choices_DL.tolist() == [[4, 1, 0]]
+    assert logprobs_D == pytest.approx([-np.log(5 * 3 * 2)])
 
 
 @pytest.mark.parametrize("action_set", ACTION_SETS)
@@ -110,29 +141,82 @@ def test_with_nothing_known_a_policy_still_decides_within_bounds(action_set: Act
     assert np.isfinite(decision.logprobs or ()).all()
 
 
-def test_inputs_match_the_list_of_names_for_any_number_of_ranks() -> None:
-    for world_size in (1, 4, 33):
-        job = examples.job({"node-a": tuple(range(world_size))})
-        obs_WF = np.abs(np.random.default_rng(0).normal(100, 20, (world_size, len(RANK_FEATURES)))).astype(np.float32)
-        for action_set, num_rows in ((Deltas(), world_size), (GlobalLever(), 1)):
-            global_F = np.ones(len(GLOBAL_FEATURES), dtype=np.float32)
-            found = action_set.situation(job, 3, obs_WF, global_F, b"").inputs_DI
-            assert found.shape == (num_rows, len(INPUTS[action_set.name]))
-            assert np.isfinite(found).all()
-
-
-def test_ratios_of_a_rank_by_hand() -> None:
-    obs_WF = np.full((2, len(RANK_FEATURES)), np.nan, dtype=np.float32)
-    columns = {"decided_local_batch_size": (64, 192), "compute_time_s": (0.1, 0.3), "step_time_s": (0.4, 0.4)}
+def observed(sizes: tuple[int, ...], compute_s: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """What a job's ranks saw in a window that ends 0.1 s after the slowest."""
+    obs_WF = np.full((len(sizes), len(RANK_FEATURES)), np.nan, dtype=np.float32)
+    step_s = max(compute_s) + 0.1
+    columns = {
+        "decided_local_batch_size": sizes,
+        "local_batch_size": sizes,
+        "num_samples": tuple(10 * size for size in sizes),
+        "age_windows": (0,) * len(sizes),
+        "compute_time_s": compute_s,
+        "sync_time_s": tuple(step_s - each for each in compute_s),
+        "step_time_s": (step_s,) * len(sizes),
+    }
     for name, values in columns.items():
         obs_WF[:, RANK_INDEX[name]] = values
+    global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
+    global_F[GLOBAL_INDEX["noise_scale"]] = 512
+    return obs_WF, global_F
+
+
+def test_inputs_of_levers_by_hand() -> None:
     job = examples.job({"node-a": (0, 1)})
-    found = dict(zip(RANK_INPUTS, rank_inputs(job, obs_WF).T, strict=True))
-    assert found["size_to_mean_log2"] == pytest.approx([-1, np.log2(1.5)])
-    assert found["room_above_log2"] == pytest.approx([4, np.log2(1024 / 192)])
-    assert found["room_below_log2"] == pytest.approx([1, np.log2(6)])
-    assert found["compute_share"] == pytest.approx([0.25, 0.75])
-    assert np.isnan(found["accuracy"]).all()
+    (inputs,) = JobLevers().situation(job, 3, *observed((64, 192), (0.1, 0.3)), b"").inputs_DI
+    found = dict(zip(INPUTS["levers"], inputs.tolist(), strict=True))
+    assert found["batch_to_base_log2"] == 0
+    assert found["batch_to_noise_log2"] == -1
+    assert (found["room_above_log2"], found["room_below_log2"]) == (3, 2)
+    assert (found["compute_share"], found["most_compute_share"]) == pytest.approx((0.5, 0.75))
+    assert (found["least_sync_share"], found["most_sync_share"]) == pytest.approx((0.25, 0.75))
+    assert (found["world_size_log2"], found["windows_log2"]) == (1, 2)
+
+
+def test_a_job_and_a_row_of_a_simulator_have_equal_inputs_window_by_window() -> None:
+    """The memory of one passes through the carry of its decisions, that of the other stays an array."""
+    jobs = [examples.job({"node-a": (0, 1)}, exchange="local", supports_exchange=True)] * 2
+    carry, memory = b"", np.tile(EMPTY_MEMORY, (2, 1))
+    pipeline = [Levers(*(np.full(2, value) for value in (256.0, 1.0, 0.0)))] * LAG
+    for window, choices in enumerate([(1, 2, 0), (4, 0, 1), (3, 2, 0), (0, 1, 1), (2, 0, 0), (4, 2, 1)]):
+        active, decided = pipeline.pop(0), pipeline[-1]
+        total = float(active.batch[0])
+        obs_WF, global_F = observed((0, 0), (1e-3 * total + 0.02 * window, 2e-3 * total))
+        obs_WF[:, RANK_INDEX["local_batch_size"]] = total / 2
+        obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = (
+            np.floor(decided.batch[0] / 2),
+            np.ceil(decided.batch[0] / 2),
+        )
+        situation = JobLevers().situation(jobs[0], window, obs_WF, global_F, carry)
+        carry = situation.decide(np.array([choices])).carry
+        names = ("compute_time_s", "sync_time_s", "step_time_s")
+        seen = {name: np.tile(obs_WF[:, RANK_INDEX[name]].astype(np.float64), (2, 1)) for name in names}
+        facts = facts_of(jobs, np.full(2, 1.0 + window))
+        inputs, memory = lever_inputs({**seen, "noise_scale": np.full(2, 512.0)}, active, decided, facts, memory)
+        assert situation.inputs_DI[0] == pytest.approx(inputs[1], abs=1e-5, nan_ok=True)
+        pipeline.append(decided.moved(np.array([choices] * 2), facts))
+    assert len(set(memory[0].tolist())) > 12
+
+
+@pytest.mark.parametrize(
+    ("power", "expected"), [(0.5, 0.5), (1.0, (3.439 + 0.025) / (3.439 + 0.05)), (0.0, 0.025 / 3.489)]
+)
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_elasticity_is_the_power_of_the_batch_that_the_step_takes(
+    power: float, expected: float, every: int
+) -> None:
+    """Four doublings, older ones with less weight, are measured against a prior of 1/2."""
+    job = examples.job(
+        {"node-a": (0, 1)}, exchange="local", supports_exchange=True, initial_exchange=Exchange(every=every)
+    )
+    carry = b""
+    for doublings in range(5):
+        obs_WF, global_F = observed((32 << doublings,) * 2, (0.1, 0.1))
+        obs_WF[:, RANK_INDEX["step_time_s"]] = 0.5 * 2 ** (power * doublings)
+        situation = JobLevers().situation(job, doublings, obs_WF, global_F, carry)
+        carry = situation.base.carry
+    found = dict(zip(INPUTS["levers"], situation.inputs_DI[0].tolist(), strict=True))
+    assert found["step_elasticity"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_deciding_needs_no_torch() -> None:

@@ -18,7 +18,7 @@ CONTENT = learned.policy_file().to_bytes()
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    file = learned.policy_file("global", scores={"vs_rule": 0.97}, scenarios=("mixed-8", "slow-link"), seeds=(3, 4))
+    file = learned.policy_file("levers", scores={"vs_rule": 0.97}, scenarios=("mixed-8", "slow-link"), seeds=(3, 4))
     (tmp_path / "ppo.safetensors").write_bytes(file.to_bytes())
     again = PolicyFile.read(tmp_path / "ppo.safetensors")
     assert (again.metadata, again.to_bytes(), again.digest) == (file.metadata, file.to_bytes(), file.digest)
@@ -34,7 +34,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ({"settings": PPOSettings(hidden_sizes=(16,))}, r"tensor 'actor.2.weight' must be of shape \(5, 16\)"),
         ({"scores": {"ratio": 1e400}}, "not a policy file of DYNAMIX"),
         ({"inputs": ("ping_ms", *learned.metadata("deltas").inputs[1:])}, "policy 'ppo': its inputs .*ping_ms"),
-        ({"actions": (25.0, 0.0, -25.0, 100.0, -100.0)}, "policy 'ppo': its actions"),
+        ({"actions": ((25.0, 0.0, -25.0, 100.0, -100.0),)}, "policy 'ppo': its actions"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields: dict[str, Any], reason: str) -> None:
@@ -58,6 +58,16 @@ def test_learning_continues_from_a_file_where_it_stopped(objective: Literal["cli
     again = Agent.of(PolicyFile.from_bytes(file.to_bytes()))
     assert again.file().digest == file.digest
     assert learned.learn_once(again).digest == learned.trained_policy(objective, updates=2).digest
+
+
+def test_a_critic_that_begins_again_leaves_the_actor_as_it_is_and_adam_without_moments() -> None:
+    agent = Agent.of(learned.trained_policy())
+    before = agent.file().tensors
+    agent.begin_critic()
+    after, fresh = PolicyFile.from_bytes(agent.file().to_bytes()).tensors, learned.agent().file().tensors
+    assert after.keys() == fresh.keys()
+    for name, array in after.items():
+        assert (array == (fresh if name.startswith("critic") else before)[name]).all(), name
 
 
 @given(st.data())

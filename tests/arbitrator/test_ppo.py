@@ -13,7 +13,7 @@ from tests.support.plain_ppo import PlainPPO
 from dynamix.arbitrator.learned.policy_file import PPOSettings
 from dynamix.arbitrator.learning.ppo import ActorCritic, Batch, gae, update
 
-NUM_INPUTS, NUM_ACTIONS, NUM_ROWS = 6, 5, 48
+NUM_INPUTS, NUM_ACTIONS, NUM_ROWS = 6, (3, 2), 48
 SMALL = PPOSettings(hidden_sizes=(8, 7), num_minibatches=3, update_epochs=2, target_kl=None, learning_rate=0.01)
 VARIANTS = {
     "clipped": SMALL,
@@ -50,13 +50,14 @@ def batch(seed: int = 1) -> Batch:
         rng.normal(size=NUM_ROWS),
     )
     inputs, logprobs, advantages, returns, values = (torch.tensor(c, dtype=torch.float32) for c in columns)
-    return Batch(inputs, torch.tensor(rng.integers(NUM_ACTIONS, size=NUM_ROWS)), logprobs, advantages, returns, values)
+    actions = torch.tensor(rng.integers(NUM_ACTIONS, size=(NUM_ROWS, len(NUM_ACTIONS))))
+    return Batch(inputs, actions, logprobs, advantages, returns, values)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_whole_update_equals_the_reference(variant: str) -> None:
     settings, made, rows = VARIANTS[variant], network(), batch()
-    plain = PlainPPO(made.tensors(), 2, settings)
+    plain = PlainPPO(made.tensors(), NUM_ACTIONS, settings)
     optimizer = torch.optim.Adam(made.parameters(), lr=1.0, eps=settings.adam_eps)
     stats = update(made, optimizer, rows, settings, generator=torch.Generator().manual_seed(5), progress=0.25)
     shuffle = torch.Generator().manual_seed(5)
@@ -68,11 +69,11 @@ def test_one_whole_update_equals_the_reference(variant: str) -> None:
         assert np.abs(array - plain.parameters[name]).max() < 1e-6, name  # `simplified` leaves the critic alone
 
 
-def test_the_hidden_layers_begin_orthogonal_and_the_neutral_action_ahead() -> None:
-    made = ActorCritic(6, 5, (4,), generator=torch.Generator().manual_seed(0), neutral_logit=1.5)
+def test_the_hidden_layers_begin_orthogonal_and_the_neutral_action_of_each_lever_ahead() -> None:
+    made = ActorCritic(6, (3, 2), (4,), generator=torch.Generator().manual_seed(0), neutral_logit=1.5)
     weight = made.tensors()["actor.0.weight"].astype(np.float64)
     assert weight @ weight.T == pytest.approx(2 * np.eye(4), abs=1e-5)
-    assert made.tensors()["actor.2.bias"].tolist() == [1.5, 0, 0, 0, 0]
+    assert made.tensors()["actor.2.bias"].tolist() == [1.5, 0, 0, 1.5, 0]
 
 
 def test_target_kl_ends_an_update_early() -> None:

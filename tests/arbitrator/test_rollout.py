@@ -10,14 +10,21 @@ from hypothesis import strategies as st
 from tests.support import examples, learned
 
 from dynamix.arbitrator.deciding.fold import Fold
-from dynamix.arbitrator.learned.policy import ActionSet, Deltas, GlobalLever, LearnedPolicy
-from dynamix.arbitrator.learned.policy_file import ActionSetName, Forward, Normalisation, PolicyFile, log_softmax
+from dynamix.arbitrator.learned.policy import ActionSet, JobLevers, LearnedPolicy, PublishedActions
+from dynamix.arbitrator.learned.policy_file import (
+    ActionSetName,
+    Forward,
+    Normalisation,
+    PolicyFile,
+    log_softmax,
+    of_levers,
+)
 from dynamix.arbitrator.learning.rollout import End, Recording, RolloutError, Trajectory, trajectory_of
 from dynamix.schemas.messages import Action, Applied, Job, RankReward, Reward, State
 
 NODES = {"node-a": (0, 1), "node-b": (2, 3)}
 JOB = examples.job(NODES, policy="ppo", policy_options={"explore": 1.0})
-ACTION_SETS: dict[ActionSetName, ActionSet] = {"deltas": Deltas(), "global": GlobalLever()}
+ACTION_SETS: dict[ActionSetName, ActionSet] = {"deltas": PublishedActions(), "levers": JobLevers()}
 
 
 def states_of(num_windows: int) -> list[State]:
@@ -61,7 +68,7 @@ def decide(states: Sequence[tuple[int, State]], file: PolicyFile, job: Job = JOB
 
 
 def recording(
-    applied: Sequence[tuple[int, int]], *, action_set: ActionSetName = "global", num_windows: int = 8
+    applied: Sequence[tuple[int, int]], *, action_set: ActionSetName = "levers", num_windows: int = 8
 ) -> Recording:
     """A whole generation of `num_windows` windows."""
     states = list(enumerate(states_of(num_windows), start=1))
@@ -76,18 +83,18 @@ def windows_under(trajectory: Trajectory) -> list[float]:
 
 def test_a_decision_is_credited_with_the_first_window_that_ran_under_it_and_per_rank_with_its_own() -> None:
     record = recording([(0, 2), (1, 3), (2, 4), (3, 5), (4, 6), (5, 7)])
-    found = trajectory_of(record, GlobalLever())
+    found = trajectory_of(record, JobLevers())
     assert windows_under(found) == [100 * t + 1.5 for t in range(2, 8)]
     assert found.num_windows_T.tolist() == [1] * 6
     assert found.logprobs_TD[:, 0].tolist() == [a.logprobs[0] for a in record.actions[:6] if a.logprobs]
     record = recording([(0, 2), (1, 3)], action_set="deltas", num_windows=4)
-    found = trajectory_of(record, Deltas())
+    found = trajectory_of(record, PublishedActions())
     assert found.rewards_TD.tolist() == [[200, 201, 202, 203], [300, 301, 302, 303]]
     assert found.inputs_TDI.shape[:2] == (2, 4)
 
 
 def test_windows_without_a_new_decision_extend_the_transition() -> None:
-    found = trajectory_of(recording([(0, 2), (3, 5)]), GlobalLever())
+    found = trajectory_of(recording([(0, 2), (3, 5)]), JobLevers())
     assert windows_under(found) == [201.5 + 301.5 + 401.5, 501.5 + 601.5 + 701.5]
     assert found.num_windows_T.tolist() == [3, 3]
 
@@ -95,26 +102,26 @@ def test_windows_without_a_new_decision_extend_the_transition() -> None:
 def test_a_window_without_reward_gets_the_mean_and_a_missing_node_that_of_the_others() -> None:
     record = recording([(0, 2), (1, 3), (2, 4)], num_windows=6)
     rewards = [r for r in record.rewards if r.window != 3 and (r.window, r.node) != (2, "node-b")]
-    found = trajectory_of(record._replace(rewards=rewards), GlobalLever())
+    found = trajectory_of(record._replace(rewards=rewards), JobLevers())
     known = [1.5, 101.5, 200.5, 401.5, 501.5]
     assert windows_under(found) == pytest.approx([200.5, np.mean(known), 401.5 + 501.5])
 
 
 def test_what_comes_after_the_end_does_not_count_and_a_terminated_end_is_worth_nothing() -> None:
     record = recording([(0, 2), (1, 3), (2, 4), (3, 5)])
-    over = trajectory_of(record, GlobalLever(), End(last_window=3, terminated=True))
+    over = trajectory_of(record, JobLevers(), End(last_window=3, terminated=True))
     assert windows_under(over) == [201.5, 301.5]
     assert over.next_values_D.tolist() == [0]
-    cut_off = trajectory_of(record, GlobalLever())
+    cut_off = trajectory_of(record, JobLevers())
     assert cut_off.next_values_D.tolist() == list(record.actions[-1].values or ())
     assert cut_off.next_values_D[0] != 0
 
 
 def test_without_an_adopted_decision_there_is_nothing_to_learn() -> None:
     with pytest.raises(RolloutError, match="no sampled decision that was adopted has a rewarded window"):
-        trajectory_of(recording([]), GlobalLever())
+        trajectory_of(recording([]), JobLevers())
     with pytest.raises(RolloutError, match="rewarded"):
-        trajectory_of(recording([(0, 2)])._replace(rewards=[]), GlobalLever())
+        trajectory_of(recording([(0, 2)])._replace(rewards=[]), JobLevers())
 
 
 @pytest.mark.parametrize("action_set", ACTION_SETS)
@@ -125,11 +132,12 @@ def test_logprobs_and_values_computed_again_equal_the_recorded_ones(action_set: 
     found = trajectory_of(record, ACTION_SETS[action_set])
     forward = Forward(file.tensors, 2)
     inputs = Normalisation.of_tensors(file.tensors).applied(found.inputs_TDI.reshape(-1, found.inputs_TDI.shape[-1]))
-    logprobs = log_softmax(forward.logits(inputs))
-    again = logprobs[np.arange(len(logprobs)), found.actions_TD.reshape(-1)]
+    again, actions = np.zeros(len(inputs)), found.actions_TDL.reshape(len(inputs), -1)
+    for lever, logits in enumerate(of_levers(forward.logits(inputs), file.metadata.actions)):
+        again += log_softmax(logits)[np.arange(len(inputs)), actions[:, lever]]
     assert again.tolist() == found.logprobs_TD.reshape(-1).tolist()
     assert forward.values(inputs).tolist() == found.values_TD.reshape(-1).tolist()
-    assert len(set(found.actions_TD.reshape(-1).tolist())) > 2
+    assert len(np.unique(actions, axis=0)) > 2
 
 
 @settings(max_examples=25, deadline=None)

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import learned
+from tests.support import learned, virtual
 from tests.support.deployed_broker import DeployedBroker, become, deployed_broker
 
 from dynamix.arbitrator.learned import policy_file
+from dynamix.arbitrator.learned.policy_file import ActionSetName, PolicyFile
 from dynamix.cli.main import main
+from dynamix.extras.calibration.fit import scenario_text
+from dynamix.lab.learning.trial import Trial
 from dynamix.runtime.bus.authority import Authority
 
 FIRST, SECOND, OTHER = (
-    learned.policy_file(seeds=(seed,), scores={"vs_rule": 0.93}, scenarios=("mixed-8",)).to_bytes()
+    learned.policy_file(seeds=(seed,), scores={"vs_rule": 0.93}, scenarios=("mixed-8",), gain=300.0).to_bytes()
     for seed in (1, 2, 3)
 )
 
@@ -70,6 +73,7 @@ def test_what_is_imported_is_listed_shown_and_exported(
     shown = result_of(capsys, "show", "ppo")
     assert (shown["policy"]["version"], shown["usable"], shown["metadata"]["seeds"]) == (3, True, [2])
     assert main(["policy", "show", "ppo:1"]) == 0
+    assert shown["responses"].keys() == set(shown["metadata"]["inputs"])
     text = capsys.readouterr().out
     assert "origin              shipped" in text
     assert "scores              {'vs_rule': 0.93}" in text
@@ -83,11 +87,14 @@ def test_what_is_imported_is_listed_shown_and_exported(
 def test_what_cannot_be_done_is_said_in_a_sentence(
     broker: DeployedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good, older = (tmp_path / f"{name}.safetensors" for name in ("good", "older"))
+    good, older, dead = (tmp_path / f"{name}.safetensors" for name in ("good", "older", "dead"))
     good.write_bytes(FIRST)
+    dead.write_bytes(learned.policy_file(favour=(1, 0, 0)).to_bytes())
     older.write_bytes(learned.of_other_features())
     for arguments, reason in (
         (["import", str(older)], "policy 'ppo': its inputs are not those of this program (ping_ms)"),
+        (["test", str(older)], "policy 'ppo': its inputs are not those of this program (ping_ms)"),
+        (["import", str(dead)], f"{dead} is dead: its choices do not depend on its state"),
         (["import", str(good), "--name", "static"], "'static' is the name of a policy in code"),
         (["import", str(good), "--name", "My policy"], "cannot be part of a subject"),
         (["import", str(tmp_path)], f"cannot read {tmp_path}: not a regular file"),
@@ -134,3 +141,32 @@ def test_without_a_broker_the_packages_policies_are_shown_and_that_is_said(
     for arguments in (["show", "ppo:2"], ["import", str(tmp_path / "out")]):
         assert main(["policy", *arguments]) == 1
         assert "no broker at nats://127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("action_set", "shrinks"), [("levers", (1, 2, 0)), ("deltas", (1,))])
+def test_a_policy_that_ignores_its_state_or_is_slower_than_a_constant_fails_its_trial(
+    action_set: ActionSetName, shrinks: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario = virtual.scenario(target_accuracy=0.8, exchange="local", time_limit_s=60.0)
+    path, scenarios = tmp_path / "mine.safetensors", tmp_path / "scenarios"
+    scenarios.mkdir()
+    (scenarios / "two-speeds.toml").write_text(scenario_text(scenario, "two speeds"))
+
+    def faults(file: PolicyFile) -> list[str]:
+        path.write_bytes(file.to_bytes())
+        assert main(["policy", "test", str(path), "--scenarios", str(scenarios), "--json", "-"]) == 1
+        found: list[str] = json.loads(capsys.readouterr().out)["faults"]
+        return found
+
+    dead, slow = faults(learned.policy_file(action_set, favour=shrinks))
+    assert dead.startswith("it is dead: 0.0% of decisions change with the state")
+    assert "of the time of a constant" in slow
+    (slow,) = faults(learned.policy_file(action_set, gain=300.0))  # what it does is as good as drawn
+    assert "of the time of a constant" in slow
+
+
+def test_a_policy_that_depends_on_its_state_and_is_faster_than_a_constant_passes_its_trial() -> None:
+    trial = Trial({"all": 0.4}, "64 samples per rank", {"one": 0.5, "two": 1.28})
+    assert (trial.faults, trial.mean_vs_constant) == ([], pytest.approx(0.8))
+    assert len(trial._replace(vs_constant={"one": 1.0}).faults) == 1
+    assert len(trial._replace(dependence={"all": 0.009}).faults) == 1

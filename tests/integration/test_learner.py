@@ -7,7 +7,7 @@ from tests.support import virtual
 from tests.support.control_plane import ControlPlane, control_plane
 from tests.support.lockstep import run_lockstep
 
-from dynamix.arbitrator.learned.policy import GlobalLever, LearnedPolicy
+from dynamix.arbitrator.learned.policy import JobLevers, LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.arbitrator.learning.rollout import End, Recording, Trajectory, trajectory_of
@@ -62,7 +62,7 @@ def in_one_process(file: PolicyFile, seed: int) -> Trajectory:
     )
     states = list(enumerate(episode.states, start=1))
     recording = Recording(episode.job, states, episode.actions, episode.applied, episode.rewards)
-    return trajectory_of(recording, GlobalLever(), End(terminated=True))
+    return trajectory_of(recording, JobLevers(), End(terminated=True))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import joblib
 import msgspec
 import pytest
 from tests.support import learned, learning, virtual
@@ -21,7 +22,9 @@ from dynamix.lab.learning.run import (
     LearningCheckpointError,
 )
 from dynamix.lab.simulator.episode import EpisodeError, run_episode
-from dynamix.reward.formula import TIME_ONLY
+from dynamix.reward.formula import TIME_ONLY, Weights
+
+ON_SURROGATE = {"surrogate_updates": 3, "num_episodes": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +33,7 @@ def _made_up_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_time_aware_return_is_minus_the_time_from_the_first_decision_to_the_target() -> None:
-    content = learned.policy_file("global").to_bytes()
+    content = learned.policy_file("levers").to_bytes()
     task = EpisodeTask(learning.scenarios()[0], 1, content, explores=True, formula="time-aware", weights=TIME_ONLY)
     played = play(task)
     assert not played.missed
@@ -38,7 +41,7 @@ def test_the_time_aware_return_is_minus_the_time_from_the_first_decision_to_the_
     scenario = msgspec.structs.replace(task.scenario, fixed_time_s=0.0)
     again = run_episode(
         scenario,
-        LearnedPolicy(learned.policy_file("global"), explore=True),
+        LearnedPolicy(learned.policy_file("levers"), explore=True),
         data=virtual.data(),
         seed=1,
         keep_messages=True,
@@ -49,8 +52,12 @@ def test_the_time_aware_return_is_minus_the_time_from_the_first_decision_to_the_
     assert played.trajectory.total_reward == pytest.approx(before_s - played.time_s, rel=1e-6)
 
 
-def test_learning_is_the_same_to_the_last_bit_however_often_it_is_killed(tmp_path: Path) -> None:
-    plan = learning.plan()
+@pytest.mark.parametrize("changes", [ON_SURROGATE, {"surrogate_updates": 1, "num_episodes": 8}])
+def test_learning_is_the_same_to_the_last_bit_however_often_it_is_killed(
+    changes: dict[str, int], tmp_path: Path
+) -> None:
+    """In three updates: all on the surrogate, or one there and two in virtual clusters."""
+    plan = learning.plan(**changes)
     whole = learn(plan, num_workers=1)
 
     class KilledError(Exception):
@@ -74,6 +81,17 @@ def test_learning_is_the_same_to_the_last_bit_however_often_it_is_killed(tmp_pat
     assert whole.finished
 
 
+@pytest.mark.parametrize("policy", ["ppo", "ppo-paper"])
+def test_learning_on_the_surrogate_is_the_same_to_the_last_bit_with_any_number_of_workers(policy: str) -> None:
+    plan = learning.plan(policy, **ON_SURROGATE)
+    alone = learn(plan, num_workers=1)
+    with joblib.parallel_config(backend="threading"):  # workers that have the made-up data
+        together = learn(plan, num_workers=2)
+    assert together.file.to_bytes() == alone.file.to_bytes()
+    assert [row.num_episodes for row in alone.history] == [0, 0, 0]
+    assert {row.vs_rule for row in alone.history} == {None}
+
+
 def test_the_best_version_by_validation_is_handed_out_with_scores_on_other_seeds() -> None:
     learned_ = learn(learning.plan(), num_workers=1)
     validated = [row.validation_vs_rule for row in learned_.history]
@@ -87,18 +105,16 @@ def test_the_best_version_by_validation_is_handed_out_with_scores_on_other_seeds
     assert metadata.scenarios == ("two-speeds", "slow-start")
 
 
-def test_the_papers_variant_learns_after_each_episode_and_hands_out_its_last_version() -> None:
-    plan = plan_named("ppo-paper", learning.scenarios(), num_episodes=2, num_validation_seeds=1, num_score_seeds=1)
+def test_deltas_are_learned_by_the_published_reward_and_the_simplified_objective_after_each_episode() -> None:
+    settings = msgspec.structs.replace(learning.SETTINGS, objective="simplified")
+    each = {"num_episodes": 2, "episodes_per_update": 1, "select": "last"}
+    plan = learning.plan("ppo-paper", formula=None, weights=Weights(), settings=settings, **each)
     result = learn(plan, num_workers=1)
     assert [row.num_episodes for row in result.history] == [1, 2]
     assert result.history[0].num_decisions % 4 == 0
     assert result.history[0].explained_variance is None
     metadata = result.file.metadata
-    assert (metadata.action_set, metadata.settings.objective, metadata.reward_formula) == (
-        "deltas",
-        "simplified",
-        "auto",
-    )
+    assert (metadata.action_set, metadata.reward_formula) == ("deltas", "auto")
     assert metadata.num_updates == 2
 
 
@@ -114,7 +130,7 @@ def test_a_checkpoint_of_another_plan_or_a_broken_one_is_refused(tmp_path: Path)
 
 def test_episodes_too_short_to_teach_anything_are_named() -> None:
     too_easy = msgspec.structs.replace(learning.scenarios()[0], name="too-easy", target_accuracy=0.0)
-    plan: LearningPlan = plan_named("ppo", (too_easy,), num_episodes=1, num_validation_seeds=1)
+    plan: LearningPlan = plan_named("ppo", (too_easy,), surrogate_updates=0, num_episodes=1, num_validation_seeds=1)
     with pytest.raises(EpisodeError, match=r"scenario too-easy, seed \d+, and all other .* raise target_accuracy"):
         learn(plan, num_workers=1)
 

@@ -148,7 +148,8 @@ def test_the_best_learning_rate_is_one_of_three_rows_and_the_oracle_one_of_sever
         ("rule:exchange=exact", "exact"),
         ("static:every=4", "local"),
         ("best-static", None),
-        ("ppo", None),
+        ("ppo", "local"),
+        ("ppo-paper", None),
     ],
 )
 def test_a_permission_is_given_to_rows_that_can_use_it(text: str, exchange: str | None) -> None:

@@ -134,7 +134,7 @@ def test_windows_without_a_decision_before_a_restart_of_the_job_are_no_differenc
 
 def test_a_learned_policy_is_replayed_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.safetensors"
-    file.write_bytes(learned.policy_file("deltas", favour=2, policy="mine").to_bytes())
+    file.write_bytes(learned.policy_file("deltas", favour=(2,), policy="mine").to_bytes())
     policy = LearnedPolicy(PolicyFile.from_bytes(file.read_bytes()), version=3)
     job = examples.job({"node-a": (0, 1)}, policy="mine")
     with JobRecording(tmp_path / "job.dxc", job, policy) as recording:

@@ -8,14 +8,21 @@ import msgspec
 import numpy as np
 
 from dynamix.arbitrator.learned.policy import metadata_of
-from dynamix.arbitrator.learned.policy_file import ActionSetName, Objective, PolicyFile, PolicyMetadata, PPOSettings
+from dynamix.arbitrator.learned.policy_file import (
+    ActionSetName,
+    Normalisation,
+    Objective,
+    PolicyFile,
+    PolicyMetadata,
+    PPOSettings,
+)
 from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.arbitrator.learning.rollout import Trajectory
 
 SMALL = PPOSettings(hidden_sizes=(16, 16))
 
 
-def metadata(action_set: ActionSetName = "global", **fields: Any) -> PolicyMetadata:
+def metadata(action_set: ActionSetName = "levers", **fields: Any) -> PolicyMetadata:
     """Metadata of an untrained policy."""
     defaults: dict[str, Any] = {
         "policy": "ppo",
@@ -26,19 +33,27 @@ def metadata(action_set: ActionSetName = "global", **fields: Any) -> PolicyMetad
     return metadata_of(action_set, **(defaults | fields))
 
 
-def agent(action_set: ActionSetName = "global", **fields: Any) -> Agent:
+def agent(action_set: ActionSetName = "levers", **fields: Any) -> Agent:
     """Untrained."""
     return Agent.new(metadata(action_set, **fields))
 
 
-def policy_file(action_set: ActionSetName = "global", *, favour: int | None = None, **fields: Any) -> PolicyFile:
-    """An untrained policy; `favour` makes one action the likeliest by far, whatever there is to see."""
+def policy_file(
+    action_set: ActionSetName = "levers", *, favour: tuple[int, ...] | None = None, gain: float = 1.0, **fields: Any
+) -> PolicyFile:
+    """An untrained policy that has seen inputs of mean 0 and deviation 1.
+
+    `favour` makes one action of each lever the likeliest by far, whatever there is to see; with a `gain` of hundreds
+    the likeliest actions depend on it.
+    """
     file = agent(action_set, **fields).file()
+    seen = np.full(len(file.metadata.inputs), 1000.0)
+    tensors = {**file.tensors, **Normalisation(seen, 0 * seen, seen).tensors()}
+    tensors["actor.4.weight"] = np.float32(gain) * tensors["actor.4.weight"]
     if favour is not None:
-        bias = np.zeros(len(file.metadata.actions), dtype=np.float32)
-        bias[favour] = 50
-        file = file._replace(tensors={**file.tensors, "actor.4.bias": bias})
-    return file
+        biases = [50.0 * (np.arange(len(of)) == at) for of, at in zip(file.metadata.actions, favour, strict=True)]
+        tensors["actor.4.bias"] = np.concatenate(biases).astype(np.float32)
+    return file._replace(tensors=tensors)
 
 
 def of_other_features() -> bytes:
@@ -77,7 +92,7 @@ def trajectory(metadata: PolicyMetadata, num: int = 8) -> Trajectory:
     rng = np.random.default_rng(metadata.num_updates)
     return Trajectory(
         inputs_TDI=rng.standard_normal((num, 1, len(metadata.inputs))).astype(np.float32),
-        actions_TD=rng.integers(len(metadata.actions), size=(num, 1)),
+        actions_TDL=rng.integers([len(each) for each in metadata.actions], size=(num, 1, len(metadata.actions))),
         logprobs_TD=np.full((num, 1), -2.0),
         values_TD=np.zeros((num, 1)),
         rewards_TD=rng.standard_normal((num, 1)),

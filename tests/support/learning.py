@@ -22,14 +22,17 @@ def scenarios() -> tuple[Scenario, ...]:
     )
     return (
         easy,
-        msgspec.structs.replace(easy, name="slow-start", initial_local_batch_size=64),
+        msgspec.structs.replace(easy, name="slow-start", initial_local_batch_size=64, window_steps=3),
         msgspec.structs.replace(easy, name="held-back", learn=False),
     )
 
 
 def plan(policy: str = "ppo", **changes: Any) -> LearningPlan:
-    """Three updates of four episodes."""
+    """Three updates of four episodes, or some on a small surrogate."""
     fields: dict[str, Any] = {
+        "surrogate_updates": 0,
+        "jobs_per_scenario": 2,
+        "windows_per_job": 8,
         "num_episodes": 12,
         "episodes_per_update": 4,
         "validate_every": 2,

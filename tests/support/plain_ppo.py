@@ -15,10 +15,13 @@ from dynamix.arbitrator.learned.policy_file import PPOSettings
 class PlainPPO:
     """Parameters by name, and Adam."""
 
-    def __init__(self, parameters: Mapping[str, npt.NDArray[Any]], num_hidden: int, settings: PPOSettings) -> None:
+    def __init__(
+        self, parameters: Mapping[str, npt.NDArray[Any]], num_actions: Sequence[int], settings: PPOSettings
+    ) -> None:
         self._tensors = {name: torch.tensor(array).double().requires_grad_() for name, array in parameters.items()}
         self._adam = torch.optim.Adam(self._tensors.values(), eps=settings.adam_eps)
-        self._num_hidden = num_hidden
+        self._num_hidden = len(settings.hidden_sizes)
+        self._num_actions = list(num_actions)
         self._settings = settings
 
     @property
@@ -39,9 +42,12 @@ class PlainPPO:
         self._adam.step()
 
     def _loss(self, row: Sequence[torch.Tensor]) -> torch.Tensor:
-        x, action, logprob, advantage, target, old_value = row
-        s, logprobs = self._settings, self._forward("actor", x).log_softmax(0)
-        ratio, entropy = (logprobs[action] - logprob).exp(), -(logprobs.exp() * logprobs).sum()
+        x, actions, old_logprob, advantage, target, old_value = row
+        s, logprob, entropy = self._settings, torch.zeros(()), torch.zeros(())
+        for action, logits in zip(actions, self._forward("actor", x).split(self._num_actions), strict=True):
+            logprobs = logits.log_softmax(0)
+            logprob, entropy = logprob + logprobs[action], entropy - (logprobs.exp() * logprobs).sum()
+        ratio = (logprob - old_logprob).exp()
         if s.objective == "simplified":
             return -ratio * target - s.ent_coef * entropy
         surrogate = -torch.minimum(ratio * advantage, ratio.clamp(1 - s.clip_coef, 1 + s.clip_coef) * advantage)

@@ -53,7 +53,8 @@ ORACLE_SIZES = (8, 16, 32, 64, 128, 256)
 RATE_FACTORS = (0.5, 1.0, 2.0)
 """Factors on the learning rate, of which `learning_rate_factor = "best"` uses the best."""
 EXACT_POLICIES = frozenset(
-    {"split", "random", "proportional", "noise-scale", "goodput", "doubling", "stigmergy", "omnilearn", ORACLE}
+    {"split", "random", "proportional", "noise-scale", "goodput", "doubling", "stigmergy", "omnilearn", "ppo-paper"}
+    | {ORACLE}
 )
 """Policies that never change the gradient exchange; nor does `static` without options for it."""
 LABORATORY: Mapping[str, NamedPolicy] = {OmniLearn.name: OmniLearn(), Bandit.name: Bandit()}

@@ -381,7 +381,7 @@ def play_levers(jobs: SurrogateJobs, choose: Chooser, num_windows: int, *, until
         pipeline.append(decided.moved(choices_EL, facts))
         rows.append((inputs_EI, choices_EL, logprobs_E, values_E))
         speeds.append(np.log2(seen["progress"] / seen["window_s"]))
-        if until_target and not np.isnan(jobs.reached_s).any():
+        if until_target and len(rows) > LAG and not np.isnan(jobs.reached_s).any():
             break
     return _trajectory(rows, REWARD_SCALE * (np.array(speeds) - speeds[0]))
 
@@ -416,7 +416,7 @@ def play_deltas(
                 - weights.delta * (np.log2(sizes) - SMALLEST_PUBLISHED_SIZE_LOG2)
                 - weights.eta * noise * jobs.facts["is_adam"][:, None]
             )
-        if until_target and not np.isnan(jobs.reached_s).any():
+        if until_target and len(rows) > LAG and not np.isnan(jobs.reached_s).any():
             break
     paid = np.array(rewards).reshape(len(rows), -1)
     return _trajectory(rows, paid if weights is not None else paid - paid[0])

@@ -71,7 +71,8 @@ def tried(file: PolicyFile, scenarios: Sequence[Scenario]) -> Trial:
     size, (every, is_int8) = settings[best]
     words = [f"{size} samples per rank", f"an averaging every {every} steps" if every > 1 else "", "int8" * is_int8]
     ratios = {
-        scenario.name: own_s / times[best] for scenario, own_s, times in zip(scenarios, own, times_s, strict=True)
+        scenario.name: float(own_s / times[best])
+        for scenario, own_s, times in zip(scenarios, own, times_s, strict=True)
     }
     return Trial(dependence(file, np.concatenate(states)), ", ".join(filter(None, words)), ratios)
 

@@ -164,7 +164,8 @@ def lever_inputs(
 
     # the elasticity of the step's time: where the exchange stayed, changes of B and of T from window to window
     grown_E2 = np.log2(newest_EK[:, :2] / past_EPK[:, 0, :2])
-    is_pair = np.isfinite(grown_E2).all(axis=1) & (newest_EK[:, 4:] == past_EPK[:, 0, 4:]).all(axis=1)
+    is_same = np.isclose(newest_EK[:, 4:], past_EPK[:, 0, 4:]).all(axis=1)  # a carry holds float32
+    is_pair = np.isfinite(grown_E2).all(axis=1) & is_same
     dB, dT = np.where(is_pair[:, None], grown_E2, 0.0).T
     sums_E3 = np.where(is_pair, _SLOPE_DECAY, 1.0)[:, None] * memory_EM[:, -3:]
     sums_E3 = sums_E3 + np.stack([dB * dB, dB * dT, dT * dT], axis=1)

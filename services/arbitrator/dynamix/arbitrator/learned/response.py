@@ -57,10 +57,10 @@ def dependence(file: PolicyFile, states_DI: Array32) -> dict[str, float]:
     The greatest groups first.
     """
     other = np.random.default_rng(0).permutation(len(states_DI))
-    chosen, groups = likeliest_choices(file, states_DI), np.array([group_of(name) for name in file.metadata.inputs])
+    chosen, groups = likeliest_choices(file, states_DI), [group_of(name) for name in file.metadata.inputs]
     found = {}
     for group in sorted(set(groups)):
-        mixed = np.where(groups == group, states_DI[other], states_DI)
+        mixed = np.where([each == group for each in groups], states_DI[other], states_DI)
         found[group] = float((likeliest_choices(file, mixed) != chosen).any(axis=1).mean())
     every = {"all": float((chosen[other] != chosen).any(axis=1).mean())}
     return every | dict(sorted(found.items(), key=lambda pair: -pair[1]))
