@@ -17,6 +17,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,7 +25,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from bench.harness import ROOT, BenchmarkError, Cell, Interval, Panel, Table, draw
+from scipy.stats import spearmanr
 
+from dynamix.arbitrator.learned.policy_file import PPOSettings
 from dynamix.cli.main import main as dynamix
 from dynamix.cli.terminal import ProgressLine
 from dynamix.lab.comparison.figure import CURVE_POINTS, mean_curve
@@ -32,6 +35,7 @@ from dynamix.lab.comparison.rows import Tuned, parse_rows, read_tuned
 from dynamix.lab.comparison.runs import TYPICAL_RUN_S, Ledger, as_published, estimate, fill, plan
 from dynamix.lab.comparison.verdict import OutcomeTable, Verdict
 from dynamix.lab.learning import LearningUpdate, learn, plan_named
+from dynamix.lab.learning.trial import EXCHANGES, constant_times
 from dynamix.lab.simulator.episode import code_digest
 from dynamix.lab.simulator.scenario import (
     TUNED_FILE,
@@ -100,10 +104,6 @@ class Learning(NamedTuple):
     cluster: Changes = MappingProxyType({})
     plan: Changes = MappingProxyType({})
     """Of the learning plan, such as `weights`."""
-    per_update: int = 1
-    """Episodes of an update; as many times the scale's episodes are learned from."""
-    reduced_episodes: int = 0
-    """Episodes at the scale `reduced`; 0: the scale's own."""
 
 
 class Group(NamedTuple):
@@ -134,14 +134,15 @@ class Experiment(NamedTuple):
     """Clusters whose accuracy is drawn over time."""
 
 
-_ON_IMAGES = Learning(PAPER, "image-sgd", IMAGE, reduced_episodes=100)  # 20, as in the paper, show no trend
-_BOTH = (Learning(PAPER, "home"), Learning(OURS, "home", per_update=8))
+_ON_IMAGES = Learning(PAPER, "image-sgd", IMAGE)
+_BOTH = (Learning(PAPER, "home"), Learning(OURS, "home"))
 _HOME_ROWS = (PAPER, OURS, *LEARNED_ROWS)
-_WEIGHTS = Weights()
+_WEIGHTS = Weights(beta=0.3, delta=0.003)
 
 
 def _weights(**changes: float) -> Changes:
-    return {"weights": msgspec.structs.replace(_WEIGHTS, **changes)}
+    """The published reward; the defaults are those whose best constant is nearest to the fastest one."""
+    return {"formula": None, "weights": msgspec.structs.replace(_WEIGHTS, **changes)}
 
 
 def _sensitivity() -> list[Group]:
@@ -161,25 +162,18 @@ def _sensitivity() -> list[Group]:
 
 
 def _rewards() -> list[Group]:
-    """Episodes that end at the target or after a fixed time, with single terms of the reward taken out."""
-    variants = {
+    """The published reward, with single terms taken out, and progress per second."""
+    variants: dict[str, Changes] = {
         "as published": _weights(),
         "no size penalty": _weights(delta=0.0),
         "no time penalty": _weights(beta=0.0),
         "no level of accuracy": _weights(accuracy=0.0),
-        "time and rise only": _weights(accuracy=0.0, delta=0.0),
+        "progress per second": {},
+        "progress per second, simplified objective": {"settings": PPOSettings(objective="simplified")},
     }
     return [
-        Group(
-            (words, title),
-            "home",
-            (PAPER, BASE),
-            {},
-            (Learning(PAPER, "home", {}, {**weights, "episode_end": end}),),
-            (PAPER,),
-        )
-        for end, words in (("target", "target"), ("fixed", "fixed time"))
-        for title, weights in variants.items()
+        Group((title,), "home", (PAPER, BASE), {}, (Learning(PAPER, "home", {}, plan),), (PAPER,))
+        for title, plan in variants.items()
     ]
 
 
@@ -255,7 +249,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             ),
         ],
     ),
-    "reward": Experiment("why the published reward does what it does", ("episode ends at", "reward"), _rewards()),
+    "reward": Experiment("why the published reward does what it does", ("reward",), _rewards()),
     "paper-vgg11": _paper(  # it has no norm: at the 0.1 of the others it is at 20 % after 70,000 samples
         *("VGG11 on CIFAR-10, in full", "vgg11", 25.0, 1000.0),
         workload="cifar10-vgg11",
@@ -277,6 +271,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 EVALUATIONS: Mapping[str, Sequence[str]] = {
     "heldout": ("--seeds", "6", "--rows", str(ROOT / "scenarios/rows/heldout.toml")),
     "exchange-heldout": ("--exchange", "local", "--rows", str(ROOT / "scenarios/rows/exchange.toml")),
+    "varying-heldout": ("--scenarios", "varying/heldout", "--rows", str(ROOT / "scenarios/rows/varying.toml")),
+    "published-heldout": ("--scenarios", "published/heldout", "--rows", str(ROOT / "scenarios/rows/published.toml")),
 }
 """Held-out comparisons, as arguments of `dynamix evaluate`."""
 
@@ -290,14 +286,14 @@ class Scale(NamedTuple):
     name: str
     num_seeds: int
     num_policy_seeds: int
-    num_episodes: int
-    """Episodes of each learning."""
+    num_updates: int
+    """Updates of each learning, on the surrogate."""
 
 
 SCALES = {
-    "smoke": Scale("smoke", num_seeds=2, num_policy_seeds=1, num_episodes=2),
-    "reduced": Scale("reduced", num_seeds=6, num_policy_seeds=3, num_episodes=20),
-    "full": Scale("full", num_seeds=12, num_policy_seeds=5, num_episodes=120),
+    "smoke": Scale("smoke", num_seeds=2, num_policy_seeds=1, num_updates=2),
+    "reduced": Scale("reduced", num_seeds=6, num_policy_seeds=3, num_updates=100),
+    "full": Scale("full", num_seeds=12, num_policy_seeds=5, num_updates=200),
 }
 COLUMNS = ["median time to target, s", "missed", "accuracy at fixed time", "test accuracy", "mean local batch"]
 
@@ -375,22 +371,18 @@ class Laboratory:
 
     def learned(self, wanted: Learning) -> list[LearningRun]:
         """A policy learned once per policy seed; a killed learning goes on where it was."""
-        num_episodes = wanted.per_update * self.scale.num_episodes
-        if self.scale.name == "reduced" and wanted.reduced_episodes:
-            num_episodes = wanted.reduced_episodes
-        changes = {"num_episodes": num_episodes, "validate_every": num_episodes, **wanted.plan}
-        if wanted.per_update > 1:
-            changes["episodes_per_update"] = wanted.per_update
+        num_updates = self.scale.num_updates
+        changes = {"surrogate_updates": num_updates, "validate_every": num_updates, **wanted.plan}
         scenarios = (as_published(wanted.policy, self.cluster(wanted.name, wanted.cluster)),)
         return [self._learned(wanted.policy, scenarios, seed, changes) for seed in range(self.scale.num_policy_seeds)]
 
     def _learned(self, policy: str, scenarios: tuple[Scenario, ...], seed: int, changes: Changes) -> LearningRun:
         """The last version counts: validation chooses nothing here."""
-        wanted = plan_named(policy, scenarios, seed=seed, num_score_seeds=1, select="last", **changes)
+        wanted = plan_named(policy, scenarios, seed=seed, num_score_seeds=1, **changes)
         stem = self._directory / f"{policy}-{wanted.digest[:12]}-{code_digest()[:12]}"
         path, history = stem.with_suffix(".safetensors"), stem.with_suffix(".history.json")
         if not (path.exists() and history.exists()):
-            print(f"  learning {stem.name}: {wanted.num_episodes} episodes", flush=True)
+            print(f"  learning {stem.name}: {wanted.num_updates} updates", flush=True)
             checkpoint = stem.with_suffix(".checkpoint")
             done = learn(
                 wanted, num_workers=self._jobs, checkpoint=checkpoint, data=self._data, observer=lambda *_: None
@@ -485,23 +477,31 @@ def _accuracy_panel(table: OutcomeTable, labels: Sequence[str], scenario: Scenar
 
 
 def learning(laboratory: Laboratory) -> Result:
-    """Episodes of learning by the published method with the published reward, one curve per learning seed."""
+    """Learning by the published method with another reward, one curve per learning seed."""
     rows, curves = list[list[Cell]](), dict[str, Sequence[tuple[float, float]]]()
     for seed, run in enumerate(laboratory.learned(_ON_IMAGES)):
         returns = [update.mean_return for update in run.history]
-        times_s = [statistics.fmean(update.times_s) for update in run.history]
-        ends = [statistics.fmean(some) for values in (returns, times_s) for some in (values[:5], values[-5:])]
-        rows.append([seed, len(returns), *ends])
-        curves[f"learning seed {seed}"] = [(float(update.num_episodes), update.mean_return) for update in run.history]
-    columns = [
-        "learning seed",
-        "episodes",
-        "return, first 5",
-        "return, last 5",
-        "time to target, first 5, s",
-        "last 5, s",
-    ]
-    return Table("learning", columns, rows), [Panel("Cumulative reward of an episode", "episode", "return", curves)]
+        rows.append([seed, len(returns), statistics.fmean(returns[:5]), statistics.fmean(returns[-5:])])
+        curves[f"learning seed {seed}"] = [(float(update.update), update.mean_return) for update in run.history]
+    columns = ["learning seed", "updates", "return, first 5", "return, last 5"]
+    return Table("learning", columns, rows), [Panel("Cumulative reward of a job", "update", "return", curves)]
+
+
+def surrogate(laboratory: Laboratory) -> Result:
+    """Rank correlation of constant settings between the surrogate, on which policies learn, and virtual clusters."""
+    scenarios = suite_named("varying/train").scenarios
+    if laboratory.scale.name == "smoke":
+        scenarios = (msgspec.structs.replace(scenarios[0], **SMOKE),)
+    rows = list[list[Cell]]()
+    for scenario in scenarios:
+        exchanges = EXCHANGES[: {"exact": 1, "lossy": 2, "local": len(EXCHANGES)}[scenario.exchange]]
+        settings = list(product((8, 16, 32, 64, 128, 256), exchanges))
+        labels = [f"static+track:every={every}{',codec=int8' * is_int8}@{size}" for size, (every, is_int8) in settings]
+        table = laboratory.compare([scenario], labels)
+        real_s = [statistics.geometric_mean(table.times(label, [scenario.family]).ravel()) for label in labels]
+        own_s = constant_times(scenario, settings, seed=0, tracks=True)
+        rows.append([scenario.name, len(settings), float(spearmanr(real_s, own_s).statistic)])
+    return Table("surrogate", ["scenario", "settings", "rank correlation"], rows), []
 
 
 ADAPTDL = "adaptdl"
@@ -540,7 +540,11 @@ def adaptdl(laboratory: Laboratory) -> Result:
     return Table(ADAPTDL, columns, rows, [packages]), []
 
 
-OTHERS: Mapping[str, Callable[[Laboratory], Result]] = {"learning": learning, ADAPTDL: adaptdl}
+OTHERS: Mapping[str, Callable[[Laboratory], Result]] = {
+    "learning": learning,
+    "surrogate": surrogate,
+    ADAPTDL: adaptdl,
+}
 
 
 def evaluated(name: str, options: argparse.Namespace) -> Result:

@@ -1,11 +1,11 @@
-"""Learn a policy by PPO on virtual clusters, and write it to a file.
+"""Learn a policy by PPO, on an analytic surrogate and in virtual clusters, and write it to a file.
 
-`ppo` learns a bounded correction of `rule`, `ppo-paper` the published method. Only scenarios with learn = true are
-used. Killed or interrupted, run the same command again to continue: the result is bit-identical. The version with the
-best validation score (time to the target against `rule`) is written, with its score on other seeds; judge it with
-`dynamix evaluate`. `dynamix policy import` stores it on the bus.
+`ppo` learns to move batch, period of averagings and codec of a job, `ppo-paper` the size of each rank, as published.
+Only scenarios with learn = true are used. Killed or interrupted, run the same command again to continue: the result is
+bit-identical. The version with the best validation score (time to the target against `rule`, in virtual clusters) is
+written, with its score on other seeds; try it with `dynamix policy test`, judge it with `dynamix evaluate`.
 
-  dynamix learn --policy ppo-paper --set delta=0 --set episode_end=fixed    change the preset
+  dynamix learn --policy ppo-paper --set formula=null --set beta=0.3 --set delta=0    by the published reward
 """
 
 import argparse
@@ -22,6 +22,7 @@ from dynamix.cli.arguments import (
     add_list,
     add_option,
     add_output_argument,
+    add_png_argument,
     number,
     seed,
 )
@@ -30,6 +31,9 @@ from dynamix.cli.output import POLICY, write_file, write_result
 from dynamix.runtime import output_files
 from dynamix.schemas.spelling import suggestion
 
+MOST_MARKED = 20
+"""Points of a curve that are marked one by one."""
+
 if TYPE_CHECKING:
     from dynamix.arbitrator.deciding.signatures import Finding
     from dynamix.lab.learning import LearningPlan, LearningUpdate
@@ -37,7 +41,8 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_option(parser, "--scenarios", "train", "the train suite, or a directory", metavar="train|DIR")
+    what = "scenarios (default: varying/train for ppo, published/train for ppo-paper)"
+    parser.add_argument("--scenarios", metavar="SUITE|DIR", help=what)
     parser.add_argument("--policy", default="ppo", help="ppo, ppo-paper, or another name: ppo's preset")
     add_option(parser, "--seed", 0, "random seed of the learning", type=seed)
     add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors")
@@ -47,6 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what = "change the preset: a field of LearningPlan, Weights or PPOSettings, e.g. num_episodes=200 or clip_coef=0.1"
     add_list(parser, "--set", "NAME=VALUE", what)
     add_json_argument(parser)
+    add_png_argument(parser, "draw the curves of learning")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,14 +68,19 @@ def run(arguments: argparse.Namespace) -> int:
         output_files.check(output, POLICY, force=arguments.force)
         output_files.check(checkpoint, KIND)
 
+        seen: dict[str, LearningUpdate] = {}
+
         def report(update: "LearningUpdate", begun: "Sequence[Finding]") -> None:
             """Print one update, and the failure signatures that began with it."""
             validated = "" if update.validation_vs_rule is None else f", validated {update.validation_vs_rule:.3f}"
-            left_s = update.elapsed_s / update.update * (plan.num_updates - update.update)
+            times = "" if update.vs_rule is None else f"time vs rule {update.vs_rule:.3f}, missed {update.num_missed}  "
+            first = seen.setdefault("first", update)  # what came before it, the times of `rule`, does not count
+            each_s = (update.elapsed_s - first.elapsed_s) / max(update.update - first.update, 1)
+            left_s = each_s * (plan.num_updates - update.update)
             print(
                 f"update {update.update}/{plan.num_updates}  episodes {update.num_episodes}  return "
-                f"{update.mean_return:+.3f}  time vs rule {update.vs_rule:.3f}{validated}  missed {update.num_missed}  "
-                f"entropy {update.entropy:.2f}  kl {update.approx_kl:.4f}  {left_s / 60:.0f} min left",
+                f"{update.mean_return:+.3f}  {times}"
+                f"entropy {update.entropy:.2f}  kl {update.approx_kl:.4f}{validated}  {left_s / 60:.0f} min left",
                 *(f"  {finding.signature}: {finding.explanation}" for finding in begun),
                 sep="\n",
                 file=sys.stderr,
@@ -104,16 +115,36 @@ def run(arguments: argparse.Namespace) -> int:
             "updates": [{**msgspec.to_builtins(row), "mean_return": row.mean_return} for row in learned.history],
         }
         write_result(document, "\n".join(lines), arguments.json)
+        if arguments.png is not None:
+            draw(learned.history, arguments.png)
     return 0
+
+
+def draw(history: "Sequence[LearningUpdate]", path: str) -> None:
+    """Write a PNG with a panel per number of an update."""
+    from matplotlib.figure import Figure
+
+    from dynamix.cli.figures import finish, save
+
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    names = ("mean_return", "validation_vs_rule", "entropy", "explained_variance", "approx_kl", "clipfrac")
+    for name, axes in zip(names, figure.subplots(3, 2, sharex=True).flat, strict=True):
+        points = [(row.update, getattr(row, name)) for row in history if getattr(row, name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="." if len(points) < MOST_MARKED else "")
+        finish(axes, from_zero=False, title=name, xlabel="update")
+    save(figure, path)
 
 
 def _plan(arguments: argparse.Namespace) -> "LearningPlan":
     """The preset of the policy with the changes of `--set`. Weights that are not given are those of the formula."""
-    from dynamix.lab.learning import LearningPlan, plan_named
+    from dynamix.lab.learning import PRESETS, LearningPlan, plan_named
+    from dynamix.lab.learning.run import SUITE_OF
     from dynamix.lab.simulator.scenario import suite_named
     from dynamix.reward.formula import TIME_ONLY, Weights
 
-    suite = suite_named(arguments.scenarios)
+    action_set = PRESETS.get(arguments.policy, PRESETS["ppo"]).get("action_set", "levers")
+    suite = suite_named(arguments.scenarios or SUITE_OF["deltas" if action_set == "deltas" else "levers"])
     default = plan_named(arguments.policy, suite.scenarios, seed=arguments.seed)
     given: dict[type[msgspec.Struct], dict[str, Any]] = {LearningPlan: {}, Weights: {}, type(default.settings): {}}
     for text in arguments.set:

@@ -54,8 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what = f"a policy as `export` or `learn` wrote it ({SUFFIX})"
     importing.add_argument("file", metavar="FILE", type=Path, help=what)
     testing.add_argument("file", metavar="FILE", type=Path, help=what)
-    default = "varying/train or published/train of the package, as its actions are"
-    testing.add_argument("--scenarios", metavar="DIR", help=f"scenarios to try it in (default: {default})")
+    testing.add_argument("--scenarios", metavar="SUITE|DIR", help="(default: where it would be learned)")
     importing.add_argument("--name", metavar="NAME", help="its name in jobs (default: the name in the file)")
     for one in (listing, showing, testing, exporting, importing):
         add_json_argument(one)
@@ -67,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def act() -> ActionResult:
         if arguments.act is _test:  # without a broker
-            return _test(arguments)
+            tested: ActionResult = _test(arguments)
+            return tested
         async with opened() as catalogue:
             result: ActionResult = await arguments.act(catalogue, arguments)
             return result
@@ -192,14 +192,13 @@ def _drawn(file: PolicyFile) -> str:
 
 def _test(arguments: argparse.Namespace) -> ActionResult:
     """Try a file on the surrogate."""
+    from dynamix.lab.learning.run import SUITE_OF
     from dynamix.lab.learning.trial import tried
-    from dynamix.lab.simulator.scenario import read_suite, scenario_root
+    from dynamix.lab.simulator.scenario import suite_named
 
     with reading(arguments.file), explained(PolicyFileError, ValueError):
         file = PolicyFile.from_bytes(read_regular(arguments.file), str(arguments.file))
-        levers = action_set_of(file.metadata).name == "levers"
-        default = scenario_root() / ("varying" if levers else "published") / "train"
-        suite = read_suite(Path(arguments.scenarios) if arguments.scenarios else default)
+        suite = suite_named(arguments.scenarios or SUITE_OF[action_set_of(file.metadata).name])
     trial = tried(file, suite.scenarios)
     lines = ["share of decisions that change when inputs come from another state"]
     lines += [f"  {group:28}{share:6.1%}" for group, share in trial.dependence.items()]

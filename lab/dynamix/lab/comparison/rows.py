@@ -32,6 +32,7 @@ from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages.allocation import EXACT, EXCHANGE_CODECS, ExchangePermission
 from dynamix.schemas.policies import DEFAULT_POLICY, check_options, exchange_of, option_value
 
+from .bandit import Bandit
 from .omnilearn import OmniLearn
 
 T = TypeVar("T")
@@ -56,7 +57,7 @@ EXACT_POLICIES = frozenset(
     | {ORACLE}
 )
 """Policies that never change the gradient exchange; nor does `static` without options for it."""
-LABORATORY: Mapping[str, NamedPolicy] = {OmniLearn.name: OmniLearn()}
+LABORATORY: Mapping[str, NamedPolicy] = {OmniLearn.name: OmniLearn(), Bandit.name: Bandit()}
 
 
 def known_policy(name: str) -> NamedPolicy:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from dynamix.arbitrator.deciding.signatures import Finding, reward_signatures, value_signature
 from dynamix.arbitrator.learned.policy import metadata_of
-from dynamix.arbitrator.learned.policy_file import PAPER, ActionSetName, PolicyFile, PPOSettings
+from dynamix.arbitrator.learned.policy_file import ActionSetName, PolicyFile, PPOSettings
 from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.lab.simulator.episode import EpisodeError, run_in_order
@@ -47,24 +47,24 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     settings: PPOSettings = PPOSettings()
     surrogate_updates: Annotated[int, Meta(ge=0)] = 400
     """Updates from jobs on the surrogate, before those from episodes in virtual clusters."""
-    jobs_per_scenario: AtLeastOne = 64
+    jobs_per_scenario: AtLeastOne = 24
     """Jobs of each such update and scenario."""
     windows_per_job: Annotated[int, Meta(ge=4)] = 64
     formula: Formula | None = "time-aware"
-    """Of episodes; `None`: the published one for each scenario's optimizer. On the surrogate `levers` learn by progress
-    per second, `deltas` by the published formula."""
+    """`None`: the published one for each scenario's optimizer. On the surrogate `time-aware` is the logarithm of
+    progress per second."""
     weights: Weights = TIME_ONLY
     """Weights of the reward; for `time-aware` beta is per time that `rule` takes to the target in the scenario, so that
     fast and slow clusters weigh the same."""
     episode_end: Literal["target", "fixed"] = "target"
     """`target`: an episode ends with the target, after which nothing is lost or won. `fixed`: after the time that
     `rule` takes to the target, whatever was reached; what has not reached it by then counts as a miss."""
-    num_episodes: Annotated[int, Meta(ge=0)] = 160
+    num_episodes: Annotated[int, Meta(ge=0)] = 0
     episodes_per_update: AtLeastOne = 16
-    validate_every: AtLeastOne = 50
+    validate_every: AtLeastOne = 200
     """Updates between two validations."""
     num_validation_seeds: AtLeastOne = 2
-    num_score_seeds: AtLeastOne = 4
+    num_score_seeds: AtLeastOne = 2
     select: Literal["best", "last"] = "best"
     """Which version is handed out: the best by validation, time to target against `rule`, or the last."""
 
@@ -108,19 +108,16 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return TRAINING_SEEDS + self.seed * SEEDS_PER_LEARNING + episode
 
 
+SUITE_OF: Mapping[ActionSetName, str] = MappingProxyType({"levers": "varying/train", "deltas": "published/train"})
+"""The scenarios that each action set is learned and tried in, unless others are asked for."""
 PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
         "ppo": {},
-        "ppo-paper": {
-            "action_set": "deltas",
-            "settings": PAPER,
-            "formula": None,
-            "weights": Weights(),
-        },
+        "ppo-paper": {"action_set": "deltas", "surrogate_updates": 200, "jobs_per_scenario": 16},
     }
 )
-"""`ppo`: levers, without a model of the job. `ppo-paper`: as published, as far as it is published: the change of each
-worker's size, the published state and reward."""
+"""`ppo`: levers, without a model of the job. `ppo-paper`: the published state and actions, a change of each worker's
+size, with another reward: by the published one, `formula=null`, sizes end at the lower bound (docs/learning.md)."""
 
 
 def plan_named(policy: str, scenarios: tuple[Scenario, ...], **changes: object) -> LearningPlan:
@@ -405,21 +402,28 @@ class _LearningRun:
         self.state.elapsed_s = row.elapsed_s
 
     def _surrogate_tasks(self, update: int) -> list[SurrogateTask]:
-        """Jobs of all scenarios; those that train in step have as many workers and steps per window."""
+        """Jobs that train in step have as many workers and steps per window.
+
+        Of such groups the largest takes part in each update, and one other in turn, with the jobs of all others.
+        """
         plan = self._plan
         alike: dict[tuple[int, int], list[Scenario]] = {}
         for scenario in plan.learned_from:
             alike.setdefault((scenario.world_size, scenario.window_steps), []).append(scenario)
+        first, *others = sorted(alike.values(), key=len, reverse=True)
+        groups = [(first, len(first))]
+        if others:
+            groups.append((others[update % len(others)], sum(map(len, others))))
         return [
             SurrogateTask(
                 scenarios=tuple(scenarios),
-                num_jobs=plan.jobs_per_scenario * len(scenarios),
-                seed=(plan.seed * SEEDS_PER_LEARNING + update) * len(alike) + number,
+                num_jobs=plan.jobs_per_scenario * count,
+                seed=2 * (plan.seed * SEEDS_PER_LEARNING + update) + number,
                 policy=self.state.current,
                 num_windows=plan.windows_per_job,
-                weights=plan.weights,
+                weights=plan.weights if plan.formula != "time-aware" else None,
             )
-            for number, scenarios in enumerate(alike.values())
+            for number, (scenarios, count) in enumerate(groups)
         ]
 
     def _times(self, policy: bytes, first_seed: int, num_seeds: int) -> dict[str, list[EpisodeResult]]:

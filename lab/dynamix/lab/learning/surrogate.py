@@ -4,12 +4,12 @@ Clock, disturbances and bounds are those of the scenarios (`lab.simulator.clock`
 model. In u steps of unlimited batches a job comes as far as in sum of p steps of B samples, h of them between two
 averagings of N ranks:
 
-    p = (B / B_0)^0.1 B / (B + B_noise(u)) / (1 + k (h - 1))    worth of a step beside one of an unlimited batch
+    p = (B / B_0)^0.15 B / (B + B_noise(u)) / (1 + k (h - 1))    worth of a step beside one of an unlimited batch
     B_noise(u) = 30 + 45 sqrt(u)                                samples; McCandlish et al. (arXiv 1812.06162)
     k = 0.1 (N / 8)^0.7 / (1 + B / B_noise)^1.5                 share of progress that each further local step loses
 
 These constants, and `CURVE`, fit `fashion-14-mlp` under SGD with the square-root rule, for B from 32 to 4,096 and h
-from 1 to 32. Under Adam the exponent is 0.2, and local steps lose 0.8 / (1 + B / B_noise), however many they are. Each
+from 1 to 32. Under Adam the exponent is 0.3, and local steps lose 0.8 / (1 + B / B_noise), however many they are. Each
 job's clock and training differ from the scenario's by random factors. Approximate are a split by speed (shares are not
 whole, a changed speed is followed one step after two in a row show it) and the time of coded gradients. So the
 surrogate ranks policies, and no figure of it is reported as a result.
@@ -43,7 +43,6 @@ from dynamix.arbitrator.learned.policy_file import (
 from dynamix.arbitrator.learning.rollout import Trajectory
 from dynamix.lab.simulator.scenario import BYTES_PER_MBIT, Congestion, Scenario, Stragglers, Workers
 from dynamix.reward.formula import SMALLEST_PUBLISHED_SIZE_LOG2, Weights
-from dynamix.schemas.policies import RATE_EXPONENTS
 
 Array32 = npt.NDArray[np.float32]
 Array64 = npt.NDArray[np.float64]
@@ -54,10 +53,12 @@ Chooser = Callable[[Array32], tuple[Choices, Array64, Array64]]
 CURVE = ((0, 5, 17, 28, 40, 60, 105, 150, 240, 400), (0.1, 0.6, 0.7, 0.75, 0.8, 0.83, 0.85, 0.86, 0.87, 0.88))
 """u, and the held-out accuracy there."""
 NOISE_START, NOISE_GROWTH = 30.0, 45.0
-RATE_EXPONENT, ADAM_LOSS = 0.1, 0.8
+RATE_EXPONENT, ADAM_LOSS = 0.15, 0.8
 LOCAL_LOSS, LOCAL_LOSS_POWER, LOCAL_LOSS_DECAY = 0.1, 0.7, 1.5
 NOISE_ERROR = 0.25
 """Sigma of the measured noise scale, lognormal."""
+UNKNOWN = 0.03
+"""Share of inputs that are unknown."""
 CHANGED = math.log(1.25)
 """Two times in a row that agree within this factor are a rank's new speed."""
 REWARD_SCALE = 0.1
@@ -76,6 +77,7 @@ class SurrogateJobs:
         the deviation `spread`; with 0 they are the scenario's.
         """
         self.random = np.random.Generator(np.random.Philox(key=seed))
+        self._spread = spread
         self.scenarios = [scenarios[index % len(scenarios)] for index in range(num_jobs)]
         self.num_jobs, self.num_ranks = num_jobs, scenarios[0].world_size
         self.window_steps = scenarios[0].window_steps
@@ -123,6 +125,9 @@ class SurrogateJobs:
         """When the target was reached."""
         self._seen = np.full(shape, np.nan)
         """The accuracy that each rank saw last."""
+        self._round_every, self._round_steps = np.ones(num_jobs), np.zeros(num_jobs)
+        self._round_s, self._round_samples = np.zeros(shape), np.zeros(shape)
+        """Of the round of local steps that goes on."""
         self._rate = 1.0 / self._s_per_sample
         """The split's belief: samples per second of each rank."""
         self._newest = np.full(shape, np.nan)
@@ -161,6 +166,12 @@ class SurrogateJobs:
         worth: Array64 = grown * relative / (1.0 + relative) / (1.0 + np.where(is_adam, of_adam, loss))
         return worth
 
+    def partly_unknown(self, inputs_DI: Array32) -> Array32:
+        """Inputs without some that are drawn, so that a policy learns to do without any of them."""
+        if self._spread == 0.0:
+            return inputs_DI
+        return np.where(self.random.random(inputs_DI.shape) < UNKNOWN, np.float32(np.nan), inputs_DI)
+
     def run_window(self, sizes: Array64, levers: Levers, *, tracks: bool = True) -> Columns:
         """Train a window with these sizes (E x W) and this exchange; `tracks`: ranks divide their sum by speed.
 
@@ -169,9 +180,12 @@ class SurrogateJobs:
         """
         totals, before, begun_s, accuracy = sizes.sum(axis=1), self.progress, self.time_s, self.accuracy
         compute_s, sync_s, zeros = np.zeros_like(sizes), np.zeros_like(sizes), np.zeros_like(sizes)
-        num_samples, round_s, round_samples, retransmits = zeros, zeros, zeros, zeros
+        num_samples, retransmits = zeros, zeros
         every, is_local, is_int8 = levers.every, levers.every > 1, levers.is_int8 > 0
-        for step in range(1, self.window_steps + 1):
+        goes_on = (every == self._round_every)[:, None]  # with another period a new round begins
+        round_s, round_samples = (np.where(goes_on, each, 0.0) for each in (self._round_s, self._round_samples))
+        round_steps, self._round_every = np.where(goes_on[:, 0], self._round_steps, 0.0), every
+        for _ in range(self.window_steps):
             if tracks:
                 share = self._rate / self._rate.sum(axis=1, keepdims=True)
                 sizes = np.clip(share * totals[:, None], self.low, self.high)
@@ -182,7 +196,8 @@ class SurrogateJobs:
             jammed = np.where(self._is_shared, jammed[:, :1], jammed)
             congestion = np.where(jammed, self._jam_factor, 1.0)
             own_s = slowdown * (self._overhead_s + np.maximum(sizes, self._saturation) * self._s_per_sample)
-            shares = ~is_local | (step % every == 0) | (step == self.window_steps)  # gradients, or the moves of a round
+            round_steps = round_steps + 1.0
+            shares = round_steps >= every  # gradients, or the moves of a round
             round_before_s = round_s.max(axis=1)
             round_s, round_samples = round_s + own_s, round_samples + sizes
             slowest_s = round_s.max(axis=1)
@@ -197,6 +212,8 @@ class SurrogateJobs:
             if tracks:
                 self._believe(round_samples / round_s, shares)
             round_s, round_samples = (np.where(shares[:, None], 0.0, each) for each in (round_s, round_samples))
+            round_steps = np.where(shares, 0.0, round_steps)
+        self._round_s, self._round_samples, self._round_steps = round_s, round_samples, round_steps
         self.reached_s = np.where(
             np.isnan(self.reached_s) & (self.accuracy >= self._targets), self.time_s, self.reached_s
         )
@@ -208,7 +225,7 @@ class SurrogateJobs:
         change, self._seen = seen - self._seen, seen
         job = {
             "job_accuracy": seen.mean(axis=1),
-            "job_loss": 1.2 * (1.0 - seen.mean(axis=1)) ** 0.7,
+            "job_loss": 2.5 * (1.0 - seen.mean(axis=1)),
             "job_held_out_accuracy": accuracy,
             "job_progress": np.full(self.num_jobs, np.nan),
         }
@@ -268,7 +285,6 @@ def _facts(scenarios: Sequence[Scenario]) -> Columns:
         "permits_rounding": of(lambda scenario: scenario.supports_exchange and scenario.exchange != "exact"),
         "permits_local": of(lambda scenario: scenario.supports_exchange and scenario.exchange == "local"),
         "is_adam": of(lambda scenario: scenario.optimizer != "sgd"),
-        "rate_exponent": of(lambda scenario: RATE_EXPONENTS[scenario.learning_rate_rule]),
     }
 
 
@@ -305,8 +321,8 @@ class SurrogateTask(NamedTuple):
     policy: bytes
     """The file."""
     num_windows: int
-    weights: Weights
-    """Of the published reward."""
+    weights: Weights | None
+    """Of the published reward; `None`: progress per second."""
 
     @property
     def name(self) -> str:
@@ -360,6 +376,7 @@ def play_levers(jobs: SurrogateJobs, choose: Chooser, num_windows: int, *, until
         seen = jobs.run_window(shares, active)
         facts = {**jobs.facts, "windows_log2": np.full(jobs.num_jobs, math.log2(1.0 + window))}
         inputs_EI, memory = lever_inputs(seen, active, decided, facts, memory)
+        inputs_EI = jobs.partly_unknown(inputs_EI)
         choices_EL, logprobs_E, values_E = choose(inputs_EI)
         pipeline.append(decided.moved(choices_EL, facts))
         rows.append((inputs_EI, choices_EL, logprobs_E, values_E))
@@ -370,11 +387,11 @@ def play_levers(jobs: SurrogateJobs, choose: Chooser, num_windows: int, *, until
 
 
 def play_deltas(
-    jobs: SurrogateJobs, choose: Chooser, num_windows: int, weights: Weights, *, until_target: bool = False
+    jobs: SurrogateJobs, choose: Chooser, num_windows: int, weights: Weights | None, *, until_target: bool = False
 ) -> Trajectory:
     """The trajectory of jobs whose ranks change their sizes as published, and earn the published reward.
 
-    `weights.eta` counts in jobs of adaptive optimizers.
+    `weights.eta` counts in jobs of adaptive optimizers. Without weights all ranks earn what `play_levers` rewards.
     """
     ones = np.ones(jobs.num_jobs)
     exact = Levers(ones, ones, 0.0 * ones)
@@ -382,22 +399,27 @@ def play_deltas(
     for _ in range(num_windows):
         sizes, decided = pipeline.pop(0), pipeline[-1]
         seen = {**jobs.run_window(sizes, exact, tracks=False), "decided_local_batch_size": decided}
-        inputs_DI = published_inputs(seen)
+        inputs_DI = jobs.partly_unknown(published_inputs(seen))
         choices_DL, logprobs_D, values_D = choose(inputs_DI)
         wanted = decided + np.array(DELTAS)[choices_DL[:, 0]].reshape(decided.shape)
         pipeline.append(np.clip(wanted, jobs.low, jobs.high))
         rows.append((inputs_DI, choices_DL, logprobs_D, values_D))
-        noise = seen["sigma_norm_sq"] + seen["sigma_norm"]
-        rewards.append(
-            weights.accuracy * seen["accuracy"]
-            + weights.alpha * np.maximum(np.nan_to_num(seen["accuracy_change"]), 0.0)
-            - weights.beta * seen["step_time_s"]
-            - weights.delta * (np.log2(sizes) - SMALLEST_PUBLISHED_SIZE_LOG2)
-            - weights.eta * noise * jobs.facts["is_adam"][:, None]
-        )
+        if weights is None:
+            speed = REWARD_SCALE * np.log2(seen["progress"] / seen["window_s"])
+            rewards.append(np.repeat(speed[:, None], jobs.num_ranks, axis=1))
+        else:
+            noise = seen["sigma_norm_sq"] + seen["sigma_norm"]
+            rewards.append(
+                weights.accuracy * seen["accuracy"]
+                + weights.alpha * np.maximum(np.nan_to_num(seen["accuracy_change"]), 0.0)
+                - weights.beta * seen["step_time_s"]
+                - weights.delta * (np.log2(sizes) - SMALLEST_PUBLISHED_SIZE_LOG2)
+                - weights.eta * noise * jobs.facts["is_adam"][:, None]
+            )
         if until_target and len(rows) > LAG and not np.isnan(jobs.reached_s).any():
             break
-    return _trajectory(rows, np.array(rewards).reshape(len(rows), -1))
+    paid = np.array(rewards).reshape(len(rows), -1)
+    return _trajectory(rows, paid if weights is not None else paid - paid[0])
 
 
 def _trajectory(rows: list[tuple[Any, ...]], rewards_TD: Array64) -> Trajectory:

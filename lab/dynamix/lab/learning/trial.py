@@ -65,7 +65,7 @@ def tried(file: PolicyFile, scenarios: Sequence[Scenario]) -> Trial:
             played = play_deltas(jobs, Actor(file).choose, MOST_WINDOWS, Weights(), until_target=True)
         states.append(played.inputs_TDI.reshape(-1, played.inputs_TDI.shape[-1]))
         own.append(_mean_s(jobs))
-        constants.append(_constant_times(scenario, settings, seed=number, tracks=levers))
+        constants.append(constant_times(scenario, settings, seed=number, tracks=levers))
     times_s = np.array(constants)
     best = int(np.log(times_s).mean(axis=0).argmin())
     size, (every, is_int8) = settings[best]
@@ -77,7 +77,7 @@ def tried(file: PolicyFile, scenarios: Sequence[Scenario]) -> Trial:
     return Trial(dependence(file, np.concatenate(states)), ", ".join(filter(None, words)), ratios)
 
 
-def _constant_times(
+def constant_times(
     scenario: Scenario, settings: Sequence[tuple[int, tuple[int, int]]], *, seed: int, tracks: bool
 ) -> Array64:
     """Time to the target of each setting; all run at once."""

@@ -280,7 +280,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 TRAIN = "train"
 HELD_OUT = "heldout"
-SUITES = (HELD_OUT, TRAIN)
+SUITES = (HELD_OUT, TRAIN, *(f"{group}/{part}" for group in ("varying", "published") for part in (HELD_OUT, TRAIN)))
+"""`varying`: conditions that change faster than windows. `published`: the bounds of the published method."""
 TUNED_FILE = "tuned.toml"
 TUNED_EXCHANGE_FILE = "tuned-exchange.toml"
 
@@ -339,7 +340,7 @@ def scenario_root() -> Path:
 
 
 def suite_named(name: str) -> Suite:
-    """One of the suites that come with the package, `heldout` or `train`, or the scenarios of a directory.
+    """One of the suites that come with the package (`SUITES`), or the scenarios of a directory.
 
     Raises ValueError and OSError as `read_suite`.
     """

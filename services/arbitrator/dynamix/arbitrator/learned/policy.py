@@ -36,7 +36,7 @@ from dynamix.arbitrator.policies.step_time import divided
 from dynamix.schemas.features import GLOBAL_INDEX, RANK_INDEX
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import Allocation, Exchange
-from dynamix.schemas.policies import RATE_EXPONENTS, VERSION, VERSION_OPTION, Options, switch, track
+from dynamix.schemas.policies import VERSION, VERSION_OPTION, Options, switch, track
 
 from .policy_file import (
     ActionSetName,
@@ -89,7 +89,7 @@ SIZES = (1.0, 0.5, 2**-0.5, 2**0.5, 2.0)
 """Factors on the global batch."""
 PERIODS = (1.0, 0.5, 2.0)
 """Factors on the steps between two averagings."""
-LONGEST_PERIOD = 32
+LONGEST_PERIOD = 8
 CODECS = (0.0, 1.0)
 """Whether to change between gradients as they are and `int8`."""
 NUM_PAST = 4
@@ -108,7 +108,7 @@ NOW = (
     *("every_log2", "is_int8", "decided_every_log2", "decided_is_int8"),
     *("compute_share", "most_compute_share", "least_sync_share", "most_sync_share"),
     *("step_elasticity", "step_change"),
-    *("world_size_log2", "windows_log2", "permits_rounding", "permits_local", "is_adam", "rate_exponent"),
+    *("world_size_log2", "windows_log2", "permits_rounding", "permits_local", "is_adam"),
 )
 INPUTS: Mapping[ActionSetName, tuple[str, ...]] = {
     "deltas": tuple(PUBLISHED),
@@ -318,7 +318,6 @@ def facts_of(jobs: list[Job], num_windows: Array64) -> Columns:
         "permits_rounding": of(lambda job: job.supports_exchange and job.exchange != "exact"),
         "permits_local": of(lambda job: job.supports_exchange and job.exchange == "local"),
         "is_adam": of(lambda job: job.optimizer_family == "adam"),
-        "rate_exponent": of(lambda job: RATE_EXPONENTS[job.learning_rate_rule]),
     }
 
 
