@@ -48,6 +48,16 @@ def test_a_step_takes_as_long_as_on_the_virtual_clock(network: str, sizes: tuple
     assert seen["window_s"] == pytest.approx(scenario.window_steps * expected.step_s)
 
 
+def test_rounds_of_local_steps_go_on_across_windows_and_hide_no_communication() -> None:
+    scenario = virtual.scenario(workers=UNLIKE, network=NETWORKS["bandwidth"])
+    conditions, sizes = Conditions(np.ones(4), np.ones(4), np.zeros(4, dtype=bool)), np.full(4, 64.0)
+    clock, jobs = VirtualClock(scenario, 0), jobs_of(scenario)
+    every_4 = EXACT._replace(every=np.full(1, 4.0))
+    took_s = sum(float(jobs.run_window(sizes[None], every_4, tracks=False)["window_s"][0]) for _ in range(4))
+    slowest_s = float(clock.step(sizes, conditions).compute_s.max())
+    assert took_s == pytest.approx(20 * slowest_s + 5 * clock.communication_s(conditions))
+
+
 def test_ranks_that_divide_their_sum_are_as_fast_as_each_other() -> None:
     scenario = virtual.scenario(workers=ALIKE)
     conditions = Conditions(np.ones(4), np.ones(4), np.zeros(4, dtype=bool))
@@ -129,10 +139,14 @@ def test_a_decision_is_rewarded_for_the_first_window_under_it() -> None:
         assert changed.actions_TDL[:, 0, 0].tolist() == [0, 0, 4, 0, 0, 0]
 
 
-def test_levers_are_rewarded_by_progress_per_second_over_that_of_the_first_window() -> None:
-    played = play_levers(jobs_of(virtual.scenario()), choosing((0, 0, 0)), 5)
-    jobs = jobs_of(virtual.scenario())
-    levers = Levers(np.full(1, 128.0), np.ones(1), np.zeros(1))
-    seen = [jobs.run_window(np.full((1, 4), 32.0), levers) for _ in range(5)]
+@pytest.mark.parametrize("action_set", ["levers", "deltas"])
+def test_without_weights_the_reward_is_progress_per_second_over_that_of_the_first_window(action_set: str) -> None:
+    if action_set == "levers":
+        played = play_levers(jobs_of(virtual.scenario()), choosing((0, 0, 0)), 5)
+    else:
+        played = play_deltas(jobs_of(virtual.scenario()), choosing((0,), num_decisions=4), 5, None)
+    jobs, levers = jobs_of(virtual.scenario()), Levers(np.full(1, 128.0), np.ones(1), np.zeros(1))
+    seen = [jobs.run_window(np.full((1, 4), 32.0), levers, tracks=action_set == "levers") for _ in range(5)]
     speeds = [float(np.log2(each["progress"] / each["window_s"])[0]) for each in seen]
-    assert played.rewards_TD[:, 0] == pytest.approx([0.1 * (speed - speeds[0]) for speed in speeds[LAG:]])
+    expected = np.array([[0.1 * (speed - speeds[0])] for speed in speeds[LAG:]])
+    assert played.rewards_TD == pytest.approx(expected + 0 * played.rewards_TD)
