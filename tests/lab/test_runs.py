@@ -11,13 +11,14 @@ from tests.support import examples
 from tests.support.small_suites import outcome, write_suite
 
 from dynamix.arbitrator.policies.policy import Array32
+from dynamix.lab.comparison.bandit import Bandit
 from dynamix.lab.comparison.omnilearn import OmniLearn
 from dynamix.lab.comparison.rows import Row
 from dynamix.lab.comparison.runs import Ledger, RunTask, run_task
 from dynamix.lab.simulator.clock import ComputeTimes
 from dynamix.lab.simulator.cluster import best_split
 from dynamix.lab.simulator.episode import EpisodeError, RunOutcome, run_episodes
-from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, RANK_INDEX
+from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
 
 
 @pytest.fixture
@@ -150,3 +151,19 @@ def test_runs_at_a_constant_batch_are_fastest_under_the_oracle_and_slowest_undiv
         times_s.append(done.virtual_time_s / done.num_steps)
     assert times_s[0] < 0.98 * times_s[1]
     assert times_s[1] < 0.8 * times_s[2]
+
+
+def test_the_bandit_tries_each_exchange_and_keeps_the_one_of_most_progress_per_second() -> None:
+    job = msgspec.structs.replace(JOB, exchange="local", supports_exchange=True)
+    falls = {"none": 0.02, "int8": 0.08, "4 x int8": 0.04}
+    carry, chosen, name = b"", [], "none"
+    for window in range(30):
+        global_F = np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32)
+        for feature, value in (("loss", 1.0), ("loss_change", -falls[name]), ("step_time_s", 0.1)):
+            global_F[GLOBAL_INDEX[feature]] = value
+        decision = Bandit().decide(job, window, observe((128,) * 4, (1000.0,) * 4), global_F, carry)
+        exchange, carry = decision.allocation.exchange, decision.carry
+        name = f"{exchange.every} x {exchange.codec}" if exchange.every > 1 else exchange.codec
+        chosen.append(name)
+    assert set(chosen[:17]) == set(falls)
+    assert set(chosen[17:]) == {"int8"}

@@ -27,7 +27,7 @@ from dynamix.cli.arguments import add_action, add_json_argument, add_output_argu
 from dynamix.cli.connection import HOW_TO_START, NoBrokerError, connected, find
 from dynamix.cli.errors import CommandError, explained, reading
 from dynamix.cli.output import POLICY, ActionResult, Document, write_file, write_result
-from dynamix.cli.terminal import in_columns
+from dynamix.cli.terminal import ProgressLine, in_columns
 from dynamix.runtime.bus import StreamMissingError
 from dynamix.runtime.input_files import read_regular
 from dynamix.runtime.log import configure as configure_log
@@ -199,7 +199,8 @@ def _test(arguments: argparse.Namespace) -> ActionResult:
     with reading(arguments.file), explained(PolicyFileError, ValueError):
         file = PolicyFile.from_bytes(read_regular(arguments.file), str(arguments.file))
         suite = suite_named(arguments.scenarios or SUITE_OF[action_set_of(file.metadata).name])
-    trial = tried(file, suite.scenarios)
+    with ProgressLine() as progress:
+        trial = tried(file, suite.scenarios, lambda name: progress.show(f"trying it in {name}"))
     lines = ["share of decisions that change when inputs come from another state"]
     lines += [f"  {group:28}{share:6.1%}" for group, share in trial.dependence.items()]
     lines.append(f"time to target over that of the best constant, {trial.constant} (surrogate)")

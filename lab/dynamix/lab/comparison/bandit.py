@@ -44,7 +44,7 @@ class Bandit:
         """The arm on trial; after the trials the best one."""
         tried = unpack(_Tried, carry)
         arm, age = divmod(tried.window, TRIAL)
-        fall = -np.log1p(job_value(global_F, "loss_change") / job_value(global_F, "loss"))
+        fall = float(-np.log1p(job_value(global_F, "loss_change") / job_value(global_F, "loss")))
         if arm < len(ARMS) and age >= LAG and np.isfinite(fall):
             taken_s = job_value(global_F, "step_time_s") * steps_of(job, global_F)
             gains = tuple(gain + fall * (at == arm) for at, gain in enumerate(tried.gains))

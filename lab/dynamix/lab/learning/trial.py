@@ -3,7 +3,7 @@
 Both are found on the surrogate. Passing proves little; failing means that nothing was learned.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -17,10 +17,10 @@ from dynamix.reward.formula import Weights
 
 from .surrogate import Actor, Array64, SurrogateJobs, play_deltas, play_levers
 
-NUM_JOBS = 16
+NUM_JOBS = 8
 """Jobs of each scenario and setting."""
 MOST_WINDOWS = 400
-LOCAL_BATCH_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
+LOCAL_BATCH_SIZES = (8, 16, 32, 48, 64, 96, 128, 256, 512)
 EXCHANGES = ((1, 0), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1))
 """Steps between averagings, and whether `int8`: those of the constants that are compared."""
 
@@ -52,12 +52,14 @@ class Trial(NamedTuple):
         return found
 
 
-def tried(file: PolicyFile, scenarios: Sequence[Scenario]) -> Trial:
-    """Try a policy in some scenarios."""
-    levers = file.metadata.action_set == "levers"
-    settings = list(product(LOCAL_BATCH_SIZES, EXCHANGES if levers else EXCHANGES[:1]))
+def tried(file: PolicyFile, scenarios: Sequence[Scenario], show: Callable[[str], None] = lambda _: None) -> Trial:
+    """Try a policy in some scenarios; `show` is called with the name of each before it is tried."""
+    levers, least = file.metadata.action_set == "levers", max(each.min_local_batch_size for each in scenarios)
+    sizes = [size for size in LOCAL_BATCH_SIZES if size >= least]
+    settings = list(product(sizes, EXCHANGES if levers else EXCHANGES[:1]))
     states, own, constants = [], [], []
     for number, scenario in enumerate(scenarios):
+        show(scenario.name)
         jobs = SurrogateJobs([scenario], NUM_JOBS, seed=number, spread=0.0)
         if levers:
             played = play_levers(jobs, Actor(file).choose, MOST_WINDOWS, until_target=True)
