@@ -25,7 +25,7 @@ import msgspec
 from dynamix.cli.arguments import add_output_argument
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, MisuseError, explained, reading
-from dynamix.cli.jobs import check_job, find_job
+from dynamix.cli.jobs import check_job, chosen, known_jobs
 from dynamix.cli.output import write_file
 from dynamix.cli.source import capture_stored
 from dynamix.recording import CaptureTable, load
@@ -83,7 +83,7 @@ def capture_of(name: str, command: str) -> Iterator[Path]:
 
     async def capture(path: Path) -> None:
         async with connected(find(os.environ), command) as bus:
-            await capture_stored(bus, (await find_job(bus, name)).job, path)
+            await capture_stored(bus, chosen(await known_jobs(bus), name).job, path)
 
     check_job(name, or_file=True)
     with TemporaryDirectory(prefix="dynamix-") as directory:

@@ -106,16 +106,11 @@ async def families(bus: Bus) -> list[StoredFamily]:
     Raises:
         CommandError: when the broker has no stream for them.
     """
-    wanted, found = subjects.of("profile", subjects.ANY), list[StoredFamily]()
+    stored = bus.stored(PROFILES.name, [subjects.of("profile", subjects.ANY)], "last_per_subject")
     try:
-        newest = await bus.last(PROFILES.name, wanted)
+        found = [_read(message) async for message in stored]
     except StreamMissingError:
         raise CommandError("the broker has no stream for job families: run `dynamix provision`") from None
-    async with bus.consume(PROFILES.name, [wanted], start="last_per_subject") as consumer:
-        while newest is not None and (batch := await anext(consumer, None)):
-            found += map(_read, batch)
-            if batch[-1].num_pending == 0:
-                break
     known = [one for one in found if one.profile is None or not one.profile.is_forgotten]
     return sorted(known, key=lambda one: one.family)
 

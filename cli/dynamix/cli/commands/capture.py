@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dynamix.cli.arguments import add_json_argument, add_output_argument, count
 from dynamix.cli.connection import connected, find
-from dynamix.cli.jobs import check_job, find_job
+from dynamix.cli.jobs import check_job, chosen, known_jobs
 from dynamix.cli.output import CAPTURE, Document, write_result, writing
 from dynamix.cli.services import beside
 from dynamix.cli.source import Source
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _from_bus(arguments: argparse.Namespace) -> Document:
     async with connected(find(os.environ), "capture") as bus:
-        job = (await find_job(bus, arguments.job)).job
+        job = chosen(await known_jobs(bus), arguments.job).job
         with stop_event() as stop:
             return await capture(bus, job, Path(arguments.output), stop, past=arguments.past, most=arguments.windows)
 

@@ -28,7 +28,7 @@ from dynamix.arbitrator.deciding.job_log import ActionStoreError, checked_action
 from dynamix.cli.arguments import add_json_argument
 from dynamix.cli.connection import connected, find, is_configured
 from dynamix.cli.errors import CommandError, explained
-from dynamix.cli.jobs import check_job, stored_messages
+from dynamix.cli.jobs import check_job
 from dynamix.cli.output import write_result
 from dynamix.cli.services import NOT_STORED, SERVICES, Heartbeats, hear
 from dynamix.collector.ebpf.loader import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
@@ -378,7 +378,7 @@ async def actions(settings: BusSettings, name: str) -> DoctorCheck:
             newest, _ = await checked_action(bus, job)
             if newest is None:
                 return DoctorCheck("actions", "training", f"none yet of {name}")
-            async for stored in stored_messages(bus, ACTIONS.name, [subjects.of("action", name)]):
+            async for stored in bus.stored(ACTIONS.name, [subjects.of("action", name)]):
                 if stored.sequence <= newest.sequence:
                     check.check_next(decode(Action, stored.subject, stored.payload), stored.payload)
     except (ActionStoreError, BrokenChainError, MalformedMessageError) as error:

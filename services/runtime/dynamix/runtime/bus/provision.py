@@ -11,15 +11,11 @@ from . import Bus
 from .errors import ApiError, BusError, StreamMissingError
 
 
-class ProvisionError(BusError):
-    """JetStream cannot change a stream as wanted; the message names it and the fix."""
-
-
 async def provision(bus: Bus, streams: Sequence[Stream] = STREAMS, *, num_replicas: int | None = None) -> list[str]:
     """Create or update the streams; returns what was done, one line per stream. Running it twice does nothing new.
 
     Other streams are left alone. `num_replicas` are the copies in a cluster; `None` keeps what is, and makes new
-    streams with one. Raises ProvisionError when a stream exists and JetStream cannot change it as wanted.
+    streams with one. Raises BusError, with the fix, when JetStream cannot change an existing stream as wanted.
     """
     done = []
     for stream in streams:
@@ -38,7 +34,7 @@ async def provision(bus: Bus, streams: Sequence[Stream] = STREAMS, *, num_replic
         try:
             await bus.requests.write_stream("UPDATE", {**present, **wanted})
         except ApiError as error:
-            raise ProvisionError(
+            raise BusError(
                 f"stream {stream.name} cannot be made as wanted: {error}. "
                 "What JetStream never changes (storage, retention, a ban on deleting) needs a new stream: "
                 "back it up and delete it, or keep the old setting"
