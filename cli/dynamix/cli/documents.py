@@ -181,13 +181,15 @@ def alarms_of(views: Iterable[JobView], heartbeats: Heartbeats, *, now_ns: int, 
     if count := heartbeats.count("dead_letters", now_s=now_s):
         what = f"{count} messages could not be used: stream DEAD has them, with the reasons"
         found.append(Alarm("warning", "services", what))
+    collectors = (beat.live for beat in heartbeats.recent(now_s) if beat.live.service == "collector")
+    measured = {live.node for live in collectors if live.node}
     for view in views:
         found += alarms_of_job(view, now_ns)
-        if view.phase(now_ns) == "running":
-            unmeasured = [] if view.job is None else [one.node for one in view.job.nodes if one.node not in view.nodes]
-            for node in heartbeats.nodes_without_collector(unmeasured, now_s):
-                text = f"no collector on {node}: start it there, or set the same DYNAMIX_NODE for it and the ranks"
-                found.append(Alarm("error", view.name, text))
+        if measured and view.phase(now_ns) == "running":
+            for node in [] if view.job is None else [one.node for one in view.job.nodes]:
+                if node not in measured and node not in view.nodes:
+                    text = f"no collector on {node}: start it there, or set the same DYNAMIX_NODE for it and the ranks"
+                    found.append(Alarm("error", view.name, text))
     return found
 
 

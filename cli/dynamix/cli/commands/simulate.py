@@ -63,10 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         def record(reports: Sequence[Report]) -> None:
             totals, accuracy = reports[0].totals, reports[0].held_out_accuracy
-            samples, sizes = (
-                max(totals.num_samples, 1),
-                {row.rank: row.local_batch_size for one in reports for row in one.rows},
-            )
+            samples = max(totals.num_samples, 1)
+            sizes = {row.rank: row.local_batch_size for one in reports for row in one.rows}
             windows.append(
                 {
                     "window": totals.window,

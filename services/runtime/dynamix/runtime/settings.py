@@ -338,13 +338,19 @@ def check_url(settings: BusSettings) -> None:
         if parts.scheme not in {"nats", "tls"}:
             raise ValueError(f"{redact_url(url)}: the bus speaks nats:// and tls:// only")
         host, has_credentials = parts.hostname or "", bool(settings.user or settings.creds_file or parts.username)
-        with contextlib.suppress(ValueError):
-            has_credentials |= ipaddress.ip_address(host).is_loopback
-        if not has_credentials and host != "localhost":
+        if not has_credentials and not is_loopback(host):
             raise ValueError(
                 f"{redact_url(url)} is not this machine: set DYNAMIX_NATS_CREDS_FILE, or DYNAMIX_NATS_USER and "
                 "DYNAMIX_NATS_PASSWORD_FILE (beyond loopback the bus is never used without credentials)"
             )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or host name is this machine's own."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def redact_url(text: str) -> str:
