@@ -276,7 +276,7 @@ async def bus(settings: BusSettings, *, configured: bool) -> list[DoctorCheck]:
     need: Need = "everything" if configured else "training"
     found = credential(settings)
     try:
-        async with connected(settings, "doctor", wait=False) as connection:
+        async with connected(settings, "doctor", timeout_s=CONNECT_TIMEOUT_S, wait=False) as connection:
             found.append(DoctorCheck("broker", need, redact_url(settings.url)))
             return [*found, *await _streams(connection, need), *await _services(connection)]
     except CommandError as error:
