@@ -328,9 +328,8 @@ class Peeling(NamedTuple):
         while len(candidates):
             alone = table.take(candidates) - ONE
             turns = np.arange(len(alone))
-            chosen[alone] = (
-                turns  # an element may be alone in several cells, and a cell named twice: one of them counts
-            )
+            # an element may be alone in several cells, and a cell named twice: one of them counts
+            chosen[alone] = turns
             kept = chosen.take(alone) == turns
             alone, candidates = alone[kept], candidates[kept]
             rounds.append(alone)

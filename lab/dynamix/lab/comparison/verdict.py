@@ -15,20 +15,18 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from scipy.special import stdtrit  # scipy.stats.t.ppf, without a second of import
 
 from dynamix.arbitrator.deciding.signatures import spread_signature
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.lab.simulator.cluster import Evaluation
 from dynamix.lab.simulator.episode import RunOutcome, code_digest, versions
+from dynamix.lab.simulator.exchange import Array64
 from dynamix.lab.simulator.scenario import TRAIN, Scenario, Suite, digest_of, is_control, suite_named
 from dynamix.schemas.policies import DEFAULT_POLICY
 
 from .rows import BASES, BEST_STATIC, GOODPUT, Row, Tuned, file_digest
 from .runs import ComparisonCell, Ledger
-
-Array64 = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.95
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
@@ -31,12 +30,10 @@ from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.run import Reporter, field_of
 
 from .clock import LABELS, ComputeTimes, Conditions, Disturbances, Sizes, StepTiming, VirtualClock, generator
-from .exchange import ActiveExchange, StepTraffic, VirtualExchange, total_bytes
+from .exchange import ActiveExchange, Array64, StepTraffic, VirtualExchange, total_bytes
 from .gradients import StepSums, gradients_of
 from .rounds import VirtualRounds
 from .scenario import Scenario
-
-Array64 = npt.NDArray[np.float64]
 
 MARGIN_STEPS = 2
 """Steps from knowing of a change to the first step that can follow it, with a real loader without workers."""
@@ -148,7 +145,8 @@ class WindowRecorder:
             retransmits = conditions.congested * (self._retransmits_per_s * timing.step_s)
             self._retransmits = self._retransmits + retransmits
             if sums.norms is not None:
-                sums.norms.add_to(noise, plan.counts)
+                for rank, own in enumerate(noise):
+                    own.add_step(plan.counts, rank, float(sums.norms.local[rank]), sums.norms.reduced)
             if sums.drift is not None:
                 drift_own, drift_mean = drift_own + sums.drift.own, drift_mean + sums.drift.mean
         sizes = np.array([step.plan.counts.values for step in steps])

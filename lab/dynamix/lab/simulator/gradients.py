@@ -5,19 +5,17 @@ measured step also gives |g_i|^2, as the hook of a real job does (`dynamix.train
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from dynamix.lab.workloads import Part, Workload
 from dynamix.trainer.data.plan import Counts, StepPlan
-from dynamix.trainer.gradient.noise import NoiseSums
 
-Array64 = npt.NDArray[np.float64]
+from .exchange import Array64
 
 EVALUATED_AT_ONCE = 2000
 """Samples: the activations of a small model stay in the cache."""
@@ -30,11 +28,6 @@ class WorkerNorms(NamedTuple):
     """|g_i|^2 of each worker's mean gradient; 0 without samples."""
     reduced: float
     """|G|^2"""
-
-    def add_to(self, sums: Sequence[NoiseSums], counts: Counts) -> None:
-        """Add the step to every worker's sums."""
-        for rank, (own, local) in enumerate(zip(sums, self.local.tolist(), strict=True)):
-            own.add_step(counts, rank, local, self.reduced)
 
 
 class WorkerDrift(NamedTuple):
@@ -63,8 +56,8 @@ class WorkerSegments:
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
-        self._sizes = np.array(counts.values, dtype=np.float64)
-        self._active = np.flatnonzero(self._sizes)
+        self.sizes = np.array(counts.values, dtype=np.float64)
+        self._active = np.flatnonzero(self.sizes)
         self._starts = np.array(counts.starts[:-1])[self._active]
 
     def slices(self) -> Iterator[tuple[int, int, int]]:
@@ -75,19 +68,13 @@ class WorkerSegments:
 
     def sums(self, values: Tensor) -> Array64:
         """The values of all samples, summed per worker in float64."""
-        found = np.zeros(len(self._sizes))
+        found = np.zeros(len(self.sizes))
         found[self._active] = np.add.reduceat(values.numpy(), self._starts, dtype=np.float64)
         return found
 
     def columns(self, values: Tensor) -> Tensor:
         """Columns of a matrix (one per sample) summed per worker that has samples: workers x rows."""
         return torch.from_numpy(np.add.reduceat(values.numpy(), self._starts, axis=1).T)
-
-    def norms_of_means(self, norms_of_sums: Array64) -> Array64:
-        """|g_i|^2 from the norms |b_i g_i|."""
-        means = np.zeros(len(self._sizes))
-        np.divide(norms_of_sums, self._sizes, out=means, where=self._sizes > 0)
-        return means * means
 
 
 class Gradients(ABC):
@@ -144,8 +131,10 @@ class Gradients(ABC):
         return correct / count
 
     def _squared_norms(self, norms_of_sums: Array64) -> WorkerNorms:
-        reduced = torch.dot(self._gradient, self._gradient).item()
-        return WorkerNorms(self._segments.norms_of_means(norms_of_sums), reduced)
+        """The norms of a step from |b_i g_i| of each worker."""
+        sizes = self._segments.sizes
+        means = np.divide(norms_of_sums, sizes, out=np.zeros(len(sizes)), where=sizes > 0)
+        return WorkerNorms(means * means, torch.dot(self._gradient, self._gradient).item())
 
     @abstractmethod
     def _union(self, inputs: Tensor, labels: Tensor) -> StepSums:

@@ -10,7 +10,6 @@ from copy import deepcopy
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -19,10 +18,9 @@ from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps import mean_counts, outer_step
 
-from .exchange import ActiveExchange, StepTraffic, VirtualExchange, all_reduced
+from .exchange import ActiveExchange, Array64, StepTraffic, VirtualExchange, all_reduced
 from .gradients import Gradients, StepSums, WorkerDrift, WorkerNorms
 
-Array64 = npt.NDArray[np.float64]
 MakeOptimizer = Callable[[nn.Parameter], torch.optim.Optimizer]
 
 

@@ -336,9 +336,7 @@ class _Arbitrator:
         job.generation = newest
         log = await self._open_log(job, specification, known)
         log.actions_created = self._actions_created
-        if (
-            log.has_inputs
-        ):  # FEED must hold what follows the watermark; a server that was cut off may not know of it yet
+        if log.has_inputs:  # FEED must hold what follows the watermark; a server that was cut off may not know it yet
             wait, feed = FailoverWait(self._bus.stream_state, FEED.name), await self._bus.stream_state(FEED.name)
             while log.fold.watermark > feed.last_sequence and await self._pause(job, wait):
                 feed = await self._bus.stream_state(FEED.name)

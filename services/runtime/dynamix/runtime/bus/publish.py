@@ -220,9 +220,8 @@ class Publisher:
         if entry is None:
             return  # the second acknowledgement of a message that was sent twice
         if headers and parse_status(headers).code == NO_RESPONDERS:
-            entry.no_stream = (
-                True  # not final: a broker that just started, or a stream without its leader, looks the same
-            )
+            # not final: a broker that just started, or a stream without its leader, looks the same
+            entry.no_stream = True
             if self._limit.allow("no stream"):
                 logger.warning("no stream takes %s yet: has `dynamix provision` been run?", entry.subject)
             return
