@@ -37,7 +37,7 @@ def job_document(view: JobView, now_ns: int, *, most_ranks: int | None = None) -
     All ranks wait at least the time of the communication; what a rank waits more, it waits for slower ranks. Ranks
     measure the time from their last gradient to the reduced one.
     """
-    rows = list(view.ranks.values())
+    rows, rewarded = list(view.ranks.values()), view.rewarded
     times = [row.metrics.training.sync_time_s for row in rows if row.window == view.window]
     least_sync_s = min((time for time in times if time is not None), default=0.0)
     shown = sorted(rows, key=lambda row: row.busy_time_s, reverse=True)[:most_ranks]
@@ -71,7 +71,7 @@ def job_document(view: JobView, now_ns: int, *, most_ranks: int | None = None) -
         "events": [
             {"time_unix_s": time_ns / 1e9 or None, **document_of(event)} for time_ns, event in reversed(view.events)
         ],
-        "reward": {"formula": view.formula, "mean": view.mean_reward(), "terms": view.reward_terms()},
+        "reward": {"formula": rewarded.formula, "mean": rewarded.mean_reward(), "terms": rewarded.reward_terms()},
     }
 
 
