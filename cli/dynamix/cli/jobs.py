@@ -1,11 +1,10 @@
 """The jobs on the broker, and which of them a person means."""
 
-import contextlib
 from collections.abc import Container, Mapping
 
 from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.codec import decode_or_none
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import JOBS
 
@@ -32,8 +31,7 @@ async def known_jobs(bus: Bus) -> dict[str, Job]:
     """The newest specification of every job on the broker, oldest first; what cannot be decoded is left out."""
     jobs: dict[str, Job] = {}
     async for message in bus.stored(JOBS.name, [subjects.of("job", subjects.ANY)], "last_per_subject"):
-        with contextlib.suppress(MalformedMessageError):  # of another version: the error says that it is missing
-            job = decode(Job, message.subject, message.payload)
+        if (job := decode_or_none(Job, message.subject, message.payload)) is not None:
             jobs[job.job] = job
     return jobs
 

@@ -14,7 +14,7 @@ from typing import Any
 from dynamix.recording.capture import FOREVER_NS, CaptureHeader, CaptureWriter, EndReason, Record, RecordMerge
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.codec import decode_or_none
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS, REPORTS
 
@@ -137,9 +137,8 @@ class Source:
             for record in tail.take_records():
                 self._merge.add_record(record)
                 if tail is self._jobs:
-                    self._job_ended = False
-                    with contextlib.suppress(MalformedMessageError):
-                        self._job_ended = decode(Job, record.subject, record.payload).phase == "ended"
+                    job = decode_or_none(Job, record.subject, record.payload)
+                    self._job_ended = job is not None and job.phase == "ended"
         if not heard:
             self._ends = await self._stored()
 

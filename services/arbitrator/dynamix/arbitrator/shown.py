@@ -17,7 +17,7 @@ from dynamix.runtime.bus import Bus, PermissionDeniedError, StreamState
 from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.codec import decode_or_none
 from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
 from dynamix.schemas.messages import REFUSAL_REASONS, Applied, Job, State
 from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES, REPORTS
@@ -264,11 +264,9 @@ class ShownDecisions:
         async with bus.consume(JOBS.name, [subjects.of("job", subjects.ANY)], start="new") as consumer:
             async for batch in consumer:
                 for message in batch:
-                    try:
-                        job = decode(Job, message.subject, message.payload)
-                    except MalformedMessageError:
-                        continue  # set aside where the specification is read for decisions
-                    if job.phase == "ended":
+                    # set aside where the specification is read for decisions
+                    job = decode_or_none(Job, message.subject, message.payload)
+                    if job is not None and job.phase == "ended":
                         self.record_end(job)
 
     async def follow_receipts(self, context: Context[Any]) -> None:
