@@ -18,7 +18,7 @@ from dynamix.cli.arguments import add_action, add_json_argument
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, explained
 from dynamix.cli.output import ActionResult, write_result
-from dynamix.cli.terminal import in_columns
+from dynamix.cli.terminal import in_columns, sizes_text
 from dynamix.runtime.bus import Bus, BusError, BusMessage, StreamMissingError
 from dynamix.runtime.log import configure as configure_log
 from dynamix.schemas import subjects
@@ -28,7 +28,6 @@ from dynamix.schemas.streams import JOBS, PROFILES
 from dynamix.schemas.subjects import check_token
 
 HEADINGS = ("family", "runs", "newest", "policy", "ranks", "windows", "last sizes", "size")
-MOST_SIZES = 4
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -194,6 +193,5 @@ def _records(records: Sequence[ArmRecord]) -> Iterator[str]:
 
 
 def _sizes(profile: JobProfile) -> str:
-    shown = "/".join(map(str, profile.allocation.local_batch_sizes[:MOST_SIZES]))
-    rest = "/..." if len(profile.allocation.local_batch_sizes) > MOST_SIZES else ""
-    return f"{shown}{rest} = {sum(profile.allocation.local_batch_sizes)}"
+    sizes = profile.allocation.local_batch_sizes
+    return f"{sizes_text(sizes)} = {sum(sizes)}"
