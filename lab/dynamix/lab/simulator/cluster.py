@@ -439,7 +439,8 @@ class VirtualCluster:
         of_each = gradient.new_empty(self.scenario.world_size, len(gradient))
         sums = self.gradients.step_of_each(inputs, labels, plan, of_each)
         traffic = self.exchange.sum(of_each / plan.counts.total, step, gradient)
-        return sums._replace(norms=self.gradients.norms_of(of_each) if measured else None), traffic
+        norms_of_sums = torch.linalg.vector_norm(of_each, dim=1).double().cpu().numpy()
+        return sums._replace(norms=self.gradients.squared_norms(norms_of_sums) if measured else None), traffic
 
     def _evaluate(self, before_s: float) -> None:
         """Fill the grid up to a time, exclusively: it costs no virtual time, and the parameters stay the same."""

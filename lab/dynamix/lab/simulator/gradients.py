@@ -117,10 +117,6 @@ class Gradients(ABC):
             gradients[rank] = self._gradient
         return StepSums(loss, correct, None)
 
-    def norms_of(self, gradients: Tensor) -> WorkerNorms:
-        """The norms of a step from the rows that `step_of_each` wrote, and from the gradient G as it is now."""
-        return self._squared_norms(torch.linalg.vector_norm(gradients, dim=1).double().cpu().numpy())
-
     def accuracy(self, part: Part) -> float:
         """Share of a part's samples that the model gets right now."""
         correct, count = 0.0, len(part.labels)
@@ -130,8 +126,8 @@ class Gradients(ABC):
                 correct += self._workload.num_correct(self.model(inputs), labels)
         return correct / count
 
-    def _squared_norms(self, norms_of_sums: Array64) -> WorkerNorms:
-        """The norms of a step from |b_i g_i| of each worker."""
+    def squared_norms(self, norms_of_sums: Array64) -> WorkerNorms:
+        """The norms of a step from |b_i g_i| of each worker, and from the gradient G as it is now."""
         sizes = self._segments.sizes
         means = np.divide(norms_of_sums, sizes, out=np.zeros(len(sizes)), where=sizes > 0)
         return WorkerNorms(means * means, torch.dot(self._gradient, self._gradient).item())
@@ -172,7 +168,7 @@ class AutogradGradients(Gradients):
             total += self._gradient
             norms[rank] = torch.linalg.vector_norm(self._gradient).item()
         self._gradient.copy_(total.div_(self._segments.counts.total))
-        return StepSums(loss, correct, self._squared_norms(norms))
+        return StepSums(loss, correct, self.squared_norms(norms))
 
     def _own(self, inputs: Tensor, labels: Tensor) -> tuple[float, float]:
         self._gradient.zero_()
@@ -284,7 +280,7 @@ class PerceptronGradients(Gradients):
                 self._gradient.add_(block.sum(0))
         self._gradient.div_(len(labels))
         loss, correct = self._segments.sums(passed.loss), self._segments.sums(passed.correct)
-        return StepSums(loss, correct, self._squared_norms(norms))
+        return StepSums(loss, correct, self.squared_norms(norms))
 
     def _pass(self, inputs: Tensor, labels: Tensor) -> _Pass:
         *hidden, last = self._layers

@@ -92,7 +92,7 @@ class Bus:
         """
         return {
             **self._connection.counters,
-            "in_flight": self._publisher.num_in_flight,
+            "in_flight": len(self._publisher.table),
             "unacknowledged": self._publisher.num_late,
             "unanswered": self.requests.num_late,
             "failed_lately": self._publisher.num_failed_lately,
