@@ -210,17 +210,6 @@ class _Layer(NamedTuple):
     """Position of its weight in a flat vector; its bias follows."""
 
 
-class _Pass(NamedTuple):
-    """Result of a forward and backward pass."""
-
-    inputs: list[Tensor]
-    """A of each layer: samples x inputs."""
-    derivatives: list[Tensor]
-    """D^T of each layer: outputs x samples, of the sum of the losses."""
-    loss: Tensor
-    correct: Tensor
-
-
 class PerceptronGradients(Gradients):
     """Gradients of `Sequential(Flatten, Linear, ReLU, ..., Linear)` under cross entropy, the loss of all workloads."""
 
@@ -239,34 +228,34 @@ class PerceptronGradients(Gradients):
 
     @torch.inference_mode()
     def _union(self, inputs: Tensor, labels: Tensor) -> StepSums:
-        passed = self._pass(inputs, labels)
-        self._write_sums(passed)
+        loss, correct = self._write_sums(inputs, labels)
         self._gradient.div_(len(labels))
-        return StepSums(self._segments.sums(passed.loss), self._segments.sums(passed.correct), None)
+        return StepSums(self._segments.sums(loss), self._segments.sums(correct), None)
 
     @torch.inference_mode()
     def _own(self, inputs: Tensor, labels: Tensor) -> tuple[float, float]:
-        passed = self._pass(inputs, labels)
-        self._write_sums(passed)
-        return float(passed.loss.sum(dtype=torch.float64)), float(passed.correct.sum())
+        loss, correct = self._write_sums(inputs, labels)
+        return float(loss.sum(dtype=torch.float64)), float(correct.sum())
 
-    def _write_sums(self, passed: _Pass) -> None:
-        """Write the gradient of the summed loss into each layer."""
-        for layer, entered, derivative in zip(self._layers, passed.inputs, passed.derivatives, strict=True):
-            torch.mm(derivative, entered, out=layer.weight_gradient)
+    def _write_sums(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the gradient of the summed loss into each layer; the losses, and which samples are right."""
+        entered, derivatives, loss, correct = self._pass(inputs, labels)
+        for layer, own_inputs, derivative in zip(self._layers, entered, derivatives, strict=True):
+            torch.mm(derivative, own_inputs, out=layer.weight_gradient)
             torch.sum(derivative, 1, out=layer.bias_gradient)
+        return loss, correct
 
     @torch.inference_mode()
     def _measured(self, inputs: Tensor, labels: Tensor) -> StepSums:
-        passed = self._pass(inputs, labels)
-        biases = [self._segments.columns(derivative) for derivative in passed.derivatives]
+        inputs_by_layer, derivatives, losses, right = self._pass(inputs, labels)
+        biases = [self._segments.columns(derivative) for derivative in derivatives]
         norms = np.zeros(len(self._segments.counts.values))
         slices = list(self._segments.slices())
         for first in range(0, len(slices), len(self._block)):
             own = slices[first : first + len(self._block)]
             block = self._block[: len(own)]
             for layer, entered, derivative, bias in zip(
-                self._layers, passed.inputs, passed.derivatives, biases, strict=True
+                self._layers, inputs_by_layer, derivatives, biases, strict=True
             ):
                 rows = block[:, layer.start : layer.start + layer.weight.numel()].view(len(own), *layer.weight.shape)
                 for row, (_, start, end) in zip(rows.unbind(), own, strict=True):
@@ -279,10 +268,11 @@ class PerceptronGradients(Gradients):
             else:
                 self._gradient.add_(block.sum(0))
         self._gradient.div_(len(labels))
-        loss, correct = self._segments.sums(passed.loss), self._segments.sums(passed.correct)
+        loss, correct = self._segments.sums(losses), self._segments.sums(right)
         return StepSums(loss, correct, self.squared_norms(norms))
 
-    def _pass(self, inputs: Tensor, labels: Tensor) -> _Pass:
+    def _pass(self, inputs: Tensor, labels: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+        """Forward and backward: each layer's inputs A (samples x inputs) and D^T (outputs x samples), losses, hits."""
         *hidden, last = self._layers
         entered = [inputs.flatten(1)]
         for layer in hidden:
@@ -297,7 +287,7 @@ class PerceptronGradients(Gradients):
         for layer, output in zip(self._layers[:0:-1], entered[:0:-1], strict=True):
             backward = torch.mm(derivatives[-1].t(), layer.weight)
             derivatives.append(torch.ops.aten.threshold_backward(backward, output, 0).t())
-        return _Pass(entered, derivatives[::-1], right[0].neg_(), correct)
+        return entered, derivatives[::-1], right[0].neg_(), correct
 
 
 def gradients_of(workload: Workload, *, seed: int, like: Tensor) -> Gradients:

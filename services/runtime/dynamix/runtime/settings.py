@@ -100,17 +100,12 @@ MAX_PASSWORD_BYTES = 64 * 1024
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-class Supervisor(NamedTuple):
-    """Socket and interval of notifications: sd_notify(3) and sd_watchdog_enabled(3)."""
+def read_supervisor(environ: Mapping[str, str]) -> tuple[str, float]:
+    """Systemd's requests to this process: sd_notify(3) and sd_watchdog_enabled(3).
 
-    notify_socket: str = ""
-    """The datagram socket that receives notifications: a path, or `@name` of an abstract one; empty: none."""
-    watchdog_s: float = 0.0
-    """Interval at which the process must notify that it is alive; 0: not required."""
-
-
-def read_supervisor(environ: Mapping[str, str]) -> Supervisor:
-    """Read systemd's requests to this process. A watchdog for another process, such as its parent, does not count.
+    The datagram socket that receives notifications, a path or `@name` of an abstract one, empty for none; and the
+    seconds within which the process must notify that it is alive, 0 where it need not. A watchdog for another process,
+    such as its parent, does not count.
 
     Raises:
         ValueError: for a socket of another family, and for what is not a number of microseconds.
@@ -120,10 +115,10 @@ def read_supervisor(environ: Mapping[str, str]) -> Supervisor:
         raise ValueError(f"NOTIFY_SOCKET={address!r}: only a path or @name can be notified; unset it")
     usec = environ.get("WATCHDOG_USEC", "")
     if not address or not usec or environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
-        return Supervisor(address)
+        return address, 0.0
     if not usec.isdecimal():
         raise ValueError(f"WATCHDOG_USEC={usec!r} is not a number of microseconds")
-    return Supervisor(address, int(usec) / 1e6)
+    return address, int(usec) / 1e6
 
 
 class Loaded(NamedTuple, Generic[S]):
@@ -132,7 +127,7 @@ class Loaded(NamedTuple, Generic[S]):
     shared: SharedSettings
     bus: BusSettings
     own: S
-    supervisor: Supervisor = Supervisor()
+    supervisor: tuple[str, float] = "", 0.0
 
 
 def read(struct: type[S], component: str, environ: Mapping[str, str], flags: Mapping[str, str] = {}) -> S:
