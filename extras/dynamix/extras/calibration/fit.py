@@ -15,7 +15,8 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.stats import siegelslopes
 
-from dynamix.lab.simulator.clock import Array64, Conditions, Flags, VirtualClock, sent_bytes
+from dynamix.lab.simulator.clock import Conditions, Flags, VirtualClock, sent_bytes
+from dynamix.lab.simulator.exchange import Array64
 from dynamix.lab.simulator.scenario import (
     BYTES_PER_MBIT,
     Congestion,
