@@ -215,27 +215,20 @@ def help_text(component: str, struct: type[msgspec.Struct]) -> str:
     lines = [f"usage: python -m dynamix.{component} [--flag value ...]", ""]
     owners = ((struct, component, "--"), (SharedSettings, "", "--"), (BusSettings, "nats", "--nats-"))
     for owner, owned_by, dashes in owners:
-        for one in describe(owner, owned_by):
-            is_secret = owner is BusSettings and one.name == "password"
-            flag = "(no flag)" if is_secret else _flag(one.name, dashes)
-            lines.append(f"  {flag:<32} {one.variable}, default {one.default or '(empty)'}")
-            lines += textwrap.wrap(one.meaning, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        for name, variable, default, meaning in describe(owner, owned_by):
+            is_secret = owner is BusSettings and name == "password"
+            flag = "(no flag)" if is_secret else _flag(name, dashes)
+            lines.append(f"  {flag:<32} {variable}, default {default or '(empty)'}")
+            lines += textwrap.wrap(meaning, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
 
 
-class DescribedSetting(NamedTuple):
-    """One setting, for people."""
+def describe(struct: type[msgspec.Struct], component: str) -> Iterator[tuple[str, str, str, str]]:
+    """The settings of one of `COMPONENTS`, or those that all share for "".
 
-    name: str
-    variable: str
-    default: str
-    """The text that would give it; empty where that is empty."""
-    meaning: str
-    """The docstring beneath the field."""
-
-
-def describe(struct: type[msgspec.Struct], component: str) -> Iterator[DescribedSetting]:
-    """The settings of one of `COMPONENTS`, or those that all share for ""; meanings only where there is source."""
+    Of each its name, the variable, the text that would give the default, and the docstring beneath the field, which is
+    empty where there is no source.
+    """
     meanings: dict[str, str] = {}
     for owner in reversed(struct.__mro__):
         with contextlib.suppress(OSError, TypeError):
@@ -248,7 +241,7 @@ def describe(struct: type[msgspec.Struct], component: str) -> Iterator[Described
     for field in msgspec.structs.fields(struct):
         default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
         variable = _prefix(component) + field.name.upper()
-        yield DescribedSetting(field.name, variable, default, meanings.get(field.name, ""))
+        yield field.name, variable, default, meanings.get(field.name, "")
 
 
 def password_of(settings: BusSettings) -> str:
