@@ -148,7 +148,7 @@ class WindowRecorder:
                 for rank, own in enumerate(noise):
                     own.add_step(plan.counts, rank, float(sums.norms.local[rank]), sums.norms.reduced)
             if sums.drift is not None:
-                drift_own, drift_mean = drift_own + sums.drift.own, drift_mean + sums.drift.mean
+                drift_own, drift_mean = drift_own + sums.drift[0], drift_mean + sums.drift[1]
         sizes = np.array([step.plan.counts.values for step in steps])
         num_samples = sizes.sum(axis=0)
         loss, num_correct = (

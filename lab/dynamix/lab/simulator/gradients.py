@@ -30,15 +30,6 @@ class WorkerNorms(NamedTuple):
     """|G|^2"""
 
 
-class WorkerDrift(NamedTuple):
-    """Movement of the workers in a round of local steps (`dynamix.trainer.local_steps.RoundDrift`)."""
-
-    own: Array64
-    """w_i |d_i|^2 of each worker."""
-    mean: float
-    """|d|^2"""
-
-
 class StepSums(NamedTuple):
     """Sums of N workers over one step; float64, one per worker."""
 
@@ -47,8 +38,8 @@ class StepSums(NamedTuple):
     num_correct: Array64
     norms: WorkerNorms | None
     """`None` on a step that was not measured."""
-    drift: WorkerDrift | None = None
-    """Drift of the round of local steps that ended with the step."""
+    drift: tuple[Array64, float] | None = None
+    """w_i |d_i|^2 of each worker, and |d|^2, of the round of local steps that ended with the step (`RoundDrift`)."""
 
 
 class WorkerSegments:

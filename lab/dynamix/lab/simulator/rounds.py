@@ -18,7 +18,7 @@ from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps import mean_counts, outer_step
 
 from .exchange import ActiveExchange, Array64, StepTraffic, VirtualExchange, all_reduced
-from .gradients import Gradients, StepSums, WorkerDrift, WorkerNorms
+from .gradients import Gradients, StepSums, WorkerNorms
 
 MakeOptimizer = Callable[[nn.Parameter], torch.optim.Optimizer]
 
@@ -76,8 +76,8 @@ class VirtualRounds:
 
     def update(
         self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool
-    ) -> tuple[StepTraffic, WorkerDrift] | None:
-        """Update each rank; returns what was sent after a round's last step. Evaluated parameters stay as they were."""
+    ) -> tuple[StepTraffic, tuple[Array64, float]] | None:
+        """Update each rank; what was sent after a round's last step, and its drift. Evaluated parameters stay."""
         parameters, optimizer = self._begun()
         optimizer.step()
         self.num_steps += 1
@@ -104,7 +104,7 @@ class VirtualRounds:
             self._sketch_bytes = 0
         if following.every == 1 or ends_epoch:
             traffic += self._average_optimizers(parameters, optimizer, weights)
-        return traffic, WorkerDrift(own.numpy(), float(torch.dot(total, total)))
+        return traffic, (own.numpy(), float(torch.dot(total, total)))
 
     def end_step(self, compute_s: Array64, step: ActiveExchange) -> None:
         """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""
