@@ -17,11 +17,11 @@ from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, GlobalBatch
 from dynamix.trainer.bus_client import BusClient, Transport
 from dynamix.trainer.data.loader import (
+    PREFETCH_FACTOR,
     CountTokens,
     Loader,
     LoaderOptions,
     check_loader_options,
-    drawn_ahead,
     orders_of,
 )
 from dynamix.trainer.data.orders import OwnSampler
@@ -186,11 +186,12 @@ def attach(
     # those of all callers: what they name, such as the model and its group, would live to the end of the process.
     gc.collect()
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
+    drawn_ahead = loader_options.get("num_workers", 0) * (loader_options.get("prefetch_factor") or PREFETCH_FACTOR)
     options = options_of(
         *(given, models, optimizers),
         averaging=averaging,
         world_size=world_size,
-        margin_steps=drawn_ahead(loader_options) + look_ahead + SPARE_STEPS,
+        margin_steps=drawn_ahead + look_ahead + SPARE_STEPS,
         policy=environment.trainer.policy,
         gradient_servers=environment.trainer.gradient_servers,
     )
@@ -264,8 +265,8 @@ def attach(
         device=device,
         reduction=reduction,
         times_split=averaging == "hook",
-        learning_rate=while_it_lives(gradients.updates.newest_rate, None),
-        coded=while_it_lives(gradients.models.coded, CodedSquares()),
+        learning_rate=while_it_lives(gradients.updates.newest_rate, lambda: None),
+        coded=while_it_lives(gradients.models.coded, CodedSquares),
     )
     transport = connect if isinstance(connect, Transport) else Transport()
     if bus is not None and place.local_rank == 0:  # the first rank of each node reports, rank 0 also listens

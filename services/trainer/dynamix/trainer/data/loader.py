@@ -45,12 +45,6 @@ PREFETCH_FACTOR = 2
 """`DataLoader`'s own, when none is given."""
 
 
-def drawn_ahead(options: LoaderOptions) -> int:
-    """Batches that a loader draws ahead: workers times prefetch factor."""
-    prefetch_factor = options.get("prefetch_factor")
-    return options.get("num_workers", 0) * (PREFETCH_FACTOR if prefetch_factor is None else prefetch_factor)
-
-
 def check_loader_options(options: LoaderOptions, look_ahead: int, known: Iterable[str]) -> None:
     """Raise TypeError for options that are not the loader's, ValueError for a script that looks back.
 
