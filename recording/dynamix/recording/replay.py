@@ -75,20 +75,17 @@ class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
         """Whether every output equals the recorded one byte for byte."""
         return not self.counts.num_different and not self.counts.num_agreeing
 
-    @property
-    def decisions_equal(self) -> bool:
-        """Whether decisions are equal, and numbers are equal to six digits."""
-        return not self.counts.num_different
-
     def is_equal(self, *, strict: bool = False) -> bool:
         """Whether every recorded output was compared and is as promised.
 
-        Promised are equal bytes where build and processor are the same; elsewhere equal decisions. `strict` requires
-        equal bytes everywhere, and a whole capture.
+        Promised are equal bytes where build and processor are the same; elsewhere equal decisions, and numbers that are
+        equal to six digits. `strict` requires equal bytes everywhere, and a whole capture.
         """
         if self.counts.num_uncompared or (strict and self.cut_off):
             return False
-        return self.decisions_equal if self.fingerprint_differences and not strict else self.bytes_equal
+        if self.fingerprint_differences and not strict:
+            return not self.counts.num_different
+        return self.bytes_equal
 
 
 def replay(

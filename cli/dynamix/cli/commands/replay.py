@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     document = {
         "equal": equal,
         "bytes_equal": outcome.bytes_equal,
-        "decisions_equal": outcome.decisions_equal,
+        "decisions_equal": not outcome.counts.num_different,
         **msgspec.to_builtins(outcome),
     }
     with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
