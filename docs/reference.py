@@ -127,8 +127,8 @@ def _spelled(action: argparse.Action) -> str:
 def settings_section(owner: SettingsOwner) -> str:
     """The variables of one owner."""
     rows = "".join(
-        f"| `{one.variable}` | {f'`{one.default}`' if one.default else ''} | {one.meaning} |\n"
-        for one in describe(owner.struct, owner.component)
+        f"| `{variable}` | {f'`{default}`' if default else ''} | {meaning} |\n"
+        for _, variable, default, meaning in describe(owner.struct, owner.component)
     )
     return f"### {owner.title}\n\n| variable | default | meaning |\n|---|---|---|\n{rows}"
 

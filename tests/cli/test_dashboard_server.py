@@ -222,7 +222,7 @@ async def test_jobs_beyond_the_newest_are_counted_and_forgotten(page: Page, monk
     async with asyncio.timeout(30):
         while list(page.fleet.jobs) != ["job-00000002", "job-00000003"]:
             await page.fleet.news.wait()
-    assert page.fleet.num_older == 2
+    assert len(page.fleet.forgotten) == 2
     assert (await ask(page.server, "/api/jobs/job-00000000")).status == 404
 
 

@@ -43,7 +43,7 @@ def state(view: JobView) -> tuple[object, ...]:
     ]
     events = {one.window for _, one in view.events}
     now = (view.job, view.generation, view.window, view.ranks, view.nodes, view.action, view.applied, events)
-    return (*now, view.mean_reward(), view.reward_terms(), view.metrics, windows)
+    return (*now, view.rewarded.mean_reward(), view.rewarded.reward_terms(), view.metrics, windows)
 
 
 def test_neither_order_nor_repetition_of_messages_matters() -> None:
@@ -63,8 +63,8 @@ def test_the_newest_window_decision_and_reward_of_every_rank_are_known() -> None
         **dict.fromkeys((2, 3), ("node-b", 3)),
     }
     assert (view.action.reason, view.events[-1][1]) == ("reason 3", event(2))
-    assert view.mean_reward() == pytest.approx(0.3)
-    assert list(view.reward_terms()) == ["accuracy", "size"]
+    assert view.rewarded.mean_reward() == pytest.approx(0.3)
+    assert list(view.rewarded.reward_terms()) == ["accuracy", "size"]
     assert view.curve("throughput") == [5120.0] * 5
     assert view_of(examples.job(job="other-00000000"), examples.window(job="other-00000000")).history == []
 

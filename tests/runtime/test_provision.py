@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from dynamix.runtime.bus import Bus, PublishError
-from dynamix.runtime.bus.provision import ProvisionError, provision
+from dynamix.runtime.bus import Bus, BusError, PublishError
+from dynamix.runtime.bus.provision import provision
 from dynamix.schemas import subjects
 from dynamix.schemas.streams import ACTIONS, FEED
 from dynamix.schemas.subjects import KINDS
@@ -26,7 +26,7 @@ async def test_a_changed_limit_is_updated_and_reported(bus: Bus) -> None:
 
 
 async def test_what_jetstream_never_changes_is_refused_with_what_to_do(bus: Bus) -> None:
-    with pytest.raises(ProvisionError, match=r"stream ACTIONS cannot be made as wanted.*needs a new stream"):
+    with pytest.raises(BusError, match=r"stream ACTIONS cannot be made as wanted.*needs a new stream"):
         await provision(bus, [msgspec.structs.replace(ACTIONS, deny_delete=False)])
 
 

@@ -102,7 +102,7 @@ async def test_a_subject_that_no_stream_takes_is_named(bus: Bus, monkeypatch: py
 
 def _refuse(bus: Bus, error: str) -> bytes:
     """Let the one message under way be refused; returns its token."""
-    (token,) = bus._publisher._table
+    (token,) = bus._publisher.table
     bus._publisher._on_ack(bus._publisher._prefix.encode() + token, b"", f'{{"error": {error}}}'.encode(), None)
     return token
 
@@ -113,7 +113,7 @@ async def test_a_broker_that_cannot_store_now_is_asked_again(server: ConfiguredS
     future = await bus.publish_soon(examples.state())
     token = _refuse(bus, '{"code": 429, "err_code": 10167, "description": "too many requests"}')
     assert not future.done()
-    assert bus._publisher._table[token].due == 0.0, "as soon as a place may be free, not after the doubled waits"
+    assert bus._publisher.table[token].due == 0.0, "as soon as a place may be free, not after the doubled waits"
     assert bus.counters["too_many_requests"] == 1
     _refuse(bus, '{"code": 409, "err_code": 10158, "description": "duplicate message id is in process"}')
     assert not future.done()

@@ -74,17 +74,16 @@ def running(environ: Mapping[str, str]) -> tuple[BusSettings, int] | None:
 
 @contextlib.asynccontextmanager
 async def connected(
-    settings: BusSettings, name: str, *, timeout_s: float | None = None, wait: bool = True
+    settings: BusSettings, name: str, *, timeout_s: float = CONNECT_TIMEOUT_S, wait: bool = True
 ) -> AsyncIterator[Bus]:
     """A bus for the command `name`, closed at the end; the broker sees `<name>-<pid>`.
 
-    The broker has `timeout_s` (10) to answer; with `wait` it may also start only then.
+    The broker has `timeout_s` to answer; with `wait` it may also start only then.
 
     Raises:
         NoBrokerError: when the broker cannot be reached.
         CommandError: when it refuses the user, or an error of the bus leaves the context.
     """
-    timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
     try:
         async with asyncio.timeout(timeout_s):
             bus = await Bus.connect(settings, name=f"{name}-{os.getpid()}", wait=wait)

@@ -37,7 +37,7 @@ def job_document(view: JobView, now_ns: int, *, most_ranks: int | None = None) -
     All ranks wait at least the time of the communication; what a rank waits more, it waits for slower ranks. Ranks
     measure the time from their last gradient to the reduced one.
     """
-    rows = list(view.ranks.values())
+    rows, rewarded = list(view.ranks.values()), view.rewarded
     times = [row.metrics.training.sync_time_s for row in rows if row.window == view.window]
     least_sync_s = min((time for time in times if time is not None), default=0.0)
     shown = sorted(rows, key=lambda row: row.busy_time_s, reverse=True)[:most_ranks]
@@ -71,7 +71,7 @@ def job_document(view: JobView, now_ns: int, *, most_ranks: int | None = None) -
         "events": [
             {"time_unix_s": time_ns / 1e9 or None, **document_of(event)} for time_ns, event in reversed(view.events)
         ],
-        "reward": {"formula": view.formula, "mean": view.mean_reward(), "terms": view.reward_terms()},
+        "reward": {"formula": rewarded.formula, "mean": rewarded.mean_reward(), "terms": rewarded.reward_terms()},
     }
 
 
@@ -181,13 +181,15 @@ def alarms_of(views: Iterable[JobView], heartbeats: Heartbeats, *, now_ns: int, 
     if count := heartbeats.count("dead_letters", now_s=now_s):
         what = f"{count} messages could not be used: stream DEAD has them, with the reasons"
         found.append(Alarm("warning", "services", what))
+    collectors = (beat.live for beat in heartbeats.recent(now_s) if beat.live.service == "collector")
+    measured = {live.node for live in collectors if live.node}
     for view in views:
         found += alarms_of_job(view, now_ns)
-        if view.phase(now_ns) == "running":
-            unmeasured = [] if view.job is None else [one.node for one in view.job.nodes if one.node not in view.nodes]
-            for node in heartbeats.nodes_without_collector(unmeasured, now_s):
-                text = f"no collector on {node}: start it there, or set the same DYNAMIX_NODE for it and the ranks"
-                found.append(Alarm("error", view.name, text))
+        if measured and view.phase(now_ns) == "running":
+            for node in [] if view.job is None else [one.node for one in view.job.nodes]:
+                if node not in measured and node not in view.nodes:
+                    text = f"no collector on {node}: start it there, or set the same DYNAMIX_NODE for it and the ranks"
+                    found.append(Alarm("error", view.name, text))
     return found
 
 

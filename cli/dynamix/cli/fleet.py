@@ -13,7 +13,7 @@ from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Job, Live, Message, MetricWindow
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 
-from .jobs import is_called, newest_job, stored_messages
+from .jobs import is_called, newest_job
 from .services import Heartbeats, beside, hear
 
 PAST_MESSAGES = 16384
@@ -38,12 +38,13 @@ class Fleet:
 
     def __init__(self, bus: Bus, wanted: str | None = None) -> None:
         """Follow all jobs, or those called `wanted`: an id, a name or a run id."""
-        self._bus = bus
+        self.bus = bus
         self._wanted = wanted
         self._opened: dict[str, asyncio.Task[None]] = {}
         self._meanwhile: dict[str, list[tuple[Message, int]]] = {}
         """Messages that came while a job's past is being read, with their times."""
-        self._forgotten: set[str] = set()
+        self.forgotten: set[str] = set()
+        """Jobs on the broker that are not kept."""
         self._jobs_known = asyncio.Event()
         self.known = asyncio.Event()
         """Set once all jobs are known, and the newest window of the running ones."""
@@ -51,16 +52,6 @@ class Fleet:
         self.heartbeats = Heartbeats()
         self.news = asyncio.Event()
         """Set when something new is known, and replaced by another one: who waits holds the one that it saw."""
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether there is a connection to the broker now."""
-        return self._bus.is_connected
-
-    @property
-    def num_older(self) -> int:
-        """Jobs on the broker that are not kept."""
-        return len(self._forgotten)
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncGenerator[None, None]:
@@ -75,7 +66,7 @@ class Fleet:
 
         wanted = [subjects.of("action", subjects.ANY)]
         async with beside(
-            hear(self._bus, record_beat),
+            hear(self.bus, record_beat),
             self._follow_jobs(),
             self._consume(ACTIONS.name, wanted, "last_per_subject"),
             self._follow_feed(),
@@ -119,15 +110,15 @@ class Fleet:
         of_feed = [*per_node, subjects.of("applied", name), subjects.of("event", name)]
         try:
             for stream, subject in ((JOBS.name, subjects.of("job", name)), (FEED.name, subjects.of("event", name))):
-                if (newest := await self._bus.last(stream, subject)) is not None:
+                if (newest := await self.bus.last(stream, subject)) is not None:
                     fold(view, newest)
             for stream, wanted, length in (
                 (FEED.name, of_feed, PAST_MESSAGES),
                 (ACTIONS.name, [subjects.of("action", name)], HISTORY_WINDOWS * MOST_ASKED),
             ):
-                newest_of_each = [await self._bus.last(stream, subject) for subject in wanted]
+                newest_of_each = [await self.bus.last(stream, subject) for subject in wanted]
                 end = max((message.sequence for message in newest_of_each if message is not None), default=0)
-                async for message in stored_messages(self._bus, stream, wanted, max(1, end - length)):
+                async for message in self.bus.stored(stream, wanted, max(1, end - length)):
                     fold(view, message)
         finally:
             del self._meanwhile[name]
@@ -139,7 +130,7 @@ class Fleet:
 
     async def _follow_jobs(self) -> None:
         wanted = [subjects.of("job", subjects.ANY)]
-        if await self._bus.last(JOBS.name, *wanted) is None:
+        if await self.bus.last(JOBS.name, *wanted) is None:
             self._jobs_known.set()
         await self._consume(JOBS.name, wanted, "last_per_subject")
 
@@ -147,15 +138,15 @@ class Fleet:
         await self._jobs_known.wait()
         for view in list(self.jobs.values())[-MOST_ASKED:]:
             if view.job is not None and view.job.phase == "running":
-                newest = await self._bus.last(FEED.name, subjects.of("window", view.name, subjects.ANY))
+                newest = await self.bus.last(FEED.name, subjects.of("window", view.name, subjects.ANY))
                 self._fold([] if newest is None else [newest])
         self.known.set()
-        end = (await self._bus.stream_state(FEED.name)).last_sequence
+        end = (await self.bus.stream_state(FEED.name)).last_sequence
         wanted = [subjects.all_of(kind) for kind in FEED_KINDS]
         await self._consume(FEED.name, wanted, max(1, end - RECENT_MESSAGES))
 
     async def _consume(self, stream: str, wanted: list[str], start: Literal["last_per_subject"] | int) -> None:
-        async with self._bus.consume(stream, wanted, start=start) as consumer:
+        async with self.bus.consume(stream, wanted, start=start) as consumer:
             async for batch in consumer:
                 self._fold(batch)
                 if stream == JOBS.name and batch[-1].num_pending == 0:
@@ -177,7 +168,7 @@ class Fleet:
 
     def _begin(self, name: str, *, again: bool) -> None:
         """Have a view of a job, as the newest one where its specification came `again`."""
-        if name in self._forgotten or (name in self.jobs and not again):
+        if name in self.forgotten or (name in self.jobs and not again):
             return
         if self._wanted is not None and not is_called(name, self._wanted):
             return
@@ -186,7 +177,7 @@ class Fleet:
             oldest = next(iter(self.jobs))
             del self.jobs[oldest]
             self._opened.pop(oldest, None)
-            self._forgotten.add(oldest)
+            self.forgotten.add(oldest)
 
     def _notify(self) -> None:
         seen, self.news = self.news, asyncio.Event()

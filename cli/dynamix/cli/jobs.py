@@ -1,12 +1,10 @@
 """The jobs on the broker, and which of them a person means."""
 
-import contextlib
-from collections.abc import AsyncGenerator, Container, Mapping, Sequence
-from typing import Literal
+from collections.abc import Container, Mapping
 
-from dynamix.runtime.bus import Bus, BusMessage
+from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.codec import decode_or_none
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import JOBS
 
@@ -29,35 +27,13 @@ def check_job(wanted: str, *, or_file: bool = False) -> str:
     return wanted
 
 
-async def stored_messages(
-    bus: Bus, stream: str, wanted: Sequence[str], start: Literal["all", "last_per_subject"] | int = "all"
-) -> AsyncGenerator[BusMessage, None]:
-    """The messages on these subjects that are stored now."""
-    if not [subject for subject in wanted if await bus.last(stream, subject) is not None]:
-        return  # the broker would wait for the first one
-    async with bus.consume(stream, wanted, start=start) as consumer:
-        async for batch in consumer:
-            for message in batch:
-                yield message
-            if batch[-1].num_pending == 0:
-                break
-
-
 async def known_jobs(bus: Bus) -> dict[str, Job]:
     """The newest specification of every job on the broker, oldest first; what cannot be decoded is left out."""
     jobs: dict[str, Job] = {}
-    async for message in stored_messages(bus, JOBS.name, [subjects.of("job", subjects.ANY)], "last_per_subject"):
-        with contextlib.suppress(
-            MalformedMessageError
-        ):  # perhaps of another version: the error says that it is missing
-            job = decode(Job, message.subject, message.payload)
+    async for message in bus.stored(JOBS.name, [subjects.of("job", subjects.ANY)], "last_per_subject"):
+        if (job := decode_or_none(Job, message.subject, message.payload)) is not None:
             jobs[job.job] = job
     return jobs
-
-
-async def find_job(bus: Bus, wanted: str) -> Job:
-    """The newest specification of the wanted job. Raises as `chosen`."""
-    return chosen(await known_jobs(bus), wanted)
 
 
 def chosen(jobs: Mapping[str, Job], wanted: str) -> Job:

@@ -5,7 +5,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from typing import IO, Any
 
 import msgspec
@@ -17,10 +17,11 @@ from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Live
 
+from .connection import PREFIX
+
 SERVICES = ("collector", "reward", "arbitrator")
 """The services that steer a job: without a heartbeat of each, none is steered."""
 STOP_TIMEOUT_S = 10.0
-NATS_VARIABLES = "DYNAMIX_NATS_"
 LATE_AFTER_S = 3.0
 """Three heartbeats missed."""
 KEPT_S = 60.0
@@ -33,7 +34,7 @@ NOT_STORED = (*UNANSWERED, "bus_failed_lately")
 def bus_environment(settings: BusSettings) -> dict[str, str]:
     """The broker's address and credentials as environment variables: arguments would show them to the whole machine."""
     fields = {name: str(getattr(settings, name)) for name in settings.__struct_fields__}
-    return {f"DYNAMIX_NATS_{name.upper()}": value for name, value in fields.items() if value}
+    return {f"{PREFIX}{name.upper()}": value for name, value in fields.items() if value}
 
 
 class ServiceProcess:
@@ -43,7 +44,7 @@ class ServiceProcess:
         """Prepare `python -m dynamix.<name>` with `environ` added to ours; `output` takes its log (None: ours)."""
         self.name = name
         # What a deployment left in our environment is for another broker than the one that is given.
-        foreign = NATS_VARIABLES if any(name.startswith(NATS_VARIABLES) for name in environ) else ()
+        foreign = PREFIX if any(name.startswith(PREFIX) for name in environ) else ()
         ours = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         self._environ = {**ours, **environ}
         self._output = output
@@ -179,12 +180,6 @@ class Heartbeats:
         """Services in `SERVICES` without a heartbeat that is in time."""
         heard = {beat.live.service for beat in self.recent(now_s) if not beat.is_late(now_s)}
         return [service for service in SERVICES if service not in heard]
-
-    def nodes_without_collector(self, nodes: Iterable[str], now_s: float) -> list[str]:
-        """Nodes without the heartbeat of a collector, if other nodes have one."""
-        collectors = (beat.live for beat in self.recent(now_s) if beat.live.service == "collector")
-        heard = {live.node for live in collectors if live.node}
-        return [node for node in nodes if node not in heard] if heard else []
 
     def count(self, *names: str, now_s: float) -> int:
         """Sum of these counters over all processes."""

@@ -8,13 +8,12 @@ their messages is later, or the broker says that there are no more - and then al
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from dynamix.recording.capture import FOREVER_NS, CaptureHeader, CaptureWriter, EndReason, Record, RecordMerge
+from dynamix.recording.capture import FOREVER_NS, EndReason, Record, RecordMerge
 from dynamix.runtime.bus import Bus, BusMessage
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.codec import decode_or_none
 from dynamix.schemas.messages import Job
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS, REPORTS
 
@@ -137,22 +136,10 @@ class Source:
             for record in tail.take_records():
                 self._merge.add_record(record)
                 if tail is self._jobs:
-                    self._job_ended = False
-                    with contextlib.suppress(MalformedMessageError):
-                        self._job_ended = decode(Job, record.subject, record.payload).phase == "ended"
+                    job = decode_or_none(Job, record.subject, record.payload)
+                    self._job_ended = job is not None and job.phase == "ended"
         if not heard:
             self._ends = await self._stored()
 
     async def _stored(self) -> dict[str, int]:
         return {tail.stream: await tail.stored() for tail in self._tails}
-
-
-async def capture_stored(bus: Bus, job: str, path: Path) -> None:
-    """Write what is stored of a job now as a capture, over a file that is there. Raises OSError and BusError."""
-    source = Source(bus, job, past=True, stop=asyncio.Event())
-    with CaptureWriter(path, CaptureHeader.of(job)) as writer:
-        async with contextlib.aclosing(source.batches()) as batches:
-            async for batch in batches:
-                for record in batch:
-                    writer.write_record(record)
-        writer.finish(source.reason)

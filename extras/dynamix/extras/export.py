@@ -23,11 +23,11 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from dynamix.cli.arguments import add_output_argument
+from dynamix.cli.commands.capture import capture
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, MisuseError, explained, reading
-from dynamix.cli.jobs import check_job, find_job
+from dynamix.cli.jobs import check_job, chosen, known_jobs
 from dynamix.cli.output import write_file
-from dynamix.cli.source import capture_stored
 from dynamix.recording import CaptureTable, load
 from dynamix.recording.capture import CaptureError
 from dynamix.runtime.output_files import FileKind
@@ -81,14 +81,14 @@ def capture_of(name: str, command: str) -> Iterator[Path]:
         yield Path(name)
         return
 
-    async def capture(path: Path) -> None:
+    async def write(path: Path) -> None:
         async with connected(find(os.environ), command) as bus:
-            await capture_stored(bus, (await find_job(bus, name)).job, path)
+            await capture(bus, chosen(await known_jobs(bus), name).job, path, asyncio.Event(), past=True)
 
     check_job(name, or_file=True)
     with TemporaryDirectory(prefix="dynamix-") as directory:
         path = Path(directory) / name
-        asyncio.run(capture(path))
+        asyncio.run(write(path))
         yield path
 
 

@@ -18,7 +18,7 @@ from dynamix.cli.arguments import add_action, add_json_argument
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, explained
 from dynamix.cli.output import ActionResult, write_result
-from dynamix.cli.terminal import in_columns
+from dynamix.cli.terminal import in_columns, sizes_text
 from dynamix.runtime.bus import Bus, BusError, BusMessage, StreamMissingError
 from dynamix.runtime.log import configure as configure_log
 from dynamix.schemas import subjects
@@ -28,7 +28,6 @@ from dynamix.schemas.streams import JOBS, PROFILES
 from dynamix.schemas.subjects import check_token
 
 HEADINGS = ("family", "runs", "newest", "policy", "ranks", "windows", "last sizes", "size")
-MOST_SIZES = 4
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -106,16 +105,11 @@ async def families(bus: Bus) -> list[StoredFamily]:
     Raises:
         CommandError: when the broker has no stream for them.
     """
-    wanted, found = subjects.of("profile", subjects.ANY), list[StoredFamily]()
+    stored = bus.stored(PROFILES.name, [subjects.of("profile", subjects.ANY)], "last_per_subject")
     try:
-        newest = await bus.last(PROFILES.name, wanted)
+        found = [_read(message) async for message in stored]
     except StreamMissingError:
         raise CommandError("the broker has no stream for job families: run `dynamix provision`") from None
-    async with bus.consume(PROFILES.name, [wanted], start="last_per_subject") as consumer:
-        while newest is not None and (batch := await anext(consumer, None)):
-            found += map(_read, batch)
-            if batch[-1].num_pending == 0:
-                break
     known = [one for one in found if one.profile is None or not one.profile.is_forgotten]
     return sorted(known, key=lambda one: one.family)
 
@@ -199,6 +193,5 @@ def _records(records: Sequence[ArmRecord]) -> Iterator[str]:
 
 
 def _sizes(profile: JobProfile) -> str:
-    shown = "/".join(map(str, profile.allocation.local_batch_sizes[:MOST_SIZES]))
-    rest = "/..." if len(profile.allocation.local_batch_sizes) > MOST_SIZES else ""
-    return f"{shown}{rest} = {sum(profile.allocation.local_batch_sizes)}"
+    sizes = profile.allocation.local_batch_sizes
+    return f"{sizes_text(sizes)} = {sum(sizes)}"

@@ -77,7 +77,8 @@ class LowRankExchange(ErrorFeedback):
         matrices = [matrix for part in bucket.parts if (matrix := _Matrix.of_part(part, self._rank)) is not None]
         values = self.residuals.of(bucket) + bucket.flat
         firsts = [matrix.of(values) @ self._factor(matrix, values) for matrix in matrices]
-        vectors = _between(matrices, len(values))
+        edges = [0, *(edge for matrix in matrices for edge in (matrix.start, matrix.stop)), len(values)]
+        vectors = [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
         packed = torch.cat([*(values[start:stop] for start, stop in vectors), *(each.flatten() for each in firsts)])
         yield from sum_over_ranks(packed, member)
         if not bool(packed.isfinite().all()):
@@ -124,12 +125,6 @@ class LowRankExchange(ErrorFeedback):
         generator = torch.Generator().manual_seed(zlib.crc32(matrix.key.encode()))
         first = torch.randn(matrix.num_columns, matrix.rank, generator=generator, dtype=torch.float64)
         return first.to(like.device, like.dtype)
-
-
-def _between(matrices: list[_Matrix], length: int) -> list[tuple[int, int]]:
-    """The ranges of a bucket outside of the matrices."""
-    edges = [0, *(edge for matrix in matrices for edge in (matrix.start, matrix.stop)), length]
-    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
 
 
 def orthogonal(columns: Tensor) -> Tensor:

@@ -328,9 +328,8 @@ class Peeling(NamedTuple):
         while len(candidates):
             alone = table.take(candidates) - ONE
             turns = np.arange(len(alone))
-            chosen[alone] = (
-                turns  # an element may be alone in several cells, and a cell named twice: one of them counts
-            )
+            # an element may be alone in several cells, and a cell named twice: one of them counts
+            chosen[alone] = turns
             kept = chosen.take(alone) == turns
             alone, candidates = alone[kept], candidates[kept]
             rounds.append(alone)
@@ -395,15 +394,6 @@ class _Memory(NamedTuple):
     """Steps for which the bucket is still left alone."""
 
 
-class _Agreed(NamedTuple):
-    """Result of the first collectives, equal on all ranks."""
-
-    head: Head
-    union: Tensor
-    steps_left: int
-    """Steps for which the union is expected again, if it is the one of the step before."""
-
-
 class SketchExchange:
     """The codec `sketch`, for one model."""
 
@@ -429,66 +419,70 @@ class SketchExchange:
             bucket.flat, expected and expected.union, expected.hashed.elements if expected is not None else None
         )
         zeros = minus_zeros(bucket.flat) if own.has_minus_zero else None
-        agreed = yield from _agree(own, expected)
-        if agreed.head.is_not_finite:
+        head, union, steps_left = yield from _agree(own, expected)
+        if head.is_not_finite:
             yield from sum_over_ranks(bucket.flat, member)
             return
-        width = None if agreed.head.is_too_dense else width_of_sums(agreed.head.span, member.world_size)
-        known = memory.mask if memory.mask is not None and torch.equal(memory.mask.union, agreed.union) else None
+        width = None if head.is_too_dense else width_of_sums(head.span, member.world_size)
+        known = memory.mask if memory.mask is not None and torch.equal(memory.mask.union, union) else None
         if known is not None:
             elements = known.hashed.elements
-        elif not own.fits and torch.equal(agreed.union, own.bitmap):  # where it fits, its elements are those expected
+        elif not own.fits and torch.equal(union, own.bitmap):  # where it fits, its elements are those expected
             elements = own.elements
         else:
-            elements = positions(unpack_bits(agreed.union, len(bucket.flat)))
+            elements = positions(unpack_bits(union, len(bucket.flat)))
         num_bytes = len(elements) * CELLS_PER_ELEMENT * (width or 0) / 8 + len(bucket.flat) / 8  # cells, and the bitmap
         if width is None or num_bytes > WORTH * bucket.flat.nbytes:
             yield from sum_over_ranks(bucket.flat, member)
             self._memories[bucket.number] = _Memory(bucket.parts, alone=LOOK_AGAIN)
             return
         summed = yield from _sum_sketch(
-            bucket.flat, own, agreed, width=width, elements=elements, known=known, member=member
+            bucket.flat, own, head.span, width=width, elements=elements, known=known, member=member
         )
         if summed is None:
             yield from sum_over_ranks(bucket.flat, member)
             return
-        sums, mask = summed
+        sums, hashing = summed
+        mask = None if hashing is None else _Mask(union, *hashing, 0 if known is None else steps_left)
         bucket.flat.index_copy_(0, elements, sums.to(bucket.flat.dtype))
-        yield from settle_zeros(bucket.flat, zeros, one_has_none=agreed.head.lacks_minus_zero)
+        yield from settle_zeros(bucket.flat, zeros, one_has_none=head.lacks_minus_zero)
         self._memories[bucket.number] = _Memory(bucket.parts, mask)
 
 
-def _agree(own: TouchedElements, expected: _Mask | None) -> Generator[Collective, None, _Agreed]:
-    """Exchange the masks of all ranks, with the bitmap only if the union is unknown."""
+def _agree(own: TouchedElements, expected: _Mask | None) -> Generator[Collective, None, tuple[Head, Tensor, int]]:
+    """Exchange the masks of all ranks, with the bitmap only if the union is unknown.
+
+    Returns the head of all, the union, and for how many steps that is expected again if it is the one of the step
+    before: equal on all ranks.
+    """
     said = own.head().packed(own.bitmap)
     if expected is None:
         message = torch.cat([said, own.bitmap])
         yield Union(message)
-        return _Agreed(Head.read(message[: HEAD_BITS // 8]), message[HEAD_BITS // 8 :], LOOK_AGAIN)
+        return Head.read(message[: HEAD_BITS // 8]), message[HEAD_BITS // 8 :], LOOK_AGAIN
     yield Union(said)
     head = Head.read(said)
     if not head.touches_more:
-        return _Agreed(head, expected.union, expected.steps_left - 1)
+        return head, expected.union, expected.steps_left - 1
     union = own.bitmap.clone()
     yield Union(union)
-    return _Agreed(head, union, LOOK_AGAIN)
+    return head, union, LOOK_AGAIN
 
 
 def _sum_sketch(
     flat: Tensor,
     own: TouchedElements,
-    agreed: _Agreed,
+    span: Span,
     *,
     width: int,
     elements: Tensor,
     known: _Mask | None,
     member: Member,
-) -> Generator[Collective, None, tuple[Tensor, _Mask | None] | None]:
-    """Sum the elements of the union, in float64 with cells of `width` bits; also returns the mask for the next step.
+) -> Generator[Collective, None, tuple[Tensor, tuple[HashedElements, Peeling] | None] | None]:
+    """Sum the elements of the union, in float64 with cells of `width` bits; also returns how they were hashed.
 
     `None` where no table peels, or something else came out than went in. All other elements are zero on all ranks.
     """
-    span = agreed.head.span
     if not len(elements):
         return flat.new_zeros(0, dtype=torch.float64), None
     numbers = own.numbers if elements is own.elements else flat.index_select(0, elements).double()
@@ -515,7 +509,7 @@ def _sum_sketch(
         return None
     for message in all_beside:
         add_exceptions(message, capacity, flat.dtype, sums)
-    return sums, _Mask(agreed.union, hashed, peeling, agreed.steps_left if known is not None else 0)
+    return sums, (hashed, peeling)
 
 
 def _add_tables(table: Tensor, width: int, beside: Tensor, member: Member) -> Generator[Collective, None, list[Tensor]]:

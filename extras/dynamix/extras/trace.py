@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, MisuseError, explained, reading
-from dynamix.cli.jobs import check_job, find_job
+from dynamix.cli.jobs import check_job, chosen, known_jobs
 from dynamix.cli.source import Source
 from dynamix.cli.terminal import ProgressLine, stop_event
 from dynamix.extras.export import is_file_name
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _from_bus(arguments: argparse.Namespace, export: "SpanExport") -> "WindowTraces":
     check_job(arguments.job)
     async with connected(find(os.environ), "trace") as bus:
-        job = (await find_job(bus, arguments.job)).job
+        job = chosen(await known_jobs(bus), arguments.job).job
         traces = WindowTraces(job)
         with stop_event() as stop, ProgressLine() as progress:
             source = Source(bus, job, past=arguments.past, stop=stop)

@@ -7,7 +7,6 @@ Change here what is known of a job.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from statistics import fmean
 from typing import Literal
 
 import msgspec
@@ -295,9 +294,9 @@ class JobView(msgspec.Struct):
         return max(receipts, key=lambda receipt: receipt.effective_window, default=None)
 
     @property
-    def formula(self) -> str:
-        """The formula of the newest rewards, empty before the first."""
-        return next((window.formula for window in self._newest() if window.formula), "")
+    def rewarded(self) -> Window:
+        """The newest window of this generation with rewards; one without any before the first."""
+        return next((window for window in self._newest() if window.num_rewards), Window(self.generation, -1))
 
     def _newest(self) -> Iterator[Window]:
         """The windows of this generation, newest first."""
@@ -361,14 +360,3 @@ class JobView(msgspec.Struct):
         if self.applied is not None:
             return self.applied.exchange
         return self.job.initial_exchange if self.job else EXACT
-
-    def reward_terms(self) -> dict[str, float]:
-        """Each term of the newest rewards, mean over ranks, in the order of the formula."""
-        rewards = [row.reward for row in self.ranks.values() if row.reward is not None]
-        names = dict.fromkeys(name for reward in rewards for name in reward.terms)
-        return {name: fmean(reward.terms.get(name, 0.0) for reward in rewards) for name in names}
-
-    def mean_reward(self) -> float | None:
-        """Mean of the newest rewards, over the ranks whose reward is known."""
-        rewards = [row.reward.reward for row in self.ranks.values() if row.reward is not None]
-        return fmean(rewards) if rewards else None

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 
@@ -34,7 +34,7 @@ from dynamix.reward.service import RewardSettings
 from dynamix.runtime.input_files import read_regular
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.chain import is_intact
-from dynamix.schemas.codec import MalformedMessageError, decode, encode
+from dynamix.schemas.codec import MalformedMessageError, decode, decode_or_none, encode
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Action, Job, Message, MetricWindow, Report, State
 from dynamix.schemas.messages.allocation import MAX_GENERATION
@@ -75,20 +75,17 @@ class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
         """Whether every output equals the recorded one byte for byte."""
         return not self.counts.num_different and not self.counts.num_agreeing
 
-    @property
-    def decisions_equal(self) -> bool:
-        """Whether decisions are equal, and numbers are equal to six digits."""
-        return not self.counts.num_different
-
     def is_equal(self, *, strict: bool = False) -> bool:
         """Whether every recorded output was compared and is as promised.
 
-        Promised are equal bytes where build and processor are the same; elsewhere equal decisions. `strict` requires
-        equal bytes everywhere, and a whole capture.
+        Promised are equal bytes where build and processor are the same; elsewhere equal decisions, and numbers that are
+        equal to six digits. `strict` requires equal bytes everywhere, and a whole capture.
         """
         if self.counts.num_uncompared or (strict and self.cut_off):
             return False
-        return self.decisions_equal if self.fingerprint_differences and not strict else self.bytes_equal
+        if self.fingerprint_differences and not strict:
+            return not self.counts.num_different
+        return self.bytes_equal
 
 
 def replay(
@@ -289,6 +286,10 @@ class _Recorded(NamedTuple):
     action: Action | None
     """`None` when the record cannot be decoded."""
 
+    @classmethod
+    def of(cls, record: Record) -> Self:
+        return cls(record, decode_or_none(Action, record.subject, record.payload))
+
     @property
     def generation(self) -> int:
         return -1 if self.action is None else self.action.generation
@@ -326,7 +327,7 @@ class _Arbitrator:
         """The specifications of the generations to decide."""
         self._start = 0 if start is None else start.record.sequence
         """Sequence of the action to continue from."""
-        self._actions = (_recorded(record) for record in _until_cut(path) if record.stream == ACTIONS.name)
+        self._actions = (_Recorded.of(record) for record in _until_cut(path) if record.stream == ACTIONS.name)
         """Actions of the capture, read ahead of the states; memory holds one."""
         self._following = next(self._actions, None)
         """The recorded action after the newest one that was compared; `None` at the end."""
@@ -347,12 +348,9 @@ class _Arbitrator:
 
     def add_record(self, record: Record) -> None:
         """Decide what a state makes possible; other messages count only as recorded actions and specifications."""
-        if record.kind != "state":
+        state = decode_or_none(State, record.subject, record.payload) if record.kind == "state" else None
+        if state is None:  # or a dead letter
             return
-        try:
-            state = decode(State, record.subject, record.payload)
-        except MalformedMessageError:
-            return  # a dead letter
         try:
             if state.generation > self._generation and state.generation in self._jobs:
                 self._open(state.generation)
@@ -503,12 +501,11 @@ def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
             if record.kind == "state" and (key := record.key) is not None:
                 generations.add(key.generation)
         elif record.stream == JOBS.name:
-            with contextlib.suppress(MalformedMessageError):
-                job = decode(Job, record.subject, record.payload)
-                if job.generation <= MAX_GENERATION:
-                    jobs.setdefault(job.generation, job)  # a capture of the past has it after the states
+            job = decode_or_none(Job, record.subject, record.payload)
+            if job is not None and job.generation <= MAX_GENERATION:
+                jobs.setdefault(job.generation, job)  # a capture of the past has it after the states
         elif start is None and feed_first and record.stream == ACTIONS.name:
-            found = _recorded(record)
+            found = _Recorded.of(record)
             start = found if found.action is not None and feed_first <= found.action.watermark + 1 else None
     if not generations:
         raise ReplayError("the capture has no states: there is nothing to decide")
@@ -523,13 +520,6 @@ def _until_cut(path: Path) -> Iterator[Record]:
     """The records of a capture, up to where it is cut off."""
     with contextlib.suppress(CutOffError):  # the player reports it
         yield from records(path)
-
-
-def _recorded(record: Record) -> _Recorded:
-    try:
-        return _Recorded(record, decode(Action, record.subject, record.payload))
-    except MalformedMessageError:
-        return _Recorded(record, None)
 
 
 def _window_of(action: Action) -> WindowKey:

@@ -74,6 +74,14 @@ def decode(expected: type[M], subject: str, payload: bytes) -> M:
     return message
 
 
+def decode_or_none(expected: type[M], subject: str, payload: bytes) -> M | None:
+    """As `decode`; `None` for what it refuses."""
+    try:
+        return decode(expected, subject, payload)
+    except MalformedMessageError:
+        return None
+
+
 def decode_any(subject: str, payload: bytes) -> Message:
     """The message in `payload`, of the kind that `subject` names. Raises MalformedMessageError as `decode`."""
     try:

@@ -16,16 +16,13 @@ from pathlib import Path
 
 from dynamix.cli.arguments import add_json_argument, add_output_argument, count
 from dynamix.cli.connection import connected, find
-from dynamix.cli.jobs import check_job, find_job
+from dynamix.cli.jobs import check_job, chosen, known_jobs
 from dynamix.cli.output import CAPTURE, Document, write_result, writing
 from dynamix.cli.services import beside
 from dynamix.cli.source import Source
 from dynamix.cli.terminal import ProgressLine, stop_event
-from dynamix.recording.capture import CaptureHeader, CaptureWriter, Record
+from dynamix.recording.capture import CaptureHeader, CaptureWriter, WindowKey
 from dynamix.runtime.bus import Bus
-from dynamix.schemas import subjects
-from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Report
 
 FLUSH_EVERY_S = 5.0
 """Interval of flushes: a killed live capture lacks at most these seconds."""
@@ -57,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _from_bus(arguments: argparse.Namespace) -> Document:
     async with connected(find(os.environ), "capture") as bus:
-        job = (await find_job(bus, arguments.job)).job
+        job = chosen(await known_jobs(bus), arguments.job).job
         with stop_event() as stop:
             return await capture(bus, job, Path(arguments.output), stop, past=arguments.past, most=arguments.windows)
 
@@ -69,7 +66,7 @@ async def capture(
 
     A window is complete when the first report of the next one comes: a window takes longer than deciding on it.
     """
-    windows: set[tuple[int, int]] = set()
+    windows: set[WindowKey] = set()
     is_full = False
     source = Source(bus, job, past=past, stop=stop)
 
@@ -85,7 +82,7 @@ async def capture(
         async with contextlib.aclosing(source.batches()) as batches, beside(flush()):
             async for batch in batches:
                 for record in batch:
-                    window = _reported(record)
+                    window = record.key if record.kind == "report" else None
                     if window is not None and window not in windows and len(windows) == most:
                         is_full = True
                         break
@@ -104,12 +101,3 @@ async def capture(
         "num_file_bytes": writer.num_bytes,
         "end": end,
     }
-
-
-def _reported(record: Record) -> tuple[int, int] | None:
-    """Generation and window of a report."""
-    with contextlib.suppress(ValueError):  # what cannot be decoded is captured, too
-        if subjects.parse(record.subject).kind == "report":
-            report = decode(Report, record.subject, record.payload)
-            return report.generation, report.window
-    return None

@@ -28,12 +28,12 @@ from dynamix.arbitrator.deciding.job_log import ActionStoreError, checked_action
 from dynamix.cli.arguments import add_json_argument
 from dynamix.cli.connection import connected, find, is_configured
 from dynamix.cli.errors import CommandError, explained
-from dynamix.cli.jobs import check_job, stored_messages
+from dynamix.cli.jobs import check_job
 from dynamix.cli.output import write_result
 from dynamix.cli.services import NOT_STORED, SERVICES, Heartbeats, hear
 from dynamix.collector.ebpf.loader import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
 from dynamix.collector.ebpf.probe import open_probe, v2_mount
-from dynamix.collector.ebpf.syscall import NUMBERS, ProbeError
+from dynamix.collector.ebpf.syscall import ProbeError, attribute, call
 from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.window import WantedProbe
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError, StreamState
@@ -378,7 +378,7 @@ async def actions(settings: BusSettings, name: str) -> DoctorCheck:
             newest, _ = await checked_action(bus, job)
             if newest is None:
                 return DoctorCheck("actions", "training", f"none yet of {name}")
-            async for stored in stored_messages(bus, ACTIONS.name, [subjects.of("action", name)]):
+            async for stored in bus.stored(ACTIONS.name, [subjects.of("action", name)]):
                 if stored.sequence <= newest.sequence:
                     check.check_next(decode(Action, stored.subject, stored.payload), stored.payload)
     except (ActionStoreError, BrokenChainError, MalformedMessageError) as error:
@@ -527,15 +527,8 @@ def load_smallest_program() -> None:
     """
     instructions = ctypes.create_string_buffer(_LET_EVERY_PACKET_PASS)
     license_ = ctypes.create_string_buffer(b"Apache-2.0")
-    attribute = ctypes.create_string_buffer(72)
     addresses = (ctypes.addressof(instructions), ctypes.addressof(license_))
-    struct.pack_into("=IIQQ", attribute, 0, _CGROUP_SKB, 2, *addresses)
-    libc = ctypes.CDLL(None, use_errno=True)
-    program = libc.syscall(NUMBERS.get(os.uname().machine, -1), _PROG_LOAD, attribute, len(attribute))
-    if program < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    os.close(program)
+    os.close(call(_PROG_LOAD, attribute("=IIQQ", _CGROUP_SKB, 2, *addresses)))
 
 
 def try_ebpf(cgroup: str) -> DoctorCheck:

@@ -63,31 +63,26 @@ def run(arguments: argparse.Namespace) -> int:
                 ),
             )
     if arguments.json != STANDARD_OUTPUT:
-        _show(outcome, strict=arguments.strict)
+        print(*lines(outcome, strict=arguments.strict), sep="\n")
+        if listed := outcome.counts.differences:  # the first one field by field
+            first = next((one for one in listed if not one.agrees), listed[0])
+            at = "" if first.sequence is None else f", recorded at {first.sequence}"
+            print(f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}")
+            if first.fields:
+                headings = ("field", "recorded", "replayed")
+                rows = [(name, *pair) for name, pair in first.fields.items()][:MAX_FIELDS]
+                more = len(first.fields) - len(rows)
+                print_table(headings, rows, left=headings, caption=f"{more} more fields differ" if more else "")
     equal = outcome.is_equal(strict=arguments.strict)
     document = {
         "equal": equal,
         "bytes_equal": outcome.bytes_equal,
-        "decisions_equal": outcome.decisions_equal,
+        "decisions_equal": not outcome.counts.num_different,
         **msgspec.to_builtins(outcome),
     }
     with explained(CommandError, exit_code=UNUSABLE):  # 1 means that something differs
         write_json(document, arguments.json)
     return EQUAL if equal else DIFFERENT
-
-
-def _show(outcome: ReplayOutcome, *, strict: bool) -> None:
-    """Print the outcome in sentences, then the first difference field by field."""
-    print(*lines(outcome, strict=strict), sep="\n")
-    if listed := outcome.counts.differences:
-        first = next((one for one in listed if not one.agrees), listed[0])
-        at = "" if first.sequence is None else f", recorded at {first.sequence}"
-        print(f"first difference: {first.kind} for {first.key} ({first.subject}{at}): {first.reason}")
-        if first.fields:
-            headings = ("field", "recorded", "replayed")
-            rows = [(name, *pair) for name, pair in first.fields.items()][:MAX_FIELDS]
-            more = len(first.fields) - len(rows)
-            print_table(headings, rows, left=headings, caption=f"{more} more fields differ" if more else "")
 
 
 def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:

@@ -25,7 +25,6 @@ from dynamix.cli.terminal import ProgressLine, formatted, print_table, sizes_tex
 from dynamix.schemas.messages import Report
 
 if TYPE_CHECKING:
-    from dynamix.lab.comparison.rows import Row
     from dynamix.lab.simulator.scenario import Scenario
 
 MAX_SHOWN = 64
@@ -48,13 +47,22 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the job and show its result."""
     import torch
 
+    from dynamix.lab.comparison.rows import ORACLE, Tuned, parse_rows
     from dynamix.lab.comparison.runs import policy_of
     from dynamix.lab.simulator.episode import RunOutcome, run_episode
     from dynamix.lab.workloads import workload_named
 
     with reading(arguments.scenario, exit_code=MISUSED), explained(ValueError, exit_code=MISUSED):
         scenario = scenario_named(arguments.scenario)
-        row = _row(arguments.policy, arguments.policy_file, scenario)
+        file = arguments.policy_file
+        row, *others = parse_rows(arguments.policy, {arguments.policy.partition(":")[0]: [file]} if file else None)
+        if others:
+            raise ValueError(f"--policy {arguments.policy!r}: name one policy, NAME[:KEY=VALUE,...]")
+        if row.policy == ORACLE:
+            raise ValueError(f"{ORACLE!r} stands for several runs: use `dynamix evaluate --policies {ORACLE}`")
+        settings = row.settings(scenario.family, Tuned())  # as they were typed: nothing tuned
+        if not settings:
+            raise ValueError(f"no file of the policy {row.policy!r} is shipped: name one with --policy-file")
     torch.set_num_threads(1)  # this process is the command's own; a virtual worker's batch is too small for two
     windows: list[Document] = []
     with explained(ValueError, OSError), ProgressLine() as progress:
@@ -63,10 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         def record(reports: Sequence[Report]) -> None:
             totals, accuracy = reports[0].totals, reports[0].held_out_accuracy
-            samples, sizes = (
-                max(totals.num_samples, 1),
-                {row.rank: row.local_batch_size for one in reports for row in one.rows},
-            )
+            samples = max(totals.num_samples, 1)
+            sizes = {row.rank: row.local_batch_size for one in reports for row in one.rows}
             windows.append(
                 {
                     "window": totals.window,
@@ -89,11 +95,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         episode = run_episode(
             scenario,
-            policy_of(row),
+            policy_of(settings[0]),
             data=data,
             seed=arguments.seed,
-            policy_options=row.options,
-            initial_local_batch_size=row.local_batch_size,
+            policy_options=settings[0].options,
+            initial_local_batch_size=settings[0].local_batch_size,
             on_window=record,
         )
     last, reached = windows[-1], episode.time_to_target_s
@@ -166,18 +172,3 @@ def scenario_named(text: str) -> "Scenario":
         known = ", ".join(shipped)
         raise ValueError(f"scenario {text[:MAX_SHOWN]!r} is neither a file nor among those that are shipped: {known}")
     return Scenario.read(shipped[fitting[0]])
-
-
-def _row(policy: str, file: str | None, scenario: "Scenario") -> "Row":
-    """The policy with its options as they were typed: nothing tuned. Raises ValueError when it cannot be used."""
-    from dynamix.lab.comparison.rows import ORACLE, Tuned, parse_rows
-
-    row, *others = parse_rows(policy, {policy.partition(":")[0]: [file]} if file else None)
-    if others:
-        raise ValueError(f"--policy {policy!r}: name one policy, NAME[:KEY=VALUE,...]")
-    if row.policy == ORACLE:
-        raise ValueError(f"{ORACLE!r} stands for several runs: use `dynamix evaluate --policies {ORACLE}`")
-    settings = row.settings(scenario.family, Tuned())
-    if not settings:
-        raise ValueError(f"no file of the policy {row.policy!r} is shipped: name one with --policy-file")
-    return settings[0]

@@ -151,9 +151,6 @@ async def _run_until_signal(server: EmbeddedServer, ports: list[int], store: Pat
         else:
             _say("streams", "; ".join(made) or "as they were")
 
-    async def stay() -> None:
-        """The broker is stopped by its own context, after our connection."""
-
     with stop_event(signal.SIGHUP) as stop, explained(EmbeddedServerError, ChildSettingsError):
         async with server, connected(server.settings, "up") as bus:
             await provision(bus)
@@ -168,7 +165,9 @@ async def _run_until_signal(server: EmbeddedServer, ports: list[int], store: Pat
             ]
             for process in processes:
                 process.start()
-            children = [Child("broker", lambda: server.pid, restart, stay), *map(service, processes)]
+            # the broker is stopped by its own context, after our connection
+            broker = Child("broker", lambda: server.pid, restart, lambda: asyncio.sleep(0))
+            children = [broker, *map(service, processes)]
             with published(server.settings, os.environ) as file:
                 works = [_announce(bus, processes, file), watch_store(bus, server, store)]
                 async with beside(*map(keep, children), *works):

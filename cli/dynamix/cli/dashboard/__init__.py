@@ -4,11 +4,11 @@
 uvicorn. `page/` is what a browser runs: HTML, CSS, ES modules, and uPlot with its licence in `page/vendor/`.
 """
 
-import ipaddress
 import secrets
 from pathlib import Path
 
 from dynamix.runtime.input_files import read_regular
+from dynamix.runtime.settings import is_loopback
 
 MIN_TOKEN_CHARACTERS = 16
 
@@ -26,11 +26,3 @@ def token_of(host: str, file: str | None) -> str:
     if len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable():
         raise ValueError(f"{file}: a token needs at least {MIN_TOKEN_CHARACTERS} printable ASCII characters")
     return token
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or host name is this machine's own."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -18,7 +18,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import is_loopback
+from dynamix.runtime.settings import is_loopback
 
 COOKIE = "dynamix-dashboard"
 SESSION_S = 12 * 3600

@@ -139,7 +139,7 @@ class DashboardServer:
                 if (now_s := time.monotonic()) >= overview_due_s:
                     overview_due_s = now_s + OVERVIEW_EVERY_S
                     document = overview(fleet.jobs.values(), fleet.heartbeats, now_ns=time.time_ns(), now_s=now_s)
-                    about = {"broker_connected": fleet.is_connected, "num_older_jobs": fleet.num_older}
+                    about = {"broker_connected": fleet.bus.is_connected, "num_older_jobs": len(fleet.forgotten)}
                     yield _event("overview", {**about, "now_unix_s": time.time(), **document})
                 view = fleet.opened(name)  # without waiting: the page shows that the broker is away
                 if view is not None and view.revision != since:

@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import least_squares
 from scipy.stats import siegelslopes
 
-from dynamix.lab.simulator.clock import Conditions, VirtualClock, sent_bytes
+from dynamix.lab.simulator.clock import Conditions, Flags, VirtualClock, sent_bytes
+from dynamix.lab.simulator.exchange import Array64
 from dynamix.lab.simulator.scenario import (
     BYTES_PER_MBIT,
     Congestion,
@@ -29,9 +29,6 @@ from dynamix.lab.simulator.scenario import (
 from dynamix.lab.workloads import workload_named
 from dynamix.schemas.messages import Job, MetricWindow, RankMetrics
 from dynamix.schemas.messages.allocation import EXACT
-
-Array64 = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 MAD_SIGMA = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 OUTLIER, OUTLIER_SIGMAS = 0.05, 4.0
@@ -251,9 +248,7 @@ BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 START_QUANTILE = 0.4
 EXPOSED_OUTLIER = 0.02  # of the step time
 TIE = 1.02  # fewer buckets are preferred when their loss is within this factor
-NUM_DRAWS = (
-    128  # of jitter, to estimate how long ranks wait for the slowest of them, and the mean step time of a window
-)
+NUM_DRAWS = 128  # of jitter: of how long ranks wait for the slowest of them, and the mean step time of a window
 CONGESTED, CONGESTED_SIGMAS = 1.5, 6.0  # a window is congested when C over its usual value is above either limit
 LEAST_S = 1e-6  # lower bound of C, so that the bandwidth stays finite
 

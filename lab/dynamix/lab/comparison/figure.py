@@ -9,10 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dynamix.lab.simulator.cluster import Evaluation
+from dynamix.lab.simulator.exchange import Array64
 from dynamix.runtime.output_files import whole
 
 from .rows import BEST_STATIC
-from .verdict import Array64, OutcomeTable, Verdict, VerdictRow
+from .verdict import OutcomeTable, Verdict, VerdictRow
 
 CURVE_POINTS = 200
 NUM_COLUMNS = 5

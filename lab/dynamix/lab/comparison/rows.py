@@ -169,11 +169,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.name or self.policy
 
     @property
-    def is_best_static(self) -> bool:
-        """Whether it starts from the static size that was chosen on train scenarios."""
-        return self.policy == BEST_STATIC
-
-    @property
     def is_learned(self) -> bool:
         """Whether it comes from files."""
         return self.policy in SHIPPED_POLICIES or bool(self.files)
@@ -199,7 +194,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def baseline(self) -> str:
         """The name under which its settings were tuned."""
-        if not self.is_best_static:
+        if self.policy != BEST_STATIC:
             return self.policy
         if float(self.options.get("every", 1)) > 1:
             return LOCAL_STATIC
@@ -227,11 +222,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             names = (self.baseline, *fallbacks.get(self.baseline, ()))
             choice = next(filter(None, (tuned.choice(name, family) for name in names)), None) or choice
         size = self.local_batch_size if self.local_batch_size is not None else choice.initial_local_batch_size
-        if self.is_best_static and size is None:
+        if self.policy == BEST_STATIC and size is None:
             raise ValueError(f"no static size was chosen for {family!r}: run `dynamix evaluate tune` first")
         setting = replace(
             self,
-            policy="static" if self.is_best_static else self.policy,
+            policy="static" if self.policy == BEST_STATIC else self.policy,
             options=dict(sorted({**choice.options, **self.options}.items())),
             local_batch_size=size,
             files=(),
@@ -334,7 +329,7 @@ def make_row(table: Mapping[str, Any], files: Mapping[str, Sequence[str]] | None
     if row.learning_rate_factor == math.inf:
         raise ValueError("learning_rate_factor must be finite, or best")
     if not row.is_learned:
-        policy = "static" if row.is_best_static else row.policy
+        policy = "static" if row.policy == BEST_STATIC else row.policy
         check_options(policy, {} if policy == ORACLE else known_policy(policy).options, options)
         codec = exchange_of(options).codec
         if codec not in (codecs := (*EXCHANGE_CODECS, *extension_names("dynamix.codecs"))):

@@ -15,20 +15,18 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from scipy.special import stdtrit  # scipy.stats.t.ppf, without a second of import
 
 from dynamix.arbitrator.deciding.signatures import spread_signature
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.lab.simulator.cluster import Evaluation
 from dynamix.lab.simulator.episode import RunOutcome, code_digest, versions
+from dynamix.lab.simulator.exchange import Array64
 from dynamix.lab.simulator.scenario import TRAIN, Scenario, Suite, digest_of, is_control, suite_named
 from dynamix.schemas.policies import DEFAULT_POLICY
 
 from .rows import BASES, BEST_STATIC, GOODPUT, Row, Tuned, file_digest
 from .runs import ComparisonCell, Ledger
-
-Array64 = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.95
 
@@ -259,8 +257,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     headline: dict[str, dict[str, Interval | None]] = {}
     """Ratios of the default policy to each of `rows.BASES` that was run: over all families, the control among them and
     each counted alike, over the heterogeneous ones, and over the control."""
-    core_minutes: float = 0.0
-    """Duration of the runs, of one core."""
     against: list[str] = []
     """Rows that all rows were asked to be compared with, beside best static and goodput."""
 
@@ -280,7 +276,6 @@ def judge(
     families, heterogeneous = list(suite.families), suite.heterogeneous_families
     control = [name for name in families if name not in heterogeneous]
     notes = {row.label: note_on(row, suite) for row in rows}
-    known = {cell.task.key: outcome for cell in cells if (outcome := ledger.get(cell.task)) is not None}
 
     def verdict_row(row: Row, places: Sequence[str], settings: Sequence[Row] = ()) -> VerdictRow:
         label = row.label
@@ -342,7 +337,6 @@ def judge(
             for base in BASES
             if base in notes
         },
-        core_minutes=sum(outcome.wall_s for outcome in known.values()) / 60,
         against=list(against),
     )
     return verdict, table

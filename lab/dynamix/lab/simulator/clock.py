@@ -32,10 +32,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .exchange import StepTraffic, exchange_times_s
+from .exchange import Array64, StepTraffic, exchange_times_s
 from .scenario import BYTES_PER_MBIT, Scenario
 
-Array64 = npt.NDArray[np.float64]
 Sizes = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
@@ -65,9 +64,9 @@ class Disturbances:
         self._ones = np.ones(count)
         self._clear = np.zeros(count, dtype=bool)
         self._slow_factor = self._congestion_factor = 1.0
-        self._slow = self._congested = self._jitter = None
-        if stragglers is not None and stragglers.jitter > 0:
-            self._jitter = Jitter(seed, count, stragglers.jitter)
+        self._slow = self._congested = None
+        self._seed, self._jitter = seed, 0.0 if stragglers is None else stragglers.jitter
+        self._block, self._factors = -1, self._ones
         if stragglers is not None and stragglers.factor > 1:
             self._slow_factor = stragglers.factor
             self._slow = Switching(seed, SLOW, count, off_s=stragglers.mean_normal_s, on_s=stragglers.mean_slow_s)
@@ -79,13 +78,22 @@ class Disturbances:
 
     def at(self, step: int, time_s: float) -> Conditions:
         """The conditions of a step that begins at `time_s`, until its end."""
-        slowdown = self._ones if self._jitter is None else self._jitter.of_step(step)
+        slowdown = self._jitter_of(step) if self._jitter > 0 else self._ones
         if self._slow is not None:
             slowdown = np.where(self._slow.at(time_s), self._slow_factor * slowdown, slowdown)
         if self._congested is None:
             return Conditions(slowdown, self._ones, self._clear)
         congested = np.logical_or(self._clear, self._congested.at(time_s))
         return Conditions(slowdown, np.where(congested, self._congestion_factor, 1.0), congested)
+
+    def _jitter_of(self, step: int) -> Array64:
+        """Lognormal factors of median 1, one per worker."""
+        block, row = divmod(step, JITTER_BLOCK)
+        if block != self._block:
+            draws = generator(self._seed, JITTER, block).standard_normal((JITTER_BLOCK, len(self._ones)))
+            self._block, self._factors = block, np.exp(self._jitter * draws)
+        factors: Array64 = self._factors[row]
+        return factors
 
 
 class Switching:
@@ -114,24 +122,6 @@ class Switching:
 
     def _stay_s(self, index: int) -> float:
         return float(self._generators[index].exponential(self._mean_s[int(self._on[index])]))
-
-
-class Jitter:
-    """Lognormal factors of median 1, one per worker and step."""
-
-    def __init__(self, seed: int, count: int, sigma: float) -> None:
-        self._seed, self._count, self._sigma = seed, count, sigma
-        self._block = -1
-        self._factors = np.empty((JITTER_BLOCK, count))
-
-    def of_step(self, step: int) -> Array64:
-        """The factors of a step."""
-        block, row = divmod(step, JITTER_BLOCK)
-        if block != self._block:
-            draws = generator(self._seed, JITTER, block).standard_normal((JITTER_BLOCK, self._count))
-            self._block, self._factors = block, np.exp(self._sigma * draws)
-        factors: Array64 = self._factors[row]
-        return factors
 
 
 def generator(seed: int, kind: int, index: int) -> np.random.Generator:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
@@ -31,12 +30,10 @@ from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.run import Reporter, field_of
 
 from .clock import LABELS, ComputeTimes, Conditions, Disturbances, Sizes, StepTiming, VirtualClock, generator
-from .exchange import ActiveExchange, StepTraffic, VirtualExchange, total_bytes
+from .exchange import ActiveExchange, Array64, StepTraffic, VirtualExchange, total_bytes
 from .gradients import StepSums, gradients_of
 from .rounds import VirtualRounds
 from .scenario import Scenario
-
-Array64 = npt.NDArray[np.float64]
 
 MARGIN_STEPS = 2
 """Steps from knowing of a change to the first step that can follow it, with a real loader without workers."""
@@ -148,9 +145,10 @@ class WindowRecorder:
             retransmits = conditions.congested * (self._retransmits_per_s * timing.step_s)
             self._retransmits = self._retransmits + retransmits
             if sums.norms is not None:
-                sums.norms.add_to(noise, plan.counts)
+                for rank, own in enumerate(noise):
+                    own.add_step(plan.counts, rank, float(sums.norms.local[rank]), sums.norms.reduced)
             if sums.drift is not None:
-                drift_own, drift_mean = drift_own + sums.drift.own, drift_mean + sums.drift.mean
+                drift_own, drift_mean = drift_own + sums.drift[0], drift_mean + sums.drift[1]
         sizes = np.array([step.plan.counts.values for step in steps])
         num_samples = sizes.sum(axis=0)
         loss, num_correct = (
@@ -441,7 +439,8 @@ class VirtualCluster:
         of_each = gradient.new_empty(self.scenario.world_size, len(gradient))
         sums = self.gradients.step_of_each(inputs, labels, plan, of_each)
         traffic = self.exchange.sum(of_each / plan.counts.total, step, gradient)
-        return sums._replace(norms=self.gradients.norms_of(of_each) if measured else None), traffic
+        norms_of_sums = torch.linalg.vector_norm(of_each, dim=1).double().cpu().numpy()
+        return sums._replace(norms=self.gradients.squared_norms(norms_of_sums) if measured else None), traffic
 
     def _evaluate(self, before_s: float) -> None:
         """Fill the grid up to a time, exclusively: it costs no virtual time, and the parameters stay the same."""

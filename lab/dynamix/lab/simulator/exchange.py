@@ -172,14 +172,6 @@ def exchange_times_s(
 T = TypeVar("T")
 
 
-class BucketLayout(NamedTuple):
-    """One bucket, as a range of the vector that is sent."""
-
-    start: int
-    stop: int
-    parts: tuple[BucketPart, ...]
-
-
 class GradientLayout:
     """All buckets of a model whose gradient is one flat vector, in the order of its parameters."""
 
@@ -194,7 +186,8 @@ class GradientLayout:
             start += shape.numel()
         cuts = sorted({0, start, *(_cut(whole, round(start * n / num_buckets)) for n in range(1, num_buckets))})
         self.num_elements = start
-        self.buckets = [BucketLayout(first, stop, _parts(whole, first, stop)) for first, stop in pairwise(cuts)]
+        self.buckets = [(first, stop, _parts(whole, first, stop)) for first, stop in pairwise(cuts)]
+        """Ranges of the vector that is sent, and what they hold."""
 
     def as_sent(self, gradients: Tensor) -> Tensor:
         """A copy of flat gradients, one per row, in the order in which they are sent."""
@@ -354,9 +347,9 @@ class VirtualExchange:
         is_chunked = exchange.route == "shares" and exchange.codec == EXACT.codec  # same bits in one piece
         buckets: list[BucketTraffic] = []
         with torch.inference_mode():
-            for number, bucket in enumerate(layout.buckets):
-                rows = sent[:, bucket.start : bucket.stop]
-                views = [BucketView(number, row, bucket.parts) for row in rows.unbind()]
+            for number, (first, stop, parts) in enumerate(layout.buckets):
+                rows = sent[:, first:stop]
+                views = [BucketView(number, row, parts) for row in rows.unbind()]
                 if exchange.codec == STACKED:
                     stacked = self._stacked.setdefault((of_moves, number), StackedInt8())
                     seen = self._sum_stacked(stacked, rows, views, members, flushes=flushes)

@@ -5,19 +5,17 @@ measured step also gives |g_i|^2, as the hook of a real job does (`dynamix.train
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from dynamix.lab.workloads import Part, Workload
 from dynamix.trainer.data.plan import Counts, StepPlan
-from dynamix.trainer.gradient.noise import NoiseSums
 
-Array64 = npt.NDArray[np.float64]
+from .exchange import Array64
 
 EVALUATED_AT_ONCE = 2000
 """Samples: the activations of a small model stay in the cache."""
@@ -31,20 +29,6 @@ class WorkerNorms(NamedTuple):
     reduced: float
     """|G|^2"""
 
-    def add_to(self, sums: Sequence[NoiseSums], counts: Counts) -> None:
-        """Add the step to every worker's sums."""
-        for rank, (own, local) in enumerate(zip(sums, self.local.tolist(), strict=True)):
-            own.add_step(counts, rank, local, self.reduced)
-
-
-class WorkerDrift(NamedTuple):
-    """Movement of the workers in a round of local steps (`dynamix.trainer.local_steps.RoundDrift`)."""
-
-    own: Array64
-    """w_i |d_i|^2 of each worker."""
-    mean: float
-    """|d|^2"""
-
 
 class StepSums(NamedTuple):
     """Sums of N workers over one step; float64, one per worker."""
@@ -54,8 +38,8 @@ class StepSums(NamedTuple):
     num_correct: Array64
     norms: WorkerNorms | None
     """`None` on a step that was not measured."""
-    drift: WorkerDrift | None = None
-    """Drift of the round of local steps that ended with the step."""
+    drift: tuple[Array64, float] | None = None
+    """w_i |d_i|^2 of each worker, and |d|^2, of the round of local steps that ended with the step (`RoundDrift`)."""
 
 
 class WorkerSegments:
@@ -63,8 +47,8 @@ class WorkerSegments:
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
-        self._sizes = np.array(counts.values, dtype=np.float64)
-        self._active = np.flatnonzero(self._sizes)
+        self.sizes = np.array(counts.values, dtype=np.float64)
+        self._active = np.flatnonzero(self.sizes)
         self._starts = np.array(counts.starts[:-1])[self._active]
 
     def slices(self) -> Iterator[tuple[int, int, int]]:
@@ -75,19 +59,13 @@ class WorkerSegments:
 
     def sums(self, values: Tensor) -> Array64:
         """The values of all samples, summed per worker in float64."""
-        found = np.zeros(len(self._sizes))
+        found = np.zeros(len(self.sizes))
         found[self._active] = np.add.reduceat(values.numpy(), self._starts, dtype=np.float64)
         return found
 
     def columns(self, values: Tensor) -> Tensor:
         """Columns of a matrix (one per sample) summed per worker that has samples: workers x rows."""
         return torch.from_numpy(np.add.reduceat(values.numpy(), self._starts, axis=1).T)
-
-    def norms_of_means(self, norms_of_sums: Array64) -> Array64:
-        """|g_i|^2 from the norms |b_i g_i|."""
-        means = np.zeros(len(self._sizes))
-        np.divide(norms_of_sums, self._sizes, out=means, where=self._sizes > 0)
-        return means * means
 
 
 class Gradients(ABC):
@@ -130,10 +108,6 @@ class Gradients(ABC):
             gradients[rank] = self._gradient
         return StepSums(loss, correct, None)
 
-    def norms_of(self, gradients: Tensor) -> WorkerNorms:
-        """The norms of a step from the rows that `step_of_each` wrote, and from the gradient G as it is now."""
-        return self._squared_norms(torch.linalg.vector_norm(gradients, dim=1).double().cpu().numpy())
-
     def accuracy(self, part: Part) -> float:
         """Share of a part's samples that the model gets right now."""
         correct, count = 0.0, len(part.labels)
@@ -143,9 +117,11 @@ class Gradients(ABC):
                 correct += self._workload.num_correct(self.model(inputs), labels)
         return correct / count
 
-    def _squared_norms(self, norms_of_sums: Array64) -> WorkerNorms:
-        reduced = torch.dot(self._gradient, self._gradient).item()
-        return WorkerNorms(self._segments.norms_of_means(norms_of_sums), reduced)
+    def squared_norms(self, norms_of_sums: Array64) -> WorkerNorms:
+        """The norms of a step from |b_i g_i| of each worker, and from the gradient G as it is now."""
+        sizes = self._segments.sizes
+        means = np.divide(norms_of_sums, sizes, out=np.zeros(len(sizes)), where=sizes > 0)
+        return WorkerNorms(means * means, torch.dot(self._gradient, self._gradient).item())
 
     @abstractmethod
     def _union(self, inputs: Tensor, labels: Tensor) -> StepSums:
@@ -183,7 +159,7 @@ class AutogradGradients(Gradients):
             total += self._gradient
             norms[rank] = torch.linalg.vector_norm(self._gradient).item()
         self._gradient.copy_(total.div_(self._segments.counts.total))
-        return StepSums(loss, correct, self._squared_norms(norms))
+        return StepSums(loss, correct, self.squared_norms(norms))
 
     def _own(self, inputs: Tensor, labels: Tensor) -> tuple[float, float]:
         self._gradient.zero_()
@@ -225,17 +201,6 @@ class _Layer(NamedTuple):
     """Position of its weight in a flat vector; its bias follows."""
 
 
-class _Pass(NamedTuple):
-    """Result of a forward and backward pass."""
-
-    inputs: list[Tensor]
-    """A of each layer: samples x inputs."""
-    derivatives: list[Tensor]
-    """D^T of each layer: outputs x samples, of the sum of the losses."""
-    loss: Tensor
-    correct: Tensor
-
-
 class PerceptronGradients(Gradients):
     """Gradients of `Sequential(Flatten, Linear, ReLU, ..., Linear)` under cross entropy, the loss of all workloads."""
 
@@ -254,34 +219,34 @@ class PerceptronGradients(Gradients):
 
     @torch.inference_mode()
     def _union(self, inputs: Tensor, labels: Tensor) -> StepSums:
-        passed = self._pass(inputs, labels)
-        self._write_sums(passed)
+        loss, correct = self._write_sums(inputs, labels)
         self._gradient.div_(len(labels))
-        return StepSums(self._segments.sums(passed.loss), self._segments.sums(passed.correct), None)
+        return StepSums(self._segments.sums(loss), self._segments.sums(correct), None)
 
     @torch.inference_mode()
     def _own(self, inputs: Tensor, labels: Tensor) -> tuple[float, float]:
-        passed = self._pass(inputs, labels)
-        self._write_sums(passed)
-        return float(passed.loss.sum(dtype=torch.float64)), float(passed.correct.sum())
+        loss, correct = self._write_sums(inputs, labels)
+        return float(loss.sum(dtype=torch.float64)), float(correct.sum())
 
-    def _write_sums(self, passed: _Pass) -> None:
-        """Write the gradient of the summed loss into each layer."""
-        for layer, entered, derivative in zip(self._layers, passed.inputs, passed.derivatives, strict=True):
-            torch.mm(derivative, entered, out=layer.weight_gradient)
+    def _write_sums(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the gradient of the summed loss into each layer; the losses, and which samples are right."""
+        entered, derivatives, loss, correct = self._pass(inputs, labels)
+        for layer, own_inputs, derivative in zip(self._layers, entered, derivatives, strict=True):
+            torch.mm(derivative, own_inputs, out=layer.weight_gradient)
             torch.sum(derivative, 1, out=layer.bias_gradient)
+        return loss, correct
 
     @torch.inference_mode()
     def _measured(self, inputs: Tensor, labels: Tensor) -> StepSums:
-        passed = self._pass(inputs, labels)
-        biases = [self._segments.columns(derivative) for derivative in passed.derivatives]
+        inputs_by_layer, derivatives, losses, right = self._pass(inputs, labels)
+        biases = [self._segments.columns(derivative) for derivative in derivatives]
         norms = np.zeros(len(self._segments.counts.values))
         slices = list(self._segments.slices())
         for first in range(0, len(slices), len(self._block)):
             own = slices[first : first + len(self._block)]
             block = self._block[: len(own)]
             for layer, entered, derivative, bias in zip(
-                self._layers, passed.inputs, passed.derivatives, biases, strict=True
+                self._layers, inputs_by_layer, derivatives, biases, strict=True
             ):
                 rows = block[:, layer.start : layer.start + layer.weight.numel()].view(len(own), *layer.weight.shape)
                 for row, (_, start, end) in zip(rows.unbind(), own, strict=True):
@@ -294,10 +259,11 @@ class PerceptronGradients(Gradients):
             else:
                 self._gradient.add_(block.sum(0))
         self._gradient.div_(len(labels))
-        loss, correct = self._segments.sums(passed.loss), self._segments.sums(passed.correct)
-        return StepSums(loss, correct, self._squared_norms(norms))
+        loss, correct = self._segments.sums(losses), self._segments.sums(right)
+        return StepSums(loss, correct, self.squared_norms(norms))
 
-    def _pass(self, inputs: Tensor, labels: Tensor) -> _Pass:
+    def _pass(self, inputs: Tensor, labels: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+        """Forward and backward: each layer's inputs A (samples x inputs) and D^T (outputs x samples), losses, hits."""
         *hidden, last = self._layers
         entered = [inputs.flatten(1)]
         for layer in hidden:
@@ -312,7 +278,7 @@ class PerceptronGradients(Gradients):
         for layer, output in zip(self._layers[:0:-1], entered[:0:-1], strict=True):
             backward = torch.mm(derivatives[-1].t(), layer.weight)
             derivatives.append(torch.ops.aten.threshold_backward(backward, output, 0).t())
-        return _Pass(entered, derivatives[::-1], right[0].neg_(), correct)
+        return entered, derivatives[::-1], right[0].neg_(), correct
 
 
 def gradients_of(workload: Workload, *, seed: int, like: Tensor) -> Gradients:

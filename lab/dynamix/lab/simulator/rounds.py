@@ -7,10 +7,8 @@ model and its optimizer's state N times, and the CPU a forward and backward pass
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -19,18 +17,10 @@ from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps import mean_counts, outer_step
 
-from .exchange import ActiveExchange, StepTraffic, VirtualExchange, all_reduced
-from .gradients import Gradients, StepSums, WorkerDrift, WorkerNorms
+from .exchange import ActiveExchange, Array64, StepTraffic, VirtualExchange, all_reduced
+from .gradients import Gradients, StepSums, WorkerNorms
 
-Array64 = npt.NDArray[np.float64]
 MakeOptimizer = Callable[[nn.Parameter], torch.optim.Optimizer]
-
-
-class _Ranks(NamedTuple):
-    """State of the ranks, a row each."""
-
-    parameters: nn.Parameter
-    optimizer: torch.optim.Optimizer
 
 
 class VirtualRounds:
@@ -53,7 +43,8 @@ class VirtualRounds:
         self._common = optimizer
         self._exchange = exchange
         self._make = make
-        self._ranks: _Ranks | None = None
+        self._ranks: tuple[nn.Parameter, torch.optim.Optimizer] | None = None
+        """Their parameters, a row each, and the optimizer of these."""
         self._start = gradients.parameters.detach().clone()
         """The parameters with which the round began."""
         self._velocity: Tensor | None = None
@@ -68,16 +59,16 @@ class VirtualRounds:
 
     def compute(self, inputs: Tensor, labels: Tensor, plan: StepPlan) -> StepSums:
         """Compute the mean gradient of each rank's samples at its own parameters, and show the mean of these."""
-        ranks = self._begun()
-        assert ranks.parameters.grad is not None, "made with the ranks"
-        sums = self._gradients.step_of_each(inputs, labels, plan, ranks.parameters.grad, at=ranks.parameters.detach())
-        counts = ranks.parameters.grad.new_tensor(plan.counts.values).clamp_(min=1)
-        ranks.parameters.grad.div_(counts[:, None])
+        parameters, _ = self._begun()
+        means = parameters.grad
+        assert means is not None, "made with the ranks"
+        sums = self._gradients.step_of_each(inputs, labels, plan, means, at=parameters.detach())
+        means.div_(means.new_tensor(plan.counts.values).clamp_(min=1)[:, None])
         self._show_mean()
         if not self._measurement.measures(plan.step, begins_round=self.num_steps == 0):
             return sums
         # norms as real ranks measure them, of a gradient that none of them has: sketches add up
-        means, sketch = ranks.parameters.grad, NormSketch(plan.step, 1.0)
+        sketch = NormSketch(plan.step, 1.0)
         sketch.add(torch.mv(means.t(), means.new_tensor(plan.counts.values) / plan.counts.total), 0)
         self._sketch_bytes = sketch.cells.nbytes
         local = torch.linalg.vector_norm(means, dim=1).double().numpy() ** 2
@@ -85,17 +76,17 @@ class VirtualRounds:
 
     def update(
         self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool
-    ) -> tuple[StepTraffic, WorkerDrift] | None:
-        """Update each rank; returns what was sent after a round's last step. Evaluated parameters stay as they were."""
-        ranks = self._begun()
-        ranks.optimizer.step()
+    ) -> tuple[StepTraffic, tuple[Array64, float]] | None:
+        """Update each rank; what was sent after a round's last step, and its drift. Evaluated parameters stay."""
+        parameters, optimizer = self._begun()
+        optimizer.step()
         self.num_steps += 1
         self._num_samples = self._num_samples + np.asarray(plan.counts.values)
         exchange, following = step.exchange, step.following
         if self.num_steps < exchange.every and exchange == following and not ends_epoch:
             return None
         weights = self._weights()
-        moved = (ranks.parameters.detach() - self._start) * weights[:, None]
+        moved = (parameters.detach() - self._start) * weights[:, None]
         total = torch.empty_like(self._start)
         own = torch.linalg.vector_norm(moved, dim=1).double() ** 2 / weights.clamp(min=1e-12)
         traffic = self._exchange.sum(moved, step, total, of_moves=True)
@@ -104,7 +95,7 @@ class VirtualRounds:
         self._start.add_(outer_step(exchange, total, self._velocity))
         if not following.outer_momentum:
             self._velocity = None
-        ranks.parameters.data.copy_(self._start.expand_as(ranks.parameters))
+        parameters.data.copy_(self._start.expand_as(parameters))
         self._ended = self._num_samples, self.num_steps
         self.num_steps = 0
         self._num_samples = np.zeros_like(self._num_samples)
@@ -112,8 +103,8 @@ class VirtualRounds:
             traffic += all_reduced(self._sketch_bytes, len(weights))
             self._sketch_bytes = 0
         if following.every == 1 or ends_epoch:
-            traffic += self._average_optimizers(ranks, weights)
-        return traffic, WorkerDrift(own.numpy(), float(torch.dot(total, total)))
+            traffic += self._average_optimizers(parameters, optimizer, weights)
+        return traffic, (own.numpy(), float(torch.dot(total, total)))
 
     def end_step(self, compute_s: Array64, step: ActiveExchange) -> None:
         """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""
@@ -134,16 +125,16 @@ class VirtualRounds:
 
     def _show_mean(self) -> None:
         """Put the mean of the ranks' parameters, weighted by their samples in the round, where it is evaluated."""
-        shown, ranks = self._gradients.parameters.data, self._begun()
+        shown, (parameters, _) = self._gradients.parameters.data, self._begun()
         if self.num_steps == 0:
             shown.copy_(self._start)
         else:
-            torch.mv(ranks.parameters.detach().t(), self._weights(), out=shown)
+            torch.mv(parameters.detach().t(), self._weights(), out=shown)
 
     def _weights(self) -> Tensor:
         return self._start.new_tensor(self._num_samples / self._num_samples.sum())
 
-    def _begun(self) -> _Ranks:
+    def _begun(self) -> tuple[nn.Parameter, torch.optim.Optimizer]:
         """The ranks; all begin with what they had in common."""
         if self._ranks is None:
             common = self._gradients.parameters
@@ -154,14 +145,16 @@ class VirtualRounds:
             for name, value in self._common.state.get(common, {}).items():
                 is_like = isinstance(value, Tensor) and value.shape == common.shape
                 optimizer.state[rows][name] = value.expand_as(rows).clone() if is_like else deepcopy(value)
-            self._ranks = _Ranks(rows, optimizer)
+            self._ranks = rows, optimizer
         return self._ranks
 
-    def _average_optimizers(self, ranks: _Ranks, weights: Tensor) -> StepTraffic:
+    def _average_optimizers(
+        self, parameters: nn.Parameter, optimizer: torch.optim.Optimizer, weights: Tensor
+    ) -> StepTraffic:
         """Replace all optimizers' states by their weighted mean, that of the common one as well."""
         common, traffic, exact = self._gradients.parameters, StepTraffic(), ActiveExchange(EXACT, EXACT)
-        for name, value in ranks.optimizer.state[ranks.parameters].items():
-            if isinstance(value, Tensor) and value.shape == ranks.parameters.shape:
+        for name, value in optimizer.state[parameters].items():
+            if isinstance(value, Tensor) and value.shape == parameters.shape:
                 mean = torch.empty_like(self._start)
                 traffic += self._exchange.sum(value * weights[:, None], exact, mean, of_moves=True)
                 value.copy_(mean.expand_as(value))

@@ -316,13 +316,9 @@ def digest_of(scenario: Scenario) -> str:
 
 def is_control(scenarios: Sequence[Scenario]) -> bool:
     """Whether a family is the control: its workers are alike and stay alike, so no controller can gain."""
-
-    def is_homogeneous(scenario: Scenario) -> bool:
-        kinds = {msgspec.structs.replace(workers, count=1) for workers in scenario.workers}
-        disturbances = (scenario.stragglers, scenario.congestion)
-        return len(kinds) == 1 and all(each is None or each.factor == 1.0 for each in disturbances)
-
-    return all(map(is_homogeneous, scenarios))
+    kinds = [{msgspec.structs.replace(group, count=1) for group in scenario.workers} for scenario in scenarios]
+    disturbances = [each for scenario in scenarios for each in (scenario.stragglers, scenario.congestion)]
+    return all(len(each) == 1 for each in kinds) and all(each is None or each.factor == 1.0 for each in disturbances)
 
 
 def scenario_root() -> Path:

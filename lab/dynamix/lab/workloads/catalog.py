@@ -31,8 +31,6 @@ from .models import (
     vgg11,
 )
 
-GRADIENT_BYTES_PER_PARAMETER = 4
-"""Gradients are float32."""
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
     {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 )
@@ -132,8 +130,8 @@ class Workload:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one gradient."""
-        return GRADIENT_BYTES_PER_PARAMETER * self.num_parameters
+        """Bytes of one gradient, in float32."""
+        return 4 * self.num_parameters
 
 
 def tokens_per_sample(labels: Tensor) -> int:

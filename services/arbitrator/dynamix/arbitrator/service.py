@@ -190,17 +190,11 @@ class _Arbitrator:
 
     async def _running_jobs(self) -> list[str]:
         """The running jobs by their newest specifications, oldest first."""
-        wanted, found = subjects.of("job", subjects.ANY), dict[str, None]()
-        if await self._bus.last(JOBS.name, wanted) is None:
-            return []
-        async with self._bus.consume(JOBS.name, [wanted], start="last_per_subject") as consumer:
-            async for batch in consumer:
-                for message in batch:
-                    job = await self._context.decoded(Job, message)
-                    if job is not None and job.phase == "running":
-                        found[job.job] = None
-                if batch[-1].num_pending == 0:
-                    break
+        found = dict[str, None]()
+        async for message in self._bus.stored(JOBS.name, [subjects.of("job", subjects.ANY)], "last_per_subject"):
+            job = await self._context.decoded(Job, message)
+            if job is not None and job.phase == "running":
+                found[job.job] = None
         return list(found)
 
     async def _read(self, message: BusMessage) -> None:
@@ -342,9 +336,7 @@ class _Arbitrator:
         job.generation = newest
         log = await self._open_log(job, specification, known)
         log.actions_created = self._actions_created
-        if (
-            log.has_inputs
-        ):  # FEED must hold what follows the watermark; a server that was cut off may not know of it yet
+        if log.has_inputs:  # FEED must hold what follows the watermark; a server that was cut off may not know it yet
             wait, feed = FailoverWait(self._bus.stream_state, FEED.name), await self._bus.stream_state(FEED.name)
             while log.fold.watermark > feed.last_sequence and await self._pause(job, wait):
                 feed = await self._bus.stream_state(FEED.name)

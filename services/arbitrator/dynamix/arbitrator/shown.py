@@ -17,7 +17,7 @@ from dynamix.runtime.bus import Bus, PermissionDeniedError, StreamState
 from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode
+from dynamix.schemas.codec import decode_or_none
 from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
 from dynamix.schemas.messages import REFUSAL_REASONS, Applied, Job, State
 from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES, REPORTS
@@ -98,31 +98,27 @@ class RunTimes:
     """
 
     def __init__(self) -> None:
-        self._running: LabelTable[str, Curve] = LabelTable(MAX_NAMES)
+        self.running: LabelTable[str, Curve] = LabelTable(MAX_NAMES)
         self._ended: dict[tuple[str, str], deque[Curve]] = {}
 
     def record_window(self, job: str, time_s: float, held_out_accuracy: float) -> None:
         """Add a window's training time, and the newest evaluation, NaN without one, to a run."""
-        curve = self._running.get(job) or Curve()
+        curve = self.running.get(job) or Curve()
         curve.time_s += time_s
         if held_out_accuracy > (curve.best[-1][1] if curve.best else -math.inf) and len(curve.best) < MAX_POINTS:
             curve.best.append((curve.time_s, held_out_accuracy))
-        self._running.record(job, curve)
+        self.running.record(job, curve)
 
     def end_run(self, job: str, policy: str) -> None:
         """Compare a run from now on; it ended as it should. Windows that are still on their way are added later."""
-        curve, kind = self._running.get(job) or Curve(), (job.rpartition("-")[0], policy)
-        self._running.record(job, curve)
+        curve, kind = self.running.get(job) or Curve(), (job.rpartition("-")[0], policy)
+        self.running.record(job, curve)
         runs = self._ended.pop(kind, deque(maxlen=MAX_RUNS))
         if curve not in runs:
             runs.append(curve)
         self._ended[kind] = runs  # the newest, which is dropped last
         if len(self._ended) > MAX_NAMES:
             del self._ended[next(iter(self._ended))]
-
-    def forget_run(self, job: str) -> None:
-        """Leave a run out: it failed, or was stopped."""
-        self._running.drop(job)
 
     def variations(self) -> dict[tuple[str, str], float]:
         """The coefficient of variation between the times of each name and policy with enough runs."""
@@ -224,7 +220,7 @@ class ShownDecisions:
         if end in {COMPLETED, LEFT}:
             self._runs.end_run(job.job, job.policy)
         else:
-            self._runs.forget_run(job.job)
+            self._runs.running.drop(job.job)  # it failed, or was stopped: it is not compared
 
     async def follow_broker(
         self, state_of: Callable[[str], Awaitable[StreamState]], count_requests: Callable[[], Awaitable[int]]
@@ -264,11 +260,9 @@ class ShownDecisions:
         async with bus.consume(JOBS.name, [subjects.of("job", subjects.ANY)], start="new") as consumer:
             async for batch in consumer:
                 for message in batch:
-                    try:
-                        job = decode(Job, message.subject, message.payload)
-                    except MalformedMessageError:
-                        continue  # set aside where the specification is read for decisions
-                    if job.phase == "ended":
+                    # set aside where the specification is read for decisions
+                    job = decode_or_none(Job, message.subject, message.payload)
+                    if job is not None and job.phase == "ended":
                         self.record_end(job)
 
     async def follow_receipts(self, context: Context[Any]) -> None:

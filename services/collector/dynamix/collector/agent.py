@@ -64,28 +64,22 @@ def trace_of(report: Report) -> Trace | None:
     waiting_s = min([*least_s, *(FADING * seen.waiting_s for seen in view.around)], default=0.0)
     if view.own is not None:
         waiting_s = _mixed(view.own.waiting_s, waiting_s, keep)
+    activity = []
+    for row, before in zip(report.rows, view.activity, strict=True):
+        if row.times_split and row.num_samples and row.compute_time_s > 0:
+            activity.append(_mixed(before, row.num_samples / row.compute_time_s, keep if before > 0 else 0.0))
+        else:  # a rank that had no samples, or whose times are not known, keeps what it has
+            activity.append(before)
     return Trace(
         job=report.job,
         generation=report.generation,
         window=report.window,
         node=report.node,
         ranks=tuple(row.rank for row in report.rows),
-        activity=_activity(report, view, keep),
+        activity=tuple(activity),
         appetite=_appetite(report, view, options, keep, waiting_s),
         waiting_s=waiting_s,
     )
-
-
-def _activity(report: Report, view: FieldView, keep: float) -> tuple[float, ...]:
-    """A rank that had no samples, or whose times are not known, keeps what it has."""
-    activity = []
-    for row, before in zip(report.rows, view.activity, strict=True):
-        if not (row.times_split and row.num_samples and row.compute_time_s > 0):
-            activity.append(before)
-            continue
-        deposit = row.num_samples / row.compute_time_s
-        activity.append(_mixed(before, deposit, keep if before > 0 else 0.0))
-    return tuple(activity)
 
 
 def _appetite(report: Report, view: FieldView, options: Mapping[str, float], keep: float, waiting_s: float) -> float:

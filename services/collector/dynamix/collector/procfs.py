@@ -156,7 +156,15 @@ class Proc:
             current = waiting.pop()
             try:
                 cpu_ticks += self.stat(current).cpu_ticks
-                waiting += self._add_threads(current, threads)
+                tasks = os.open(f"{self._root}/{current}/task", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:  # below it, so that the kernel looks up the process once and not twice a thread
+                    for tid in os.listdir(tasks):  # noqa: PTH208 - of a descriptor
+                        counted = [int(field) for field in self._text_or_empty(f"{tid}/schedstat", tasks).split()]
+                        if counted and counted[2]:  # zeros where it has not run yet, or where the kernel does not count
+                            threads[int(tid)] = ThreadCounters(wait_ns=counted[1], num_switches=counted[2])
+                        waiting += map(int, self._text_or_empty(f"{tid}/children", tasks).split())
+                finally:
+                    os.close(tasks)
             except (FileNotFoundError, ProcessLookupError):  # a child that ended meanwhile; its parent holds its time
                 if current == pid:
                     raise
@@ -188,20 +196,6 @@ class Proc:
         """Total and available memory of the machine in bytes."""
         text = self._text("meminfo")
         return _kib(field_of(text, "MemTotal")), _kib(field_of(text, "MemAvailable"))
-
-    def _add_threads(self, pid: int, threads: dict[int, ThreadCounters]) -> list[int]:
-        """Put a process's threads into `threads`; the children that they began."""
-        children: list[int] = []
-        tasks = os.open(f"{self._root}/{pid}/task", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:  # below it, so that the kernel looks up the process once and not twice a thread
-            for tid in os.listdir(tasks):  # noqa: PTH208 - of a descriptor
-                counted = [int(field) for field in self._text_or_empty(f"{tid}/schedstat", tasks).split()]
-                if counted and counted[2]:  # zeros where it has not run yet, and where the kernel does not count
-                    threads[int(tid)] = ThreadCounters(wait_ns=counted[1], num_switches=counted[2])
-                children += map(int, self._text_or_empty(f"{tid}/children", tasks).split())
-        finally:
-            os.close(tasks)
-        return children
 
     def _text(self, name: str, directory: int | None = None) -> str:
         """A command's name is any bytes, often cut within a character: what is not UTF-8 is replaced, not refused."""

@@ -44,7 +44,18 @@ async def serve(context: Context[CollectorSettings]) -> None:
     Raises:
         StartError: when the settings insist on eBPF and it cannot be had.
     """
-    probe = await asyncio.to_thread(_open_probe, context)
+    settings = context.settings
+    probe: SocketProbe | str = "not wanted: see DYNAMIX_COLLECTOR_PROBE"
+    if settings.probe in ("auto", "ebpf"):
+        try:
+            probe = await asyncio.to_thread(open_probe, settings.cgroup)
+            context.log.info("eBPF probe attached")
+        except ProbeError as error:
+            if settings.probe == "ebpf":
+                what = f"DYNAMIX_COLLECTOR_PROBE=ebpf: {error}; `dynamix doctor` says how to get it"
+                raise StartError(what) from error
+            context.log.info("no eBPF probe; TCP_INFO and /proc serve", reason=str(error))
+            probe = "not available: see `dynamix doctor`"
     context.counters["ebpf"] = int(isinstance(probe, SocketProbe))
     try:
         collector = _Collector(context, probe)
@@ -56,22 +67,6 @@ async def serve(context: Context[CollectorSettings]) -> None:
     finally:
         if isinstance(probe, SocketProbe):
             probe.close()
-
-
-def _open_probe(context: Context[CollectorSettings]) -> SocketProbe | str:
-    """The eBPF probe, or the reason why there is none."""
-    settings = context.settings
-    if settings.probe not in ("auto", "ebpf"):
-        return "not wanted: see DYNAMIX_COLLECTOR_PROBE"
-    try:
-        probe = open_probe(settings.cgroup)
-    except ProbeError as error:
-        if settings.probe == "ebpf":
-            raise StartError(f"DYNAMIX_COLLECTOR_PROBE=ebpf: {error}; `dynamix doctor` says how to get it") from error
-        context.log.info("no eBPF probe; TCP_INFO and /proc serve", reason=str(error))
-        return "not available: see `dynamix doctor`"
-    context.log.info("eBPF probe attached")
-    return probe
 
 
 class _Collector:

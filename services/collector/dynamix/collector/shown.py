@@ -54,7 +54,7 @@ class ShownWindows:
         scrape.gauge("processors", "processors of the machine", os.cpu_count())
         if self._probe is not None:
             with suppress(OSError):  # the probe was closed meanwhile: the service stops
-                programs = self._probe.cost().values()
+                programs = self._probe.cost()
                 seconds = sum(program.run_time_ns for program in programs) / 1e9
                 scrape.counter("probe_cost_seconds", "processor time of the probe's programs in the kernel", seconds)
                 num_runs = sum(program.num_runs for program in programs)

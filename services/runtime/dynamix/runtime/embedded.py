@@ -119,9 +119,8 @@ class EmbeddedServer:
                     if self._process.poll() is not None:
                         raise EmbeddedServerError(f"nats-server ended at once: {self._log_tail()}")
                     await asyncio.sleep(0.01)
-                    with contextlib.suppress(
-                        FileNotFoundError, json.JSONDecodeError, LookupError
-                    ):  # not there, or half
+                    # not there, or half
+                    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, LookupError):
                         url = json.loads(ports_file.read_text())["nats"][0]
         except TimeoutError:
             raise EmbeddedServerError(

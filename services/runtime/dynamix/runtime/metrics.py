@@ -146,10 +146,10 @@ class ServiceMetrics:
         self._meanings: dict[str, str] = {}
         self._gauges: set[str] = set()
 
-    def declare(self, *, counters: Mapping[str, str] | None = None, gauges: Mapping[str, str] | None = None) -> None:
+    def declare(self, *, counters: Mapping[str, str], gauges: Mapping[str, str] = {}) -> None:
         """Give entries of the service's counters their meanings; gauges are those of them that may fall."""
-        self._meanings |= {**(counters or {}), **(gauges or {})}
-        self._gauges |= set(gauges or {})
+        self._meanings |= {**counters, **gauges}
+        self._gauges |= set(gauges)
 
     def add(self, source: Source) -> None:
         """Register a function that is called at each scrape."""

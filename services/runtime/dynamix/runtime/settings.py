@@ -100,17 +100,12 @@ MAX_PASSWORD_BYTES = 64 * 1024
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-class Supervisor(NamedTuple):
-    """Socket and interval of notifications: sd_notify(3) and sd_watchdog_enabled(3)."""
+def read_supervisor(environ: Mapping[str, str]) -> tuple[str, float]:
+    """Systemd's requests to this process: sd_notify(3) and sd_watchdog_enabled(3).
 
-    notify_socket: str = ""
-    """The datagram socket that receives notifications: a path, or `@name` of an abstract one; empty: none."""
-    watchdog_s: float = 0.0
-    """Interval at which the process must notify that it is alive; 0: not required."""
-
-
-def read_supervisor(environ: Mapping[str, str]) -> Supervisor:
-    """Read systemd's requests to this process. A watchdog for another process, such as its parent, does not count.
+    The datagram socket that receives notifications, a path or `@name` of an abstract one, empty for none; and the
+    seconds within which the process must notify that it is alive, 0 where it need not. A watchdog for another process,
+    such as its parent, does not count.
 
     Raises:
         ValueError: for a socket of another family, and for what is not a number of microseconds.
@@ -120,10 +115,10 @@ def read_supervisor(environ: Mapping[str, str]) -> Supervisor:
         raise ValueError(f"NOTIFY_SOCKET={address!r}: only a path or @name can be notified; unset it")
     usec = environ.get("WATCHDOG_USEC", "")
     if not address or not usec or environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
-        return Supervisor(address)
+        return address, 0.0
     if not usec.isdecimal():
         raise ValueError(f"WATCHDOG_USEC={usec!r} is not a number of microseconds")
-    return Supervisor(address, int(usec) / 1e6)
+    return address, int(usec) / 1e6
 
 
 class Loaded(NamedTuple, Generic[S]):
@@ -132,7 +127,7 @@ class Loaded(NamedTuple, Generic[S]):
     shared: SharedSettings
     bus: BusSettings
     own: S
-    supervisor: Supervisor = Supervisor()
+    supervisor: tuple[str, float] = "", 0.0
 
 
 def read(struct: type[S], component: str, environ: Mapping[str, str], flags: Mapping[str, str] = {}) -> S:
@@ -220,27 +215,20 @@ def help_text(component: str, struct: type[msgspec.Struct]) -> str:
     lines = [f"usage: python -m dynamix.{component} [--flag value ...]", ""]
     owners = ((struct, component, "--"), (SharedSettings, "", "--"), (BusSettings, "nats", "--nats-"))
     for owner, owned_by, dashes in owners:
-        for one in describe(owner, owned_by):
-            is_secret = owner is BusSettings and one.name == "password"
-            flag = "(no flag)" if is_secret else _flag(one.name, dashes)
-            lines.append(f"  {flag:<32} {one.variable}, default {one.default or '(empty)'}")
-            lines += textwrap.wrap(one.meaning, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        for name, variable, default, meaning in describe(owner, owned_by):
+            is_secret = owner is BusSettings and name == "password"
+            flag = "(no flag)" if is_secret else _flag(name, dashes)
+            lines.append(f"  {flag:<32} {variable}, default {default or '(empty)'}")
+            lines += textwrap.wrap(meaning, width=100, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
 
 
-class DescribedSetting(NamedTuple):
-    """One setting, for people."""
+def describe(struct: type[msgspec.Struct], component: str) -> Iterator[tuple[str, str, str, str]]:
+    """The settings of one of `COMPONENTS`, or those that all share for "".
 
-    name: str
-    variable: str
-    default: str
-    """The text that would give it; empty where that is empty."""
-    meaning: str
-    """The docstring beneath the field."""
-
-
-def describe(struct: type[msgspec.Struct], component: str) -> Iterator[DescribedSetting]:
-    """The settings of one of `COMPONENTS`, or those that all share for ""; meanings only where there is source."""
+    Of each its name, the variable, the text that would give the default, and the docstring beneath the field, which is
+    empty where there is no source.
+    """
     meanings: dict[str, str] = {}
     for owner in reversed(struct.__mro__):
         with contextlib.suppress(OSError, TypeError):
@@ -253,7 +241,7 @@ def describe(struct: type[msgspec.Struct], component: str) -> Iterator[Described
     for field in msgspec.structs.fields(struct):
         default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
         variable = _prefix(component) + field.name.upper()
-        yield DescribedSetting(field.name, variable, default, meanings.get(field.name, ""))
+        yield field.name, variable, default, meanings.get(field.name, "")
 
 
 def password_of(settings: BusSettings) -> str:
@@ -338,13 +326,19 @@ def check_url(settings: BusSettings) -> None:
         if parts.scheme not in {"nats", "tls"}:
             raise ValueError(f"{redact_url(url)}: the bus speaks nats:// and tls:// only")
         host, has_credentials = parts.hostname or "", bool(settings.user or settings.creds_file or parts.username)
-        with contextlib.suppress(ValueError):
-            has_credentials |= ipaddress.ip_address(host).is_loopback
-        if not has_credentials and host != "localhost":
+        if not has_credentials and not is_loopback(host):
             raise ValueError(
                 f"{redact_url(url)} is not this machine: set DYNAMIX_NATS_CREDS_FILE, or DYNAMIX_NATS_USER and "
                 "DYNAMIX_NATS_PASSWORD_FILE (beyond loopback the bus is never used without credentials)"
             )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or host name is this machine's own."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def redact_url(text: str) -> str:

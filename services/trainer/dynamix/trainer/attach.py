@@ -17,11 +17,11 @@ from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, GlobalBatch
 from dynamix.trainer.bus_client import BusClient, Transport
 from dynamix.trainer.data.loader import (
+    PREFETCH_FACTOR,
     CountTokens,
     Loader,
     LoaderOptions,
     check_loader_options,
-    drawn_ahead,
     orders_of,
 )
 from dynamix.trainer.data.orders import OwnSampler
@@ -186,11 +186,12 @@ def attach(
     # those of all callers: what they name, such as the model and its group, would live to the end of the process.
     gc.collect()
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
+    drawn_ahead = loader_options.get("num_workers", 0) * (loader_options.get("prefetch_factor") or PREFETCH_FACTOR)
     options = options_of(
         *(given, models, optimizers),
         averaging=averaging,
         world_size=world_size,
-        margin_steps=drawn_ahead(loader_options) + look_ahead + SPARE_STEPS,
+        margin_steps=drawn_ahead + look_ahead + SPARE_STEPS,
         policy=environment.trainer.policy,
         gradient_servers=environment.trainer.gradient_servers,
     )
@@ -210,7 +211,7 @@ def attach(
         )
     bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
     device = next(models[0].parameters()).device
-    met = meet_ranks(
+    collectives, sockets, identity, place = meet_ranks(
         name=name,
         options=options,
         data=orders.identity,
@@ -218,8 +219,8 @@ def attach(
         environment=environment,
         bus=bus,
     )
-    run = Run(options=options, data=orders.identity, place=met.place, identity=met.identity)
-    if met.place.rank == 0:
+    run = Run(options=options, data=orders.identity, place=place, identity=identity)
+    if place.rank == 0:
         caller = sys._getframe(1)  # noqa: SLF001 - the script; reading its f_locals keeps what is in them alive
         if not (shuffle or orders.identity.sampler) and any(
             DistributedSampler in (name, type(name)) for name in (*caller.f_globals.values(), *caller.f_locals.values())
@@ -236,10 +237,10 @@ def attach(
                 "of them: use outer_rate=1 and outer_momentum=0, or an optimizer without momentum such as AdamW",
                 outer_momentum,
             )
-    orders.connect(met.collectives, dataset, loader_options)
+    orders.connect(collectives, dataset, loader_options)
     loader = Loader(
         *(dataset, orders, run.schedule),
-        division=Division(met.place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
+        division=Division(place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
         drop_last=drop_last,
         shares_tail=global_batch == "adaptive",
         options=loader_options,
@@ -252,28 +253,28 @@ def attach(
         run=run,
         loader=loader,
         clock=clock,
-        collectives=met.collectives,
+        collectives=collectives,
         averaging=averaging,
         weighs_alone=averaging == "none" and (accumulates or reduction == "sum"),
     )
     meter = RankMeter(
-        rank=met.place.rank,
-        local_rank=met.place.local_rank,
+        rank=place.rank,
+        local_rank=place.local_rank,
         clock=clock,
-        sockets=met.sockets,
+        sockets=sockets,
         device=device,
         reduction=reduction,
         times_split=averaging == "hook",
-        learning_rate=while_it_lives(gradients.updates.newest_rate, None),
-        coded=while_it_lives(gradients.models.coded, CodedSquares()),
+        learning_rate=while_it_lives(gradients.updates.newest_rate, lambda: None),
+        coded=while_it_lives(gradients.models.coded, CodedSquares),
     )
     transport = connect if isinstance(connect, Transport) else Transport()
-    if bus is not None and met.place.local_rank == 0:  # the first rank of each node reports, rank 0 also listens
+    if bus is not None and place.local_rank == 0:  # the first rank of each node reports, rank 0 also listens
         transport = client = BusClient(
             bus,
-            node=met.place.node,
+            node=place.node,
             outbox_messages=environment.trainer.outbox_messages,
-            actions_of=run.identity.job if met.place.rank == 0 else None,
+            actions_of=run.identity.job if place.rank == 0 else None,
             traces_of=run.identity.job if run.traces is not None else None,
         )
         client.start()
@@ -281,7 +282,7 @@ def attach(
         run,
         meter=meter,
         sampler=loader.sampler,
-        collectives=met.collectives,
+        collectives=collectives,
         transport=transport,
         history=MetricHistory(metric_loggers, transport),
         losses=gradients.losses,

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -45,15 +45,6 @@ LOOKUP_S = 2.0
 _log = logging.getLogger("dynamix.trainer")
 
 
-class Rendezvous(NamedTuple):
-    """Facts that the ranks exchanged about each other."""
-
-    collectives: Collectives
-    sockets: PeerSockets
-    identity: JobIdentity
-    place: Place
-
-
 def meet_ranks(
     *,
     name: str | None,
@@ -62,7 +53,7 @@ def meet_ranks(
     caps_path: Path | None,
     environment: Environment,
     bus: BusSettings | None,
-) -> Rendezvous:
+) -> tuple[Collectives, PeerSockets, JobIdentity, Place]:
     """Exchange identities, places and options with all other ranks; a collective call.
 
     Raises:
@@ -129,7 +120,7 @@ def meet_ranks(
                 len(identity.nodes),
                 identity.job,
             )
-    return Rendezvous(collectives, sockets, identity, place)
+    return collectives, sockets, identity, place
 
 
 def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None:

@@ -12,10 +12,10 @@ One step:
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -33,27 +33,18 @@ from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.job.identity import lower_cap
 from dynamix.trainer.local_steps import LocalSteps
-from dynamix.trainer.measurement.meter import Scalar
+from dynamix.trainer.measurement.meter import Scalar, while_it_lives
 from dynamix.trainer.steering.run import reason_after
 from dynamix.trainer.steering.steering import Steering
 
 from .checkpoint import restore, save, warn_of_missing_state
 
-P = ParamSpec("P")
 _log = logging.getLogger("dynamix.trainer")
 
 
-def call_while_alive(method: Callable[P, None]) -> Callable[P, None]:
-    """Call it for as long as its owner lives: a session ends with its last name, not when cycles are looked for."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        alive = weak()
-        if alive is None:
-            raise RuntimeError("the session of this loader is gone: keep it, its step() ends each step")
-        alive(*args, **kwargs)
-
-    return call
+def say_that_it_is_gone() -> None:
+    """Raise RuntimeError, in place of what a session does for its loader."""
+    raise RuntimeError("the session of this loader is gone: keep it, its step() ends each step")
 
 
 def leave(steering: Steering, models: CoveredModels, close_timeout_s: float, may_restart: bool) -> None:
@@ -112,10 +103,10 @@ class Session:
         self._caps_path = caps_path
         self._close_timeout_s = close_timeout_s
         self._may_restart = may_restart
-        loader.on_start = call_while_alive(self._on_start)
+        loader.on_start = while_it_lives(self._on_start, say_that_it_is_gone)
         loader.on_ask = self._meter.clock.asked
-        loader.on_batch = call_while_alive(self._on_batch)
-        loader.on_exhausted = call_while_alive(self.average)
+        loader.on_batch = while_it_lives(self._on_batch, say_that_it_is_gone)
+        loader.on_exhausted = while_it_lives(self.average, say_that_it_is_gone)
         self._allocation: Allocation | None = None
         """Allocation of the batch to train on."""
         self._loss_scaled = False

@@ -28,10 +28,10 @@ from dynamix.cli.arguments import (
     number,
     output_directory,
 )
+from dynamix.cli.commands.capture import capture
 from dynamix.cli.errors import CommandError, explained
 from dynamix.cli.output import write_json
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
-from dynamix.cli.source import capture_stored
 from dynamix.cli.terminal import ProgressLine, formatted, print_table, sizes_text
 from dynamix.recording.job_view import JobView
 from dynamix.runtime.bus import Bus
@@ -247,7 +247,7 @@ async def run_demo(plan: DemoPlan, progress: ProgressLine, captures: Path | None
             job = f"demo-{variant.policy}-{subjects.new_run_id()}"
             runs.append(await run_job(plan, variant, job, running, progress))
             if captures is not None:
-                await capture_stored(running.bus, job, captures / f"{variant.policy}.dxc")
+                await capture(running.bus, job, captures / f"{variant.policy}.dxc", asyncio.Event(), past=True)
     return runs
 
 

@@ -160,9 +160,10 @@ def _add_decision(below: Table, view: JobView) -> None:
     if applied is not None:
         adopted = f"of window {applied.decided_window}, from window {applied.effective_window} on"
         below.add_row("adopted", Text(adopted, "dim"))
-    if (mean := view.mean_reward()) is not None:
-        terms = "  ".join(f"{name.replace('_', ' ')} {value:+.3f}" for name, value in view.reward_terms().items())
-        below.add_row("reward", Text.assemble((f"{mean:.3f}", "bold"), f"  {view.formula}", (f":  {terms}", "dim")))
+    rewarded = view.rewarded
+    if (mean := rewarded.mean_reward()) is not None:
+        terms = "  ".join(f"{name.replace('_', ' ')} {value:+.3f}" for name, value in rewarded.reward_terms().items())
+        below.add_row("reward", Text.assemble((f"{mean:.3f}", "bold"), f"  {rewarded.formula}", (f":  {terms}", "dim")))
     if nodes := view.nodes.values():
         probes = Counter(node.probe for node in nodes)
         named = ", ".join(probe if len(probes) == 1 else f"{probe} on {count}" for probe, count in probes.items())

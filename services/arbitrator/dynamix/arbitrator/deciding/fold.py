@@ -119,7 +119,17 @@ class Fold:
         obs_WF, global_F = self._observe(window)
         decision = self.policy.decide(self.job, window, obs_WF, global_F, self._carry)
         self.note = decision.note
-        sizes = self._feasible(decision.allocation.local_batch_sizes)
+        job, sizes = self.job, decision.allocation.local_batch_sizes
+        assert len(sizes) == job.world_size, f"policy {self.policy.name} must size each rank"
+        # within the job's bounds, and with its sum where that is fixed: their ratios are what remains
+        low, high = job.min_local_batch_size, job.max_local_batch_sizes
+        sizes = tuple(
+            low if size < low else top if size > top else int(size)  # a third of the time of min and max
+            for size, top in zip(sizes, high, strict=True)
+        )
+        fixed = sum(job.initial_local_batch_sizes)
+        if job.global_batch != "adaptive" and sum(sizes) != fixed:
+            sizes = apportion(fixed, sizes, (low,) * len(high), high)
         needed = [sequence for sequence, _ in self._ahead.values()]  # for deciding the windows after this one
         for rows in self._rows.values():
             last = _newest(rows, window)
@@ -127,8 +137,8 @@ class Fold:
                 if at > window or (at == last and window - at < MAX_AGE_WINDOWS):
                     needed.append(sequence)
         action = Action(
-            job=self.job.job,
-            generation=self.job.generation,
+            job=job.job,
+            generation=job.generation,
             window=window,
             allocation=decision.allocation.with_sizes(sizes),
             deltas=tuple(map(sub, sizes, self._decided)),
@@ -183,20 +193,6 @@ class Fold:
             global_F = unpack_global(self._rows[newest][known[newest]][1])
         obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = self._decided
         return obs_WF, global_F
-
-    def _feasible(self, local_batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes within the job's bounds, and with its sum where that is fixed: their ratios are what remains."""
-        job = self.job
-        assert len(local_batch_sizes) == job.world_size, f"policy {self.policy.name} must size each rank"
-        low, high = job.min_local_batch_size, job.max_local_batch_sizes
-        sizes = tuple(
-            low if size < low else top if size > top else int(size)  # a third of the time of min and max
-            for size, top in zip(local_batch_sizes, high, strict=True)
-        )
-        fixed = sum(job.initial_local_batch_sizes)
-        if job.global_batch == "adaptive" or sum(sizes) == fixed:
-            return sizes
-        return apportion(fixed, sizes, (low,) * len(high), high)
 
 
 def _newest(rows: Mapping[int, _Row], window: int) -> int | None:

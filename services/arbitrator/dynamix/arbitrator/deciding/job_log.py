@@ -7,7 +7,6 @@ receipts (`Applied`), which are in another stream.
 """
 
 import asyncio
-import contextlib
 import logging
 from typing import Any, NamedTuple, Self
 
@@ -29,7 +28,7 @@ from dynamix.runtime.bus.requests import nanoseconds
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact
-from dynamix.schemas.codec import MalformedMessageError, decode, encode
+from dynamix.schemas.codec import MalformedMessageError, decode, decode_or_none, encode
 from dynamix.schemas.messages import MAX_PROFILE_BYTES, Action, Applied, Job, JobProfile, State
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS, PROFILES
 
@@ -122,9 +121,8 @@ async def check_receipt(bus: Bus, job: Job, newest: Stored | None, message: BusM
         ActionsEndEarlyError: when the stored actions end before it.
         ActionStoreError: when another one is in its place.
     """
-    receipt = None
-    with contextlib.suppress(MalformedMessageError):  # an unreadable receipt is no evidence
-        receipt = None if message is None else decode(Applied, message.subject, message.payload)
+    # an unreadable receipt is no evidence
+    receipt = None if message is None else decode_or_none(Applied, message.subject, message.payload)
     if message is None or receipt is None or receipt.generation != job.generation:
         return 0  # trainers refuse actions of an earlier generation, so its loss has no effect
     applied = (receipt.generation, receipt.decided_window)
@@ -140,9 +138,8 @@ async def check_receipt(bus: Bus, job: Job, newest: Stored | None, message: BusM
                 return message.sequence
             # FEED was made again with ACTIONS if it begins behind the states that the receipt's action was made from; a
             # full one drops states and receipts of one time together
-            first, oldest_state = await bus.first(FEED.name, subjects.of("state", job.job, subjects.ANY)), None
-            with contextlib.suppress(MalformedMessageError):
-                oldest_state = None if first is None else decode(State, first.subject, first.payload)
+            first = await bus.first(FEED.name, subjects.of("state", job.job, subjects.ANY))
+            oldest_state = None if first is None else decode_or_none(State, first.subject, first.payload)
             if (
                 oldest_state is not None
                 and oldest_state.generation == receipt.generation
@@ -454,11 +451,8 @@ async def store_profiles(context: Context[Any]) -> None:
     async with context.bus.consume(JOBS.name, wanted, start="last_per_subject") as consumer:
         async for batch in consumer:
             for message in batch:
-                try:
-                    job = decode(Job, message.subject, message.payload)
-                except MalformedMessageError:
-                    continue  # set aside where it is read for decisions
-                if job.phase == "ended" and job.family:
+                job = decode_or_none(Job, message.subject, message.payload)  # set aside where it is read for decisions
+                if job is not None and job.phase == "ended" and job.family:
                     await _record(context, job, message.sequence)
 
 

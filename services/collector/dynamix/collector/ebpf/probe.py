@@ -105,10 +105,9 @@ class SocketProbe:
         assert found is not None, "the kernel makes every entry of an array"
         return found[0]
 
-    def cost(self) -> dict[str, syscall.ProgramInfo]:
+    def cost(self) -> list[syscall.ProgramInfo]:
         """The kernel's statistics of each program; its times count while kernel.bpf_stats_enabled is 1."""
-        infos = [syscall.program_info(program) for program in self.programs]
-        return {info.name: info for info in infos}
+        return [syscall.program_info(program) for program in self.programs]
 
     def close(self) -> None:
         """Detach and forget everything."""

@@ -1,6 +1,7 @@
 """The bpf(2) system call, as much of it as the probe needs; attributes are laid out as in linux/bpf.h."""
 
 import ctypes
+import errno
 import os
 import struct
 from typing import NamedTuple
@@ -30,13 +31,13 @@ class ProgramInfo(NamedTuple):
 
 def attach_link(program: int, directory: int, kind: int) -> int:
     """Attach for as long as the returned descriptor lives (Linux 5.7)."""
-    return _call(_LINK_CREATE, _attribute("=IIII", program, directory, kind, 0))
+    return call(_LINK_CREATE, attribute("=IIII", program, directory, kind, 0))
 
 
 def program_info(program: int) -> ProgramInfo:
     """The kernel's information about a program."""
     info = ctypes.create_string_buffer(_INFO_BYTES)
-    _call(_OBJ_GET_INFO_BY_FD, _attribute("=IIQ", program, _INFO_BYTES, ctypes.addressof(info)))
+    call(_OBJ_GET_INFO_BY_FD, attribute("=IIQ", program, _INFO_BYTES, ctypes.addressof(info)))
     run_time_ns, num_runs = struct.unpack_from("=QQ", info, 192)
     return ProgramInfo(info.raw[64:80].partition(b"\0")[0].decode("ascii", "replace"), run_time_ns, num_runs)
 
@@ -49,33 +50,34 @@ class BpfMap:
         self._held_key = ctypes.create_string_buffer(key.size)
         self._held_value = ctypes.create_string_buffer(value.size)
         addresses = ctypes.addressof(self._held_key), ctypes.addressof(self._held_value)
-        self._attribute = _attribute("=I4xQQ", descriptor, *addresses)
+        self._attribute = attribute("=I4xQQ", descriptor, *addresses)
 
     def look_up(self, key: int) -> tuple[int, ...] | None:
         """The value's fields; `None` where the map has no such key."""
         self._key.pack_into(self._held_key, 0, key)
         try:
-            _call(_MAP_LOOKUP, self._attribute)
+            call(_MAP_LOOKUP, self._attribute)
         except FileNotFoundError:
             return None
         return self._value.unpack_from(self._held_value)
 
 
-def _attribute(layout: str, *values: int) -> ctypes.Array[ctypes.c_char]:
+def attribute(layout: str, *values: int) -> ctypes.Array[ctypes.c_char]:
     """Zeros after what is set: a kernel that knows more fields takes them as not given."""
-    attribute = ctypes.create_string_buffer(64)
-    struct.pack_into(layout, attribute, 0, *values)
-    return attribute
+    made = ctypes.create_string_buffer(64)
+    struct.pack_into(layout, made, 0, *values)
+    return made
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NUMBER = NUMBERS.get(os.uname().machine)
 
 
-def _call(command: int, attribute: ctypes.Array[ctypes.c_char]) -> int:
+def call(command: int, given: ctypes.Array[ctypes.c_char]) -> int:
+    """The system call's result. Raises OSError as the kernel refuses; ENOSYS where the call's number is not known."""
     if _NUMBER is None:
-        raise ProbeError(f"no eBPF on {os.uname().machine}: only on {', '.join(NUMBERS)}")
-    result: int = _LIBC.syscall(_NUMBER, command, attribute, len(attribute))
+        raise OSError(errno.ENOSYS, f"no eBPF on {os.uname().machine}: only on {', '.join(NUMBERS)}")
+    result: int = _LIBC.syscall(_NUMBER, command, given, len(given))
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

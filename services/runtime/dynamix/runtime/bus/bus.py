@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -92,7 +92,7 @@ class Bus:
         """
         return {
             **self._connection.counters,
-            "in_flight": self._publisher.num_in_flight,
+            "in_flight": len(self._publisher.table),
             "unacknowledged": self._publisher.num_late,
             "unanswered": self.requests.num_late,
             "failed_lately": self._publisher.num_failed_lately,
@@ -218,6 +218,19 @@ class Bus:
         if durable is None:
             return self._admit(DirectReader(*place, start=start, max_batch=max_batch))
         return self._admit(DurableReader(*place, durable=durable, start=start, max_batch=max_batch))
+
+    async def stored(
+        self, stream: str, subjects: Sequence[str], start: Start = "all"
+    ) -> AsyncGenerator[BusMessage, None]:
+        """The messages of some subjects that are stored now."""
+        if not [subject for subject in subjects if await self.last(stream, subject) is not None]:
+            return  # the broker would wait for the first one
+        async with self.consume(stream, subjects, start=start) as consumer:
+            async for batch in consumer:
+                for message in batch:
+                    yield message
+                if batch[-1].num_pending == 0:
+                    break
 
     def follow(self, stream: str, subject: str) -> Following:
         """Follow the newest message of one subject of a stream that announces; nothing is kept for us at the broker.

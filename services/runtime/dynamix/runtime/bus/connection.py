@@ -170,7 +170,7 @@ class Client(nats.aio.client.Client):
         """Connect as nats-py does, but close what a failed attempt (a refused login, say) left open."""
         s.last_attempt = time.monotonic()
         if isinstance(self._transport, _Transport):
-            self._transport.close()
+            self._transport.close()  # type: ignore[no-untyped-call]
         self._transport = _Transport()
         await self._transport.connect(s.uri, nats.aio.client.DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
 
@@ -212,9 +212,6 @@ class _Transport(TcpTransport):
             return
         held, self._held = self._held, b""
         super().write(held + payload)  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        super().close()  # type: ignore[no-untyped-call]
 
     async def wait_closed(self) -> None:
         with contextlib.suppress(TimeoutError):

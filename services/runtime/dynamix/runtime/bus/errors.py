@@ -17,10 +17,6 @@ class StreamMissingError(BusError):
     """There is no stream for this subject or of this name: run `dynamix provision`."""
 
 
-class NoAnswerError(BusError):
-    """A request to JetStream's API was not answered within its budget."""
-
-
 class PublishError(BusError):
     """A message was not acknowledged within its budget, or the broker refused it."""
 

@@ -11,19 +11,35 @@ from . import Bus
 from .errors import ApiError, BusError, StreamMissingError
 
 
-class ProvisionError(BusError):
-    """JetStream cannot change a stream as wanted; the message names it and the fix."""
-
-
 async def provision(bus: Bus, streams: Sequence[Stream] = STREAMS, *, num_replicas: int | None = None) -> list[str]:
     """Create or update the streams; returns what was done, one line per stream. Running it twice does nothing new.
 
     Other streams are left alone. `num_replicas` are the copies in a cluster; `None` keeps what is, and makes new
-    streams with one. Raises ProvisionError when a stream exists and JetStream cannot change it as wanted.
+    streams with one. Raises BusError, with the fix, when JetStream cannot change an existing stream as wanted.
     """
-    done = []
+    done, everything = [], f"{ROOT}.>"
     for stream in streams:
-        wanted = _config_of(stream) | ({} if num_replicas is None else {"num_replicas": num_replicas})
+        # sent again when it is stored: whole messages, or headers only, which say what there is
+        republish = {"src": everything, "dest": announced(everything)} | (
+            {} if stream.announces else {"headers_only": True}
+        )
+        wanted: dict[str, Any] = {
+            "name": stream.name,
+            "subjects": kept_by(stream),
+            "republish": republish if stream.announces or stream.hints else None,
+            "retention": "limits",
+            "storage": "file",
+            "discard": stream.discard,
+            "max_age": int(stream.max_age_s * 1e9),
+            "max_bytes": stream.max_bytes,
+            "max_msgs_per_subject": stream.max_messages_per_subject,
+            "max_msg_size": stream.max_message_bytes,
+            "duplicate_window": int(stream.duplicate_window_s * 1e9),
+            "deny_delete": stream.deny_delete,
+            "deny_purge": stream.deny_delete,
+            "allow_direct": True,
+            **({} if num_replicas is None else {"num_replicas": num_replicas}),
+        }
         try:
             present = await bus.requests.stream_config(stream.name)
         except StreamMissingError:
@@ -38,7 +54,7 @@ async def provision(bus: Bus, streams: Sequence[Stream] = STREAMS, *, num_replic
         try:
             await bus.requests.write_stream("UPDATE", {**present, **wanted})
         except ApiError as error:
-            raise ProvisionError(
+            raise BusError(
                 f"stream {stream.name} cannot be made as wanted: {error}. "
                 "What JetStream never changes (storage, retention, a ban on deleting) needs a new stream: "
                 "back it up and delete it, or keep the old setting"
@@ -46,31 +62,6 @@ async def provision(bus: Bus, streams: Sequence[Stream] = STREAMS, *, num_replic
         shown = (f"{key} {json.dumps(present.get(key))} -> {json.dumps(value)}" for key, value in changes.items())
         done.append(f"{stream.name}: updated {', '.join(shown)}")
     return done
-
-
-def _config_of(stream: Stream) -> dict[str, Any]:
-    """JetStream's configuration of a stream."""
-    everything = f"{ROOT}.>"
-    # sent again when it is stored: whole messages, or headers only, which say what there is
-    republish = {"src": everything, "dest": announced(everything)} | (
-        {} if stream.announces else {"headers_only": True}
-    )
-    return {
-        "name": stream.name,
-        "subjects": kept_by(stream),
-        "republish": republish if stream.announces or stream.hints else None,
-        "retention": "limits",
-        "storage": "file",
-        "discard": stream.discard,
-        "max_age": int(stream.max_age_s * 1e9),
-        "max_bytes": stream.max_bytes,
-        "max_msgs_per_subject": stream.max_messages_per_subject,
-        "max_msg_size": stream.max_message_bytes,
-        "duplicate_window": int(stream.duplicate_window_s * 1e9),
-        "deny_delete": stream.deny_delete,
-        "deny_purge": stream.deny_delete,
-        "allow_direct": True,
-    }
 
 
 async def push_accounts(bus: Bus, jwts: Iterable[str]) -> None:

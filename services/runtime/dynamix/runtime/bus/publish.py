@@ -109,7 +109,8 @@ class Publisher:
         self._connection = connection
         self._prefix = f"{connection.inbox}.a."
         self._tokens = itertools.count()
-        self._table: dict[bytes, InFlight] = {}
+        self.table: dict[bytes, InFlight] = {}
+        """Messages not acknowledged yet."""
         self._bytes = 0
         self._full = False
         self._room = asyncio.Event()
@@ -125,15 +126,10 @@ class Publisher:
         self._counters = connection.counters
 
     @property
-    def num_in_flight(self) -> int:
-        """Messages not acknowledged yet."""
-        return len(self._table)
-
-    @property
     def num_late(self) -> int:
         """Messages without an acknowledgement for `LATE_S`."""
         before = self._loop.time() - LATE_S
-        return sum(entry.since <= before for entry in list(self._table.values()))  # also asked in other threads
+        return sum(entry.since <= before for entry in list(self.table.values()))  # also asked in other threads
 
     @property
     def num_failed_lately(self) -> int:
@@ -161,7 +157,7 @@ class Publisher:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
-        return not self._table
+        return not self.table
 
     async def publish(
         self,
@@ -188,7 +184,7 @@ class Publisher:
                 f"{size} bytes for {subject} are over the broker's limit of {self._connection.max_payload} "
                 f"less {HEADER_ROOM_BYTES} for the protocol: send less, or raise max_payload"
             )
-        while self._failure is None and (len(self._table) >= MAX_IN_FLIGHT or self._bytes >= MAX_IN_FLIGHT_BYTES):
+        while self._failure is None and (len(self.table) >= MAX_IN_FLIGHT or self._bytes >= MAX_IN_FLIGHT_BYTES):
             self._full = True
             self._room.clear()
             await self._room.wait()
@@ -200,9 +196,9 @@ class Publisher:
         future, now = self._loop.create_future(), self._loop.time()
         entry = InFlight(check_subject(subject), payload, headers, size, future, now, now + ACK_TIMEOUT_S)
         token = b"%d" % next(self._tokens)
-        self._table[token] = entry
+        self.table[token] = entry
         self._bytes += size
-        if len(self._table) == 1:
+        if len(self.table) == 1:
             self._busy.set()
             self._idle.clear()
         await self._send(token, entry)
@@ -216,13 +212,12 @@ class Publisher:
 
     def _on_ack(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
         token = subject[len(self._prefix) :]
-        entry = self._table.get(token)
+        entry = self.table.get(token)
         if entry is None:
             return  # the second acknowledgement of a message that was sent twice
         if headers and parse_status(headers).code == NO_RESPONDERS:
-            entry.no_stream = (
-                True  # not final: a broker that just started, or a stream without its leader, looks the same
-            )
+            # not final: a broker that just started, or a stream without its leader, looks the same
+            entry.no_stream = True
             if self._limit.allow("no stream"):
                 logger.warning("no stream takes %s yet: has `dynamix provision` been run?", entry.subject)
             return
@@ -249,7 +244,7 @@ class Publisher:
         elif refusal.code >= SERVER_ERROR or refusal.code == TOO_MANY_REQUESTS:  # it is sent once more when it is due
             if refusal.code == TOO_MANY_REQUESTS:
                 self._counters["too_many_requests"] += 1
-                if len(self._table) <= MAX_INSISTENT and self._loop.time() < entry.since + INSIST_S:
+                if len(self.table) <= MAX_INSISTENT and self._loop.time() < entry.since + INSIST_S:
                     self._broker_is_busy = True
                     entry.due = 0.0
             if self._limit.allow(str(refusal.err_code)):
@@ -259,13 +254,13 @@ class Publisher:
 
     def _on_reconnected(self) -> None:
         """Messages in flight, or their acknowledgements, may be lost: retransmit all of them."""
-        for entry in self._table.values():
+        for entry in self.table.values():
             entry.due = 0.0
 
     def _on_denied(self, subject: str, denial: PermissionDeniedError) -> None:
         if subject == (self._prefix + "*").lower():
             self._fail_all(denial)
-        for token, entry in list(self._table.items()):
+        for token, entry in list(self.table.items()):
             if entry.subject.lower() == subject:
                 self._fail(token, entry, denial)
 
@@ -276,7 +271,7 @@ class Publisher:
             self._broker_is_busy = False
             await asyncio.sleep(tick_s)
             now = self._loop.time()
-            for token, entry in list(self._table.items()):
+            for token, entry in list(self.table.items()):
                 if entry.future.cancelled() or now >= entry.since + BUDGET_S:
                     error: BusError = PublishError(
                         f"{entry.subject}: no acknowledgement in {BUDGET_S:g} s, sent {1 + entry.num_retries} times"
@@ -303,17 +298,17 @@ class Publisher:
 
     def _fail_all(self, error: BusError) -> None:
         self._failure = error
-        for token, entry in list(self._table.items()):
+        for token, entry in list(self.table.items()):
             self._fail(token, entry, error)
         self._room.set()
 
     def _remove(self, token: bytes, entry: InFlight) -> None:
-        if self._table.pop(token, None) is None:
+        if self.table.pop(token, None) is None:
             return
         self._bytes -= entry.size
-        if self._full and len(self._table) <= RESUME_AT and self._bytes <= RESUME_AT_BYTES:
+        if self._full and len(self.table) <= RESUME_AT and self._bytes <= RESUME_AT_BYTES:
             self._full = False
             self._room.set()
-        if not self._table:
+        if not self.table:
             self._busy.clear()
             self._idle.set()

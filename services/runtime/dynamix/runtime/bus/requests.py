@@ -22,7 +22,6 @@ from .errors import (
     ApiError,
     BusError,
     ConnectionClosedError,
-    NoAnswerError,
     PermissionDeniedError,
     StreamMissingError,
 )
@@ -185,7 +184,8 @@ class Requests:
         await self._connection.subscribe(self._prefix + "*", self._on_answer)
         self._connection.when("denied", self._on_denied)
         self._connection.when("closed", self.close)
-        self._connection.when("reconnected", self._on_reconnected)
+        # requests or their answers are lost: repeat them without waiting for the time-out
+        self._connection.when("reconnected", lambda: self._fail_all(TimeoutError("the connection was lost")))
 
     async def check_inbox(self) -> None:
         """Wait until the broker has seen our subscriptions. Raises PermissionDeniedError for a denied own inbox."""
@@ -206,7 +206,7 @@ class Requests:
             ApiError: when the API refuses.
             StreamMissingError: when it knows no such stream.
             PermissionDeniedError: when our user may not ask.
-            NoAnswerError: when no answer comes within the budget.
+            BusError: when no answer comes within the budget.
         """
         payload = b"" if body is None else msgspec.json.encode(body)
 
@@ -225,13 +225,13 @@ class Requests:
         return await self._until_answered(operation, once, budget_s)
 
     async def ask_server(self, subject: str, payload: bytes) -> bytes:
-        """The answer to a request that is not JetStream's, sent once. Raises NoAnswerError, PermissionDeniedError."""
+        """The answer to a request that is not JetStream's, sent once. Raises BusError when there is none."""
         try:
             reply = await self._round_trip(subject, payload)
         except TimeoutError:
             reply = None
         if reply is None:
-            raise NoAnswerError(f"no answer to {subject} within {REQUEST_TIMEOUT_S:g} s")
+            raise BusError(f"no answer to {subject} within {REQUEST_TIMEOUT_S:g} s")
         return reply[0]
 
     async def stream_state(self, stream: str) -> StreamState:
@@ -299,7 +299,7 @@ class Requests:
                     if isinstance(error, ApiError) and error.code != UNAVAILABLE:
                         raise
                     if time.monotonic() > begun + budget_s:
-                        raise NoAnswerError(f"no answer to {operation} within {budget_s:g} s: {error}") from error
+                        raise BusError(f"no answer to {operation} within {budget_s:g} s: {error}") from error
                 await asyncio.sleep(RETRY_WAIT_S)
         finally:
             del self._asked_at[number]
@@ -333,10 +333,6 @@ class Requests:
         for asked, future in self._waiting.values():
             if asked == subject and not future.done():
                 future.set_exception(denial)
-
-    def _on_reconnected(self) -> None:
-        """Requests or their answers are lost: repeat them without waiting for the time-out."""
-        self._fail_all(TimeoutError("the connection was lost"))
 
     def _fail_all(self, error: BusError | TimeoutError) -> None:
         for _, future in self._waiting.values():

@@ -38,7 +38,7 @@ from dynamix.runtime.bus.connection import BUS_COUNTERS
 from dynamix.runtime.bus.health import DeadLetters, Watchdog, send_heartbeats
 from dynamix.runtime.metrics import MetricsServer, Scrape, ServiceMetrics
 from dynamix.runtime.rate_limit import RateLimit
-from dynamix.runtime.settings import Loaded, Supervisor, check_bus, help_text, load, node_name
+from dynamix.runtime.settings import Loaded, check_bus, help_text, load, node_name
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Live, Message
 
@@ -189,12 +189,12 @@ class SystemdNotifier:
     Without a socket nothing is sent.
     """
 
-    def __init__(self, supervisor: Supervisor, not_ready: Callable[[], str]) -> None:
-        self._address = supervisor.notify_socket
+    def __init__(self, address: str, watchdog_s: float, not_ready: Callable[[], str]) -> None:
+        self._address = address
         if self._address.startswith("@"):
             self._address = f"\0{self._address[1:]}"
-        self._signs = ["WATCHDOG=1"] if supervisor.watchdog_s else []
-        self._look_s = min(LOOK_S, supervisor.watchdog_s / PER_WATCHDOG or LOOK_S)
+        self._signs = ["WATCHDOG=1"] if watchdog_s else []
+        self._look_s = min(LOOK_S, watchdog_s / PER_WATCHDOG or LOOK_S)
         self._not_ready = not_ready
         self._status: str | None = None
         self._was_ready = False
@@ -293,7 +293,7 @@ async def _live(service: str, loaded: Loaded[S], main: Main[S]) -> int:
     """Why the connection is closed for good."""
     watchdog, metrics = Watchdog(loaded.shared.stuck_after_s), ServiceMetrics(service)
     state = ServiceState(node, instance, stop, watchdog, metrics)
-    notifier = SystemdNotifier(loaded.supervisor, state.not_ready)
+    notifier = SystemdNotifier(*loaded.supervisor, state.not_ready)
 
     def end() -> None:
         stop.set()

@@ -21,7 +21,7 @@ from dynamix.runtime.bus.health import HEARTBEAT_S, DeadLetters, Watchdog, send_
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_intact
-from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
+from dynamix.schemas.codec import MalformedMessageError, decode, decode_or_none, encode, message_id
 from dynamix.schemas.messages import Action, Job, Live, Message, Report, Reward, Trace
 from dynamix.schemas.messages.allocation import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, JOBS
@@ -272,9 +272,8 @@ class BusClient(Transport):
             if ours is None or self.outbox:
                 continue
             try:
-                stored, found = await bus.newest(JOBS.name, subjects.subject_of(ours)), None
-                with contextlib.suppress(MalformedMessageError):  # it cannot be of this job
-                    found = None if stored is None else decode(Job, stored.subject, stored.payload)
+                stored = await bus.newest(JOBS.name, subjects.subject_of(ours))
+                found = None if stored is None else decode_or_none(Job, stored.subject, stored.payload)
                 is_later_start = found is not None and ours.generation < found.generation <= MAX_GENERATION
                 if ours is self._specification and found != ours and not is_later_start:
                     identity = f"{message_id(ours)}:again:{uuid.uuid4().hex}"  # the broker has seen the usual one

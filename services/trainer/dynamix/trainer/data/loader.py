@@ -45,12 +45,6 @@ PREFETCH_FACTOR = 2
 """`DataLoader`'s own, when none is given."""
 
 
-def drawn_ahead(options: LoaderOptions) -> int:
-    """Batches that a loader draws ahead: workers times prefetch factor."""
-    prefetch_factor = options.get("prefetch_factor")
-    return options.get("num_workers", 0) * (PREFETCH_FACTOR if prefetch_factor is None else prefetch_factor)
-
-
 def check_loader_options(options: LoaderOptions, look_ahead: int, known: Iterable[str]) -> None:
     """Raise TypeError for options that are not the loader's, ValueError for a script that looks back.
 
@@ -155,36 +149,34 @@ class Loader:
                 )
         self._num_trained = self._num_in_step = 0
         self._is_exhausted = False
+        drawn = self.sampler.take(self._batches, self._digest)
         try:
-            yield from self._rest_of_epoch()
+            while True:
+                if len(self._held) > self._look_ahead:
+                    raise RuntimeError(
+                        f"step {self._held[0].plan.step} is not finished: call session.step(loss) once after each "
+                        "batch, also when the batch was skipped; a loop that does not train needs a DataLoader of its "
+                        "own; a script that fetches batches ahead says how many: "
+                        f"attach(look_ahead={self._look_ahead + 1})"
+                    )
+                is_next = not self._held  # else it is fetched in the time of another step
+                if is_next:
+                    self.on_ask()
+                try:
+                    micro_batch, batch = next(drawn)
+                except StopIteration:
+                    self._is_exhausted = True
+                    if not self._held:
+                        self.on_exhausted()
+                    return
+                if self._count_tokens is not None and micro_batch.num_samples:
+                    micro_batch = micro_batch._replace(weight=int(self._count_tokens(batch)))
+                self._held.append(micro_batch)
+                if is_next:
+                    self.on_batch(self._held[0])
+                yield batch
         finally:  # also when the script leaves the loop
             self._num_trained = 0
-
-    def _rest_of_epoch(self) -> Iterator[Any]:
-        drawn = self.sampler.take(self._batches, self._digest)
-        while True:
-            if len(self._held) > self._look_ahead:
-                raise RuntimeError(
-                    f"step {self._held[0].plan.step} is not finished: call session.step(loss) once after each batch, "
-                    "also when the batch was skipped; a loop that does not train needs a DataLoader of its own; a "
-                    f"script that fetches batches ahead says how many: attach(look_ahead={self._look_ahead + 1})"
-                )
-            is_next = not self._held  # else it is fetched in the time of another step
-            if is_next:
-                self.on_ask()
-            try:
-                micro_batch, batch = next(drawn)
-            except StopIteration:
-                self._is_exhausted = True
-                if not self._held:
-                    self.on_exhausted()
-                return
-            if self._count_tokens is not None and micro_batch.num_samples:
-                micro_batch = micro_batch._replace(weight=int(self._count_tokens(batch)))
-            self._held.append(micro_batch)
-            if is_next:
-                self.on_batch(self._held[0])
-            yield batch
 
     @property
     def current(self) -> MicroBatch | None:

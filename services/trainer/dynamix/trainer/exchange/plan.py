@@ -197,9 +197,8 @@ class ModelExchange:
     def send_plainly(self, numbers: Tensor) -> "Sent":
         """Begin to add up numbers over ranks, in place and without a codec, behind the buckets sent so far."""
         host = _host_copy(numbers)
-        if host is None:
-            return self._plan.pipeline().send(just(Sum(numbers)))
-        return self._plan.pipeline().send(just(Sum(host)), back=(numbers, host))
+        back = None if host is None else (numbers, host)
+        return self._plan.pipeline().send(just(Sum(numbers if host is None else host)), back=back)
 
     def coded(self) -> CodedSquares:
         """Squared norms of what lossy codecs have sent and should have sent."""

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from .codec import Collective, Largest, Sum, Trade, Union
 T = TypeVar("T")
 
 NOT_LENT = 2
-"""References to an alias that no thread holds: its Python object's and its keeper's."""
+"""References to an alias that no thread holds: its Python object's and its holder's."""
 
 CONTEXT = "context"
 """Name in `torch.autograd.graph._engine_run_backward` of the contextvars that it leaves in the thread."""
@@ -33,15 +33,11 @@ if HAS_CONTEXT:  # bound once: in the middle of a step each look-up of a name fi
     from torch._C import _get_obj_in_tls, _is_key_in_tls, _remove_obj_from_tls, _stash_obj_in_tls
 
 
-class _Keeper(NamedTuple):
-    """An alias, and the tensor that holds a reference to it in C++: as its gradient, which is one."""
+_late: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+"""Taken back while a thread still had a reference; checked again before the next tensor is lent.
 
-    alias: torch.Tensor
-    holder: torch.Tensor
-
-
-_late: deque[_Keeper] = deque()
-"""Taken back while a thread still had a reference; checked again before the next tensor is lent."""
+An alias, and the tensor that holds a reference to it in C++: as its gradient, which is one.
+"""
 
 
 class LentTensor:
@@ -50,13 +46,14 @@ class LentTensor:
     def __init__(self, tensor: torch.Tensor) -> None:
         for _ in range(len(_late)):
             with contextlib.suppress(IndexError):  # another thread has taken it
-                _take_back(_late.popleft())
+                _take_back(*_late.popleft())
         self.tensor = tensor
         self.alias = tensor.detach()
-        keeper = _Keeper(self.alias, self.alias.detach())
-        keeper.holder.grad = self.alias
-        keep_for_ever(keeper.holder)
-        weakref.finalize(self, _take_back, keeper).atexit = False  # the group may be used after our exit handlers
+        holder = self.alias.detach()
+        holder.grad = self.alias
+        keep_for_ever(holder)
+        finalizer = weakref.finalize(self, _take_back, self.alias, holder)
+        finalizer.atexit = False  # the group may be used after our exit handlers
 
 
 def launched(launch: Callable[..., T], *arguments: Any) -> T:
@@ -79,12 +76,12 @@ def keep_for_ever(thing: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-def _take_back(keeper: _Keeper) -> None:
+def _take_back(alias: torch.Tensor, holder: torch.Tensor) -> None:
     """Free an alias that no thread holds; one that a thread holds has another chance, and at worst is never freed."""
-    if keeper.alias._use_count() <= NOT_LENT:  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(keeper.holder))
+    if alias._use_count() <= NOT_LENT:  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(holder))
     else:
-        _late.append(keeper)
+        _late.append((alias, holder))
 
 
 UNUSED_TAG = 2

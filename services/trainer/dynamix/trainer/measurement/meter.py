@@ -10,7 +10,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import torch
@@ -101,18 +101,19 @@ def held_out_accuracy(rows: Sequence[Row]) -> float | None:
     return next((row.held_out_accuracy for row in rows if row.held_out_accuracy is not None), None)
 
 
+P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
 Scalar = float | torch.Tensor
 """A number, or a tensor of one element."""
 
 
-def while_it_lives(method: Callable[[], AnswerT], otherwise: AnswerT) -> Callable[[], AnswerT]:
-    """A bound method that keeps nothing alive: a meter may outlive the models and the process group that they hold."""
+def while_it_lives(method: Callable[P, AnswerT], otherwise: Callable[[], AnswerT]) -> Callable[P, AnswerT]:
+    """A bound method that keeps nothing alive: a session ends with its last name, not when cycles are looked for."""
     held = weakref.WeakMethod(method)
 
-    def ask() -> AnswerT:
+    def ask(*args: P.args, **kwargs: P.kwargs) -> AnswerT:
         living = held()
-        return otherwise if living is None else living()
+        return otherwise() if living is None else living(*args, **kwargs)
 
     return ask
 

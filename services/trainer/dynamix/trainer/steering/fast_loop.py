@@ -134,7 +134,16 @@ class RankRate:
         self._suspect = side
         if side:
             return 0.0
-        if self._is_change(noises, measured):
+        total = self._sum + noises
+        if self._run_length == 0.0 or total * self._sum < 0.0:
+            total, self._run_length, self._run_total = noises, 0.0, 0.0
+        if abs(total) <= ALLOWANCE:
+            self._sum = self._run_length = self._run_total = 0.0
+        else:
+            self._sum = total - math.copysign(ALLOWANCE, total)
+            self._run_length += 1.0
+            self._run_total += measured
+        if abs(self._sum) > EVIDENCE:
             self.begin(self._run_total / self._run_length, self._run_length)
             return self.value / before
         self._number += 1.0
@@ -146,18 +155,6 @@ class RankRate:
     def error_2(self) -> float:
         """Square of the rate's standard error."""
         return self.value * self.value * self.noise_2 * max(1.0 / self._number, 0.5 * LONGEST)
-
-    def _is_change(self, noises: float, measured: float) -> bool:
-        total = self._sum + noises
-        if self._run_length == 0.0 or total * self._sum < 0.0:
-            total, self._run_length, self._run_total = noises, 0.0, 0.0
-        if abs(total) <= ALLOWANCE:
-            self._sum = self._run_length = self._run_total = 0.0
-            return False
-        self._sum = total - math.copysign(ALLOWANCE, total)
-        self._run_length += 1.0
-        self._run_total += measured
-        return abs(self._sum) > EVIDENCE
 
 
 @dataclass(slots=True)

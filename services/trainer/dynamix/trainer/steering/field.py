@@ -12,6 +12,8 @@ trace nothing changes.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
 
 import msgspec
 
@@ -110,7 +112,7 @@ class TraceField:
     def _weights(self, sizes: Sequence[int]) -> list[float] | None:
         """Weights of the division: activities; ranks without one keep their share."""
         known = [rank for rank, activity in enumerate(self._activity) if activity > 0.0]
-        active, taken = _sum([self._activity[rank] for rank in known]), sum(sizes[rank] for rank in known)
+        active, taken = reduce(add, (self._activity[rank] for rank in known), 0.0), sum(sizes[rank] for rank in known)
         if not (taken and active < math.inf):
             return None
         per_sample = active / taken
@@ -122,10 +124,10 @@ class TraceField:
     def _total(self, in_force: int) -> int:
         """The global batch: the mean appetite if it is further from the current one than the dead band."""
         cells = [cell for cell in self._cells if cell is not None and cell.appetite > 0.0]
-        strength = _sum([cell.strength for cell in cells])
+        strength = reduce(add, (cell.strength for cell in cells), 0.0)  # `sum` adds differently from Python 3.12 on
         if self._view.keeps_global_batch or strength == 0.0:
             return in_force
-        mean = _sum([cell.strength * cell.appetite for cell in cells]) / strength
+        mean = reduce(add, (cell.strength * cell.appetite for cell in cells), 0.0) / strength
         if not abs(mean - in_force) > self._view.options["dead_band"] * in_force or mean >= 2.0**52:
             return in_force
         return max(int(mean + 0.5), 1)
@@ -134,11 +136,3 @@ class TraceField:
 def _slowest(sizes: Sequence[int], weights: Sequence[float]) -> float:
     """Predicted compute time of the slowest rank; one of no weight was never measured, and has no samples."""
     return max(size / weight for size, weight in zip(sizes, weights, strict=True) if weight > 0.0)
-
-
-def _sum(numbers: Sequence[float]) -> float:
-    """Adds in order: `sum` adds differently from Python 3.12 on."""
-    total = 0.0
-    for number in numbers:
-        total += number
-    return total
