@@ -31,7 +31,7 @@ def test_it_writes_a_policy_of_the_preset_as_it_was_changed_and_says_what_it_is_
 ) -> None:
     output, figures = tmp_path / "mine.safetensors", tmp_path / "learned.json"
     arguments = ["--policy", "mine", "--seed", "3", "-o", str(output), "--json", str(figures)]
-    for one in ("formula=paper-adam", "delta=0", "episode_end=fixed", "objective=simplified"):
+    for one in ("formula=paper-adam", "delta=0", "objective=simplified"):
         arguments += ["--set", one]
     assert main(["learn", "--scenarios", str(scenarios), *arguments, *TINY]) == 0
     told = capsys.readouterr()

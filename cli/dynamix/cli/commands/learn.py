@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    what = "scenarios (default: varying/train for ppo, published/train for ppo-paper)"
-    parser.add_argument("--scenarios", metavar="SUITE|DIR", help=what)
+    what = "a suite, or a directory (default: varying/train for ppo, published/train for ppo-paper)"
+    parser.add_argument("--scenarios", metavar="SUITE", help=what)
     parser.add_argument("--policy", default="ppo", help="ppo, ppo-paper, or another name: ppo's preset")
     add_option(parser, "--seed", 0, "random seed of the learning", type=seed)
     add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors")

@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what = f"a policy as `export` or `learn` wrote it ({SUFFIX})"
     importing.add_argument("file", metavar="FILE", type=Path, help=what)
     testing.add_argument("file", metavar="FILE", type=Path, help=what)
-    testing.add_argument("--scenarios", metavar="SUITE|DIR", help="(default: where it would be learned)")
+    testing.add_argument("--scenarios", metavar="SUITE", help="a suite, or a directory (default: its own)")
     importing.add_argument("--name", metavar="NAME", help="its name in jobs (default: the name in the file)")
     for one in (listing, showing, testing, exporting, importing):
         add_json_argument(one)

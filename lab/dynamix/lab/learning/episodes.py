@@ -28,8 +28,6 @@ class EpisodeTask(NamedTuple):
     """Whether it samples and keeps a trajectory."""
     formula: Formula | None = None
     weights: Weights = Weights()
-    fixed_s: float | None = None
-    """Virtual seconds after which the episode ends, whatever was reached; `None`: with the target."""
     data: Path | None = None
 
     @property
@@ -63,11 +61,7 @@ def play(task: EpisodeTask) -> EpisodeResult:
         tracks = "track" in policy.options and policy.options["track"].default == 1
         if tracks and policy.name not in DIVIDED_BY_RANKS:  # its name does not tell its ranks that they divide
             options = {"track": 1.0}
-    if task.fixed_s is not None:
-        fixed_s = min(task.fixed_s, scenario.time_limit_s)
-        scenario = msgspec.structs.replace(scenario, fixed_time_s=fixed_s, time_limit_s=fixed_s)
-    else:  # what comes after the target teaches nothing
-        scenario = msgspec.structs.replace(scenario, fixed_time_s=0.0)
+    scenario = msgspec.structs.replace(scenario, fixed_time_s=0.0)  # what comes after the target teaches nothing
     episode = run_episode(
         scenario,
         policy,
@@ -86,9 +80,8 @@ def play(task: EpisodeTask) -> EpisodeResult:
             applied=episode.applied,
             rewards=episode.rewards,
         )
-        end = end_of(episode) if task.fixed_s is None else End()
         with contextlib.suppress(NothingDecidedError):
-            trajectory = trajectory_of(recording, action_set_of(file.metadata), end)
+            trajectory = trajectory_of(recording, action_set_of(file.metadata), end_of(episode))
     reached = episode.time_to_target_s
     return EpisodeResult(scenario.time_limit_s if reached is None else reached, reached is None, trajectory)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from types import MappingProxyType
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -56,17 +56,12 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weights: Weights = TIME_ONLY
     """Weights of the reward; for `time-aware` beta is per time that `rule` takes to the target in the scenario, so that
     fast and slow clusters weigh the same."""
-    episode_end: Literal["target", "fixed"] = "target"
-    """`target`: an episode ends with the target, after which nothing is lost or won. `fixed`: after the time that
-    `rule` takes to the target, whatever was reached; what has not reached it by then counts as a miss."""
     num_episodes: Annotated[int, Meta(ge=0)] = 0
     episodes_per_update: AtLeastOne = 16
     validate_every: AtLeastOne = 200
     """Updates between two validations."""
     num_validation_seeds: AtLeastOne = 2
     num_score_seeds: AtLeastOne = 2
-    select: Literal["best", "last"] = "best"
-    """Which version is handed out: the best by validation, time to target against `rule`, or the last."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for an invalid plan: no scenario to learn from, a name or seeds in use."""
@@ -80,6 +75,12 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not self.learned_from:
             names = ", ".join(scenario.name for scenario in self.scenarios) or "none"
             raise ValueError(f"no scenario to learn from: one with learn = true is needed, there are {names}")
+        servers = [scenario.name for scenario in self.learned_from if scenario.network.topology != "ring"]
+        if servers and self.surrogate_updates:
+            raise ValueError(
+                f"scenario {servers[0]}: the surrogate has no parameter servers; set surrogate_updates=0, or use "
+                'network.topology = "ring"'
+            )
 
     @property
     def learned_from(self) -> tuple[Scenario, ...]:
@@ -318,9 +319,8 @@ class _LearningRun:
         return self._before_s + time.monotonic() - self._begin_s
 
     def result(self) -> PolicyFile:
-        """The version that the plan asks for, with its scores on seeds that chose nothing."""
-        plan = self._plan
-        content = self.state.best if plan.select == "best" else self.state.current
+        """The best version by validation, with its scores on seeds that chose nothing."""
+        plan, content = self._plan, self.state.best
         rules = self._times(b"", SCORE_SEEDS, plan.num_score_seeds)
         runs = self._times(content, SCORE_SEEDS, plan.num_score_seeds)
         ratios = {
@@ -347,9 +347,8 @@ class _LearningRun:
         scenarios, tasks = plan.learned_from, []
         for episode in plan.episodes_of(number):
             scenario, weights = scenarios[episode % len(scenarios)], plan.weights
-            reference_s = references_s[scenario.name]
             if plan.formula == "time-aware":
-                weights = msgspec.structs.replace(weights, beta=weights.beta / reference_s)
+                weights = msgspec.structs.replace(weights, beta=weights.beta / references_s[scenario.name])
             task = EpisodeTask(
                 scenario=scenario,
                 seed=plan.training_seed(episode),
@@ -357,7 +356,6 @@ class _LearningRun:
                 explores=True,
                 formula=plan.formula,
                 weights=weights,
-                fixed_s=reference_s if plan.episode_end == "fixed" else None,
                 data=self._data,
             )
             tasks.append(task)

@@ -42,6 +42,7 @@ from dynamix.arbitrator.learned.policy_file import (
 )
 from dynamix.arbitrator.learning.rollout import Trajectory
 from dynamix.lab.simulator.scenario import BYTES_PER_MBIT, Congestion, Scenario, Stragglers, Workers
+from dynamix.lab.workloads import workload_named
 from dynamix.reward.formula import SMALLEST_PUBLISHED_SIZE_LOG2, Weights
 
 Array32 = npt.NDArray[np.float32]
@@ -99,7 +100,9 @@ class SurrogateJobs:
         self._latency_s = of_jobs(lambda scenario: scenario.network.latency_s)
         self._overlap = of_jobs(lambda scenario: scenario.network.overlap)[:, 0]
         self._buckets = of_jobs(lambda scenario: scenario.network.num_buckets)[:, 0]
-        self._bytes = factors() * of_jobs(lambda scenario: scenario.network.gradient_bytes)
+        self._bytes = factors() * of_jobs(
+            lambda scenario: scenario.network.gradient_bytes or workload_named(scenario.workload).gradient_bytes
+        )
         per_byte_s = of_jobs(lambda scenario: scenario.coding.int8 / 1e6)
         messages_s = of_jobs(lambda scenario: 2 * (scenario.world_size - 1) * scenario.coding.message_s)
         self._coding_s = (per_byte_s * self._bytes)[:, 0] + messages_s[:, 0] * self._buckets
