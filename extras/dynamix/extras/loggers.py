@@ -196,22 +196,19 @@ class WandbLogger:
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Log a window."""
         if not self._is_begun:
-            self._begin(str(metrics["job"]))
+            import wandb
+
+            job, self._run = str(metrics["job"]), self._run or wandb.run
+            self._is_own = self._run is None
+            if self._is_own:
+                self._run = wandb.init(**{"id": job, "name": job, "resume": "allow", **self._init})
+            self._prefix = "" if self._is_own else PREFIX
+            self._run.define_metric(f"{self._prefix}step")
+            self._run.define_metric(f"{self._prefix}*", step_metric=f"{self._prefix}step")
+            self._is_begun = True
         self._run.log({f"{self._prefix}{name}": value for name, value in {"step": step, **metrics}.items()})
 
     def close(self) -> None:
         """Finish the run, if it is ours."""
         if self._is_own:
             self._run.finish()
-
-    def _begin(self, job: str) -> None:
-        import wandb
-
-        self._run = self._run or wandb.run
-        self._is_own = self._run is None
-        if self._is_own:
-            self._run = wandb.init(**{"id": job, "name": job, "resume": "allow", **self._init})
-        self._prefix = "" if self._is_own else PREFIX
-        self._run.define_metric(f"{self._prefix}step")
-        self._run.define_metric(f"{self._prefix}*", step_metric=f"{self._prefix}step")
-        self._is_begun = True
