@@ -125,15 +125,6 @@ def executor() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-async def a_learner(bus: Bus, executor: Any) -> tuple[_Learner, Context[LearnerSettings]]:
-    await PolicyStore(bus).put("mine", FIRST.to_bytes())
-    chosen = LearnerSettings(policy="mine", generations_per_update=1)
-    context = Context("learner", "0", "here", bus, chosen, asyncio.Event(), structlog.get_logger())
-    learner = _Learner(context, executor)
-    await learner.start()
-    return learner, context
-
-
 def collected(*formulas: str, generation: int = 0, num_states: int = 0) -> Recording:
     states = [(window, examples.state(window_index=window)) for window in range(num_states)]
     rewards = [reward_of(window, generation, formula) for window, formula in enumerate(formulas)]
@@ -151,9 +142,13 @@ async def over(learner: _Learner, found: Recording, monkeypatch: pytest.MonkeyPa
 
 
 async def test_rewards_of_another_formula_are_left_out_and_missing_ones_cut_a_generation_off(
-    bus: Bus, updates: Updates, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, updates: Updates, executor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner, context = await a_learner(bus, executor)
+    await PolicyStore(bus).put("mine", FIRST.to_bytes())
+    chosen = LearnerSettings(policy="mine", generations_per_update=1)
+    context = Context("learner", "0", "here", bus, chosen, asyncio.Event(), structlog.get_logger())
+    learner = _Learner(context, executor)
+    await learner.start()
     await over(learner, collected("time-aware", "paper-sgd"), monkeypatch)
     assert updates.lessons == []
     assert context.counters["generations_of_other_rewards"] == context.counters["generations_left_out"] == 1
