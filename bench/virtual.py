@@ -271,8 +271,18 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 EVALUATIONS: Mapping[str, Sequence[str]] = {
     "heldout": ("--seeds", "6", "--rows", str(ROOT / "scenarios/rows/heldout.toml")),
     "exchange-heldout": ("--exchange", "local", "--rows", str(ROOT / "scenarios/rows/exchange.toml")),
-    "varying-heldout": ("--scenarios", "varying/heldout", "--rows", str(ROOT / "scenarios/rows/varying.toml")),
-    "published-heldout": ("--scenarios", "published/heldout", "--rows", str(ROOT / "scenarios/rows/published.toml")),
+    "varying-heldout": (
+        *("--scenarios", "varying/heldout", "--policies", "static:track=1,local_batch_size=64"),
+        *("--against", "rule", "--seeds", "10"),
+    ),
+    "varying-bounds": (
+        *("--scenarios", "varying/heldout", "--rows", str(ROOT / "scenarios/rows/varying.toml")),
+        *("--seeds", "3"),
+    ),
+    "published-heldout": (
+        *("--scenarios", "published/heldout", "--rows", str(ROOT / "scenarios/rows/published.toml")),
+        *("--seeds", "5"),
+    ),
 }
 """Held-out comparisons, as arguments of `dynamix evaluate`."""
 

@@ -107,7 +107,7 @@ def test_the_best_version_by_validation_is_handed_out_with_scores_on_other_seeds
 
 def test_deltas_are_learned_by_the_published_reward_and_the_simplified_objective_after_each_episode() -> None:
     settings = msgspec.structs.replace(learning.SETTINGS, objective="simplified")
-    each = {"num_episodes": 2, "episodes_per_update": 1, "select": "last"}
+    each = {"num_episodes": 2, "episodes_per_update": 1, "validate_every": 2}
     plan = learning.plan("ppo-paper", formula=None, weights=Weights(), settings=settings, **each)
     result = learn(plan, num_workers=1)
     assert [row.num_episodes for row in result.history] == [1, 2]
