@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from dynamix.cli.dashboard import token_of
-from dynamix.cli.dashboard.access import COOKIE, HEADERS, SESSION_S, Gate
+from dynamix.cli.dashboard.server import COOKIE, HEADERS, SESSION_S, Gate
 
 TOKEN = "a-token-of-24-characters"
 
@@ -79,7 +79,7 @@ async def test_the_token_in_the_url_becomes_a_session_that_ends(monkeypatch: pyt
     assert [(await answer(TOKEN, gate=gate, cookie=one))[0] for one in cookies] == [200, 200]
     assert (await answer(TOKEN, cookie=cookies[0]))[0] == 401, "another process knows no session of this one"
     now_s = time.monotonic()
-    monkeypatch.setattr("dynamix.cli.dashboard.access.time.monotonic", lambda: now_s + SESSION_S + 1)
+    monkeypatch.setattr("dynamix.cli.dashboard.server.time.monotonic", lambda: now_s + SESSION_S + 1)
     assert (await answer(TOKEN, gate=gate, cookie=cookies[0]))[0] == 401
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected, until
 
-from dynamix.runtime.bus import Bus, follow
+from dynamix.runtime.bus import Bus
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import encode
 from dynamix.schemas.messages import Action
@@ -57,7 +57,7 @@ async def test_what_was_stored_while_the_broker_was_away_is_found_after_it(serve
 
 
 async def test_what_is_not_announced_is_found_by_looking(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("dynamix.runtime.bus.bus.LOOK_EVERY_S", 0.05)
     config: dict[str, Any] = await bus.requests.stream_config(ACTIONS.name)
     await bus.requests.write_stream("UPDATE", {**config, "republish": None})
     async with bus.follow(ACTIONS.name, SUBJECT) as messages:

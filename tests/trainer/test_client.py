@@ -25,9 +25,8 @@ from dynamix.schemas.chain import seal
 from dynamix.schemas.messages import Message
 from dynamix.schemas.streams import REPORTS
 from dynamix.trainer import bus_client as client_module
-from dynamix.trainer import rendezvous
+from dynamix.trainer.attach import last_generation
 from dynamix.trainer.bus_client import BusClient
-from dynamix.trainer.rendezvous import last_generation
 
 NODE = "node-a"
 
@@ -191,7 +190,7 @@ def test_without_a_broker_there_is_no_answer_and_no_error(
 
 
 async def test_a_broker_that_never_answers_is_waited_for_a_short_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "LOOKUP_S", 0.2)
+    monkeypatch.setitem(last_generation.__globals__, "LOOKUP_S", 0.2)
     hung_up = asyncio.Event()
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -77,7 +77,7 @@ def _trained(rank: int) -> dict[str, Any]:
                 if published:
                     reports.append([each for of_node in gather(published) for each in of_node])
                     published.clear()
-                    control = control or Fold(session._run.specification(), Rule(), None)
+                    control = control or Fold(session._run.reporter.specification(total_samples=None), Rule(), None)
                     decided = _decided(control, len(reports) - 1, reports[-1])
                     actions += decided
                     for action in decided:
@@ -85,7 +85,7 @@ def _trained(rank: int) -> dict[str, Any]:
                 if len(digests) == NUM_WINDOWS * WINDOW_STEPS:
                     break
         shown = [row["exchange"] for row in session.metrics()]
-    again = Fold(session._run.specification(), Rule(), None)
+    again = Fold(session._run.reporter.specification(total_samples=None), Rule(), None)
     replayed = [action for window, each in enumerate(reports) for action in _decided(again, window, each)]
     return {
         "digests": digests,

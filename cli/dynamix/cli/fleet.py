@@ -64,11 +64,13 @@ class Fleet:
             self.heartbeats.record(beat, time.monotonic())
             self._notify()
 
-        wanted = [subjects.of("action", subjects.ANY)]
+        jobs, actions = ([subjects.of(kind, subjects.ANY)] for kind in ("job", "action"))
+        if await self.bus.last(JOBS.name, *jobs) is None:
+            self._jobs_known.set()
         async with beside(
             hear(self.bus, record_beat),
-            self._follow_jobs(),
-            self._consume(ACTIONS.name, wanted, "last_per_subject"),
+            self._consume(JOBS.name, jobs, "last_per_subject"),
+            self._consume(ACTIONS.name, actions, "last_per_subject"),
             self._follow_feed(),
         ):
             yield
@@ -127,12 +129,6 @@ class Fleet:
         if name in self.jobs:
             self.jobs[name] = view
         self._notify()
-
-    async def _follow_jobs(self) -> None:
-        wanted = [subjects.of("job", subjects.ANY)]
-        if await self.bus.last(JOBS.name, *wanted) is None:
-            self._jobs_known.set()
-        await self._consume(JOBS.name, wanted, "last_per_subject")
 
     async def _follow_feed(self) -> None:
         await self._jobs_known.wait()

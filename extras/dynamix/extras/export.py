@@ -16,7 +16,7 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,13 +34,13 @@ from dynamix.runtime.output_files import FileKind
 
 TABLE = FileKind("a table of this program", lambda head: head.startswith((b"PAR1", b"job,generation,", b'{"job":')))
 
+FORMATS = ("parquet", "csv", "jsonl")
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("job", metavar="JOB|FILE", help="a job on the broker, or a capture")
-    parser.add_argument(
-        "--format", choices=tuple(FORMATS), help="file format (default: by the ending of the file, else csv)"
-    )
+    parser.add_argument("--format", choices=FORMATS, help="file format (default: by the ending of the file, else csv)")
     add_output_argument(parser, TABLE, "where to write the table (default: standard output)")
 
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"dynamix export: {note.message}", file=sys.stderr)
     if table.num_rows == 0:
         raise CommandError(f"{job} has no window yet: there is nothing to write")
-    content = FORMATS[form](table)
+    content = _content(table, form)
     if written:
         write_file(written, content)
     else:
@@ -92,16 +92,16 @@ def capture_of(name: str, command: str) -> Iterator[Path]:
         yield path
 
 
-def _csv(table: CaptureTable) -> bytes:
-    """Numbers as Python writes them, so that they are read back exactly; what is not known is empty."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(table)
-    writer.writerows(zip(*table.values(), strict=True))
-    return text.getvalue().encode()
-
-
-def _parquet(table: CaptureTable) -> bytes:
+def _content(table: CaptureTable, form: str) -> bytes:
+    """A file of the table; in text numbers as Python writes them, so that they are read back exactly."""
+    if form == "jsonl":
+        return msgspec.json.Encoder().encode_lines(table.rows())
+    if form == "csv":  # what is not known is empty
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(table)
+        writer.writerows(zip(*table.values(), strict=True))
+        return text.getvalue().encode()
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -109,10 +109,3 @@ def _parquet(table: CaptureTable) -> bytes:
     pq.write_table(table.to_arrow(), sink)
     content: bytes = sink.getvalue().to_pybytes()
     return content
-
-
-FORMATS: dict[str, Callable[[CaptureTable], bytes]] = {
-    "parquet": _parquet,
-    "csv": _csv,
-    "jsonl": lambda table: msgspec.json.Encoder().encode_lines(table.rows()),
-}

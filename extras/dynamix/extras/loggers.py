@@ -117,8 +117,15 @@ class MlflowLogger:
 
         if self._client is None:
             self._client = MlflowClient(self._tracking_uri)
-        if self._run_id is None:
-            self._run_id = self._begin(str(metrics["job"]))
+        if self._run_id is None:  # the run that an earlier start of the job has made, else a new one
+            job, self._is_own = str(metrics["job"]), True
+            found = self._client.get_experiment_by_name(self._experiment)
+            experiment_id = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+            earlier = self._client.search_runs([experiment_id], f"tags.`{JOB_TAG}` = '{job}'", max_results=1)
+            run = (earlier or [self._client.create_run(experiment_id, tags={JOB_TAG: job}, run_name=job)])[0]
+            self._run_id = str(run.info.run_id)
+            if earlier:
+                self._client.update_run(self._run_id, status="RUNNING")
         now_ms = int(time.time() * 1000)
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
         texts = {f"dynamix.{name}": value for name, value in metrics.items() if isinstance(value, str)}
@@ -133,18 +140,6 @@ class MlflowLogger:
         """End the run, if it is ours."""
         if self._is_own:
             self._client.set_terminated(self._run_id)
-
-    def _begin(self, job: str) -> str:
-        """The run that an earlier start of the job has made, else a new one."""
-        self._is_own = True
-        found = self._client.get_experiment_by_name(self._experiment)
-        experiment_id = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
-        earlier = self._client.search_runs([experiment_id], f"tags.`{JOB_TAG}` = '{job}'", max_results=1)
-        if earlier:
-            run_id = earlier[0].info.run_id
-            self._client.update_run(run_id, status="RUNNING")
-            return str(run_id)
-        return str(self._client.create_run(experiment_id, tags={JOB_TAG: job}, run_name=job).info.run_id)
 
 
 class TensorBoardLogger:
@@ -196,22 +191,19 @@ class WandbLogger:
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Log a window."""
         if not self._is_begun:
-            self._begin(str(metrics["job"]))
+            import wandb
+
+            job, self._run = str(metrics["job"]), self._run or wandb.run
+            self._is_own = self._run is None
+            if self._is_own:
+                self._run = wandb.init(**{"id": job, "name": job, "resume": "allow", **self._init})
+            self._prefix = "" if self._is_own else PREFIX
+            self._run.define_metric(f"{self._prefix}step")
+            self._run.define_metric(f"{self._prefix}*", step_metric=f"{self._prefix}step")
+            self._is_begun = True
         self._run.log({f"{self._prefix}{name}": value for name, value in {"step": step, **metrics}.items()})
 
     def close(self) -> None:
         """Finish the run, if it is ours."""
         if self._is_own:
             self._run.finish()
-
-    def _begin(self, job: str) -> None:
-        import wandb
-
-        self._run = self._run or wandb.run
-        self._is_own = self._run is None
-        if self._is_own:
-            self._run = wandb.init(**{"id": job, "name": job, "resume": "allow", **self._init})
-        self._prefix = "" if self._is_own else PREFIX
-        self._run.define_metric(f"{self._prefix}step")
-        self._run.define_metric(f"{self._prefix}*", step_metric=f"{self._prefix}step")
-        self._is_begun = True

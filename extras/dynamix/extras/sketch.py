@@ -91,23 +91,6 @@ ALIGNMENT = 8
 """Messages end where numbers of any type may begin: cells of the next rank lie behind one."""
 
 
-def pack_exceptions(places: Tensor, numbers: Tensor, capacity: int) -> Tensor:
-    """A message of so many numbers: places, then numbers; what is not used is zero, at place 0."""
-    assert len(places) <= capacity, "a span has no more exceptions"
-    unused = (0, capacity - len(places))
-    parts = (pad(each, unused).view(torch.uint8) for each in (places.to(torch.int32), numbers))
-    message = torch.cat([*parts])
-    return pad(message, (0, -len(message) % ALIGNMENT))
-
-
-def add_exceptions(message: Tensor, capacity: int, dtype: torch.dtype, sums: Tensor) -> None:
-    """Add the numbers of a message to those at their places; several messages in the same order on every rank."""
-    end = capacity * PLACE_BYTES
-    places = message[:end].clone().view(torch.int32)
-    numbers = message[end : end + capacity * dtype.itemsize].clone().view(dtype)
-    sums.index_add_(0, places, numbers.to(sums.dtype))
-
-
 HIGHEST = 1100
 """Exponents lie between plus and minus this, also those of float64."""
 EXCEPTIONS = 128
@@ -488,7 +471,11 @@ def _sum_sketch(
     numbers = own.numbers if elements is own.elements else flat.index_select(0, elements).double()
     integers, places, rests = to_fixed(numbers, span)
     capacity = len(elements) // EXCEPTIONS
-    beside = pack_exceptions(places, rests.to(flat.dtype), capacity)
+    # the message beside the table: places, then numbers; what is not used is zero, at place 0
+    assert len(places) <= capacity, "a span has no more exceptions"
+    parts = (places.to(torch.int32), rests.to(flat.dtype))
+    beside = torch.cat([pad(each, (0, capacity - len(places))).view(torch.uint8) for each in parts])
+    beside = pad(beside, (0, -len(beside) % ALIGNMENT))
     attempts = iter([(known.hashed, known.peeling)]) if known is not None else hashed_elements(elements)
     for hashed, ready in attempts:
         table = hashed.insert(integers)
@@ -507,8 +494,10 @@ def _sum_sketch(
     sums = from_fixed(peeling.take_out(table), span, width)
     if bool((table << (MAX_WIDTH - width)).any()):
         return None
-    for message in all_beside:
-        add_exceptions(message, capacity, flat.dtype, sums)
+    end = capacity * PLACE_BYTES
+    for message in all_beside:  # in the same order on every rank
+        added = message[end : end + capacity * flat.dtype.itemsize].clone().view(flat.dtype)
+        sums.index_add_(0, message[:end].clone().view(torch.int32), added.to(sums.dtype))
     return sums, (hashed, peeling)
 
 

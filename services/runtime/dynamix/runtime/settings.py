@@ -96,7 +96,6 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
                 check_token(token)
 
 
-MAX_PASSWORD_BYTES = 64 * 1024
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -248,7 +247,7 @@ def password_of(settings: BusSettings) -> str:
     """The current password: the file's if one is named, read now. Raises OSError when the file cannot be read."""
     if not settings.password_file:
         return settings.password
-    return read_secret(Path(settings.password_file), max_bytes=MAX_PASSWORD_BYTES).decode(errors="replace").strip()
+    return read_secret(Path(settings.password_file)).decode(errors="replace").strip()
 
 
 def credential_in(settings: BusSettings) -> Credential | None:

@@ -68,23 +68,6 @@ def frame(
     _add_decision(below, view)
     _add_alarms(below, view, heartbeats, now_ns, now_s)
     rule = Rule(style="dim")
-    above: list[RenderableType] = [_title(view, now_ns), rule, _tiles(view, console.width), rule]
-    used = sum(len(console.render_lines(part)) for part in (*above, rule, below))
-    return Group(*above, _ranks(view, console.width, console.height - used), rule, below)
-
-
-class Fill:
-    """Text that is made for the width that its column gets."""
-
-    def __init__(self, make: Callable[[int], str | Text], style: str = "") -> None:
-        self._make, self._style = make, style
-
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
-        made = self._make(options.max_width)
-        yield Text(made, self._style) if isinstance(made, str) else made
-
-
-def _title(view: JobView, now_ns: int) -> Table:
     job = view.job
     phase = "ended" if job is None else view.phase(now_ns)
     parts = [f"window {view.window}" if view.window >= 0 else "no window yet"]
@@ -101,7 +84,20 @@ def _title(view: JobView, now_ns: int) -> Table:
     stale = phase != "ended" and age_s > STALE_AFTER_S
     title.add_column(justify="right", min_width=len(age), style="yellow" if stale else "dim")
     title.add_row(Text.assemble((view.name, "bold"), "  ", PHASES[phase], "  ", " · ".join(parts)), age)
-    return title
+    above: list[RenderableType] = [title, rule, _tiles(view, console.width), rule]
+    used = sum(len(console.render_lines(part)) for part in (*above, rule, below))
+    return Group(*above, _ranks(view, console.width, console.height - used), rule, below)
+
+
+class Fill:
+    """Text that is made for the width that its column gets."""
+
+    def __init__(self, make: Callable[[int], str | Text], style: str = "") -> None:
+        self._make, self._style = make, style
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
+        made = self._make(options.max_width)
+        yield Text(made, self._style) if isinstance(made, str) else made
 
 
 def _tiles(view: JobView, width: int) -> Table:
@@ -195,11 +191,6 @@ UNDIVIDED = ("-", "dim")
 LEGEND = "█ compute  ▒ wait  ▓ data  ░ update"
 
 
-def _size(row: RankView) -> str:
-    now, pending = row.metrics.training.local_batch_size, row.metrics.training.pending_local_batch_size
-    return str(now) if now == pending else f"{now}→{pending}"
-
-
 COLUMNS: dict[str, tuple[str, Callable[[RankView], str]]] = {
     "compute": (COMPUTE[1], lambda row: duration(row.metrics.training.compute_time_s)),
     "wait": (WAIT[1], lambda row: duration(row.metrics.training.sync_time_s)),
@@ -241,7 +232,8 @@ def _ranks(view: JobView, width: int, height: int) -> RenderableType:
     full = max(sum(seconds for seconds, *_ in _segments(row)) for row in rows)
     for row in shown:
         drawn = Fill(partial(stacked_bar, _segments(row), full))
-        left = [str(row.rank), *([row.node] if several else []), _size(row)]
+        size, pending = row.metrics.training.local_batch_size, row.metrics.training.pending_local_batch_size
+        left = [str(row.rank), *([row.node] if several else []), f"{size}" + ("" if size == pending else f"→{pending}")]
         behind = "dim" if row.window < view.window else ""  # an older window than the newest
         table.add_row(*left, drawn, *(cell(row) for _, (_, cell) in right), style=behind)
     if len(shown) == len(rows):

@@ -36,11 +36,8 @@ from dynamix.runtime.bus import (
     Bus,
     BusError,
     BusMessage,
-    ConnectionClosedError,
     FailoverWait,
-    PermissionDeniedError,
     Reader,
-    StreamMissingError,
 )
 from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.metrics import Scrape
@@ -53,8 +50,6 @@ from dynamix.schemas.subjects import check_token
 
 from .rollout import End, Recording, RolloutError, trajectory_of
 
-NUM_KEPT_UPDATES = 4
-"""Lessons for so many updates are kept while nothing can be stored on the bus."""
 MAX_REMEMBERED = 1000
 """Names of generations learned from that a policy file keeps, so that a restarted learner learns from none twice."""
 MAX_STALENESS = 2
@@ -68,7 +63,6 @@ COUNTERS = {
     "generations_of_other_rewards": "of those, with rewards of another formula than the policy's",
     "generations_without_last_rewards": "generations taken as cut off, since their last rewards did not come",
     "updates": "versions stored",
-    "updates_refused": "versions that the bus did not take, and that are kept",
 }
 GAUGES = {"version": "newest version of the policy"}
 SIGNATURES: tuple[Signature, ...] = ("reward-plateau", "reward-collapse", "value-unexplained")
@@ -279,8 +273,6 @@ class _Learner:
         self._store = PolicyStore(context.bus)
         self._running: dict[str, Job] = {}
         self._lessons: list[tuple[Recording, End]] = []
-        self._unstored: Outcome | None = None
-        """An update that is not stored on the bus yet."""
         self._content = b""
         self._metadata: PolicyMetadata
         self._version = 0
@@ -324,7 +316,6 @@ class _Learner:
         if found is None:  # the process stops: after a restart the generation is found again
             return
         self._learned_from.add(generation_name(job))
-        await self._store_update()
         own = self._metadata.reward_formula
         own = f"paper-{job.optimizer_family}" if own == "auto" else own
         foreign = sorted({reward.formula for reward in found.rewards} - {own})
@@ -355,9 +346,7 @@ class _Learner:
                     grace_s=settings.grace_s,
                 )
             self._lessons.append((found, End(terminated=terminated and not found.num_unrewarded)))
-        if self._unstored is not None:
-            self._lessons = self._lessons[-NUM_KEPT_UPDATES * settings.generations_per_update :]
-        elif len(self._lessons) >= settings.generations_per_update:
+        if len(self._lessons) >= settings.generations_per_update:
             lessons, self._lessons = self._lessons, []
             loop = asyncio.get_running_loop()  # an update takes seconds and must not delay the heartbeat
             outcome = await loop.run_in_executor(self._executor, update, self._content, lessons)
@@ -365,23 +354,11 @@ class _Learner:
                 self._context.count("generations_left_out")
                 log.warning("left out", reason=reason)
             if outcome.content is not None:
-                self._unstored = outcome
-                await self._store_update()
+                await self._put(outcome.content)
+                await self._note_update(outcome)
 
-    async def _store_update(self) -> None:
-        """Store the update that is not stored yet; when the bus refuses it, retry after the next generation."""
-        outcome = self._unstored
-        if outcome is None or outcome.content is None:
-            return
-        try:
-            await self._put(outcome.content)
-        except (ConnectionClosedError, PermissionDeniedError, StreamMissingError):
-            raise
-        except BusError as error:
-            self._context.count("updates_refused")
-            self._context.log.error("the bus did not take a new version: it is kept", reason=str(error))
-            return
-        self._unstored = None
+    async def _note_update(self, outcome: Outcome) -> None:
+        """Report what a stored update learned, and the failures that its learning curve begins to look like."""
         self._context.count("updates")
         self._context.log.info(
             "learned",

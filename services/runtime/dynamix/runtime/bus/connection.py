@@ -325,8 +325,32 @@ class BrokerConnection:
             PermissionDeniedError: when the broker refuses user or password, whatever `wait` says.
         """
         self._wait = wait
+        settings = self._settings
+        options: dict[str, Any] = {}
+        if (tls := tls_context(settings)) is not None:  # read at each start: a new authority needs no other settings
+            options["tls"] = tls
+        if self.login.has_key:
+            options |= {"signature_cb": self.login.sign, "user_jwt_cb": self.login.jwt}
+        elif self.login.user:
+            options |= {"user": self.login.user, "password": self.login.password}
         try:
-            await self._connect()
+            await self._client.connect(
+                servers=[url.strip() for url in settings.url.split(",")],
+                name=self._name,
+                error_cb=self._on_error,
+                disconnected_cb=self._on_disconnected,
+                reconnected_cb=self._on_reconnection,
+                closed_cb=self._on_close,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # nats-py says int, asyncio gets it
+                reconnect_to_server_handler=self._next_server,
+                ping_interval=PING_INTERVAL_S,
+                max_outstanding_pings=MAX_OUTSTANDING_PINGS,
+                inbox_prefix=self.inbox,
+                skip_subject_validation=True,  # ours are checked where they are made; this would be twice per message
+                pending_size=0,  # buffer nothing while disconnected: our own tables know what to send again
+                **options,
+            )
         except BaseException:
             self._closing = True
             await self._client.close()
@@ -334,7 +358,7 @@ class BrokerConnection:
         self._opened = True
         self.connected.set()
         self._watcher = asyncio.create_task(self._watch(), name=f"watch {self._name}")
-        url = redact_url(self._settings.url)
+        url = redact_url(settings.url)
         # as loud as the warning that it ends: a training script shows warnings only
         level = logging.WARNING if self._logged_reasons else logging.INFO
         logger.log(level, "connected to the broker at %s", url, extra={"connection": self._name})
@@ -425,33 +449,6 @@ class BrokerConnection:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
         await self._client.close()
-
-    async def _connect(self) -> None:
-        settings = self._settings
-        options: dict[str, Any] = {}
-        if (tls := tls_context(settings)) is not None:  # read at each start: a new authority needs no other settings
-            options["tls"] = tls
-        if self.login.has_key:
-            options |= {"signature_cb": self.login.sign, "user_jwt_cb": self.login.jwt}
-        elif self.login.user:
-            options |= {"user": self.login.user, "password": self.login.password}
-        await self._client.connect(
-            servers=[url.strip() for url in settings.url.split(",")],
-            name=self._name,
-            error_cb=self._on_error,
-            disconnected_cb=self._on_disconnected,
-            reconnected_cb=self._on_reconnection,
-            closed_cb=self._on_close,
-            max_reconnect_attempts=-1,
-            reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # nats-py says int and passes it to asyncio
-            reconnect_to_server_handler=self._next_server,
-            ping_interval=PING_INTERVAL_S,
-            max_outstanding_pings=MAX_OUTSTANDING_PINGS,
-            inbox_prefix=self.inbox,
-            skip_subject_validation=True,  # ours are checked where they are made; this would be twice per message
-            pending_size=0,  # buffer nothing while disconnected: our own tables know what to send again
-            **options,
-        )
 
     def _next_server(
         self, servers: list[nats.aio.client.Server], _info: dict[str, Any]

@@ -6,7 +6,7 @@ without one from the launch: the directory that `torchrun` makes for its logs, o
 and start time no other process ever has.
 
 A run id or a `DYNAMIX_JOB` that is used again goes on with the same job. Its generations never repeat: each start asks
-the bus for the last one (`rendezvous`), and a checkpoint knows which ones its launch used (`generation_after`).
+the bus for the last one (`attach`), and a checkpoint knows which ones its launch used (`generation_after`).
 """
 
 import hashlib
@@ -51,11 +51,6 @@ class Launch(NamedTuple):
     def id(self) -> str:
         """Name of this launch; a start that cannot be recognised as a restart is a new launch."""
         return _digest(f"{boot_id()}/{self.log_directory}" if self.log_directory else fingerprint(os.getpid()))
-
-    @property
-    def attempt(self) -> Attempt:
-        """This start, as the launcher counts."""
-        return Attempt(self.id, self.restart_count, self.max_restarts)
 
 
 class Peer(NamedTuple):

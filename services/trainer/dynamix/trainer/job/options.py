@@ -124,11 +124,6 @@ class JobOptions:
         names = {value for value in self.policy_options.values() if isinstance(value, str)} - set(CODECS)
         return [name for name in extension_names(GROUP) if name in names] if names else []
 
-    @property
-    def base_batch_size(self) -> float:
-        """Samples of one batch of one rank, as the script was written: a step has N where it divides each loss by N."""
-        return self.base_global_batch_size / len(self.local_batch_sizes) / self.gradient_accumulation_steps
-
     def __post_init__(self) -> None:
         """Check all options.
 

@@ -185,6 +185,13 @@ class RankMeter:
         if self.device.type == "cuda":  # of the whole GPU, by other processes too
             free_bytes, memory_total_bytes = torch.cuda.mem_get_info(self.device)
             memory_bytes = memory_total_bytes - free_bytes
+        values = iter(_to_floats([value for each in batches for value in (*each.norms.local, *each.norms.reduced)]))
+        noise = NoiseSums()
+        for each in batches:
+            local = sum(next(values) for _ in each.norms.local)
+            reduced = sum(next(values) for _ in each.norms.reduced)
+            if each.norms.reduced:
+                noise.add_step(each.norms.counts or each.batch.plan.counts, self.rank, local, reduced)
         coded_before, self._coded_before = self._coded_before, self.coded()
         return Row(
             rank=RankRow(
@@ -207,7 +214,7 @@ class RankMeter:
                 link_bytes_per_s=link_bytes_per_s,
                 link_peer=link_peer,
             ),
-            noise=self._noise(batches),
+            noise=noise,
             drift=(
                 float(sum(_to_floats([value for each in drifts for value in each.own]))),
                 float(sum(_to_floats([value for each in drifts for value in each.mean]))),
@@ -218,16 +225,6 @@ class RankMeter:
             wall_s=self._taken_s - taken_s,
             data_digest=self._data_digest,
         )
-
-    def _noise(self, batches: Sequence[_Batch]) -> NoiseSums:
-        values = iter(_to_floats([value for each in batches for value in (*each.norms.local, *each.norms.reduced)]))
-        sums = NoiseSums()
-        for each in batches:
-            local = sum(next(values) for _ in each.norms.local)
-            reduced = sum(next(values) for _ in each.norms.reduced)
-            if each.norms.reduced:
-                sums.add_step(each.norms.counts or each.batch.plan.counts, self.rank, local, reduced)
-        return sums
 
 
 def _total(values: Sequence[Scalar | None]) -> float | None:

@@ -66,12 +66,11 @@ class Collectives:
         self._rows = [LentTensor(torch.zeros(ROW_BYTES, dtype=torch.uint8)) for _ in range(self.world_size)]
         self._mine = LentTensor(torch.zeros(ROW_BYTES, dtype=torch.uint8))
         self._decision = LentTensor(torch.zeros(HEAD_BYTES + SIZE_BYTES * self.world_size, dtype=torch.uint8))
-        self._gathering: dist.Work | None = None
-        self._broadcasting: dist.Work | None = None
+        self._under_way: dict[str, dist.Work] = {}
+        """What was posted and not taken yet."""
         self._total = LentTensor(torch.zeros(1, dtype=torch.int64))
         self._sharing: tuple[dist.Work, LentTensor] | None = None
         self._numbers = LentTensor(torch.zeros(0, dtype=torch.float64))
-        self._summing: dist.Work | None = None
 
     def close(self) -> None:
         """Leave the group, if nothing is under way in it: its threads and connections end. No collective.
@@ -82,9 +81,8 @@ class Collectives:
         group, self._group = self._group, None
         if group is None:
             return
-        sharing = self._sharing and self._sharing[0]
-        under_way = (self._gathering, self._broadcasting, self._summing, sharing)
-        if all(work is None or work.is_completed() for work in under_way):
+        under_way = [*self._under_way.values(), *([] if self._sharing is None else [self._sharing[0]])]
+        if all(work.is_completed() for work in under_way):
             with contextlib.suppress(ValueError):  # destroyed with all others by the script, or of a single process
                 dist.destroy_process_group(group)
         else:
@@ -92,46 +90,40 @@ class Collectives:
 
     def post_row(self, row: msgspec.Struct) -> None:
         """Send this rank's row to all others."""
-        assert self._gathering is None, "a gather is under way"
+        assert "rows" not in self._under_way, "a gather is under way"
         _write(self._mine, row)
-        self._gathering = self._gather(self._rows, self._mine)
+        self._under_way["rows"] = self._gather(self._rows, self._mine)
 
     def take_rows(self, decoder: msgspec.msgpack.Decoder[T]) -> list[T]:
         """The rows of all ranks, in rank order, as they were posted last."""
-        assert self._gathering is not None, "no gather is under way"
-        self._gathering.wait()
-        self._gathering = None
+        self._under_way.pop("rows").wait()
         return [decoder.decode(_read(each)) for each in self._rows]
 
     def post_decision(self, decision: Allocation | None) -> None:
         """Send rank 0's decision, or none, to all ranks."""
-        assert self._broadcasting is None, "a broadcast is under way"
+        assert "decision" not in self._under_way, "a broadcast is under way"
         if self.rank == 0:
             _write(self._decision, decision)
         assert self._group is not None, "left"
-        self._broadcasting = self._group.broadcast(self._decision.alias, 0)
+        self._under_way["decision"] = self._group.broadcast(self._decision.alias, 0)
 
     def take_decision(self) -> Allocation | None:
         """Rank 0's decision as it was posted last."""
-        assert self._broadcasting is not None, "no broadcast is under way"
-        self._broadcasting.wait()
-        self._broadcasting = None
+        self._under_way.pop("decision").wait()
         return _decisions.decode(_read(self._decision))
 
     def post_numbers(self, mine: Sequence[float]) -> None:
         """Send float64 to be summed over all ranks, each place on its own; all ranks send as many."""
-        assert self._summing is None, "a sum is under way"
+        assert "numbers" not in self._under_way, "a sum is under way"
         if len(mine) != self._numbers.tensor.numel():
             self._numbers = LentTensor(torch.zeros(len(mine), dtype=torch.float64))
         self._numbers.tensor.numpy()[:] = mine
         assert self._group is not None, "left"
-        self._summing = self._group.allreduce([self._numbers.alias])
+        self._under_way["numbers"] = self._group.allreduce([self._numbers.alias])
 
     def take_numbers(self) -> list[float]:
         """The sums, as they were posted last: exact where at most one rank sent anything but 0."""
-        assert self._summing is not None, "no sum is under way"
-        self._summing.wait()
-        self._summing = None
+        self._under_way.pop("numbers").wait()
         numbers: list[float] = self._numbers.tensor.tolist()
         return numbers
 

@@ -38,11 +38,31 @@ class Offers:
         """Metrics of the decision for each window to come."""
 
     def consider(self, action: Action, effective_window: int) -> Refusal | None:
-        """Consider an action to start at `effective_window`; returns why it was refused, or `None`.
+        """Consider an action to start at `effective_window`; returns why it was refused, the first reason, or `None`.
 
         It is kept as this job can carry it out: with its own exchange, and tracking only where it can.
         """
-        reason = self._refusal(action, effective_window)
+        identity, options, allocation = self._identity, self._options, action.allocation
+        sizes, low, highs = allocation.local_batch_sizes, options.min_local_batch_size, identity.max_local_batch_sizes
+        explores_rate = allocation.rate_factor == 1.0 or "learning_rate" in options.explores
+        exchange = allocation.exchange
+        if exchange == EXACT or self._lasting is not None:
+            can_exchange = exchange in (EXACT, self._lasting)
+        else:
+            can_exchange = len(exchange.shares) in (0, len(highs)) and options.supports_exchange
+            can_exchange = can_exchange and is_permitted(exchange, options.exchange, options.named_codecs)
+        newest = self._adopted_window if self._newest is None else max(self._adopted_window, self._newest.window)
+        misfits: dict[Refusal, bool] = {
+            "job": action.job != identity.job,
+            "generation": action.generation != identity.generation,
+            "future": action.window >= effective_window,  # kept, it would keep out all before it
+            "not_newer": action.window <= newest,
+            "length": len(sizes) != len(highs),
+            "lever": not (explores_rate and can_exchange),
+            "sum": self._global_batch_size not in (None, sum(sizes)),
+            "bounds": sum(sizes) == 0 or not all(map(lambda size, high: low <= size <= high, sizes, highs)),
+        }
+        reason = next((reason for reason, holds in misfits.items() if holds), None)
         if reason is not None:
             self._refuse(action, reason)
             return reason
@@ -92,30 +112,6 @@ class Offers:
     def _refuse(self, action: Action, reason: Refusal) -> None:
         self.num_refused[reason] += 1
         self._last_refused = action, reason
-
-    def _refusal(self, action: Action, effective_window: int) -> Refusal | None:
-        """Reason why an action does not fit this job, the first one in this order, or `None`."""
-        identity, options, allocation = self._identity, self._options, action.allocation
-        sizes, low, highs = allocation.local_batch_sizes, options.min_local_batch_size, identity.max_local_batch_sizes
-        explores_rate = allocation.rate_factor == 1.0 or "learning_rate" in options.explores
-        exchange = allocation.exchange
-        if exchange == EXACT or self._lasting is not None:
-            can_exchange = exchange in (EXACT, self._lasting)
-        else:
-            can_exchange = len(exchange.shares) in (0, len(highs)) and options.supports_exchange
-            can_exchange = can_exchange and is_permitted(exchange, options.exchange, options.named_codecs)
-        newest = self._adopted_window if self._newest is None else max(self._adopted_window, self._newest.window)
-        misfits: dict[Refusal, bool] = {
-            "job": action.job != identity.job,
-            "generation": action.generation != identity.generation,
-            "future": action.window >= effective_window,  # kept, it would keep out all before it
-            "not_newer": action.window <= newest,
-            "length": len(sizes) != len(highs),
-            "lever": not (explores_rate and can_exchange),
-            "sum": self._global_batch_size not in (None, sum(sizes)),
-            "bounds": sum(sizes) == 0 or not all(map(lambda size, high: low <= size <= high, sizes, highs)),
-        }
-        return next((reason for reason, holds in misfits.items() if holds), None)
 
 
 def _with(action: Action, **levers: Any) -> Action:

@@ -270,10 +270,6 @@ class Run:
         options = self.options
         return Windows(options.window_steps, options.margin_steps, options.min_window_s, first_step)
 
-    def specification(self, end_reason: str | None = None) -> Job:
-        """The job's specification: running, or ended for a reason."""
-        return self.reporter.specification(total_samples=self.total_samples, end_reason=end_reason)
-
 
 def field_of(options: JobOptions, identity: JobIdentity) -> TraceField | None:
     """The empty field of a job under `stigmergy`; `None` in all other jobs."""

@@ -81,13 +81,13 @@ class Steering:
         run.begin(position.step)
         if run.place.rank == 0:
             self.offers = Offers(run.identity, run.options, run.schedule.newest)
-            self.transport.publish(run.specification())
+            self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
 
     def end(self, reason: str | None) -> None:
         """End the job, once; rank 0 publishes the reason, `None` publishes nothing. Waits for nothing."""
         run = self.run
         if run.started and not run.ended and run.place.rank == 0 and reason is not None:
-            self.transport.publish(run.specification(reason))
+            self.transport.publish(run.reporter.specification(total_samples=run.total_samples, end_reason=reason))
         run.ended = True
 
     def close(self, timeout_s: float) -> None:
