@@ -106,8 +106,7 @@ class EmbeddedServer:
         Raises:
             EmbeddedServerError: when it does not come up; with the end of its log.
         """
-        guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
-        command = [*guard, str(server_binary()), "-c", str(self._write_config())]
+        command = self._command(self._write_config())
         with (self._directory / "stderr").open("wb") as complaints:  # what it says before it has a log
             self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints
@@ -128,6 +127,11 @@ class EmbeddedServer:
                 f"nats-server did not listen within {START_TIMEOUT_S:g} s: {self._log_tail()}"
             ) from None
         self.port = int(url.rpartition(":")[2])
+
+    def _command(self, config: Path) -> list[str]:
+        """The server's command: the kernel ends it with this process. Tests with several hosts override it."""
+        guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
+        return [*guard, str(server_binary()), "-c", str(config)]
 
     async def restart(self) -> None:
         """Stop it gracefully if it runs, and start it again."""
