@@ -180,7 +180,11 @@ def _drawn(file: PolicyFile) -> str:
         name: max(np.ptp(each) / np.ptp(of) for each, of in zip(own, levers, strict=True))
         for name, own in found.items()
     }
-    lines = ["mean action while one input goes from -2 to 2 standard deviations; inputs with the greatest effect first"]
+    names = ", ".join(("batch", "steps between averagings", "another codec")[: len(levers)])
+    lines = [
+        f"mean action ({names}) while one input goes from -2 to 2 standard deviations",
+        "inputs with the greatest effect first",
+    ]
     for name in sorted(spans, key=spans.__getitem__, reverse=True):
         bars = []
         for values, actions in zip(found[name], levers, strict=True):
