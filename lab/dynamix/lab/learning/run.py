@@ -75,6 +75,8 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not self.learned_from:
             names = ", ".join(scenario.name for scenario in self.scenarios) or "none"
             raise ValueError(f"no scenario to learn from: one with learn = true is needed, there are {names}")
+        if not self.num_updates:
+            raise ValueError("surrogate_updates=0 and num_episodes=0: there is nothing to learn from")
         servers = [scenario.name for scenario in self.learned_from if scenario.network.topology != "ring"]
         if servers and self.surrogate_updates:
             raise ValueError(
