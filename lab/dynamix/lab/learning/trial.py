@@ -13,7 +13,6 @@ from dynamix.arbitrator.learned.policy import Levers
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.response import LEAST_DEPENDENCE, dependence, is_dead
 from dynamix.lab.simulator.scenario import Scenario
-from dynamix.reward.formula import Weights
 
 from .surrogate import Actor, Array64, SurrogateJobs, play_deltas, play_levers
 
@@ -21,7 +20,7 @@ NUM_JOBS = 8
 """Jobs of each scenario and setting."""
 MOST_WINDOWS = 400
 LOCAL_BATCH_SIZES = (8, 16, 32, 48, 64, 96, 128, 256, 512)
-EXCHANGES = ((1, 0), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1))
+EXCHANGES = ((1, 0), (1, 1), (2, 1), (4, 1), (8, 1))
 """Steps between averagings, and whether `int8`: those of the constants that are compared."""
 
 
@@ -64,7 +63,7 @@ def tried(file: PolicyFile, scenarios: Sequence[Scenario], show: Callable[[str],
         if levers:
             played = play_levers(jobs, Actor(file).choose, MOST_WINDOWS, until_target=True)
         else:
-            played = play_deltas(jobs, Actor(file).choose, MOST_WINDOWS, Weights(), until_target=True)
+            played = play_deltas(jobs, Actor(file).choose, MOST_WINDOWS, None, until_target=True)
         states.append(played.inputs_TDI.reshape(-1, played.inputs_TDI.shape[-1]))
         own.append(_mean_s(jobs))
         constants.append(constant_times(scenario, settings, seed=number, tracks=levers))

@@ -59,7 +59,7 @@ AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
 class PolicyFileError(ValueError):
-    """The file is no policy of ours; the message has the fault and the fix."""
+    """The file is not a policy file of this program; the message has the fault and the fix."""
 
 
 class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -342,9 +342,9 @@ class Rule:
         B = argmax lr(B)^rate_weight * B / (B + noise_multiplier * B_noise) / T(B)
 
     lr(B) is the job's learning-rate scaling: 1, B^0.5 or B. B_noise is the gradient noise scale. T(B) is the step-time
-    model, fitted to each rank's times: a fixed time, a rate, and a size below which a batch costs no less; and to what
-    ranks wait where speeds change. B is at most 16 times B_noise, or 16 times the batch of the user's learning rate if
-    that is larger. The defaults were found by hand on train scenarios. B changes once per window.
+    model, fitted to each rank's times: a fixed time, a rate, and a size below which a batch costs no less; and to how
+    long ranks wait where speeds change. B is at most 16 times B_noise, or 16 times the batch of the user's learning
+    rate if that is larger. The defaults were found by hand on train scenarios. B changes once per window.
 
     The exchange is chosen by a law of measured times, as far as the job permits (docs/communication.md): local steps
     with `int8` where communication is more than 0.3 of a step, otherwise the way that takes least.

@@ -258,7 +258,7 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
       slope of a bent line, so that far jumps count no more than near ones, and old pairs are soon forgotten. While they
       tell little it is what ranks of this noise wait for each other.
     - Waiting, kappa: what ranks took longer than the model and a change of sizes explain, as far as others waited. It
-      is no part of exposed communication. A congested network makes no rank's computing take longer.
+      is not part of exposed communication. A congested network makes no rank's computing take longer.
     - Noise: relative changes of a rank's times that no model of constant speed explains, the median of all ranks. Where
       processors are shared out in time slices it is a sixth of a window's mean and more. The noisier, the more changes
       are averaged instead of believed, and the more pairs it takes to be sure of a fixed cost.
