@@ -4,6 +4,7 @@ With g_i the mean gradient of worker i's b_i samples, G = sum_i (b_i / B) g_i is
 measured step also gives |g_i|^2, as the hook of a real job does (`dynamix.trainer.gradient.hook`).
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,6 +20,9 @@ from .exchange import Array64
 
 EVALUATED_AT_ONCE = 2000
 """Samples: the activations of a small model stay in the cache."""
+
+_seeding = threading.Lock()
+"""Torch initialises layers from one generator per process; clusters may be built by several threads."""
 
 
 class WorkerNorms(NamedTuple):
@@ -286,7 +290,7 @@ def gradients_of(workload: Workload, *, seed: int, like: Tensor) -> Gradients:
 
     It lies where the inputs `like` do; its numbers are of their type, where that is one of floats.
     """
-    with torch.random.fork_rng(devices=[]):
+    with _seeding, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # on the CPU, so that a seed gives the same weights wherever they end up
         model = workload.model().to(like.device, like.dtype if like.is_floating_point() else None)
     if (
