@@ -39,7 +39,7 @@ from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.gradient.noise import NoiseAverage
 from dynamix.trainer.job.identity import Attempt, generation_after, lower_cap, merge_caps
 from dynamix.trainer.local_steps import LocalSteps
-from dynamix.trainer.measurement.meter import Scalar, while_it_lives
+from dynamix.trainer.measurement.meter import Scalar, detached, while_it_lives
 from dynamix.trainer.steering.run import Run, reason_after
 from dynamix.trainer.steering.steering import Steering
 
@@ -185,7 +185,7 @@ class Session:
             )
         if self._losses is not None:
             self._losses.look_at_loss(loss)
-        self._reported = loss, num_correct
+        self._reported = detached("loss", loss), detached("num_correct", num_correct)
         if not batch.is_last or self._updates.any_since_step:
             self._finish_batch(batch)
 
