@@ -57,7 +57,7 @@ from dynamix.trainer.job.identity import (
     propose_job,
     read_caps,
 )
-from dynamix.trainer.job.options import JobOptions, options_of, warn_of_policy
+from dynamix.trainer.job.options import JobOptions, options_of, warn_of_missing_bus, warn_of_policy
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
@@ -236,6 +236,8 @@ def attach(
     )
     run = Run(options=options, data=orders.identity, place=place, identity=identity)
     if place.rank == 0:
+        if connect is None and bus is None:
+            warn_of_missing_bus(options)
         caller = sys._getframe(1)  # noqa: SLF001 - the script; reading its f_locals keeps what is in them alive
         if not (shuffle or orders.identity.sampler) and any(
             DistributedSampler in (name, type(name)) for name in (*caller.f_globals.values(), *caller.f_locals.values())
