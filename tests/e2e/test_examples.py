@@ -1,6 +1,5 @@
-"""The two example scripts: how little they differ, and that both run."""
+"""The two example scripts: both run."""
 
-import difflib
 import re
 from pathlib import Path
 
@@ -8,23 +7,7 @@ import pytest
 from tests.support.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PLAIN, ATTACHED, WORKLOAD = (EXAMPLES / f"ddp_{name}.py" for name in ("plain", "dynamix", "workload"))
-
-
-def code_lines(path: Path) -> list[str]:
-    """The lines without the first docstring, blank lines and the imports that only the removed lines needed."""
-    lines = path.read_text().splitlines()[1:]
-    return [line for line in lines if line.strip() and not line.startswith("from torch.utils.data")]
-
-
-def test_attaching_writes_five_lines() -> None:
-    diff = list(difflib.ndiff(code_lines(PLAIN), code_lines(ATTACHED)))
-    written = [line for line in diff if line.startswith("+ ")]
-    assert len(written) == 5, written
-    removed = [line for line in diff if line.startswith("- ")]
-    assert all(any(part in line for part in ("sampler", "DataLoader", "range(3)", "in loader")) for line in removed), (
-        removed
-    )
+ATTACHED, WORKLOAD = (EXAMPLES / f"ddp_{name}.py" for name in ("dynamix", "workload"))
 
 
 def run(directory: Path, script: Path, *arguments: str) -> str:
