@@ -34,7 +34,7 @@ from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.gradient.clock import Clock, DeviceClock
 from dynamix.trainer.gradient.hook import BaseHook, CoveredModels, GradientHook, Reduction, StepWeights
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, Updates
-from dynamix.trainer.gradient.losses import LossWarnings
+from dynamix.trainer.gradient.losses import WEIGHTED, LossWarnings
 from dynamix.trainer.gradient.models import (
     Averaging,
     Weighting,
@@ -368,7 +368,7 @@ def _gradients(
             has_equal_data=options.shuffle and isinstance(loader.plans.orders, Permutations | DistributedOrders),
             is_in_parts=options.micro_batch_size is not None,
         )
-        losses.look_at_modules(models)
+        losses.look_at_modules([*models, *(each for each in gc.get_objects() if issubclass(type(each), WEIGHTED))])
     base_hook = given["base_hook"]  # the function below must not hold `given`, and so the models
 
     def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
