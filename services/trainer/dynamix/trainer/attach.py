@@ -124,8 +124,9 @@ def attach(
             ranks (`weighting="loss"`); several as a list. Wrappers of `torch.compile` and frameworks are removed.
         optimizer: its learning rates are scaled for the samples of each step, by `learning_rate_rule`; or a list.
         data: the script's `DataLoader`, whose data set, batch size, sampler, `drop_last`, workers, `collate_fn` and
-            `generator` stay: of equal batches each step has the samples of plain training, without those that a
-            `DistributedSampler` repeats to fill up. Or a data set, for a new script that loops over `session.loader`:
+            `generator` stay: of equal batches each rank has the samples of plain training, without those that a
+            `DistributedSampler` repeats to fill up (a `RandomSampler` draws another order, for a resumed run to draw it
+            again). Or a data set, for a new script that loops over `session.loader`:
             map-style, with a length, or a stream (`IterableDataset`), which every rank reads as a whole. The same on
             all ranks.
         local_batch_size: initial samples per rank and step: one number, or one per rank. Default: those of the loader.
