@@ -65,7 +65,7 @@ def _script(kind: str, *, attaches: bool, **options: Any) -> dict[str, Any]:
     session = None
     if attaches:
         session, loader = dynamix.attach(model, optimizer, loader, **UNEQUAL | options)
-    lengths, steps = [len(loader)], []
+    lengths, steps, mine = [len(loader)], [], []
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)
         number = 0
@@ -74,7 +74,10 @@ def _script(kind: str, *, attaches: bool, **options: Any) -> dict[str, Any]:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            steps.append(sorted(gathered(batch[2].tolist())))
+            mine.append(batch[2].tolist())
+            steps.append(sorted(gathered(mine[-1])))
+            if number == 2:
+                next(iter(loader))  # a look at some batch, within the loop
         lengths.append(number + 1)
         model.eval()
         with torch.no_grad():  # looks at its training data, as scripts do
@@ -83,7 +86,7 @@ def _script(kind: str, *, attaches: bool, **options: Any) -> dict[str, Any]:
         model.train()
     if session is not None:
         session.close()
-    return {"parameters": flat_parameters(model), "steps": steps, "lengths": lengths}
+    return {"parameters": flat_parameters(model), "steps": steps, "mine": mine, "lengths": lengths}
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -95,6 +98,15 @@ def test_a_script_trains_on_the_same_samples_to_the_same_parameters_as_without(k
         assert ours["lengths"] == theirs["lengths"]
         assert len(set(theirs["lengths"])) == 1
         assert torch.allclose(ours["parameters"], theirs["parameters"], rtol=0, atol=1e-12)
+
+
+def test_of_equal_batches_each_rank_has_the_samples_of_plain_training() -> None:
+    for ours, theirs in zip(run_ranks(_equal, 2, "distributed"), run_ranks(_plain, 2, "distributed"), strict=True):
+        assert ours["mine"] == theirs["mine"]
+
+
+def _equal(_rank: int, kind: str) -> dict[str, Any]:
+    return _script(kind, attaches=True, local_batch_size=8)
 
 
 def _plain(_rank: int, kind: str) -> dict[str, Any]:
@@ -170,7 +182,7 @@ def test_a_step_ends_when_the_optimizer_has_stepped_wherever_its_loss_is_reporte
     assert None not in found["losses"]
 
 
-def _refusals(_rank: int) -> None:
+def _refusals(rank: int) -> None:
     def refused(loader: Any, text: str, **options: Any) -> None:
         with pytest.raises((ValueError, TypeError), match=text):
             _attached(loader, **options)
@@ -182,6 +194,7 @@ def _refusals(_rank: int) -> None:
     refused(DataLoader(DATA, 4), "shuffle, num_workers: the loader says it", shuffle=True, num_workers=1)
     refused(DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 3, 0)), "divides by 3 ranks, but 2 train")
     refused(DataLoader(DATA, 4, sampler=RandomSampler(DATA, True, 10**10)), "draws 10000000000 samples in an epoch")
+    refused(DataLoader(DATA, 200, drop_last=True), "the loader has no batch")
     refused(DATA, "attach needs local_batch_size", local_batch_size=None)
 
     session, loader, model, optimizer = _attached(LOADERS["distributed"]())
@@ -193,10 +206,17 @@ def _refusals(_rank: int) -> None:
         optimizer.step()
     session.close()
 
+    session, loader, model, optimizer = _attached(LOADERS["distributed"]())
+    kept = list(loader)
+    loss_of(model, kept[0]).backward()
+    with pytest.raises(RuntimeError, match="which the script has kept"):
+        optimizer.step()
+    session.close()
+
     warned = kept_messages()
     session, *_ = _attached(DataLoader(DATA, 8, shuffle=True))
     session.close()
-    assert any("uses each sample 2 times, with dynamix and without" in text for text in warned)
+    assert any("uses each sample 2 times, with dynamix and without" in text for text in warned) == (rank == 0)
 
 
 class _Own(BatchSampler):

@@ -34,7 +34,7 @@ from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.gradient.clock import Clock, DeviceClock
 from dynamix.trainer.gradient.hook import BaseHook, CoveredModels, GradientHook, Reduction, StepWeights
 from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, Updates
-from dynamix.trainer.gradient.losses import LossWarnings
+from dynamix.trainer.gradient.losses import WEIGHTED, LossWarnings
 from dynamix.trainer.gradient.models import (
     Averaging,
     Weighting,
@@ -130,8 +130,9 @@ def attach(
             ranks (`weighting="loss"`); several as a list. Wrappers of `torch.compile` and frameworks are removed.
         optimizer: its learning rates are scaled for the samples of each step, by `learning_rate_rule`; or a list.
         data: the script's `DataLoader`, whose data set, batch size, sampler, `drop_last`, workers, `collate_fn` and
-            `generator` stay: of equal batches each step has the samples of plain training, without those that a
-            `DistributedSampler` repeats to fill up. Or a data set, for a new script that loops over `session.loader`:
+            `generator` stay: of equal batches each rank has the samples of plain training, without those that a
+            `DistributedSampler` repeats to fill up (a `RandomSampler` draws another order, for a resumed run to draw it
+            again). Or a data set, for a new script that loops over `session.loader`:
             map-style, with a length, or a stream (`IterableDataset`), which every rank reads as a whole. The same on
             all ranks.
         local_batch_size: initial samples per rank and step: one number, or one per rank. Default: those of the loader.
@@ -368,7 +369,7 @@ def _gradients(
             has_equal_data=options.shuffle and isinstance(loader.plans.orders, Permutations | DistributedOrders),
             is_in_parts=options.micro_batch_size is not None,
         )
-        losses.look_at_modules(models)
+        losses.look_at_modules([*models, *(each for each in gc.get_objects() if issubclass(type(each), WEIGHTED))])
     base_hook = given["base_hook"]  # the function below must not hold `given`, and so the models
 
     def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:

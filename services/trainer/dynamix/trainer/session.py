@@ -470,7 +470,9 @@ class Session:
         self._require_running()
         self._meter.clock.discard()
         if not self._run.started:
-            if not self._state_loaded:
+            if (
+                not self._state_loaded and not self._loader.plans.orders.script_epoch
+            ):  # else its own resume goes on there
                 warn_of_missing_state(self._run, from_snapshot=self._updates.begin_from_snapshot)
             self._steering.start(self._loader.position)
             self._schedulers.begin(self.progress)

@@ -5,11 +5,13 @@ done, not when a batch is drawn, so that a saved state never counts what was onl
 """
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypedDict
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dynamix.schemas.spelling import nearest
@@ -62,6 +64,19 @@ def check_loader_options(options: LoaderOptions, look_ahead: int, known: Iterabl
         )
 
 
+class _Loop:
+    """A loop over the loader; the script may run another one inside of it, which only looks at batches."""
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self.is_open = is_open
+        """Whether the script can go on with it."""
+        self.first: Callable[[], object] | None = None
+        """The first tensor of its first batch, while that lives."""
+
+    left_at: dict[str, Any]
+    """What the loader had of it when another loop began."""
+
+
 class Loader:
     """Batches for this rank; each loop over it is an epoch, or the rest of one after a resume.
 
@@ -105,6 +120,7 @@ class Loader:
         self._num_in_step = 0
         self._num_left = 0
         """Loops that began since a batch was finished."""
+        self._loop = _Loop(is_open=False)
         self._loop_began_at = self.position
         self._held: deque[MicroBatch] = deque()
         """Batches that were handed out and not trained yet, oldest first; more than one if the script looks ahead."""
@@ -147,14 +163,46 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """Yield batches."""
         self.on_trained()
+        outer, mine = self._begin_loop()
+        drawn = self.plans.take(self._batches, self._digest)
+        try:
+            while True:
+                if self._loop is not mine:
+                    self._go_back_to(mine)
+                if not self.on_trained() and self.is_full:  # nothing was done with it
+                    self._held.popleft()
+                    self.num_untrained += 1
+                if not self._held:  # else it is fetched in the time of another step
+                    self.on_ask()
+                try:
+                    micro_batch, batch = next(drawn)
+                except StopIteration:
+                    self._is_exhausted = True
+                    if not self._held and not self._can_go_back_to(outer):
+                        self.on_exhausted()
+                    return
+                self._hold(micro_batch, batch)
+                yield batch
+        finally:  # also when the script leaves the loop
+            mine.is_open = False
+            if self._loop is mine:
+                self._num_trained = 0
+                if self._can_go_back_to(outer):
+                    self._go_back_to(outer)
+                    self.begin_held()
+
+    def _begin_loop(self) -> tuple[_Loop, _Loop]:
+        """Begin a loop; returns the one before, and the new one."""
+        outer, mine = self._loop, _Loop()
         if self._held and self._is_exhausted:  # the script looks ahead past the end of an epoch
             newest = self._held[-1].plan
             self.plans.rewind(self.position.after(newest).at_epoch(newest.epoch + 1))
         else:
             self.on_start()
+            outer.left_at = self._state()
             self.position = self._next_start()
             self._loop_began_at = self.position
-            self._held.clear()
+            self._held = deque()
             self.plans.rewind(self.position)
             self._num_left += 1
             if self._num_left == MOST_LEFT:
@@ -163,37 +211,52 @@ class Loader:
                     "are repeated: attach with the optimizers whose step() is called, or call session.step(loss)",
                     MOST_LEFT,
                 )
+        self._loop = mine
         self._num_trained = self._num_in_step = self.num_untrained = 0
         self._is_exhausted = False
-        drawn = self.plans.take(self._batches, self._digest)
-        try:
-            while True:
-                if not self.on_trained() and self.is_full:  # nothing was done with it
-                    self._held.popleft()
-                    self.num_untrained += 1
-                is_next = not self._held  # else it is fetched in the time of another step
-                if is_next:
-                    self.on_ask()
-                try:
-                    micro_batch, batch = next(drawn)
-                except StopIteration:
-                    self._is_exhausted = True
-                    if not self._held:
-                        self.on_exhausted()
-                    return
-                if self._count_tokens is not None and micro_batch.num_samples:
-                    micro_batch = micro_batch._replace(weight=int(self._count_tokens(batch)))
-                self._held.append(micro_batch)
-                if is_next:
-                    self.on_batch(self._held[0])
-                yield batch
-        finally:  # also when the script leaves the loop
-            self._num_trained = 0
+        return outer, mine
+
+    def _hold(self, micro_batch: MicroBatch, batch: Any) -> None:
+        """Take a batch that the script gets."""
+        if self._count_tokens is not None and micro_batch.num_samples:
+            micro_batch = micro_batch._replace(weight=int(self._count_tokens(batch)))
+        self._held.append(micro_batch)
+        if len(self._held) == 1:
+            self.on_batch(micro_batch)
+        if self._loop.first is None:
+            tensors = (weakref.ref(each) for each in tree_leaves(batch) if isinstance(each, torch.Tensor))
+            self._loop.first = next(tensors, lambda: None)
+
+    def _state(self) -> dict[str, Any]:
+        names = ("position", "_loop_began_at", "_held", "_is_exhausted")
+        counts = ("num_untrained", "_num_trained", "_num_in_step")
+        return {name: getattr(self, name) for name in names + counts} | {"plans": self.plans.state}
+
+    def _can_go_back_to(self, loop: _Loop) -> bool:
+        """Whether the script may go on with a loop: it has only looked at batches since, and was not within a step."""
+        if not loop.is_open:
+            return False
+        return self.position.step == loop.left_at["position"].step and not loop.left_at["_num_in_step"]
+
+    def _go_back_to(self, loop: _Loop) -> None:
+        if not self._can_go_back_to(loop):
+            raise RuntimeError(
+                "two loops over the loader are under way, and both train, or one is in the middle of a step: give the "
+                "inner one a DataLoader of its own"
+            )
+        self._loop.left_at, self._loop = self._state(), loop
+        vars(self).update({name: value for name, value in loop.left_at.items() if name != "plans"})
+        self.plans.state = loop.left_at["plans"]
 
     @property
     def current(self) -> MicroBatch | None:
         """The batch to train on now; `None` before the first one, and after `session.step` until the next is drawn."""
         return self._held[0] if self._held else None
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether the script still has the first batch of a loop that is over, as `itertools.cycle` and lists do."""
+        return self._is_exhausted and self._loop.first is not None and self._loop.first() is not None
 
     @property
     def is_full(self) -> bool:

@@ -208,11 +208,15 @@ class DataIdentity(NamedTuple):
 class Orders(ABC):
     """The orders of all epochs, equal on all ranks."""
 
+    stride = 1
+    """Ranks whose samples follow one another in a step, the first of each and then the second; 1: those of one rank."""
+
     def __init__(self, identity: DataIdentity) -> None:
         self.identity = identity
         self._ranks: Ranks | None = None
         self._token_counts: Order | None = None
-        self._newest: tuple[int, Order] | None = None
+        self._newest: dict[int, Order] = {}
+        """Of the two epochs drawn last: a loop inside of another looks at the beginning of the next one."""
         self._ends: tuple[int, Order] | None = None
         self._expected: tuple[int, int] | None = None
 
@@ -292,10 +296,21 @@ class Orders(ABC):
         return self.identity.num_samples if ends is None else int(ends[-1])
 
     def order_of(self, epoch: int) -> Order:
-        """The samples of an epoch, in order; the newest epoch's is kept."""
-        if self._newest is None or self._newest[0] != epoch:
-            self._newest = (epoch, self._make_order(epoch))
-        return self._newest[1]
+        """The samples of an epoch, in order; those of the two newest epochs are kept."""
+        if epoch not in self._newest:
+            while len(self._newest) > 1:
+                del self._newest[min(self._newest)]
+            self._newest[epoch] = self._make_order(epoch)
+        return self._newest[epoch]
+
+    @property
+    def script_epoch(self) -> int:
+        """The epoch that the script has set in its sampler."""
+        return 0
+
+    def begin(self, _epoch: int) -> None:
+        """Begin a loop over an epoch, which keeps its order to the end."""
+        return
 
     def digest_of(self, _epoch: int) -> int | None:
         """A number for a checkpoint that tells orders apart; `None` where the identity does."""
@@ -331,14 +346,25 @@ class DrawnOrders(Orders):
     def __init__(self, sampler: OwnSampler, identity: DataIdentity) -> None:
         self._sampler = sampler
         self._name = identity.sampler
-        self._drawn_for: Any = None
-        """The epoch's number in the sampler, of the newest order."""
+        self._drawn_for: dict[int, Any] = {}
+        """The epoch's number in the sampler, of the kept orders."""
         super().__init__(identity)
 
+    @property
+    def script_epoch(self) -> int:
+        """The epoch that the script has set in its sampler, or the sampler itself."""
+        epoch = getattr(self._sampler, "epoch", 0)
+        return epoch if isinstance(epoch, int) else 0
+
+    def begin(self, epoch: int) -> None:
+        """Begin a loop over an epoch: draw it again if the script has set another number in its sampler since."""
+        if self._drawn_for.get(epoch) != getattr(self._sampler, "epoch", None):
+            self._newest.pop(epoch, None)
+            self._ends = None
+
     def digest_of(self, epoch: int) -> int | None:
-        """Digest of the newest epoch drawn."""
-        newest = self._newest
-        return zlib.crc32(newest[1].tobytes()) if newest is not None and newest[0] == epoch else None
+        """Digest of an epoch's order, if it was drawn."""
+        return zlib.crc32(self._newest[epoch].tobytes()) if epoch in self._newest else None
 
     def order_of(self, epoch: int) -> Order:
         """The samples of an epoch, in order.
@@ -348,10 +374,9 @@ class DrawnOrders(Orders):
                 when it draws another order than in a saved run.
             RuntimeError: when another rank has failed.
         """
-        if self._drawn_for != getattr(self._sampler, "epoch", None):
-            self._newest = self._ends = None
-        order = super().order_of(epoch)
-        self._drawn_for = getattr(self._sampler, "epoch", None)  # some count on while they draw
+        is_new, order = epoch not in self._newest, super().order_of(epoch)
+        if is_new:
+            self._drawn_for[epoch] = getattr(self._sampler, "epoch", None)  # some count on while they draw
         if self._expected is not None and self._expected[0] == epoch and self._expected[1] != self.digest_of(epoch):
             raise ValueError(
                 f"sampler: {self._name} draws another order for epoch {epoch} than in the saved run, so samples would "
@@ -364,13 +389,14 @@ class DrawnOrders(Orders):
 class DistributedOrders(DrawnOrders):
     """Orders of torch's `DistributedSampler`, without the samples that it repeats; no communication.
 
-    Of equal batches each step has the samples of plain training.
+    Of equal batches each rank has the samples of plain training.
     """
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:
         num_samples = min(sampler.total_size, len(sampler.dataset))  # type: ignore[arg-type]
         name = type(sampler).__name__
         super().__init__(sampler, DataIdentity(num_samples, sampler.seed, sampler.shuffle, name))
+        self.stride = sampler.num_replicas
 
     def _make_order(self, _epoch: int) -> Order:
         alone: Any = copy.copy(self._sampler)
@@ -459,17 +485,22 @@ class SampledOrders(DrawnOrders):
 class InterleavedOrders(SampledOrders):
     """What the samplers of all ranks draw, one sample of each in turn; every new epoch is a collective call.
 
-    Of equal batches each step has the samples of plain training.
+    Of equal batches each rank has the samples of plain training.
     """
 
     def __init__(self, sampler: OwnSampler, seed: int, world_size: int) -> None:
         super().__init__(sampler, seed, sets_epoch=False, world_size=world_size)
-        if isinstance(sampler, RandomSampler | SequentialSampler):
+        self.stride = world_size
+
+    def connect(self, ranks: Ranks, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
+        """As `Orders.connect`; warns of samplers that do not divide the data set."""
+        super().connect(ranks, dataset, loader_options)
+        if ranks.rank == 0 and isinstance(self._sampler, RandomSampler | SequentialSampler):
             _log.warning(
-                "the %s of this rank's loader draws all samples, as those of the other ranks do, so that an epoch uses "
-                "each sample %d times, with dynamix and without: give the loader a DistributedSampler to divide them",
+                "the %s of each rank's loader draws all samples, so that an epoch uses each sample %d times, with "
+                "dynamix and without: give the loader a DistributedSampler to divide them",
                 self._name,
-                world_size,
+                ranks.world_size,
             )
 
     def _make_order(self, epoch: int) -> Order:

@@ -17,6 +17,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch.utils.data import Sampler
 
 from dynamix.schemas.messages.allocation import Allocation
@@ -364,8 +365,18 @@ class PlanSampler(Sampler[list[int]]):
 
     def rewind(self, position: Position) -> None:
         """Draw on from `position`; what was drawn ahead and not used is forgotten."""
+        self.orders.begin(position.epoch)
         self._position = position
-        self.drawn.clear()
+        self.drawn = deque()  # a new one: a loop around this one may go on with its own
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What a loop has, for when it goes on after another one."""
+        return self._position, self.drawn
+
+    @state.setter
+    def state(self, left: tuple[Any, ...]) -> None:
+        self._position, self.drawn = left
 
     def __iter__(self) -> Iterator[list[int]]:
         planned: deque[tuple[Position, list[tuple[MicroBatch, list[int]]]]] = deque()
@@ -460,9 +471,13 @@ class PlanSampler(Sampler[list[int]]):
         return -(-left // 2) if left < 2 * scheduled and self._shares_tail else scheduled
 
     def _indices(self, micro_batch: MicroBatch) -> list[int]:
-        order, start = self.orders.order_of(micro_batch.plan.epoch), micro_batch.start
+        plan, start, stride = micro_batch.plan, micro_batch.start, self.orders.stride
+        order = self.orders.order_of(plan.epoch)
         if micro_batch.num_samples == 0:
-            return [int(order[micro_batch.plan.samples_of(0)[0]])] * 2
+            return [int(order[plan.samples_of(0)[0]])] * 2
+        if stride > 1 and plan.starts is None:
+            step = order[plan.offset : plan.offset + plan.counts.total]
+            order, start = np.concatenate([step[rank::stride] for rank in range(stride)]), start - plan.offset
         indices: list[int] = order[start : start + micro_batch.num_samples].tolist()
         return indices
 

@@ -1,14 +1,19 @@
 """The data of a job: from the script's own `DataLoader`, or from a data set and arguments of `attach`."""
 
+import contextlib
+import logging
 from collections.abc import Mapping, Sized
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from .loader import LoaderOptions
 from .orders import DistributedOrders, InterleavedOrders, Orders, OwnSampler, Permutations, SampledOrders
 from .stream import StreamOrders
+
+_log = logging.getLogger("dynamix.trainer")
 
 
 class Source(NamedTuple):
@@ -47,6 +52,7 @@ def source_of(
         if named := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{', '.join(named)}: the loader says it, give it to your DataLoader instead of attach")
         found = read_loader(data, world_size, seed)
+        _check_length(data, gradient_accumulation_steps)
         size = found.local_batch_size * gradient_accumulation_steps if local_batch_size is None else local_batch_size
         return found._replace(local_batch_size=size)
     if local_batch_size is None:
@@ -70,6 +76,24 @@ def _orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, 
         "the data set must be map-style (__getitem__ by index, and a __len__ of at least 1), or an IterableDataset "
         "whose __iter__ begins the stream again"
     )
+
+
+def _check_length(loader: DataLoader[Any], steps: int) -> None:
+    """Refuse a loader without batches; warn if the batches of an epoch do not fill its last step."""
+    with contextlib.suppress(TypeError):  # of a stream without a length
+        if len(loader) == 0:
+            raise ValueError(
+                "the loader has no batch, because of drop_last=True and a batch_size above the samples of a rank: "
+                "lower batch_size"
+            )
+        if (rest := len(loader) % steps) and not (dist.is_initialized() and dist.get_rank()):
+            _log.warning(
+                "the last %d batches of each epoch of the loader do not fill a step of gradient_accumulation_steps=%d: "
+                "they become a step of so many smaller batches, which len(loader) counts, or are left out if the "
+                "DataLoader has drop_last=True",
+                rest,
+                steps,
+            )
 
 
 def read_loader(loader: DataLoader[Any], world_size: int, seed: int = 0) -> Source:

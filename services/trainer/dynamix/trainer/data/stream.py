@@ -109,7 +109,16 @@ class StreamSampler(PlanSampler):
     def rewind(self, position: Position) -> None:
         """Draw on from `position`; what was drawn ahead and not used is forgotten."""
         super().rewind(position)
-        self._plans.clear()
+        self._plans = deque()
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """As `PlanSampler.state`."""
+        return self._position, self.drawn, self._plans
+
+    @state.setter
+    def state(self, left: tuple[Any, ...]) -> None:
+        self._position, self.drawn, self._plans = left
 
     def __iter__(self) -> Iterator[Any]:
         while not self.is_over(self._position):

@@ -216,7 +216,12 @@ class Updates:
         batch = self._loader.current
         if batch is None and id(optimizer) in self._left_out:
             raise RuntimeError(
-                "session.step() was called before optimizer.step(): call it after, as the last thing of a step"
+                "session.step(), or another loop over the loader, came before optimizer.step(): it belongs after it"
+            )
+        if batch is None and self._loader.are_kept:
+            raise RuntimeError(
+                "an update by a batch of a loop that is over, which the script has kept (itertools.cycle, a list): "
+                "batches are not the same in each epoch, loop over the loader again, `while True: yield from loader`"
             )
         if batch is not None and not batch.is_last:
             raise RuntimeError(

@@ -17,8 +17,6 @@ import torch
 from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-COUNTED_STEP = 3
-"""The step whose collectives are counted. By then DDP has made its buckets: its forward pass only sends buffers."""
 MAX_NODES = 100
 """Nodes of the autograd graph that are looked at, from the loss on."""
 MIN_SIZE_RATIO = 1.25
@@ -27,7 +25,9 @@ MIN_WINDOWS = 8
 MAX_WINDOWS = 20
 """The most windows that are looked at, of those whose largest batch is so many times the smallest."""
 
-EQUAL_SIZES = 'keep all batches equal, attach(policy="static", drop_last=True)'
+WEIGHTED = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
+"""Criteria whose mean may be weighted by class."""
+EQUAL_SIZES = 'keep all batches equal by attach(policy="static"), and drop_last=True there or in the DataLoader'
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -47,7 +47,6 @@ class LossWarnings:
         self._has_equal_data = has_equal_data
         self._may_be_weighted = weighs_samples and not is_sum
         self._may_be_joint = self._may_be_weighted and not is_joint
-        self._num_steps = 0
         self._group: dist.ProcessGroup | None = None
         """That of the model whose forward pass has begun, until its gradient comes."""
         self._num_before = 0
@@ -56,9 +55,16 @@ class LossWarnings:
         """Slope of log loss over log size, by window: 0 for a mean, 1 for a sum."""
 
     def look_at_modules(self, models: Iterable[torch.nn.Module]) -> None:
-        """Warn of a class weight in a criterion that is a part of a model, as it may be under Lightning."""
-        for module in (each for model in models for each in model.modules()):
-            if isinstance(module, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss) and module.reduction == "mean":
+        """Warn of SyncBatchNorm, and of a class weight in a criterion, which may be a part of a model."""
+        modules = [each for model in models for each in model.modules()]
+        if any(isinstance(each, torch.nn.SyncBatchNorm) for each in modules):
+            _log.warning(
+                "SyncBatchNorm adds up gradients of all ranks before they are weighed, so unequal batches change the "
+                "gradient: pass attach(weighting='loss') and call session.scale_loss(loss).backward(), or %s",
+                EQUAL_SIZES,
+            )
+        for module in modules:
+            if isinstance(module, WEIGHTED) and module.reduction == "mean":
                 self._note_weight(is_weighted=module.weight is not None)
 
     def look_at_loss(self, loss: object) -> None:
@@ -89,12 +95,11 @@ class LossWarnings:
 
     def begin_step(self) -> None:
         """Begin a step, with its last batch."""
-        self._num_steps += 1
         self._group = None
 
     def forward_begins(self, model: Any) -> None:
         """Note how many collectives there were, and how many DDP is about to add."""
-        if not self._may_be_joint or self._num_steps != COUNTED_STEP:
+        if not self._may_be_joint:
             return
         if self._group is None:
             with contextlib.suppress(RuntimeError):  # of a back end that does not count
@@ -107,11 +112,14 @@ class LossWarnings:
             self._num_before += len(broadcasts[0])
 
     def gradient_begins(self) -> None:
-        """Warn of collectives since the forward pass began."""
+        """Warn of collectives since the forward pass began, with the job's first gradient.
+
+        No size has changed by then. In the forward pass after it DDP makes its buckets again, by collectives.
+        """
         group, self._group = self._group, None
         number = 0 if group is None else _num_collectives(group) - self._num_before
+        self._may_be_joint = False
         if number > 0:
-            self._may_be_joint = False
             _log.warning(
                 "collectives ran (%d) between the beginning of the forward pass and backward(): if the loss depends on "
                 "them, unequal batches change the gradient; divide the loss by a count of this rank alone and pass "
@@ -120,11 +128,21 @@ class LossWarnings:
                 EQUAL_SIZES,
             )
 
-    def observe_window(self, sizes: Sequence[float], loss_sums: Sequence[float]) -> None:
-        """Warn of losses that change with the size of the batch, by those of a window's ranks and by their samples."""
+    def observe_window(
+        self, sizes: Sequence[float], loss_sums: Sequence[float | None], squares: Sequence[float]
+    ) -> None:
+        """Warn of losses that change with the size b of the batch, by those of a window's ranks and by their samples.
+
+        Where the script reports no loss, the gradients tell a sum from a mean: |g| goes with b^-0.5 to b^0 for a mean,
+        by how much of it is noise, and with b^0.5 to b^1 for a sum. `squares` are sums of b |g|^2.
+        """
         if len(self._slopes) >= MAX_WINDOWS or not 0 < MIN_SIZE_RATIO * min(sizes) <= max(sizes):
             return
-        losses = [loss_sum / size for loss_sum, size in zip(loss_sums, sizes, strict=True)]
+        is_reported = None not in loss_sums
+        if is_reported:
+            losses = [(loss_sum or 0.0) / size for loss_sum, size in zip(loss_sums, sizes, strict=True)]
+        else:
+            losses = [math.sqrt(square / size) * size**0.25 for square, size in zip(squares, sizes, strict=True)]
         if not all(loss > 0 for loss in losses):  # or unknown
             return
         slope = statistics.linear_regression([math.log(size) for size in sizes], [math.log(loss) for loss in losses])[0]
@@ -139,7 +157,7 @@ class LossWarnings:
                 else "grows in proportion to its batch, as a sum does, but is weighed as a mean: pass "
                 "attach(reduction='sum')"
             )
-        elif self._has_equal_data and not self._is_sum and 0.5 > mean > 0.1 + 5 * error:
+        elif is_reported and self._has_equal_data and not self._is_sum and 0.5 > mean > 0.1 + 5 * error:
             self._warn_of_size(
                 "grows with its batch, as with negatives taken from the batch, so unequal batches change the "
                 f"gradient: {EQUAL_SIZES}"

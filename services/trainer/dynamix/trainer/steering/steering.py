@@ -155,7 +155,9 @@ class Steering:
         rows = self.collectives.take_rows(ROWS)
         if self._losses is not None:
             self._losses.observe_window(
-                [row.rank.num_samples for row in rows], [row.rank.loss_sum or 0.0 for row in rows]
+                [row.rank.num_samples for row in rows],
+                [row.rank.loss_sum for row in rows],
+                [row.noise.local_trace for row in rows],
             )
         differing = [rank for rank, row in enumerate(rows) if row.data_digest != rows[0].data_digest]
         if differing:
