@@ -8,8 +8,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
     data_s: float
     between_s: float
-    """Before the forward pass, but not in a loader: copies to a GPU, logging, evaluation."""
+    """From the end of the step before until a batch is asked for: logging, evaluation."""
     compute_s: float
+    """From having the batch to the rank's complete gradient."""
     sync_s: float
     """Waiting for other ranks, and what of communication computing does not hide."""
     update_s: float
@@ -27,13 +28,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """`cpu` or `cuda`."""
     first_step: int
     steps: list[Step]
-    wall_s: float
     cpu_s: float
     """Processor time of all threads."""
     queued_s: float
-    """Time in which the main thread could run and had no processor."""
-    num_throttled: int
-    """Periods in which the cgroup's quota of processor time was used up."""
+    """Time in which the main thread could run and had no processor, also because of a quota."""
     memory_bytes: int
     """The most that was allocated on the GPU; on a CPU what the process holds."""
     link_bytes_per_s: float | None

@@ -17,25 +17,29 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from dynamix.cli.arguments import add_json_argument, number
 from dynamix.cli.output import write_json
-from dynamix.cli.watching import Watched, line, name_of, page
+from dynamix.cli.watching import Watched, page
 from dynamix.schemas.watching import Row
 
 from .train import torchrun_words
 
 POLL_S = 0.2
 """Between two looks whether torchrun has ended, while no rows come."""
+NOTHING = (
+    "dynamix watch: no step of a DistributedDataParallel model was seen on all ranks. Train it in the process that "
+    "torchrun starts, by loss.backward() and optimizer.step(); on several nodes, that of rank 0 reports"
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "--every", type=number(0, above=True), default=10.0, metavar="S", help="seconds between two lines (default: 10)"
-    )
+    what = "seconds between two lines (default: 10)"
+    parser.add_argument("--every", type=number(0, above=True), default=10.0, metavar="S", help=what)
     add_json_argument(parser)
     parser.add_argument(
         "torchrun", nargs="*", metavar="-- ARGUMENT", help="torchrun's options, the script, and its arguments"
@@ -57,26 +61,21 @@ def run(arguments: argparse.Namespace) -> int:
             command = [sys.executable, str(watch), "launch", path, *words]
             exit_code = follow(command, rows, watched, every_s=arguments.every)
     report = watched.report()
-    if report is None:
-        print(
-            "dynamix watch: no step of a DistributedDataParallel model was seen on all ranks. Train it in the "
-            "process that torchrun starts, by loss.backward() and optimizer.step(); on several nodes, that of rank 0 "
-            "reports",
-            file=sys.stderr,
-        )
-        return exit_code
-    if arguments.json is not None:
-        write_json(msgspec.to_builtins(report), arguments.json)
-    print(page(report), file=sys.stderr)
+    if report is not None and arguments.json is not None:
+        write_json(report, arguments.json)
+    print(NOTHING if report is None else page(report), file=sys.stderr)
     return exit_code
 
 
 def follow(command: Sequence[str], rows: socket.socket, watched: Watched, *, every_s: float) -> int:
     """Start torchrun and take in rows until it ends; print a line now and then. Returns the exit code."""
     job = subprocess.Popen(command)
-    # a terminal's Ctrl-C goes to torchrun as well: it ends the ranks, and we still report
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT,)}
-    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda *_: job.terminate())
+
+    def pass_on(number: int, _frame: Any) -> None:
+        if number == signal.SIGTERM:  # Ctrl-C in a terminal reaches torchrun as well; either way we still report
+            job.terminate()
+
+    before = {each: signal.signal(each, pass_on) for each in (signal.SIGINT, signal.SIGTERM)}
     shown: set[str] = set()
     shown_s = time.monotonic()
     try:
@@ -85,15 +84,14 @@ def follow(command: Sequence[str], rows: socket.socket, watched: Watched, *, eve
                 packet = rows.recv(1 << 20)
             except TimeoutError:
                 if job.poll() is not None:
-                    break
+                    return job.returncode if job.returncode >= 0 else 128 - job.returncode
                 continue
             has_ended = watched.add(msgspec.msgpack.decode(packet, type=Row))
-            names = set(map(name_of, watched.found))
+            names = {each.name for each in watched.found}
             if has_ended and (names - shown or time.monotonic() > shown_s + every_s):
-                print(line(watched), file=sys.stderr, flush=True)
-                shown_s = time.monotonic()
-                shown |= names
+                found = "; ".join(each.text for each in watched.found) or "no rank, link or loader is slow"
+                print(f"dynamix watch: step {watched.num_steps}: {found}", file=sys.stderr, flush=True)
+                shown_s, shown = time.monotonic(), shown | names
     finally:
-        for number_, handler in before.items():
-            signal.signal(number_, handler)
-    return 128 - job.returncode if job.returncode < 0 else job.returncode
+        for each, handler in before.items():
+            signal.signal(each, handler)
