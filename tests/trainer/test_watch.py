@@ -1,8 +1,9 @@
 """`dynamix watch` in the ranks: no bit of a training changes, and times go to the rank and the part that takes them."""
 
+import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from bench.hosts import Hosts, Link
-from tests.support.ranks import each_case, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, flat_parameters, make_model
+from tests.support.watched import watched_row
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed import fsdp
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -136,16 +137,6 @@ def _steps(rank: int, case: dict[str, Any]) -> list[Step]:
     return [fold(marks, recorder.seconds) for marks in recorder.steps]
 
 
-def row_of(rank: int, steps: list[Step], world_size: int, **options: Any) -> Row:
-    """A row of a rank that did nothing but these steps."""
-    given: dict[str, Any] = {
-        **{"restart": 0, "rank": rank, "world_size": world_size, "node": f"node-{rank}", "device": "cpu"},
-        **{"first_step": 0, "steps": steps, "cpu_s": 0.1, "queued_s": 0.0, "memory_bytes": 1},
-        **{"link_bytes_per_s": None, "link_peer": None, "gradient_bytes": 1, "optimizer": "SGD", "notes": []},
-    }
-    return Row(**(given | options))
-
-
 @pytest.mark.parametrize(
     ("case", "name"),
     [
@@ -159,7 +150,44 @@ def row_of(rank: int, steps: list[Step], world_size: int, **options: Any) -> Row
 def test_the_time_that_one_rank_takes_longer_is_attributed_to_it(case: dict[str, Any], name: str) -> None:
     watched = Watched()
     for rank, steps in enumerate(run_ranks(_steps, 3, case)):
-        watched.add(row_of(rank, steps, 3))
+        watched.add(watched_row(rank, steps, 3))
     assert watched.first_named[name] == 1
     assert [each.name for each in watched.found if each.name.startswith(("rank", "loader"))] == [name]
     assert watched.found[0].excess_s == pytest.approx(LATE_S, rel=0.2)
+
+
+NUM_RANKS = 4
+
+
+def _reported(rank: int, path: str) -> None:
+    os.environ["DYNAMIX_NODE"] = f"node-{rank}"
+    recorder = Recorder()
+    reporter = Reporter(recorder, path)
+    install(recorder)
+    model = DistributedDataParallel(nn.Linear(500, 500))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(25):
+        model(torch.ones(4, 500)).mean().backward()
+        optimizer.step()
+    reporter.end()
+
+
+@pytest.mark.bpf
+def test_the_rank_behind_a_slow_link_is_named(tmp_path: Path) -> None:
+    watched, path = Watched(), str(tmp_path / "rows")
+    with Hosts(NUM_RANKS) as hosts, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rows:
+        hosts[2].set_link(Link.parse("20mbit"))
+        rows.bind(path)
+
+        def receive() -> None:
+            while packet := rows.recv(1 << 20):
+                watched.add(msgspec.msgpack.decode(packet, type=Row))
+
+        receiver = threading.Thread(target=receive)
+        receiver.start()
+        run_ranks(_reported, NUM_RANKS, path, hosts=hosts)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
+            last.sendto(b"", path)
+        receiver.join()
+    assert watched.first_named["link 2"] <= 10
+    assert [each.name for each in watched.found] == ["link 2"]

@@ -225,7 +225,8 @@ class Watched:
     def _remedies(self, steps_TWF: Array) -> list[Remedy]:
         """What each remedy would save, the best first, those that are not worthwhile last."""
         own_TW, comm_T = own_and_communication(steps_TWF)
-        compute_TW, mean_WF, comm_s = steps_TWF[:, :, COMPUTE], steps_TWF.mean(axis=0), float(comm_T.mean())
+        data_TW, compute_TW = steps_TWF[:, :, DATA], steps_TWF[:, :, COMPUTE]
+        mean_WF, comm_s = steps_TWF.mean(axis=0), float(comm_T.mean())
         now_T = own_TW.max(axis=1) + comm_T
         now_s, sizes = float(now_T.mean()), tuple(max(round(size), 1) for size in mean_WF[:, -1].tolist())
         found: list[Remedy] = []
@@ -236,7 +237,7 @@ class Watched:
             kept = float(after_T.mean()) / now_s
             return 1.0 - kept, 2.0 * mean_and_error((after_T - kept * now_T) / now_s)[1]
 
-        saving, error = saved(own_TW - steps_TWF[:, :, DATA])
+        saving, error = saved(own_TW - data_TW)
         is_worthwhile = saving > max(2 * NOTABLE, error)
         found.append(Remedy("loaders that keep up", "more num_workers", saving, error, is_worthwhile))
         if len(sizes) < 2 or mean_WF[:, -1].min() < 1.0:
@@ -257,7 +258,8 @@ class Watched:
             outcomes = []
             for model in models:
                 new_W, now_W = (model.compute_s(np.array(each, dtype=np.float64)) for each in (new, sizes))
-                outcomes.append(saved(own_TW + compute_TW * (new_W / now_W - 1.0), samples=samples))
+                more_TW = compute_TW * (new_W / now_W - 1.0) + data_TW * (np.array(new) / np.array(sizes) - 1.0)
+                outcomes.append(saved(own_TW + more_TW, samples=samples))
             (saving, error), (doubted, _) = outcomes
             found.append(Remedy(name, how, saving, math.hypot(error, saving - doubted), saving > max(least, error)))
 
@@ -342,10 +344,9 @@ def page(report: Document) -> str:
         times = "".join(f"{1e3 * each[f'{name}_s']:10.1f}" for name in names)
         lines.append(f"  {each['rank']:4}{times}{each['memory_bytes'] / 1e6:22.0f} MB  {each['node']}")
     lines.append("")
-    for each in findings:
-        lines.append(f"{each.text}; in {report['windows_named'].get(each.name, 0)} of {report['num_windows']} windows.")
-    if not findings:
-        lines.append("No rank, link or loader is slow.")
+    named, num_windows = report["windows_named"], report["num_windows"]
+    lines += [f"{each.text}; in {named.get(each.name, 0)} of {num_windows} windows." for each in findings]
+    lines += [] if findings else ["No rank, link or loader is slow."]
     if report["num_pauses"]:
         lines.append(f"{report['num_pauses']} steps above {PAUSE:g} usual ones (evaluation, checkpoints) are left out.")
     lines += [f"Note: {note}." for note in report["notes"]]

@@ -79,6 +79,9 @@ class Recorder:
         self.on_model: Callable[[], None] = lambda: None
         """Called with each model that is found."""
         self.seconds: Callable[[Moment, Moment], float] = lambda earlier, later: later - earlier
+        self.is_training: Callable[[], bool]
+        self.find_tensors: Callable[[Any], Iterable[Any]]
+        self.gradient_hook: Callable[[Any], None]
         self._now: Callable[[], Moment] = time.perf_counter
         self._marks: list[Mark] = []
         self._thread = 0
@@ -93,17 +96,47 @@ class Recorder:
             self.seconds = lambda earlier, later: float(earlier.elapsed_time(later)) / 1000
         self.on_model()
 
+    def making(self, make: Any, model: Any, *arguments: Any, **options: Any) -> None:
+        """Make a DDP model."""
+        make(model, *arguments, **options)
+        self.found(model)
+
+    def sharding(self, shard: Any, module: Any, *arguments: Any, **options: Any) -> Any:
+        """Shard a module by FSDP2."""
+        sharded = shard(module, *arguments, **options)
+        module.register_forward_pre_hook(lambda *_: self.enters(FORWARD))
+        self.found(module)
+        if self.device == "cuda" and FSDP_WAITS not in self.notes:
+            self.notes.append(FSDP_WAITS)
+        return sharded
+
+    def running(self, forward: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+        """Run a DDP model forward."""
+        self.enters(ENTERED)
+        output = forward(model, *arguments, **options)
+        if self._trains and model.require_backward_grad_sync:
+            for tensor in list(self.find_tensors(output))[:MOST_OUTPUTS]:
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self.gradient_hook)
+        return output
+
+    def preparing(self, prepare: Any, *arguments: Any, **options: Any) -> Any:
+        """What DDP does before the model's own forward; it may wait for buffers of rank 0."""
+        result = prepare(*arguments, **options)
+        self.enters(FORWARD)
+        return result
+
+    def enters(self, kind: int) -> None:
+        """A model's forward begins; the first one tells which thread trains."""
+        self._trains = self.is_training()
+        if self._trains:
+            self._thread = self._thread or threading.get_ident()
+            self.mark(kind)
+
     def mark(self, kind: int, num_samples: int = 0) -> None:
         """This moment, if it is the training thread's."""
         if threading.get_ident() == self._thread and len(self._marks) < MOST_MARKS:
             self._marks.append((kind, self._now(), num_samples))
-
-    def enters(self, *, trains: bool) -> None:
-        """A model's forward begins; the first one tells which thread trains."""
-        self._trains = trains
-        if trains:
-            self._thread = self._thread or threading.get_ident()
-            self.mark(ENTERED)
 
     def gradient_comes(self, queue: Callable[[Callable[[], None]], None], _gradient: Any) -> None:
         """A hook of the model's outputs: the first that is called in a backward pass has the end of the pass noted.
@@ -181,63 +214,37 @@ def install(recorder: Recorder) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415
     from torch.utils.data import dataloader  # noqa: PLC0415
 
-    ddp: Any = distributed
-    is_compiling, is_training = torch.compiler.is_compiling, torch.is_grad_enabled
-    comes = functools.partial(recorder.gradient_comes, torch.autograd.Variable._execution_engine.queue_callback)  # noqa: SLF001
-
-    def replace(owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Have `call` get the function that had this name, and its arguments."""
-        function = getattr(owner, name)
-
-        @functools.wraps(function)
-        def called(*arguments: Any, **options: Any) -> Any:
-            return function(*arguments, **options) if is_compiling() else call(function, *arguments, **options)
-
-        setattr(owner, name, called)
-
-    def make(function: Any, model: Any, *arguments: Any, **options: Any) -> None:
-        function(model, *arguments, **options)
-        recorder.found(model)
-
-    def forward(function: Any, model: Any, *arguments: Any, **options: Any) -> Any:
-        recorder.enters(trains=is_training())
-        output = function(model, *arguments, **options)
-        if is_training() and model.require_backward_grad_sync:
-            for tensor in list(ddp._find_tensors(output))[:MOST_OUTPUTS]:  # noqa: SLF001
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(comes)
-        return output
-
-    def prepare(function: Any, *arguments: Any, **options: Any) -> Any:
-        result = function(*arguments, **options)  # which may wait for buffers of rank 0
-        if is_training():
-            recorder.mark(FORWARD)
-        return result
-
-    def begin_sharded(*_: Any) -> None:
-        recorder.enters(trains=is_training())
-        if is_training():
-            recorder.mark(FORWARD)
-
-    def shard(function: Any, module: Any, *arguments: Any, **options: Any) -> Any:
-        sharded = function(module, *arguments, **options)
-        module.register_forward_pre_hook(begin_sharded)
-        recorder.found(module)
-        if recorder.device == "cuda" and FSDP_WAITS not in recorder.notes:
-            recorder.notes.append(FSDP_WAITS)
-        return sharded
-
-    replace(ddp.DistributedDataParallel, "__init__", make)
-    replace(ddp.DistributedDataParallel, "forward", forward)
-    replace(ddp.DistributedDataParallel, "_pre_forward", prepare)
-    replace(dataloader._BaseDataLoaderIter, "__next__", recorder.fetching)  # noqa: SLF001 - scripts see the same type
-    register_optimizer_step_post_hook(recorder.updated)
+    model: Any = distributed.DistributedDataParallel
+    loaders: Any = dataloader
+    recorder.is_training = torch.is_grad_enabled
+    recorder.find_tensors = distributed._find_tensors  # type: ignore[attr-defined] # noqa: SLF001
+    queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+    recorder.gradient_hook = functools.partial(recorder.gradient_comes, queue)
+    wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
+        (model, "__init__", recorder.making),
+        (model, "forward", recorder.running),
+        (model, "_pre_forward", recorder.preparing),
+        (loaders._BaseDataLoaderIter, "__next__", recorder.fetching),  # noqa: SLF001 - scripts see the same type
+    ]
     if torch.distributed.is_available():
         from torch.distributed import fsdp  # noqa: PLC0415
 
-        replace(torch.distributed.Work, "wait", recorder.waiting)
+        wrapped.append((torch.distributed.Work, "wait", recorder.waiting))
         if hasattr(fsdp, "fully_shard"):  # since torch 2.6
-            replace(fsdp, "fully_shard", shard)
+            wrapped.append((fsdp, "fully_shard", recorder.sharding))
+    for owner, name, call in wrapped:
+        setattr(owner, name, replacement(getattr(owner, name), call, torch.compiler.is_compiling))
+    register_optimizer_step_post_hook(recorder.updated)
+
+
+def replacement(function: Any, call: Callable[..., Any], is_compiling: Callable[[], bool]) -> Any:
+    """Has `call` get the function and its arguments."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments, **options) if is_compiling() else call(function, *arguments, **options)
+
+    return called
 
 
 class Reporter:
@@ -297,7 +304,7 @@ class Reporter:
             store = dist.FileStore(store.path, self._world_size)
         self._store = store
         self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._out.setblocking(False)
+        self._out.settimeout(INTERVAL_S)  # ten rows fill it
 
     def _report(self) -> None:
         row = self._take_row()
@@ -322,7 +329,7 @@ class Reporter:
     def _send(self, row: bytes) -> None:
         try:
             self._out.sendto(row, self._path)
-        except (BlockingIOError, FileNotFoundError, ConnectionRefusedError):
+        except (TimeoutError, FileNotFoundError, ConnectionRefusedError):
             return  # the command is busy or gone: training goes on
 
     def _take_row(self) -> Row | None:
