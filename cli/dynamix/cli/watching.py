@@ -169,8 +169,8 @@ class Watched:
         if data_s > 2 * NOTABLE * step_s:
             text = f"All loaders are slow: ranks wait {ms(data_s)} of {ms(step_s)} per step for data"
             found.append(Finding(name="all loaders", excess_s=data_s, text=text))
-        if comm_s > 2 * NOTABLE * step_s:
-            text = f"communication that computing does not hide takes {ms(comm_s)} of {ms(step_s)} per step"
+        if comm_s > 2 * NOTABLE * step_s and own_TW.shape[1] > 1:
+            text = f"Communication that computing does not hide takes {ms(comm_s)} of {ms(step_s)} per step"
             found.append(self._communication(comm_s, text))
         return found
 
@@ -208,7 +208,7 @@ class Watched:
     def _communication(self, comm_s: float, text: str) -> Finding:
         rates, name = self._rates, "network"
         if rates is None:
-            return Finding(name=name, excess_s=comm_s, text=f"The network is slow: {text}")
+            return Finding(name=name, excess_s=comm_s, text=text)
         slowest, mbit = int(rates.argmin()), 8e-6 * rates
         others = float(np.median(np.delete(mbit, slowest)))
         if mbit[slowest] < SLOW_LINK * others:
@@ -217,8 +217,8 @@ class Watched:
                 f"The link of rank {slowest} is slow: it carries {mbit[slowest]:.3g} Mbit/s, the others {others:.3g}"
             )
         else:
-            which = f"The network is slow: links carry {mbit.min():.3g} to {mbit.max():.3g} Mbit/s"
-        return Finding(name=name, excess_s=comm_s, text=f"{which}; {text}")
+            text += f": links carry {mbit.min():.3g} to {mbit.max():.3g} Mbit/s"
+        return Finding(name=name, excess_s=comm_s, text=text)
 
     # --- what would help
 
@@ -348,7 +348,7 @@ def page(report: Document) -> str:
     lines += [f"{each.text}; in {named.get(each.name, 0)} of {num_windows} windows." for each in findings]
     lines += [] if findings else ["No rank, link or loader is slow."]
     if report["num_pauses"]:
-        lines.append(f"{report['num_pauses']} steps above {PAUSE:g} usual ones (evaluation, checkpoints) are left out.")
+        lines.append(f"Left out as pauses, longer than {PAUSE:g} usual steps: {report['num_pauses']}.")
     lines += [f"Note: {note}." for note in report["notes"]]
     if any(each.is_worthwhile for each in remedies):
         lines += ["", "Estimated change of the time per sample, by the models of DYNAMIX's policies:"]

@@ -134,8 +134,8 @@ class Recorder:
             self.mark(kind)
 
     def mark(self, kind: int, num_samples: int = 0) -> None:
-        """This moment, if it is the training thread's."""
-        if threading.get_ident() == self._thread and len(self._marks) < MOST_MARKS:
+        """This moment, if it is the training thread's, or the engine's, for which that waits."""
+        if (kind in (READY, DONE) or threading.get_ident() == self._thread) and len(self._marks) < MOST_MARKS:
             self._marks.append((kind, self._now(), num_samples))
 
     def gradient_comes(self, queue: Callable[[Callable[[], None]], None], _gradient: Any) -> None:
@@ -217,7 +217,7 @@ def install(recorder: Recorder) -> None:
     model: Any = distributed.DistributedDataParallel
     loaders: Any = dataloader
     recorder.is_training = torch.is_grad_enabled
-    recorder.find_tensors = distributed._find_tensors  # type: ignore[attr-defined] # noqa: SLF001
+    recorder.find_tensors = distributed._find_tensors  # noqa: SLF001
     queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
     recorder.gradient_hook = functools.partial(recorder.gradient_comes, queue)
     wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
