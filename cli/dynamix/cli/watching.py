@@ -1,8 +1,8 @@
 """What rows of a watched job show: which rank, link or loader is slow, and what each remedy would save. Pure.
 
-A rank's own time is what it needs until it waits for others: data, between, compute and update. Communication is the
-least `sync_s` of all ranks in a step, for the last one to arrive waits for nobody; what a rank waits more, it waits for
-slower ranks. Predictions replay the measured steps with other compute times and other communication. The sizes, the way
+A rank's own time is what it needs until it waits for others: data, between, compute and update. Communication is what
+a step takes beyond the longest own time, for the last rank to arrive waits for nobody; what a rank waits more, it waits
+for slower ranks. Predictions replay the measured steps with other compute times and other communication. The sizes, the way
 of exchange and its time are those of the policies' own models (`arbitrator.policies`).
 """
 
@@ -132,7 +132,7 @@ class Watched:
         ranks = []
         for rank, row in sorted(self._rows.items()):
             times = dict(zip(FIELDS, mean_WF[rank].tolist(), strict=False))
-            wait_s, more = times.pop("sync_s") - comm_s, {"node": row.node, "memory_bytes": row.memory_bytes}
+            wait_s, more = max(times.pop("sync_s") - comm_s, 0.0), {"node": row.node, "memory_bytes": row.memory_bytes}
             cpu_s, queued_s = (self._sums[rank][:-1] / self._sums[rank][-1]).tolist()
             ranks.append({"rank": rank, **times, "wait_s": wait_s, "cpu_s": cpu_s, "queued_s": queued_s, **more})
         return {
@@ -213,9 +213,8 @@ class Watched:
         others = float(np.median(np.delete(mbit, slowest)))
         if mbit[slowest] < SLOW_LINK * others:
             name = f"link {slowest}"
-            which = (
-                f"The link of rank {slowest} is slow: it carries {mbit[slowest]:.3g} Mbit/s, the others {others:.3g}"
-            )
+            carried = f"{mbit[slowest]:.3g} Mbit/s, the others {others:.3g}"
+            text += f": the link of rank {slowest} is slow, it carries {carried}"
         else:
             text += f": links carry {mbit.min():.3g} to {mbit.max():.3g} Mbit/s"
         return Finding(name=name, excess_s=comm_s, text=text)
@@ -314,8 +313,10 @@ def usual(steps_TWF: Array) -> Array:
 
 def own_and_communication(steps_TWF: Array) -> tuple[Array, Array]:
     """Time of each rank that is not waiting, and of each step's communication."""
-    sync_TW: Array = steps_TWF[:, :, SYNC]
-    return steps_TWF[:, :, : len(FIELDS)].sum(axis=2) - sync_TW, sync_TW.min(axis=1)
+    times_TWF = steps_TWF[:, :, : len(FIELDS)]
+    own_TW: Array = times_TWF.sum(axis=2) - times_TWF[:, :, SYNC]
+    comm_T: Array = np.maximum(times_TWF.sum(axis=2).mean(axis=1) - own_TW.max(axis=1), 0.0)
+    return own_TW, comm_T
 
 
 def mean_and_error(values_T: Array) -> tuple[float, float]:
