@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from bench.hosts import Hosts, Link
 from tests.support.ranks import run_ranks
 from tests.support.training import Numbered, flat_parameters, make_model
@@ -99,6 +100,13 @@ def _train(
     return torch.zeros(0) if sharded else flat_parameters(model)
 
 
+def waiting_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages, and waits for it, as some hooks do."""
+    averaged = allreduce_hook(state, bucket)
+    averaged.wait()
+    return averaged
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "bucket views": {"options": {"gradient_as_bucket_view": True}},
@@ -143,9 +151,10 @@ def _steps(rank: int, case: dict[str, Any]) -> list[Step]:
         ({"late": "backward"}, f"rank {SLOW} compute_s"),
         ({"late": "backward", "model_options": {"norm": True}}, f"rank {SLOW} compute_s"),
         ({"late": "backward", "sharded": True}, f"rank {SLOW} compute_s"),
+        ({"late": "backward", "hook": waiting_hook}, f"rank {SLOW} compute_s"),
         ({"late": "data"}, f"loader {SLOW}"),
     ],
-    ids=["backward", "with BatchNorm", "FSDP", "data"],
+    ids=["backward", "with BatchNorm", "FSDP", "hook", "data"],
 )
 def test_the_time_that_one_rank_takes_longer_is_attributed_to_it(case: dict[str, Any], name: str) -> None:
     watched = Watched()

@@ -2,8 +2,8 @@
 
 A rank's own time is what it needs until it waits for others: data, between, compute and update. Communication is what
 a step takes beyond the longest own time, for the last rank to arrive waits for nobody; what a rank waits more, it waits
-for slower ranks. Predictions replay the measured steps with other compute times and other communication. The sizes, the way
-of exchange and its time are those of the policies' own models (`arbitrator.policies`).
+for slower ranks. Predictions replay the measured steps with other compute times and other communication. The sizes, the
+way of exchange and its time are those of the policies' own models (`arbitrator.policies`).
 """
 
 import math
@@ -88,7 +88,7 @@ class Watched:
 
     def add(self, row: Row) -> bool:
         """Take in one row; whether a window ended."""
-        if row.restart > self._restart:  # torchrun has restarted the ranks
+        if row.restart > self._restart or (row.first_step == 0 and row.rank in self._rows):  # torchrun has restarted
             Watched.__init__(self, row.restart)
         self._rows[row.rank] = row
         self._sums[row.rank] = self._sums.get(row.rank, 0.0) + np.array([row.cpu_s, row.queued_s, len(row.steps)])

@@ -32,7 +32,8 @@ POLL_S = 0.2
 """Between two looks whether torchrun has ended, while no rows come."""
 NOTHING = (
     "dynamix watch: no step of a DistributedDataParallel model was seen on all ranks. Train it in the process that "
-    "torchrun starts, by loss.backward() and optimizer.step(); on several nodes, that of rank 0 reports"
+    "torchrun starts, by loss.backward() and optimizer.step(); compile a model before DistributedDataParallel wraps it; "
+    "on several nodes, that of rank 0 reports"
 )
 
 

@@ -1,6 +1,6 @@
 """Watches a training script that knows nothing of it: the part of `dynamix watch` in each rank.
 
-It changes neither gradients nor hooks of the script. Moments are taken where PyTorch passes by: DDP's forward, two
+It changes no gradient and no state of the script. Moments are taken where PyTorch passes by: DDP's forward, two
 callbacks of the autograd engine around DDP's own wait at the end of a backward pass, `Work.wait`, iterators of
 DataLoader, the end of an optimizer's step. On a GPU a moment is a CUDA event. Once a second a thread adds them up and
 sends a `Row`, over the store of torch.distributed to rank 0 and from there to the command.
@@ -101,6 +101,10 @@ class Recorder:
         make(model, *arguments, **options)
         self.found(model)
 
+    def hooking(self, register: Any, model: Any, state: Any, hook: Any) -> None:
+        """Register a communication hook of the script, which may wait for other ranks."""
+        register(model, state, functools.wraps(hook)(functools.partial(self.waiting, hook)))
+
     def sharding(self, shard: Any, module: Any, *arguments: Any, **options: Any) -> Any:
         """Shard a module by FSDP2."""
         sharded = shard(module, *arguments, **options)
@@ -112,6 +116,7 @@ class Recorder:
 
     def running(self, forward: Any, model: Any, *arguments: Any, **options: Any) -> Any:
         """Run a DDP model forward."""
+        self._is_queued = False  # even if the backward pass before was broken off
         self.enters(ENTERED)
         output = forward(model, *arguments, **options)
         if self._trains and model.require_backward_grad_sync:
@@ -179,7 +184,7 @@ class Recorder:
         return batch
 
     def waiting(self, wait: Any, *arguments: Any, **options: Any) -> Any:
-        """Wait for a collective operation of the script, of SyncBatchNorm or of FSDP."""
+        """Wait for a collective operation of the script, of its hook, of SyncBatchNorm or of FSDP."""
         self.mark(WAITS)
         try:
             return wait(*arguments, **options)
@@ -222,6 +227,7 @@ def install(recorder: Recorder) -> None:
     recorder.gradient_hook = functools.partial(recorder.gradient_comes, queue)
     wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
         (model, "__init__", recorder.making),
+        (model, "register_comm_hook", recorder.hooking),
         (model, "forward", recorder.running),
         (model, "_pre_forward", recorder.preparing),
         (loaders._BaseDataLoaderIter, "__next__", recorder.fetching),  # noqa: SLF001 - scripts see the same type
