@@ -6,7 +6,9 @@ for slower ranks. Predictions replay the measured steps with other compute times
 way of exchange and its time are those of the policies' own models (`arbitrator.policies`).
 """
 
+import functools
 import math
+import textwrap
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -55,6 +57,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     excess_s: float
     """Seconds per step; of a rank what it is later than the others."""
     text: str
+    why: str = ""
 
 
 class Remedy(msgspec.Struct, frozen=True):
@@ -185,17 +188,21 @@ class Watched:
             f"Rank {rank} {'has a slow loader' if is_data else 'is slow'}: it {DOES[part]} {1e3 * more_s:.1f} +- "
             f"{2e3 * error_s:.1f} ms longer per step than the others ({ms(own_s)}, they {ms(own_s - more_s)})"
         )
+        why = ""
         if not is_data and self._rows[rank].device == "cpu":
             all_W2 = np.array([sums[:-1] / sums[-1] for _, sums in sorted(self._sums.items())])
             cpu_s, queued_s = all_W2[rank] - np.sort(all_W2, axis=0)[(len(all_W2) - 1) // 2]
             if queued_s > 0.4 * more_s:
-                text += f"; it waited {ms(queued_s)} longer for a processor: others use it, or a quota is used up"
+                why = f"It waited {ms(queued_s)} longer for a processor: others use it, or a quota is used up."
             elif cpu_s > 0.4 * more_s:
-                text += f"; its processor was busy {ms(cpu_s)} longer: it is slower, or has more to do"
+                why = f"Its processor was busy {ms(cpu_s)} longer: it is slower, or has more to do."
             else:
-                text += "; it neither used a processor nor waited for one meanwhile: it slept or was blocked"
+                why = (
+                    "It neither used a processor nor waited for one meanwhile: it slept or was blocked. To divide the "
+                    "batch helps if that time grows with the samples."
+                )
         name = f"loader {rank}" if is_data else f"rank {rank} {FIELDS[part]}"
-        return Finding(name=name, excess_s=late_s, text=text)
+        return Finding(name=name, excess_s=late_s, text=text, why=why)
 
     @property
     def _rates(self) -> Array | None:
@@ -331,6 +338,9 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
+wrapped = functools.partial(textwrap.wrap, width=100, subsequent_indent="  ")
+
+
 def page(report: Document) -> str:
     """The report as text."""
     ranks, findings, remedies = report["ranks"], report["findings"], report["remedies"]
@@ -340,17 +350,19 @@ def page(report: Document) -> str:
         f"{report['local_batch_size']:.4g} samples per rank"
     )
     names = ("compute", "wait", "data", "between", "update")
-    lines = [summary, "", f"  rank{''.join(f'{name:>10}' for name in names)}  (ms per step)    memory  node"]
+    lines = [*wrapped(summary), "", f"  rank{''.join(f'{name:>10}' for name in names)}  (ms per step)    memory  node"]
     for each in ranks:
         times = "".join(f"{1e3 * each[f'{name}_s']:10.1f}" for name in names)
         lines.append(f"  {each['rank']:4}{times}{each['memory_bytes'] / 1e6:22.0f} MB  {each['node']}")
     lines.append("")
     named, num_windows = report["windows_named"], report["num_windows"]
-    lines += [f"{each.text}; in {named.get(each.name, 0)} of {num_windows} windows." for each in findings]
+    for each in findings:
+        lines += wrapped(f"{each.text}; in {named.get(each.name, 0)} of {num_windows} windows. {each.why}")
     lines += [] if findings else ["No rank, link or loader is slow."]
     if report["num_pauses"]:
         lines.append(f"Left out as pauses, longer than {PAUSE:g} usual steps: {report['num_pauses']}.")
-    lines += [f"Note: {note}." for note in report["notes"]]
+    for note in report["notes"]:
+        lines += wrapped(f"Note: {note}.")
     if any(each.is_worthwhile for each in remedies):
         lines += ["", "Estimated change of the time per sample, by the models of DYNAMIX's policies:"]
     for each in remedies:
@@ -358,7 +370,7 @@ def page(report: Document) -> str:
             change = f"{-100 * each.saving:+4.0f} % +- {max(100 * each.error, 1):.0f}"
             lines.append(f"  {change:12}  {each.name:40}  {each.how}")
     rest = ", ".join(f"{each.name} ({-100 * each.saving:+.0f} %)" for each in remedies if not each.is_worthwhile)
-    lines += [f"Not worth it here: {rest}."] if rest else []
+    lines += wrapped(f"Not worth it here: {rest}.") if rest else []
     if any(each.is_worthwhile and each.name.startswith(("4 local", "twice")) for each in remedies):
         lines.append(
             "Larger batches and local steps may need more samples to the same accuracy; that is not known here."

@@ -32,7 +32,7 @@ POLL_S = 0.2
 """Between two looks whether torchrun has ended, while no rows come."""
 NOTHING = (
     "dynamix watch: no step of a DistributedDataParallel model was seen on all ranks. Train it in the process that "
-    "torchrun starts, by loss.backward() and optimizer.step(); compile a model before DistributedDataParallel wraps it; "
+    "torchrun starts, by loss.backward() and optimizer.step(); if compiled, compile it before it is wrapped; "
     "on several nodes, that of rank 0 reports"
 )
 
@@ -90,7 +90,7 @@ def follow(command: Sequence[str], rows: socket.socket, watched: Watched, *, eve
             has_ended = watched.add(msgspec.msgpack.decode(packet, type=Row))
             names = {each.name for each in watched.found}
             if has_ended and (names - shown or time.monotonic() > shown_s + every_s):
-                found = "; ".join(each.text for each in watched.found) or "no rank, link or loader is slow"
+                found = ". ".join(each.text for each in watched.found) or "No rank, link or loader is slow"
                 print(f"dynamix watch: step {watched.num_steps}: {found}", file=sys.stderr, flush=True)
                 shown_s, shown = time.monotonic(), shown | names
     finally:
