@@ -36,7 +36,6 @@ def savings(made: Watched) -> dict[str, float]:
 
 
 DIVIDED = "attach(model, optimizer, loader)"
-FAST, SLOW = [RATE] * 4, [RATE, RATE, RATE / 5, RATE / 5]  # the slow rank's own transfers, and those to it
 PEERS = [1, 2, 3, 0]
 
 
@@ -73,7 +72,13 @@ def test_what_is_slow_is_named_in_the_first_window_with_what_a_remedy_saves(
 
 
 def test_a_slow_link_is_told_from_its_neighbours() -> None:
-    made = watched([0.05] * 4, comm_s=0.149, link_bytes_per_s=[RATE, RATE / 5, RATE / 5, RATE], link_peer=PEERS)
+    made = watched(
+        [0.05] * 4,
+        comm_s=0.149,
+        link_bytes_per_s=[RATE, RATE / 5, RATE / 5, RATE],
+        link_peer=PEERS,
+        gradient_bytes=[200_000] * 4,
+    )
     assert [each.name for each in made.found] == ["link 2"]
     assert 'attach(..., exchange="exact")' in savings(made)
 

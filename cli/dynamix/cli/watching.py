@@ -94,7 +94,9 @@ class Watched:
         if row.restart > self._restart or (row.first_step == 0 and row.rank in self._rows):  # torchrun has restarted
             Watched.__init__(self, row.restart)
         self._rows[row.rank] = row
-        self._sums[row.rank] = self._sums.get(row.rank, 0.0) + np.array([row.cpu_s, row.queued_s, len(row.steps)])
+        sums = self._sums.setdefault(row.rank, np.array([0.0, 0.0, 1e-9]))
+        if row.first_step:  # the counters of the first row include what was before the training
+            sums += (row.cpu_s, row.queued_s, len(row.steps))
         if row.link_bytes_per_s is not None and row.link_peer is not None:
             self._links[row.rank] = row.link_bytes_per_s, row.link_peer
         has_ended = False
@@ -216,9 +218,10 @@ class Watched:
         rates, name = self._rates, "network"
         if rates is None:
             return Finding(name=name, excess_s=comm_s, text=text)
-        slowest, mbit = int(rates.argmin()), 8e-6 * rates
+        slowest, mbit, num = int(rates.argmin()), 8e-6 * rates, len(rates)
         others = float(np.median(np.delete(mbit, slowest)))
-        if mbit[slowest] < SLOW_LINK * others:
+        ring_s = 2 * (num - 1) / num * self._rows[0].gradient_bytes / float(rates[slowest])
+        if mbit[slowest] < SLOW_LINK * others and ring_s > 0.5 * comm_s:  # else it is the rank that sends slowly
             name = f"link {slowest}"
             carried = f"{mbit[slowest]:.3g} Mbit/s, the others {others:.3g}"
             text += f": the link of rank {slowest} is slow, it carries {carried}"
