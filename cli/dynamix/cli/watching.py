@@ -372,7 +372,7 @@ def page(report: Document) -> str:
         if each.is_worthwhile:
             change = f"{round(-100 * each.saving):+4d} % +- {max(100 * each.error, 1):.0f}"
             lines.append(f"  {change:12}  {each.name:40}  {each.how}")
-    rest = ", ".join(f"{each.name} ({round(-100 * each.saving):+d} %)" for each in remedies if not each.is_worthwhile)
+    rest = ", ".join(f"{each.name} ({round(-100 * each.saving):+d}%)" for each in remedies if not each.is_worthwhile)
     lines += wrapped(f"Not worth it here: {rest}.") if rest else []
     if any(each.is_worthwhile and each.name.startswith(("4 local", "twice")) for each in remedies):
         lines.append(
