@@ -287,8 +287,9 @@ class Watched:
             factor = memory.time_s(way, 0.0) / max(comm_s, 1e-9) / way.every
             saving, error = saved(own_TW, factor * comm_T)
             error = math.hypot(error, PRIOR_ERROR * factor * comm_s / now_s)
-            is_worthwhile = (chosen.codec, chosen.route, chosen.every) == (way.codec, way.route, way.every)
-            found.append(Remedy(name, f'attach(..., exchange="{permission}")', saving, error, is_worthwhile))
+            is_chosen = (chosen.codec, chosen.route, chosen.every) == (way.codec, way.route, way.every)
+            how = f'attach(..., exchange="{permission}")'
+            found.append(Remedy(name, how, saving, error, is_chosen and saving > error))
         return sorted(found, key=lambda each: (not each.is_worthwhile, -each.saving))
 
     def _job(self, sizes: Sequence[int]) -> Job:
