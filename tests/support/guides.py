@@ -51,6 +51,8 @@ def run_page(_rank: int, page: Path, directory: str, more: str = "") -> list[str
     for place, code in blocks(page):
         names: dict[str, Any] = {"__name__": place}
         exec(compile(SCRIPT + more, "the plain script", "exec"), names)
+        if code.startswith("from dynamix") and "DistributedDataParallel(model)" in code:
+            names["model"] = names["model"].module
         exec(compile(code, place, "exec"), names)
         session = names.get("session")
         if session is not None and session.position == 0:
