@@ -38,12 +38,10 @@ def _misuse(_rank: int) -> None:
     batches = iter(session.loader)
     next(batches)
     assert session.scale_loss(loss := torch.ones(())) is loss  # the hook weighs: nothing to scale
-    with pytest.raises(RuntimeError, match=r"step 0 is not finished.*save after session.step\(\)"):
+    with pytest.raises(RuntimeError, match=r"step 0 is not finished.*save after optimizer.step\(\)"):
         session.state_dict()
     with pytest.raises(RuntimeError, match="after the first step"):
         session.load_state_dict({})
-    with pytest.raises(RuntimeError, match="step 0 is not finished"):
-        next(batches)
     with pytest.raises(ValueError, match=r"session.step\(loss\): a tensor of shape \(8,\): pass one number"):
         session.step(torch.ones(8))
     session.close()

@@ -18,7 +18,14 @@ LINEAR = torch.nn.Linear(1, 1)
 
 def attached(local_batch_size: Any, model: torch.nn.Module = LINEAR, **given: Any) -> JobOptions:
     """The options of `attach` on two ranks."""
-    arguments = {**DEFAULTS, "dataset": [], "local_batch_size": local_batch_size, **given}
+    arguments = {
+        **DEFAULTS,
+        "dataset": [],
+        "shuffle": True,
+        "drop_last": False,
+        "local_batch_size": local_batch_size,
+        **given,
+    }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return options_of(
         *(arguments, [model], [optimizer]),

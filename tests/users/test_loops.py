@@ -29,17 +29,6 @@ def test_a_single_process_needs_no_process_group(options: dict[str, Any]) -> Non
     assert sorted(used) == list(range(100))
 
 
-def _left_before_step(_rank: int) -> None:
-    session, model, optimizer = begin_job(Numbered(64))
-    for batch in session.loader:
-        loss_of(model, batch).backward()
-        optimizer.step()
-        break
-    with pytest.raises(RuntimeError, match=r"would repeat that batch: call session.step\(\) before break"):
-        next(iter(session.loader))
-    session.close()
-
-
 def _lengths(_rank: int, options: dict[str, Any]) -> tuple[list[int], int]:
     session, model, optimizer = begin_job(Numbered(330), local_batch_size=16, **options)
     lengths = [len(session.loader)]
@@ -97,20 +86,3 @@ def test_a_script_may_fetch_one_batch_ahead_also_past_the_end_of_an_epoch(num_wo
         assert result["error"] < 1e-12
         assert Counter(result["samples"]) == dict.fromkeys(range(601), 2)
         assert result["num_sizes"] > 1
-
-
-def _wrong_order(_rank: int) -> None:
-    session, model, optimizer = begin_job(Numbered(200))
-    for batch in session.loader:
-        loss = loss_of(model, batch)
-        loss.backward()
-        session.step(loss)
-        with pytest.raises(RuntimeError, match=r"session.step\(\) was called before optimizer.step\(\): call it after"):
-            optimizer.step()
-        break
-    session.close()
-
-
-@pytest.mark.parametrize("script", [_left_before_step, _wrong_order])
-def test_a_step_that_ends_at_the_wrong_place_is_refused(script: Any) -> None:
-    run_ranks(script, 2)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings, node_name
@@ -30,10 +30,10 @@ from dynamix.trainer.data.loader import (
     Loader,
     LoaderOptions,
     check_loader_options,
-    orders_of,
 )
-from dynamix.trainer.data.orders import DataIdentity, OwnSampler
+from dynamix.trainer.data.orders import DataIdentity, DistributedOrders, OwnSampler, Permutations
 from dynamix.trainer.data.plan import Division
+from dynamix.trainer.data.source import source_of
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.exchange.servers import GradientServers
@@ -84,9 +84,9 @@ SPARE_STEPS = 2
 def attach(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    dataset: Dataset[Any],
+    data: Dataset[Any] | DataLoader[Any],
     *,
-    local_batch_size: int | Sequence[int],
+    local_batch_size: int | Sequence[int] | None = None,
     global_batch: GlobalBatch = "fixed",
     micro_batch_size: int | None = None,
     gradient_accumulation_steps: int = 1,
@@ -108,8 +108,8 @@ def attach(
     policy: str | None = None,
     policy_options: Mapping[str, float | str] | None = None,
     seed: int = 0,
-    shuffle: bool = True,
-    drop_last: bool = False,
+    shuffle: bool | None = None,
+    drop_last: bool | None = None,
     sampler: OwnSampler | None = None,
     token_counts: Sequence[int] | None = None,
     count_tokens: CountTokens | None = None,
@@ -121,17 +121,20 @@ def attach(
 ) -> Session:
     """Attach to a training job; a collective call, after `init_process_group` and wrapping the model.
 
-    It replaces `DataLoader` and `DistributedSampler`: iterate over `session.loader`, call `session.step(loss)` after
-    each `optimizer.step()`. Without a bus, or without an action, the job keeps its sizes. A single process needs no
-    process group.
+    `session, loader = attach(model, optimizer, loader)` takes over the script's own loader; the loop stays as it is. A
+    step ends when the optimizer has stepped; `session.step(loss)` reports a loss. Each loop over the loader is an
+    epoch. Without a bus, or without an action, the job keeps its sizes. A single process needs no process group.
 
     Args:
         model: a `DistributedDataParallel` model, a sharded one (FSDP), or one whose gradients a framework averages over
             ranks (`weighting="loss"`); several as a list. Wrappers of `torch.compile` and frameworks are removed.
         optimizer: its learning rates are scaled for the samples of each step, by `learning_rate_rule`; or a list.
-        dataset: map-style, with a length; or a stream (`IterableDataset`), which every rank reads as a whole. The same
-            on all ranks.
-        local_batch_size: initial samples per rank and step: one number, or one per rank.
+        data: the script's `DataLoader`, whose data set, batch size, sampler, `drop_last`, workers, `collate_fn` and
+            `generator` stay: of equal batches each step has the samples of plain training, without those that a
+            `DistributedSampler` repeats to fill up. Or a data set, for a new script that loops over `session.loader`:
+            map-style, with a length, or a stream (`IterableDataset`), which every rank reads as a whole. The same on
+            all ranks.
+        local_batch_size: initial samples per rank and step: one number, or one per rank. Default: those of the loader.
         global_batch: `fixed` keeps the sum of the sizes; only its division over the ranks follows their speeds. With
             `adaptive` the policy also changes the sum: schedules and loops that count steps then need
             `session.schedule`, `session.progress` and `session.num_reference_steps`.
@@ -171,11 +174,11 @@ def attach(
             `static` nothing changes.
         policy_options: options of the policy: numbers, or names (`codec`, `route`).
         seed: random seed of the order of the samples.
-        shuffle: False uses the samples in the data set's order.
-        drop_last: omit the end of an epoch that does not fill a step; then not every sample is used.
-        sampler: order of each epoch: a function from the epoch's number to indices, or a sampler of torch (weighted,
-            class-balanced, a subset); called in rank 0, for all ranks. An epoch has as many samples as it draws, and
-            `shuffle` is ignored.
+        shuffle: beside a data set, False uses the samples in its order.
+        drop_last: beside a data set, omit the end of an epoch that does not fill a step.
+        sampler: beside a data set, order of each epoch: a function from the epoch's number to indices, or a sampler of
+            torch (weighted, class-balanced, a subset); called in rank 0, for all ranks. An epoch has as many samples as
+            it draws, and `shuffle` is ignored.
         token_counts: tokens of each sample that count in its loss, in the data set's order: batches are then made by
             tokens, and every size, bound and report is in tokens.
         count_tokens: number of tokens of a batch that count in its loss, for example
@@ -187,7 +190,8 @@ def attach(
         loggers: receivers of each window's metrics in global rank 0: `tensorboard`, `wandb`, `mlflow`, `csv`, `jsonl`,
             names registered in the entry-point group `dynamix.loggers`, or objects with `log(metrics, *, step)` and
             `close()` such as those of `dynamix.extras.loggers`.
-        loader_options: for `torch.utils.data.DataLoader`: num_workers, prefetch_factor, collate_fn, pin_memory, ...
+        loader_options: beside a data set, for `torch.utils.data.DataLoader`: num_workers, prefetch_factor, collate_fn,
+            pin_memory, ...
 
     Raises:
         TypeError: for an argument that is unknown.
@@ -206,6 +210,24 @@ def attach(
     # those of all callers: what they name, such as the model and its group, would live to the end of the process.
     gc.collect()
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
+    source = source_of(
+        data,
+        local_batch_size=local_batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        seed=seed,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        sampler=sampler,
+        options=loader_options,
+        world_size=world_size,
+    )
+    dataset, orders, loader_options = source.dataset, source.orders, source.options
+    given |= {
+        "dataset": dataset,
+        "local_batch_size": source.local_batch_size,
+        "shuffle": orders.identity.shuffle,
+        "drop_last": source.drop_last,
+    }
     drawn_ahead = loader_options.get("num_workers", 0) * (loader_options.get("prefetch_factor") or PREFETCH_FACTOR)
     options = options_of(
         *(given, models, optimizers),
@@ -216,7 +238,6 @@ def attach(
         gradient_servers=environment.trainer.gradient_servers,
     )
     metric_loggers = find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0)
-    orders = orders_of(dataset, sampler, seed, shuffle=shuffle)
     if token_counts is not None:
         most = options.max_local_batch_size
         orders.count_by_tokens(token_counts, dataset, most=min(most, micro_batch_size or most))
@@ -242,8 +263,13 @@ def attach(
     run = Run(options=options, data=orders.identity, place=place, identity=identity)
     if place.rank == 0:
         caller = sys._getframe(1)  # noqa: SLF001 - the script; reading its f_locals keeps what is in them alive
-        if not (shuffle or orders.identity.sampler) and any(
-            DistributedSampler in (name, type(name)) for name in (*caller.f_globals.values(), *caller.f_locals.values())
+        if (
+            shuffle is False
+            and sampler is None
+            and any(
+                DistributedSampler in (name, type(name))
+                for name in (*caller.f_globals.values(), *caller.f_locals.values())
+            )
         ):
             _log.warning(
                 "shuffle=False uses the samples in the data set's order in every epoch, but this script knows a "
@@ -261,11 +287,12 @@ def attach(
     loader = Loader(
         *(dataset, orders, run.schedule),
         division=Division(place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
-        drop_last=drop_last,
+        drop_last=source.drop_last,
         shares_tail=global_batch == "adaptive",
         options=loader_options,
         look_ahead=look_ahead,
         count_tokens=count_tokens,
+        given=source.loader,
     )
     clock: Clock = DeviceClock() if device.type == "cuda" else Clock()
     gradients = _gradients(
@@ -301,7 +328,7 @@ def attach(
     steering = Steering(
         run,
         meter=meter,
-        sampler=loader.sampler,
+        sampler=loader.plans,
         collectives=collectives,
         transport=transport,
         history=MetricHistory(metric_loggers, transport),
@@ -339,9 +366,7 @@ def _gradients(
             is_sum=options.reduction == "sum",
             weighs_samples=by_samples,
             is_joint=needs_equal_steps(models),
-            has_equal_data=options.shuffle
-            and given["sampler"] is None
-            and not isinstance(loader.dataset, IterableDataset),
+            has_equal_data=options.shuffle and isinstance(loader.plans.orders, Permutations | DistributedOrders),
             is_in_parts=options.micro_batch_size is not None,
         )
         losses.look_at_modules(models)

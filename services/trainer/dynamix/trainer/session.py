@@ -5,8 +5,8 @@ One step:
 1. `loader` hands out a batch; `_on_batch` prepares the hook, the learning rate and local steps for it.
 2. The script's `backward` runs the hook (`gradient/hook.py`), which weights and exchanges the gradient.
 3. The script's `optimizer.step` runs between the hooks of `Updates` (`gradient/learning_rate.py`).
-4. `step` ends local steps, records the batch (`measurement/meter.py`) and calls `Steering.after_step`, which ends
-   windows and adopts actions (`steering/`).
+4. When the script asks for the next batch, or calls `step`, `_finish_batch` ends local steps, records the batch
+   (`measurement/meter.py`) and calls `Steering.after_step`, which ends windows and adopts actions (`steering/`).
 """
 
 import logging
@@ -39,16 +39,16 @@ from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.gradient.noise import NoiseAverage
 from dynamix.trainer.job.identity import Attempt, generation_after, lower_cap, merge_caps
 from dynamix.trainer.local_steps import LocalSteps
-from dynamix.trainer.measurement.meter import Scalar, while_it_lives
+from dynamix.trainer.measurement.meter import Scalar, detached, while_it_lives
 from dynamix.trainer.steering.run import Run, reason_after
 from dynamix.trainer.steering.steering import Steering
 
 _log = logging.getLogger("dynamix.trainer")
 
 
-def say_that_it_is_gone() -> None:
+def say_that_it_is_gone() -> Any:
     """Raise RuntimeError, in place of what a session does for its loader."""
-    raise RuntimeError("the session of this loader is gone: keep it, its step() ends each step")
+    raise RuntimeError("the session of this loader is gone: keep what attach returned, it ends each step")
 
 
 def leave(steering: Steering, models: CoveredModels, close_timeout_s: float, may_restart: bool) -> None:
@@ -75,7 +75,8 @@ class Gradients(NamedTuple):
 class Session:
     """Handle of one attached training job; made by `dynamix.trainer.attach`.
 
-    As a context manager it closes itself, and remembers the size at which a rank ran out of memory.
+    It unpacks into itself and its loader: `session, loader = attach(model, optimizer, loader)`. As a context manager it
+    closes itself, and remembers the size at which a rank ran out of memory.
     """
 
     def __init__(
@@ -108,15 +109,21 @@ class Session:
         self._close_timeout_s = close_timeout_s
         self._may_restart = may_restart
         loader.on_start = while_it_lives(self._on_start, say_that_it_is_gone)
+        loader.on_trained = while_it_lives(self._finish_trained, say_that_it_is_gone)
         loader.on_ask = self._meter.clock.asked
         loader.on_batch = while_it_lives(self._on_batch, say_that_it_is_gone)
         loader.on_exhausted = while_it_lives(self.average, say_that_it_is_gone)
+        self._reported: tuple[Scalar | None, Scalar | None] | None = None
+        """Loss and number of correct samples of the batch to train on, once the script has reported them."""
         self._allocation: Allocation | None = None
         """Allocation of the batch to train on."""
         self._loss_scaled = False
         self._state_loaded = False
         # the end is published, and the last messages leave, also when the script just ends
         self._leave = weakref.finalize(self, leave, steering, models, close_timeout_s, may_restart)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self, self._loader))
 
     # --- the training loop -------------------------------------------------------------------------------------
 
@@ -156,7 +163,9 @@ class Session:
         return self._current().is_last
 
     def step(self, loss: Scalar | None = None, num_correct: Scalar | None = None) -> None:
-        """End a batch: call it once for each batch of `loader`, after `optimizer.step()`, on all ranks.
+        """Report the loss of a batch; optional. If the optimizer has stepped, the step ends here, else with the batch.
+
+        A batch that is skipped on all ranks must be reported, or the next one's update is refused.
 
         Args:
             loss: the criterion's value, as it was reduced over this rank's samples; a tensor is not waited for.
@@ -171,14 +180,36 @@ class Session:
         batch = self._loader.current
         if batch is None:
             raise RuntimeError(
-                "session.step() without a batch: call it once after each batch of session.loader; itertools.cycle "
-                "repeats batches that it kept, write `while True: yield from session.loader`"
+                "session.step() without a batch: call it once in each batch of the loader; itertools.cycle repeats "
+                "batches that it kept, write `while True: yield from loader`"
             )
-        if self._needs_scaling and not self._loss_scaled:
-            raise RuntimeError("the gradient of this batch is not weighted: use session.scale_loss(loss).backward()")
-        self._loss_scaled = False
         if self._losses is not None:
             self._losses.look_at_loss(loss)
+        self._reported = detached("loss", loss), detached("num_correct", num_correct)
+        if not batch.is_last or self._updates.any_since_step:
+            self._finish_batch(batch)
+
+    def _finish_trained(self) -> bool:
+        """Finish the batch that was trained on, if there is one; the script asks for another."""
+        batch = self._loader.current
+        if batch is None or self._run.ended:
+            return False
+        if batch.is_last:
+            is_done = self._updates.any_since_step or self._models.saw_backward
+            is_done = is_done or (self._needs_scaling and self._loss_scaled)
+            is_done = is_done or self._reported is not None  # skipped
+            is_done = is_done or (len(self.local_batch_sizes) == 1 and self._models.are_training)
+        else:
+            is_done = self._loader.is_full
+        if is_done:
+            self._finish_batch(batch)
+        return is_done
+
+    def _finish_batch(self, batch: MicroBatch) -> None:
+        if self._needs_scaling and not self._loss_scaled and (self._updates.any_since_step or not batch.is_last):
+            raise RuntimeError("the gradient of this batch is not weighted: use session.scale_loss(loss).backward()")
+        self._loss_scaled = False
+        (loss, num_correct), self._reported = self._reported or (None, None), None
         if not batch.is_last:
             self._loader.finish_batch()
             self._meter.record_batch(batch, loss, num_correct)
@@ -247,6 +278,7 @@ class Session:
 
     def average(self) -> None:
         """End a round of local steps now, between two steps; on all ranks. Elsewhere it does nothing."""
+        self._finish_trained()
         self._local.average(self._loader.position.step)
 
     def _require_average(self, otherwise: str) -> None:
@@ -283,7 +315,7 @@ class Session:
     @property
     def step_index(self) -> int:
         """Optimizer steps done so far, over all generations: the number of the current or next step."""
-        return self._loader.position.step
+        return self._position.step
 
     @property
     def window(self) -> int:
@@ -293,12 +325,12 @@ class Session:
     @property
     def position(self) -> int:
         """Samples used so far, over all epochs and ranks."""
-        return self._loader.position.samples_seen
+        return self._position.samples_seen
 
     @property
     def progress(self) -> float:
         """Reference steps so far: optimizer steps of plain training on as many samples. For loops that count steps."""
-        return self._run.reference_steps.before(self._loader.position)
+        return self._run.reference_steps.before(self._position)
 
     @property
     def num_reference_steps(self) -> int:
@@ -308,7 +340,7 @@ class Session:
     @property
     def allocation(self) -> Allocation:
         """The allocation of the current or next step: sizes, who divides them, how gradients are exchanged."""
-        return self._run.schedule.allocation_at(self.step_index)
+        return self._run.schedule.allocation_at(self._loader.position.step)
 
     @property
     def local_batch_sizes(self) -> tuple[int, ...]:
@@ -339,6 +371,17 @@ class Session:
         """
         return self._steering.history.rows()
 
+    @property
+    def _is_updated(self) -> bool:
+        """Whether the optimizer has made the step that is not finished yet."""
+        batch = self._loader.current
+        return batch is not None and batch.is_last and self._updates.any_since_step
+
+    @property
+    def _position(self) -> Position:
+        batch, position = self._loader.current, self._loader.position
+        return position.after(batch.plan) if batch is not None and self._is_updated else position
+
     def _current(self) -> MicroBatch:
         if self._loader.current is None:
             raise RuntimeError("there is no current batch: this is known between a batch and session.step()")
@@ -353,17 +396,18 @@ class Session:
         its own, as large as the model: a resume is exact where every rank saves and loads its own state.
 
         Raises:
-            RuntimeError: between a batch and `session.step()`: the resumed run would use that batch twice. Also in the
-                middle of a round of local steps: each rank has parameters of its own.
+            RuntimeError: between a batch and `optimizer.step()`: the resumed run would use that batch twice. Also in
+                the middle of a round of local steps: each rank has parameters of its own.
         """
-        if self._loader.is_in_step or self._updates.any_since_step:
+        position, digest = self._loader.saved(self._is_updated)
+        if position is None:
             raise RuntimeError(
                 f"step {self._loader.position.step} is not finished, a run resumed from here would repeat its batch: "
-                "save after session.step()"
+                "save after optimizer.step()"
             )
         self._require_average("each rank has parameters of its own")
         self._steering.complete_posted()
-        run, position = self._run, self._loader.position
+        run = self._run
         entries = run.schedule.entries_since(position.step)
         return {
             "version": VERSION,
@@ -372,7 +416,7 @@ class Session:
             "attempt": run.identity.attempt._asdict(),
             "data": run.data._asdict(),
             "position": position._asdict(),
-            "order": self._loader.order_digest,
+            "order": digest,
             "num_epochs": run.num_epochs,
             "schedule": [[step, *msgspec.to_builtins(allocation)] for step, allocation in entries],
             "fast_loop": run.fast_loop.state,
@@ -426,11 +470,6 @@ class Session:
     def _on_start(self) -> None:
         """Begin with the first batch: only now is it known whether a state was loaded."""
         self._require_running()
-        if self._updates.any_since_step:
-            raise RuntimeError(
-                "the loop was left after optimizer.step() and before session.step(), and would repeat that batch: call "
-                "session.step() before break"
-            )
         self._meter.clock.discard()
         if not self._run.started:
             if not self._state_loaded:

@@ -6,7 +6,7 @@ done, not when a batch is drawn, so that a saved state never counts what was onl
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypedDict
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from dynamix.schemas.spelling import nearest
 from dynamix.trainer.arguments import AtLeast0, checked
 
-from .orders import Orders, OwnSampler, Permutations, SampledOrders
+from .orders import Orders
 from .plan import Division, MicroBatch, PlanSampler, Position, Schedule
 from .stream import StreamOrders, StreamReader, StreamSampler
 
@@ -63,7 +63,10 @@ def check_loader_options(options: LoaderOptions, look_ahead: int, known: Iterabl
 
 
 class Loader:
-    """Iterating over it yields the rest of the current epoch, then the next epoch, and so on."""
+    """Batches for this rank; each loop over it is an epoch, or the rest of one after a resume.
+
+    What else a script asks of its own `DataLoader`, this answers in its place: `loader.sampler`, `loader.batch_size`.
+    """
 
     def __init__(
         self,
@@ -77,7 +80,9 @@ class Loader:
         options: LoaderOptions,
         look_ahead: int = 0,
         count_tokens: CountTokens | None = None,
+        given: DataLoader[Any] | None = None,
     ) -> None:
+        self._given = given
         self.dataset = dataset
         """The script's data set."""
         self.position = Position()
@@ -85,17 +90,22 @@ class Loader:
         self.last_finished: MicroBatch | None = None
         self.on_start: Callable[[], None]
         """Called before anything is drawn."""
+        self.on_trained: Callable[[], bool]
+        """Called before a batch is drawn; returns whether it has finished the batch that was trained on, if any was."""
         self.on_ask: Callable[[], None]
         """Called before a batch to train on is drawn."""
         self.on_batch: Callable[[MicroBatch], None]
         """Called with each batch to train on."""
         self.on_exhausted: Callable[[], None]
         """Called when a loop came to the end of its epoch and all of its steps have ended."""
+        self.num_untrained = 0
+        """Batches of the loop that were passed by without any training on them."""
         self._num_trained = 0
         """Batches of the steps that ended since the loop over this loader began."""
         self._num_in_step = 0
         self._num_left = 0
         """Loops that began since a batch was finished."""
+        self._loop_began_at = self.position
         self._held: deque[MicroBatch] = deque()
         """Batches that were handed out and not trained yet, oldest first; more than one if the script looks ahead."""
         self._is_exhausted = False
@@ -105,15 +115,15 @@ class Loader:
         self._look_ahead = look_ahead
         self._count_tokens = count_tokens
         how: Any = {"division": division, "drop_last": drop_last, "shares_tail": shares_tail}
-        self.sampler: PlanSampler
+        self.plans: PlanSampler
         if isinstance(orders, StreamOrders):
             assert isinstance(dataset, IterableDataset), "as its orders"
-            self.sampler = StreamSampler(orders, schedule, **how)
+            self.plans = StreamSampler(orders, schedule, **how)
             dataset = StreamReader(dataset, orders.identity.seed, division, options.get("collate_fn"))
             options = {**options, "collate_fn": _as_it_is}
         else:
-            self.sampler = PlanSampler(orders, schedule, **how)
-        self._batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.sampler, **options)
+            self.plans = PlanSampler(orders, schedule, **how)
+        self._batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.plans, **options)
 
     def __len__(self) -> int:
         """Batches of the loop that runs, or else of the next one, if no further size is scheduled.
@@ -124,41 +134,43 @@ class Loader:
         """
         if self._num_trained and self.epoch_is_over and not self._held:  # in the loop still, after its last step
             return self._num_trained
-        return self._num_trained + self.sampler.num_batches_left(self._next_start())
+        start = self.position if self._num_trained else self._next_start()  # of the loop that runs
+        return self._num_trained + self.plans.num_batches_left(start)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the script's own loader has under this name."""
+        given = self.__dict__.get("_given")
+        if given is None or name.startswith("_"):
+            raise AttributeError(f"session.loader has no {name}: it is no DataLoader, and makes its batches itself")
+        return getattr(given, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches.
-
-        Raises:
-            RuntimeError: when more batches are asked for before `session.step` than the script may look ahead.
-        """
+        """Yield batches."""
+        self.on_trained()
         if self._held and self._is_exhausted:  # the script looks ahead past the end of an epoch
             newest = self._held[-1].plan
-            self.sampler.rewind(self.position.after(newest).at_epoch(newest.epoch + 1))
+            self.plans.rewind(self.position.after(newest).at_epoch(newest.epoch + 1))
         else:
             self.on_start()
             self.position = self._next_start()
+            self._loop_began_at = self.position
             self._held.clear()
-            self.sampler.rewind(self.position)
+            self.plans.rewind(self.position)
             self._num_left += 1
             if self._num_left == MOST_LEFT:
                 _log.warning(
-                    "the loop over session.loader began %d times without a session.step(), so that the same batch is "
-                    "repeated: call session.step(loss) once after each optimizer.step()",
+                    "the loop over the loader began %d times without a step of an optimizer, so that the same batches "
+                    "are repeated: attach with the optimizers whose step() is called, or call session.step(loss)",
                     MOST_LEFT,
                 )
-        self._num_trained = self._num_in_step = 0
+        self._num_trained = self._num_in_step = self.num_untrained = 0
         self._is_exhausted = False
-        drawn = self.sampler.take(self._batches, self._digest)
+        drawn = self.plans.take(self._batches, self._digest)
         try:
             while True:
-                if len(self._held) > self._look_ahead:
-                    raise RuntimeError(
-                        f"step {self._held[0].plan.step} is not finished: call session.step(loss) once after each "
-                        "batch, also when the batch was skipped; a loop that does not train needs a DataLoader of its "
-                        "own; a script that fetches batches ahead says how many: "
-                        f"attach(look_ahead={self._look_ahead + 1})"
-                    )
+                if not self.on_trained() and self.is_full:  # nothing was done with it
+                    self._held.popleft()
+                    self.num_untrained += 1
                 is_next = not self._held  # else it is fetched in the time of another step
                 if is_next:
                     self.on_ask()
@@ -184,26 +196,41 @@ class Loader:
         return self._held[0] if self._held else None
 
     @property
-    def is_in_step(self) -> bool:
-        """Whether a saved state would repeat samples, because a step has begun. A prefetched batch begins none."""
+    def is_full(self) -> bool:
+        """Whether the oldest batch must be done with before the script can have another."""
+        return len(self._held) > self._look_ahead
+
+    def saved(self, is_updated: bool) -> tuple[Position | None, int | None]:
+        """For a checkpoint: the position, and a digest of its epoch's order, or of what was read of a stream's.
+
+        The step under way counts if it `is_updated`; else the position is `None` where a resumed run would repeat its
+        samples. A prefetched batch begins no step.
+        """
         current = self.current
-        return current is not None and (self._look_ahead == 0 or not current.is_first)
+        if is_updated and current is not None:
+            position, read = self.position.after(current.plan), current.plan.digest
+        elif current is not None and (self._look_ahead == 0 or not current.is_first):
+            return None, None
+        else:
+            position, read = self.position, self._digest
+        drawn = self.plans.orders.digest_of(position.epoch)
+        return position, read if drawn is None else drawn
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of a loop that would begin now."""
+        return self._next_start().epoch
 
     @property
     def epoch_is_over(self) -> bool:
         """Whether the epoch of the position has no further step."""
-        return self.sampler.is_over(self.position)
-
-    @property
-    def order_digest(self) -> int | None:
-        """Digest of the order of the position's epoch, or of what was read of a stream's, for a checkpoint."""
-        drawn = self.sampler.orders.digest_of(self.position.epoch)
-        return self._digest if drawn is None else drawn
+        return self.plans.is_over(self.position)
 
     def go_to(self, position: Position, order_digest: int | None) -> None:
         """Go on where a saved run was; its epoch's order must have this digest."""
         self.position, self._digest = position, order_digest
-        self.sampler.orders.expect(position.epoch, order_digest)
+        self._loop_began_at = position
+        self.plans.orders.expect(position.epoch, order_digest)
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; inside of it, stay."""
@@ -226,35 +253,11 @@ class Loader:
             self.on_batch(self._held[0])
 
     def _next_start(self) -> Position:
-        return self.position.at_epoch(self.position.epoch + 1) if self.epoch_is_over else self.position
+        """A loop that was left after a step has ended its epoch, as one over a `DataLoader`."""
+        was_left = self.position.offset > 0 and self.position != self._loop_began_at
+        return self.position.at_epoch(self.position.epoch + 1) if was_left or self.epoch_is_over else self.position
 
 
 def _as_it_is(read: Any) -> Any:
     """In place of `collate_fn`: a stream's batches are collated where they are read."""
     return read
-
-
-def orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, shuffle: bool) -> Orders:
-    """The order of an epoch's samples. With a sampler of its own a data set needs no length.
-
-    Raises:
-        TypeError: when the data set is a loader.
-        ValueError: when it cannot be used, naming the fix.
-    """
-    if isinstance(dataset, DataLoader):
-        raise TypeError(
-            "the data set is a DataLoader: pass its data set and its options; session.loader replaces it, and "
-            "session.state_dict() saves its place"
-        )
-    if isinstance(dataset, IterableDataset):
-        if sampler is not None:
-            raise ValueError("sampler needs a data set with __getitem__: a stream (IterableDataset) has its own order")
-        return StreamOrders(dataset, seed)
-    if sampler is not None:
-        return SampledOrders(sampler, seed)
-    if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and len(dataset) > 0:
-        return Permutations(len(dataset), seed, shuffle=shuffle)
-    raise ValueError(
-        "the data set must be map-style (__getitem__ by index, and a __len__ of at least 1), or an IterableDataset "
-        "whose __iter__ begins the stream again"
-    )

@@ -1,12 +1,14 @@
-"""The order of an epoch's samples: a permutation of our own, or what the script's sampler draws.
+"""The order of an epoch's samples: a permutation of our own, or what the script's samplers draw.
 
-Rank 0 draws for a script's sampler and sends the numbers to all ranks, so that no difference between processes can make
-a sample count twice or never. It draws under generators seeded by the epoch: a resumed run gets the same order again.
+Rank 0 draws for one sampler and sends the numbers to all ranks, so that no difference between processes can make a
+sample count twice or never; samplers that divide the samples draw on each rank. They draw under generators seeded by
+the epoch: a resumed run gets the same order again.
 
 The fingerprint of the data shows that ranks were given different parts of it: a few samples of a map-style data set are
 compared when the ranks attach, a stream is digested as it is read (`stream`).
 """
 
+import copy
 import dataclasses
 import logging
 import random
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 Order = npt.NDArray[np.int64]
 """Indices of samples."""
@@ -319,27 +321,19 @@ class Permutations(Orders):
         return epoch_order(data.num_samples, data.seed, epoch, shuffle=data.shuffle)
 
 
-class SampledOrders(Orders):
-    """Orders that a script's sampler draws in rank 0; every new epoch is a collective call."""
+MOST_DRAWN = 1 << 31
+"""Samples of an epoch that are drawn at once: 16 GB of indices."""
 
-    def __init__(self, sampler: OwnSampler, seed: int) -> None:
-        """Find out how many samples an epoch has.
 
-        Raises:
-            ValueError: when the sampler divides samples among ranks, makes batches, or draws nothing.
-        """
-        self._name: str = getattr(sampler, "__name__", type(sampler).__name__)
-        if getattr(sampler, "num_replicas", 1) != 1:
-            raise ValueError(
-                f"sampler: {self._name} gives each rank a part of the samples, which session.loader does itself: pass "
-                "what it samples from, or nothing, and not the shuffle=False that a DataLoader has beside it"
-            )
+class DrawnOrders(Orders):
+    """Orders that a sampler of the script draws, perhaps by an epoch's number that the script has set in it."""
+
+    def __init__(self, sampler: OwnSampler, identity: DataIdentity) -> None:
         self._sampler = sampler
-        self._seed = seed
-        num_samples = len(sampler) if isinstance(sampler, Sized) else len(self._draw(0))
-        if num_samples < 1:
-            raise ValueError(f"sampler: {self._name} draws no sample")
-        super().__init__(DataIdentity(num_samples, seed, shuffle=True, sampler=self._name))
+        self._name = identity.sampler
+        self._drawn_for: Any = None
+        """The epoch's number in the sampler, of the newest order."""
+        super().__init__(identity)
 
     def digest_of(self, epoch: int) -> int | None:
         """Digest of the newest epoch drawn."""
@@ -350,18 +344,71 @@ class SampledOrders(Orders):
         """The samples of an epoch, in order.
 
         Raises:
-            ValueError: in rank 0, when the sampler draws another number of samples than at first, or no indices; on all
-                ranks, when it draws another order than in a saved run.
-            RuntimeError: in the others, when rank 0 has failed.
+            ValueError: when the sampler draws another number of samples than at first, or no indices; on all ranks,
+                when it draws another order than in a saved run.
+            RuntimeError: when another rank has failed.
         """
+        if self._drawn_for != getattr(self._sampler, "epoch", None):
+            self._newest = self._ends = None
         order = super().order_of(epoch)
+        self._drawn_for = getattr(self._sampler, "epoch", None)  # some count on while they draw
         if self._expected is not None and self._expected[0] == epoch and self._expected[1] != self.digest_of(epoch):
             raise ValueError(
                 f"sampler: {self._name} draws another order for epoch {epoch} than in the saved run, so samples would "
-                "be repeated or left out: it may depend on the epoch and on the random numbers of torch, numpy and "
-                "Python only, which are seeded by it"
+                "be repeated or left out: seed the script alike, begin its loop at the saved epoch, and let a sampler "
+                "depend on set_epoch and on the random numbers of torch, numpy and Python only"
             )
         return order
+
+
+class DistributedOrders(DrawnOrders):
+    """Orders of torch's `DistributedSampler`, without the samples that it repeats; no communication.
+
+    Of equal batches each step has the samples of plain training.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any]) -> None:
+        num_samples = min(sampler.total_size, len(sampler.dataset))  # type: ignore[arg-type]
+        name = type(sampler).__name__
+        super().__init__(sampler, DataIdentity(num_samples, sampler.seed, sampler.shuffle, name))
+
+    def _make_order(self, _epoch: int) -> Order:
+        alone: Any = copy.copy(self._sampler)
+        alone.num_replicas, alone.rank, alone.num_samples = 1, 0, alone.total_size
+        return np.fromiter(alone, np.int64)[: self.identity.num_samples]
+
+
+class SampledOrders(DrawnOrders):
+    """Orders that are drawn in rank 0, for all ranks; every new epoch is a collective call."""
+
+    def __init__(self, sampler: OwnSampler, seed: int, *, sets_epoch: bool = True, world_size: int = 1) -> None:
+        """Find out how many samples an epoch has; the sampler of each rank of `world_size` draws as many.
+
+        With `sets_epoch` the sampler is told the epoch's number, else the script does it.
+
+        Raises:
+            ValueError: when the sampler divides samples among ranks, makes batches, or draws nothing, or too many.
+        """
+        self._name: str = getattr(sampler, "__name__", type(sampler).__name__)
+        if sets_epoch and getattr(sampler, "num_replicas", 1) != 1:
+            raise ValueError(
+                f"sampler: {self._name} gives each rank a part of the samples, which session.loader does itself: pass "
+                "what it samples from, or nothing, and not the shuffle=False that a DataLoader has beside it"
+            )
+        self._sampler = sampler
+        self._seed = seed
+        self._sets_epoch = sets_epoch
+        self._num_drawn: int | None = None
+        self._num_drawn = num_drawn = len(sampler) if isinstance(sampler, Sized) else len(self._draw(0))
+        if num_drawn < 1:
+            raise ValueError(f"sampler: {self._name} draws no sample")
+        if num_drawn > MOST_DRAWN:
+            raise ValueError(
+                f"sampler: {self._name} draws {num_drawn} samples in an epoch, whose order is drawn at once: let it "
+                f"draw at most {MOST_DRAWN}, such as len(dataset), and loop over epochs"
+            )
+        seed = seed if sets_epoch else 0  # a script may seed its ranks differently
+        super().__init__(sampler, DataIdentity(num_drawn * world_size, seed, shuffle=True, sampler=self._name))
 
     def _make_order(self, epoch: int) -> Order:
         assert self._ranks is not None, "not connected"
@@ -372,13 +419,13 @@ class SampledOrders(Orders):
                 raise RuntimeError(f"rank 0 could not draw the order of epoch {epoch}: its error says why")
             return order
         try:
-            order = self._draw(epoch, self.identity.num_samples)
+            order = self._draw(epoch)
         except BaseException:
             self._ranks.share_order(failed)
             raise
         return self._ranks.share_order(order, waits=False)  # it may be the only one to look at a batch now
 
-    def _draw(self, epoch: int, num_expected: int | None = None) -> Order:
+    def _draw(self, epoch: int) -> Order:
         """The sampler's indices, by random numbers that are seeded for it and put back afterwards."""
         sampler, before = self._sampler, RandomNumbers.capture()
         own = getattr(sampler, "generator", None)
@@ -386,7 +433,7 @@ class SampledOrders(Orders):
         own_before = generator.get_state()
         try:
             generator.manual_seed(seed_all(self._seed, epoch))
-            if hasattr(sampler, "set_epoch"):
+            if self._sets_epoch and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             drawn = sampler(epoch) if callable(sampler) else list(sampler)
         finally:
@@ -401,12 +448,44 @@ class SampledOrders(Orders):
                 f"sampler: {self._name} must yield indices, one whole number after the other; session.loader makes the "
                 "batches: of a batch sampler pass the sampler inside it"
             )
-        if num_expected is not None and len(order) != num_expected:
+        if self._num_drawn not in (None, len(order)):
             raise ValueError(
-                f"sampler: {self._name} draws {len(order)} samples in epoch {epoch}, but {num_expected} at first: all "
-                "epochs must have the same number"
+                f"sampler: {self._name} draws {len(order)} samples in epoch {epoch}, but {self._num_drawn} at first: "
+                "all epochs must have the same number"
             )
         return order.astype(np.int64)
+
+
+class InterleavedOrders(SampledOrders):
+    """What the samplers of all ranks draw, one sample of each in turn; every new epoch is a collective call.
+
+    Of equal batches each step has the samples of plain training.
+    """
+
+    def __init__(self, sampler: OwnSampler, seed: int, world_size: int) -> None:
+        super().__init__(sampler, seed, sets_epoch=False, world_size=world_size)
+        if isinstance(sampler, RandomSampler | SequentialSampler):
+            _log.warning(
+                "the %s of this rank's loader draws all samples, as those of the other ranks do, so that an epoch uses "
+                "each sample %d times, with dynamix and without: give the loader a DistributedSampler to divide them",
+                self._name,
+                world_size,
+            )
+
+    def _make_order(self, epoch: int) -> Order:
+        assert self._ranks is not None, "not connected"
+        mine: Order | None = None
+        try:
+            mine = self._draw(epoch)
+        finally:
+            everybody = self._ranks.gather_objects(mine)
+        drawn = [order for order in everybody if order is not None]
+        if len(drawn) < len(everybody) or len({len(order) for order in drawn}) > 1:
+            raise RuntimeError(
+                f"the samplers of {len(everybody)} ranks must draw equally many samples in epoch {epoch}, but draw "
+                f"{[None if order is None else len(order) for order in everybody][:16]}; None is one that failed"
+            )
+        return np.stack(drawn, axis=1).ravel()
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> Order:

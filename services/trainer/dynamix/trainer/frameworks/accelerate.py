@@ -15,14 +15,15 @@ from torch.utils.data import DataLoader
 from dynamix.trainer.attach import attach as attach_session
 from dynamix.trainer.session import Session
 
-from .loaders import traits_of
+from .loaders import epoch_of
 
 
 class AcceleratedBatches:
     """The batches of a session on the accelerator's device, epoch by epoch."""
 
-    def __init__(self, session: Session, device: torch.device) -> None:
+    def __init__(self, session: Session, loader: DataLoader[Any], device: torch.device) -> None:
         self._session = session
+        self._loader = loader
         self._device = device
 
     def __len__(self) -> int:
@@ -37,7 +38,7 @@ class AcceleratedBatches:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._session.loader:
+        for batch in epoch_of(self._session, self._loader):
             yield send_to_device(batch, self._device)
 
 
@@ -46,7 +47,7 @@ def attach(
 ) -> tuple[Session, AcceleratedBatches]:
     """Attach to prepared models and optimizers; returns the session, and what to iterate over instead of `loader`.
 
-    Call `session.step(loss)` as the last thing of each batch, outside of `accelerator.accumulate`.
+    Each loop over these is an epoch; `session.step(loss)` in a batch reports its loss.
 
     Args:
         accelerator: what prepared them; its `gradient_accumulation_steps` are kept. With 1, `options` may name another
@@ -60,12 +61,11 @@ def attach(
         ValueError: when the loader makes batches in a way of its own, two numbers of accumulation steps contradict each
             other, or for what `dynamix.trainer.attach` refuses.
     """
-    traits = traits_of(loader, accelerator.num_processes)
     steps = options.get("gradient_accumulation_steps", accelerator.gradient_accumulation_steps)
     if accelerator.gradient_accumulation_steps not in (1, steps):
         raise ValueError(
             f"gradient_accumulation_steps={steps}, but the accelerator divides each loss by its own "
             f"{accelerator.gradient_accumulation_steps}: leave the argument out, or make the accelerator without it"
         )
-    session = attach_session(model, optimizer, traits.dataset, **{**traits.arguments(steps), **options})
-    return session, AcceleratedBatches(session, accelerator.device)
+    session = attach_session(model, optimizer, loader, **{**options, "gradient_accumulation_steps": steps})
+    return session, AcceleratedBatches(session, loader, accelerator.device)

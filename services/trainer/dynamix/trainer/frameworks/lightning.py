@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from dynamix.trainer.attach import attach
 from dynamix.trainer.session import Session
 
-from .loaders import LoaderTraits, SessionBatches, require_ddp, traits_of
+from .loaders import SessionBatches, batches_per_epoch, require_ddp
 
 try:
     from lightning.pytorch import Callback
@@ -37,7 +37,7 @@ class DynamixCallback(Callback):
         self._accuracy = accuracy
         self._options = options
         self._is_adaptive = options.get("global_batch") == "adaptive"
-        self._traits: LoaderTraits | None = None
+        self._loader: DataLoader[Any] | None = None
         self._gradient_accumulation_steps = 1
         self._saved: dict[str, Any] | None = None
         self._epochs: Iterator[int] = iter(())
@@ -45,7 +45,7 @@ class DynamixCallback(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the training loader replaced where Lightning hands it to the strategy."""
         if stage == "fit":
-            self.session = self._traits = None
+            self.session = self._loader = None
             process = trainer.strategy.process_dataloader
             trainer.strategy.process_dataloader = lambda loader: (
                 self._replace(trainer, process(loader)) if trainer.training else process(loader)
@@ -105,32 +105,32 @@ class DynamixCallback(Callback):
         self._saved = state_dict.get("session")
 
     def _replace(self, trainer: Any, loader: Any) -> SessionBatches:
-        if self._traits is not None or not isinstance(loader, DataLoader):
+        if self._loader is not None or not isinstance(loader, DataLoader):
             raise ValueError(
                 f"DynamixCallback takes one DataLoader of torch for training, and found {type(loader).__name__}"
-                + (" after the first one: no list of loaders, no reloading" if self._traits is not None else "")
+                + (" after the first one: no list of loaders, no reloading" if self._loader is not None else "")
             )
-        steps = trainer.accumulate_grad_batches
-        self._traits, self._gradient_accumulation_steps = traits_of(loader, trainer.world_size), steps
-        num_batches = self._traits.batches_per_epoch(trainer.world_size, steps)
-        return SessionBatches(
-            lambda: self._attached(trainer), loader.dataset, None if self._is_adaptive else num_batches
-        )
+        self._loader, self._gradient_accumulation_steps = loader, trainer.accumulate_grad_batches
+        num_batches = batches_per_epoch(loader, trainer.world_size, self._gradient_accumulation_steps)
+        return SessionBatches(lambda: self._attached(trainer), loader, None if self._is_adaptive else num_batches)
 
     def _attached(self, trainer: Any) -> Session:
         """The session, attached at the first call."""
         if self.session is not None:
             return self.session
-        assert self._traits is not None, "Lightning trains without having asked for its loader"
+        assert self._loader is not None, "Lightning trains without having asked for its loader"
         if not trainer.optimizers:
             raise RuntimeError(
                 "Trainer.estimated_stepping_batches is unknown with global_batch='adaptive': compute the steps of the "
                 "schedule from the data set, the batch size and the number of ranks; it is advanced by samples"
             )
         require_ddp(trainer.model, "Lightning")
-        options = self._traits.arguments(self._gradient_accumulation_steps)
-        options["look_ahead"] = int(self._is_adaptive)  # Lightning fetches one ahead to find an end that has no number
-        session = attach(trainer.model, trainer.optimizers, self._traits.dataset, **{**options, **self._options})
+        options = {
+            "gradient_accumulation_steps": self._gradient_accumulation_steps,
+            "look_ahead": int(self._is_adaptive),  # Lightning fetches one ahead to find an end that has no number
+            **self._options,
+        }
+        session = attach(trainer.model, trainer.optimizers, self._loader, **options)
         if self._is_adaptive:
             for config in trainer.lr_scheduler_configs:
                 if config.interval == "step" and not config.reduce_on_plateau:

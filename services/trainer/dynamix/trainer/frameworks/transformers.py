@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from dynamix.trainer.attach import attach
 from dynamix.trainer.session import Session
 
-from .loaders import SessionBatches, require_ddp, traits_of
+from .loaders import SessionBatches, batches_per_epoch, require_ddp
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -63,19 +63,18 @@ class DynamixTrainerMixin:
                 "advance: use global_batch='fixed', the default"
             )
         steps, world_size = self.args.gradient_accumulation_steps, self.args.world_size
-        traits = traits_of(super().get_train_dataloader(), world_size)  # type: ignore[misc]
-        defaults = {
-            **traits.arguments(steps),
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        options = {
+            "gradient_accumulation_steps": steps,
             "look_ahead": steps - 1,  # the Trainer fetches all batches of a step at once
-            "seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            **self.dynamix_options,
         }
-        options = {**defaults, **self.dynamix_options}
 
         def attached() -> Session:
             session: Session | None = self.session
             if session is None:
                 require_ddp(self.model_wrapped, "the Trainer of Transformers")
-                self.session = session = attach(self.model_wrapped, self.optimizer, traits.dataset, **options)
+                self.session = session = attach(self.model_wrapped, self.optimizer, loader, **options)
                 path = self._resume_path and Path(os.fspath(self._resume_path)) / STATE_FILE
                 if path and path.exists():
                     session.load_state_dict(torch.load(path, weights_only=True))
@@ -86,7 +85,7 @@ class DynamixTrainerMixin:
         if not self._ends_steps:
             self._ends_steps = True
             self.add_callback(_StepEnds(self))
-        return SessionBatches(attached, traits.dataset, traits.batches_per_epoch(world_size, steps))
+        return SessionBatches(attached, loader, batches_per_epoch(loader, world_size, steps))
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one batch."""

@@ -679,6 +679,16 @@ class CoveredModels:
         if batch is not None and batch.is_last and not model.require_backward_grad_sync and torch.is_grad_enabled():
             self._saw_no_sync = True
 
+    @property
+    def saw_backward(self) -> bool:
+        """Whether a gradient came since the step began, exchanged or under `no_sync`; known where hooks weigh."""
+        return self._saw_no_sync or sum(hook.num_reduced for hook in self._hooks) > self._num_reduced
+
+    @property
+    def are_training(self) -> bool:
+        """Whether a model is in training mode."""
+        return any(model.training for model in self.models)
+
     def end_step(self, *, updated: bool) -> SquaredNorms:
         """End a step; returns its squared norms over all models.
 
@@ -689,8 +699,8 @@ class CoveredModels:
         saw_no_sync, self._saw_no_sync = self._saw_no_sync, False
         if saw_no_sync and not updated and self._num_reduced == before:
             raise RuntimeError(
-                "session.step() after a batch under no_sync (require_backward_grad_sync=False), whose gradient was "
-                "neither exchanged nor applied: for gradient accumulation drop no_sync, call optimizer.step() only if "
+                "the gradient of a batch under no_sync (require_backward_grad_sync=False) was neither exchanged nor "
+                "applied: for gradient accumulation drop no_sync, call optimizer.step() only if "
                 "session.sync_gradients, and pass to attach either micro_batch_size, where the script divides no loss, "
                 "or gradient_accumulation_steps=N, where it divides each by N; local_batch_size counts the whole step"
             )

@@ -223,6 +223,13 @@ class Updates:
                 "optimizer.step() after a micro-batch that is not the step's last: call optimizer.step() and "
                 "optimizer.zero_grad() only if session.sync_gradients"
             )
+        if batch is not None and self._loader.num_untrained:
+            raise RuntimeError(
+                f"{self._loader.num_untrained} batches came and went before this update, so its gradient may be of "
+                f"another batch: attach(look_ahead={self._loader.num_untrained}) if the script fetches batches ahead, "
+                "gradient_accumulation_steps=N if it makes one step of N batches, session.step() in a batch that it "
+                "skips; a resumed session skips what was used by itself"
+            )
         self._before_update()
         if self._schedulers is None or self._schedulers.drives(optimizer):
             return

@@ -157,7 +157,7 @@ class RankMeter:
         norms: SquaredNorms = NOT_MEASURED,
         drift: RoundDrift | None = None,
     ) -> None:
-        """Record a batch: its loss as the user's criterion reduced it. A dummy batch counts for nothing.
+        """Record a batch: its loss as the user's criterion reduced it, `detached`. A dummy batch counts for nothing.
 
         `drift` is how far the ranks came apart in a round of local steps, if one has ended.
         """
@@ -169,10 +169,8 @@ class RankMeter:
             self._batches.append(_Batch(batch, 0.0, 0.0, norms))
             return
         per_size = batch.size / batch.weight  # what the script counts in a batch, per what batch sizes count
-        loss_sum = (
-            None if loss is None else _detached("loss", loss) * (batch.size if self.reduction == "mean" else per_size)
-        )
-        correct = None if num_correct is None else _detached("num_correct", num_correct) * per_size
+        loss_sum = None if loss is None else loss * (batch.size if self.reduction == "mean" else per_size)
+        correct = None if num_correct is None else num_correct * per_size
         self._batches.append(_Batch(batch, loss_sum, correct, norms))
 
     def take_row(self, times: list[StepTimes], held_out_accuracy: float | None) -> Row:
@@ -233,8 +231,14 @@ def _total(values: Sequence[Scalar | None]) -> float | None:
     return float(sum(_to_floats(known))) if len(known) == len(values) else None
 
 
-def _detached(name: str, value: Scalar) -> Scalar:
-    """A number that the user's code cannot change afterwards: at once on the CPU, a copy on the device elsewhere."""
+def detached(name: str, value: Scalar | None) -> Scalar | None:
+    """A number that the user's code cannot change afterwards: at once on the CPU, a copy on the device elsewhere.
+
+    Raises:
+        ValueError: when it is of several elements, or no number.
+    """
+    if value is None:
+        return None
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise ValueError(
             f"session.step({name}): a tensor of shape {tuple(value.shape)}: pass one number, as the criterion reduces "
