@@ -49,7 +49,7 @@ def run_page(_rank: int, page: Path, directory: str, more: str = "") -> list[str
     places = []
     dist.init_process_group = dist.destroy_process_group = lambda *_: None  # the group is there already
     for place, code in blocks(page):
-        names: dict[str, Any] = {"__name__": place}
+        names: dict[str, Any] = {"__name__": place, "code": code}
         exec(compile(SCRIPT + more, "the plain script", "exec"), names)
         if code.startswith("from dynamix") and "DistributedDataParallel(model)" in code:
             names["model"] = names["model"].module
