@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing torch and the other packages of constraints.txt into $(VENV), once: several minutes; PyPI's torch"
 	@echo "brings several GB of CUDA libraries (README.md, \"Install\", says how to get the CPU build)"
 	$(BIN)/python -m pip install $(PIP) -c constraints.txt hatchling editables torch
-	$(BIN)/python -m pip install $(PIP) -c constraints.txt --no-build-isolation --editable '.[train,cli,learn,dashboard,test,docs,dev]'
+	$(BIN)/python -m pip install $(PIP) -c constraints.txt --no-build-isolation --editable '.[train,cli,test,docs,dev]'
 	@touch $@
 
 data: $(DATA)/.complete ## fetch Fashion-MNIST into .data (31 MB, hash-checked when read)

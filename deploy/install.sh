@@ -83,7 +83,7 @@ install_configuration() {
 # The program. With DESTDIR it is made where it shall not stay: its scripts get the path that they will have.
 [ -x "$root$prefix/bin/python" ] || "$python" -m venv "$root$prefix"
 "$root$prefix/bin/python" -m pip install --quiet --disable-pip-version-check -c "$source/constraints.txt" \
-    "$program[cli${learner:+,learn}]"
+    "$program[cli${learner:+,train}]"
 if [ -n "$root" ]; then
     grep -rlIF "$root$prefix" "$root$prefix/bin" "$root$prefix/pyvenv.cfg" | while read -r file; do
         sed -i "s|$root$prefix|$prefix|g" "$file"

@@ -38,7 +38,7 @@ cd "$work" # nothing of the clone can be imported here
 unset PYTHONPATH
 "$python" -m venv empty
 empty/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c "$clone/constraints.txt" \
-    "$wheel[train,cli,learn,dashboard]"
+    "$wheel[train,cli]"
 rm -rf source
 found=$(empty/bin/python -P -c 'import dynamix.schemas as package; print(package.__file__)')
 case $found in

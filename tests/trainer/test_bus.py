@@ -23,7 +23,7 @@ from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Action, Applied, Dead, Report
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer import Session
-from dynamix.trainer.bus_client import BusClient
+from dynamix.trainer.bus_client.client import BusClient
 from dynamix.trainer.loggers import Metrics
 
 WINDOW_STEPS = 4

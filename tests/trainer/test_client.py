@@ -24,9 +24,8 @@ from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.messages import Message
 from dynamix.schemas.streams import REPORTS
-from dynamix.trainer import bus_client as client_module
-from dynamix.trainer.attach import last_generation
-from dynamix.trainer.bus_client import BusClient
+from dynamix.trainer.bus_client import client as client_module
+from dynamix.trainer.bus_client.client import BusClient, last_generation
 
 NODE = "node-a"
 
@@ -161,7 +160,7 @@ async def test_the_specification_of_a_later_start_is_left_alone(
 
 
 async def _asked(settings: BusSettings, job: str = examples.JOB) -> int | None:
-    return await asyncio.to_thread(last_generation, settings, job, name="trainer-node-a")
+    return await asyncio.to_thread(last_generation, settings, job, node="node-a")
 
 
 async def test_a_start_that_was_pushed_out_of_its_stream_is_known_by_its_actions(
@@ -184,7 +183,7 @@ def test_without_a_broker_there_is_no_answer_and_no_error(
     settings: BusSettings, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "dynamix.trainer"):
-        assert last_generation(settings, examples.JOB, name="trainer-node-a") is None
+        assert last_generation(settings, examples.JOB, node="node-a") is None
     assert f"cannot ask the bus for earlier starts of {examples.JOB}" in caplog.text
     assert reason in caplog.text
 

@@ -12,7 +12,7 @@ from tests.support import examples
 from tests.support.rows import row
 
 from dynamix.extras.loggers import CsvLogger, JsonlLogger
-from dynamix.trainer.bus_client import Transport
+from dynamix.trainer.bus_client.transport import Transport
 from dynamix.trainer.loggers import QUEUED_WINDOWS, MetricHistory, Metrics, window_metrics
 
 TIMEOUT_S = 10.0

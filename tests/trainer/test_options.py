@@ -9,7 +9,7 @@ from tests.support.job_options import job_options
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from dynamix.trainer import Exchange, attach
-from dynamix.trainer.job.options import JobOptions, job_family, options_of
+from dynamix.trainer.job.options import JobOptions, job_family, options_of, warn_of_missing_bus
 
 DEFAULTS = {name: each.default for name, each in inspect.signature(attach).parameters.items()}
 SERVED = {"fixed_exchange": Exchange(route="servers"), "gradient_servers": ("a:1",)}
@@ -74,6 +74,17 @@ def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], text: str)
 def test_sizes_are_whole_numbers_of_which_one_is_positive(given: Any) -> None:
     with pytest.raises(ValueError, match="local_batch_size"):
         attached(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "warnings"),
+    [({}, 0), ({"policy": "static"}, 0), ({"base_hook": allreduce_hook}, 1), ({"global_batch": "adaptive"}, 1)],
+)
+def test_a_job_whose_policy_needs_a_bus_and_has_none_warns(
+    given: dict[str, Any], warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_missing_bus(attached(8, **given))
+    assert len(caplog.records) == warnings
 
 
 def test_ranks_divide_the_batch_themselves_only_with_our_own_hook() -> None:

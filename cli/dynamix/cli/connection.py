@@ -17,13 +17,12 @@ import msgspec
 
 from dynamix.runtime import output_files
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError
-from dynamix.runtime.settings import BusSettings, SettingsError, read, redact_url
+from dynamix.runtime.settings import BusSettings, SettingsError, names_broker, read, redact_url
 
 from .errors import MISUSED, CommandError, explained
 
 CONNECT_TIMEOUT_S = 10.0
 HOW_TO_START = "start one with `dynamix up`, or set DYNAMIX_NATS_URL"
-PREFIX = "DYNAMIX_NATS_"
 _OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -36,16 +35,11 @@ def find(environ: Mapping[str, str]) -> BusSettings:
 
     Raises CommandError when a variable is misspelt or has a wrong value, or the file is not safe to use.
     """
-    if is_configured(environ):
+    if names_broker(environ):
         with explained(SettingsError, exit_code=MISUSED):
             return read(BusSettings, "nats", environ)
     found = running(environ)
     return found[0] if found else BusSettings()
-
-
-def is_configured(environ: Mapping[str, str]) -> bool:
-    """Whether the environment names a broker."""
-    return any(key.startswith(PREFIX) and value for key, value in environ.items())
 
 
 def running(environ: Mapping[str, str]) -> tuple[BusSettings, int] | None:

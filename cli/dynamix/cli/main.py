@@ -23,12 +23,10 @@ DISTRIBUTION = "dynamix-batch"
 PACKAGE = "dynamix.cli.commands"
 GROUP = "dynamix.commands"
 EXTRAS = {
-    "rich": "cli",
-    "matplotlib": "cli",
+    **dict.fromkeys(("nacl", "prometheus_client", "safetensors", "structlog", "uvloop"), "cli"),
+    **dict.fromkeys(("joblib", "matplotlib", "rich", "scipy", "starlette", "uvicorn"), "cli"),
     "torch": "train",
-    **dict.fromkeys(("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"), "otel"),
-    "starlette": "dashboard",
-    "uvicorn": "dashboard",
+    "opentelemetry": "otel",
     "pyarrow": "tables",
 }
 """Packages that only some commands need, and the extra that brings them."""
@@ -149,10 +147,10 @@ def guarded(name: str, work: Callable[[], int]) -> int:
     try:
         return work()
     except ModuleNotFoundError as error:
-        if (extra := EXTRAS.get(str(error.name))) is None:
+        package = str(error.name).partition(".")[0]
+        if (extra := EXTRAS.get(package)) is None:
             raise
-        extra = "learn" if name == "learn" else extra  # which brings all that `learn` needs
-        print(f"dynamix {name}: needs the package {error.name}: pip install 'dynamix-batch[{extra}]'", file=sys.stderr)
+        print(f"dynamix {name}: needs the package {package}: pip install 'dynamix-batch[{extra}]'", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of our output has gone, which is not a failure
         raise

@@ -12,12 +12,10 @@ import msgspec
 
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.embedded import DIE_WITH_PARENT
-from dynamix.runtime.settings import BusSettings
+from dynamix.runtime.settings import BUS_PREFIX, BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode
 from dynamix.schemas.messages import Live
-
-from .connection import PREFIX
 
 SERVICES = ("collector", "reward", "arbitrator")
 """The services that steer a job: without a heartbeat of each, none is steered."""
@@ -34,7 +32,7 @@ NOT_STORED = (*UNANSWERED, "bus_failed_lately")
 def bus_environment(settings: BusSettings) -> dict[str, str]:
     """The broker's address and credentials as environment variables: arguments would show them to the whole machine."""
     fields = {name: str(getattr(settings, name)) for name in settings.__struct_fields__}
-    return {f"{PREFIX}{name.upper()}": value for name, value in fields.items() if value}
+    return {f"{BUS_PREFIX}{name.upper()}": value for name, value in fields.items() if value}
 
 
 class ServiceProcess:
@@ -44,7 +42,7 @@ class ServiceProcess:
         """Prepare `python -m dynamix.<name>` with `environ` added to ours; `output` takes its log (None: ours)."""
         self.name = name
         # What a deployment left in our environment is for another broker than the one that is given.
-        foreign = PREFIX if any(name.startswith(PREFIX) for name in environ) else ()
+        foreign = BUS_PREFIX if any(name.startswith(BUS_PREFIX) for name in environ) else ()
         ours = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         self._environ = {**ours, **environ}
         self._output = output

@@ -26,7 +26,7 @@ import msgspec
 
 from dynamix.arbitrator.deciding.job_log import ActionStoreError, checked_action
 from dynamix.cli.arguments import add_json_argument
-from dynamix.cli.connection import connected, find, is_configured
+from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, explained
 from dynamix.cli.jobs import check_job
 from dynamix.cli.output import write_result
@@ -39,7 +39,15 @@ from dynamix.collector.window import WantedProbe
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError, StreamState
 from dynamix.runtime.embedded import EmbeddedServerError, server_binary
 from dynamix.runtime.log import configure as configure_log
-from dynamix.runtime.settings import BusSettings, SettingsError, SharedSettings, node_name, read, redact_url
+from dynamix.runtime.settings import (
+    BusSettings,
+    SettingsError,
+    SharedSettings,
+    names_broker,
+    node_name,
+    read,
+    redact_url,
+)
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck
 from dynamix.schemas.codec import MalformedMessageError, decode
@@ -139,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
         tried = [*programs(), try_ebpf(settings.cgroup)]
         return _show({EBPF: tried}, {}, arguments.json, all_fatal=True)
     of_kernel, of_ebpf = kernel(), programs()
-    broker = asyncio.run(bus(find(os.environ), configured=is_configured(os.environ)))
+    broker = asyncio.run(bus(find(os.environ), configured=names_broker(os.environ)))
     probe, why = chosen(of_kernel, of_ebpf, settings.probe)
     sections = {
         "Software": software(),

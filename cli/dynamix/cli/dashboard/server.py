@@ -45,7 +45,7 @@ STOP_TIMEOUT_S = 2
 
 
 class DashboardServer:
-    """`async with DashboardServer(...) as server: ...` answers on `server.url`. It needs the extra `dashboard`.
+    """`async with DashboardServer(...) as server: ...` answers on `server.url`. It needs the extra `cli`.
 
     Attributes:
         url: where a browser finds the page, with the token.

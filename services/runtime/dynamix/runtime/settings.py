@@ -25,6 +25,7 @@ from dynamix.schemas.spelling import suggestion
 from dynamix.schemas.subjects import check_token
 
 PREFIX = "DYNAMIX_"
+BUS_PREFIX = "DYNAMIX_NATS_"
 COMPONENTS = ("nats", "collector", "reward", "arbitrator", "learner", "trainer", "up", "demo", "dashboard")
 """Owners of `DYNAMIX_<COMPONENT>_<FIELD>`; each reads its own and leaves the others' alone."""
 
@@ -41,7 +42,10 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the connection to the broker: `DYNAMIX_NATS_...`."""
 
     url: str = "nats://127.0.0.1:4222"
-    """Address of the broker; several, separated by commas, for a cluster. `tls://` demands TLS."""
+    """Address of the broker; several, separated by commas, for a cluster. `tls://` demands TLS.
+
+    A training process without any `DYNAMIX_NATS_...` uses no broker.
+    """
     user: str = ""
     """The broker's user. Beyond loopback a user is required."""
     password: str = ""
@@ -165,6 +169,11 @@ def read(struct: type[S], component: str, environ: Mapping[str, str], flags: Map
         raise SettingsError(f"{component or 'shared'} settings: {error}") from error
 
 
+def names_broker(environ: Mapping[str, str]) -> bool:
+    """Whether the environment names a broker: one setting of the bus is enough, the others have defaults."""
+    return any(key.startswith(BUS_PREFIX) and value for key, value in environ.items())
+
+
 def load(component: str, struct: type[S], arguments: Sequence[str]) -> Loaded[S]:
     """Settings of this process, from its environment and arguments (`--flag value`, `--flag=value`, `--flag`: true).
 
@@ -260,6 +269,9 @@ def credential_in(settings: BusSettings) -> Credential | None:
         return None
     try:
         return read_credential(Path(settings.creds_file))
+    except ModuleNotFoundError as error:  # a training process without the services' packages
+        what = f"DYNAMIX_NATS_CREDS_FILE={settings.creds_file!r} needs the package {error.name}"
+        raise ValueError(f"{what}: pip install 'dynamix-batch[services]'") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         what = f"DYNAMIX_NATS_CREDS_FILE={settings.creds_file!r} cannot be used: {reason}"

@@ -1,10 +1,8 @@
 """`attach`: puts a session together around a user's model, optimizer and data set."""
 
-import asyncio
 import gc
 import logging
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -16,14 +14,10 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings, node_name
-from dynamix.schemas import subjects
-from dynamix.schemas.codec import decode
-from dynamix.schemas.messages import Action, Job, OptimizerFamily
-from dynamix.schemas.messages.allocation import MAX_GENERATION, Exchange, ExchangePermission, Explored, GlobalBatch
-from dynamix.schemas.streams import ACTIONS, JOBS
-from dynamix.trainer.bus_client import SERVICE, BusClient, Transport
+from dynamix.schemas.messages import OptimizerFamily
+from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, GlobalBatch
+from dynamix.trainer.bus_client.transport import Transport
 from dynamix.trainer.data.loader import (
     PREFETCH_FACTOR,
     CountTokens,
@@ -63,7 +57,7 @@ from dynamix.trainer.job.identity import (
     propose_job,
     read_caps,
 )
-from dynamix.trainer.job.options import JobOptions, options_of, warn_of_policy
+from dynamix.trainer.job.options import JobOptions, options_of, warn_of_missing_bus, warn_of_policy
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
@@ -186,7 +180,8 @@ def attach(
         noise_every: steps between two measurements of the gradient noise, after 20 of which each is measured; a
             measurement costs two passes over the gradient.
         memory_caps_path: path beside your checkpoint, at which a rank that ran out of memory stores its bound.
-        connect: the bus; None reads `DYNAMIX_NATS_...`, False trains without one; or a transport of your own.
+        connect: the bus. None: the one that `DYNAMIX_NATS_...` variables name, as `dynamix train` sets them; without
+            any the job has no bus, opens no connection and no thread. False: no bus. Or a transport of your own.
         loggers: receivers of each window's metrics in global rank 0: `tensorboard`, `wandb`, `mlflow`, `csv`, `jsonl`,
             names registered in the entry-point group `dynamix.loggers`, or objects with `log(metrics, *, step)` and
             `close()` such as those of `dynamix.extras.loggers`.
@@ -262,6 +257,8 @@ def attach(
     )
     run = Run(options=options, data=orders.identity, place=place, identity=identity)
     if place.rank == 0:
+        if connect is None and bus is None:
+            warn_of_missing_bus(options)
         caller = sys._getframe(1)  # noqa: SLF001 - the script; reading its f_locals keeps what is in them alive
         if (
             shuffle is False
@@ -317,6 +314,8 @@ def attach(
     )
     transport = connect if isinstance(connect, Transport) else Transport()
     if bus is not None and place.local_rank == 0:  # the first rank of each node reports, rank 0 also listens
+        from .bus_client.client import BusClient  # noqa: PLC0415 - with it nats: 40 ms that a job without a broker saves
+
         transport = client = BusClient(
             bus,
             node=place.node,
@@ -429,9 +428,6 @@ def _gradients(
 NATS_PORT = 4222
 """Default port of a broker URL without one."""
 
-LOOKUP_S = 2.0
-"""The longest that attaching waits for the bus. Without a broker the refused connection is an answer."""
-
 
 def meet_ranks(
     *,
@@ -453,7 +449,9 @@ def meet_ranks(
     last = None
     may_be_known = environment.shared.job or trainer.run_id or launch.elastic  # else `propose_job` makes a new id
     if bus is not None and collectives.rank == 0 and may_be_known:
-        last = last_generation(bus, job, name=f"{SERVICE}-{node_name(environment.shared)}")
+        from .bus_client.client import last_generation  # noqa: PLC0415 - as in `attach`
+
+        last = last_generation(bus, job, node=node_name(environment.shared))
     # ports of connections that carry no gradients: the broker, and the store of torch.distributed
     ports = set() if bus is None else {urlsplit(url.strip()).port or NATS_PORT for url in bus.url.split(",")}
     # torch has no public name for the first, and its stubs lack the other names
@@ -509,40 +507,3 @@ def meet_ranks(
                 identity.job,
             )
     return collectives, sockets, identity, place
-
-
-def last_generation(settings: BusSettings, job: str, *, name: str) -> int | None:
-    """The generation of the job's last start; `None` if there was none, or the bus does not answer in time.
-
-    In a thread of its own: the caller may run an event loop.
-    """
-    found: list[int | None] = []
-
-    async def look_up() -> int | None:
-        async with asyncio.timeout(LOOKUP_S):
-            bus = await Bus.connect(settings, name=name, wait=False)
-            try:
-                start = await bus.newest(JOBS.name, subjects.of("job", job))
-                action = await bus.newest(ACTIONS.name, subjects.of("action", job))
-            finally:
-                await bus.close()
-        # others' jobs can push a start out of its stream, but no action
-        generations = [] if action is None else [decode(Action, action.subject, action.payload).generation]
-        if start is not None:
-            generation = decode(Job, start.subject, start.payload).generation
-            if generation > MAX_GENERATION:
-                _log.warning("%s has generation %d on the bus, which no job reaches: it was forged", job, generation)
-            else:
-                generations.append(generation)
-        return max(generations, default=None)
-
-    def ask() -> None:
-        try:
-            found.append(asyncio.run(look_up()))
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with the bus, training begins without an answer
-            _log.info("cannot ask the bus for earlier starts of %s: %s: %s", job, type(error).__name__, error)
-
-    thread = threading.Thread(target=ask, name="dynamix bus look-up", daemon=True)
-    thread.start()
-    thread.join(LOOKUP_S)
-    return found[0] if found else None

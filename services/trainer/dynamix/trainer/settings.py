@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from dynamix.runtime.settings import BusSettings, SharedSettings
+from dynamix.runtime.settings import BusSettings, SharedSettings, names_broker
 from dynamix.runtime.settings import read as read_settings
 
 from .job.identity import Launch
@@ -36,7 +36,8 @@ class Environment(NamedTuple):
 
     trainer: TrainerSettings
     shared: SharedSettings
-    bus: BusSettings
+    bus: BusSettings | None
+    """`None` where no variable names a broker: the job then trains without one."""
     launch: Launch
 
 
@@ -53,7 +54,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     return Environment(
         trainer=read_settings(TrainerSettings, "trainer", source),
         shared=read_settings(SharedSettings, "", source),
-        bus=read_settings(BusSettings, "nats", source),
+        bus=read_settings(BusSettings, "nats", source) if names_broker(source) else None,
         launch=Launch(
             run_id="" if run_id == "none" else run_id,
             restart_count=int(source.get("TORCHELASTIC_RESTART_COUNT", "0")),

@@ -364,6 +364,19 @@ def warn_of_policy(options: JobOptions) -> None:
         )
 
 
+def warn_of_missing_bus(options: JobOptions) -> None:
+    """Warn of a job without a bus whose policy needs one; under `split` the ranks divide the batch on their own."""
+    policy, divides = options.policy, options.initial_allocation.split == "tracking"
+    if policy == "static" or (policy == SPLIT_POLICY and (divides or len(options.local_batch_sizes) == 1)):
+        return
+    _log.warning(
+        "policy %r decides in a service, and no DYNAMIX_NATS_... variable names a broker: %s; start `dynamix up`, and "
+        "the script with `dynamix train`, or pass connect=False to train without decisions",
+        policy,
+        "the ranks only divide the batch by their speeds" if divides else "the batch sizes stay as they are",
+    )
+
+
 SERVED_CODECS = ("none", "rows")
 """Codecs whose sums owners without a gradient of their own can make."""
 VARIABLE = "DYNAMIX_TRAINER_GRADIENT_SERVERS"

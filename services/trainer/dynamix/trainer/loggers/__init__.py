@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from dynamix.runtime.extensions import extension_names, load_extension
 from dynamix.schemas.messages import JobTotals, Reward
-from dynamix.trainer.bus_client import Transport
+from dynamix.trainer.bus_client.transport import Transport
 from dynamix.trainer.measurement.meter import Row, held_out_accuracy
 
 QUEUED_WINDOWS = 64

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals, NetworkMetrics, Report
@@ -84,9 +83,6 @@ class Windows:
 
 MAX_REASON = 1024
 """Most characters of `Job.end_reason`."""
-
-ASKED_TO_STOP = (KeyboardInterrupt, SignalException)
-"""A user stopped the run: no launcher is meant to start it again, however many restarts are left."""
 
 LEFT = "left"
 """The script ended, or let go of its session, without `close`."""
@@ -194,7 +190,10 @@ def reason_after(error: BaseException | None, *, may_restart: bool) -> str | Non
     """Reason of the job's end after an error; `None` if a launcher restarts it."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return LEFT
-    if may_restart and not isinstance(error, ASKED_TO_STOP):
+    from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415 - only a launcher has it
+
+    asked_to_stop = isinstance(error, KeyboardInterrupt | SignalException)  # by a user, whatever restarts are left
+    if may_restart and not asked_to_stop:
         return None
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 

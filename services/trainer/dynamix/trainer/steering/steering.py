@@ -15,7 +15,7 @@ import time
 
 from dynamix.schemas.messages import Action
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.trainer.bus_client import Transport
+from dynamix.trainer.bus_client.transport import Transport
 from dynamix.trainer.data.orders import ONE_PART
 from dynamix.trainer.data.plan import Counts, PlanSampler, Position
 from dynamix.trainer.gradient.losses import LossWarnings
