@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    "apt-get install python3-venv (Debian, Ubuntu), or name another interpreter with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch and the other packages of constraints.txt into $(VENV), once: several minutes; PyPI's torch"
-	@echo "brings several GB of CUDA libraries (README.md, \"Install\", says how to get the CPU build)"
+	@echo "brings several GB of CUDA libraries (docs/guides/start.md says how to get the CPU build)"
 	$(BIN)/python -m pip install $(PIP) -c constraints.txt hatchling editables torch
 	$(BIN)/python -m pip install $(PIP) -c constraints.txt --no-build-isolation --editable '.[train,cli,test,docs,dev]'
 	@touch $@

@@ -11,6 +11,5 @@ PAGES = [ROOT / "README.md", *sorted(GUIDES.glob("*.md"))]
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page)) and page.stem != "frameworks"], ids=str)
 def test_each_block_of_code_of_a_page_trains(page: Path, tmp_path: Path) -> None:
-    environ = {"DYNAMIX_NATS_URL": "nats://127.0.0.1:1", "DYNAMIX_TRAINER_CLOSE_TIMEOUT_S": "0"}
-    (places,) = run_ranks(run_page, 1, page, str(tmp_path), environ=environ)
+    (places,) = run_ranks(run_page, 1, page, str(tmp_path))
     assert places

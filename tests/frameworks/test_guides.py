@@ -48,8 +48,7 @@ if "transformers" in code:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("lightning") is None, reason="make test-frameworks")
 def test_each_recipe_trains_and_resumes(tmp_path: Path) -> None:
-    environ = {"DYNAMIX_NATS_URL": "nats://127.0.0.1:1", "DYNAMIX_TRAINER_CLOSE_TIMEOUT_S": "0"}
     for _ in range(2):
-        (places,) = run_ranks(run_page, 1, GUIDES / "frameworks.md", str(tmp_path), MORE, environ=environ)
+        (places,) = run_ranks(run_page, 1, GUIDES / "frameworks.md", str(tmp_path), MORE)
         assert len(places) == 3
     assert {"checkpoint", "last.ckpt", "run"} <= {path.name for path in tmp_path.iterdir()}

@@ -38,8 +38,7 @@ def _run_script(_rank: int, script: str) -> dict[str, Any]:
 def test_the_two_lines_of_the_first_guide_train_and_leave_no_trace_in_the_process() -> None:
     script = next(code for _, code in blocks(PAGE))
     assert [f"# {number}" in script for number in range(1, 4)] == [True] * 2 + [False]
-    environ = {"DYNAMIX_NATS_URL": "nats://127.0.0.1:1", "DYNAMIX_TRAINER_CLOSE_TIMEOUT_S": "0"}
-    for result in run_ranks(_run_script, 2, script, environ=environ):
+    for result in run_ranks(_run_script, 2, script):
         assert result["position"] == 2 * 2000
         assert result["loss"] < 0.5 * math.log(2)
         assert result["side_effects"] == []
