@@ -20,7 +20,7 @@ def main() -> nn.Module:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=3 * len(loader) // 2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     session, loader = attach(accelerator, model, optimizer, loader)
-    for epoch in session.epochs(3):
+    for epoch in range(3):
         num_correct = 0
         for features, targets in loader:
             with accelerator.accumulate(model):
@@ -30,7 +30,6 @@ def main() -> nn.Module:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            session.step(loss)
             num_correct += accelerator.reduce((outputs.argmax(1) == targets).sum())
         accelerator.print(f"epoch {epoch}: accuracy {num_correct / len(dataset):.4f}, rate {scheduler.get_last_lr()}")
     accelerator.end_training()

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from dynamix.trainer import attach
 
@@ -17,14 +17,16 @@ def main() -> nn.Module:
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2))
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    session = attach(model, optimizer, dataset, local_batch_size=128)
-    for epoch in session.epochs(3):
-        for features, targets in session.loader:
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=128, sampler=sampler)
+    session, loader = attach(model, optimizer, loader)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for features, targets in loader:
             loss = nn.functional.cross_entropy(model(features), targets)
             optimizer.zero_grad()
             session.scale_loss(loss).backward()
             optimizer.step()
-            session.step(loss)
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}")
     return model

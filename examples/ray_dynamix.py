@@ -3,9 +3,9 @@
 import ray.train
 import torch
 from ray.train import ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader, prepare_model
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from dynamix.trainer import attach
 
@@ -17,16 +17,17 @@ def train(config: dict[str, int]) -> None:
     dataset = TensorDataset(inputs, (inputs.sum(1) > 0).long())
     model = prepare_model(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    session = attach(model, optimizer, dataset, local_batch_size=128)
-    for epoch in session.epochs(config["num_epochs"]):
+    loader = prepare_data_loader(DataLoader(dataset, batch_size=128, shuffle=True), move_to_device=False)
+    session, loader = attach(model, optimizer, loader)
+    for epoch in range(config["num_epochs"]):
+        loader.sampler.set_epoch(epoch)
         num_correct = num_samples = 0
-        for features, targets in session.loader:
+        for features, targets in loader:
             outputs = model(features)
             loss = nn.functional.cross_entropy(outputs, targets)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            session.step(loss)
             num_correct += int((outputs.argmax(1) == targets).sum())
             num_samples += len(targets)
         rank = ray.train.get_context().get_world_rank()

@@ -194,13 +194,11 @@ class Session:
         batch = self._loader.current
         if batch is None or self._run.ended:
             return False
-        if batch.is_last:
-            is_done = self._updates.any_since_step or self._models.saw_backward
+        is_done = self._is_updated
+        if not is_done and self._loader.is_full:  # something was done with it, or it was reported as skipped
+            is_done = not batch.is_last or self._models.saw_backward or self._reported is not None
             is_done = is_done or (self._needs_scaling and self._loss_scaled)
-            is_done = is_done or self._reported is not None  # skipped
             is_done = is_done or (len(self.local_batch_sizes) == 1 and self._models.are_training)
-        else:
-            is_done = self._loader.is_full
         if is_done:
             self._finish_batch(batch)
         return is_done
