@@ -80,10 +80,9 @@ types: venv ## mypy --strict
 	$(BIN)/mypy
 
 # The pages stand in the site as they stand here, so that the links between them are the same.
-PAGES := $(wildcard *.md) bench deploy docs examples scenarios services/runtime/README.md
 docs: venv ## the site of all pages into out/site, with search; a broken link is an error
-	rm -rf out/pages && mkdir -p out/pages/services/runtime
-	for page in $(PAGES); do ln -s "$(CURDIR)/$$page" "out/pages/$$page"; done
+	rm -rf out/pages && mkdir -p out/pages
+	cp -R --parents *.md bench deploy docs examples scenarios services/runtime/README.md out/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # What is measured is written to docs/results; on a machine that does something else, give ARGS="--csv out".
