@@ -33,6 +33,7 @@ EXTRAS = {
 COMMANDS = {
     "demo": "Train a real job on this machine three times: fixed, divided and adaptive batch sizes",
     "up": "Run broker and services on this machine until interrupted",
+    "watch": "Start a training script unchanged, and tell which rank, link or loader is slow",
     "train": "Start a training script with torchrun, connected to the bus",
     "serve-gradients": "Sum parts of a job's gradients in a separate process (a parameter server)",
     "top": "Watch a job: batch sizes, times, throughput, accuracy, decisions",

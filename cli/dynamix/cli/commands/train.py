@@ -42,14 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replace this process by torchrun; returns only when that fails."""
-    words: list[str] = arguments.torchrun
-    if not words:
-        raise MisuseError("no script: put torchrun's options, the script and its arguments behind --")
-    if importlib.util.find_spec("torch") is None:
-        raise CommandError(
-            f"PyTorch is not installed in the environment of {sys.executable}: install it there, by "
-            f"`{sys.executable} -m pip install torch` (https://pytorch.org says which build fits your GPU)"
-        )
+    words = torchrun_words(arguments)
     bus = find(os.environ)
     given = arguments.job or os.environ.get(JOB, "")
     named = identity(words, name=permitted(given, arguments.name, bus), given=given)
@@ -61,6 +54,19 @@ def run(arguments: argparse.Namespace) -> int:
     )
     command = [sys.executable, "-m", "torch.distributed.run", *words]
     os.execve(sys.executable, command, environment(os.environ, named, bus, arguments.policy))  # noqa: S606 - no shell
+
+
+def torchrun_words(arguments: argparse.Namespace) -> list[str]:
+    """The words for torchrun. Raises CommandError where there are none, or no PyTorch."""
+    words: list[str] = arguments.torchrun
+    if not words:
+        raise MisuseError("no script: put torchrun's options, the script and its arguments behind --")
+    if importlib.util.find_spec("torch") is None:
+        raise CommandError(
+            f"PyTorch is not installed in the environment of {sys.executable}: install it there, by "
+            f"`{sys.executable} -m pip install torch` (https://pytorch.org says which build fits your GPU)"
+        )
+    return words
 
 
 def permitted(given: str, name: str | None, bus: BusSettings) -> str | None:

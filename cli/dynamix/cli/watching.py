@@ -1,0 +1,365 @@
+"""What rows of a watched job show: which rank, link or loader is slow, and what each remedy would save. Pure.
+
+A rank's own time is what it needs until it waits for others: data, between, compute and update. Communication is the
+least `sync_s` of all ranks in a step, for the last one to arrive waits for nobody; what a rank waits more, it waits for
+slower ranks. Predictions replay the measured steps with other compute times and other communication. The sizes, the way
+of exchange and its time are those of the policies' own models (`arbitrator.policies`).
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dynamix.arbitrator.policies.exchange import LINK_WINDOWS, ExchangeMemory, choose, link_rates
+from dynamix.arbitrator.policies.step_time import SPLIT_DEAD_BAND, StepTime
+from dynamix.cli.output import Document
+from dynamix.schemas.features import RANK_INDEX
+from dynamix.schemas.messages import Job, NodeRanks
+from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission
+from dynamix.schemas.watching import Row, Step
+
+WINDOW_STEPS, WINDOW_S = 10, 1.0
+"""A window has at least so many steps and lasts at least so long."""
+WARM_UP_STEPS = 3
+"""Not counted: memory is allocated, and DDP rebuilds its buckets."""
+KEPT_STEPS = 2000
+"""The newest steps, which the report is about."""
+PAUSE = 5.0
+"""A step longer than so many usual ones is a pause, such as an evaluation, and not part of the means."""
+NOTABLE, CERTAIN = 0.05, 3.0
+"""Share of a step, and standard errors, by which a rank must be late to be named; of data and communication twice the
+share."""
+SLOW_LINK = 0.6
+"""A link is slow that carries less than this share of the others' median."""
+FIXED_SHARE = 0.1
+"""Share of the fastest rank's compute time that may not depend on the batch: steps of one size do not show it."""
+PRIOR_ERROR = 0.3
+"""Relative error of the time of an exchange that was not measured."""
+
+FIELDS = ("data_s", "between_s", "compute_s", "sync_s", "update_s")
+DATA, BETWEEN, COMPUTE, SYNC, UPDATE = range(len(FIELDS))
+DOES = ("waits for data", "spends between steps", "computes", "", "updates")
+
+Array = npt.NDArray[np.float64]
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that makes steps longer."""
+
+    name: str
+    """`rank 2 compute_s`, `loader 2`, `all loaders`, `link 2` or `network`."""
+    excess_s: float
+    """Seconds per step; of a rank what it is later than the others."""
+    text: str
+
+
+class Remedy(msgspec.Struct, frozen=True):
+    """What a change would save: a share of the time per sample, with its error."""
+
+    name: str
+    how: str
+    saving: float
+    error: float
+    is_worthwhile: bool
+
+
+class Watched:
+    """Rows in, a report out."""
+
+    def __init__(self, restart: int = -1) -> None:
+        self._restart = restart
+        self._rows: dict[int, Row] = {}
+        self._sums: dict[int, Array] = {}
+        """Of processor time, time without a processor, and the number of steps."""
+        self._links: dict[int, tuple[float, int]] = {}
+        self._incomplete: dict[int, dict[int, Step]] = {}
+        self._steps: deque[Array] = deque(maxlen=KEPT_STEPS)
+        self.num_steps, self.num_windows, self._num_new, self._new_s = 0, 0, 0, 0.0
+        self.found: list[Finding] = []
+        """In the newest window."""
+        self.named: Counter[str] = Counter()
+        """Windows in which each was found."""
+        self.first_named: dict[str, int] = {}
+        """The first of them, from 1."""
+
+    def add(self, row: Row) -> bool:
+        """Take in one row; whether a window ended."""
+        if row.restart > self._restart:  # torchrun has restarted the ranks
+            Watched.__init__(self, row.restart)
+        self._rows[row.rank] = row
+        self._sums[row.rank] = self._sums.get(row.rank, 0.0) + np.array([row.cpu_s, row.queued_s, len(row.steps)])
+        if row.link_bytes_per_s is not None and row.link_peer is not None:
+            self._links[row.rank] = row.link_bytes_per_s, row.link_peer
+        has_ended = False
+        for number, step in enumerate(row.steps, row.first_step):
+            known = self._incomplete.setdefault(number, {})
+            known[row.rank] = step
+            if len(known) == row.world_size:
+                del self._incomplete[number]
+                self.num_steps = number + 1
+                if number >= WARM_UP_STEPS:
+                    has_ended |= self._take(np.array([msgspec.structs.astuple(known[each]) for each in sorted(known)]))
+        while len(self._incomplete) > 10 * KEPT_STEPS:  # rows were lost: these steps are never complete
+            del self._incomplete[min(self._incomplete)]
+        return has_ended
+
+    def _take(self, step_WF: Array) -> bool:
+        self._steps.append(step_WF)
+        self._num_new += 1
+        self._new_s += float(step_WF[:, :-1].sum(axis=1).max())
+        if self._num_new < WINDOW_STEPS or self._new_s < WINDOW_S:
+            return False
+        self.num_windows += 1
+        self.found = self._findings(np.array(list(self._steps)[-self._num_new :]))
+        self._num_new, self._new_s = 0, 0.0
+        for each in self.found:
+            self.named[each.name] += 1
+            self.first_named.setdefault(each.name, self.num_windows)
+        return True
+
+    def report(self) -> Document | None:
+        """Everything that is known; `None` before a step of all ranks was seen."""
+        if not self._steps:
+            return None
+        all_TWF = np.array(self._steps)
+        steps_TWF = usual(all_TWF)
+        own_TW, comm_T = own_and_communication(steps_TWF)
+        mean_WF, comm_s = steps_TWF.mean(axis=0), float(comm_T.mean())
+        ranks = []
+        for rank, row in sorted(self._rows.items()):
+            times = dict(zip(FIELDS, mean_WF[rank].tolist(), strict=False))
+            wait_s, more = times.pop("sync_s") - comm_s, {"node": row.node, "memory_bytes": row.memory_bytes}
+            cpu_s, queued_s = (self._sums[rank][:-1] / self._sums[rank][-1]).tolist()
+            ranks.append({"rank": rank, **times, "wait_s": wait_s, "cpu_s": cpu_s, "queued_s": queued_s, **more})
+        return {
+            "num_steps": self.num_steps,
+            "num_windows": self.num_windows,
+            "step_s": float((own_TW.max(axis=1) + comm_T).mean()),
+            "communication_s": comm_s,
+            "num_pauses": len(all_TWF) - len(steps_TWF),
+            "local_batch_size": float(mean_WF[:, -1].mean()),
+            "gradient_bytes": self._rows[0].gradient_bytes,
+            "ranks": ranks,
+            "findings": self._findings(all_TWF),
+            "windows_named": dict(self.named),
+            "first_named": self.first_named,
+            "remedies": self._remedies(steps_TWF),
+            "notes": sorted({note for row in self._rows.values() for note in row.notes}),
+        }
+
+    # --- what is slow
+
+    def _findings(self, steps_TWF: Array) -> list[Finding]:
+        """What is slow in some steps: ranks and their loaders, the worst first, all loaders, communication."""
+        times = usual(steps_TWF)[:, :, :-1]
+        own_TW, comm_T = own_and_communication(times)
+        step_s, middle = float((own_TW.max(axis=1) + comm_T).mean()), (own_TW.shape[1] - 1) // 2
+        typical_T = own_TW[:, np.argsort(own_TW.mean(axis=0))[middle]]
+        found = []
+        for rank in range(own_TW.shape[1]):
+            late_s, error_s = mean_and_error(own_TW[:, rank] - typical_T)
+            if late_s > max(NOTABLE * step_s, CERTAIN * error_s):
+                found.append(self._late(rank, times, late_s, error_s))
+        found.sort(key=lambda each: -each.excess_s)
+        data_s, comm_s = float(np.sort(times[:, :, DATA], axis=1)[:, middle].mean()), float(comm_T.mean())
+        if data_s > 2 * NOTABLE * step_s:
+            text = f"All loaders are slow: ranks wait {ms(data_s)} of {ms(step_s)} per step for data"
+            found.append(Finding(name="all loaders", excess_s=data_s, text=text))
+        if comm_s > 2 * NOTABLE * step_s:
+            text = f"communication that computing does not hide takes {ms(comm_s)} of {ms(step_s)} per step"
+            found.append(self._communication(comm_s, text))
+        return found
+
+    def _late(self, rank: int, times_TWF: Array, late_s: float, error_s: float) -> Finding:
+        """A rank that arrives late, by the part of its time that exceeds the others' most, and what it did then."""
+        mean_WF = times_TWF.mean(axis=0)
+        more_F = mean_WF[rank] - np.sort(mean_WF, axis=0)[(len(mean_WF) - 1) // 2]
+        more_F[SYNC] = -math.inf
+        part = int(more_F.argmax())
+        is_data, more_s, own_s = part == DATA, float(more_F[part]), float(mean_WF[rank, part])
+        text = (
+            f"Rank {rank} {'has a slow loader' if is_data else 'is slow'}: it {DOES[part]} {1e3 * more_s:.1f} +- "
+            f"{2e3 * error_s:.1f} ms longer per step than the others ({ms(own_s)}, they {ms(own_s - more_s)})"
+        )
+        if not is_data and self._rows[rank].device == "cpu":
+            all_W2 = np.array([sums[:-1] / sums[-1] for _, sums in sorted(self._sums.items())])
+            cpu_s, queued_s = all_W2[rank] - np.sort(all_W2, axis=0)[(len(all_W2) - 1) // 2]
+            if queued_s > 0.4 * more_s:
+                text += f"; it waited {ms(queued_s)} longer for a processor: others use it, or a quota is used up"
+            elif cpu_s > 0.4 * more_s:
+                text += f"; its processor was busy {ms(cpu_s)} longer: it is slower, or has more to do"
+            else:
+                text += "; it neither used a processor nor waited for one meanwhile: it slept or was blocked"
+        name = f"loader {rank}" if is_data else f"rank {rank} {FIELDS[part]}"
+        return Finding(name=name, excess_s=late_s, text=text)
+
+    @property
+    def _rates(self) -> Array | None:
+        """Bytes per second of each rank's link, as policies know them: where each rank has a link of its own."""
+        obs_WF = np.full((len(self._rows), len(RANK_INDEX)), np.nan, dtype=np.float32)
+        for rank, (rate, peer) in self._links.items():
+            obs_WF[rank, RANK_INDEX["link_bytes_per_s"]], obs_WF[rank, RANK_INDEX["link_peer"]] = rate, peer
+        return link_rates(obs_WF)
+
+    def _communication(self, comm_s: float, text: str) -> Finding:
+        rates, name = self._rates, "network"
+        if rates is None:
+            return Finding(name=name, excess_s=comm_s, text=f"The network is slow: {text}")
+        slowest, mbit = int(rates.argmin()), 8e-6 * rates
+        others = float(np.median(np.delete(mbit, slowest)))
+        if mbit[slowest] < SLOW_LINK * others:
+            name = f"link {slowest}"
+            which = (
+                f"The link of rank {slowest} is slow: it carries {mbit[slowest]:.3g} Mbit/s, the others {others:.3g}"
+            )
+        else:
+            which = f"The network is slow: links carry {mbit.min():.3g} to {mbit.max():.3g} Mbit/s"
+        return Finding(name=name, excess_s=comm_s, text=f"{which}; {text}")
+
+    # --- what would help
+
+    def _remedies(self, steps_TWF: Array) -> list[Remedy]:
+        """What each remedy would save, the best first, those that are not worthwhile last."""
+        own_TW, comm_T = own_and_communication(steps_TWF)
+        data_TW, compute_TW = steps_TWF[:, :, DATA], steps_TWF[:, :, COMPUTE]
+        mean_WF, comm_s = steps_TWF.mean(axis=0), float(comm_T.mean())
+        now_T = own_TW.max(axis=1) + comm_T
+        now_s, sizes = float(now_T.mean()), tuple(max(round(size), 1) for size in mean_WF[:, -1].tolist())
+        found: list[Remedy] = []
+
+        def saved(own: Array, comm: Array = comm_T, samples: float = 1.0) -> tuple[float, float]:
+            """Share of the time per sample, with twice its standard error, of pairs of steps."""
+            after_T = (own.max(axis=1) + comm) / samples
+            kept = float(after_T.mean()) / now_s
+            return 1.0 - kept, 2.0 * mean_and_error((after_T - kept * now_T) / now_s)[1]
+
+        saving, error = saved(own_TW - data_TW)
+        is_worthwhile = saving > max(2 * NOTABLE, error)
+        found.append(Remedy("loaders that keep up", "more num_workers", saving, error, is_worthwhile))
+        if len(sizes) < 2 or mean_WF[:, -1].min() < 1.0:
+            return found
+
+        job, rates = self._job(sizes), self._rates
+        models = []
+        for fixed_s in 0.0, FIXED_SHARE * float(mean_WF[:, COMPUTE].min()):
+            per_sample_W = np.maximum((mean_WF[:, COMPUTE] - fixed_s) / np.array(sizes), 1e-9)
+            bounds = np.ones(len(sizes)), np.array(job.max_local_batch_sizes, dtype=np.float64)
+            fixed_W, none_W = np.full(len(sizes), fixed_s), np.zeros(len(sizes))
+            models.append(StepTime(per_sample_W, *bounds, fixed_W, none_W, sync_intercept_s=comm_s))
+        divided, twice = models[0].divide(sum(sizes)), tuple(2 * size for size in sizes)
+        for new, samples, least, name, how in (
+            (divided, 1.0, SPLIT_DEAD_BAND, "divide the batch by speed", "attach(model, optimizer, loader)"),
+            (twice, 2.0, 2 * NOTABLE, "twice the batch, per sample", 'attach(..., global_batch="adaptive")'),
+        ):
+            outcomes = []
+            for model in models:
+                new_W, now_W = (model.compute_s(np.array(each, dtype=np.float64)) for each in (new, sizes))
+                more_TW = compute_TW * (new_W / now_W - 1.0) + data_TW * (np.array(new) / np.array(sizes) - 1.0)
+                outcomes.append(saved(own_TW + more_TW, samples=samples))
+            (saving, error), (doubted, _) = outcomes
+            found.append(Remedy(name, how, saving, math.hypot(error, saving - doubted), saving > max(least, error)))
+
+        memory = ExchangeMemory(times_s={EXACT.codec: comm_s})
+        if rates is not None:
+            memory = msgspec.structs.replace(memory, rates=rates, num_link_windows=LINK_WINDOWS)
+        ways: tuple[tuple[ExchangePermission, Exchange, str], ...] = (
+            ("exact", Exchange(route="shares"), "exact sums at owners with shares"),
+            ("lossy", Exchange(codec="int8"), "gradients rounded to int8"),
+            ("local", Exchange(codec="int8", every=4), "4 local steps between averagings, int8"),
+        )
+        for permission, way, name in ways[rates is None :]:
+            chosen = choose(
+                *(msgspec.structs.replace(job, exchange=permission), models[0], memory, float(sum(sizes))), max_every=16
+            )
+            factor = memory.time_s(way, 0.0) / max(comm_s, 1e-9) / way.every
+            saving, error = saved(own_TW, factor * comm_T)
+            error = math.hypot(error, PRIOR_ERROR * factor * comm_s / now_s)
+            is_worthwhile = (chosen.codec, chosen.route, chosen.every) == (way.codec, way.route, way.every)
+            found.append(Remedy(name, f'attach(..., exchange="{permission}")', saving, error, is_worthwhile))
+        return sorted(found, key=lambda each: (not each.is_worthwhile, -each.saving))
+
+    def _job(self, sizes: Sequence[int]) -> Job:
+        """The job as the policies would see it, attached with the script's sizes."""
+        nodes: dict[str, list[int]] = {}
+        for rank, row in sorted(self._rows.items()):
+            nodes.setdefault(row.node, []).append(rank)
+        return Job(
+            job="watched",
+            generation=0,
+            phase="running",
+            world_size=len(sizes),
+            nodes=tuple(NodeRanks(node=node, ranks=tuple(ranks)) for node, ranks in nodes.items()),
+            window_steps=WINDOW_STEPS,
+            initial_local_batch_sizes=tuple(sizes),
+            base_global_batch_size=sum(sizes),
+            min_local_batch_size=1,
+            max_local_batch_sizes=(2 * max(sizes),) * len(sizes),
+            optimizer_family="adam" if "adam" in self._rows[0].optimizer.lower() else "sgd",
+            policy="split",
+            seed=0,
+            supports_exchange=True,
+        )
+
+
+def usual(steps_TWF: Array) -> Array:
+    """The steps without pauses."""
+    lengths_T = steps_TWF[:, :, :-1].sum(axis=2).max(axis=1)
+    kept: Array = steps_TWF[lengths_T <= PAUSE * np.median(lengths_T)]
+    return kept
+
+
+def own_and_communication(steps_TWF: Array) -> tuple[Array, Array]:
+    """Time of each rank that is not waiting, and of each step's communication."""
+    sync_TW: Array = steps_TWF[:, :, SYNC]
+    return steps_TWF[:, :, : len(FIELDS)].sum(axis=2) - sync_TW, sync_TW.min(axis=1)
+
+
+def mean_and_error(values_T: Array) -> tuple[float, float]:
+    """Mean and its standard error, by the means of ten blocks: neighbouring steps are alike."""
+    blocks = np.array([block.mean() for block in np.array_split(values_T, min(10, len(values_T)))])
+    error = float(blocks.std(ddof=1)) / math.sqrt(len(blocks)) if len(blocks) > 1 else math.inf
+    return float(values_T.mean()), error
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds in words."""
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def page(report: Document) -> str:
+    """The report as text."""
+    ranks, findings, remedies = report["ranks"], report["findings"], report["remedies"]
+    summary = (
+        f"dynamix watch: {report['num_steps']} steps on {len(ranks)} ranks, {ms(report['step_s'])} each, of which "
+        f"{ms(report['communication_s'])} communication ({report['gradient_bytes'] / 1e6:.3g} MB of gradients); "
+        f"{report['local_batch_size']:.4g} samples per rank"
+    )
+    names = ("compute", "wait", "data", "between", "update")
+    lines = [summary, "", f"  rank{''.join(f'{name:>10}' for name in names)}  (ms per step)    memory  node"]
+    for each in ranks:
+        times = "".join(f"{1e3 * each[f'{name}_s']:10.1f}" for name in names)
+        lines.append(f"  {each['rank']:4}{times}{each['memory_bytes'] / 1e6:22.0f} MB  {each['node']}")
+    lines.append("")
+    named, num_windows = report["windows_named"], report["num_windows"]
+    lines += [f"{each.text}; in {named.get(each.name, 0)} of {num_windows} windows." for each in findings]
+    lines += [] if findings else ["No rank, link or loader is slow."]
+    if report["num_pauses"]:
+        lines.append(f"{report['num_pauses']} steps above {PAUSE:g} usual ones (evaluation, checkpoints) are left out.")
+    lines += [f"Note: {note}." for note in report["notes"]]
+    if any(each.is_worthwhile for each in remedies):
+        lines += ["", "Estimated change of the time per sample, by the models of DYNAMIX's policies:"]
+    for each in remedies:
+        if each.is_worthwhile:
+            change = f"{-100 * each.saving:+4.0f} % +- {max(100 * each.error, 1):.0f}"
+            lines.append(f"  {change:12}  {each.name:40}  {each.how}")
+    rest = ", ".join(f"{each.name} ({-100 * each.saving:+.0f} %)" for each in remedies if not each.is_worthwhile)
+    lines += [f"Not worth it here: {rest}."] if rest else []
+    if any(each.is_worthwhile and each.name.startswith(("4 local", "twice")) for each in remedies):
+        lines.append(
+            "Larger batches and local steps may need more samples to the same accuracy; that is not known here."
+        )
+    return "\n".join(lines)
