@@ -1,6 +1,5 @@
-"""The two example scripts: how little they differ, and that both run."""
+"""The two example scripts: both run."""
 
-import difflib
 import re
 from pathlib import Path
 
@@ -8,14 +7,7 @@ import pytest
 from tests.support.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PLAIN, ATTACHED, WORKLOAD = (EXAMPLES / f"ddp_{name}.py" for name in ("plain", "dynamix", "workload"))
-
-
-def test_attaching_adds_two_lines_and_removes_none() -> None:
-    plain, attached = (path.read_text().splitlines()[1:] for path in (PLAIN, ATTACHED))
-    changed = [line for line in difflib.ndiff(plain, attached) if line[0] in "+-" and line[2:].strip()]
-    assert len(changed) == 2, changed
-    assert all(line.startswith("+ ") for line in changed)
+ATTACHED, WORKLOAD = (EXAMPLES / f"ddp_{name}.py" for name in ("dynamix", "workload"))
 
 
 def run(directory: Path, script: Path, *arguments: str) -> str:

@@ -57,7 +57,13 @@ from dynamix.trainer.job.identity import (
     propose_job,
     read_caps,
 )
-from dynamix.trainer.job.options import JobOptions, options_of, warn_of_missing_bus, warn_of_policy
+from dynamix.trainer.job.options import (
+    JobOptions,
+    options_of,
+    warn_of_missing_bus,
+    warn_of_momentum,
+    warn_of_policy,
+)
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
@@ -273,13 +279,7 @@ def attach(
                 "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave "
                 "shuffle=False out of attach to shuffle as it does"
             )
-        outer_momentum = options.initial_allocation.exchange.outer_momentum
-        if outer_momentum and any(group.get("momentum") for each in optimizers for group in each.param_groups):
-            _log.warning(
-                "outer_momentum=%g adds to the momentum of the optimizer, and both together train much worse than one "
-                "of them: use outer_rate=1 and outer_momentum=0, or an optimizer without momentum such as AdamW",
-                outer_momentum,
-            )
+        warn_of_momentum(options, optimizers)
     orders.connect(collectives, dataset, loader_options)
     loader = Loader(
         *(dataset, orders, run.schedule),

@@ -377,6 +377,17 @@ def warn_of_missing_bus(options: JobOptions) -> None:
     )
 
 
+def warn_of_momentum(options: JobOptions, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn of two momenta, one in the steps and one between the averagings; once per job."""
+    momentum = options.initial_allocation.exchange.outer_momentum
+    if momentum and any(group.get("momentum") for each in optimizers for group in each.param_groups):
+        _log.warning(
+            "outer_momentum=%g adds to the momentum of the optimizer, and both together train much worse than one of "
+            "them: use outer_rate=1 and outer_momentum=0, or an optimizer without momentum such as AdamW",
+            momentum,
+        )
+
+
 SERVED_CODECS = ("none", "rows")
 """Codecs whose sums owners without a gradient of their own can make."""
 VARIABLE = "DYNAMIX_TRAINER_GRADIENT_SERVERS"
