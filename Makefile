@@ -16,7 +16,7 @@ CIFAR  := .data/cifar-10
 ARGS   ?=
 MARK   ?= not slow
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types overhead kernel bus exchange cluster virtual adaptdl containers dist format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types docs overhead kernel bus exchange cluster virtual adaptdl containers dist format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -29,9 +29,9 @@ $(STAMP): pyproject.toml constraints.txt
 	    "apt-get install python3-venv (Debian, Ubuntu), or name another interpreter with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch and the other packages of constraints.txt into $(VENV), once: several minutes; PyPI's torch"
-	@echo "brings several GB of CUDA libraries (README.md, \"Install\", says how to get the CPU build)"
+	@echo "brings several GB of CUDA libraries (docs/guides/start.md says how to get the CPU build)"
 	$(BIN)/python -m pip install $(PIP) -c constraints.txt hatchling editables torch
-	$(BIN)/python -m pip install $(PIP) -c constraints.txt --no-build-isolation --editable '.[train,cli,test,dev]'
+	$(BIN)/python -m pip install $(PIP) -c constraints.txt --no-build-isolation --editable '.[train,cli,test,docs,dev]'
 	@touch $@
 
 data: $(DATA)/.complete ## fetch Fashion-MNIST into .data (31 MB, hash-checked when read)
@@ -78,6 +78,12 @@ lint: venv ## ruff: rules and format
 
 types: venv ## mypy --strict
 	$(BIN)/mypy
+
+# The pages stand in the site as they stand here, so that the links between them are the same.
+docs: venv ## the site of all pages into out/site, with search; a broken link is an error
+	rm -rf out/pages && mkdir -p out/pages
+	cp -R --parents *.md bench deploy docs examples scenarios services/runtime/README.md out/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # What is measured is written to docs/results; on a machine that does something else, give ARGS="--csv out".
 overhead: venv ## what a session costs the training thread, two models; 5 minutes (ARGS=--short-steps: short steps, root)

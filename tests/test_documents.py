@@ -55,3 +55,10 @@ def test_every_command_option_setting_and_target_that_is_named_exists(document: 
     assert set(re.findall(r"DYNAMIX_[A-Z_]+", text)) - known - prefixes == set()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert {*re.findall(r"`make ([a-z][a-z-]*)", text)} - targets == set()
+
+
+def test_every_message_of_the_index_of_errors_is_in_the_code() -> None:
+    files = [ROOT / name for name in tracked(".py") if name.startswith("services/trainer/")]
+    said = "".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in files)
+    messages = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/guides/errors.md").read_text(), flags=re.MULTILINE)
+    assert [message for message in messages if message not in said] == []

@@ -103,7 +103,7 @@ HOW_TO_CONNECT = "check DYNAMIX_NATS_URL, and _CREDS_FILE or _USER and _PASSWORD
 HOW_TO_LOOK = "ask with a key of `dynamix keys create NAME --role watcher`"
 HOW_TO_CATCH_UP = (
     "start the server that is offline; one that was cut off may take two minutes to catch up; after that restart "
-    "nats-server there, and until then no other (docs/measurements.md)"
+    "nats-server there, and until then no other (docs/measurements-broker.md)"
 )
 HOW_TO_RESTORE = (
     "restore the broker's store from a backup, or start the run under a new id: the arbitrator decides nothing on it"

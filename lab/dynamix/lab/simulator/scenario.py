@@ -1,4 +1,4 @@
-"""Scenarios: virtual clusters as files. What each key means stands beside it here, and in scenarios/README.md.
+"""Scenarios: virtual clusters as files. Each key stands here with its meaning (docs/scenario-keys.md on the site).
 
 Times are seconds of the virtual clock, rates and bandwidths are per second of it.
 """
