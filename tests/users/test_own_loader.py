@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.support.loops import gathered, loss_of
 from tests.support.ranks import run_ranks
-from tests.support.training import Numbered, distribute, flat_parameters, kept_messages, make_model
+from tests.support.training import Numbered, distribute, flat_parameters, kept_messages, make_model, offer
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -62,14 +62,16 @@ def _script(kind: str, *, attaches: bool, **options: Any) -> dict[str, Any]:
     loader: Any = LOADERS[kind]()
     model = distribute(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    session = None
+    session: Any = None
     if attaches:
         session, loader = dynamix.attach(model, optimizer, loader, **UNEQUAL | options)
     lengths, steps, mine = [len(loader)], [], []
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)
         number = 0
-        for number, batch in enumerate(loader):  # noqa: B007 - counted as scripts do
+        for number, batch in enumerate(loader):
+            if session is not None and len(set(session.local_batch_sizes)) > 1:
+                offer(session, (4, 12) if number % 2 else (13, 3))
             loss = loss_of(model, batch)
             optimizer.zero_grad()
             loss.backward()
@@ -114,7 +116,7 @@ def _plain(_rank: int, kind: str) -> dict[str, Any]:
 
 
 def _steered(_rank: int, kind: str) -> dict[str, Any]:
-    return _script(kind, attaches=True)
+    return _script(kind, attaches=True, window_steps=2)
 
 
 @pytest.mark.parametrize(

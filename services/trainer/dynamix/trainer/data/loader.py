@@ -187,6 +187,7 @@ class Loader:
             mine.is_open = False
             if self._loop is mine:
                 self._num_trained = 0
+                self.plans.last_drawn_step = self._held[-1].plan.step if self._held else self.position.step - 1
                 if self._can_go_back_to(outer):
                     self._go_back_to(outer)
                     self.begin_held()

@@ -356,6 +356,7 @@ class PlanSampler(Sampler[list[int]]):
         """
         self.drawn: deque[MicroBatch] = deque()
         self.last_drawn_step = -1
+        """The last step that a loop has drawn which is under way: its sizes cannot change any more."""
         self.orders = orders
         self._schedule = schedule
         self._drop_last = drop_last
@@ -366,17 +367,17 @@ class PlanSampler(Sampler[list[int]]):
     def rewind(self, position: Position) -> None:
         """Draw on from `position`; what was drawn ahead and not used is forgotten."""
         self.orders.begin(position.epoch)
-        self._position = position
+        self._position, self.last_drawn_step = position, position.step - 1
         self.drawn = deque()  # a new one: a loop around this one may go on with its own
 
     @property
     def state(self) -> tuple[Any, ...]:
         """What a loop has, for when it goes on after another one."""
-        return self._position, self.drawn
+        return self._position, self.last_drawn_step, self.drawn
 
     @state.setter
     def state(self, left: tuple[Any, ...]) -> None:
-        self._position, self.drawn = left
+        self._position, self.last_drawn_step, self.drawn = left
 
     def __iter__(self) -> Iterator[list[int]]:
         planned: deque[tuple[Position, list[tuple[MicroBatch, list[int]]]]] = deque()

@@ -114,11 +114,11 @@ class StreamSampler(PlanSampler):
     @property
     def state(self) -> tuple[Any, ...]:
         """As `PlanSampler.state`."""
-        return self._position, self.drawn, self._plans
+        return *super().state, self._plans
 
     @state.setter
     def state(self, left: tuple[Any, ...]) -> None:
-        self._position, self.drawn, self._plans = left
+        self._position, self.last_drawn_step, self.drawn, self._plans = left
 
     def __iter__(self) -> Iterator[Any]:
         while not self.is_over(self._position):
