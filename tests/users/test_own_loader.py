@@ -69,7 +69,7 @@ def _script(kind: str, *, attaches: bool, **options: Any) -> dict[str, Any]:
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)
         number = 0
-        for number, batch in enumerate(loader):  # noqa: B007 - counted as scripts do
+        for number, batch in enumerate(loader):
             loss = loss_of(model, batch)
             optimizer.zero_grad()
             loss.backward()
