@@ -40,7 +40,7 @@ from dynamix.trainer.gradient.noise import NoiseAverage
 from dynamix.trainer.job.identity import Attempt, generation_after, lower_cap, merge_caps
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.measurement.meter import Scalar, while_it_lives
-from dynamix.trainer.steering.run import Run, reason_after
+from dynamix.trainer.steering.run import CALM_TIMES, Run, reason_after
 from dynamix.trainer.steering.steering import Steering
 
 _log = logging.getLogger("dynamix.trainer")
@@ -448,11 +448,15 @@ class Session:
         if allocation is not self._allocation:
             self._allocation = allocation
             self._updates.follow(allocation.global_batch_size, allocation.rate_factor)
-        if batch.is_first:
-            self._local.begin(batch.plan.step)
-        sketches = batch.is_last and self._local.measures(batch.plan.step)
-        shares_times = allocation.split == "tracking" and self._run.fast_loop.measures(batch.plan.step)
-        self._models.begin(batch, shares_times=shares_times, sketches=sketches)
+        sketches = False
+        if allocation.exchange.every > 1:
+            if batch.is_first:
+                self._local.begin(batch.plan.step)
+            sketches = batch.is_last and self._local.measures(batch.plan.step)
+        tracks = allocation.split == "tracking"
+        times_due = tracks and self._run.fast_loop.measures(batch.plan.step)
+        rarely = CALM_TIMES if tracks and self._run.is_calm else 1
+        self._models.begin(batch, shares_times=tracks, times_due=times_due, sketches=sketches, rarely=rarely)
         self._meter.clock.handed_out(batch.size)
 
     def _end(self, reason: str) -> None:
@@ -473,7 +477,7 @@ class Session:
 
 # --- the checkpoint: numbers, lists and tensors, safe for `torch.load(weights_only=True)`
 
-VERSION = 8
+VERSION = 9
 
 
 def restore(

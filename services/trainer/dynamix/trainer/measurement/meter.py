@@ -169,11 +169,11 @@ class RankMeter:
             self._batches.append(_Batch(batch, 0.0, 0.0, norms))
             return
         per_size = batch.size / batch.weight  # what the script counts in a batch, per what batch sizes count
-        loss_sum = (
-            None if loss is None else _detached("loss", loss) * (batch.size if self.reduction == "mean" else per_size)
-        )
-        correct = None if num_correct is None else _detached("num_correct", num_correct) * per_size
-        self._batches.append(_Batch(batch, loss_sum, correct, norms))
+        if loss is not None:
+            loss = _detached("loss", loss) * (batch.size if self.reduction == "mean" else per_size)
+        if num_correct is not None:
+            num_correct = _detached("num_correct", num_correct) * per_size
+        self._batches.append(_Batch(batch, loss, num_correct, norms))
 
     def take_row(self, times: list[StepTimes], held_out_accuracy: float | None) -> Row:
         """The row of the steps since the last call; `times` are theirs. A sum is unknown if one batch's part is."""
@@ -235,12 +235,12 @@ def _total(values: Sequence[Scalar | None]) -> float | None:
 
 def _detached(name: str, value: Scalar) -> Scalar:
     """A number that the user's code cannot change afterwards: at once on the CPU, a copy on the device elsewhere."""
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ValueError(
-            f"session.step({name}): a tensor of shape {tuple(value.shape)}: pass one number, as the criterion reduces "
-            "it over the batch"
-        )
     if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"session.step({name}): a tensor of shape {tuple(value.shape)}: pass one number, as the criterion "
+                "reduces it over the batch"
+            )
         return value.detach().clone().float() if value.is_cuda else value.item()
     number: float = checked(f"session.step({name})", value, float)
     return number

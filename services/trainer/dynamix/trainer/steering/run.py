@@ -31,6 +31,8 @@ FIRST_WINDOWS = 8
 """Windows that are never stretched."""
 MOST_STRETCH = 16
 """Longest window, in `window_steps`: steps that suddenly take much longer still end one in time."""
+CALM_TIMES = 4
+"""Factor on the length of windows, and on the steps between two measurements of the noise, of a calm job."""
 
 
 class Windows:
@@ -61,15 +63,16 @@ class Windows:
         place = window - self._first
         return self._starts[place + 1] - self._starts[place]
 
-    def measured(self, window: int, step_time_s: float) -> None:
+    def measured(self, window: int, step_time_s: float, *, is_calm: bool = False) -> None:
         """Plan ahead after a window: all ranks give the same time per step, evaluations between steps included."""
+        longer = CALM_TIMES if is_calm else 1
         end = self._starts[window + 1 - self._first]
         forgotten = window - self._first
         del self._starts[:forgotten]
         self._first += forgotten
         stretch, window_s = 1, self._window_steps * step_time_s
-        if window + 1 >= FIRST_WINDOWS and 0.0 < window_s < self._min_window_s:  # not an unknown time either
-            stretch = min(math.ceil(self._min_window_s / window_s), MOST_STRETCH)
+        if window + 1 >= FIRST_WINDOWS and 0.0 < window_s < self._min_window_s * longer:  # not an unknown time either
+            stretch = min(math.ceil(self._min_window_s * longer / window_s), MOST_STRETCH * longer)
         self._plan(end, stretch)
 
     def _plan(self, end: int, stretch: int) -> None:
@@ -243,6 +246,11 @@ class Run:
         fewest, most = self.options.min_local_batch_size, identity.max_local_batch_sizes
         self.fast_loop = FastLoop(self.schedule, fewest, most)
         self.traces = field_of(self.options, identity)
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether no decision is due, and the division stands: less is measured and reported."""
+        return self.options.policy == "split" and self.fast_loop.is_calm
 
     @property
     def reference_steps(self) -> ReferenceSteps:

@@ -53,8 +53,9 @@ class Steering:
         self._losses = losses
         self.offers: Offers | None = None
         """In rank 0, which alone takes actions."""
-        self._posted_window: tuple[Position, Counts, Allocation] | None = None
-        """Where the window ended whose rows are under way, and the sizes and the allocation of its last step."""
+        self._posted_window: tuple[Position, Counts, Allocation, bool] | None = None
+        """Where the window ended whose rows are under way, the sizes and the allocation of its last step, and whether
+        the job is calm and nothing is decided about it."""
         self._posted_decision: tuple[int, Action | None] | None = None
         """Effective step of the decision that is under way, and its action, known in rank 0."""
         self._sockets_due = False
@@ -107,9 +108,16 @@ class Steering:
         Raises:
             ValueError: on all ranks, when these have read different streams.
         """
-        windows, ahead = self.run.windows, position.step - 1 + self.run.options.margin_steps
-        ends, adopts = windows.is_start(position.step), windows.is_start(ahead)
+        step, run = position.step - 1, self.run
+        if (
+            seconds_per_sample is not None
+            and run.schedule.allocation_at(step).exchange.every == 1  # else they are of a whole round
+            and not run.fast_loop.takes_in(step, seconds_per_sample)
+        ):
+            seconds_per_sample = None
         is_posted = self._posted_window is not None or self._posted_decision is not None or self._sockets_due
+        windows, ahead = run.windows, step + run.options.margin_steps
+        ends, adopts = windows.is_start(position.step), windows.is_start(ahead)
         if not (ends or adopts or is_posted or seconds_per_sample is not None):
             return
         clock = self.meter.clock
@@ -134,8 +142,8 @@ class Steering:
             sockets.match(self.collectives.gather_objects(sockets.candidates()), place.rank, place.node_ranks)
         if ends:  # send this rank's row of the window
             self.collectives.post_row(self.meter.take_row(times, self.run.held_out_accuracy))
-            schedule, last = self.run.schedule, position.step - 1
-            self._posted_window = position, schedule.counts_at(last), schedule.allocation_at(last)
+            of_step = run.schedule.counts_at(step), run.schedule.allocation_at(step)
+            self._posted_window = position, *of_step, run.is_calm
         if adopts:
             self._post_decision(ahead)
         clock.charge(time.perf_counter() - began)
@@ -149,7 +157,7 @@ class Steering:
 
     # --- windows -----------------------------------------------------------------------------------------------
 
-    def _complete_window(self, position: Position, sizes: Counts, allocation: Allocation) -> None:
+    def _complete_window(self, position: Position, sizes: Counts, allocation: Allocation, is_calm: bool) -> None:
         """Report the window whose rows have arrived."""
         self._posted_window, run = None, self.run
         rows = self.collectives.take_rows(ROWS)
@@ -170,7 +178,7 @@ class Steering:
             rows, window=window, num_steps=num_steps, global_batch_size=sizes.total, noise=run.noise.value
         )
         slowest_s = max(math.inf if row.wall_s is None else row.wall_s for row in rows)
-        run.windows.measured(window, slowest_s / num_steps)
+        run.windows.measured(window, slowest_s / num_steps, is_calm=is_calm)
         if run.place.local_rank == 0:
             report = run.reporter.report(
                 position,
