@@ -179,6 +179,9 @@ def test_four_ranks_split_alike_and_follow_one_that_slows_down(sample_s: float) 
     )
     assert job[0].supports_tracking
     assert [(receipt.decided_window, receipt.effective_window) for receipt in applied] == [(1, 2)]
+    assert job[-1].phase == "ended"
+    assert job[-1].summary is not None
+    assert job[-1].summary.num_steps == sum(report.totals.num_steps for report in reports)
     ends = accumulate(report.totals.num_steps for report in reports)
     for report, end in zip(reports, ends, strict=True):
         assert tuple(row.local_batch_size for row in report.rows) == sizes[end - 1]

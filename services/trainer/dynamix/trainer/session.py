@@ -11,6 +11,7 @@ One step:
 
 import logging
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
@@ -24,7 +25,7 @@ from msgspec.structs import replace as replace_fields
 from torch.optim.lr_scheduler import LRScheduler
 
 from dynamix.schemas.apportion import apportion
-from dynamix.schemas.messages import Action
+from dynamix.schemas.messages import Action, Summary
 from dynamix.schemas.messages.allocation import Allocation, is_permitted
 from dynamix.trainer.arguments import AtLeast0, Share, checked
 from dynamix.trainer.data.loader import Loader
@@ -167,6 +168,7 @@ class Session:
                 or when the script accumulates gradients on its own.
             ValueError: when a number is of several elements, or no number.
         """
+        began = time.perf_counter()
         self._require_running()
         batch = self._loader.current
         if batch is None:
@@ -200,6 +202,7 @@ class Session:
         self._steering.after_step(self._loader.position, times, counts)
         if self._schedulers:
             self._schedulers.advance(self.progress)
+        self._meter.clock.own_s += time.perf_counter() - began
         self._loader.begin_held()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -331,6 +334,13 @@ class Session:
         """Times of the newest step that was timed; on a GPU that is a window's last."""
         return self._meter.clock.last
 
+    def summary(self) -> Summary | None:
+        """What was gained over the windows so far, as rank 0 says at the end; `None` before the first one has ended.
+
+        Steps, samples, time, our own work in it, and estimated times at equal sizes and at the script's batch.
+        """
+        return self._steering.summary()
+
     def metrics(self) -> list[dict[str, float | str]]:
         """The windows so far, the newest 4,096, as the loggers get them: `pandas.DataFrame(session.metrics())`.
 
@@ -443,6 +453,7 @@ class Session:
             raise RuntimeError("this session has ended: attach again to train on")
 
     def _on_batch(self, batch: MicroBatch) -> None:
+        began = time.perf_counter()
         self._loss_scaled = False
         allocation = self._run.schedule.allocation_at(batch.plan.step)
         if allocation is not self._allocation:
@@ -457,6 +468,7 @@ class Session:
         times_due = tracks and self._run.fast_loop.measures(batch.plan.step)
         rarely = CALM_TIMES if tracks and self._run.is_calm else 1
         self._models.begin(batch, shares_times=tracks, times_due=times_due, sketches=sketches, rarely=rarely)
+        self._meter.clock.own_s += time.perf_counter() - began
         self._meter.clock.handed_out(batch.size)
 
     def _end(self, reason: str) -> None:

@@ -400,6 +400,7 @@ class GradientHook:
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook itself: called by DDP for each bucket, in order, in the thread of the backward pass."""
+        began = time.perf_counter()
         buffer, number, is_last, step = bucket.buffer(), bucket.index(), bucket.is_last(), self._step
         known = self._buckets.get(number)
         if known is None or known.buffer is not buffer:
@@ -412,6 +413,7 @@ class GradientHook:
         if step.measures:
             step.local[number] = squared_norm(buffer) if step.scale else 0.0
         known.weigh(step.scale)
+        self._clock.own_s += time.perf_counter() - began
         under_way = self._send(bucket, known)
         # a future of its own for one step: on a GPU its streams wait for it, not the training thread
         reduced = known.reduced or torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -481,6 +483,7 @@ class GradientHook:
                 step.reduced[bucket.number] = squared_norm(reduced)
             if future is not bucket.reduced:
                 future.set_result(reduced)
+        self._clock.own_s += time.perf_counter() - self.reduced_at
 
 
 DROPPED = (

@@ -15,7 +15,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import msgspec
 import torch
 
-from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, RankRow
+from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, RankRow, Summary
 from dynamix.trainer.arguments import checked
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.codec import CodedSquares
@@ -99,6 +99,58 @@ def job_totals(
 def held_out_accuracy(rows: Sequence[Row]) -> float | None:
     """The newest evaluation, as the lowest rank that has one knows it."""
     return next((row.held_out_accuracy for row in rows if row.held_out_accuracy is not None), None)
+
+
+class Gains:
+    """Adds up over windows what a job took, and would have taken with equal sizes: `summary` says what was gained.
+
+    A rank that took t for b samples, of which the fixed cost is worth K, takes t (K + b') / (K + b) for b' (the model
+    of the fast loop); the rest of a step stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = self._num_samples = 0
+        self._taken_s = self._equal_s = self._script_s = 0.0
+        self._other_batch = False
+
+    def observe_window(
+        self, rows: Sequence[Row], totals: JobTotals, fixed: Sequence[float], script_batch_size: int, *, is_other: bool
+    ) -> None:
+        """Add a window; `fixed` are the fixed costs by rank, in samples. `is_other`: its batch was not the script's."""
+        self._num_steps += totals.num_steps
+        self._num_samples += totals.num_samples
+        self._taken_s += totals.time_s
+        if not all(row.rank.times_split for row in rows) or not totals.num_samples:
+            self._equal_s = self._script_s = math.nan
+            return
+        longest_s = max(row.rank.compute_time_s for row in rows)
+
+        def time_s(size: float) -> float:
+            """Time of the window's samples in steps of this size on each rank."""
+            others = [
+                row.rank.compute_time_s * (more + size) / (more + row.rank.num_samples / totals.num_steps)
+                for row, more in zip(rows, fixed, strict=True)
+                if row.rank.num_samples
+            ]
+            return (totals.time_s - longest_s + max(others)) * mean_size / size
+
+        mean_size = totals.num_samples / totals.num_steps / len(rows)
+        self._equal_s += time_s(mean_size)
+        self._script_s += time_s(script_batch_size / len(rows) if is_other else mean_size)
+        self._other_batch = self._other_batch or is_other
+
+    def summary(self, own_s: float) -> Summary | None:
+        """What was gained so far; `None` before a window has ended."""
+        if not self._num_steps:
+            return None
+        return Summary(
+            num_steps=self._num_steps,
+            num_samples=self._num_samples,
+            time_s=self._taken_s,
+            own_s=own_s,
+            equal_sizes_s=self._equal_s if math.isfinite(self._equal_s) else None,
+            script_batch_s=self._script_s if self._other_batch and math.isfinite(self._script_s) else None,
+        )
 
 
 P = ParamSpec("P")

@@ -14,7 +14,7 @@ import msgspec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from dynamix.schemas.apportion import apportion
-from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals, NetworkMetrics, Report
+from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals, NetworkMetrics, Report, Summary
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.schemas.policies import RATE_EXPONENTS, STIGMERGY, STIGMERGY_OPTIONS
 from dynamix.trainer.data.orders import DataIdentity
@@ -106,7 +106,9 @@ class Reporter:
         self._rows_before: Sequence[Row] | None = None
         self._totals_before: JobTotals | None = None
 
-    def specification(self, *, total_samples: int | None, end_reason: str | None = None) -> Job:
+    def specification(
+        self, *, total_samples: int | None, end_reason: str | None = None, summary: Summary | None = None
+    ) -> Job:
         """The job's specification: running, or ended for a reason."""
         options, initial = self._options, self._initial
         shared = {name: getattr(options, name) for name in Job.__struct_fields__ if hasattr(options, name)}
@@ -123,6 +125,7 @@ class Reporter:
             "end_reason": (end_reason or "")[:MAX_REASON],
             "initial_split": initial.split,
             "initial_exchange": initial.exchange,
+            "summary": summary,
         }
         return Job(**shared | own)
 

@@ -9,11 +9,13 @@ same steps, and whether a collective is due depends on the step's number only: n
 does not enter. Each collective is posted after one step and completed after the next.
 """
 
+import contextlib
 import logging
 import math
+import sys
 import time
 
-from dynamix.schemas.messages import Action
+from dynamix.schemas.messages import Action, Summary
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.bus_client import Transport
 from dynamix.trainer.data.orders import ONE_PART
@@ -21,7 +23,7 @@ from dynamix.trainer.data.plan import Counts, PlanSampler, Position
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.noise import window_moments
 from dynamix.trainer.loggers import MetricHistory, window_metrics
-from dynamix.trainer.measurement.meter import ROWS, RankMeter, job_totals
+from dynamix.trainer.measurement.meter import ROWS, Gains, RankMeter, job_totals
 
 from .collectives import Collectives
 from .offers import REFUSALS, Offers
@@ -43,8 +45,11 @@ class Steering:
         transport: Transport,
         history: MetricHistory,
         losses: LossWarnings | None = None,
+        says_summary: bool = True,
     ) -> None:
         self.run = run
+        self._gains = Gains()
+        self._says_summary = says_summary
         self.collectives = collectives
         self.meter = meter
         self._sampler = sampler
@@ -88,8 +93,20 @@ class Steering:
         """End the job, once; rank 0 publishes the reason, `None` publishes nothing. Waits for nothing."""
         run = self.run
         if run.started and not run.ended and run.place.rank == 0 and reason is not None:
-            self.transport.publish(run.reporter.specification(total_samples=run.total_samples, end_reason=reason))
+            summary = self.summary()
+            self.transport.publish(
+                run.reporter.specification(total_samples=run.total_samples, end_reason=reason, summary=summary)
+            )
+            if summary is not None:
+                self.history.add_summary(summary)
+                if self._says_summary:
+                    with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+                        sys.stderr.write(f"dynamix: {summary.text}\n")
         run.ended = True
+
+    def summary(self) -> Summary | None:
+        """What was gained by the windows so far."""
+        return self._gains.summary(self.meter.clock.own_s)
 
     def close(self, timeout_s: float) -> None:
         """Leave the other ranks, the loggers and the bus; each of these two may take `timeout_s`."""
@@ -178,6 +195,9 @@ class Steering:
             rows, window=window, num_steps=num_steps, global_batch_size=sizes.total, noise=run.noise.value
         )
         slowest_s = max(math.inf if row.wall_s is None else row.wall_s for row in rows)
+        script_size = run.options.base_global_batch_size
+        is_other = run.options.global_batch == "adaptive" and allocation.global_batch_size != script_size
+        self._gains.observe_window(rows, totals, run.fast_loop.filter.fixed, script_size, is_other=is_other)
         run.windows.measured(window, slowest_s / num_steps, is_calm=is_calm)
         if run.place.local_rank == 0:
             report = run.reporter.report(
