@@ -10,13 +10,16 @@ from tests.support import examples
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode_any, encode
-from dynamix.schemas.messages import Dead, Live, Message, PolicyVersion, RankReward
+from dynamix.schemas.messages import Dead, Live, Message, PolicyVersion, RankReward, Summary
 from dynamix.schemas.subjects import KINDS
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_messages.json").read_text())
 
 MESSAGES: dict[str, Message] = {
-    "job": examples.job(),
+    "job": msgspec.structs.replace(
+        examples.job(),
+        summary=Summary(num_steps=8, num_samples=96, time_s=2.0, own_s=0.125, equal_sizes_s=3.0, script_batch_s=4.0),
+    ),
     "report": examples.report(
         rows=(
             examples.row(

@@ -173,6 +173,7 @@ def _check_metrics(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert rewarded["decided_window"] < rewarded["window"]
     assert f"{sum(TARGET)} samples per step on window {rewarded['decided_window']}" in rewarded["reason"]
     assert [step for step, _ in first["logged"]] == [row["step"] for row in rows]
+    assert first["logged"][-1][1]["summary/num_steps"] == rows[-1]["step"]
     assert first["logged"][rewarded["window"]][1]["reason"] == rewarded["reason"]
     assert second["logged"] == []
     assert [row["window"] for row in second["rows"]] == [row["window"] for row in rows]

@@ -6,6 +6,7 @@ from itertools import accumulate, chain
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from tests.support.ranks import run_ranks
@@ -26,11 +27,11 @@ from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer import Session
 from dynamix.trainer.data.plan import Schedule
 from dynamix.trainer.gradient import clock as clock_module
-from dynamix.trainer.steering.fast_loop import FIRST_MEASURED, SHORT_EVERY, SHORT_S, FastLoop
+from dynamix.trainer.steering.fast_loop import CALM_AFTER, CALM_EVERY, STEADY_AFTER, STEADY_EVERY, FastLoop
 
 HELD_FROM = 60
-SLOW_FROM = 260
-NUM_STEPS = 400
+SLOW_FROM = 300
+NUM_STEPS = 440
 SLOW_RANK = 2
 TRACKED: dict[str, Any] = {"local_batch_size": 12, "min_local_batch_size": 1, "window_steps": 10}
 
@@ -87,29 +88,32 @@ class _Clock:
             self._held_s += seconds
 
 
-def test_of_short_steps_every_fourth_is_measured_after_the_first_ones() -> None:
-    loop, _ = _loop()
-    loop.adopt(10, Allocation((30, 30), "tracking"))
-    per_sample_s = SHORT_S / 40
-
-    def measured(first: int, seconds_per_sample: float) -> list[int]:
-        found = []
-        for step in range(first, first + 12):
-            if loop.measures(step):
-                found.append(step)
-                loop.observe_times([seconds_per_sample] * 2, step + 1)
-        return found
-
-    for step in range(FIRST_MEASURED):
-        assert loop.measures(step)
-        loop.observe_times([per_sample_s] * 2, step + 1)
-    found = measured(100, per_sample_s)
-    assert [step // SHORT_EVERY for step in found] == [25, 26, 27]
-    found = measured(200, 3 * per_sample_s)
-    second = found[1]  # two in a row are a change: each step again
-    assert second // SHORT_EVERY == 51
-    assert found[1:] == list(range(second, 212))
-    assert measured(300, 3 * per_sample_s) == list(range(300, 312))
+@pytest.mark.parametrize(("slower", "within"), [(1.3, 3), (1.12, 2 * CALM_EVERY)])
+def test_a_calm_loop_takes_in_one_step_of_sixteen_until_times_change_also_after_a_resume(
+    slower: float, within: int
+) -> None:
+    (loop, schedule), noise = _loop((32, 32)), Random(0)
+    loop.adopt(0, Allocation((32, 32), "tracking"))
+    resumed, taken, entered = loop, [], -1
+    for step in range(600):
+        if loop.is_calm and entered < 0:
+            entered = step
+        if step == 500:  # in calm, between two turns
+            resumed, other = _loop((32, 32))
+            other.reset(0, schedule.newest)
+            resumed.restore(msgspec.json.decode(msgspec.json.encode(loop.state)))
+        times = [1e-3 * noise.uniform(0.98, 1.02), 1e-3 * noise.uniform(0.98, 1.02) * (slower if step >= 510 else 1)]
+        for each in {loop, resumed}:
+            if each.takes_in(step, times):
+                each.observe_times(times, step + 1, schedule.counts_at(step).values)
+                taken.append(step)
+        assert resumed.state == loop.state
+    assert taken[:STEADY_AFTER] == [*range(STEADY_AFTER)]
+    assert entered - STEADY_AFTER == pytest.approx((CALM_AFTER - STEADY_AFTER) * STEADY_EVERY, abs=STEADY_EVERY)
+    first = -(-entered // CALM_EVERY)
+    assert [step // CALM_EVERY for step in taken if first * CALM_EVERY <= step < 496] == [*range(first, 31)]
+    assert {step for step in taken if step >= 510} > set(range(510 + within, 510 + within + 3))
+    assert schedule.newest.local_batch_sizes[1] < 32 - 16 * (1 - 1 / slower)
 
 
 def _track(rank: int, sample_s: float) -> dict[str, Any]:
@@ -126,7 +130,7 @@ def _track(rank: int, sample_s: float) -> dict[str, Any]:
         slower = 3 if rank == SLOW_RANK and step >= SLOW_FROM else 1
         clock.sleep(samples * sample_s * slower * noise.uniform(0.95, 1.05))
 
-    sizes, epochs = [], []
+    sizes, epochs, calm = [], [], []
     for _ in session.epochs(99):
         epochs.append([])
         for batch in session.loader:
@@ -134,6 +138,7 @@ def _track(rank: int, sample_s: float) -> dict[str, Any]:
             if session.window == 1:
                 offer(session, (12,) * 4, split="tracking")
             epochs[-1] += train_step(session, model, optimizer, batch, wait)
+            calm.append(session._run.fast_loop.is_calm)
             if session.step_index == NUM_STEPS:
                 break
         if session.step_index == NUM_STEPS:
@@ -143,25 +148,30 @@ def _track(rank: int, sample_s: float) -> dict[str, Any]:
     return {
         "sizes": sizes,
         "epochs": epochs,
+        "calm": calm,
         "equal": all(torch.equal(parameters[0], other) for other in parameters),
         "published": published,
     }
 
 
-@pytest.mark.parametrize(("sample_s", "every"), [(2e-3, 1), (2e-4, SHORT_EVERY)])
-def test_four_ranks_split_alike_and_follow_one_that_slows_down(sample_s: float, every: int) -> None:
+@pytest.mark.parametrize("sample_s", [2e-3, 2e-4])
+def test_four_ranks_split_alike_and_follow_one_that_slows_down(sample_s: float) -> None:
     results = run_ranks(_track, 4, sample_s)
     sizes = results[0]["sizes"]
     assert all(result["sizes"] == sizes for result in results)
     assert all(result["equal"] for result in results)
     assert len(sizes) == NUM_STEPS
+    calm = results[0]["calm"]
+    assert all(result["calm"] == calm for result in results)
+    assert calm[SLOW_FROM - 1]
+    assert not any(calm[SLOW_FROM + 2 : SLOW_FROM + 20])
     assert {sum(split) for split in sizes} == {48}
     for epoch in range(NUM_STEPS * 48 // 2000):
         assert Counter(chain.from_iterable(result["epochs"][epoch] for result in results)) == Counter(range(2000))
     slow = [split[SLOW_RANK] for split in sizes]
-    assert set(slow[HELD_FROM + 20 * every : SLOW_FROM + 2]) <= {11, 12, 13}
-    assert max(slow[SLOW_FROM + 2 * every :]) <= 5  # two looks to be sure, and it rules the next: no loader draws ahead
-    for split in sizes[SLOW_FROM + 30 * every :]:  # for a few looks what noise looked like before may tell
+    assert set(slow[HELD_FROM + 20 : SLOW_FROM + 2]) <= {11, 12, 13}
+    assert max(slow[SLOW_FROM + 2 :]) <= 5  # two looks to be sure, and it rules the next: no loader draws ahead
+    for split in sizes[SLOW_FROM + 30 :]:  # for a few looks what noise looked like before may tell
         longest = max(size * (3 if rank == SLOW_RANK else 1) for rank, size in enumerate(split))
         assert longest <= 16  # 15 is the best that whole samples allow
     job, reports, applied = (
@@ -169,6 +179,9 @@ def test_four_ranks_split_alike_and_follow_one_that_slows_down(sample_s: float, 
     )
     assert job[0].supports_tracking
     assert [(receipt.decided_window, receipt.effective_window) for receipt in applied] == [(1, 2)]
+    assert job[-1].phase == "ended"
+    assert job[-1].summary is not None
+    assert job[-1].summary.num_steps == sum(report.totals.num_steps for report in reports)
     ends = accumulate(report.totals.num_steps for report in reports)
     for report, end in zip(reports, ends, strict=True):
         assert tuple(row.local_batch_size for row in report.rows) == sizes[end - 1]

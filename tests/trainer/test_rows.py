@@ -11,7 +11,7 @@ from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import GradientNoise, NetworkMetrics, Report
 from dynamix.schemas.subjects import subject_of
 from dynamix.trainer.exchange.codec import CodedSquares
-from dynamix.trainer.measurement.meter import ROWS, job_totals
+from dynamix.trainer.measurement.meter import ROWS, Gains, job_totals
 from dynamix.trainer.steering.collectives import LENGTH_BYTES, ROW_BYTES
 
 COUNT = st.integers(0, 2**53 - 1)
@@ -49,6 +49,27 @@ def test_totals_are_sums_of_the_rows_and_the_longest_time() -> None:
     assert (totals.num_samples, totals.loss_sum, totals.num_correct) == (200, 100.0, 150.0)
     assert totals.time_s == pytest.approx(4.15)
     assert (totals.learning_rate, totals.gradient_norm, totals.coding_gain) == (0.25, 1.5, 0.75)
+
+
+def test_a_job_gains_what_its_slow_rank_would_have_taken_with_equal_sizes_or_at_the_scripts_batch() -> None:
+    """Ranks of 1 and 3 ms a sample, the fixed cost that of 10 samples, 0.1 s of other times in each of ten steps."""
+    rows = [
+        row(rank=rank, num_samples=10 * size, compute_time_s=10 * (10 + size) * cost_s)
+        for rank, (size, cost_s) in enumerate([(80, 1e-3), (20, 3e-3)])
+    ]
+    other_s = rows[0].rank.data_time_s + rows[0].rank.sync_time_s + rows[0].rank.update_time_s
+    totals = job_totals(rows, window=0, num_steps=10, global_batch_size=100)
+    gains = Gains()
+    assert gains.summary(0.0) is None
+    for is_other in (False, True):
+        gains.observe_window(rows, totals, [10, 10], 50, is_other=is_other)
+    found = gains.summary(0.5)
+    assert found is not None
+    assert (found.num_steps, found.num_samples, found.own_s) == (20, 2000, 0.5)
+    assert found.time_s == pytest.approx(2 * (0.9 + other_s))
+    assert found.equal_sizes_s == pytest.approx(2 * (1.8 + other_s))
+    assert found.script_batch_s == pytest.approx(1.8 + other_s + 2 * (1.05 + other_s))
+    assert found.gain == pytest.approx((found.script_batch_s - 0.5) / found.time_s)
 
 
 def test_what_one_rank_does_not_know_is_unknown_of_all() -> None:

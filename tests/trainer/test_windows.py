@@ -51,7 +51,8 @@ def test_a_rank_that_knows_a_window_sooner_than_others_asks_for_nothing_that_the
     def complete(rank: int) -> None:
         window, ended[rank] = ended[rank], None
         if window is not None:
-            ranks[rank].measured(window, step_times_s[window % len(step_times_s)])
+            time_s = step_times_s[window % len(step_times_s)]
+            ranks[rank].measured(window, time_s, is_calm=window % 3 == 0)
 
     for step in range(1, 600):
         asked = [(windows.is_start(step), windows.is_start(step - 1 + margin_steps)) for windows in ranks]

@@ -53,6 +53,7 @@ def job_document(view: JobView, now_ns: int, *, most_ranks: int | None = None) -
         "name": view.name,
         "phase": view.phase(now_ns),
         "specification": document_of(view.job),
+        "summary": view.job.summary.text if view.job and view.job.summary else None,
         "generation": view.generation,
         "window": view.window if view.window >= 0 else None,
         "updated_unix_s": view.updated_ns / 1e9 or None,

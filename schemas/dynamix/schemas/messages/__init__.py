@@ -55,6 +55,43 @@ class NodeRanks(Message, frozen=True, kw_only=True, array_like=True):
     ranks: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
+LEAST_GAIN = 1.01
+"""`Summary.gain` from which on a session was worth it."""
+
+
+class Summary(Message, frozen=True, kw_only=True, array_like=True):
+    """What a job's decisions were worth over the windows that it measured; estimates by its own measured speeds."""
+
+    num_steps: Count
+    num_samples: Count
+    time_s: Seconds
+    """Of the steps, without what lies between them, such as evaluations."""
+    own_s: Seconds
+    """Part of it that the training thread of rank 0 spent in DYNAMIX."""
+    equal_sizes_s: Seconds | None = None
+    """Estimated time of the same samples if all ranks had equal sizes."""
+    script_batch_s: Seconds | None = None
+    """Estimated time of as many samples at the script's batch; by samples, not by progress. `None`: it was that one."""
+
+    @property
+    def gain(self) -> float | None:
+        """Estimated time without DYNAMIX over the time taken; above 1 it was worth it."""
+        without_s = self.equal_sizes_s if self.script_batch_s is None else self.script_batch_s
+        return None if without_s is None or not self.time_s else (without_s - self.own_s) / self.time_s
+
+    @property
+    def text(self) -> str:
+        """The figures in a sentence or two."""
+        took = f"{self.num_steps} steps in {self.time_s:.3g} s"
+        for what, seconds in (("at equal sizes", self.equal_sizes_s), ("at the script's batch", self.script_batch_s)):
+            took += "" if seconds is None else f", {what} about {seconds:.3g} s"
+        if self.script_batch_s is not None:
+            took += " (by samples, not by progress)"
+        own = f"our own work took {self.own_s:.2g} s ({self.own_s / max(self.time_s, 1e-9):.1%})"
+        is_worth = self.gain is None or self.gain >= LEAST_GAIN
+        return f"{took}; {own}" + ("" if is_worth else "; not worth it here: train this job without DYNAMIX")
+
+
 class Job(Message, frozen=True, kw_only=True, array_like=True):
     """Specification of one training run; published at each start (generation) and once more at its end."""
 
@@ -102,6 +139,8 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """Name of the family of recurring runs, which start from the profile of earlier ones; empty: none."""
     explores: tuple[Explored, ...] = ()
     """Choices that runs of the family may explore."""
+    summary: Summary | None = None
+    """What it gained, at its end."""
 
     @property
     def initial_allocation(self) -> Allocation:

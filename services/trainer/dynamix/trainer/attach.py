@@ -333,6 +333,7 @@ def attach(
         transport=transport,
         history=MetricHistory(metric_loggers, transport),
         losses=gradients.losses,
+        says_summary=environment.trainer.summary,
     )
     gradients.exchanges.on_connect = steering.expect_sockets
     return Session(

@@ -11,6 +11,7 @@ One step:
 
 import logging
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
@@ -24,7 +25,7 @@ from msgspec.structs import replace as replace_fields
 from torch.optim.lr_scheduler import LRScheduler
 
 from dynamix.schemas.apportion import apportion
-from dynamix.schemas.messages import Action
+from dynamix.schemas.messages import Action, Summary
 from dynamix.schemas.messages.allocation import Allocation, is_permitted
 from dynamix.trainer.arguments import AtLeast0, Share, checked
 from dynamix.trainer.data.loader import Loader
@@ -40,7 +41,7 @@ from dynamix.trainer.gradient.noise import NoiseAverage
 from dynamix.trainer.job.identity import Attempt, generation_after, lower_cap, merge_caps
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.measurement.meter import Scalar, detached, while_it_lives
-from dynamix.trainer.steering.run import Run, reason_after
+from dynamix.trainer.steering.run import CALM_TIMES, Run, reason_after
 from dynamix.trainer.steering.steering import Steering
 
 _log = logging.getLogger("dynamix.trainer")
@@ -204,6 +205,7 @@ class Session:
         return is_done
 
     def _finish_batch(self, batch: MicroBatch) -> None:
+        began = time.perf_counter()
         if self._needs_scaling and not self._loss_scaled and (self._updates.any_since_step or not batch.is_last):
             raise RuntimeError("the gradient of this batch is not weighted: use session.scale_loss(loss).backward()")
         self._loss_scaled = False
@@ -229,6 +231,7 @@ class Session:
         self._steering.after_step(self._loader.position, times, counts)
         if self._schedulers:
             self._schedulers.advance(self.progress)
+        self._meter.clock.own_s += time.perf_counter() - began
         self._loader.begin_held()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -361,6 +364,13 @@ class Session:
         """Times of the newest step that was timed; on a GPU that is a window's last."""
         return self._meter.clock.last
 
+    def summary(self) -> Summary | None:
+        """What was gained over the windows so far, as rank 0 says at the end; `None` before the first one has ended.
+
+        Steps, samples, time, our own work in it, and estimated times at equal sizes and at the script's batch.
+        """
+        return self._steering.summary()
+
     def metrics(self) -> list[dict[str, float | str]]:
         """The windows so far, the newest 4,096, as the loggers get them: `pandas.DataFrame(session.metrics())`.
 
@@ -482,16 +492,22 @@ class Session:
             raise RuntimeError("this session has ended: attach again to train on")
 
     def _on_batch(self, batch: MicroBatch) -> None:
+        began = time.perf_counter()
         self._loss_scaled = False
         allocation = self._run.schedule.allocation_at(batch.plan.step)
         if allocation is not self._allocation:
             self._allocation = allocation
             self._updates.follow(allocation.global_batch_size, allocation.rate_factor)
-        if batch.is_first:
-            self._local.begin(batch.plan.step)
-        sketches = batch.is_last and self._local.measures(batch.plan.step)
-        shares_times = allocation.split == "tracking" and self._run.fast_loop.measures(batch.plan.step)
-        self._models.begin(batch, shares_times=shares_times, sketches=sketches)
+        sketches = False
+        if allocation.exchange.every > 1:
+            if batch.is_first:
+                self._local.begin(batch.plan.step)
+            sketches = batch.is_last and self._local.measures(batch.plan.step)
+        tracks = allocation.split == "tracking"
+        times_due = tracks and self._run.fast_loop.measures(batch.plan.step)
+        rarely = CALM_TIMES if tracks and self._run.is_calm else 1
+        self._models.begin(batch, shares_times=tracks, times_due=times_due, sketches=sketches, rarely=rarely)
+        self._meter.clock.own_s += time.perf_counter() - began
         self._meter.clock.handed_out(batch.size)
 
     def _end(self, reason: str) -> None:
@@ -512,7 +528,7 @@ class Session:
 
 # --- the checkpoint: numbers, lists and tensors, safe for `torch.load(weights_only=True)`
 
-VERSION = 8
+VERSION = 9
 
 
 def restore(

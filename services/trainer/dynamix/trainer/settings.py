@@ -27,6 +27,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Messages kept while the bus is away; beyond it the oldest report is given up. At least 2."""
     gradient_servers: str = ""
     """Addresses of gradient servers, HOST:PORT with commas between them: they sum the job's gradients."""
+    summary: bool = True
+    """Whether rank 0 writes at the end, to stderr, what the job gained."""
     close_timeout_s: Annotated[float, Meta(ge=0)] = 2.0
     """How long the end of training may wait until the last messages are sent."""
 

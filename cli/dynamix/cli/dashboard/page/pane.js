@@ -94,7 +94,7 @@ export class Pane {
     this.root.setAttribute("aria-label", job.name);
     const [text, kind] = PHASES[job.phase];
     const reason = job.phase === "ended" && job.specification?.end_reason;
-    setText(this.phase, reason ? `${text}: ${reason}` : text);
+    setText(this.phase, [text, reason, reason && job.summary].filter(Boolean).join(": "));
     this.phase.className = kind;
     this.tiles.forEach((tile, index) => setText(tile.value, job.metrics ? TILES[index][2](job.metrics, job) : "–"));
     this.showAge();

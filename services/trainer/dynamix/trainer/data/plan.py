@@ -88,7 +88,8 @@ class Schedule:
 
     def allocation_at(self, step: int) -> Allocation:
         """The active allocation of a step. Raises as `counts_at`."""
-        return self._entry(step)[1]
+        first, allocation, _ = self._entries[-1]
+        return allocation if step >= first else self._entry(step)[1]  # several times in each step
 
     @property
     def newest(self) -> Allocation:

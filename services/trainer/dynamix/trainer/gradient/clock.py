@@ -57,6 +57,8 @@ class Clock:
     """Steps by which a timing may be late: `seconds_per_sample` holds only after so many steps of equal sizes."""
 
     def __init__(self) -> None:
+        self.own_s = 0.0
+        """Time of the training thread in our code, which plain training does not have."""
         self._ended: list[Ended] = []
         self._num_samples = 0
         self._charged_s = 0.0
@@ -107,9 +109,10 @@ class Clock:
     @contextmanager
     def averaging(self) -> Iterator[None]:
         """Count what is done meanwhile, after the update, as waiting for other ranks."""
-        began = self._now(None)
+        began, began_s = self._now(None), time.perf_counter()
         yield
         self._averaging = began, self._now(None)
+        self.own_s -= time.perf_counter() - began_s
 
     def before_update(self) -> None:
         """The optimizer begins; if no bucket was seen, computing ends here."""

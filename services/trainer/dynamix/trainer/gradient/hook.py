@@ -15,6 +15,7 @@ by the same plan; compute times come with every exchange, and those of the step'
 import gc
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -120,31 +121,67 @@ class StepWeights:
         return 1.0 if self._base_size is None else self._base_size * self.total() / self._size
 
 
+Slots = Any
+"""A tensor on a GPU; on the CPU its memory, which Python writes and reads in a fifth of the time."""
+
+
+def _view(slots: torch.Tensor) -> Slots:
+    return slots if slots.is_cuda else slots.numpy().data
+
+
 class TimeSlots:
     """Seconds per sample of all ranks: each fills its own slot with float32, and one all-reduce adds them up.
 
     x + 0 is x in every order of additions, so all ranks read the same bits; each derives the split from them alone.
+    The slots lie behind the last bucket of a model, in its own storage, where they cost no collective; or apart.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
-        self._lent = LentTensor(torch.zeros(world_size))
-        self._received: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._world_size = world_size
+        self._mine = {"f": array("f", [0.0] * world_size), "d": array("d", [0.0] * world_size)}
+        """Zeros but for this rank's number, in the formats of the slots."""
+        self._apart = LentTensor(torch.zeros(world_size))
+        self._slots: Slots = _view(self._apart.tensor)
+        """Those that were written last."""
+        self._received: tuple[Slots, torch.cuda.Event | None] | None = None
         """The slots that came back; from a GPU on their way to the host, until the event."""
-        self._before: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._before: tuple[Slots, torch.cuda.Event | None] | None = None
 
-    def write(self, seconds_per_sample: float, device: torch.device | None = None) -> LentTensor:
-        """The slots to be summed over ranks in place, on the host unless a `device` is named."""
-        if self._lent.tensor.device != (device or torch.device("cpu")):
-            self._lent = LentTensor(torch.zeros(len(self._lent.tensor), device=device))
-        self._lent.tensor.zero_()
-        self._lent.tensor[self._rank] = seconds_per_sample
-        return self._lent
+    def behind(self, buffer: torch.Tensor) -> tuple[LentTensor, Slots]:
+        """Make room for slots behind a bucket of float32 or float64: both in one tensor, and the slots.
+
+        DDP's views of the bucket stay valid: they share the storage that grows.
+        """
+        storage, length = buffer.untyped_storage(), buffer.numel() + self._world_size
+        assert buffer.storage_offset() == 0, "a bucket has a storage of its own"
+        if storage.nbytes() < length * buffer.element_size():  # else an earlier session of the model made room
+            storage.resize_(length * buffer.element_size())
+        whole = buffer.new_empty(0).set_(storage, 0, (length,))  # type: ignore[call-overload]
+        return LentTensor(whole), _view(whole[buffer.numel() :])
+
+    def write(self, seconds_per_sample: float, slots: Slots) -> None:
+        """Fill these slots, which are then to be summed over ranks in place."""
+        self._slots, self._is_on_device = slots, isinstance(slots, torch.Tensor)
+        if self._is_on_device:
+            slots.zero_()
+            slots[self._rank] = seconds_per_sample
+        else:
+            mine = self._mine[slots.format]
+            mine[self._rank] = seconds_per_sample
+            slots[:] = mine
+
+    def write_apart(self, seconds_per_sample: float, device: torch.device | None = None) -> LentTensor:
+        """Fill slots that lie apart, on the host unless a `device` is named."""
+        if self._apart.tensor.device != (device or torch.device("cpu")):
+            self._apart = LentTensor(torch.zeros(self._world_size, device=device))
+        self.write(seconds_per_sample, _view(self._apart.tensor))
+        return self._apart
 
     def receive(self) -> None:
-        """Take what `write` returned, now summed."""
-        slots, arrived = self._lent.tensor, None
-        if slots.is_cuda:
+        """Take what was written, now summed."""
+        slots, arrived = self._slots, None
+        if self._is_on_device:
             slots = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
@@ -181,7 +218,7 @@ def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
 class ModelBucket:
     """One bucket of the model, with everything that is the same in every step."""
 
-    __slots__ = ("buffer", "factor", "lent", "number", "reduced", "scale", "view")
+    __slots__ = ("buffer", "carrier", "factor", "lent", "number", "reduced", "scale", "view")
 
     def __init__(self, number: int, buffer: torch.Tensor, *, is_in_place: bool) -> None:
         """`is_in_place`: the reduced gradient will be in the buffer itself, as a base hook does not promise."""
@@ -192,6 +229,8 @@ class ModelBucket:
         self.factor = torch.zeros((), dtype=torch.float64 if buffer.dtype == torch.float64 else torch.float32)
         self.lent: LentTensor | None = None
         """The tensor that the process group reduces, after the first use."""
+        self.carrier: tuple[LentTensor, Slots] | None = None
+        """The same with room for times behind it, and that room, after the first use."""
         self.reduced: torch.futures.Future[torch.Tensor] | None = None
         """What DDP waits for, done from the beginning: it looks at it after the last bucket's hook, which waits for
         all. `None` on a GPU, where a future tells whose streams wait for which, and over base hooks."""
@@ -223,6 +262,9 @@ def view_of(bucket: GradBucket, buffer: torch.Tensor, keys: Mapping[torch.Tensor
     return BucketView(bucket.index(), buffer, tuple(parts))
 
 
+SLOT_TYPES = (torch.float32, torch.float64)
+"""Buckets on the CPU that can carry times; half precision would round them."""
+
 _UnderWay = dist.Work | torch.futures.Future[torch.Tensor] | Sent | None
 """A bucket that is sent; `None` for one that stays on this rank."""
 
@@ -240,6 +282,8 @@ class _Step:
     """Whether a step of the session is under way."""
     measures: bool = False
     shares_times: bool = False
+    times_due: bool = False
+    """Whether times are shared also where that takes a collective."""
     to_mean: float = 1.0
     """Factor on |g_i|^2 of what was added up, for that of the mean gradient."""
     local: dict[int, float | torch.Tensor] = field(default_factory=dict)
@@ -278,7 +322,7 @@ class GradientHook:
         self._clock = clock
         self._weights = weights
         self._reduction = reduction
-        self._losses = losses
+        self.losses = losses
         self._base_hook = base_hook
         self._noise_every = noise_every
         self.model_exchange = exchange
@@ -291,45 +335,56 @@ class GradientHook:
         self.slots = TimeSlots(self._rank, self._world_size)
         self._times: dist.Work | Sent | None = None
         """Time slots on their way beside the buckets."""
+        self._has_times = False
+        """Whether times are on their way, or came, with the last bucket."""
         self._sent: list[tuple[ModelBucket, _UnderWay, torch.futures.Future[torch.Tensor]]] = []
         """The buckets of the current backward pass, and what DDP waits for."""
         self._buckets: dict[int, ModelBucket] = {}
         """Buckets by number: DDP makes them once, and again after the first step."""
+        self._plain_step = _Step(1.0 if base_hook is not None else 1.0 / self._world_size)
+        self._session_step = _Step(0.0, in_step=True)
+        """Made once: what changes from step to step is written into it."""
         self._step: _Step
         self.average_plainly()
 
     def begin(
-        self, batch: MicroBatch, *, shares_times: bool, exchange: StepExchange | None, sketches: bool = False
+        self,
+        batch: MicroBatch,
+        *,
+        shares_times: bool,
+        times_due: bool,
+        exchange: StepExchange | None,
+        sketches: bool = False,
+        rarely: int = 1,
     ) -> None:
         """Begin a step with its last batch; earlier ones are in its scale by then.
 
-        With `shares_times` all ranks learn each other's compute times: on all ranks or on none, and not over a base
-        hook. `exchange` is that of the step, `None` for DDP's own all-reduce. In a local step norms are measured where
-        it `sketches` them.
+        With `shares_times` all ranks learn each other's compute times, if they are due or the bucket can carry them: on
+        all ranks or on none, and not over a base hook. `exchange` is that of the step, `None` for DDP's own all-reduce.
+        In a local step norms are measured where it `sketches` them.
         """
         assert not (shares_times and self._base_hook), "base hooks carry no times"
         is_local = exchange is not None and exchange.exchange.every > 1
         if exchange is not None:
             self.model_exchange.begin(exchange)
         weights, counts = self._weights, batch.plan.counts
+        self._step = step = self._session_step
         weight = (weights.newest if self._reduction == "mean" else min(weights.mine, 1)) * batch.loss_divisor
         ranks = 1 if self._base_hook is None else self._world_size
-        self._step = _Step(
-            scale=ranks * weight * (weights.local_factor() if is_local else weights.factor()),
-            exchange=exchange,
-            is_local=is_local,
-            in_step=True,
-            measures=not is_local and is_measured(batch.plan.step, self._noise_every),
-            shares_times=shares_times,
-            to_mean=(weight / weights.mine) ** 2 if weights.mine else 1.0,
-        )
-        self.sketch = NormSketch(batch.plan.step, counts.values[self._rank] / counts.total) if sketches else None
+        step.scale = ranks * weight * (weights.local_factor() if is_local else weights.factor())
+        step.to_mean = (weight / weights.mine) ** 2 if weights.mine else 1.0
+        step.exchange, step.is_local = exchange, is_local
+        step.measures = not is_local and is_measured(batch.plan.step, self._noise_every * rarely)
+        step.shares_times, step.times_due = shares_times, times_due
+        step.reduced, step.local = {}, {}
+        if sketches:
+            self.sketch = NormSketch(batch.plan.step, counts.values[self._rank] / counts.total)
         self._sent.clear()  # of a backward pass that failed
-        self._times = None
+        self._times, self._has_times = None, False
 
     def average_plainly(self) -> None:
         """Average over the ranks as DDP does without a hook, until a step begins: on batches of the script's own."""
-        self._step = _Step(1.0 if self._base_hook is not None else 1.0 / self._world_size)
+        self._step = self._plain_step
         self.sketch = None
 
     def take_norms(self) -> SquaredNorms:
@@ -345,18 +400,20 @@ class GradientHook:
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook itself: called by DDP for each bucket, in order, in the thread of the backward pass."""
+        began = time.perf_counter()
         buffer, number, is_last, step = bucket.buffer(), bucket.index(), bucket.is_last(), self._step
         known = self._buckets.get(number)
         if known is None or known.buffer is not buffer:
             known = self._buckets[number] = ModelBucket(number, buffer, is_in_place=self._base_hook is None)
-        if self._losses is not None:
-            self._losses.gradient_begins()
+        if self.losses is not None:
+            self.losses.gradient_begins()
         if is_last and step.in_step:
             self._clock.gradient_ready()
             self._weights.post()
         if step.measures:
             step.local[number] = squared_norm(buffer) if step.scale else 0.0
         known.weigh(step.scale)
+        self._clock.own_s += time.perf_counter() - began
         under_way = self._send(bucket, known)
         # a future of its own for one step: on a GPU its streams wait for it, not the training thread
         reduced = known.reduced or torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -380,34 +437,43 @@ class GradientHook:
             if known.view is None:
                 known.view = view_of(bucket, known.buffer, self.model_exchange.keys)
             under_way = self.model_exchange.send(known.view)
-            if shares_times:
-                lent = self.slots.write(self._clock.seconds_per_sample())
+            if shares_times and step.times_due:
+                lent = self.slots.write_apart(self._clock.seconds_per_sample())
                 self._times = self.model_exchange.send_plainly(lent.tensor)
             return under_way
-        if known.lent is None:
-            known.lent = LentTensor(known.buffer)
+        if shares_times and known.buffer.dtype in SLOT_TYPES and known.buffer.is_cpu:
+            if known.carrier is None:
+                known.carrier = self.slots.behind(known.buffer)
+            lent, room = known.carrier
+            self.slots.write(self._clock.seconds_per_sample(), room)
+            self._has_times = True
+        else:
+            lent = known.lent = known.lent or LentTensor(known.buffer)
         # dist.all_reduce checks arguments first, 20 us a bucket; the way through torch's dispatcher costs as much again
         group: dist.ProcessGroup = self._gloo if self._gloo is not None and known.buffer.is_cpu else self._group
-        under_way = launched(group.allreduce, [known.lent.alias])
-        if shares_times:
-            lent = self.slots.write(self._clock.seconds_per_sample(), known.buffer.device)
+        under_way = launched(group.allreduce, [lent.alias])
+        if shares_times and not self._has_times and step.times_due:
+            lent = self.slots.write_apart(self._clock.seconds_per_sample(), known.buffer.device)
             self._times = launched(group.allreduce, [lent.alias])
         return under_way
 
     def _finish(self) -> None:
         """Wait, with the last bucket, until every bucket is reduced; measure them and hand them to DDP."""
         step = self._step
-        results: list[Any] = [None if under_way is None else under_way.wait() for _, under_way, _ in self._sent]
+        sent, self._sent = self._sent, []
+        results: list[Any] = [None if under_way is None else under_way.wait() for _, under_way, _ in sent]
         if self._times is not None:
             self._times.wait()
-            self._times = None
+            self._times, self._has_times = None, True
+        if self._has_times:
+            self._has_times = False
             self.slots.receive()
         self.num_reduced += 1
         self.reduced_at = time.perf_counter()
         if step.in_step:
             self._clock.reduced()
         correction = self._weights.correction() if step.in_step else 1.0
-        for (bucket, _, future), result in zip(self._sent, results, strict=True):
+        for (bucket, _, future), result in zip(sent, results, strict=True):
             reduced = bucket.buffer
             if self._base_hook is not None:
                 reduced = result if isinstance(result, torch.Tensor) else result[0]
@@ -417,7 +483,7 @@ class GradientHook:
                 step.reduced[bucket.number] = squared_norm(reduced)
             if future is not bucket.reduced:
                 future.set_result(reduced)
-        self._sent.clear()
+        self._clock.own_s += time.perf_counter() - self.reduced_at
 
 
 DROPPED = (
@@ -459,6 +525,10 @@ class _SessionHook:
         return _SessionHook, (None, self._function)
 
 
+WATCHED_STEPS = 20
+"""Steps whose forward passes are watched, from the first on, and after a step that trained nothing."""
+
+
 class CoveredModels:
     """Weighs the gradients of the models of one session.
 
@@ -492,6 +562,9 @@ class CoveredModels:
         self._make_hook = make_hook
         self._num_reduced = 0
         self._saw_no_sync = False
+        self._num_watched: int | None = 0
+        """Steps whose forward passes were watched; `None` once that is over."""
+        self._watches: list[RemovableHandle] = []
         self._only_adds = False
         """Whether the current micro-batch's gradient is only added up."""
         self._probe: tuple[torch.nn.Parameter, torch.Tensor] | None = None
@@ -538,10 +611,22 @@ class CoveredModels:
                 raise RuntimeError("another session covers the model: end that one first, session.close()")
             place.hook = hook
             self._hooks.append(hook)
-            self._handles.append(model.register_forward_pre_hook(_SessionHook(self, CoveredModels.note_forward)))
+            self._watch_forward(model)
         elif self._weighs_alone:
             self._handles += [each.register_hook(self.weigh_alone) for each in model.parameters()]  # type: ignore[no-untyped-call]
         self.models.append(model)
+
+    def _watch_forward(self, model: torch.nn.Module) -> None:
+        self._watches.append(model.register_forward_pre_hook(_SessionHook(self, CoveredModels.note_forward)))
+
+    def _end_watch(self) -> None:
+        """Watch no forward pass any more: a hook costs each 20 us, whatever it does."""
+        self._num_watched = self._losses = None
+        for hook in self._hooks:
+            hook.losses = None
+        for handle in self._watches:
+            handle.remove()
+        self._watches.clear()
 
     def refuse_others(self) -> None:
         """Refuse to train DDP models that are not covered, where hooks weigh: their gradients would be wrong."""
@@ -590,6 +675,7 @@ class CoveredModels:
         for hook in self._hooks:
             hook.average_plainly()
             hook.is_retired = True
+        self._end_watch()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -605,8 +691,12 @@ class CoveredModels:
         """Squared norms of what lossy codecs have sent and should have sent, of all models."""
         return reduce(CodedSquares.and_more, (each.coded() for each in self.exchanges), CodedSquares())
 
-    def begin(self, batch: MicroBatch, *, shares_times: bool, sketches: bool = False) -> None:
+    def begin(
+        self, batch: MicroBatch, *, shares_times: bool, times_due: bool = True, sketches: bool = False, rarely: int = 1
+    ) -> None:
         """Prepare all models for a batch: what was added up before it, and whether gradients are exchanged after it.
+
+        Norms are measured `rarely` times less often than usual.
 
         Raises:
             RuntimeError: when the gradients of the micro-batches before it are gone.
@@ -625,7 +715,14 @@ class CoveredModels:
             if self._losses is not None:
                 self._losses.begin_step()
             for hook in self._hooks:
-                hook.begin(batch, shares_times=shares_times, exchange=exchange, sketches=sketches)
+                hook.begin(
+                    batch,
+                    shares_times=shares_times,
+                    times_due=times_due,
+                    exchange=exchange,
+                    sketches=sketches,
+                    rarely=rarely,
+                )
 
     def _rescale(self, before: int, count: int) -> None:
         """Bring what was added up with the weight `before` into the scale of the weight `count`."""
@@ -695,7 +792,7 @@ class CoveredModels:
         Raises:
             RuntimeError: when the script accumulates on its own: neither exchanged nor `updated` in this step.
         """
-        before, self._num_reduced = self._num_reduced, sum(hook.num_reduced for hook in self._hooks)
+        before, self._num_reduced = self._num_reduced, sum([hook.num_reduced for hook in self._hooks])
         saw_no_sync, self._saw_no_sync = self._saw_no_sync, False
         if saw_no_sync and not updated and self._num_reduced == before:
             raise RuntimeError(
@@ -704,16 +801,28 @@ class CoveredModels:
                 "session.sync_gradients, and pass to attach either micro_batch_size, where the script divides no loss, "
                 "or gradient_accumulation_steps=N, where it divides each by N; local_batch_size counts the whole step"
             )
-        if not self._hooks:
-            return NOT_MEASURED
-        norms = [hook.take_norms() for hook in self._hooks]
-        self._sketches = [hook.sketch for hook in self._hooks if hook.sketch is not None]
+        if self._num_watched is not None:
+            self._num_watched += 1
+            if self._num_watched > WATCHED_STEPS:
+                self._end_watch()
+        elif self._num_reduced == before and not updated and self._hooks:
+            self._num_watched = 0  # nothing was trained: perhaps the script begins to accumulate
+            for model in self.models:
+                self._watch_forward(model)
+        norms = NOT_MEASURED
+        self._sketches = []
         for hook in self._hooks:
+            if hook.sketch is not None:
+                self._sketches.append(hook.sketch)
+            if (more := hook.take_norms()) is not NOT_MEASURED:
+                norms = SquaredNorms([*norms.local, *more.local], [*norms.reduced, *more.reduced])
             hook.average_plainly()
-        return SquaredNorms([v for each in norms for v in each.local], [v for each in norms for v in each.reduced])
+        return norms
 
     def take_times(self) -> list[float] | None:
         """Seconds per sample by rank, as the step's last exchange brought them."""
+        if len(self._hooks) == 1:
+            return self._hooks[0].slots.take_seconds()
         newest = None
         for hook in sorted(self._hooks, key=lambda hook: hook.reduced_at):
             newest = hook.slots.take_seconds() or newest

@@ -193,7 +193,8 @@ class Updates:
 
     def end_step(self) -> None:
         """End a step."""
-        self._left_out = {id(each) for each in self.optimizers} - self._updated
+        if self._left_out or len(self._updated) != len(self._covered):
+            self._left_out = {id(each) for each in self.optimizers} - self._updated
         if self._num_idle is not None:
             self._num_idle = None if self._updated else self._num_idle + 1
             if self._num_idle == MAX_IDLE_STEPS:

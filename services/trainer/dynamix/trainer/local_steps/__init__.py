@@ -297,7 +297,7 @@ class LocalSteps:
         beside = [some_model.send_plainly(each) for each in cells]
         if shares_times:
             seconds_per_sample = self._round.computed_s / max(self._round.num_timed, 1)
-            beside.append(some_model.send_plainly(self._slots.write(seconds_per_sample).tensor))
+            beside.append(some_model.send_plainly(self._slots.write_apart(seconds_per_sample).tensor))
         for buffers, model in self._buffers:
             share_buffers(buffers, model, weight, is_first=self._exchange.rank == 0)
         for model, bucket, view, under_way in sent:

@@ -15,8 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Protocol, runtime_checkable
 
+import msgspec
+
 from dynamix.runtime.extensions import extension_names, load_extension
-from dynamix.schemas.messages import JobTotals, Reward
+from dynamix.schemas.messages import JobTotals, Reward, Summary
 from dynamix.trainer.bus_client.transport import Transport
 from dynamix.trainer.measurement.meter import Row, held_out_accuracy
 
@@ -100,6 +102,11 @@ class MetricHistory:
         self._log_newest()
         self._windows.append((step, dict(metrics)))
         self._is_newest_logged = False
+
+    def add_summary(self, summary: Summary) -> None:
+        """Add what the job gained to its last window, which the loggers do not have yet."""
+        figures = {**msgspec.structs.asdict(summary), "gain": summary.gain}
+        self._windows[-1][1].update((f"summary/{name}", value) for name, value in figures.items() if value is not None)
 
     def rows(self) -> list[dict[str, float | str]]:
         """The windows, oldest first, each with its `step`."""

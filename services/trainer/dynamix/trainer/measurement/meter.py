@@ -15,7 +15,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import msgspec
 import torch
 
-from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, RankRow
+from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, RankRow, Summary
 from dynamix.trainer.arguments import checked
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.codec import CodedSquares
@@ -101,6 +101,58 @@ def held_out_accuracy(rows: Sequence[Row]) -> float | None:
     return next((row.held_out_accuracy for row in rows if row.held_out_accuracy is not None), None)
 
 
+class Gains:
+    """Adds up over windows what a job took, and would have taken with equal sizes: `summary` says what was gained.
+
+    A rank that took t for b samples, of which the fixed cost is worth K, takes t (K + b') / (K + b) for b' (the model
+    of the fast loop); the rest of a step stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = self._num_samples = 0
+        self._taken_s = self._equal_s = self._script_s = 0.0
+        self._other_batch = False
+
+    def observe_window(
+        self, rows: Sequence[Row], totals: JobTotals, fixed: Sequence[float], script_batch_size: int, *, is_other: bool
+    ) -> None:
+        """Add a window; `fixed` are the fixed costs by rank, in samples. `is_other`: its batch was not the script's."""
+        self._num_steps += totals.num_steps
+        self._num_samples += totals.num_samples
+        self._taken_s += totals.time_s
+        if not all(row.rank.times_split for row in rows) or not totals.num_samples:
+            self._equal_s = self._script_s = math.nan
+            return
+        longest_s = max(row.rank.compute_time_s for row in rows)
+
+        def time_s(size: float) -> float:
+            """Time of the window's samples in steps of this size on each rank."""
+            others = [
+                row.rank.compute_time_s * (more + size) / (more + row.rank.num_samples / totals.num_steps)
+                for row, more in zip(rows, fixed, strict=True)
+                if row.rank.num_samples
+            ]
+            return (totals.time_s - longest_s + max(others)) * mean_size / size
+
+        mean_size = totals.num_samples / totals.num_steps / len(rows)
+        self._equal_s += time_s(mean_size)
+        self._script_s += time_s(script_batch_size / len(rows) if is_other else mean_size)
+        self._other_batch = self._other_batch or is_other
+
+    def summary(self, own_s: float) -> Summary | None:
+        """What was gained so far; `None` before a window has ended."""
+        if not self._num_steps:
+            return None
+        return Summary(
+            num_steps=self._num_steps,
+            num_samples=self._num_samples,
+            time_s=self._taken_s,
+            own_s=own_s,
+            equal_sizes_s=self._equal_s if math.isfinite(self._equal_s) else None,
+            script_batch_s=self._script_s if self._other_batch and math.isfinite(self._script_s) else None,
+        )
+
+
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
 Scalar = float | torch.Tensor
@@ -169,9 +221,11 @@ class RankMeter:
             self._batches.append(_Batch(batch, 0.0, 0.0, norms))
             return
         per_size = batch.size / batch.weight  # what the script counts in a batch, per what batch sizes count
-        loss_sum = None if loss is None else loss * (batch.size if self.reduction == "mean" else per_size)
-        correct = None if num_correct is None else num_correct * per_size
-        self._batches.append(_Batch(batch, loss_sum, correct, norms))
+        if loss is not None:
+            loss = loss * (batch.size if self.reduction == "mean" else per_size)
+        if num_correct is not None:
+            num_correct = num_correct * per_size
+        self._batches.append(_Batch(batch, loss, num_correct, norms))
 
     def take_row(self, times: list[StepTimes], held_out_accuracy: float | None) -> Row:
         """The row of the steps since the last call; `times` are theirs. A sum is unknown if one batch's part is."""
@@ -239,12 +293,12 @@ def detached(name: str, value: Scalar | None) -> Scalar | None:
     """
     if value is None:
         return None
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ValueError(
-            f"session.step({name}): a tensor of shape {tuple(value.shape)}: pass one number, as the criterion reduces "
-            "it over the batch"
-        )
     if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"session.step({name}): a tensor of shape {tuple(value.shape)}: pass one number, as the criterion "
+                "reduces it over the batch"
+            )
         return value.detach().clone().float() if value.is_cuda else value.item()
     number: float = checked(f"session.step({name})", value, float)
     return number

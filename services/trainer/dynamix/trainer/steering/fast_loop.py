@@ -319,6 +319,15 @@ class RateFilter:
         kept = 1.0 - by_noise / (spread_2 * number) if by_noise < spread_2 * number else 0.0
         return [mean + kept * ((rate.value or slowest) - mean) for rate in self._rates]
 
+    def usual(self, counts: Sequence[int], tolerance: float) -> list[tuple[float, float]]:
+        """Usual measurements by rank, and how far off is usual; without sizes, as if no rank had fixed costs."""
+        found = []
+        for rank, rate in enumerate(self._rates):
+            value = rate.value * (1.0 + (self.fixed[rank] / counts[rank] if counts and counts[rank] else 0.0))
+            off = tolerance * max(UNUSUAL * math.sqrt(rate.noise_2), LEAST_UNUSUAL)
+            found.append((value, value * min(off, MOST_UNUSUAL)))
+        return found
+
     @property
     def state(self) -> list[list[Any]]:
         """Plain numbers by rank, for `restore`."""
@@ -337,18 +346,31 @@ FAR = 0.1
 SETTLE_STEPS = 8
 """Steps between two looks for such sizes."""
 
-SHORT_S = 0.02
-"""Compute time of the slowest rank below which not every step is measured: it costs 0.5 ms of a processor."""
+STEADY_AFTER, STEADY_EVERY = 32, 4
+"""Measurements without another division, from which on one step of four is taken in."""
 
-SHORT_EVERY = 4
-"""Steps between two measurements then: a change by three is followed after eight steps, some 0.2 s."""
+CALM_AFTER, CALM_EVERY = 64, 16
+"""The same for one step of sixteen: the division stands."""
 
 SCATTER = 0x9E3779B1
 """2^32 over the golden ratio: of every four steps another one is measured, all equally often, whatever a script does in
 every second, fourth or fifth step."""
 
-FIRST_MEASURED = 32
-"""Measurements before that."""
+UNUSUAL, LEAST_UNUSUAL, MOST_UNUSUAL = 3.5, 0.07, 0.75
+"""Noises by which a time is off the average, from which on it is taken in at once; and the bounds of that share."""
+
+WATCHED = 2
+"""Steps that are taken in from such a time on: two to the same side are a change."""
+
+MOST_TOLERANT, MORE_TOLERANT, LESS_TOLERANT = 4.0, 1.25, 0.97
+"""How much further off is usual after false alarms: at most, factor after each, and after each turn without one."""
+
+
+def _has_turn(step: int, every: int) -> bool:
+    """Whether a step is the one of `every` steps, a power of two, that is measured."""
+    number, place = divmod(step, every)
+    return place == (number * SCATTER >> 32 - every.bit_length() + 1) % every
+
 
 DEAD_BAND = 0.03
 """A new split must shorten the slowest rank's predicted time by more than this share: batches keep their shapes."""
@@ -363,35 +385,70 @@ class FastLoop:
 
     def __init__(self, schedule: Schedule, min_local_batch_size: int, max_local_batch_sizes: Sequence[int]) -> None:
         self.filter = RateFilter(len(max_local_batch_sizes))
-        self._num_measured = 0
-        """Measurements under tracking, up to `FIRST_MEASURED`."""
-        self._is_short = False
-        """Whether the slowest rank computed for less than `SHORT_S` in the newest measurement."""
         self._schedule = schedule
         self._min_local_batch_size = min_local_batch_size
         self._upper = tuple(max_local_batch_sizes)
         self._num_kept = 0
         """Steps since the split was changed."""
+        self._num_calm = 0
+        """Measurements without another division, up to `CALM_AFTER`."""
+        self._num_watched = 0
+        """Steps that are still to be taken in after an unusual one."""
+        self._usual: list[tuple[float, float]] = []
+        """Usual seconds per sample by rank, at the sizes of the newest measurement, and how far off is usual."""
+        self._tolerance = 1.0
+        self._forget_sums()
 
     @property
     def state(self) -> list[Any]:
         """Plain numbers for a checkpoint, and for `restore`."""
-        return [self.filter.state, self._num_measured, self._is_short]
+        calm = [self._num_calm, self._num_watched, [*map(list, self._usual)], self._tolerance]
+        return [self.filter.state, *calm, self._num_summed, self._sums]
 
     def restore(self, state: Sequence[Any]) -> None:
         """Go on from a saved state of as many ranks."""
-        filtered, self._num_measured, self._is_short = state
+        filtered, self._num_calm, self._num_watched, usual, self._tolerance, self._num_summed, self._sums = state
+        self._usual = [(value, off) for value, off in usual]
         self.filter.restore(filtered)
 
     def measures(self, step: int) -> bool:
-        """Whether the ranks exchange their times in a step with `tracking`.
+        """Whether the ranks exchange their times in a step with `tracking` also where the gradient cannot carry them.
 
-        All ranks ask before the step, and have the same answer: it changes with measurements only.
+        That takes 0.5 ms of a processor. All ranks ask before the step, and have the same answer: it changes with
+        measurements only.
         """
-        if not self._is_short or self._num_measured < FIRST_MEASURED:
+        return self._num_watched > 0 or self._num_calm < STEADY_AFTER or _has_turn(step, STEADY_EVERY)
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether the division stands, and nothing unusual was seen lately: no better one is looked for."""
+        return self._num_calm >= CALM_AFTER and self._num_watched == 0
+
+    def takes_in(self, step: int, seconds_per_sample: Sequence[float]) -> bool:
+        """Whether the times of a step go into the filter: when it has its turn, or they are unusual.
+
+        The same on all ranks, as the times are. A calm job looks at its times in every step, and does no more. What is
+        too small a change to be seen in one step shows in their mean from one turn to the next.
+        """
+        if self._num_watched or self._num_calm < STEADY_AFTER:
             return True
-        number, place = divmod(step, SHORT_EVERY)
-        return place == (number * SCATTER >> 30) % SHORT_EVERY
+        for measured, (usual, off) in zip(seconds_per_sample, self._usual, strict=False):
+            if measured > 0.0 and not -off <= measured - usual <= off:
+                self._num_watched = WATCHED
+                return True
+        self._num_summed += 1
+        self._sums = [total + measured for total, measured in zip(self._sums, seconds_per_sample, strict=True)]
+        if not _has_turn(step, CALM_EVERY if self.is_calm else STEADY_EVERY):
+            return False
+        for total, (usual, off) in zip(self._sums, self._usual, strict=True):
+            away, most = total / self._num_summed - usual, off / self._tolerance  # a mean has few outliers
+            if total > 0.0 and abs(away) > DEAD_BAND * usual and away * away * self._num_summed > most * most:
+                self._num_watched = CALM_EVERY
+        self._forget_sums()
+        return True
+
+    def _forget_sums(self) -> None:
+        self._num_summed, self._sums = 0, [0.0] * len(self._upper)
 
     def adopt(self, effective_step: int, decided: Allocation) -> None:
         """Activate a decision of the slow loop from a step on.
@@ -422,10 +479,18 @@ class FastLoop:
             self.filter.observe(seconds_per_sample, counts)
             return
         better = self.better_split(seconds_per_sample, newest.local_batch_sizes, counts)
+        if self._num_watched:
+            self._num_watched -= 1
+            self._forget_sums()
+            if not self._num_watched:
+                self._tolerance = min(self._tolerance * MORE_TOLERANT, MOST_TOLERANT)
+        else:
+            self._tolerance = max(self._tolerance * LESS_TOLERANT, 1.0)
+        self._num_calm = min(self._num_calm + 1, CALM_AFTER)
+        self._usual = self.filter.usual(counts, self._tolerance)
         if better is not None:
             self._schedule.revise(effective_step, newest.with_sizes(better))
-        self._num_measured = min(self._num_measured + 1, FIRST_MEASURED)
-        self._is_short = self.longest_s(better or newest.local_batch_sizes) < SHORT_S
+            self._num_calm, self._num_watched = 0, WATCHED
 
     def better_split(
         self, seconds_per_sample: Sequence[float], sizes: Sequence[int], counts: tuple[int, ...] = ()
@@ -462,11 +527,6 @@ class FastLoop:
         """The first split of a global batch that was decided as `sizes`; `sizes` until a rate is known."""
         rates = self.filter.rates
         return tuple(sizes) if rates is None else self._divide(sum(sizes), rates)
-
-    def longest_s(self, sizes: Sequence[int]) -> float:
-        """The slowest rank's predicted compute time; infinite until all ranks' speeds are known."""
-        rates = self.filter.rates
-        return math.inf if rates is None else max(self._times_s(sizes, rates))
 
     def _divide(self, total: int, rates: Sequence[float]) -> tuple[int, ...]:
         """Every rank gets a sample where there are enough: one that had none would never be measured again.

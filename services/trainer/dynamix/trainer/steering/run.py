@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from dynamix.schemas.apportion import apportion
-from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals, NetworkMetrics, Report
+from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals, NetworkMetrics, Report, Summary
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.schemas.policies import RATE_EXPONENTS, STIGMERGY, STIGMERGY_OPTIONS
 from dynamix.trainer.data.orders import DataIdentity
@@ -30,6 +30,8 @@ FIRST_WINDOWS = 8
 """Windows that are never stretched."""
 MOST_STRETCH = 16
 """Longest window, in `window_steps`: steps that suddenly take much longer still end one in time."""
+CALM_TIMES = 4
+"""Factor on the length of windows, and on the steps between two measurements of the noise, of a calm job."""
 
 
 class Windows:
@@ -60,15 +62,16 @@ class Windows:
         place = window - self._first
         return self._starts[place + 1] - self._starts[place]
 
-    def measured(self, window: int, step_time_s: float) -> None:
+    def measured(self, window: int, step_time_s: float, *, is_calm: bool = False) -> None:
         """Plan ahead after a window: all ranks give the same time per step, evaluations between steps included."""
+        longer = CALM_TIMES if is_calm else 1
         end = self._starts[window + 1 - self._first]
         forgotten = window - self._first
         del self._starts[:forgotten]
         self._first += forgotten
         stretch, window_s = 1, self._window_steps * step_time_s
-        if window + 1 >= FIRST_WINDOWS and 0.0 < window_s < self._min_window_s:  # not an unknown time either
-            stretch = min(math.ceil(self._min_window_s / window_s), MOST_STRETCH)
+        if window + 1 >= FIRST_WINDOWS and 0.0 < window_s < self._min_window_s * longer:  # not an unknown time either
+            stretch = min(math.ceil(self._min_window_s * longer / window_s), MOST_STRETCH * longer)
         self._plan(end, stretch)
 
     def _plan(self, end: int, stretch: int) -> None:
@@ -99,7 +102,9 @@ class Reporter:
         self._rows_before: Sequence[Row] | None = None
         self._totals_before: JobTotals | None = None
 
-    def specification(self, *, total_samples: int | None, end_reason: str | None = None) -> Job:
+    def specification(
+        self, *, total_samples: int | None, end_reason: str | None = None, summary: Summary | None = None
+    ) -> Job:
         """The job's specification: running, or ended for a reason."""
         options, initial = self._options, self._initial
         shared = {name: getattr(options, name) for name in Job.__struct_fields__ if hasattr(options, name)}
@@ -116,6 +121,7 @@ class Reporter:
             "end_reason": (end_reason or "")[:MAX_REASON],
             "initial_split": initial.split,
             "initial_exchange": initial.exchange,
+            "summary": summary,
         }
         return Job(**shared | own)
 
@@ -242,6 +248,11 @@ class Run:
         fewest, most = self.options.min_local_batch_size, identity.max_local_batch_sizes
         self.fast_loop = FastLoop(self.schedule, fewest, most)
         self.traces = field_of(self.options, identity)
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether no decision is due, and the division stands: less is measured and reported."""
+        return self.options.policy == "split" and self.fast_loop.is_calm
 
     @property
     def reference_steps(self) -> ReferenceSteps:

@@ -9,11 +9,13 @@ same steps, and whether a collective is due depends on the step's number only: n
 does not enter. Each collective is posted after one step and completed after the next.
 """
 
+import contextlib
 import logging
 import math
+import sys
 import time
 
-from dynamix.schemas.messages import Action
+from dynamix.schemas.messages import Action, Summary
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.bus_client.transport import Transport
 from dynamix.trainer.data.orders import ONE_PART
@@ -21,7 +23,7 @@ from dynamix.trainer.data.plan import Counts, PlanSampler, Position
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.noise import window_moments
 from dynamix.trainer.loggers import MetricHistory, window_metrics
-from dynamix.trainer.measurement.meter import ROWS, RankMeter, job_totals
+from dynamix.trainer.measurement.meter import ROWS, Gains, RankMeter, job_totals
 
 from .collectives import Collectives
 from .offers import REFUSALS, Offers
@@ -43,8 +45,11 @@ class Steering:
         transport: Transport,
         history: MetricHistory,
         losses: LossWarnings | None = None,
+        says_summary: bool = True,
     ) -> None:
         self.run = run
+        self._gains = Gains()
+        self._says_summary = says_summary
         self.collectives = collectives
         self.meter = meter
         self._sampler = sampler
@@ -53,8 +58,9 @@ class Steering:
         self._losses = losses
         self.offers: Offers | None = None
         """In rank 0, which alone takes actions."""
-        self._posted_window: tuple[Position, Counts, Allocation] | None = None
-        """Where the window ended whose rows are under way, and the sizes and the allocation of its last step."""
+        self._posted_window: tuple[Position, Counts, Allocation, bool] | None = None
+        """Where the window ended whose rows are under way, the sizes and the allocation of its last step, and whether
+        the job is calm and nothing is decided about it."""
         self._posted_decision: tuple[int, Action | None] | None = None
         """Effective step of the decision that is under way, and its action, known in rank 0."""
         self._sockets_due = False
@@ -87,8 +93,20 @@ class Steering:
         """End the job, once; rank 0 publishes the reason, `None` publishes nothing. Waits for nothing."""
         run = self.run
         if run.started and not run.ended and run.place.rank == 0 and reason is not None:
-            self.transport.publish(run.reporter.specification(total_samples=run.total_samples, end_reason=reason))
+            summary = self.summary()
+            self.transport.publish(
+                run.reporter.specification(total_samples=run.total_samples, end_reason=reason, summary=summary)
+            )
+            if summary is not None:
+                self.history.add_summary(summary)
+                if self._says_summary:
+                    with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+                        sys.stderr.write(f"dynamix: {summary.text}\n")
         run.ended = True
+
+    def summary(self) -> Summary | None:
+        """What was gained by the windows so far."""
+        return self._gains.summary(self.meter.clock.own_s)
 
     def close(self, timeout_s: float) -> None:
         """Leave the other ranks, the loggers and the bus; each of these two may take `timeout_s`."""
@@ -107,9 +125,16 @@ class Steering:
         Raises:
             ValueError: on all ranks, when these have read different streams.
         """
-        windows, ahead = self.run.windows, position.step - 1 + self.run.options.margin_steps
-        ends, adopts = windows.is_start(position.step), windows.is_start(ahead)
+        step, run = position.step - 1, self.run
+        if (
+            seconds_per_sample is not None
+            and run.schedule.allocation_at(step).exchange.every == 1  # else they are of a whole round
+            and not run.fast_loop.takes_in(step, seconds_per_sample)
+        ):
+            seconds_per_sample = None
         is_posted = self._posted_window is not None or self._posted_decision is not None or self._sockets_due
+        windows, ahead = run.windows, step + run.options.margin_steps
+        ends, adopts = windows.is_start(position.step), windows.is_start(ahead)
         if not (ends or adopts or is_posted or seconds_per_sample is not None):
             return
         clock = self.meter.clock
@@ -134,8 +159,8 @@ class Steering:
             sockets.match(self.collectives.gather_objects(sockets.candidates()), place.rank, place.node_ranks)
         if ends:  # send this rank's row of the window
             self.collectives.post_row(self.meter.take_row(times, self.run.held_out_accuracy))
-            schedule, last = self.run.schedule, position.step - 1
-            self._posted_window = position, schedule.counts_at(last), schedule.allocation_at(last)
+            of_step = run.schedule.counts_at(step), run.schedule.allocation_at(step)
+            self._posted_window = position, *of_step, run.is_calm
         if adopts:
             self._post_decision(ahead)
         clock.charge(time.perf_counter() - began)
@@ -149,7 +174,7 @@ class Steering:
 
     # --- windows -----------------------------------------------------------------------------------------------
 
-    def _complete_window(self, position: Position, sizes: Counts, allocation: Allocation) -> None:
+    def _complete_window(self, position: Position, sizes: Counts, allocation: Allocation, is_calm: bool) -> None:
         """Report the window whose rows have arrived."""
         self._posted_window, run = None, self.run
         rows = self.collectives.take_rows(ROWS)
@@ -172,7 +197,10 @@ class Steering:
             rows, window=window, num_steps=num_steps, global_batch_size=sizes.total, noise=run.noise.value
         )
         slowest_s = max(math.inf if row.wall_s is None else row.wall_s for row in rows)
-        run.windows.measured(window, slowest_s / num_steps)
+        script_size = run.options.base_global_batch_size
+        is_other = run.options.global_batch == "adaptive" and allocation.global_batch_size != script_size
+        self._gains.observe_window(rows, totals, run.fast_loop.filter.fixed, script_size, is_other=is_other)
+        run.windows.measured(window, slowest_s / num_steps, is_calm=is_calm)
         if run.place.local_rank == 0:
             report = run.reporter.report(
                 position,
