@@ -37,6 +37,8 @@ NOTABLE, CERTAIN = 0.05, 3.0
 share."""
 SLOW_LINK = 0.6
 """A link is slow that carries less than this share of the others' median."""
+EXPLAINS = 0.75
+"""Share of the communication that a ring at a slow link's rate must take: else a rank sends slowly, not its link."""
 FIXED_SHARE = 0.1
 """Share of the fastest rank's compute time that may not depend on the batch: steps of one size do not show it."""
 PRIOR_ERROR = 0.3
@@ -149,7 +151,7 @@ class Watched:
             "local_batch_size": float(mean_WF[:, -1].mean()),
             "gradient_bytes": self._rows[0].gradient_bytes,
             "ranks": ranks,
-            "findings": self._findings(all_TWF),
+            "findings": [each for each in self._findings(all_TWF) if each.name in self.named or not self.num_windows],
             "windows_named": dict(self.named),
             "first_named": self.first_named,
             "remedies": self._remedies(steps_TWF),
@@ -221,7 +223,7 @@ class Watched:
         slowest, mbit, num = int(rates.argmin()), 8e-6 * rates, len(rates)
         others = float(np.median(np.delete(mbit, slowest)))
         ring_s = 2 * (num - 1) / num * self._rows[0].gradient_bytes / float(rates[slowest])
-        if mbit[slowest] < SLOW_LINK * others and ring_s > 0.5 * comm_s:  # else it is the rank that sends slowly
+        if mbit[slowest] < SLOW_LINK * others and ring_s > EXPLAINS * comm_s:
             name = f"link {slowest}"
             carried = f"{mbit[slowest]:.3g} Mbit/s, the others {others:.3g}"
             text += f": the link of rank {slowest} is slow, it carries {carried}"
