@@ -4,6 +4,7 @@ import gc
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 from urllib.parse import urlsplit
@@ -11,7 +12,6 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dynamix.runtime.settings import BusSettings, node_name
@@ -212,17 +212,7 @@ def attach(
     # those of all callers: what they name, such as the model and its group, would live to the end of the process.
     gc.collect()
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
-    source = source_of(
-        data,
-        local_batch_size=local_batch_size,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        seed=seed,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        sampler=sampler,
-        options=loader_options,
-        world_size=world_size,
-    )
+    source = source_of(given, loader_options, world_size)
     dataset, orders, loader_options = source.dataset, source.orders, source.options
     given |= {
         "dataset": dataset,
@@ -283,14 +273,11 @@ def attach(
         warn_of_momentum(options, optimizers)
     orders.connect(collectives, dataset, loader_options)
     loader = Loader(
-        *(dataset, orders, run.schedule),
+        *(source, run.schedule),
         division=Division(place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
-        drop_last=source.drop_last,
         shares_tail=global_batch == "adaptive",
-        options=loader_options,
         look_ahead=look_ahead,
         count_tokens=count_tokens,
-        given=source.loader,
     )
     clock: Clock = DeviceClock() if device.type == "cuda" else Clock()
     gradients = _gradients(
@@ -303,8 +290,7 @@ def attach(
         weighs_alone=averaging == "none" and (accumulates or reduction == "sum"),
     )
     meter = RankMeter(
-        rank=place.rank,
-        local_rank=place.local_rank,
+        place=place,
         clock=clock,
         sockets=sockets,
         device=device,
@@ -326,7 +312,7 @@ def attach(
         )
         client.start()
     steering = Steering(
-        run,
+        run=run,
         meter=meter,
         sampler=loader.plans,
         collectives=collectives,
@@ -371,20 +357,6 @@ def _gradients(
             is_in_parts=options.micro_batch_size is not None,
         )
         losses.look_at_modules([*models, *(each for each in gc.get_objects() if issubclass(type(each), WEIGHTED))])
-    base_hook = given["base_hook"]  # the function below must not hold `given`, and so the models
-
-    def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
-        return GradientHook(
-            covered.process_group,
-            clock,
-            weights,
-            reduction=options.reduction,
-            noise_every=options.noise_every,
-            base_hook=base_hook,
-            exchange=exchanges.of_model(covered),
-            losses=losses,
-        )
-
     weights = StepWeights(
         None if given["count_tokens"] is None else collectives.post_total,
         # samples of one batch of one rank, as the script was written: N in a step where it divides each loss by N
@@ -392,11 +364,20 @@ def _gradients(
         if options.reduction == "sum"
         else None,
     )
+    make_hook = partial(
+        GradientHook,
+        clock=clock,
+        weights=weights,
+        reduction=options.reduction,
+        noise_every=options.noise_every,
+        base_hook=given["base_hook"],
+        losses=losses,
+    )
     covered_models = CoveredModels(
-        make_hook if averaging == "hook" else None,
-        options.reduction,
-        weights,
-        exchanges,
+        make_hook=make_hook if averaging == "hook" else None,
+        reduction=options.reduction,
+        weights=weights,
+        exchange=exchanges,
         weighs_alone=weighs_alone,
         losses=losses,
     )
@@ -408,7 +389,7 @@ def _gradients(
 
     updates = Updates(
         loader=loader,
-        before_update=before_update,
+        prepare=before_update,
         factor=lambda samples: FACTORS[options.learning_rate_rule](samples / run.options.base_global_batch_size),
         warns=is_first,
         schedulers=schedulers if options.global_batch == "adaptive" and is_first else None,
@@ -419,8 +400,7 @@ def _gradients(
         updates.cover(optimizer)
     covered_models.refuse_others()
     local_steps = LocalSteps(
-        *(exchanges, covered_models, updates, collectives.gather_objects),
-        noise_every=options.noise_every,
+        *(exchanges, covered_models, updates, collectives.gather_objects, options.noise_every),
     )
     return Gradients(covered_models, updates, local_steps, schedulers, exchanges, losses, averaging == "loss")
 

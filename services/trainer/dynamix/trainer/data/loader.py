@@ -8,11 +8,11 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from dynamix.schemas.spelling import nearest
 from dynamix.trainer.arguments import AtLeast0, checked
@@ -36,6 +36,19 @@ class LoaderOptions(TypedDict, total=False):
     multiprocessing_context: Any
     generator: Any
     timeout: float
+
+
+class Source(NamedTuple):
+    """What is trained on, in which order and how it is loaded."""
+
+    dataset: Dataset[Any]
+    orders: Orders
+    local_batch_size: Any
+    """As `attach` takes it; of a script's loader the samples of a rank's step."""
+    drop_last: bool
+    options: LoaderOptions
+    loader: DataLoader[Any] | None = None
+    """The script's own."""
 
 
 CountTokens = Callable[[Any], int | torch.Tensor]
@@ -85,20 +98,16 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
-        orders: Orders,
+        source: Source,
         schedule: Schedule,
         *,
         division: Division,
-        drop_last: bool,
         shares_tail: bool,
-        options: LoaderOptions,
-        look_ahead: int = 0,
-        count_tokens: CountTokens | None = None,
-        given: DataLoader[Any] | None = None,
+        look_ahead: int,
+        count_tokens: CountTokens | None,
     ) -> None:
-        self._given = given
-        self.dataset = dataset
+        self._given = source.loader
+        self.dataset = dataset = source.dataset
         """The script's data set."""
         self.position = Position()
         """The position of the run; `finish_batch` advances it after the last micro-batch of a step."""
@@ -130,12 +139,14 @@ class Loader:
         """The digest of a stream's samples in the position's epoch, up to the position."""
         self._look_ahead = look_ahead
         self._count_tokens = count_tokens
-        how: Any = {"division": division, "drop_last": drop_last, "shares_tail": shares_tail}
+        orders, options = source.orders, source.options
+        how: Any = {"division": division, "drop_last": source.drop_last, "shares_tail": shares_tail}
         self.plans: PlanSampler
         if isinstance(orders, StreamOrders):
             assert isinstance(dataset, IterableDataset), "as its orders"
             self.plans = StreamSampler(orders, schedule, **how)
-            dataset = StreamReader(dataset, orders.identity.seed, division, options.get("collate_fn"))
+            collate = options.get("collate_fn") or default_collate
+            dataset = StreamReader(dataset, orders.identity.seed, division, collate)
             options = {**options, "collate_fn": _as_it_is}
         else:
             self.plans = PlanSampler(orders, schedule, **how)

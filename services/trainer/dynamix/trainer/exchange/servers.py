@@ -9,6 +9,7 @@ it as it was. `GradientServers` is the side of the ranks, `GradientServer` that 
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, cast
 
@@ -70,14 +71,14 @@ class ToldTrade(NamedTuple):
 END = ToldTrade(-1, 0, 0, 0)
 
 
+@dataclass
 class ServedGroup:
     """The process group of one thread, in a rank."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, num_ranks: int, num_servers: int) -> None:
-        self.group: dist.ProcessGroup | None = group
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._num_servers = num_servers
+    group: dist.ProcessGroup | None
+    rank: int
+    num_ranks: int
+    num_servers: int
 
     def trade(self, trade: Trade) -> dist.ProcessGroup:
         """Announce an exchange to the servers, in rank 0; returns the group in which it is carried out."""
@@ -89,25 +90,24 @@ class ServedGroup:
 
     def leave(self) -> None:
         """Leave the group; rank 0 tells the servers that nothing follows. No collective."""
-        for index in range(self._num_servers):
+        for index in range(self.num_servers):
             self._tell(index, END)
         self.group = None
 
     def _tell(self, index: int, told: ToldTrade) -> None:
-        if self._rank == 0:
+        if self.rank == 0:
             assert self.group is not None, "left"
             lent = LentTensor(torch.tensor(told))
-            self.group.send([lent.alias], self._num_ranks + index, TELL_TAG).wait()
+            self.group.send([lent.alias], self.num_ranks + index, TELL_TAG).wait()
 
 
-class GradientServers:
+class GradientServers(NamedTuple):
     """The servers of a job, none or several, and the ranks that meet them."""
 
-    def __init__(self, addresses: Sequence[str], job: str, rank: int, num_ranks: int) -> None:
-        self.addresses = tuple(addresses)
-        self._job = job
-        self.rank = rank
-        self.num_ranks = num_ranks
+    addresses: Sequence[str]
+    job: str
+    rank: int
+    num_ranks: int
 
     def join(self, group: dist.ProcessGroup, timeout: timedelta | None) -> list[ServedGroup]:
         """Announce the job to every server, and make the groups with them; a collective of the ranks of `group`.
@@ -123,7 +123,7 @@ class GradientServers:
                 numbers = [store.add(JOBS_KEY, 1) for store in stores]
                 for index, store in enumerate(stores):
                     announcement = JobAnnouncement(
-                        job=self._job,
+                        job=self.job,
                         num_ranks=self.num_ranks,
                         num_servers=len(stores),
                         index=index,

@@ -91,31 +91,31 @@ LEFT = "left"
 """The script ended, or let go of its session, without `close`."""
 
 
+@dataclass
 class Reporter:
     """Builds this rank's messages; it remembers one window, so that the readers of its reports need not."""
 
-    def __init__(self, options: JobOptions, identity: JobIdentity, place: Place, initial: Allocation) -> None:
-        self._options = options
-        self._initial = initial
-        self._identity = identity
-        self._place = place
-        self._rows_before: Sequence[Row] | None = None
-        self._totals_before: JobTotals | None = None
+    options: JobOptions
+    identity: JobIdentity
+    place: Place
+    initial: Allocation
+    _rows_before: Sequence[Row] | None = None
+    _totals_before: JobTotals | None = None
 
     def specification(
         self, *, total_samples: int | None, end_reason: str | None = None, summary: Summary | None = None
     ) -> Job:
         """The job's specification: running, or ended for a reason."""
-        options, initial = self._options, self._initial
+        options, initial = self.options, self.initial
         shared = {name: getattr(options, name) for name in Job.__struct_fields__ if hasattr(options, name)}
         own: dict[str, Any] = {
-            "job": self._identity.job,
-            "generation": self._identity.generation,
+            "job": self.identity.job,
+            "generation": self.identity.generation,
             "phase": "running" if end_reason is None else "ended",
             "world_size": len(initial.local_batch_sizes),
-            "nodes": self._identity.nodes,
+            "nodes": self.identity.nodes,
             "initial_local_batch_sizes": initial.local_batch_sizes,
-            "max_local_batch_sizes": self._identity.max_local_batch_sizes,
+            "max_local_batch_sizes": self.identity.max_local_batch_sizes,
             "total_samples": total_samples,
             "policy_options": dict(options.policy_options),
             "end_reason": (end_reason or "")[:MAX_REASON],
@@ -144,7 +144,7 @@ class Reporter:
         `view` is for this node's agent, where there is one.
         """
         ranks = []
-        for rank in self._place.node_ranks:
+        for rank in self.place.node_ranks:
             row, before = rows[rank].rank, None if self._rows_before is None else self._rows_before[rank]
             uncounted = None if row.sockets is None else NetworkMetrics(tx_bytes=0, rx_bytes=0, retransmits=0)
             known = msgspec.structs.replace(
@@ -159,11 +159,11 @@ class Reporter:
         totals_before = self._totals_before
         self._rows_before, self._totals_before = rows, totals
         return Report(
-            job=self._identity.job,
-            generation=self._identity.generation,
+            job=self.identity.job,
+            generation=self.identity.generation,
             window=totals.window,
-            node=self._place.node,
-            optimizer_family=self._options.optimizer_family,
+            node=self.place.node,
+            optimizer_family=self.options.optimizer_family,
             samples_seen=position.samples_seen,
             rows=tuple(ranks),
             totals=totals,
@@ -172,7 +172,7 @@ class Reporter:
             held_out_accuracy=held_out_accuracy(rows),
             num_reports_dropped=num_reports_dropped,
             field=view,
-            stretch=totals.num_steps // self._options.window_steps,
+            stretch=totals.num_steps // self.options.window_steps,
         )
 
     def receipt(
@@ -180,8 +180,8 @@ class Reporter:
     ) -> Applied:
         """The receipt of an adopted action, with its own sizes: under tracking the windows say which were used."""
         return Applied(
-            job=self._identity.job,
-            generation=self._identity.generation,
+            job=self.identity.job,
+            generation=self.identity.generation,
             decided_window=action.window,
             effective_window=effective_window,
             effective_step=effective_step,

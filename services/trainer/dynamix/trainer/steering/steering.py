@@ -14,6 +14,7 @@ import logging
 import math
 import sys
 import time
+from dataclasses import dataclass
 
 from dynamix.schemas.messages import Action, Summary
 from dynamix.schemas.messages.allocation import Allocation
@@ -32,30 +33,22 @@ from .run import Run
 _log = logging.getLogger("dynamix.trainer")
 
 
+@dataclass(kw_only=True, eq=False)
 class Steering:
     """One rank's side of both loops."""
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        meter: RankMeter,
-        sampler: PlanSampler,
-        collectives: Collectives,
-        transport: Transport,
-        history: MetricHistory,
-        losses: LossWarnings | None = None,
-        says_summary: bool = True,
-    ) -> None:
-        self.run = run
+    run: Run
+    meter: RankMeter
+    sampler: PlanSampler
+    collectives: Collectives
+    transport: Transport
+    history: MetricHistory
+    losses: LossWarnings | None
+    says_summary: bool
+
+    def __post_init__(self) -> None:
+        """Begin with nothing under way."""
         self._gains = Gains()
-        self._says_summary = says_summary
-        self.collectives = collectives
-        self.meter = meter
-        self._sampler = sampler
-        self.transport = transport
-        self.history = history
-        self._losses = losses
         self.offers: Offers | None = None
         """In rank 0, which alone takes actions."""
         self._posted_window: tuple[Position, Counts, Allocation, bool] | None = None
@@ -99,7 +92,7 @@ class Steering:
             )
             if summary is not None:
                 self.history.add_summary(summary)
-                if self._says_summary:
+                if self.says_summary:
                     with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
                         sys.stderr.write(f"dynamix: {summary.text}\n")
         run.ended = True
@@ -178,8 +171,8 @@ class Steering:
         """Report the window whose rows have arrived."""
         self._posted_window, run = None, self.run
         rows = self.collectives.take_rows(ROWS)
-        if self._losses is not None:
-            self._losses.observe_window(
+        if self.losses is not None:
+            self.losses.observe_window(
                 [row.rank.num_samples for row in rows],
                 [row.rank.loss_sum for row in rows],
                 [row.noise.local_trace for row in rows],
@@ -273,5 +266,5 @@ class Steering:
             run.traces.revise(run.schedule, effective_step, fewest, upper)
 
     def _assert_not_drawn(self, effective_step: int) -> None:
-        drawn = self._sampler.last_drawn_step
+        drawn = self.sampler.last_drawn_step
         assert effective_step > drawn, f"step {effective_step} may change, but step {drawn} is drawn already"
