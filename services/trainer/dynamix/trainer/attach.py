@@ -214,27 +214,20 @@ def attach(
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
     source = source_of(given, loader_options, world_size)
     dataset, orders, loader_options = source.dataset, source.orders, source.options
-    given |= {
-        "dataset": dataset,
-        "local_batch_size": source.local_batch_size,
-        "shuffle": orders.identity.shuffle,
-        "drop_last": source.drop_last,
-    }
+    given |= {**source._asdict(), "shuffle": orders.identity.shuffle}
     drawn_ahead = loader_options.get("num_workers", 0) * (loader_options.get("prefetch_factor") or PREFETCH_FACTOR)
     options = options_of(
         *(given, models, optimizers),
         averaging=averaging,
         world_size=world_size,
         margin_steps=drawn_ahead + look_ahead + SPARE_STEPS,
-        policy=environment.trainer.policy,
-        gradient_servers=environment.trainer.gradient_servers,
+        settings=environment.trainer,
     )
     metric_loggers = find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0)
     if token_counts is not None:
         most = options.max_local_batch_size
         orders.count_by_tokens(token_counts, dataset, most=min(most, micro_batch_size or most))
-    accumulates = micro_batch_size is not None or gradient_accumulation_steps > 1
-    if accumulates:
+    if options.accumulates:
         check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
     caps_path = None if memory_caps_path is None else Path(memory_caps_path)
     if not (connect is None or connect is False or isinstance(connect, BusSettings | Transport)):
@@ -287,7 +280,6 @@ def attach(
         clock=clock,
         collectives=collectives,
         averaging=averaging,
-        weighs_alone=averaging == "none" and (accumulates or reduction == "sum"),
     )
     meter = RankMeter(
         place=place,
@@ -340,7 +332,6 @@ def _gradients(
     clock: Clock,
     collectives: Collectives,
     averaging: Averaging,
-    weighs_alone: bool,
 ) -> Gradients:
     """Make the parts that weight, exchange and apply gradients; `given` are further arguments of `attach`."""
     options, is_first = run.options, run.place.rank == 0
@@ -369,7 +360,6 @@ def _gradients(
         clock=clock,
         weights=weights,
         reduction=options.reduction,
-        noise_every=options.noise_every,
         base_hook=given["base_hook"],
         losses=losses,
     )
@@ -378,7 +368,7 @@ def _gradients(
         reduction=options.reduction,
         weights=weights,
         exchange=exchanges,
-        weighs_alone=weighs_alone,
+        weighs_alone=averaging == "none" and (options.accumulates or options.reduction == "sum"),
         losses=losses,
     )
     schedulers = Schedulers()

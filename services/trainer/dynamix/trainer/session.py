@@ -33,11 +33,11 @@ from dynamix.trainer.data.orders import DataIdentity
 from dynamix.trainer.data.plan import MicroBatch, Position
 from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange
 from dynamix.trainer.gradient.clock import StepTimes
-from dynamix.trainer.gradient.hook import CoveredModels
+from dynamix.trainer.gradient.hook import CoveredModels, SharedTimes
 from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
-from dynamix.trainer.gradient.noise import NoiseAverage
+from dynamix.trainer.gradient.noise import NoiseAverage, is_measured
 from dynamix.trainer.job.identity import Attempt, generation_after, lower_cap, merge_caps
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.measurement.meter import Scalar, detached, while_it_lives
@@ -197,9 +197,10 @@ class Session:
             return False
         is_done = self._is_updated
         if not is_done and self._loader.is_full:  # something was done with it, or it was reported as skipped
+            is_alone = len(self.local_batch_sizes) == 1
             is_done = not batch.is_last or self._models.saw_backward or self._reported is not None
             is_done = is_done or (self._needs_scaling and self._loss_scaled)
-            is_done = is_done or (len(self.local_batch_sizes) == 1 and self._models.are_training)
+            is_done = is_done or (is_alone and any(model.training for model in self._models.models))
         if is_done:
             self._finish_batch(batch)
         return is_done
@@ -498,15 +499,18 @@ class Session:
         if allocation is not self._allocation:
             self._allocation = allocation
             self._updates.follow(allocation.global_batch_size, allocation.rate_factor)
-        sketches = False
-        if allocation.exchange.every > 1:
-            if batch.is_first:
-                self._local.begin(batch.plan.step)
-            sketches = batch.is_last and self._local.measures(batch.plan.step)
-        tracks = allocation.split == "tracking"
-        times_due = tracks and self._run.fast_loop.measures(batch.plan.step)
-        rarely = CALM_TIMES if tracks and self._run.is_calm else 1
-        self._models.begin(batch, shares_times=tracks, times_due=times_due, sketches=sketches, rarely=rarely)
+        step, tracks = batch.plan.step, allocation.split == "tracking"
+        if allocation.exchange.every > 1 and batch.is_first:
+            self._local.begin(step)
+        if self._local.is_begun:
+            measures = batch.is_last and self._local.measures(step)
+        else:
+            calm_times = CALM_TIMES if tracks and self._run.is_calm else 1
+            measures = is_measured(step, self._run.options.noise_every * calm_times)
+        times: SharedTimes = "none"
+        if tracks:
+            times = "due" if self._run.fast_loop.measures(step) else "carried"
+        self._models.begin(batch, times, measures=measures)
         self._meter.clock.own_s += time.perf_counter() - began
         self._meter.clock.handed_out(batch.size)
 

@@ -305,7 +305,7 @@ class Loader:
         """Go on where a saved run was; its epoch's order must have this digest."""
         self.position, self._digest = position, order_digest
         self._loop_began_at = position
-        self.plans.orders.expect(position.epoch, order_digest)
+        self.plans.orders.expected = None if order_digest is None else (position.epoch, order_digest)
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; inside of it, stay."""

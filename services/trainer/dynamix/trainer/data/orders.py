@@ -213,12 +213,14 @@ class Orders(ABC):
         self.identity = identity
         self._sampler = sampler
         """The script's own, if it draws the orders, perhaps by an epoch's number that the script has set in it."""
-        self._ranks: Collectives | None = None
+        self._ranks: Collectives
+        """Once connected."""
         self._token_counts: Order | None = None
         self._newest: dict[int, _Drawn] = {}
         """Of the two epochs drawn last: a loop inside of another looks at the beginning of the next one."""
         self._ends: tuple[int, Order] | None = None
-        self._expected: tuple[int, int] | None = None
+        self.expected: tuple[int, int] | None = None
+        """An epoch, and the digest that its order had in a saved run: another one is refused."""
 
     def connect(self, ranks: "Collectives", dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
         """Communicate with the other ranks from now on; a collective call, which compares a few samples by index.
@@ -310,7 +312,7 @@ class Orders(ABC):
             script_epoch = getattr(self._sampler, "epoch", None)  # some count on while they draw
             self._newest[epoch] = _Drawn(order, zlib.crc32(order.data), script_epoch)
         found = self._newest[epoch]
-        if self._expected is not None and self._expected[0] == epoch and self._expected[1] != found.digest:
+        if self.expected is not None and self.expected[0] == epoch and self.expected[1] != found.digest:
             raise ValueError(
                 f"sampler: {self.identity.sampler} draws another order for epoch {epoch} than in the saved run, so "
                 "samples would be repeated or left out: seed the script alike, begin its loop at the saved epoch, and "
@@ -334,10 +336,6 @@ class Orders(ABC):
     def digest_of(self, epoch: int) -> int | None:
         """Digest of an epoch's order, for a checkpoint, if it was drawn."""
         return self._newest[epoch].digest if epoch in self._newest else None
-
-    def expect(self, epoch: int, digest: int | None) -> None:
-        """Refuse another order for an epoch than the one that had this digest."""
-        self._expected = None if digest is None else (epoch, digest)
 
     @abstractmethod
     def _make_order(self, epoch: int) -> Order:
@@ -409,7 +407,6 @@ class SampledOrders(Orders):
         self.identity = self.identity._replace(num_samples=num_drawn * world_size)
 
     def _make_order(self, epoch: int) -> Order:
-        assert self._ranks is not None, "not connected"
         failed = np.full(self.identity.num_samples, NOT_DRAWN)
         if self._ranks.rank > 0:
             order = self._ranks.share_order(failed)
@@ -476,7 +473,6 @@ class InterleavedOrders(SampledOrders):
             )
 
     def _make_order(self, epoch: int) -> Order:
-        assert self._ranks is not None, "not connected"
         mine: Order | None = None
         try:
             mine = self._draw(epoch)

@@ -95,8 +95,11 @@ def read_loader(loader: DataLoader[Any], world_size: int, seed: int = 0) -> Sour
         )
     drawn: Any = inner.sampler
     size = inner.batch_size // world_size if getattr(outer, "split_batches", False) else inner.batch_size
-    if outer is not inner or (world_size == 1 and not isinstance(drawn, DistributedSampler)):
-        orders = _orders_of_all(drawn, loader)
+    draws_for_all = outer is not inner or (world_size == 1 and not isinstance(drawn, DistributedSampler))
+    if draws_for_all and type(drawn) is SequentialSampler:
+        orders = Permutations(len(drawn), 0, shuffle=False)
+    elif draws_for_all:
+        orders = SampledOrders(drawn, _seed_of(drawn, loader), sets_epoch=False)
     elif type(drawn) is DistributedSampler:
         if drawn.num_replicas != world_size:
             raise ValueError(f"the DistributedSampler divides by {drawn.num_replicas} ranks, but {world_size} train")
@@ -104,13 +107,6 @@ def read_loader(loader: DataLoader[Any], world_size: int, seed: int = 0) -> Sour
     else:
         orders = InterleavedOrders(drawn, _seed_of(drawn, loader), world_size)
     return Source(loader.dataset, orders, size, inner.drop_last, options, loader)
-
-
-def _orders_of_all(sampler: Any, loader: DataLoader[Any]) -> Orders:
-    """The order of a sampler that draws for all ranks."""
-    if type(sampler) is SequentialSampler:
-        return Permutations(len(sampler), 0, shuffle=False)
-    return SampledOrders(sampler, _seed_of(sampler, loader), sets_epoch=False)
 
 
 def _seed_of(sampler: Any, loader: DataLoader[Any]) -> int:

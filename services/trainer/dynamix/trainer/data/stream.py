@@ -78,7 +78,6 @@ class StreamOrders(Orders):
         if self._end == (epoch, num_samples):
             return
         self._end = (epoch, num_samples)
-        assert self._ranks is not None, "not connected"
         at = f"the stream ends after {num_samples} samples of epoch {epoch} on rank {self._ranks.rank}"
         try:
             ends = self._ranks.gather_objects((num_samples, read), within_s=WAIT_S)

@@ -61,7 +61,8 @@ class Clock:
         """Time of the training thread in our code, which plain training does not have."""
         self._ended: list[Ended] = []
         self._num_samples = 0
-        self._charged_s = 0.0
+        self.charged_s = 0.0
+        """Our own work after a step's end, which counts as the next step's update."""
         self._last: StepTimes | None = None
         self._asked: Moment | None = None
         self._handed_out: Moment | None = None
@@ -128,13 +129,9 @@ class Clock:
         reduced = ready if self._reduced is None else self._reduced
         moments = (self._asked, self._handed_out, ready, reduced, end)
         parts = tuple(self._fetches), tuple(self._waits), self._averaging
-        self._ended.append(Ended(moments, self._charged_s, self._num_samples, *parts))
-        self._charged_s = 0.0
+        self._ended.append(Ended(moments, self.charged_s, self._num_samples, *parts))
+        self.charged_s = 0.0
         self.discard()
-
-    def charge(self, seconds: float) -> None:
-        """Add our own work after a step's end to the next step's update."""
-        self._charged_s += seconds
 
     def take_times(self) -> list[StepTimes]:
         """The steps ended since the last call; waits for the device where there is one."""

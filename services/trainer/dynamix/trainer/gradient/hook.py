@@ -36,7 +36,7 @@ from dynamix.trainer.exchange.transport import LentTensor, launched
 from .clock import Clock
 from .losses import LossWarnings
 from .models import set_gradient_sync
-from .noise import NOT_MEASURED, NormSketch, SquaredNorms, StepSketches, is_measured
+from .noise import NOT_MEASURED, NormSketch, SquaredNorms, StepSketches
 
 Reduction = Literal["mean", "sum"]
 """How the user's loss combines the samples of its batch."""
@@ -133,8 +133,6 @@ class TimeSlots:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._mine = {"f": array("f", [0.0] * world_size), "d": array("d", [0.0] * world_size)}
-        """Zeros but for this rank's number, in the formats of the slots."""
         self._apart = LentTensor(torch.zeros(world_size))
         self._slots: Slots = _view(self._apart.tensor)
         """Those that were written last."""
@@ -156,14 +154,12 @@ class TimeSlots:
 
     def write(self, seconds_per_sample: float, slots: Slots) -> None:
         """Fill these slots, which are then to be summed over ranks in place."""
-        self._slots, self._is_on_device = slots, isinstance(slots, torch.Tensor)
-        if self._is_on_device:
+        self._slots = slots
+        if isinstance(slots, torch.Tensor):
             slots.zero_()
-            slots[self._rank] = seconds_per_sample
         else:
-            mine = self._mine[slots.format]
-            mine[self._rank] = seconds_per_sample
-            slots[:] = mine
+            slots[:] = array(slots.format, bytes(slots.nbytes))
+        slots[self._rank] = seconds_per_sample
 
     def write_apart(self, seconds_per_sample: float, device: torch.device | None = None) -> LentTensor:
         """Fill slots that lie apart, on the host unless a `device` is named."""
@@ -175,7 +171,7 @@ class TimeSlots:
     def receive(self) -> None:
         """Take what was written, now summed."""
         slots, arrived = self._slots, None
-        if self._is_on_device:
+        if isinstance(slots, torch.Tensor):
             slots = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
@@ -256,6 +252,9 @@ def view_of(bucket: GradBucket, buffer: torch.Tensor, keys: Mapping[torch.Tensor
     return BucketView(bucket.index(), buffer, tuple(parts))
 
 
+SharedTimes = Literal["none", "carried", "due"]
+"""Whether all ranks learn each other's compute times: where the bucket can carry them, or also by a collective."""
+
 SLOT_TYPES = (torch.float32, torch.float64)
 """Buckets on the CPU that can carry times; half precision would round them."""
 
@@ -275,9 +274,7 @@ class _Step:
     in_step: bool = False
     """Whether a step of the session is under way."""
     measures: bool = False
-    shares_times: bool = False
-    times_due: bool = False
-    """Whether times are shared also where that takes a collective."""
+    times: SharedTimes = "none"
     to_mean: float = 1.0
     """Factor on |g_i|^2 of what was added up, for that of the mean gradient."""
     local: dict[int, float | torch.Tensor] = field(default_factory=dict)
@@ -302,7 +299,6 @@ class GradientHook:
     clock: Clock
     weights: StepWeights
     reduction: Reduction
-    noise_every: int
     base_hook: BaseHook | None
     losses: LossWarnings | None
     num_reduced: int = field(default=0, init=False)
@@ -333,23 +329,13 @@ class GradientHook:
         self._step: _Step
         self.average_plainly()
 
-    def begin(
-        self,
-        batch: MicroBatch,
-        *,
-        shares_times: bool,
-        times_due: bool,
-        exchange: StepExchange | None,
-        sketches: bool = False,
-        rarely: int = 1,
-    ) -> None:
+    def begin(self, batch: MicroBatch, exchange: StepExchange | None, times: SharedTimes, *, measures: bool) -> None:
         """Begin a step with its last batch; earlier ones are in its scale by then.
 
-        With `shares_times` all ranks learn each other's compute times, if they are due or the bucket can carry them: on
-        all ranks or on none, and not over a base hook. `exchange` is that of the step, `None` for DDP's own all-reduce.
-        In a local step norms are measured where it `sketches` them.
+        `exchange` is that of the step, `None` for DDP's own all-reduce. `times` are shared on all ranks or on none, and
+        not over a base hook. Where it `measures` norms, those of a local step are sketched.
         """
-        assert not (shares_times and self.base_hook), "base hooks carry no times"
+        assert times == "none" or self.base_hook is None, "base hooks carry no times"
         is_local = exchange is not None and exchange.exchange.every > 1
         if exchange is not None:
             self.model_exchange.begin(exchange)
@@ -360,10 +346,9 @@ class GradientHook:
         step.scale = ranks * weight * (weights.local_factor() if is_local else weights.factor())
         step.to_mean = (weight / weights.mine) ** 2 if weights.mine else 1.0
         step.exchange, step.is_local = exchange, is_local
-        step.measures = not is_local and is_measured(batch.plan.step, self.noise_every * rarely)
-        step.shares_times, step.times_due = shares_times, times_due
+        step.measures, step.times = measures and not is_local, times
         step.reduced, step.local = {}, {}
-        if sketches:
+        if measures and is_local:
             self.sketch = NormSketch(batch.plan.step, counts.values[self._rank] / counts.total)
         self._sent.clear()  # of a backward pass that failed
         self._times, self._has_times = None, False
@@ -418,16 +403,16 @@ class GradientHook:
         if self.base_hook is not None:
             return launched(self.base_hook, None, bucket)
         under_way: dist.Work | Sent
-        shares_times = step.shares_times and bucket.is_last()
+        times = step.times if bucket.is_last() else "none"
         if step.exchange is not None:
             if known.view is None:
                 known.view = view_of(bucket, known.buffer, self.model_exchange.keys)
             under_way = self.model_exchange.send(known.view)
-            if shares_times and step.times_due:
+            if times == "due":
                 lent = self.slots.write_apart(self.clock.seconds_per_sample())
                 self._times = self.model_exchange.send_plainly(lent.tensor)
             return under_way
-        if shares_times and known.buffer.dtype in SLOT_TYPES and known.buffer.is_cpu:
+        if times != "none" and known.buffer.dtype in SLOT_TYPES and known.buffer.is_cpu:
             if known.carrier is None:
                 known.carrier = self.slots.behind(known.buffer)
             lent, room = known.carrier
@@ -438,7 +423,7 @@ class GradientHook:
         # dist.all_reduce checks arguments first, 20 us a bucket; the way through torch's dispatcher costs as much again
         group: dist.ProcessGroup = self._gloo if self._gloo is not None and known.buffer.is_cpu else self.group
         under_way = launched(group.allreduce, [lent.alias])
-        if shares_times and not self._has_times and step.times_due:
+        if times == "due" and not self._has_times:
             lent = self.slots.write_apart(self.clock.seconds_per_sample(), known.buffer.device)
             self._times = launched(group.allreduce, [lent.alias])
         return under_way
@@ -670,12 +655,8 @@ class CoveredModels:
         """Squared norms of what lossy codecs have sent and should have sent, of all models."""
         return reduce(CodedSquares.and_more, (each.coded() for each in self.exchanges), CodedSquares())
 
-    def begin(
-        self, batch: MicroBatch, *, shares_times: bool, times_due: bool = True, sketches: bool = False, rarely: int = 1
-    ) -> None:
+    def begin(self, batch: MicroBatch, times: SharedTimes, *, measures: bool) -> None:
         """Prepare all models for a batch: what was added up before it, and whether gradients are exchanged after it.
-
-        Norms are measured `rarely` times less often than usual.
 
         Raises:
             RuntimeError: when the gradients of the micro-batches before it are gone.
@@ -694,14 +675,7 @@ class CoveredModels:
             if self.losses is not None:
                 self.losses.begin_step()
             for hook in self._hooks:
-                hook.begin(
-                    batch,
-                    shares_times=shares_times,
-                    times_due=times_due,
-                    exchange=exchange,
-                    sketches=sketches,
-                    rarely=rarely,
-                )
+                hook.begin(batch, exchange, times, measures=measures)
 
     def _rescale(self, before: int, count: int) -> None:
         """Bring what was added up with the weight `before` into the scale of the weight `count`."""
@@ -759,11 +733,6 @@ class CoveredModels:
     def saw_backward(self) -> bool:
         """Whether a gradient came since the step began, exchanged or under `no_sync`; known where hooks weigh."""
         return self._saw_no_sync or sum(hook.num_reduced for hook in self._hooks) > self._num_reduced
-
-    @property
-    def are_training(self) -> bool:
-        """Whether a model is in training mode."""
-        return any(model.training for model in self.models)
 
     def end_step(self, *, updated: bool) -> SquaredNorms:
         """End a step; returns its squared norms over all models.

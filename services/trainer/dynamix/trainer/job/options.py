@@ -50,6 +50,7 @@ from dynamix.trainer.exchange.servers import split_address
 from dynamix.trainer.gradient.hook import Reduction
 from dynamix.trainer.gradient.learning_rate import Rule
 from dynamix.trainer.gradient.models import Averaging
+from dynamix.trainer.settings import TrainerSettings
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -117,6 +118,11 @@ class JobOptions:
         split = initial_split(self.policy, self.policy_options, supports_tracking=self.supports_tracking)
         first = self.fixed_exchange or initial_exchange(self.policy, self.policy_options)
         return Allocation(self.local_batch_sizes, split, first)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step may have several batches."""
+        return self.micro_batch_size is not None or self.gradient_accumulation_steps > 1
 
     @property
     def named_codecs(self) -> list[str]:
@@ -241,18 +247,16 @@ def options_of(
     averaging: Averaging,
     world_size: int,
     margin_steps: int,
-    policy: str,
-    gradient_servers: str,
+    settings: TrainerSettings,
 ) -> JobOptions:
     """The options that `attach` was `given` by its argument's names, with what follows from models and environment.
 
-    `margin_steps` are those between a broadcast and its effect that prefetching demands; `policy` and
-    `gradient_servers` are the environment's.
+    `margin_steps` are those between a broadcast and its effect that prefetching demands.
 
     Raises:
         ValueError: for what cannot work.
     """
-    exchange, servers = served_exchange(given["exchange"], gradient_servers)
+    exchange, servers = served_exchange(given["exchange"], settings.gradient_servers)
     _check_hooks(given, averaging, len(models), optimizers, exchange)
     sizes = checked("local_batch_size", given["local_batch_size"], AtLeast0 | tuple[AtLeast0, ...])
     sizes = (sizes,) * world_size if isinstance(sizes, int) else sizes
@@ -284,7 +288,7 @@ def options_of(
         "min_local_batch_size": lower,
         "max_local_batch_size": upper,
         "margin_steps": margin_steps,
-        "policy": policy or given["policy"] or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
+        "policy": settings.policy or given["policy"] or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
         "policy_options": {
             name: option_value(value) if isinstance(value, str) else value for name, value in policy_options.items()
         },

@@ -14,7 +14,7 @@ import contextlib
 import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -57,9 +57,10 @@ class Collectives:
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
-        self._group: dist.ProcessGroup | None
+        self._group: Any
+        """A process group, until this rank leaves it."""
         if (whole := dist.group.WORLD) is None:
-            self._group = cast("dist.ProcessGroup", ProcessGroupGloo(HashStore(), 0, 1, SOLO_TIMEOUT))
+            self._group = ProcessGroupGloo(HashStore(), 0, 1, SOLO_TIMEOUT)
         else:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             self._group = dist.new_group(backend="gloo", timeout=timeout_of(whole))
@@ -104,7 +105,6 @@ class Collectives:
         assert "decision" not in self._under_way, "a broadcast is under way"
         if self.rank == 0:
             _write(self._decision, decision)
-        assert self._group is not None, "left"
         self._under_way["decision"] = self._group.broadcast(self._decision.alias, 0)
 
     def take_decision(self) -> Allocation | None:
@@ -118,7 +118,6 @@ class Collectives:
         if len(mine) != self._numbers.tensor.numel():
             self._numbers = LentTensor(torch.zeros(len(mine), dtype=torch.float64))
         self._numbers.tensor.numpy()[:] = mine
-        assert self._group is not None, "left"
         self._under_way["numbers"] = self._group.allreduce([self._numbers.alias])
 
     def take_numbers(self) -> list[float]:
@@ -132,7 +131,6 @@ class Collectives:
         if self._sharing is not None:
             self._sharing[0].wait()
         lent = LentTensor(torch.from_numpy(order))
-        assert self._group is not None, "left"
         self._sharing = (self._group.broadcast(lent.alias, 0), lent)
         if waits:
             self._sharing[0].wait()
@@ -141,7 +139,6 @@ class Collectives:
     def post_total(self, mine: int) -> Callable[[], int]:
         """Begin to add up a number over all ranks; call what is returned for the sum."""
         self._total.tensor.fill_(mine)
-        assert self._group is not None, "left"
         work = self._group.allreduce([self._total.alias])
 
         def total() -> int:
@@ -170,5 +167,5 @@ class Collectives:
         return [each.tensor for each in found]
 
     def _gather(self, found: Sequence[LentTensor], mine: LentTensor) -> dist.Work:
-        assert self._group is not None, "left"
-        return self._group.allgather([each.alias for each in found], mine.alias)
+        work: dist.Work = self._group.allgather([each.alias for each in found], mine.alias)
+        return work

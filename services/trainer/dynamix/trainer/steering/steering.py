@@ -156,7 +156,7 @@ class Steering:
             self._posted_window = position, *of_step, run.is_calm
         if adopts:
             self._post_decision(ahead)
-        clock.charge(time.perf_counter() - began)
+        clock.charged_s += time.perf_counter() - began
 
     def complete_posted(self) -> None:
         """Complete what the last step posted; no new collective, so that a rank may do it alone, for a checkpoint."""
