@@ -496,10 +496,6 @@ class _SessionHook:
         return _SessionHook, (None, self._function)
 
 
-WATCHED_STEPS = 20
-"""Steps whose forward passes are watched, from the first on, and after a step that trained nothing."""
-
-
 @dataclass(kw_only=True, eq=False)
 class CoveredModels:
     """Weighs the gradients of the models of one session.
@@ -525,9 +521,6 @@ class CoveredModels:
         self._hooks: list[GradientHook] = []
         self._num_reduced = 0
         self._saw_no_sync = False
-        self._num_watched: int | None = 0
-        """Steps whose forward passes were watched; `None` once that is over."""
-        self._watches: list[RemovableHandle] = []
         self._only_adds = False
         """Whether the current micro-batch's gradient is only added up."""
         self._probe: tuple[torch.nn.Parameter, torch.Tensor] | None = None
@@ -575,22 +568,10 @@ class CoveredModels:
                 raise RuntimeError("another session covers the model: end that one first, session.close()")
             place.hook = hook
             self._hooks.append(hook)
-            self._watch_forward(model)
+            self._handles.append(model.register_forward_pre_hook(_SessionHook(self, CoveredModels.note_forward)))
         elif self.weighs_alone:
             self._handles += [each.register_hook(self.weigh_alone) for each in model.parameters()]  # type: ignore[no-untyped-call]
         self.models.append(model)
-
-    def _watch_forward(self, model: torch.nn.Module) -> None:
-        self._watches.append(model.register_forward_pre_hook(_SessionHook(self, CoveredModels.note_forward)))
-
-    def _end_watch(self) -> None:
-        """Watch no forward pass any more: a hook costs each 20 us, whatever it does."""
-        self._num_watched = self.losses = None
-        for hook in self._hooks:
-            hook.losses = None
-        for handle in self._watches:
-            handle.remove()
-        self._watches.clear()
 
     def refuse_others(self) -> None:
         """Refuse to train DDP models that are not covered, where hooks weigh: their gradients would be wrong."""
@@ -639,7 +620,6 @@ class CoveredModels:
         for hook in self._hooks:
             hook.average_plainly()
             hook.is_retired = True
-        self._end_watch()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -749,14 +729,6 @@ class CoveredModels:
                 "session.sync_gradients, and pass to attach either micro_batch_size, where the script divides no loss, "
                 "or gradient_accumulation_steps=N, where it divides each by N; local_batch_size counts the whole step"
             )
-        if self._num_watched is not None:
-            self._num_watched += 1
-            if self._num_watched > WATCHED_STEPS:
-                self._end_watch()
-        elif self._num_reduced == before and not updated and self._hooks:
-            self._num_watched = 0  # nothing was trained: perhaps the script begins to accumulate
-            for model in self.models:
-                self._watch_forward(model)
         norms = NOT_MEASURED
         self._sketches = []
         for hook in self._hooks:
