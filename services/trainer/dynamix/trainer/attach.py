@@ -28,7 +28,6 @@ from dynamix.trainer.data.loader import (
 from dynamix.trainer.data.orders import DataIdentity, DistributedOrders, OwnSampler, Permutations
 from dynamix.trainer.data.plan import Division
 from dynamix.trainer.data.source import source_of
-from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.gradient.clock import Clock, DeviceClock
@@ -66,7 +65,7 @@ from dynamix.trainer.job.options import (
 )
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import MetricHistory, MetricLogger, find_loggers
-from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
+from dynamix.trainer.measurement.meter import RankMeter
 from dynamix.trainer.measurement.sockets import PeerSockets, this_process
 from dynamix.trainer.steering.collectives import Collectives
 from dynamix.trainer.steering.run import Run
@@ -288,8 +287,8 @@ def attach(
         device=device,
         reduction=reduction,
         times_split=averaging == "hook",
-        learning_rate=while_it_lives(gradients.updates.newest_rate, lambda: None),
-        coded=while_it_lives(gradients.models.coded, CodedSquares),
+        learning_rate=gradients.updates.newest_rate,
+        coded=gradients.models.coded,
     )
     transport = connect if isinstance(connect, Transport) else Transport()
     if bus is not None and place.local_rank == 0:  # the first rank of each node reports, rank 0 also listens
@@ -310,10 +309,10 @@ def attach(
         collectives=collectives,
         transport=transport,
         history=MetricHistory(metric_loggers, transport),
-        losses=gradients.losses,
+        losses=gradients.models.losses,
         says_summary=environment.trainer.summary,
     )
-    gradients.exchanges.on_connect = steering.expect_sockets
+    gradients.models.exchange.on_connect = steering.expect_sockets
     return Session(
         *(steering, loader, gradients),
         caps_path=caps_path,
@@ -392,7 +391,7 @@ def _gradients(
     local_steps = LocalSteps(
         *(exchanges, covered_models, updates, collectives.gather_objects, options.noise_every),
     )
-    return Gradients(covered_models, updates, local_steps, schedulers, exchanges, losses, averaging == "loss")
+    return Gradients(covered_models, updates, local_steps, schedulers, averaging == "loss")
 
 
 # --- the rendezvous: identities, places and options of all ranks, in one gather

@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -77,16 +78,15 @@ def check_loader_options(options: LoaderOptions, look_ahead: int, known: Iterabl
         )
 
 
+@dataclass(eq=False)
 class _Loop:
     """A loop over the loader; the script may run another one inside of it, which only looks at batches."""
 
-    def __init__(self, *, is_open: bool = True) -> None:
-        self.is_open = is_open
-        """Whether the script can go on with it."""
-        self.first: Callable[[], object] | None = None
-        """The first tensor of its first batch, while that lives."""
-
-    left_at: dict[str, Any]
+    is_open: bool = True
+    """Whether the script can go on with it."""
+    first: Callable[[], object] | None = None
+    """The first tensor of its first batch, while that lives."""
+    left_at: dict[str, Any] = field(default_factory=dict)
     """What the loader had of it when another loop began."""
 
 

@@ -14,7 +14,6 @@ import logging
 import random
 import time
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -203,7 +202,7 @@ class _Drawn(NamedTuple):
     """The epoch's number in the sampler."""
 
 
-class Orders(ABC):
+class Orders:
     """The orders of all epochs, equal on all ranks."""
 
     stride = 1
@@ -337,9 +336,9 @@ class Orders(ABC):
         """Digest of an epoch's order, for a checkpoint, if it was drawn."""
         return self._newest[epoch].digest if epoch in self._newest else None
 
-    @abstractmethod
     def _make_order(self, epoch: int) -> Order:
-        """The order of an epoch."""
+        """The order of an epoch; a stream is not indexed."""
+        raise NotImplementedError
 
 
 class Permutations(Orders):

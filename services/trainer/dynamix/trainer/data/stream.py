@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
-from .orders import ONE_PART, DataIdentity, Order, Orders, RandomNumbers, digest, seed_all
+from .orders import ONE_PART, DataIdentity, Orders, RandomNumbers, digest, seed_all
 from .plan import Counts, Division, MicroBatch, PlanSampler, Position, StepPlan, divide_tail
 
 if TYPE_CHECKING:
@@ -95,9 +95,6 @@ class StreamOrders(Orders):
         if self._end is not None and self._end[0] == epoch:
             return self._end[1]
         return self.identity.num_samples or ENDLESS
-
-    def _make_order(self, _epoch: int) -> Order:
-        raise AssertionError("a stream is not indexed")
 
 
 class StreamSampler(PlanSampler):

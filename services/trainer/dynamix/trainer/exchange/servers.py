@@ -9,7 +9,7 @@ it as it was. `GradientServers` is the side of the ranks, `GradientServer` that 
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple, cast
 
@@ -189,25 +189,28 @@ def make_groups(store: TCPStore, number: int, rank: int, size: int, timeout: tim
     return [cast("dist.ProcessGroup", ProcessGroupGloo(prefix, rank, size, timeout)) for prefix in prefixes]
 
 
+@dataclass(eq=False)
 class ServedJob:
     """One job in a server, from its first exchange to its last."""
 
-    def __init__(self, groups: list[dist.ProcessGroup], num_ranks: int, num_servers: int) -> None:
-        self._groups = groups
-        self._num_ranks = num_ranks
-        self._num_servers = num_servers
-        self._changed = threading.Condition()
-        """Guards all that follows."""
-        self._totals: dict[int, Tensor] = {}
-        """Sums until the ranks take them back, by number."""
-        self._left = len(groups)
-        self._is_broken = False
-        self.problem = ""
-        """The error that ended the job early."""
-        for number, group in enumerate(groups):
-            threading.Thread(
-                target=self._run, args=(group,), name=f"dynamix server lane {number}", daemon=True
-            ).start()  # daemons: one that waits for a host that vanished would keep the process
+    groups: list[dist.ProcessGroup]
+    num_ranks: int
+    num_servers: int
+    problem: str = ""
+    """The error that ended the job early."""
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    """Guards all that follows, and the problem."""
+    _totals: dict[int, Tensor] = field(default_factory=dict)
+    """Sums until the ranks take them back, by number."""
+    _left: int = 0
+    _is_broken: bool = False
+
+    def __post_init__(self) -> None:
+        """Start a thread for each group: daemons, since one that waits for a vanished host would keep the process."""
+        self._left = len(self.groups)
+        for number, group in enumerate(self.groups):
+            name = f"dynamix server lane {number}"
+            threading.Thread(target=self._run, args=(group,), name=name, daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the job has ended, by then at the latest."""
@@ -220,7 +223,7 @@ class ServedJob:
             self.problem = self.problem or problem
             self._is_broken = True
             self._changed.notify_all()
-        for group in self._groups:
+        for group in self.groups:
             break_group(group)
 
     def _run(self, group: dist.ProcessGroup) -> None:
@@ -240,7 +243,7 @@ class ServedJob:
 
     def _take_part(self, told: ToldTrade, group: dist.ProcessGroup) -> None:
         nothing = torch.empty(0, dtype=DTYPES[told.dtype])
-        from_ranks = [*[told.size] * self._num_ranks, *[0] * self._num_servers]
+        from_ranks = [*[told.size] * self.num_ranks, *[0] * self.num_servers]
         no_sizes = [0] * len(from_ranks)
         if told.is_answer:
             with self._changed:
@@ -248,11 +251,11 @@ class ServedJob:
                 if told.number not in self._totals:
                     raise RuntimeError("the other lane has failed")
                 total = self._totals.pop(told.number)
-            perform(Trade(nothing, total.repeat(self._num_ranks), no_sizes, from_ranks), group)
+            perform(Trade(nothing, total.repeat(self.num_ranks), no_sizes, from_ranks), group)
             return
-        pieces = torch.empty(told.size * self._num_ranks, dtype=nothing.dtype)
+        pieces = torch.empty(told.size * self.num_ranks, dtype=nothing.dtype)
         perform(Trade(pieces, nothing, from_ranks, no_sizes), group)
-        total = sum_in_rank_order(list(torch.split(pieces, from_ranks[: self._num_ranks])))
+        total = sum_in_rank_order(list(torch.split(pieces, from_ranks[: self.num_ranks])))
         with self._changed:
             self._totals[told.number] = total
             self._changed.notify_all()

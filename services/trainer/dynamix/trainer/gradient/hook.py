@@ -17,7 +17,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import reduce
 from typing import Any, Literal
 
@@ -205,30 +205,34 @@ def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
     return squared if squared.is_cuda else squared.item()
 
 
+@dataclass(slots=True, eq=False)
 class ModelBucket:
     """One bucket of the model, with everything that is the same in every step."""
 
-    __slots__ = ("buffer", "carrier", "factor", "lent", "number", "reduced", "scale", "view")
+    number: int
+    buffer: torch.Tensor
+    is_in_place: InitVar[bool]
+    """Whether the reduced gradient will be in the buffer itself, as a base hook does not promise."""
+    scale: float = 0.0
+    """The value of `factor`. As a tensor it saves torch a third of the time of scaling a small bucket."""
+    factor: torch.Tensor = field(init=False)
+    lent: LentTensor | None = None
+    """The tensor that the process group reduces, after the first use."""
+    carrier: tuple[LentTensor, Slots] | None = None
+    """The same with room for times behind it, and that room, after the first use."""
+    reduced: torch.futures.Future[torch.Tensor] | None = None
+    """What DDP waits for, done from the beginning: it looks at it after the last bucket's hook, which waits for all.
+    `None` on a GPU, where a future tells whose streams wait for which, and over base hooks."""
+    view: BucketView | None = None
+    """The codec's view of it, after the first use."""
 
-    def __init__(self, number: int, buffer: torch.Tensor, *, is_in_place: bool) -> None:
-        """`is_in_place`: the reduced gradient will be in the buffer itself, as a base hook does not promise."""
-        self.number = number
-        self.buffer = buffer
-        self.scale = 0.0
-        """The value of `factor`. As a tensor it saves torch a third of the time of scaling a small bucket."""
-        self.factor = torch.zeros((), dtype=torch.float64 if buffer.dtype == torch.float64 else torch.float32)
-        self.lent: LentTensor | None = None
-        """The tensor that the process group reduces, after the first use."""
-        self.carrier: tuple[LentTensor, Slots] | None = None
-        """The same with room for times behind it, and that room, after the first use."""
-        self.reduced: torch.futures.Future[torch.Tensor] | None = None
-        """What DDP waits for, done from the beginning: it looks at it after the last bucket's hook, which waits for
-        all. `None` on a GPU, where a future tells whose streams wait for which, and over base hooks."""
-        if is_in_place and not buffer.is_cuda:
+    def __post_init__(self, is_in_place: bool) -> None:
+        """Make what DDP waits for."""
+        is_double = self.buffer.dtype == torch.float64
+        self.factor = torch.zeros((), dtype=torch.float64 if is_double else torch.float32)
+        if is_in_place and not self.buffer.is_cuda:
             self.reduced = torch.futures.Future()
-            self.reduced.set_result(buffer)
-        self.view: BucketView | None = None
-        """The codec's view of it, after the first use."""
+            self.reduced.set_result(self.buffer)
 
     def weigh(self, scale: float) -> None:
         """Scale the bucket in place."""
@@ -305,7 +309,7 @@ class GradientHook:
     """Gradients exchanged so far: one per step, or more where the script calls `backward` more often."""
     reduced_at: float = field(default=0.0, init=False)
     sketch: NormSketch | None = field(default=None, init=False)
-    """The norms of a local step, where they are measured."""
+    """The norms of the newest local step, where they are measured; their cells are not summed yet."""
     is_retired: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -348,15 +352,14 @@ class GradientHook:
         step.exchange, step.is_local = exchange, is_local
         step.measures, step.times = measures and not is_local, times
         step.reduced, step.local = {}, {}
-        if measures and is_local:
-            self.sketch = NormSketch(batch.plan.step, counts.values[self._rank] / counts.total)
+        is_sketched = measures and is_local
+        self.sketch = NormSketch(batch.plan.step, counts.values[self._rank] / counts.total) if is_sketched else None
         self._sent.clear()  # of a backward pass that failed
         self._times, self._has_times = None, False
 
     def average_plainly(self) -> None:
         """Average over the ranks as DDP does without a hook, until a step begins: on batches of the script's own."""
         self._step = self._plain_step
-        self.sketch = None
 
     def take_norms(self) -> SquaredNorms:
         """The squared norms of the step that ends; empty when it was not measured or no gradient was reduced."""
@@ -530,8 +533,6 @@ class CoveredModels:
         self._ignored: list[torch.nn.Module] = []
         self.unshared: list[DistributedDataParallel] = []
         """Models whose buffers DDP does not broadcast until `broadcast_buffers`."""
-        self._sketches: list[NormSketch] = []
-        """Norms of the newest step, if it was local and measured, by model; their cells are not summed yet."""
 
     def cover(self, model: torch.nn.Module) -> None:
         """Weigh one more model.
@@ -684,7 +685,7 @@ class CoveredModels:
 
     def take_sketches(self, plan: StepPlan) -> StepSketches | None:
         """The sketches of the step that ended, with this plan; `None` where nothing was sketched."""
-        sketches, self._sketches = self._sketches, []
+        sketches = [hook.sketch for hook in self._hooks if hook.sketch is not None]
         return StepSketches(sketches, plan.counts, self.weights.over_mean()) if sketches else None
 
     def loss_factor(self, batch: MicroBatch) -> float:
@@ -730,10 +731,7 @@ class CoveredModels:
                 "or gradient_accumulation_steps=N, where it divides each by N; local_batch_size counts the whole step"
             )
         norms = NOT_MEASURED
-        self._sketches = []
         for hook in self._hooks:
-            if hook.sketch is not None:
-                self._sketches.append(hook.sketch)
             if (more := hook.take_norms()) is not NOT_MEASURED:
                 norms = SquaredNorms([*norms.local, *more.local], [*norms.reduced, *more.reduced])
             hook.average_plainly()
@@ -741,8 +739,6 @@ class CoveredModels:
 
     def take_times(self) -> list[float] | None:
         """Seconds per sample by rank, as the step's last exchange brought them."""
-        if len(self._hooks) == 1:
-            return self._hooks[0].slots.take_seconds()
         newest = None
         for hook in sorted(self._hooks, key=lambda hook: hook.reduced_at):
             newest = hook.slots.take_seconds() or newest

@@ -70,7 +70,7 @@ class Collectives:
         self._under_way: dict[str, dist.Work] = {}
         """What was posted and not taken yet."""
         self._total = LentTensor(torch.zeros(1, dtype=torch.int64))
-        self._sharing: tuple[dist.Work, LentTensor] | None = None
+        self._order: LentTensor
         self._numbers = LentTensor(torch.zeros(0, dtype=torch.float64))
 
     def close(self) -> None:
@@ -82,8 +82,7 @@ class Collectives:
         group, self._group = self._group, None
         if group is None:
             return
-        under_way = [*self._under_way.values(), *([] if self._sharing is None else [self._sharing[0]])]
-        if all(work.is_completed() for work in under_way):
+        if all(work.is_completed() for work in self._under_way.values()):
             with contextlib.suppress(ValueError):  # destroyed with all others by the script, or of a single process
                 dist.destroy_process_group(group)
         else:
@@ -128,12 +127,12 @@ class Collectives:
 
     def share_order(self, order: Order, *, waits: bool = True) -> Order:
         """Receive rank 0's order; the others pass one as long. A rank that does not wait does so at the next call."""
-        if self._sharing is not None:
-            self._sharing[0].wait()
-        lent = LentTensor(torch.from_numpy(order))
-        self._sharing = (self._group.broadcast(lent.alias, 0), lent)
+        if "order" in self._under_way:
+            self._under_way["order"].wait()
+        self._order = LentTensor(torch.from_numpy(order))
+        self._under_way["order"] = self._group.broadcast(self._order.alias, 0)
         if waits:
-            self._sharing[0].wait()
+            self._under_way["order"].wait()
         return order
 
     def post_total(self, mine: int) -> Callable[[], int]:

@@ -62,9 +62,8 @@ class Windows:
         place = window - self._first
         return self._starts[place + 1] - self._starts[place]
 
-    def measured(self, window: int, step_time_s: float, *, is_calm: bool = False) -> None:
+    def measured(self, window: int, step_time_s: float, longer: int = 1) -> None:
         """Plan ahead after a window: all ranks give the same time per step, evaluations between steps included."""
-        longer = CALM_TIMES if is_calm else 1
         end = self._starts[window + 1 - self._first]
         forgotten = window - self._first
         del self._starts[:forgotten]
@@ -217,7 +216,7 @@ class Run:
     place: Place
     identity: JobIdentity
     schedule: Schedule = field(init=False)
-    noise: NoiseAverage = field(init=False)
+    noise: NoiseAverage = field(default_factory=NoiseAverage, init=False)
     fast_loop: FastLoop = field(init=False)
     traces: TraceField | None = field(init=False)
     """The traces of the agents of all nodes, under `stigmergy`."""
@@ -238,7 +237,6 @@ class Run:
         """Begin with the options of `attach`, within the bounds that all ranks know."""
         initial = self.options.initial_allocation
         self.schedule = Schedule(self.bounded(initial, self.identity.max_local_batch_sizes))
-        self.noise = NoiseAverage()
         self.windows = self._windows_from(0)
         self.use_identity(self.identity)
 
@@ -250,9 +248,9 @@ class Run:
         self.traces = field_of(self.options, identity)
 
     @property
-    def is_calm(self) -> bool:
-        """Whether no decision is due, and the division stands: less is measured and reported."""
-        return self.options.policy == "split" and self.fast_loop.is_calm
+    def calm_times(self) -> int:
+        """`CALM_TIMES` if no decision is due, and the division stands: less is measured and reported; else 1."""
+        return CALM_TIMES if self.options.policy == "split" and self.fast_loop.is_calm else 1
 
     @property
     def reference_steps(self) -> ReferenceSteps:

@@ -16,7 +16,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from dynamix.schemas.messages import Action, Summary
+from dynamix.schemas.messages import REFUSALS, Action, Summary
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.bus_client.transport import Transport
 from dynamix.trainer.data.orders import ONE_PART
@@ -27,7 +27,7 @@ from dynamix.trainer.loggers import MetricHistory, window_metrics
 from dynamix.trainer.measurement.meter import ROWS, Gains, RankMeter, job_totals
 
 from .collectives import Collectives
-from .offers import REFUSALS, Offers
+from .offers import Offers
 from .run import Run
 
 _log = logging.getLogger("dynamix.trainer")
@@ -51,9 +51,9 @@ class Steering:
         self._gains = Gains()
         self.offers: Offers | None = None
         """In rank 0, which alone takes actions."""
-        self._posted_window: tuple[Position, Counts, Allocation, bool] | None = None
-        """Where the window ended whose rows are under way, the sizes and the allocation of its last step, and whether
-        the job is calm and nothing is decided about it."""
+        self._posted_window: tuple[Position, Counts, Allocation, int] | None = None
+        """Where the window ended whose rows are under way, the sizes and the allocation of its last step, and how many
+        times longer the next may be."""
         self._posted_decision: tuple[int, Action | None] | None = None
         """Effective step of the decision that is under way, and its action, known in rank 0."""
         self._sockets_due = False
@@ -153,7 +153,7 @@ class Steering:
         if ends:  # send this rank's row of the window
             self.collectives.post_row(self.meter.take_row(times, self.run.held_out_accuracy))
             of_step = run.schedule.counts_at(step), run.schedule.allocation_at(step)
-            self._posted_window = position, *of_step, run.is_calm
+            self._posted_window = position, *of_step, run.calm_times
         if adopts:
             self._post_decision(ahead)
         clock.charged_s += time.perf_counter() - began
@@ -167,7 +167,7 @@ class Steering:
 
     # --- windows -----------------------------------------------------------------------------------------------
 
-    def _complete_window(self, position: Position, sizes: Counts, allocation: Allocation, is_calm: bool) -> None:
+    def _complete_window(self, position: Position, sizes: Counts, allocation: Allocation, longer: int) -> None:
         """Report the window whose rows have arrived."""
         self._posted_window, run = None, self.run
         rows = self.collectives.take_rows(ROWS)
@@ -193,7 +193,7 @@ class Steering:
         script_size = run.options.base_global_batch_size
         is_other = run.options.global_batch == "adaptive" and allocation.global_batch_size != script_size
         self._gains.observe_window(rows, totals, run.fast_loop.filter.fixed, script_size, is_other=is_other)
-        run.windows.measured(window, slowest_s / num_steps, is_calm=is_calm)
+        run.windows.measured(window, slowest_s / num_steps, longer)
         if run.place.local_rank == 0:
             report = run.reporter.report(
                 position,
