@@ -393,8 +393,7 @@ class Session:
 
     @property
     def _position(self) -> Position:
-        batch, position = self._loader.current, self._loader.position
-        return position.after(batch.plan) if batch is not None and self._is_updated else position
+        return self._loader.saved(self._is_updated)[0] or self._loader.position
 
     def _current(self) -> MicroBatch:
         if self._loader.current is None:
@@ -524,9 +523,7 @@ class Session:
         self._require_running()
         self._meter.clock.discard()
         if not self._run.started:
-            if (
-                not self._state_loaded and not self._loader.plans.orders.script_epoch
-            ):  # else its own resume goes on there
+            if not (self._state_loaded or self._loader.plans.orders.script_epoch):  # its own resume goes on there
                 warn_of_missing_state(self._run, from_snapshot=self._updates.begin_from_snapshot)
             self._steering.start(self._loader.position)
             self._schedulers.begin(self.progress)

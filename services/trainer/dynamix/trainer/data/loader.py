@@ -67,10 +67,8 @@ def check_loader_options(options: LoaderOptions, look_ahead: int, known: Iterabl
     `known` are the other arguments of `attach`, of which one may be meant.
     """
     checked("look_ahead", look_ahead, AtLeast0)
-    unknown = sorted(set(options) - set(LoaderOptions.__annotations__))
-    if unknown:
-        near = nearest(unknown[0], [*known, *LoaderOptions.__annotations__])
-        if near is not None:
+    if unknown := sorted(set(options) - set(LoaderOptions.__annotations__)):
+        if near := nearest(unknown[0], [*known, *LoaderOptions.__annotations__]):
             raise TypeError(f"attach does not know {unknown[0]}: did you mean {near}?")
         raise TypeError(
             f"attach does not know {', '.join(unknown)}; for the loader it takes "
@@ -161,7 +159,7 @@ class Loader:
         """
         if self._num_trained and self.epoch_is_over and not self._held:  # in the loop still, after its last step
             return self._num_trained
-        start = self.position if self._num_trained else self._next_start()  # of the loop that runs
+        start = self.position if self._num_trained else self.next_start()  # of the loop that runs
         return self._num_trained + self.plans.num_batches_left(start)
 
     def __getattr__(self, name: str) -> Any:
@@ -212,7 +210,7 @@ class Loader:
         else:
             self.on_start()
             outer.left_at = self._state()
-            self.position = self._next_start()
+            self.position = self.next_start()
             self._loop_began_at = self.position
             self._held = deque()
             self.plans.rewind(self.position)
@@ -292,11 +290,6 @@ class Loader:
         return position, read if drawn is None else drawn
 
     @property
-    def next_epoch(self) -> int:
-        """The epoch of a loop that would begin now."""
-        return self._next_start().epoch
-
-    @property
     def epoch_is_over(self) -> bool:
         """Whether the epoch of the position has no further step."""
         return self.plans.is_over(self.position)
@@ -327,8 +320,8 @@ class Loader:
             self.on_ask()
             self.on_batch(self._held[0])
 
-    def _next_start(self) -> Position:
-        """A loop that was left after a step has ended its epoch, as one over a `DataLoader`."""
+    def next_start(self) -> Position:
+        """Where a loop begins: one that was left after a step has ended its epoch, as one over a `DataLoader`."""
         was_left = self.position.offset > 0 and self.position != self._loop_began_at
         return self.position.at_epoch(self.position.epoch + 1) if was_left or self.epoch_is_over else self.position
 

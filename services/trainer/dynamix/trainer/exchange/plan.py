@@ -333,7 +333,7 @@ class Pipeline:
                     if is_first:
                         for each in self._lanes:
                             break_group(each.group)
-                            if each.served is not None and each.served.group is not None:
+                            if each.served is not None:
                                 break_group(each.served.group)
             if failed is not None:
                 leg.close()

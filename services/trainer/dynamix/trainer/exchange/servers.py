@@ -75,28 +75,25 @@ END = ToldTrade(-1, 0, 0, 0)
 class ServedGroup:
     """The process group of one thread, in a rank."""
 
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup
     rank: int
     num_ranks: int
     num_servers: int
 
     def trade(self, trade: Trade) -> dist.ProcessGroup:
         """Announce an exchange to the servers, in rank 0; returns the group in which it is carried out."""
-        assert self.group is not None, "left"
         dtype = DTYPES.index(trade.sent.dtype)
         for index, size in enumerate(trade.served_sizes):
             self._tell(index, ToldTrade(trade.served_sum, int(trade.is_answer), dtype, size))
         return self.group
 
     def leave(self) -> None:
-        """Leave the group; rank 0 tells the servers that nothing follows. No collective."""
+        """Tell the servers, in rank 0, that nothing follows. No collective."""
         for index in range(self.num_servers):
             self._tell(index, END)
-        self.group = None
 
     def _tell(self, index: int, told: ToldTrade) -> None:
         if self.rank == 0:
-            assert self.group is not None, "left"
             lent = LentTensor(torch.tensor(told))
             self.group.send([lent.alias], self.num_ranks + index, TELL_TAG).wait()
 

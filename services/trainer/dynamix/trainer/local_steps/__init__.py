@@ -172,8 +172,6 @@ class LocalSteps:
         """Begin without a round."""
         self._measurement = RoundMeasurement(self.noise_every)
         self._slots = TimeSlots(self.exchange.rank, self.exchange.world_size)
-        self._buffers: list[tuple[Sequence[Tensor], ModelExchange]] = []
-        """Buffers that DDP would broadcast in each forward pass, by model."""
         self._round: _Round | None = None
         self._num_steps = 0
         self._sketches: StepSketches | None = None
@@ -213,7 +211,6 @@ class LocalSteps:
             if model.broadcast_buffers and model.modules_buffers:
                 is_first = self.exchange.rank == 0
                 share_buffers(model.modules_buffers, exchange, float(is_first), is_first=is_first)
-                self._buffers.append((model.modules_buffers, exchange))
                 model.broadcast_buffers = False
                 self.models.unshared.append(model)
             trained = [(key, parameter) for parameter, key in exchange.keys.items() if parameter.requires_grad]
@@ -273,7 +270,7 @@ class LocalSteps:
                 "session.average() on all ranks before"
             )
         self.models.broadcast_buffers()
-        self._buffers, self._round, self._num_steps = [], None, 0
+        self._round, self._num_steps = None, 0
 
     def _average(self, exchange: Exchange, following: Exchange, *, shares_times: bool) -> tuple[float, RoundDrift]:
         """Give all ranks the mean; returns this rank's weight in it, and the distance of the ranks."""
@@ -294,8 +291,9 @@ class LocalSteps:
         if shares_times:
             seconds_per_sample = self._round.computed_s / max(self._round.num_timed, 1)
             beside.append(some_model.send_plainly(self._slots.write_apart(seconds_per_sample).tensor))
-        for buffers, model in self._buffers:
-            share_buffers(buffers, model, weight, is_first=self.exchange.rank == 0)
+        for covered, model in zip(self.models.models, self.models.exchanges, strict=True):
+            if covered in self.models.unshared:
+                share_buffers(covered.modules_buffers, model, weight, is_first=self.exchange.rank == 0)
         for model, bucket, view, under_way in sent:
             under_way.wait()
             velocity = self._velocities.setdefault(model, Residuals()).of(view) if exchange.outer_momentum else None

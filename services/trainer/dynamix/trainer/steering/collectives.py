@@ -90,9 +90,8 @@ class Collectives:
 
     def post_row(self, row: msgspec.Struct) -> None:
         """Send this rank's row to all others."""
-        assert "rows" not in self._under_way, "a gather is under way"
         _write(self._mine, row)
-        self._under_way["rows"] = self._gather(self._rows, self._mine)
+        self._under_way["rows"] = self._group.allgather([each.alias for each in self._rows], self._mine.alias)
 
     def take_rows(self, decoder: msgspec.msgpack.Decoder[T]) -> list[T]:
         """The rows of all ranks, in rank order, as they were posted last."""
@@ -101,7 +100,6 @@ class Collectives:
 
     def post_decision(self, decision: Allocation | None) -> None:
         """Send rank 0's decision, or none, to all ranks."""
-        assert "decision" not in self._under_way, "a broadcast is under way"
         if self.rank == 0:
             _write(self._decision, decision)
         self._under_way["decision"] = self._group.broadcast(self._decision.alias, 0)
@@ -113,7 +111,6 @@ class Collectives:
 
     def post_numbers(self, mine: Sequence[float]) -> None:
         """Send float64 to be summed over all ranks, each place on its own; all ranks send as many."""
-        assert "numbers" not in self._under_way, "a sum is under way"
         if len(mine) != self._numbers.tensor.numel():
             self._numbers = LentTensor(torch.zeros(len(mine), dtype=torch.float64))
         self._numbers.tensor.numpy()[:] = mine
@@ -156,15 +153,12 @@ class Collectives:
         sizes = self._gather_now(torch.tensor([len(payload)]), within_s)
         padded = bytearray(payload).ljust(max(int(size) for size in sizes), b"\0")
         found = self._gather_now(torch.frombuffer(padded, dtype=torch.uint8))
-        return [pickle.loads(bytes(each.tolist())) for each in found]  # noqa: S301 - from the ranks of this job
+        return [pickle.loads(each.numpy().tobytes()) for each in found]  # noqa: S301 - from the ranks of this job
 
     def _gather_now(self, mine: torch.Tensor, within_s: float | None = None) -> list[torch.Tensor]:
         """Such a tensor of each rank; all have one size."""
         found = [LentTensor(torch.empty_like(mine)) for _ in range(self.world_size)]
-        work = self._gather(found, LentTensor(mine))
+        lent = LentTensor(mine)
+        work = self._group.allgather([each.alias for each in found], lent.alias)
         work.wait() if within_s is None else work.wait(timedelta(seconds=within_s))
         return [each.tensor for each in found]
-
-    def _gather(self, found: Sequence[LentTensor], mine: LentTensor) -> dist.Work:
-        work: dist.Work = self._group.allgather([each.alias for each in found], mine.alias)
-        return work
