@@ -10,7 +10,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from dynamix.trainer import Exchange, attach
 from dynamix.trainer.job.options import JobOptions, job_family, options_of, warn_of_missing_bus
-from dynamix.trainer.settings import TrainerSettings
 
 DEFAULTS = {name: each.default for name, each in inspect.signature(attach).parameters.items()}
 SERVED = {"fixed_exchange": Exchange(route="servers"), "gradient_servers": ("a:1",)}
@@ -33,7 +32,8 @@ def attached(local_batch_size: Any, model: torch.nn.Module = LINEAR, **given: An
         averaging="hook",
         world_size=2,
         margin_steps=2,
-        settings=TrainerSettings(),
+        policy="",
+        gradient_servers="",
     )
 
 

@@ -220,7 +220,8 @@ def attach(
         averaging=averaging,
         world_size=world_size,
         margin_steps=drawn_ahead + look_ahead + SPARE_STEPS,
-        settings=environment.trainer,
+        policy=environment.trainer.policy,
+        gradient_servers=environment.trainer.gradient_servers,
     )
     metric_loggers = find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0)
     if token_counts is not None:
@@ -281,7 +282,8 @@ def attach(
         averaging=averaging,
     )
     meter = RankMeter(
-        place=place,
+        rank=place.rank,
+        local_rank=place.local_rank,
         clock=clock,
         sockets=sockets,
         device=device,

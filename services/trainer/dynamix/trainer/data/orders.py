@@ -16,18 +16,31 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-if TYPE_CHECKING:
-    from dynamix.trainer.steering.collectives import Collectives
-
 Order = npt.NDArray[np.int64]
 """Indices of samples."""
+
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """How the ranks of a job tell each other something."""
+
+    rank: int
+    world_size: int
+
+    def gather_objects(self, mine: T, *, within_s: float | None = None) -> list[T]:
+        """One object of each rank; raises RuntimeError when one does not come within the time."""
+
+    def share_order(self, order: Order, *, waits: bool = True) -> Order:
+        """Rank 0's order; what the others pass says how long it is."""
 
 
 class RandomNumbers(NamedTuple):
@@ -212,7 +225,7 @@ class Orders:
         self.identity = identity
         self._sampler = sampler
         """The script's own, if it draws the orders, perhaps by an epoch's number that the script has set in it."""
-        self._ranks: Collectives
+        self._ranks: Ranks
         """Once connected."""
         self._token_counts: Order | None = None
         self._newest: dict[int, _Drawn] = {}
@@ -221,7 +234,7 @@ class Orders:
         self.expected: tuple[int, int] | None = None
         """An epoch, and the digest that its order had in a saved run: another one is refused."""
 
-    def connect(self, ranks: "Collectives", dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
+    def connect(self, ranks: Ranks, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
         """Communicate with the other ranks from now on; a collective call, which compares a few samples by index.
 
         They are read as the training reads them: with workers in one of these, since a handle that `__getitem__` opens
@@ -460,7 +473,7 @@ class InterleavedOrders(SampledOrders):
         super().__init__(sampler, seed, sets_epoch=False, world_size=world_size)
         self.stride = world_size
 
-    def connect(self, ranks: "Collectives", dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
+    def connect(self, ranks: Ranks, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
         """As `Orders.connect`; warns of samplers that do not divide the data set."""
         super().connect(ranks, dataset, loader_options)
         if ranks.rank == 0 and isinstance(self._sampler, RandomSampler | SequentialSampler):

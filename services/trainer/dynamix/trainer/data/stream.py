@@ -12,16 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
-from .orders import ONE_PART, DataIdentity, Orders, RandomNumbers, digest, seed_all
+from .orders import ONE_PART, DataIdentity, Orders, RandomNumbers, Ranks, digest, seed_all
 from .plan import Counts, Division, MicroBatch, PlanSampler, Position, StepPlan, divide_tail
-
-if TYPE_CHECKING:
-    from dynamix.trainer.steering.collectives import Collectives
 
 ENDLESS = 1 << 62
 """Samples of an epoch whose end was not found yet."""
@@ -50,7 +47,7 @@ class StreamOrders(Orders):
         self._dataset = dataset
         self._end: tuple[int, int] | None = None
 
-    def connect(self, ranks: "Collectives", _dataset: object, _loader_options: Mapping[str, Any]) -> None:
+    def connect(self, ranks: Ranks, _dataset: object, _loader_options: Mapping[str, Any]) -> None:
         """Read the first sample, and make sure that all ranks read the same stream; a collective call.
 
         Raises:

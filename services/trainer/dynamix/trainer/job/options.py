@@ -50,7 +50,6 @@ from dynamix.trainer.exchange.servers import split_address
 from dynamix.trainer.gradient.hook import Reduction
 from dynamix.trainer.gradient.learning_rate import Rule
 from dynamix.trainer.gradient.models import Averaging
-from dynamix.trainer.settings import TrainerSettings
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -247,16 +246,18 @@ def options_of(
     averaging: Averaging,
     world_size: int,
     margin_steps: int,
-    settings: TrainerSettings,
+    policy: str,
+    gradient_servers: str,
 ) -> JobOptions:
     """The options that `attach` was `given` by its argument's names, with what follows from models and environment.
 
-    `margin_steps` are those between a broadcast and its effect that prefetching demands.
+    `margin_steps` are those between a broadcast and its effect that prefetching demands; `policy` and
+    `gradient_servers` are the environment's.
 
     Raises:
         ValueError: for what cannot work.
     """
-    exchange, servers = served_exchange(given["exchange"], settings.gradient_servers)
+    exchange, servers = served_exchange(given["exchange"], gradient_servers)
     _check_hooks(given, averaging, len(models), optimizers, exchange)
     sizes = checked("local_batch_size", given["local_batch_size"], AtLeast0 | tuple[AtLeast0, ...])
     sizes = (sizes,) * world_size if isinstance(sizes, int) else sizes
@@ -288,7 +289,7 @@ def options_of(
         "min_local_batch_size": lower,
         "max_local_batch_size": upper,
         "margin_steps": margin_steps,
-        "policy": settings.policy or given["policy"] or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
+        "policy": policy or given["policy"] or (SPLIT_POLICY if global_batch == "fixed" else DEFAULT_POLICY),
         "policy_options": {
             name: option_value(value) if isinstance(value, str) else value for name, value in policy_options.items()
         },

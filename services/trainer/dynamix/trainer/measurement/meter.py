@@ -21,7 +21,6 @@ from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.gradient.clock import Clock, StepTimes
 from dynamix.trainer.gradient.hook import Reduction
 from dynamix.trainer.gradient.noise import NOT_MEASURED, NoiseSums, SquaredNorms
-from dynamix.trainer.job.identity import Place
 from dynamix.trainer.local_steps import RoundDrift
 
 from .sockets import PeerSockets, ProcessIdentity, this_process
@@ -168,7 +167,8 @@ class _Batch(NamedTuple):
 class RankMeter:
     """The instruments of one rank, and its batches since the last window ended."""
 
-    place: Place
+    rank: int
+    local_rank: int
     clock: Clock
     sockets: PeerSockets
     device: torch.device
@@ -229,12 +229,12 @@ class RankMeter:
             local = sum(next(values) for _ in each.norms.local)
             reduced = sum(next(values) for _ in each.norms.reduced)
             if each.norms.reduced:
-                noise.add_step(each.norms.counts or each.batch.plan.counts, self.place.rank, local, reduced)
+                noise.add_step(each.norms.counts or each.batch.plan.counts, self.rank, local, reduced)
         coded_before, self._coded_before = self._coded_before, self.coded()
         return Row(
             rank=RankRow(
-                rank=self.place.rank,
-                local_rank=self.place.local_rank,
+                rank=self.rank,
+                local_rank=self.local_rank,
                 **self.process._asdict(),
                 local_batch_size=0,
                 pending_local_batch_size=0,
