@@ -71,7 +71,7 @@ from dynamix.trainer.steering.collectives import Collectives
 from dynamix.trainer.steering.run import Run
 from dynamix.trainer.steering.steering import Steering
 
-from .session import Gradients, Session
+from .session import Gradients, Session, while_it_lives
 from .settings import Environment, read_environment
 
 _log = logging.getLogger("dynamix.trainer")
@@ -314,7 +314,7 @@ def attach(
         losses=gradients.models.losses,
         says_summary=environment.trainer.summary,
     )
-    gradients.models.exchange.on_connect = steering.expect_sockets
+    gradients.models.exchange.on_connect = while_it_lives(steering.expect_sockets)
     return Session(
         *(steering, loader, gradients),
         caps_path=caps_path,
