@@ -52,7 +52,7 @@ def test_a_rank_that_knows_a_window_sooner_than_others_asks_for_nothing_that_the
         window, ended[rank] = ended[rank], None
         if window is not None:
             time_s = step_times_s[window % len(step_times_s)]
-            ranks[rank].measured(window, time_s, is_calm=window % 3 == 0)
+            ranks[rank].measured(window, time_s, 4 if window % 3 == 0 else 1)
 
     for step in range(1, 600):
         asked = [(windows.is_start(step), windows.is_start(step - 1 + margin_steps)) for windows in ranks]

@@ -173,7 +173,7 @@ def _ends(_rank: int) -> dict[str, Any]:
     next(iter(loader))
     rows = session.metrics()
     session.close()
-    return {"steps": steps, "epoch": loader.next_epoch, "losses": [row.get("loss") for row in rows]}
+    return {"steps": steps, "epoch": loader.next_start().epoch, "losses": [row.get("loss") for row in rows]}
 
 
 def test_a_step_ends_when_the_optimizer_has_stepped_wherever_its_loss_is_reported() -> None:

@@ -546,11 +546,20 @@ class Action(Message, frozen=True, kw_only=True, array_like=True):
         return self.allocation.local_batch_sizes
 
 
-REFUSAL_REASONS = (
-    *("job", "generation", "length", "bounds", "sum", "lever", "stale", "not_newer", "future"),
-    *("tracking", "malformed"),
-)
-"""Reason for which a trainer refuses an action; with `tracking` only the split was refused."""
+REFUSALS: dict[str, str] = {
+    "job": "it is of another job",
+    "generation": "it is of another start of the job",
+    "length": "it has sizes for another number of ranks",
+    "bounds": "a size is outside the bounds of the job or of a rank's memory",
+    "sum": "it changes the global batch, which is fixed",
+    "lever": "it asks for what this trainer cannot carry out",
+    "stale": "it came too late, see max_lag_windows",
+    "not_newer": "a newer one was adopted before",
+    "future": "it is of a window that has not ended",
+    "tracking": "only its split, which the ranks cannot carry out",
+    "malformed": "it cannot be read",
+}
+"""Why a trainer refuses an action."""
 
 
 class Applied(Message, frozen=True, kw_only=True, array_like=True):
@@ -564,7 +573,7 @@ class Applied(Message, frozen=True, kw_only=True, array_like=True):
     local_batch_sizes: Sizes
     action_hash: Digest = b""
     num_refused: dict[str, Count] = field(default_factory=dict)
-    """Actions refused so far in this generation, by reason: see `REFUSAL_REASONS`."""
+    """Actions refused so far in this generation, by reason: see `REFUSALS`."""
     exchange: Exchange = EXACT
     """The gradient exchange from `effective_step` on."""
 

@@ -19,7 +19,7 @@ from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_or_none
 from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
-from dynamix.schemas.messages import REFUSAL_REASONS, Applied, Job, State
+from dynamix.schemas.messages import REFUSALS, Applied, Job, State
 from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES, REPORTS
 
 from .deciding.job_log import JobLog
@@ -208,7 +208,7 @@ class ShownDecisions:
         if standing is not None and standing.generation == receipt.generation:
             found: Counter[str] = Counter()
             for reason, count in receipt.num_refused.items():  # made-up reasons together: labels must be few
-                found[reason if reason in REFUSAL_REASONS else OTHER_REASON] += count
+                found[reason if reason in REFUSALS else OTHER_REASON] += count
             standing.num_refused = found
 
     def record_end(self, job: Job) -> None:

@@ -4,6 +4,7 @@ import gc
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 from urllib.parse import urlsplit
@@ -11,7 +12,6 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dynamix.runtime.settings import BusSettings, node_name
@@ -28,7 +28,6 @@ from dynamix.trainer.data.loader import (
 from dynamix.trainer.data.orders import DataIdentity, DistributedOrders, OwnSampler, Permutations
 from dynamix.trainer.data.plan import Division
 from dynamix.trainer.data.source import source_of
-from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.gradient.clock import Clock, DeviceClock
@@ -66,13 +65,13 @@ from dynamix.trainer.job.options import (
 )
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import MetricHistory, MetricLogger, find_loggers
-from dynamix.trainer.measurement.meter import RankMeter, while_it_lives
+from dynamix.trainer.measurement.meter import RankMeter
 from dynamix.trainer.measurement.sockets import PeerSockets, this_process
 from dynamix.trainer.steering.collectives import Collectives
 from dynamix.trainer.steering.run import Run
 from dynamix.trainer.steering.steering import Steering
 
-from .session import Gradients, Session
+from .session import Gradients, Session, while_it_lives
 from .settings import Environment, read_environment
 
 _log = logging.getLogger("dynamix.trainer")
@@ -212,24 +211,9 @@ def attach(
     # those of all callers: what they name, such as the model and its group, would live to the end of the process.
     gc.collect()
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
-    source = source_of(
-        data,
-        local_batch_size=local_batch_size,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        seed=seed,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        sampler=sampler,
-        options=loader_options,
-        world_size=world_size,
-    )
+    source = source_of(given, loader_options, world_size)
     dataset, orders, loader_options = source.dataset, source.orders, source.options
-    given |= {
-        "dataset": dataset,
-        "local_batch_size": source.local_batch_size,
-        "shuffle": orders.identity.shuffle,
-        "drop_last": source.drop_last,
-    }
+    given |= {**source._asdict(), "shuffle": orders.identity.shuffle}
     drawn_ahead = loader_options.get("num_workers", 0) * (loader_options.get("prefetch_factor") or PREFETCH_FACTOR)
     options = options_of(
         *(given, models, optimizers),
@@ -243,8 +227,7 @@ def attach(
     if token_counts is not None:
         most = options.max_local_batch_size
         orders.count_by_tokens(token_counts, dataset, most=min(most, micro_batch_size or most))
-    accumulates = micro_batch_size is not None or gradient_accumulation_steps > 1
-    if accumulates:
+    if options.accumulates:
         check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
     caps_path = None if memory_caps_path is None else Path(memory_caps_path)
     if not (connect is None or connect is False or isinstance(connect, BusSettings | Transport)):
@@ -283,14 +266,11 @@ def attach(
         warn_of_momentum(options, optimizers)
     orders.connect(collectives, dataset, loader_options)
     loader = Loader(
-        *(dataset, orders, run.schedule),
+        *(source, run.schedule),
         division=Division(place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
-        drop_last=source.drop_last,
         shares_tail=global_batch == "adaptive",
-        options=loader_options,
         look_ahead=look_ahead,
         count_tokens=count_tokens,
-        given=source.loader,
     )
     clock: Clock = DeviceClock() if device.type == "cuda" else Clock()
     gradients = _gradients(
@@ -300,7 +280,6 @@ def attach(
         clock=clock,
         collectives=collectives,
         averaging=averaging,
-        weighs_alone=averaging == "none" and (accumulates or reduction == "sum"),
     )
     meter = RankMeter(
         rank=place.rank,
@@ -310,8 +289,8 @@ def attach(
         device=device,
         reduction=reduction,
         times_split=averaging == "hook",
-        learning_rate=while_it_lives(gradients.updates.newest_rate, lambda: None),
-        coded=while_it_lives(gradients.models.coded, CodedSquares),
+        learning_rate=gradients.updates.newest_rate,
+        coded=gradients.models.coded,
     )
     transport = connect if isinstance(connect, Transport) else Transport()
     if bus is not None and place.local_rank == 0:  # the first rank of each node reports, rank 0 also listens
@@ -326,16 +305,16 @@ def attach(
         )
         client.start()
     steering = Steering(
-        run,
+        run=run,
         meter=meter,
         sampler=loader.plans,
         collectives=collectives,
         transport=transport,
         history=MetricHistory(metric_loggers, transport),
-        losses=gradients.losses,
+        losses=gradients.models.losses,
         says_summary=environment.trainer.summary,
     )
-    gradients.exchanges.on_connect = steering.expect_sockets
+    gradients.models.exchange.on_connect = while_it_lives(steering.expect_sockets)
     return Session(
         *(steering, loader, gradients),
         caps_path=caps_path,
@@ -354,7 +333,6 @@ def _gradients(
     clock: Clock,
     collectives: Collectives,
     averaging: Averaging,
-    weighs_alone: bool,
 ) -> Gradients:
     """Make the parts that weight, exchange and apply gradients; `given` are further arguments of `attach`."""
     options, is_first = run.options, run.place.rank == 0
@@ -371,20 +349,6 @@ def _gradients(
             is_in_parts=options.micro_batch_size is not None,
         )
         losses.look_at_modules([*models, *(each for each in gc.get_objects() if issubclass(type(each), WEIGHTED))])
-    base_hook = given["base_hook"]  # the function below must not hold `given`, and so the models
-
-    def make_hook(covered: DistributedDataParallel, weights: StepWeights) -> GradientHook:
-        return GradientHook(
-            covered.process_group,
-            clock,
-            weights,
-            reduction=options.reduction,
-            noise_every=options.noise_every,
-            base_hook=base_hook,
-            exchange=exchanges.of_model(covered),
-            losses=losses,
-        )
-
     weights = StepWeights(
         None if given["count_tokens"] is None else collectives.post_total,
         # samples of one batch of one rank, as the script was written: N in a step where it divides each loss by N
@@ -392,12 +356,20 @@ def _gradients(
         if options.reduction == "sum"
         else None,
     )
+    make_hook = partial(
+        GradientHook,
+        clock=clock,
+        weights=weights,
+        reduction=options.reduction,
+        base_hook=given["base_hook"],
+        losses=losses,
+    )
     covered_models = CoveredModels(
-        make_hook if averaging == "hook" else None,
-        options.reduction,
-        weights,
-        exchanges,
-        weighs_alone=weighs_alone,
+        make_hook=make_hook if averaging == "hook" else None,
+        reduction=options.reduction,
+        weights=weights,
+        exchange=exchanges,
+        weighs_alone=averaging == "none" and (options.accumulates or options.reduction == "sum"),
         losses=losses,
     )
     schedulers = Schedulers()
@@ -408,7 +380,7 @@ def _gradients(
 
     updates = Updates(
         loader=loader,
-        before_update=before_update,
+        prepare=before_update,
         factor=lambda samples: FACTORS[options.learning_rate_rule](samples / run.options.base_global_batch_size),
         warns=is_first,
         schedulers=schedulers if options.global_batch == "adaptive" and is_first else None,
@@ -419,10 +391,9 @@ def _gradients(
         updates.cover(optimizer)
     covered_models.refuse_others()
     local_steps = LocalSteps(
-        *(exchanges, covered_models, updates, collectives.gather_objects),
-        noise_every=options.noise_every,
+        *(exchanges, covered_models, updates, collectives.gather_objects, options.noise_every),
     )
-    return Gradients(covered_models, updates, local_steps, schedulers, exchanges, losses, averaging == "loss")
+    return Gradients(covered_models, updates, local_steps, schedulers, averaging == "loss")
 
 
 # --- the rendezvous: identities, places and options of all ranks, in one gather

@@ -13,11 +13,11 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import msgspec
 import torch
@@ -31,25 +31,33 @@ from dynamix.trainer.arguments import AtLeast0, Share, checked
 from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.orders import DataIdentity
 from dynamix.trainer.data.plan import MicroBatch, Position
-from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange
 from dynamix.trainer.gradient.clock import StepTimes
-from dynamix.trainer.gradient.hook import CoveredModels
+from dynamix.trainer.gradient.hook import CoveredModels, SharedTimes
 from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
-from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
-from dynamix.trainer.gradient.noise import NoiseAverage
+from dynamix.trainer.gradient.noise import NoiseAverage, is_measured
 from dynamix.trainer.job.identity import Attempt, generation_after, lower_cap, merge_caps
 from dynamix.trainer.local_steps import LocalSteps
-from dynamix.trainer.measurement.meter import Scalar, detached, while_it_lives
-from dynamix.trainer.steering.run import CALM_TIMES, Run, reason_after
+from dynamix.trainer.measurement.meter import Scalar, detached
+from dynamix.trainer.steering.run import Run, reason_after
 from dynamix.trainer.steering.steering import Steering
+
+P = ParamSpec("P")
+AnswerT = TypeVar("AnswerT")
 
 _log = logging.getLogger("dynamix.trainer")
 
 
-def say_that_it_is_gone() -> Any:
-    """Raise RuntimeError, in place of what a session does for its loader."""
-    raise RuntimeError("the session of this loader is gone: keep what attach returned, it ends each step")
+def while_it_lives(method: Callable[P, AnswerT]) -> Callable[P, AnswerT]:
+    """A bound method that keeps nothing alive: a session ends with its last name, not when cycles are looked for."""
+    held = weakref.WeakMethod(method)
+
+    def ask(*args: P.args, **kwargs: P.kwargs) -> AnswerT:
+        if (living := held()) is None:
+            raise RuntimeError("the session of this loader is gone: keep what attach returned, it ends each step")
+        return living(*args, **kwargs)
+
+    return ask
 
 
 def leave(steering: Steering, models: CoveredModels, close_timeout_s: float, may_restart: bool) -> None:
@@ -67,8 +75,6 @@ class Gradients(NamedTuple):
     updates: Updates
     local_steps: LocalSteps
     schedulers: Schedulers
-    exchanges: ExchangePlan
-    losses: LossWarnings | None
     needs_scaling: bool
     """Whether the script weights each loss by `session.scale_loss`."""
 
@@ -104,16 +110,15 @@ class Session:
         self._updates = gradients.updates
         self._local = gradients.local_steps
         self._schedulers = gradients.schedulers
-        self._losses = gradients.losses
         self._needs_scaling = gradients.needs_scaling
         self._caps_path = caps_path
         self._close_timeout_s = close_timeout_s
         self._may_restart = may_restart
-        loader.on_start = while_it_lives(self._on_start, say_that_it_is_gone)
-        loader.on_trained = while_it_lives(self._finish_trained, say_that_it_is_gone)
+        loader.on_start = while_it_lives(self._on_start)
+        loader.on_trained = while_it_lives(self._finish_trained)
         loader.on_ask = self._meter.clock.asked
-        loader.on_batch = while_it_lives(self._on_batch, say_that_it_is_gone)
-        loader.on_exhausted = while_it_lives(self.average, say_that_it_is_gone)
+        loader.on_batch = while_it_lives(self._on_batch)
+        loader.on_exhausted = while_it_lives(self.average)
         self._reported: tuple[Scalar | None, Scalar | None] | None = None
         """Loss and number of correct samples of the batch to train on, once the script has reported them."""
         self._allocation: Allocation | None = None
@@ -184,8 +189,8 @@ class Session:
                 "session.step() without a batch: call it once in each batch of the loader; itertools.cycle repeats "
                 "batches that it kept, write `while True: yield from loader`"
             )
-        if self._losses is not None:
-            self._losses.look_at_loss(loss)
+        if self._models.losses is not None:
+            self._models.losses.look_at_loss(loss)
         self._reported = detached("loss", loss), detached("num_correct", num_correct)
         if not batch.is_last or self._updates.any_since_step:
             self._finish_batch(batch)
@@ -197,9 +202,10 @@ class Session:
             return False
         is_done = self._is_updated
         if not is_done and self._loader.is_full:  # something was done with it, or it was reported as skipped
+            is_alone = len(self.local_batch_sizes) == 1
             is_done = not batch.is_last or self._models.saw_backward or self._reported is not None
             is_done = is_done or (self._needs_scaling and self._loss_scaled)
-            is_done = is_done or (len(self.local_batch_sizes) == 1 and self._models.are_training)
+            is_done = is_done or (is_alone and any(model.training for model in self._models.models))
         if is_done:
             self._finish_batch(batch)
         return is_done
@@ -387,8 +393,7 @@ class Session:
 
     @property
     def _position(self) -> Position:
-        batch, position = self._loader.current, self._loader.position
-        return position.after(batch.plan) if batch is not None and self._is_updated else position
+        return self._loader.saved(self._is_updated)[0] or self._loader.position
 
     def _current(self) -> MicroBatch:
         if self._loader.current is None:
@@ -439,21 +444,61 @@ class Session:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved: at the next sample, with its sizes.
+        """Continue where `state` was saved: at the next sample, with its sizes, in a generation above all before.
+
+        A world of another size keeps the global batch, divided again among its ranks; their speeds are measured again.
+        Where the script itself names other sizes than when it was saved and the global batch is fixed, the new ones
+        count.
 
         Raises:
             RuntimeError: when the training has begun.
-            ValueError: when the state is of other data, or cannot be read.
+            ValueError: when the state is of another version, or was saved over other data.
         """
-        if self._run.started:
+        run = self._run
+        if run.started:
             raise RuntimeError("load_state_dict after the first step: attach again to go back in a run")
-        restore(self._run, state, self._loader, self._models.exchanges, self._local)
+        if state.get("version") != VERSION:
+            raise ValueError(f"session state of version {state.get('version')!r}: this program reads version {VERSION}")
+        if (data := DataIdentity(**state["data"])) != run.data:
+            differing = ", ".join(
+                f"{name} {was!r}, now {now!r}"
+                for name, was, now in zip(data._fields, data, run.data, strict=True)
+                if was != now
+            )
+            raise ValueError(
+                f"the session state was saved over other data or in another order ({differing}): attach alike"
+            )
+        position = Position(**state["position"])
+        generation, caps = run.identity.generation, run.identity.max_local_batch_sizes
+        if state["job"] == run.identity.job:
+            after = generation_after(state["generation"], Attempt(**state["attempt"]), run.identity.attempt)
+            generation = max(generation, after)
+        if is_same_world := len(state["local_batch_sizes"]) == len(run.options.local_batch_sizes):
+            known = (dict(enumerate(caps)), dict(enumerate(state["memory_caps"])))
+            caps = merge_caps(known, len(caps), run.options.max_local_batch_size, run.options.min_local_batch_size)
+        run.use_identity(run.identity._replace(generation=generation, max_local_batch_sizes=caps))
+        is_same_script = state["local_batch_sizes"] == list(run.options.local_batch_sizes)
+        if not is_same_world or is_same_script:
+            run.options = replace(run.options, base_global_batch_size=state["base_global_batch_size"])
+        _restore_schedule(run, state, position.step, is_same_world=is_same_world, is_same_script=is_same_script)
+        run.noise = NoiseAverage(*state["noise"])
+        run.num_epochs = state["num_epochs"]
+        self._loader.go_to(position, state["order"])
+        active = run.schedule.allocation_at(position.step).exchange
+        if is_same_world and state["rank"] == run.place.rank:  # residuals differ between ranks; others begin without
+            for exchange, residuals in zip(self._models.exchanges, state["residuals"], strict=False):
+                exchange.load_residuals({name: parts for name, parts in residuals.items() if name == active.codec})
+        if active.outer_momentum > 0:
+            self._local.load_outer_momentum(state["outer_momentum"])
         self._state_loaded = True
 
     def close(self) -> None:
         """End the job on the bus and let the last messages leave, for a short and bounded time."""
         self._end("closed")
-        self._release()
+        if self._leave.detach() is not None:  # else closed before
+            self._updates.remove()
+            self._models.remove()
+            self._steering.close(self._close_timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -469,20 +514,16 @@ class Session:
                 cap = lower_cap(self._caps_path, rank, size, fewest)
                 advice = f"a restarted job gives this rank at most {cap}"
             _log.error("out of memory at a local batch of %d: %s", size, advice)
-        if error is None:
-            self._end("closed")
-        else:  # nothing is waited for: the others may never come to the collective
+        if error is not None:  # nothing is waited for: the others may never come to the collective
             self._steering.end(reason_after(error, may_restart=self._may_restart))
-        self._release()
+        self.close()
 
     def _on_start(self) -> None:
         """Begin with the first batch: only now is it known whether a state was loaded."""
         self._require_running()
         self._meter.clock.discard()
         if not self._run.started:
-            if (
-                not self._state_loaded and not self._loader.plans.orders.script_epoch
-            ):  # else its own resume goes on there
+            if not (self._state_loaded or self._loader.plans.orders.script_epoch):  # its own resume goes on there
                 warn_of_missing_state(self._run, from_snapshot=self._updates.begin_from_snapshot)
             self._steering.start(self._loader.position)
             self._schedulers.begin(self.progress)
@@ -498,15 +539,17 @@ class Session:
         if allocation is not self._allocation:
             self._allocation = allocation
             self._updates.follow(allocation.global_batch_size, allocation.rate_factor)
-        sketches = False
-        if allocation.exchange.every > 1:
-            if batch.is_first:
-                self._local.begin(batch.plan.step)
-            sketches = batch.is_last and self._local.measures(batch.plan.step)
-        tracks = allocation.split == "tracking"
-        times_due = tracks and self._run.fast_loop.measures(batch.plan.step)
-        rarely = CALM_TIMES if tracks and self._run.is_calm else 1
-        self._models.begin(batch, shares_times=tracks, times_due=times_due, sketches=sketches, rarely=rarely)
+        step, tracks = batch.plan.step, allocation.split == "tracking"
+        if allocation.exchange.every > 1 and batch.is_first:
+            self._local.begin(step)
+        if self._local.is_begun:
+            measures = batch.is_last and self._local.measures(step)
+        else:
+            measures = is_measured(step, self._run.options.noise_every * self._run.calm_times)
+        times: SharedTimes = "none"
+        if tracks:
+            times = "due" if self._run.fast_loop.measures(step) else "carried"
+        self._models.begin(batch, times, measures=measures)
         self._meter.clock.own_s += time.perf_counter() - began
         self._meter.clock.handed_out(batch.size)
 
@@ -518,63 +561,10 @@ class Session:
             self._models.remove()
             self._transport.begin_close(self._close_timeout_s)
 
-    def _release(self) -> None:
-        if self._leave.detach() is None:  # closed before
-            return
-        self._updates.remove()
-        self._models.remove()
-        self._steering.close(self._close_timeout_s)
-
 
 # --- the checkpoint: numbers, lists and tensors, safe for `torch.load(weights_only=True)`
 
 VERSION = 9
-
-
-def restore(
-    run: Run, state: dict[str, Any], loader: Loader, exchanges: Sequence[ModelExchange], local: LocalSteps
-) -> None:
-    """Go on where `Session.state_dict` returned `state`, in a generation above every one used before.
-
-    A world of another size keeps the global batch, divided again among its ranks; their speeds are measured again.
-    Where the script itself names other sizes than when it was saved and the global batch is fixed, the new ones count.
-
-    Raises:
-        ValueError: when it is of another version, or was saved over other data.
-    """
-    if state.get("version") != VERSION:
-        raise ValueError(f"session state of version {state.get('version')!r}: this program reads version {VERSION}")
-    if (data := DataIdentity(**state["data"])) != run.data:
-        differing = ", ".join(
-            f"{name} {was!r}, now {now!r}"
-            for name, was, now in zip(data._fields, data, run.data, strict=True)
-            if was != now
-        )
-        raise ValueError(f"the session state was saved over other data or in another order ({differing}): attach alike")
-    position = Position(**state["position"])
-    generation, caps = run.identity.generation, run.identity.max_local_batch_sizes
-    if state["job"] == run.identity.job:
-        after = generation_after(state["generation"], Attempt(**state["attempt"]), run.identity.attempt)
-        generation = max(generation, after)
-    if is_same_world := len(state["local_batch_sizes"]) == len(run.options.local_batch_sizes):
-        known = (dict(enumerate(caps)), dict(enumerate(state["memory_caps"])))
-        caps = merge_caps(known, len(caps), run.options.max_local_batch_size, run.options.min_local_batch_size)
-    run.use_identity(run.identity._replace(generation=generation, max_local_batch_sizes=caps))
-    is_same_script = state["local_batch_sizes"] == list(run.options.local_batch_sizes)
-    if not is_same_world or is_same_script:
-        run.options = replace(run.options, base_global_batch_size=state["base_global_batch_size"])
-    _restore_schedule(run, state, position.step, is_same_world=is_same_world, is_same_script=is_same_script)
-    if is_same_world:
-        run.fast_loop.restore(state["fast_loop"])
-    run.noise = NoiseAverage(*state["noise"])
-    run.num_epochs = state["num_epochs"]
-    loader.go_to(position, state["order"])
-    active = run.schedule.allocation_at(position.step).exchange
-    if is_same_world and state["rank"] == run.place.rank:  # residuals differ between ranks; others begin without
-        for exchange, residuals in zip(exchanges, state["residuals"], strict=False):
-            exchange.load_residuals({name: parts for name, parts in residuals.items() if name == active.codec})
-    if active.outer_momentum > 0:
-        local.load_outer_momentum(state["outer_momentum"])
 
 
 def _policy_of(run: Run) -> list[Any]:
@@ -583,11 +573,13 @@ def _policy_of(run: Run) -> list[Any]:
 
 
 def _restore_schedule(run: Run, state: dict[str, Any], step: int, *, is_same_world: bool, is_same_script: bool) -> None:
-    """Restore the saved sizes, none above its rank's bound; elsewhere keep their sum, or take the script's new sizes.
+    """Restore speeds and sizes, none above its rank's bound; in another world their sum, or the script's new sizes.
 
     The split is that of the job now, which may have another policy, or a hook that cannot carry times. So is the
     exchange, unless the same policy had decided otherwise and the job still permits it.
     """
+    if is_same_world:
+        run.fast_loop.restore(state["fast_loop"])
     now, caps, options = run.schedule.newest, run.identity.max_local_batch_sizes, run.options
     entries = [(step, msgspec.convert(parts, Allocation)) for step, *parts in state["schedule"]]
     if not is_same_world or not (is_same_script or options.global_batch == "adaptive"):

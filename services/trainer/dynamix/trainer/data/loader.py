@@ -8,11 +8,12 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypedDict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from dynamix.schemas.spelling import nearest
 from dynamix.trainer.arguments import AtLeast0, checked
@@ -38,6 +39,19 @@ class LoaderOptions(TypedDict, total=False):
     timeout: float
 
 
+class Source(NamedTuple):
+    """What is trained on, in which order and how it is loaded."""
+
+    dataset: Dataset[Any]
+    orders: Orders
+    local_batch_size: Any
+    """As `attach` takes it; of a script's loader the samples of a rank's step."""
+    drop_last: bool
+    options: LoaderOptions
+    loader: DataLoader[Any] | None = None
+    """The script's own."""
+
+
 CountTokens = Callable[[Any], int | torch.Tensor]
 """The number of tokens of a batch that count in its loss."""
 
@@ -53,10 +67,8 @@ def check_loader_options(options: LoaderOptions, look_ahead: int, known: Iterabl
     `known` are the other arguments of `attach`, of which one may be meant.
     """
     checked("look_ahead", look_ahead, AtLeast0)
-    unknown = sorted(set(options) - set(LoaderOptions.__annotations__))
-    if unknown:
-        near = nearest(unknown[0], [*known, *LoaderOptions.__annotations__])
-        if near is not None:
+    if unknown := sorted(set(options) - set(LoaderOptions.__annotations__)):
+        if near := nearest(unknown[0], [*known, *LoaderOptions.__annotations__]):
             raise TypeError(f"attach does not know {unknown[0]}: did you mean {near}?")
         raise TypeError(
             f"attach does not know {', '.join(unknown)}; for the loader it takes "
@@ -64,16 +76,15 @@ def check_loader_options(options: LoaderOptions, look_ahead: int, known: Iterabl
         )
 
 
+@dataclass(eq=False)
 class _Loop:
     """A loop over the loader; the script may run another one inside of it, which only looks at batches."""
 
-    def __init__(self, *, is_open: bool = True) -> None:
-        self.is_open = is_open
-        """Whether the script can go on with it."""
-        self.first: Callable[[], object] | None = None
-        """The first tensor of its first batch, while that lives."""
-
-    left_at: dict[str, Any]
+    is_open: bool = True
+    """Whether the script can go on with it."""
+    first: Callable[[], object] | None = None
+    """The first tensor of its first batch, while that lives."""
+    left_at: dict[str, Any] = field(default_factory=dict)
     """What the loader had of it when another loop began."""
 
 
@@ -85,20 +96,16 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
-        orders: Orders,
+        source: Source,
         schedule: Schedule,
         *,
         division: Division,
-        drop_last: bool,
         shares_tail: bool,
-        options: LoaderOptions,
-        look_ahead: int = 0,
-        count_tokens: CountTokens | None = None,
-        given: DataLoader[Any] | None = None,
+        look_ahead: int,
+        count_tokens: CountTokens | None,
     ) -> None:
-        self._given = given
-        self.dataset = dataset
+        self._given = source.loader
+        self.dataset = dataset = source.dataset
         """The script's data set."""
         self.position = Position()
         """The position of the run; `finish_batch` advances it after the last micro-batch of a step."""
@@ -130,12 +137,14 @@ class Loader:
         """The digest of a stream's samples in the position's epoch, up to the position."""
         self._look_ahead = look_ahead
         self._count_tokens = count_tokens
-        how: Any = {"division": division, "drop_last": drop_last, "shares_tail": shares_tail}
+        orders, options = source.orders, source.options
+        how: Any = {"division": division, "drop_last": source.drop_last, "shares_tail": shares_tail}
         self.plans: PlanSampler
         if isinstance(orders, StreamOrders):
             assert isinstance(dataset, IterableDataset), "as its orders"
             self.plans = StreamSampler(orders, schedule, **how)
-            dataset = StreamReader(dataset, orders.identity.seed, division, options.get("collate_fn"))
+            collate = options.get("collate_fn") or default_collate
+            dataset = StreamReader(dataset, orders.identity.seed, division, collate)
             options = {**options, "collate_fn": _as_it_is}
         else:
             self.plans = PlanSampler(orders, schedule, **how)
@@ -150,7 +159,7 @@ class Loader:
         """
         if self._num_trained and self.epoch_is_over and not self._held:  # in the loop still, after its last step
             return self._num_trained
-        start = self.position if self._num_trained else self._next_start()  # of the loop that runs
+        start = self.position if self._num_trained else self.next_start()  # of the loop that runs
         return self._num_trained + self.plans.num_batches_left(start)
 
     def __getattr__(self, name: str) -> Any:
@@ -201,7 +210,7 @@ class Loader:
         else:
             self.on_start()
             outer.left_at = self._state()
-            self.position = self._next_start()
+            self.position = self.next_start()
             self._loop_began_at = self.position
             self._held = deque()
             self.plans.rewind(self.position)
@@ -281,11 +290,6 @@ class Loader:
         return position, read if drawn is None else drawn
 
     @property
-    def next_epoch(self) -> int:
-        """The epoch of a loop that would begin now."""
-        return self._next_start().epoch
-
-    @property
     def epoch_is_over(self) -> bool:
         """Whether the epoch of the position has no further step."""
         return self.plans.is_over(self.position)
@@ -294,7 +298,7 @@ class Loader:
         """Go on where a saved run was; its epoch's order must have this digest."""
         self.position, self._digest = position, order_digest
         self._loop_began_at = position
-        self.plans.orders.expect(position.epoch, order_digest)
+        self.plans.orders.expected = None if order_digest is None else (position.epoch, order_digest)
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; inside of it, stay."""
@@ -316,8 +320,8 @@ class Loader:
             self.on_ask()
             self.on_batch(self._held[0])
 
-    def _next_start(self) -> Position:
-        """A loop that was left after a step has ended its epoch, as one over a `DataLoader`."""
+    def next_start(self) -> Position:
+        """Where a loop begins: one that was left after a step has ended its epoch, as one over a `DataLoader`."""
         was_left = self.position.offset > 0 and self.position != self._loop_began_at
         return self.position.at_epoch(self.position.epoch + 1) if was_left or self.epoch_is_over else self.position
 

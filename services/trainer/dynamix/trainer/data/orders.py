@@ -14,7 +14,6 @@ import logging
 import random
 import time
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 Order = npt.NDArray[np.int64]
 """Indices of samples."""
+
 
 T = TypeVar("T")
 
@@ -205,20 +205,34 @@ class DataIdentity(NamedTuple):
         return self.num_samples if self.num_tokens is None else self.num_tokens
 
 
-class Orders(ABC):
+class _Drawn(NamedTuple):
+    """The order of an epoch."""
+
+    order: Order
+    digest: int
+    """Tells it apart from others."""
+    script_epoch: Any
+    """The epoch's number in the sampler."""
+
+
+class Orders:
     """The orders of all epochs, equal on all ranks."""
 
     stride = 1
     """Ranks whose samples follow one another in a step, the first of each and then the second; 1: those of one rank."""
 
-    def __init__(self, identity: DataIdentity) -> None:
+    def __init__(self, identity: DataIdentity, sampler: Any = None) -> None:
         self.identity = identity
-        self._ranks: Ranks | None = None
+        self._sampler = sampler
+        """The script's own, if it draws the orders, perhaps by an epoch's number that the script has set in it."""
+        self._ranks: Ranks
+        """Once connected."""
         self._token_counts: Order | None = None
-        self._newest: dict[int, Order] = {}
+        self._newest: dict[int, _Drawn] = {}
         """Of the two epochs drawn last: a loop inside of another looks at the beginning of the next one."""
         self._ends: tuple[int, Order] | None = None
-        self._expected: tuple[int, int] | None = None
+        self.expected: tuple[int, int] | None = None
+        """An epoch, and the digest that its order had in a saved run: another one is refused."""
 
     def connect(self, ranks: Ranks, dataset: Dataset[Any], loader_options: Mapping[str, Any]) -> None:
         """Communicate with the other ranks from now on; a collective call, which compares a few samples by index.
@@ -296,33 +310,48 @@ class Orders(ABC):
         return self.identity.num_samples if ends is None else int(ends[-1])
 
     def order_of(self, epoch: int) -> Order:
-        """The samples of an epoch, in order; those of the two newest epochs are kept."""
+        """The samples of an epoch, in order; those of the two newest epochs are kept.
+
+        Raises:
+            ValueError: when a sampler draws another number of samples than at first, or no indices; on all ranks, when
+                it draws another order than in a saved run.
+            RuntimeError: when another rank has failed.
+        """
         if epoch not in self._newest:
             while len(self._newest) > 1:
                 del self._newest[min(self._newest)]
-            self._newest[epoch] = self._make_order(epoch)
-        return self._newest[epoch]
+            order = self._make_order(epoch)
+            script_epoch = getattr(self._sampler, "epoch", None)  # some count on while they draw
+            self._newest[epoch] = _Drawn(order, zlib.crc32(order.data), script_epoch)
+        found = self._newest[epoch]
+        if self.expected is not None and self.expected[0] == epoch and self.expected[1] != found.digest:
+            raise ValueError(
+                f"sampler: {self.identity.sampler} draws another order for epoch {epoch} than in the saved run, so "
+                "samples would be repeated or left out: seed the script alike, begin its loop at the saved epoch, and "
+                "let a sampler depend on set_epoch and on the random numbers of torch, numpy and Python only"
+            )
+        return found.order
 
     @property
     def script_epoch(self) -> int:
-        """The epoch that the script has set in its sampler."""
-        return 0
+        """The epoch that the script has set in its sampler, or the sampler itself."""
+        epoch = getattr(self._sampler, "epoch", 0)
+        return epoch if isinstance(epoch, int) else 0
 
-    def begin(self, _epoch: int) -> None:
-        """Begin a loop over an epoch, which keeps its order to the end."""
-        return
+    def begin(self, epoch: int) -> None:
+        """Begin a loop over an epoch: draw it again if the script has set another number in its sampler since."""
+        drawn = self._newest.get(epoch)
+        if drawn is None or drawn.script_epoch != getattr(self._sampler, "epoch", None):
+            self._newest.pop(epoch, None)
+            self._ends = None
 
-    def digest_of(self, _epoch: int) -> int | None:
-        """A number for a checkpoint that tells orders apart; `None` where the identity does."""
-        return None
+    def digest_of(self, epoch: int) -> int | None:
+        """Digest of an epoch's order, for a checkpoint, if it was drawn."""
+        return self._newest[epoch].digest if epoch in self._newest else None
 
-    def expect(self, epoch: int, digest: int | None) -> None:
-        """Refuse another order for an epoch than the one that had this digest."""
-        self._expected = None if digest is None else (epoch, digest)
-
-    @abstractmethod
     def _make_order(self, epoch: int) -> Order:
-        """The order of an epoch."""
+        """The order of an epoch; a stream is not indexed."""
+        raise NotImplementedError
 
 
 class Permutations(Orders):
@@ -340,53 +369,7 @@ MOST_DRAWN = 1 << 31
 """Samples of an epoch that are drawn at once: 16 GB of indices."""
 
 
-class DrawnOrders(Orders):
-    """Orders that a sampler of the script draws, perhaps by an epoch's number that the script has set in it."""
-
-    def __init__(self, sampler: OwnSampler, identity: DataIdentity) -> None:
-        self._sampler = sampler
-        self._name = identity.sampler
-        self._drawn_for: dict[int, Any] = {}
-        """The epoch's number in the sampler, of the kept orders."""
-        super().__init__(identity)
-
-    @property
-    def script_epoch(self) -> int:
-        """The epoch that the script has set in its sampler, or the sampler itself."""
-        epoch = getattr(self._sampler, "epoch", 0)
-        return epoch if isinstance(epoch, int) else 0
-
-    def begin(self, epoch: int) -> None:
-        """Begin a loop over an epoch: draw it again if the script has set another number in its sampler since."""
-        if self._drawn_for.get(epoch) != getattr(self._sampler, "epoch", None):
-            self._newest.pop(epoch, None)
-            self._ends = None
-
-    def digest_of(self, epoch: int) -> int | None:
-        """Digest of an epoch's order, if it was drawn."""
-        return zlib.crc32(self._newest[epoch].tobytes()) if epoch in self._newest else None
-
-    def order_of(self, epoch: int) -> Order:
-        """The samples of an epoch, in order.
-
-        Raises:
-            ValueError: when the sampler draws another number of samples than at first, or no indices; on all ranks,
-                when it draws another order than in a saved run.
-            RuntimeError: when another rank has failed.
-        """
-        is_new, order = epoch not in self._newest, super().order_of(epoch)
-        if is_new:
-            self._drawn_for[epoch] = getattr(self._sampler, "epoch", None)  # some count on while they draw
-        if self._expected is not None and self._expected[0] == epoch and self._expected[1] != self.digest_of(epoch):
-            raise ValueError(
-                f"sampler: {self._name} draws another order for epoch {epoch} than in the saved run, so samples would "
-                "be repeated or left out: seed the script alike, begin its loop at the saved epoch, and let a sampler "
-                "depend on set_epoch and on the random numbers of torch, numpy and Python only"
-            )
-        return order
-
-
-class DistributedOrders(DrawnOrders):
+class DistributedOrders(Orders):
     """Orders of torch's `DistributedSampler`, without the samples that it repeats; no communication.
 
     Of equal batches each rank has the samples of plain training.
@@ -394,17 +377,16 @@ class DistributedOrders(DrawnOrders):
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:
         num_samples = min(sampler.total_size, len(sampler.dataset))  # type: ignore[arg-type]
-        name = type(sampler).__name__
-        super().__init__(sampler, DataIdentity(num_samples, sampler.seed, sampler.shuffle, name))
+        super().__init__(DataIdentity(num_samples, sampler.seed, sampler.shuffle, type(sampler).__name__), sampler)
         self.stride = sampler.num_replicas
 
     def _make_order(self, _epoch: int) -> Order:
-        alone: Any = copy.copy(self._sampler)
+        alone = copy.copy(self._sampler)
         alone.num_replicas, alone.rank, alone.num_samples = 1, 0, alone.total_size
         return np.fromiter(alone, np.int64)[: self.identity.num_samples]
 
 
-class SampledOrders(DrawnOrders):
+class SampledOrders(Orders):
     """Orders that are drawn in rank 0, for all ranks; every new epoch is a collective call."""
 
     def __init__(self, sampler: OwnSampler, seed: int, *, sets_epoch: bool = True, world_size: int = 1) -> None:
@@ -415,29 +397,28 @@ class SampledOrders(DrawnOrders):
         Raises:
             ValueError: when the sampler divides samples among ranks, makes batches, or draws nothing, or too many.
         """
-        self._name: str = getattr(sampler, "__name__", type(sampler).__name__)
+        name: str = getattr(sampler, "__name__", type(sampler).__name__)
+        # a script may seed its ranks differently
+        super().__init__(DataIdentity(0, seed if sets_epoch else 0, shuffle=True, sampler=name), sampler)
         if sets_epoch and getattr(sampler, "num_replicas", 1) != 1:
             raise ValueError(
-                f"sampler: {self._name} gives each rank a part of the samples, which session.loader does itself: pass "
+                f"sampler: {name} gives each rank a part of the samples, which session.loader does itself: pass "
                 "what it samples from, or nothing, and not the shuffle=False that a DataLoader has beside it"
             )
-        self._sampler = sampler
         self._seed = seed
         self._sets_epoch = sets_epoch
         self._num_drawn: int | None = None
         self._num_drawn = num_drawn = len(sampler) if isinstance(sampler, Sized) else len(self._draw(0))
         if num_drawn < 1:
-            raise ValueError(f"sampler: {self._name} draws no sample")
+            raise ValueError(f"sampler: {name} draws no sample")
         if num_drawn > MOST_DRAWN:
             raise ValueError(
-                f"sampler: {self._name} draws {num_drawn} samples in an epoch, whose order is drawn at once: let it "
+                f"sampler: {name} draws {num_drawn} samples in an epoch, whose order is drawn at once: let it "
                 f"draw at most {MOST_DRAWN}, such as len(dataset), and loop over epochs"
             )
-        seed = seed if sets_epoch else 0  # a script may seed its ranks differently
-        super().__init__(sampler, DataIdentity(num_drawn * world_size, seed, shuffle=True, sampler=self._name))
+        self.identity = self.identity._replace(num_samples=num_drawn * world_size)
 
     def _make_order(self, epoch: int) -> Order:
-        assert self._ranks is not None, "not connected"
         failed = np.full(self.identity.num_samples, NOT_DRAWN)
         if self._ranks.rank > 0:
             order = self._ranks.share_order(failed)
@@ -453,7 +434,7 @@ class SampledOrders(DrawnOrders):
 
     def _draw(self, epoch: int) -> Order:
         """The sampler's indices, by random numbers that are seeded for it and put back afterwards."""
-        sampler, before = self._sampler, RandomNumbers.capture()
+        sampler, name, before = self._sampler, self.identity.sampler, RandomNumbers.capture()
         own = getattr(sampler, "generator", None)
         generator = own if isinstance(own, torch.Generator) else torch.Generator()
         own_before = generator.get_state()
@@ -471,12 +452,12 @@ class SampledOrders(DrawnOrders):
             order = np.empty((0, 0))
         if order.ndim != 1 or (len(order) and order.dtype.kind not in "iu"):
             raise ValueError(
-                f"sampler: {self._name} must yield indices, one whole number after the other; session.loader makes the "
+                f"sampler: {name} must yield indices, one whole number after the other; session.loader makes the "
                 "batches: of a batch sampler pass the sampler inside it"
             )
         if self._num_drawn not in (None, len(order)):
             raise ValueError(
-                f"sampler: {self._name} draws {len(order)} samples in epoch {epoch}, but {self._num_drawn} at first: "
+                f"sampler: {name} draws {len(order)} samples in epoch {epoch}, but {self._num_drawn} at first: "
                 "all epochs must have the same number"
             )
         return order.astype(np.int64)
@@ -499,12 +480,11 @@ class InterleavedOrders(SampledOrders):
             _log.warning(
                 "the %s of each rank's loader draws all samples, so that an epoch uses each sample %d times, with "
                 "dynamix and without: give the loader a DistributedSampler to divide them",
-                self._name,
+                self.identity.sampler,
                 ranks.world_size,
             )
 
     def _make_order(self, epoch: int) -> Order:
-        assert self._ranks is not None, "not connected"
         mine: Order | None = None
         try:
             mine = self._draw(epoch)

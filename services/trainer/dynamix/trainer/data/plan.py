@@ -355,7 +355,7 @@ class PlanSampler(Sampler[list[int]]):
 
         `shares_tail`: whether the last two steps of an epoch share what is left.
         """
-        self.drawn: deque[MicroBatch] = deque()
+        self.drawn: deque[Any] = deque()
         self.last_drawn_step = -1
         """The last step that a loop has drawn which is under way: its sizes cannot change any more."""
         self.orders = orders

@@ -3,63 +3,38 @@
 import contextlib
 import logging
 from collections.abc import Mapping, Sized
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
-from .loader import LoaderOptions
+from .loader import LoaderOptions, Source
 from .orders import DistributedOrders, InterleavedOrders, Orders, OwnSampler, Permutations, SampledOrders
 from .stream import StreamOrders
 
 _log = logging.getLogger("dynamix.trainer")
 
 
-class Source(NamedTuple):
-    """What is trained on, in which order and how it is loaded."""
-
-    dataset: Dataset[Any]
-    orders: Orders
-    local_batch_size: Any
-    """As `attach` takes it; of a script's loader the samples of a rank's step."""
-    drop_last: bool
-    options: LoaderOptions
-    loader: DataLoader[Any] | None = None
-    """The script's own."""
-
-
-def source_of(
-    data: Dataset[Any] | DataLoader[Any],
-    *,
-    local_batch_size: Any,
-    gradient_accumulation_steps: int,
-    seed: int,
-    shuffle: bool | None,
-    drop_last: bool | None,
-    sampler: OwnSampler | None,
-    options: LoaderOptions,
-    world_size: int,
-) -> Source:
-    """The data of a job by arguments of `attach`; `None` leaves them to a script's loader, or to the default.
+def source_of(given: Mapping[str, Any], options: LoaderOptions, world_size: int) -> Source:
+    """The data of a job by the arguments that `attach` was `given`; `None` leaves them to a loader, or to the default.
 
     Raises:
         TypeError: when sizes are missing.
         ValueError: when the data cannot be used, or an argument contradicts the loader, naming the fix.
     """
+    data, size, steps = given["data"], given["local_batch_size"], given["gradient_accumulation_steps"]
     if isinstance(data, DataLoader):
-        given: Mapping[str, Any] = {"shuffle": shuffle, "drop_last": drop_last, "sampler": sampler, **options}
-        if named := [name for name, value in given.items() if value is not None]:
+        asked = {**{name: given[name] for name in ("shuffle", "drop_last", "sampler")}, **options}
+        if named := [name for name, value in asked.items() if value is not None]:
             raise ValueError(f"{', '.join(named)}: the loader says it, give it to your DataLoader instead of attach")
-        found = read_loader(data, world_size, seed)
-        _check_length(data, gradient_accumulation_steps)
-        size = found.local_batch_size * gradient_accumulation_steps if local_batch_size is None else local_batch_size
-        return found._replace(local_batch_size=size)
-    if local_batch_size is None:
+        found = read_loader(data, world_size, given["seed"])
+        _check_length(data, steps)
+        return found._replace(local_batch_size=found.local_batch_size * steps if size is None else size)
+    if size is None:
         raise TypeError("attach needs local_batch_size=... beside a data set; a DataLoader brings its own")
-    return Source(
-        data, _orders_of(data, sampler, seed, shuffle=shuffle is not False), local_batch_size, bool(drop_last), options
-    )
+    orders = _orders_of(data, given["sampler"], given["seed"], shuffle=given["shuffle"] is not False)
+    return Source(data, orders, size, bool(given["drop_last"]), options)
 
 
 def _orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, shuffle: bool) -> Orders:
@@ -120,8 +95,11 @@ def read_loader(loader: DataLoader[Any], world_size: int, seed: int = 0) -> Sour
         )
     drawn: Any = inner.sampler
     size = inner.batch_size // world_size if getattr(outer, "split_batches", False) else inner.batch_size
-    if outer is not inner or (world_size == 1 and not isinstance(drawn, DistributedSampler)):
-        orders = _orders_of_all(drawn, loader)
+    draws_for_all = outer is not inner or (world_size == 1 and not isinstance(drawn, DistributedSampler))
+    if draws_for_all and type(drawn) is SequentialSampler:
+        orders = Permutations(len(drawn), 0, shuffle=False)
+    elif draws_for_all:
+        orders = SampledOrders(drawn, _seed_of(drawn, loader), sets_epoch=False)
     elif type(drawn) is DistributedSampler:
         if drawn.num_replicas != world_size:
             raise ValueError(f"the DistributedSampler divides by {drawn.num_replicas} ranks, but {world_size} train")
@@ -129,13 +107,6 @@ def read_loader(loader: DataLoader[Any], world_size: int, seed: int = 0) -> Sour
     else:
         orders = InterleavedOrders(drawn, _seed_of(drawn, loader), world_size)
     return Source(loader.dataset, orders, size, inner.drop_last, options, loader)
-
-
-def _orders_of_all(sampler: Any, loader: DataLoader[Any]) -> Orders:
-    """The order of a sampler that draws for all ranks."""
-    if type(sampler) is SequentialSampler:
-        return Permutations(len(sampler), 0, shuffle=False)
-    return SampledOrders(sampler, _seed_of(sampler, loader), sets_epoch=False)
 
 
 def _seed_of(sampler: Any, loader: DataLoader[Any]) -> int:

@@ -8,17 +8,17 @@ Every sample is digested where it is read. Each step goes on from the digest of 
 the saved run; the ranks compare theirs with each window's rows, and where an epoch ends.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
-from .orders import ONE_PART, DataIdentity, Order, Orders, RandomNumbers, Ranks, digest, seed_all
-from .plan import Counts, Division, MicroBatch, PlanSampler, Position, Schedule, StepPlan, divide_tail
+from .orders import ONE_PART, DataIdentity, Orders, RandomNumbers, Ranks, digest, seed_all
+from .plan import Counts, Division, MicroBatch, PlanSampler, Position, StepPlan, divide_tail
 
 ENDLESS = 1 << 62
 """Samples of an epoch whose end was not found yet."""
@@ -75,7 +75,6 @@ class StreamOrders(Orders):
         if self._end == (epoch, num_samples):
             return
         self._end = (epoch, num_samples)
-        assert self._ranks is not None, "not connected"
         at = f"the stream ends after {num_samples} samples of epoch {epoch} on rank {self._ranks.rank}"
         try:
             ends = self._ranks.gather_objects((num_samples, read), within_s=WAIT_S)
@@ -94,38 +93,18 @@ class StreamOrders(Orders):
             return self._end[1]
         return self.identity.num_samples or ENDLESS
 
-    def _make_order(self, _epoch: int) -> Order:
-        raise AssertionError("a stream is not indexed")
-
 
 class StreamSampler(PlanSampler):
-    """Draws the plans of steps, for a `StreamReader`."""
+    """Draws the plans of steps, for a `StreamReader`; these are what is `drawn`."""
 
-    def __init__(self, orders: StreamOrders, schedule: Schedule, **options: Any) -> None:
-        super().__init__(orders, schedule, **options)
-        self._stream = orders
-        self._plans: deque[StepPlan] = deque()
-
-    def rewind(self, position: Position) -> None:
-        """Draw on from `position`; what was drawn ahead and not used is forgotten."""
-        super().rewind(position)
-        self._plans = deque()
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """As `PlanSampler.state`."""
-        return *super().state, self._plans
-
-    @state.setter
-    def state(self, left: tuple[Any, ...]) -> None:
-        self._position, self.last_drawn_step, self.drawn, self._plans = left
+    orders: StreamOrders
 
     def __iter__(self) -> Iterator[Any]:
         while not self.is_over(self._position):
             plan = self.plan_at(self._position)
             self._position = self._position.after(plan)
             self.last_drawn_step = max(self.last_drawn_step, plan.step)
-            self._plans.append(plan)
+            self.drawn.append(plan)
             yield plan
 
     def take(self, read: Iterable[StreamRead], digest: int | None) -> Iterator[tuple[MicroBatch, Any]]:
@@ -137,8 +116,8 @@ class StreamSampler(PlanSampler):
         epoch, offset = self._position.epoch, self._position.offset
         before = (digest or 0) if offset else 0
         for step in read:
-            plan = self._plans.popleft()
-            if plan.offset >= self._stream.size_of(epoch):  # drawn before the end was found
+            plan = self.drawn.popleft()
+            if plan.offset >= self.orders.size_of(epoch):  # drawn before the end was found
                 return
             if step.before != before:
                 raise ValueError(
@@ -149,12 +128,12 @@ class StreamSampler(PlanSampler):
                 )
             before, offset = step.digest, plan.offset + step.num_read
             if step.num_read < plan.counts.total:
-                self._stream.end_epoch(epoch, offset, before)
+                self.orders.end_epoch(epoch, offset, before)
                 if step.num_read == 0 or self.is_over(Position(plan.step, epoch, plan.offset)):
                     return
             plan = shortened(plan, step.num_read)._replace(digest=before)
             yield from zip(self.micro_batches(plan), step.batches, strict=True)
-        self._stream.end_epoch(epoch, offset, before)
+        self.orders.end_epoch(epoch, offset, before)
 
     def num_batches_left(self, position: Position) -> int:
         """Batches to the end of the epoch.
@@ -167,33 +146,27 @@ class StreamSampler(PlanSampler):
         return super().num_batches_left(position)
 
 
+@dataclass
 class StreamReader(Dataset[Any]):
     """Stands for a stream in a `DataLoader`: reads what a rank needs for a step, in a worker or without one."""
 
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        seed: int,
-        division: Division,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-    ) -> None:
-        self._collate_fn = collate_fn or default_collate
-        self._dataset = dataset
-        self._seed = seed
-        self._division = division
-        self._at = (-1, 0)
-        """Epoch, and samples of it that were read."""
-        self._samples: Iterator[Any] = iter(())
-        self._digest = 0
-        """The digest of the epoch's samples that were read."""
-        self._numbers: RandomNumbers | None = None
-        """The stream's own, so that it is the same on all ranks and in all workers."""
+    dataset: IterableDataset[Any]
+    seed: int
+    division: Division
+    collate_fn: Callable[[list[Any]], Any]
+    _at: tuple[int, int] = (-1, 0)
+    """Epoch, and samples of it that were read."""
+    _samples: Iterator[Any] = field(default_factory=lambda: iter(()))
+    _digest: int = 0
+    """The digest of the epoch's samples that were read."""
+    _numbers: RandomNumbers | None = None
+    """The stream's own, so that it is the same on all ranks and in all workers."""
 
     def __getitems__(self, plan: StepPlan) -> StreamRead:
         """This rank's batches of a step; fewer samples than planned where the stream ends."""
         with _as_if_alone():
             if self._at[0] != plan.epoch or self._at[1] > plan.offset:
-                self._samples = begin_stream(self._dataset, self._seed, plan.epoch)
+                self._samples = begin_stream(self.dataset, self.seed, plan.epoch)
                 self._at, self._digest = (plan.epoch, 0), 0
             elif self._numbers is not None:
                 self._numbers.restore()
@@ -206,9 +179,9 @@ class StreamReader(Dataset[Any]):
             self._digest = digest(sample, self._digest)
         if not samples:
             return StreamRead([], 0, before, before)
-        parts = self._division.parts(shortened(plan, len(samples)))
+        parts = self.division.parts(shortened(plan, len(samples)))
         mine = [samples[start - plan.offset : stop - plan.offset] or samples[:1] * 2 for start, stop, _ in parts]
-        return StreamRead([self._collate_fn(part) for part in mine], len(samples), before, self._digest)
+        return StreamRead([self.collate_fn(part) for part in mine], len(samples), before, self._digest)
 
 
 def shortened(plan: StepPlan, num_read: int) -> StepPlan:

@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import reduce
 from queue import SimpleQueue
@@ -263,14 +264,14 @@ class Sent(NamedTuple):
 _Task = tuple[Leg, Future[None]]
 
 
+@dataclass(eq=False)
 class _Lane:
     """A thread, its tasks, and its process groups."""
 
-    def __init__(self, group: dist.ProcessGroup, served: ServedGroup | None) -> None:
-        self.group = group
-        self.served = served
-        self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self.thread: threading.Thread
+    group: dist.ProcessGroup
+    served: ServedGroup | None
+    tasks: "SimpleQueue[_Task | None]" = field(default_factory=SimpleQueue)
+    thread: threading.Thread = field(init=False)
 
 
 class Pipeline:
@@ -332,7 +333,7 @@ class Pipeline:
                     if is_first:
                         for each in self._lanes:
                             break_group(each.group)
-                            if each.served is not None and each.served.group is not None:
+                            if each.served is not None:
                                 break_group(each.served.group)
             if failed is not None:
                 leg.close()

@@ -9,6 +9,7 @@ it as it was. `GradientServers` is the side of the ranks, `GradientServer` that 
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple, cast
 
@@ -70,44 +71,40 @@ class ToldTrade(NamedTuple):
 END = ToldTrade(-1, 0, 0, 0)
 
 
+@dataclass
 class ServedGroup:
     """The process group of one thread, in a rank."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, num_ranks: int, num_servers: int) -> None:
-        self.group: dist.ProcessGroup | None = group
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._num_servers = num_servers
+    group: dist.ProcessGroup
+    rank: int
+    num_ranks: int
+    num_servers: int
 
     def trade(self, trade: Trade) -> dist.ProcessGroup:
         """Announce an exchange to the servers, in rank 0; returns the group in which it is carried out."""
-        assert self.group is not None, "left"
         dtype = DTYPES.index(trade.sent.dtype)
         for index, size in enumerate(trade.served_sizes):
             self._tell(index, ToldTrade(trade.served_sum, int(trade.is_answer), dtype, size))
         return self.group
 
     def leave(self) -> None:
-        """Leave the group; rank 0 tells the servers that nothing follows. No collective."""
-        for index in range(self._num_servers):
+        """Tell the servers, in rank 0, that nothing follows. No collective."""
+        for index in range(self.num_servers):
             self._tell(index, END)
-        self.group = None
 
     def _tell(self, index: int, told: ToldTrade) -> None:
-        if self._rank == 0:
-            assert self.group is not None, "left"
+        if self.rank == 0:
             lent = LentTensor(torch.tensor(told))
-            self.group.send([lent.alias], self._num_ranks + index, TELL_TAG).wait()
+            self.group.send([lent.alias], self.num_ranks + index, TELL_TAG).wait()
 
 
-class GradientServers:
+class GradientServers(NamedTuple):
     """The servers of a job, none or several, and the ranks that meet them."""
 
-    def __init__(self, addresses: Sequence[str], job: str, rank: int, num_ranks: int) -> None:
-        self.addresses = tuple(addresses)
-        self._job = job
-        self.rank = rank
-        self.num_ranks = num_ranks
+    addresses: Sequence[str]
+    job: str
+    rank: int
+    num_ranks: int
 
     def join(self, group: dist.ProcessGroup, timeout: timedelta | None) -> list[ServedGroup]:
         """Announce the job to every server, and make the groups with them; a collective of the ranks of `group`.
@@ -123,7 +120,7 @@ class GradientServers:
                 numbers = [store.add(JOBS_KEY, 1) for store in stores]
                 for index, store in enumerate(stores):
                     announcement = JobAnnouncement(
-                        job=self._job,
+                        job=self.job,
                         num_ranks=self.num_ranks,
                         num_servers=len(stores),
                         index=index,
@@ -189,25 +186,28 @@ def make_groups(store: TCPStore, number: int, rank: int, size: int, timeout: tim
     return [cast("dist.ProcessGroup", ProcessGroupGloo(prefix, rank, size, timeout)) for prefix in prefixes]
 
 
+@dataclass(eq=False)
 class ServedJob:
     """One job in a server, from its first exchange to its last."""
 
-    def __init__(self, groups: list[dist.ProcessGroup], num_ranks: int, num_servers: int) -> None:
-        self._groups = groups
-        self._num_ranks = num_ranks
-        self._num_servers = num_servers
-        self._changed = threading.Condition()
-        """Guards all that follows."""
-        self._totals: dict[int, Tensor] = {}
-        """Sums until the ranks take them back, by number."""
-        self._left = len(groups)
-        self._is_broken = False
-        self.problem = ""
-        """The error that ended the job early."""
-        for number, group in enumerate(groups):
-            threading.Thread(
-                target=self._run, args=(group,), name=f"dynamix server lane {number}", daemon=True
-            ).start()  # daemons: one that waits for a host that vanished would keep the process
+    groups: list[dist.ProcessGroup]
+    num_ranks: int
+    num_servers: int
+    problem: str = ""
+    """The error that ended the job early."""
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    """Guards all that follows, and the problem."""
+    _totals: dict[int, Tensor] = field(default_factory=dict)
+    """Sums until the ranks take them back, by number."""
+    _left: int = 0
+    _is_broken: bool = False
+
+    def __post_init__(self) -> None:
+        """Start a thread for each group: daemons, since one that waits for a vanished host would keep the process."""
+        self._left = len(self.groups)
+        for number, group in enumerate(self.groups):
+            name = f"dynamix server lane {number}"
+            threading.Thread(target=self._run, args=(group,), name=name, daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the job has ended, by then at the latest."""
@@ -220,7 +220,7 @@ class ServedJob:
             self.problem = self.problem or problem
             self._is_broken = True
             self._changed.notify_all()
-        for group in self._groups:
+        for group in self.groups:
             break_group(group)
 
     def _run(self, group: dist.ProcessGroup) -> None:
@@ -240,7 +240,7 @@ class ServedJob:
 
     def _take_part(self, told: ToldTrade, group: dist.ProcessGroup) -> None:
         nothing = torch.empty(0, dtype=DTYPES[told.dtype])
-        from_ranks = [*[told.size] * self._num_ranks, *[0] * self._num_servers]
+        from_ranks = [*[told.size] * self.num_ranks, *[0] * self.num_servers]
         no_sizes = [0] * len(from_ranks)
         if told.is_answer:
             with self._changed:
@@ -248,11 +248,11 @@ class ServedJob:
                 if told.number not in self._totals:
                     raise RuntimeError("the other lane has failed")
                 total = self._totals.pop(told.number)
-            perform(Trade(nothing, total.repeat(self._num_ranks), no_sizes, from_ranks), group)
+            perform(Trade(nothing, total.repeat(self.num_ranks), no_sizes, from_ranks), group)
             return
-        pieces = torch.empty(told.size * self._num_ranks, dtype=nothing.dtype)
+        pieces = torch.empty(told.size * self.num_ranks, dtype=nothing.dtype)
         perform(Trade(pieces, nothing, from_ranks, no_sizes), group)
-        total = sum_in_rank_order(list(torch.split(pieces, from_ranks[: self._num_ranks])))
+        total = sum_in_rank_order(list(torch.split(pieces, from_ranks[: self.num_ranks])))
         with self._changed:
             self._totals[told.number] = total
             self._changed.notify_all()

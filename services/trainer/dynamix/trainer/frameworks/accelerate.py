@@ -5,6 +5,7 @@ under DDP, whose communication hook weighs. `accelerator.register_for_checkpoint
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,17 +19,17 @@ from dynamix.trainer.session import Session
 from .loaders import epoch_of
 
 
+@dataclass
 class AcceleratedBatches:
     """The batches of a session on the accelerator's device, epoch by epoch."""
 
-    def __init__(self, session: Session, loader: DataLoader[Any], device: torch.device) -> None:
-        self._session = session
-        self._loader = loader
-        self._device = device
+    session: Session
+    loader: DataLoader[Any]
+    device: torch.device
 
     def __len__(self) -> int:
         """Batches of an epoch: whole steps, so with N accumulation steps up to N - 1 more than the plain script has."""
-        return len(self._session.loader)
+        return len(self.session.loader)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -38,8 +39,8 @@ class AcceleratedBatches:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in epoch_of(self._session, self._loader):
-            yield send_to_device(batch, self._device)
+        for batch in epoch_of(self.session, self.loader):
+            yield send_to_device(batch, self.device)
 
 
 def attach(

@@ -59,5 +59,5 @@ def epoch_of(session: Session, loader: DataLoader[Any]) -> Iterator[Any]:
     inner: Any = getattr(loader, "base_dataloader", loader).batch_sampler
     sampler = getattr(getattr(inner, "batch_sampler", inner), "sampler", None)
     if (set_epoch := getattr(sampler, "set_epoch", None)) is not None:
-        set_epoch(session.loader.next_epoch)
+        set_epoch(session.loader.next_start().epoch)
     yield from session.loader

@@ -61,7 +61,8 @@ class Clock:
         """Time of the training thread in our code, which plain training does not have."""
         self._ended: list[Ended] = []
         self._num_samples = 0
-        self._charged_s = 0.0
+        self.charged_s = 0.0
+        """Our own work after a step's end, which counts as the next step's update."""
         self._last: StepTimes | None = None
         self._asked: Moment | None = None
         self._handed_out: Moment | None = None
@@ -84,7 +85,6 @@ class Clock:
         """The batch goes to the user's code; `num_samples` of it count."""
         now = self._now(None)
         if self._in_step:
-            assert self._asked_again is not None, "a batch that was not asked for"
             self._fetches.append((self._asked_again, now))
             self._num_samples += num_samples
         else:
@@ -122,19 +122,13 @@ class Clock:
     def end(self) -> None:
         """The step is done."""
         end = self._now(None)
-        assert self._asked is not None, "a step ends that never began"
-        assert self._handed_out is not None, "a step ends that had no batch"
         ready = end if self._ready is None else self._ready
         reduced = ready if self._reduced is None else self._reduced
         moments = (self._asked, self._handed_out, ready, reduced, end)
         parts = tuple(self._fetches), tuple(self._waits), self._averaging
-        self._ended.append(Ended(moments, self._charged_s, self._num_samples, *parts))
-        self._charged_s = 0.0
+        self._ended.append(Ended(moments, self.charged_s, self._num_samples, *parts))
+        self.charged_s = 0.0
         self.discard()
-
-    def charge(self, seconds: float) -> None:
-        """Add our own work after a step's end to the next step's update."""
-        self._charged_s += seconds
 
     def take_times(self) -> list[StepTimes]:
         """The steps ended since the last call; waits for the device where there is one."""

@@ -17,7 +17,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import reduce
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from dynamix.trainer.exchange.transport import LentTensor, launched
 from .clock import Clock
 from .losses import LossWarnings
 from .models import set_gradient_sync
-from .noise import NOT_MEASURED, NormSketch, SquaredNorms, StepSketches, is_measured
+from .noise import NOT_MEASURED, NormSketch, SquaredNorms, StepSketches
 
 Reduction = Literal["mean", "sum"]
 """How the user's loss combines the samples of its batch."""
@@ -45,37 +45,31 @@ BaseHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 """A DDP communication hook that averages over ranks, as torch's own do."""
 
 
+@dataclass
 class StepWeights:
     """The weights of the current step on this rank."""
 
-    def __init__(
-        self, post_total: Callable[[int], Callable[[], int]] | None = None, *, base_size: float | None = None
-    ) -> None:
-        """`post_total` begins to add up a number over all ranks, and returns what waits for the sum.
-
-        It is `None` where the plan knows all weights.
-
-        `base_size`, for losses that are a sum, is a batch of the script as it was written for: plain DDP divides by the
-        ranks, and the script by its accumulation steps, so a gradient stays as large as with that batch.
-        """
-        self._base_size = base_size
-        self._size = 1
-        self.newest = 0
-        """Weight of the newest micro-batch that has one: the scale in which gradients are added up."""
-        self.mine = 0
-        """Weight of the micro-batches so far."""
-        self.expected = 0
-        """The total over all ranks, or the last one known; equal on all ranks."""
-        self._post_total = post_total
-        self._posted: Callable[[], int] | None = None
-        self._total: int | None = None
+    post_total: Callable[[int], Callable[[], int]] | None
+    """Begins to add up a number over all ranks, and returns what waits for the sum; `None` where the plan knows all."""
+    base_size: float | None
+    """For losses that are a sum, a batch of the script as it was written for: plain DDP divides by the ranks, and the
+    script by its accumulation steps, so a gradient stays as large as with that batch."""
+    newest: int = 0
+    """Weight of the newest micro-batch that has one: the scale in which gradients are added up."""
+    mine: int = 0
+    """Weight of the micro-batches so far."""
+    expected: int = 0
+    """The total over all ranks, or the last one known; equal on all ranks."""
+    _size: int = 1
+    _posted: Callable[[], int] | None = None
+    _total: int | None = None
 
     def begin(self, batch: MicroBatch) -> int | None:
         """Begin a batch; returns the weight of the gradients accumulated so far, `None` if there are none."""
         before = self.newest
         if batch.is_first:
             self._size = batch.plan.counts.total
-            known = None if self._post_total is None else self._total or self.expected
+            known = None if self.post_total is None else self._total or self.expected
             self.expected = known or self._size
             self._posted = self._total = None
             self.mine, self.newest = batch.weight, batch.weight
@@ -86,12 +80,12 @@ class StepWeights:
 
     def post(self) -> None:
         """Tell all ranks the weight of this rank's step; a collective call where the script counts."""
-        if self._post_total is not None and self._posted is None:
-            self._posted = self._post_total(self.mine)
+        if self.post_total is not None and self._posted is None:
+            self._posted = self.post_total(self.mine)
 
     def total(self) -> int:
         """The weight of the step on all ranks."""
-        if self._post_total is None:
+        if self.post_total is None:
             return self.expected
         self.post()
         if self._total is None:
@@ -101,15 +95,15 @@ class StepWeights:
 
     def factor(self) -> float:
         """The factor on gradients that are weighted and summed over all ranks; up to `correction`."""
-        return 1.0 / self.expected if self._base_size is None else self._base_size / self._size
+        return 1.0 / self.expected if self.base_size is None else self.base_size / self._size
 
     def local_factor(self) -> float:
         """The factor on this rank's weighted gradient in a local step, which gives the mean over the rank's samples."""
-        return (1.0 if self._base_size is None else self._base_size) / self.mine if self.mine else 0.0
+        return (1.0 if self.base_size is None else self.base_size) / self.mine if self.mine else 0.0
 
     def correction(self) -> float:
         """Factor on a gradient that was divided by `expected`."""
-        if self._post_total is None or self._base_size is not None:
+        if self.post_total is None or self.base_size is not None:
             return 1.0
         total = self.total()
         if total == self.expected:
@@ -118,7 +112,7 @@ class StepWeights:
 
     def over_mean(self) -> float:
         """The gradient of the step over that of a loss that is a mean over what counts; 1 where it is one."""
-        return 1.0 if self._base_size is None else self._base_size * self.total() / self._size
+        return 1.0 if self.base_size is None else self.base_size * self.total() / self._size
 
 
 Slots = Any
@@ -139,8 +133,6 @@ class TimeSlots:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._mine = {"f": array("f", [0.0] * world_size), "d": array("d", [0.0] * world_size)}
-        """Zeros but for this rank's number, in the formats of the slots."""
         self._apart = LentTensor(torch.zeros(world_size))
         self._slots: Slots = _view(self._apart.tensor)
         """Those that were written last."""
@@ -162,14 +154,12 @@ class TimeSlots:
 
     def write(self, seconds_per_sample: float, slots: Slots) -> None:
         """Fill these slots, which are then to be summed over ranks in place."""
-        self._slots, self._is_on_device = slots, isinstance(slots, torch.Tensor)
-        if self._is_on_device:
+        self._slots = slots
+        if isinstance(slots, torch.Tensor):
             slots.zero_()
-            slots[self._rank] = seconds_per_sample
         else:
-            mine = self._mine[slots.format]
-            mine[self._rank] = seconds_per_sample
-            slots[:] = mine
+            slots[:] = array(slots.format, bytes(slots.nbytes))
+        slots[self._rank] = seconds_per_sample
 
     def write_apart(self, seconds_per_sample: float, device: torch.device | None = None) -> LentTensor:
         """Fill slots that lie apart, on the host unless a `device` is named."""
@@ -181,7 +171,7 @@ class TimeSlots:
     def receive(self) -> None:
         """Take what was written, now summed."""
         slots, arrived = self._slots, None
-        if self._is_on_device:
+        if isinstance(slots, torch.Tensor):
             slots = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
@@ -215,30 +205,34 @@ def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:
     return squared if squared.is_cuda else squared.item()
 
 
+@dataclass(slots=True, eq=False)
 class ModelBucket:
     """One bucket of the model, with everything that is the same in every step."""
 
-    __slots__ = ("buffer", "carrier", "factor", "lent", "number", "reduced", "scale", "view")
+    number: int
+    buffer: torch.Tensor
+    is_in_place: InitVar[bool]
+    """Whether the reduced gradient will be in the buffer itself, as a base hook does not promise."""
+    scale: float = 0.0
+    """The value of `factor`. As a tensor it saves torch a third of the time of scaling a small bucket."""
+    factor: torch.Tensor = field(init=False)
+    lent: LentTensor | None = None
+    """The tensor that the process group reduces, after the first use."""
+    carrier: tuple[LentTensor, Slots] | None = None
+    """The same with room for times behind it, and that room, after the first use."""
+    reduced: torch.futures.Future[torch.Tensor] | None = None
+    """What DDP waits for, done from the beginning: it looks at it after the last bucket's hook, which waits for all.
+    `None` on a GPU, where a future tells whose streams wait for which, and over base hooks."""
+    view: BucketView | None = None
+    """The codec's view of it, after the first use."""
 
-    def __init__(self, number: int, buffer: torch.Tensor, *, is_in_place: bool) -> None:
-        """`is_in_place`: the reduced gradient will be in the buffer itself, as a base hook does not promise."""
-        self.number = number
-        self.buffer = buffer
-        self.scale = 0.0
-        """The value of `factor`. As a tensor it saves torch a third of the time of scaling a small bucket."""
-        self.factor = torch.zeros((), dtype=torch.float64 if buffer.dtype == torch.float64 else torch.float32)
-        self.lent: LentTensor | None = None
-        """The tensor that the process group reduces, after the first use."""
-        self.carrier: tuple[LentTensor, Slots] | None = None
-        """The same with room for times behind it, and that room, after the first use."""
-        self.reduced: torch.futures.Future[torch.Tensor] | None = None
-        """What DDP waits for, done from the beginning: it looks at it after the last bucket's hook, which waits for
-        all. `None` on a GPU, where a future tells whose streams wait for which, and over base hooks."""
-        if is_in_place and not buffer.is_cuda:
+    def __post_init__(self, is_in_place: bool) -> None:
+        """Make what DDP waits for."""
+        is_double = self.buffer.dtype == torch.float64
+        self.factor = torch.zeros((), dtype=torch.float64 if is_double else torch.float32)
+        if is_in_place and not self.buffer.is_cuda:
             self.reduced = torch.futures.Future()
-            self.reduced.set_result(buffer)
-        self.view: BucketView | None = None
-        """The codec's view of it, after the first use."""
+            self.reduced.set_result(self.buffer)
 
     def weigh(self, scale: float) -> None:
         """Scale the bucket in place."""
@@ -262,6 +256,9 @@ def view_of(bucket: GradBucket, buffer: torch.Tensor, keys: Mapping[torch.Tensor
     return BucketView(bucket.index(), buffer, tuple(parts))
 
 
+SharedTimes = Literal["none", "carried", "due"]
+"""Whether all ranks learn each other's compute times: where the bucket can carry them, or also by a collective."""
+
 SLOT_TYPES = (torch.float32, torch.float64)
 """Buckets on the CPU that can carry times; half precision would round them."""
 
@@ -281,15 +278,14 @@ class _Step:
     in_step: bool = False
     """Whether a step of the session is under way."""
     measures: bool = False
-    shares_times: bool = False
-    times_due: bool = False
-    """Whether times are shared also where that takes a collective."""
+    times: SharedTimes = "none"
     to_mean: float = 1.0
     """Factor on |g_i|^2 of what was added up, for that of the mean gradient."""
     local: dict[int, float | torch.Tensor] = field(default_factory=dict)
     reduced: dict[int, float | torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(kw_only=True, eq=False)
 class GradientHook:
     """The communication hook of one DDP model, in one session.
 
@@ -301,37 +297,27 @@ class GradientHook:
     all, in the training thread, where DDP itself would wait right after it: every gradient is computed by then.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        clock: Clock,
-        weights: StepWeights,
-        *,
-        reduction: Reduction,
-        noise_every: int = 1,
-        base_hook: BaseHook | None = None,
-        exchange: ModelExchange,
-        losses: LossWarnings | None = None,
-    ) -> None:
-        """`exchange` sends buckets in steps whose exchange is not DDP's own all-reduce."""
-        self._group = group
-        has_gloo = "gloo" in dist.get_backend_config(group)
-        self._gloo: Any = group._get_backend(torch.device("cpu")) if has_gloo else None  # noqa: SLF001 - no public name
-        self._rank = dist.get_rank(group)
-        self._world_size = dist.get_world_size(group)
-        self._clock = clock
-        self._weights = weights
-        self._reduction = reduction
-        self.losses = losses
-        self._base_hook = base_hook
-        self._noise_every = noise_every
-        self.model_exchange = exchange
-        self.num_reduced = 0
-        """Gradients exchanged so far: one per step, or more where the script calls `backward` more often."""
-        self.reduced_at = 0.0
-        self.sketch: NormSketch | None = None
-        """The norms of a local step, where they are measured."""
-        self.is_retired = False
+    group: dist.ProcessGroup
+    model_exchange: ModelExchange
+    """Sends buckets in steps whose exchange is not DDP's own all-reduce."""
+    clock: Clock
+    weights: StepWeights
+    reduction: Reduction
+    base_hook: BaseHook | None
+    losses: LossWarnings | None
+    num_reduced: int = field(default=0, init=False)
+    """Gradients exchanged so far: one per step, or more where the script calls `backward` more often."""
+    reduced_at: float = field(default=0.0, init=False)
+    sketch: NormSketch | None = field(default=None, init=False)
+    """The norms of the newest local step, where they are measured; their cells are not summed yet."""
+    is_retired: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        """Average plainly until the first step."""
+        has_gloo = "gloo" in dist.get_backend_config(self.group)
+        self._gloo: Any = self.group._get_backend(torch.device("cpu")) if has_gloo else None  # noqa: SLF001 - no public name
+        self._rank = dist.get_rank(self.group)
+        self._world_size = dist.get_world_size(self.group)
         self.slots = TimeSlots(self._rank, self._world_size)
         self._times: dist.Work | Sent | None = None
         """Time slots on their way beside the buckets."""
@@ -341,58 +327,46 @@ class GradientHook:
         """The buckets of the current backward pass, and what DDP waits for."""
         self._buckets: dict[int, ModelBucket] = {}
         """Buckets by number: DDP makes them once, and again after the first step."""
-        self._plain_step = _Step(1.0 if base_hook is not None else 1.0 / self._world_size)
+        self._plain_step = _Step(1.0 if self.base_hook is not None else 1.0 / self._world_size)
         self._session_step = _Step(0.0, in_step=True)
         """Made once: what changes from step to step is written into it."""
         self._step: _Step
         self.average_plainly()
 
-    def begin(
-        self,
-        batch: MicroBatch,
-        *,
-        shares_times: bool,
-        times_due: bool,
-        exchange: StepExchange | None,
-        sketches: bool = False,
-        rarely: int = 1,
-    ) -> None:
+    def begin(self, batch: MicroBatch, exchange: StepExchange | None, times: SharedTimes, *, measures: bool) -> None:
         """Begin a step with its last batch; earlier ones are in its scale by then.
 
-        With `shares_times` all ranks learn each other's compute times, if they are due or the bucket can carry them: on
-        all ranks or on none, and not over a base hook. `exchange` is that of the step, `None` for DDP's own all-reduce.
-        In a local step norms are measured where it `sketches` them.
+        `exchange` is that of the step, `None` for DDP's own all-reduce. `times` are shared on all ranks or on none, and
+        not over a base hook. Where it `measures` norms, those of a local step are sketched.
         """
-        assert not (shares_times and self._base_hook), "base hooks carry no times"
+        assert times == "none" or self.base_hook is None, "base hooks carry no times"
         is_local = exchange is not None and exchange.exchange.every > 1
         if exchange is not None:
             self.model_exchange.begin(exchange)
-        weights, counts = self._weights, batch.plan.counts
+        weights, counts = self.weights, batch.plan.counts
         self._step = step = self._session_step
-        weight = (weights.newest if self._reduction == "mean" else min(weights.mine, 1)) * batch.loss_divisor
-        ranks = 1 if self._base_hook is None else self._world_size
+        weight = (weights.newest if self.reduction == "mean" else min(weights.mine, 1)) * batch.loss_divisor
+        ranks = 1 if self.base_hook is None else self._world_size
         step.scale = ranks * weight * (weights.local_factor() if is_local else weights.factor())
         step.to_mean = (weight / weights.mine) ** 2 if weights.mine else 1.0
         step.exchange, step.is_local = exchange, is_local
-        step.measures = not is_local and is_measured(batch.plan.step, self._noise_every * rarely)
-        step.shares_times, step.times_due = shares_times, times_due
+        step.measures, step.times = measures and not is_local, times
         step.reduced, step.local = {}, {}
-        if sketches:
-            self.sketch = NormSketch(batch.plan.step, counts.values[self._rank] / counts.total)
+        is_sketched = measures and is_local
+        self.sketch = NormSketch(batch.plan.step, counts.values[self._rank] / counts.total) if is_sketched else None
         self._sent.clear()  # of a backward pass that failed
         self._times, self._has_times = None, False
 
     def average_plainly(self) -> None:
         """Average over the ranks as DDP does without a hook, until a step begins: on batches of the script's own."""
         self._step = self._plain_step
-        self.sketch = None
 
     def take_norms(self) -> SquaredNorms:
         """The squared norms of the step that ends; empty when it was not measured or no gradient was reduced."""
         step = self._step
         if not step.reduced:
             return NOT_MEASURED
-        squared = self._weights.over_mean() ** 2 or 1.0  # 0: nothing counted, so all are 0
+        squared = self.weights.over_mean() ** 2 or 1.0  # 0: nothing counted, so all are 0
         return SquaredNorms(
             [value * step.to_mean for value in step.local.values()],
             [value / squared for value in step.reduced.values()],
@@ -404,16 +378,16 @@ class GradientHook:
         buffer, number, is_last, step = bucket.buffer(), bucket.index(), bucket.is_last(), self._step
         known = self._buckets.get(number)
         if known is None or known.buffer is not buffer:
-            known = self._buckets[number] = ModelBucket(number, buffer, is_in_place=self._base_hook is None)
+            known = self._buckets[number] = ModelBucket(number, buffer, is_in_place=self.base_hook is None)
         if self.losses is not None:
             self.losses.gradient_begins()
         if is_last and step.in_step:
-            self._clock.gradient_ready()
-            self._weights.post()
+            self.clock.gradient_ready()
+            self.weights.post()
         if step.measures:
             step.local[number] = squared_norm(buffer) if step.scale else 0.0
         known.weigh(step.scale)
-        self._clock.own_s += time.perf_counter() - began
+        self.clock.own_s += time.perf_counter() - began
         under_way = self._send(bucket, known)
         # a future of its own for one step: on a GPU its streams wait for it, not the training thread
         reduced = known.reduced or torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -429,31 +403,31 @@ class GradientHook:
             if self.sketch is not None:
                 self.sketch.add(known.buffer, bucket.index())
             return None
-        if self._base_hook is not None:
-            return launched(self._base_hook, None, bucket)
+        if self.base_hook is not None:
+            return launched(self.base_hook, None, bucket)
         under_way: dist.Work | Sent
-        shares_times = step.shares_times and bucket.is_last()
+        times = step.times if bucket.is_last() else "none"
         if step.exchange is not None:
             if known.view is None:
                 known.view = view_of(bucket, known.buffer, self.model_exchange.keys)
             under_way = self.model_exchange.send(known.view)
-            if shares_times and step.times_due:
-                lent = self.slots.write_apart(self._clock.seconds_per_sample())
+            if times == "due":
+                lent = self.slots.write_apart(self.clock.seconds_per_sample())
                 self._times = self.model_exchange.send_plainly(lent.tensor)
             return under_way
-        if shares_times and known.buffer.dtype in SLOT_TYPES and known.buffer.is_cpu:
+        if times != "none" and known.buffer.dtype in SLOT_TYPES and known.buffer.is_cpu:
             if known.carrier is None:
                 known.carrier = self.slots.behind(known.buffer)
             lent, room = known.carrier
-            self.slots.write(self._clock.seconds_per_sample(), room)
+            self.slots.write(self.clock.seconds_per_sample(), room)
             self._has_times = True
         else:
             lent = known.lent = known.lent or LentTensor(known.buffer)
         # dist.all_reduce checks arguments first, 20 us a bucket; the way through torch's dispatcher costs as much again
-        group: dist.ProcessGroup = self._gloo if self._gloo is not None and known.buffer.is_cpu else self._group
+        group: dist.ProcessGroup = self._gloo if self._gloo is not None and known.buffer.is_cpu else self.group
         under_way = launched(group.allreduce, [lent.alias])
-        if shares_times and not self._has_times and step.times_due:
-            lent = self.slots.write_apart(self._clock.seconds_per_sample(), known.buffer.device)
+        if times == "due" and not self._has_times:
+            lent = self.slots.write_apart(self.clock.seconds_per_sample(), known.buffer.device)
             self._times = launched(group.allreduce, [lent.alias])
         return under_way
 
@@ -471,11 +445,11 @@ class GradientHook:
         self.num_reduced += 1
         self.reduced_at = time.perf_counter()
         if step.in_step:
-            self._clock.reduced()
-        correction = self._weights.correction() if step.in_step else 1.0
+            self.clock.reduced()
+        correction = self.weights.correction() if step.in_step else 1.0
         for (bucket, _, future), result in zip(sent, results, strict=True):
             reduced = bucket.buffer
-            if self._base_hook is not None:
+            if self.base_hook is not None:
                 reduced = result if isinstance(result, torch.Tensor) else result[0]
             if correction != 1.0:
                 reduced.mul_(correction)
@@ -483,7 +457,7 @@ class GradientHook:
                 step.reduced[bucket.number] = squared_norm(reduced)
             if future is not bucket.reduced:
                 future.set_result(reduced)
-        self._clock.own_s += time.perf_counter() - self.reduced_at
+        self.clock.own_s += time.perf_counter() - self.reduced_at
 
 
 DROPPED = (
@@ -525,10 +499,7 @@ class _SessionHook:
         return _SessionHook, (None, self._function)
 
 
-WATCHED_STEPS = 20
-"""Steps whose forward passes are watched, from the first on, and after a step that trained nothing."""
-
-
+@dataclass(kw_only=True, eq=False)
 class CoveredModels:
     """Weighs the gradients of the models of one session.
 
@@ -538,33 +509,21 @@ class CoveredModels:
     micro-batch.
     """
 
-    def __init__(
-        self,
-        make_hook: Callable[[DistributedDataParallel, StepWeights], GradientHook] | None,
-        reduction: Reduction,
-        weights: StepWeights,
-        exchange: ExchangePlan,
-        *,
-        weighs_alone: bool = False,
-        losses: LossWarnings | None = None,
-    ) -> None:
-        """`make_hook` is `None` where losses are scaled, or there is nothing to exchange; else `exchange` says how.
+    make_hook: Callable[..., GradientHook] | None
+    """`None` where losses are scaled, or there is nothing to exchange; else `exchange` says how."""
+    reduction: Reduction
+    weights: StepWeights
+    exchange: ExchangePlan
+    weighs_alone: bool
+    """Whether, in a world of one process, gradients are weighed as they come."""
+    losses: LossWarnings | None
 
-        With `weighs_alone`, in a world of one process, gradients are weighed as they come.
-        """
-        self._weighs_alone = weighs_alone
-        self._losses = losses
-        self._weights = weights
-        self._reduction: Reduction = reduction
-        self._exchange = exchange
+    def __post_init__(self) -> None:
+        """Begin without a model."""
         self.models: list[torch.nn.Module] = []
         self._hooks: list[GradientHook] = []
-        self._make_hook = make_hook
         self._num_reduced = 0
         self._saw_no_sync = False
-        self._num_watched: int | None = 0
-        """Steps whose forward passes were watched; `None` once that is over."""
-        self._watches: list[RemovableHandle] = []
         self._only_adds = False
         """Whether the current micro-batch's gradient is only added up."""
         self._probe: tuple[torch.nn.Parameter, torch.Tensor] | None = None
@@ -574,8 +533,6 @@ class CoveredModels:
         self._ignored: list[torch.nn.Module] = []
         self.unshared: list[DistributedDataParallel] = []
         """Models whose buffers DDP does not broadcast until `broadcast_buffers`."""
-        self._sketches: list[NormSketch] = []
-        """Norms of the newest step, if it was local and measured, by model; their cells are not summed yet."""
 
     def cover(self, model: torch.nn.Module) -> None:
         """Weigh one more model.
@@ -586,7 +543,7 @@ class CoveredModels:
         """
         if any(model is each for each in self.models):
             raise RuntimeError("the model is covered already: name each model once")
-        if self._make_hook is not None:
+        if self.make_hook is not None:
             if not isinstance(model, DistributedDataParallel):
                 raise ValueError(
                     f"{type(model).__name__} is not under DistributedDataParallel, but another model of the session "
@@ -597,7 +554,8 @@ class CoveredModels:
                     "the parameters are updated inside of the backward pass (_apply_optimizer_in_backward), for which "
                     "DistributedDataParallel takes its one communication hook: call optimizer.step() after it instead"
                 )
-            hook, place = self._make_hook(model, self._weights), _places.get(model)
+            hook = self.make_hook(group=model.process_group, model_exchange=self.exchange.of_model(model))
+            place = _places.get(model)
             if place is None:
                 place = _HookPlace()
                 try:
@@ -611,26 +569,14 @@ class CoveredModels:
                 raise RuntimeError("another session covers the model: end that one first, session.close()")
             place.hook = hook
             self._hooks.append(hook)
-            self._watch_forward(model)
-        elif self._weighs_alone:
+            self._handles.append(model.register_forward_pre_hook(_SessionHook(self, CoveredModels.note_forward)))
+        elif self.weighs_alone:
             self._handles += [each.register_hook(self.weigh_alone) for each in model.parameters()]  # type: ignore[no-untyped-call]
         self.models.append(model)
 
-    def _watch_forward(self, model: torch.nn.Module) -> None:
-        self._watches.append(model.register_forward_pre_hook(_SessionHook(self, CoveredModels.note_forward)))
-
-    def _end_watch(self) -> None:
-        """Watch no forward pass any more: a hook costs each 20 us, whatever it does."""
-        self._num_watched = self._losses = None
-        for hook in self._hooks:
-            hook.losses = None
-        for handle in self._watches:
-            handle.remove()
-        self._watches.clear()
-
     def refuse_others(self) -> None:
         """Refuse to train DDP models that are not covered, where hooks weigh: their gradients would be wrong."""
-        if self._make_hook is None:
+        if self.make_hook is None:
             return
         self._handles.append(
             register_module_module_registration_hook(_SessionHook(self, CoveredModels.watch_registered))
@@ -675,12 +621,11 @@ class CoveredModels:
         for hook in self._hooks:
             hook.average_plainly()
             hook.is_retired = True
-        self._end_watch()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.broadcast_buffers()
-        self._exchange.close()
+        self.exchange.close()
 
     @property
     def exchanges(self) -> list[ModelExchange]:
@@ -691,12 +636,8 @@ class CoveredModels:
         """Squared norms of what lossy codecs have sent and should have sent, of all models."""
         return reduce(CodedSquares.and_more, (each.coded() for each in self.exchanges), CodedSquares())
 
-    def begin(
-        self, batch: MicroBatch, *, shares_times: bool, times_due: bool = True, sketches: bool = False, rarely: int = 1
-    ) -> None:
+    def begin(self, batch: MicroBatch, times: SharedTimes, *, measures: bool) -> None:
         """Prepare all models for a batch: what was added up before it, and whether gradients are exchanged after it.
-
-        Norms are measured `rarely` times less often than usual.
 
         Raises:
             RuntimeError: when the gradients of the micro-batches before it are gone.
@@ -707,22 +648,15 @@ class CoveredModels:
             self._only_adds = not batch.is_last
             for model in self.models:
                 set_gradient_sync(model, exchanged=batch.is_last)
-        before = self._weights.begin(batch)
+        before = self.weights.begin(batch)
         if before is not None:
-            self._rescale(before, self._weights.newest)
+            self._rescale(before, self.weights.newest)
         if batch.is_last:
-            exchange = self._exchange.of_step(batch.plan.step)
-            if self._losses is not None:
-                self._losses.begin_step()
+            exchange = self.exchange.of_step(batch.plan.step)
+            if self.losses is not None:
+                self.losses.begin_step()
             for hook in self._hooks:
-                hook.begin(
-                    batch,
-                    shares_times=shares_times,
-                    times_due=times_due,
-                    exchange=exchange,
-                    sketches=sketches,
-                    rarely=rarely,
-                )
+                hook.begin(batch, exchange, times, measures=measures)
 
     def _rescale(self, before: int, count: int) -> None:
         """Bring what was added up with the weight `before` into the scale of the weight `count`."""
@@ -732,11 +666,11 @@ class CoveredModels:
         gradients = [each.grad for each in parameters if each.grad is not None]
         if not any(getattr(model, "gradient_as_bucket_view", False) for model in self.models):
             self._probe = parameters[0], gradients[0]
-        if self._make_hook is None:
+        if self.make_hook is None:
             return  # `scale_loss` weighs
         if before == 0:  # not times zero: a dummy batch may have made it NaN
             torch._foreach_zero_(gradients)
-        elif self._reduction == "mean" and before != count:
+        elif self.reduction == "mean" and before != count:
             torch._foreach_mul_(gradients, before / count)
 
     def check_gradients(self) -> None:
@@ -751,16 +685,16 @@ class CoveredModels:
 
     def take_sketches(self, plan: StepPlan) -> StepSketches | None:
         """The sketches of the step that ended, with this plan; `None` where nothing was sketched."""
-        sketches, self._sketches = self._sketches, []
-        return StepSketches(sketches, plan.counts, self._weights.over_mean()) if sketches else None
+        sketches = [hook.sketch for hook in self._hooks if hook.sketch is not None]
+        return StepSketches(sketches, plan.counts, self.weights.over_mean()) if sketches else None
 
     def loss_factor(self, batch: MicroBatch) -> float:
         """Factor on the loss of a batch before a framework that averages gradients over all ranks."""
-        if not self._weights.total():
+        if not self.weights.total():
             return 0.0
-        factor = self._weights.factor() * self._weights.correction()
-        weight = batch.weight if self._reduction == "mean" else min(batch.weight, 1)  # a dummy's is 0
-        return weight * batch.loss_divisor * self._exchange.world_size * factor
+        factor = self.weights.factor() * self.weights.correction()
+        weight = batch.weight if self.reduction == "mean" else min(batch.weight, 1)  # a dummy's is 0
+        return weight * batch.loss_divisor * self.exchange.world_size * factor
 
     def weigh_alone(self, gradient: torch.Tensor) -> torch.Tensor:
         """Weigh the gradient of a batch before it is added to those before it."""
@@ -771,8 +705,8 @@ class CoveredModels:
         """Note a forward pass under the script's own `no_sync`, and the collectives before it."""
         batch = self._batch
         # a compiled model's hooks are compiled too: what they read would be compiled for each of its values
-        if self._losses is not None and not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self._losses.forward_begins(model)
+        if self.losses is not None and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self.losses.forward_begins(model)
         if batch is not None and batch.is_last and not model.require_backward_grad_sync and torch.is_grad_enabled():
             self._saw_no_sync = True
 
@@ -780,11 +714,6 @@ class CoveredModels:
     def saw_backward(self) -> bool:
         """Whether a gradient came since the step began, exchanged or under `no_sync`; known where hooks weigh."""
         return self._saw_no_sync or sum(hook.num_reduced for hook in self._hooks) > self._num_reduced
-
-    @property
-    def are_training(self) -> bool:
-        """Whether a model is in training mode."""
-        return any(model.training for model in self.models)
 
     def end_step(self, *, updated: bool) -> SquaredNorms:
         """End a step; returns its squared norms over all models.
@@ -801,19 +730,8 @@ class CoveredModels:
                 "session.sync_gradients, and pass to attach either micro_batch_size, where the script divides no loss, "
                 "or gradient_accumulation_steps=N, where it divides each by N; local_batch_size counts the whole step"
             )
-        if self._num_watched is not None:
-            self._num_watched += 1
-            if self._num_watched > WATCHED_STEPS:
-                self._end_watch()
-        elif self._num_reduced == before and not updated and self._hooks:
-            self._num_watched = 0  # nothing was trained: perhaps the script begins to accumulate
-            for model in self.models:
-                self._watch_forward(model)
         norms = NOT_MEASURED
-        self._sketches = []
         for hook in self._hooks:
-            if hook.sketch is not None:
-                self._sketches.append(hook.sketch)
             if (more := hook.take_norms()) is not NOT_MEASURED:
                 norms = SquaredNorms([*norms.local, *more.local], [*norms.reduced, *more.reduced])
             hook.average_plainly()
@@ -821,8 +739,6 @@ class CoveredModels:
 
     def take_times(self) -> list[float] | None:
         """Seconds per sample by rank, as the step's last exchange brought them."""
-        if len(self._hooks) == 1:
-            return self._hooks[0].slots.take_seconds()
         newest = None
         for hook in sorted(self._hooks, key=lambda hook: hook.reduced_at):
             newest = hook.slots.take_seconds() or newest

@@ -4,6 +4,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -107,31 +108,28 @@ _covered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers of all sessions of this process, whose steps come from no checkpoint."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Updates:
     """The optimizers of one session."""
 
-    def __init__(
-        self,
-        *,
-        loader: Loader,
-        before_update: Callable[[], None],
-        factor: Callable[[int], float],
-        warns: bool = False,
-        schedulers: Schedulers | None = None,
-    ) -> None:
-        """`loader` has the batch to train on; `factor` is that of the learning rate by the global batch size.
+    loader: Loader
+    """Has the batch to train on."""
+    prepare: Callable[[], None]
+    """Called before each update."""
+    factor: Callable[[int], float]
+    """Of the learning rate, by the global batch size."""
+    warns: bool
+    """Whether this is the rank that warns."""
+    schedulers: Schedulers | None
+    """Where steps differ in length, for a warning of rates that others schedule by steps."""
 
-        One rank `warns`; with `schedulers`, where steps differ in length, also of rates that others schedule by steps.
-        """
-        self._schedulers = schedulers
+    def __post_init__(self) -> None:
+        """Begin without an optimizer."""
         self._seen: dict[int, tuple[int, list[Any]]] = {}
         """The epoch and the learning rates of each optimizer's newest update."""
         self._num_changes = 0
-        self._loader = loader
-        self._before_update = before_update
-        self._factor_of = factor
         self._factor = 1.0
-        self._num_idle: int | None = 0 if warns else None
+        self._num_idle: int | None = 0 if self.warns else None
         """Steps without any step of an optimizer; `None` once one has stepped, or after the warning."""
         self._handles: list[RemovableHandle] = []
         self._covered: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -169,7 +167,7 @@ class Updates:
 
     def follow(self, global_batch_size: int, rate_factor: float = 1.0) -> None:
         """Scale by this global batch size from now on, and by a decision's own factor."""
-        self._factor = self._factor_of(global_batch_size) * rate_factor
+        self._factor = self.factor(global_batch_size) * rate_factor
 
     def remove(self) -> None:
         """Leave the optimizers as they were."""
@@ -214,12 +212,12 @@ class Updates:
         Raises:
             RuntimeError: when the step is not, for `session.step` or `optimizer.step` was called at the wrong place.
         """
-        batch = self._loader.current
+        batch = self.loader.current
         if batch is None and id(optimizer) in self._left_out:
             raise RuntimeError(
                 "session.step(), or another loop over the loader, came before optimizer.step(): it belongs after it"
             )
-        if batch is None and self._loader.are_kept:
+        if batch is None and self.loader.are_kept:
             raise RuntimeError(
                 "an update by a batch of a loop that is over, which the script has kept (itertools.cycle, a list): "
                 "batches are not the same in each epoch, loop over the loader again, `while True: yield from loader`"
@@ -229,20 +227,20 @@ class Updates:
                 "optimizer.step() after a micro-batch that is not the step's last: call optimizer.step() and "
                 "optimizer.zero_grad() only if session.sync_gradients"
             )
-        if batch is not None and self._loader.num_untrained:
+        if batch is not None and self.loader.num_untrained:
             raise RuntimeError(
-                f"{self._loader.num_untrained} batches came and went before this update, so its gradient may be of "
-                f"another batch: attach(look_ahead={self._loader.num_untrained}) if the script fetches batches ahead, "
+                f"{self.loader.num_untrained} batches came and went before this update, so its gradient may be of "
+                f"another batch: attach(look_ahead={self.loader.num_untrained}) if the script fetches batches ahead, "
                 "gradient_accumulation_steps=N if it makes one step of N batches, session.step() in a batch that it "
                 "skips; a resumed session skips what was used by itself"
             )
-        self._before_update()
-        if self._schedulers is None or self._schedulers.drives(optimizer):
+        self.prepare()
+        if self.schedulers is None or self.schedulers.drives(optimizer):
             return
         rates = [group["lr"] for group in optimizer.param_groups]
         if self._num_changes > MAX_UNSCHEDULED_CHANGES or any(isinstance(rate, torch.Tensor) for rate in rates):
             return  # reading a tensor could wait for a GPU
-        epoch = self._loader.position.epoch
+        epoch = self.loader.position.epoch
         before = self._seen.get(id(optimizer))
         self._seen[id(optimizer)] = epoch, rates
         if before is not None and before[0] == epoch and before[1] != rates:

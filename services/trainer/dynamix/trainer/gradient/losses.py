@@ -11,6 +11,7 @@ import logging
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,26 +33,29 @@ EQUAL_SIZES = 'keep all batches equal by attach(policy="static"), and drop_last=
 _log = logging.getLogger("dynamix.trainer")
 
 
+@dataclass(kw_only=True)
 class LossWarnings:
     """Looks at the losses of a job whose ranks may have unequal batches."""
 
-    def __init__(
-        self, *, is_sum: bool, weighs_samples: bool, is_joint: bool, has_equal_data: bool, is_in_parts: bool
-    ) -> None:
-        """`is_sum` and `weighs_samples` are the script's settings.
+    is_sum: bool
+    weighs_samples: bool
+    """As the script has set it, like `is_sum`."""
+    is_joint: bool
+    """Whether the forward pass of the model has collectives of its own."""
+    has_equal_data: bool
+    """Whether only the sizes of the ranks' batches tell their losses apart."""
+    is_in_parts: bool
+    """Whether a step has batches of about one size."""
 
-        The forward pass of a model that `is_joint` has collectives of its own. Where the ranks have `equal_data`, only
-        the sizes of their batches tell their losses apart. A step that `is_in_parts` has batches of about one size.
-        """
-        self._is_sum = is_sum
-        self._has_equal_data = has_equal_data
-        self._may_be_weighted = weighs_samples and not is_sum
-        self._may_be_joint = self._may_be_weighted and not is_joint
+    def __post_init__(self) -> None:
+        """Begin with everything to look for."""
+        self._may_be_weighted = self.weighs_samples and not self.is_sum
+        self._may_be_joint = self._may_be_weighted and not self.is_joint
         self._group: dist.ProcessGroup | None = None
         """That of the model whose forward pass has begun, until its gradient comes."""
         self._num_before = 0
         """Collectives of that group before the forward pass, and DDP's own in it."""
-        self._slopes = [0.0] * MAX_WINDOWS if is_in_parts else []
+        self._slopes = [0.0] * MAX_WINDOWS if self.is_in_parts else []
         """Slope of log loss over log size, by window: 0 for a mean, 1 for a sum."""
 
     def look_at_modules(self, models: Iterable[torch.nn.Module]) -> None:
@@ -146,18 +150,18 @@ class LossWarnings:
         if not all(loss > 0 for loss in losses):  # or unknown
             return
         slope = statistics.linear_regression([math.log(size) for size in sizes], [math.log(loss) for loss in losses])[0]
-        self._slopes.append(-slope if self._is_sum else slope)
+        self._slopes.append(-slope if self.is_sum else slope)
         if len(self._slopes) < MIN_WINDOWS:
             return
         mean, error = statistics.fmean(self._slopes), statistics.stdev(self._slopes) / math.sqrt(len(self._slopes))
         if mean - 3 * error > 0.5:
             self._warn_of_size(
                 "does not grow with its batch, as a sum over samples would: leave reduction='sum' out"
-                if self._is_sum
+                if self.is_sum
                 else "grows in proportion to its batch, as a sum does, but is weighed as a mean: pass "
                 "attach(reduction='sum')"
             )
-        elif is_reported and self._has_equal_data and not self._is_sum and 0.5 > mean > 0.1 + 5 * error:
+        elif is_reported and self.has_equal_data and not self.is_sum and 0.5 > mean > 0.1 + 5 * error:
             self._warn_of_size(
                 "grows with its batch, as with negatives taken from the batch, so unequal batches change the "
                 f"gradient: {EQUAL_SIZES}"

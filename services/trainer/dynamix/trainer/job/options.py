@@ -119,6 +119,11 @@ class JobOptions:
         return Allocation(self.local_batch_sizes, split, first)
 
     @property
+    def accumulates(self) -> bool:
+        """Whether a step may have several batches."""
+        return self.micro_batch_size is not None or self.gradient_accumulation_steps > 1
+
+    @property
     def named_codecs(self) -> list[str]:
         """Exchange codecs of extensions that the policy's options name."""
         names = {value for value in self.policy_options.values() if isinstance(value, str)} - set(CODECS)

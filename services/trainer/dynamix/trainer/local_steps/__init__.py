@@ -157,27 +157,21 @@ class _Round:
     """Its samples in these."""
 
 
+@dataclass(eq=False)
 class LocalSteps:
     """Rounds of local steps of the models of one session; nothing where no exchange asks for them."""
 
-    def __init__(
-        self,
-        exchange: ExchangePlan,
-        models: CoveredModels,
-        updates: Updates,
-        gather: Callable[[list[StatePlace]], list[list[StatePlace]]],
-        *,
-        noise_every: int,
-    ) -> None:
-        """`gather` returns what every rank has, from what this one has; `noise_every` is that of `attach`."""
-        self._measurement = RoundMeasurement(noise_every)
-        self._exchange = exchange
-        self._models = models
-        self._updates = updates
-        self._gather = gather
-        self._slots = TimeSlots(exchange.rank, exchange.world_size)
-        self._buffers: list[tuple[Sequence[Tensor], ModelExchange]] = []
-        """Buffers that DDP would broadcast in each forward pass, by model."""
+    exchange: ExchangePlan
+    models: CoveredModels
+    updates: Updates
+    gather: Callable[[list[StatePlace]], list[list[StatePlace]]]
+    """Returns what every rank has, from what this one has."""
+    noise_every: int
+
+    def __post_init__(self) -> None:
+        """Begin without a round."""
+        self._measurement = RoundMeasurement(self.noise_every)
+        self._slots = TimeSlots(self.exchange.rank, self.exchange.world_size)
         self._round: _Round | None = None
         self._num_steps = 0
         self._sketches: StepSketches | None = None
@@ -197,36 +191,35 @@ class LocalSteps:
 
     def outer_momentum(self) -> list[dict[str, Tensor]]:
         """The momentum of each model's outer steps, by parameter; the same on all ranks, copied to the CPU."""
-        kept = [self._velocities[each].by_key() if each in self._velocities else {} for each in self._models.exchanges]
+        kept = [self._velocities[each].by_key() if each in self._velocities else {} for each in self.models.exchanges]
         return [{key: part.cpu().clone() for key, part in parts.items()} for parts in kept]
 
     def load_outer_momentum(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         """Go on from what `outer_momentum` returned."""
-        for model, parts in zip(self._models.exchanges, saved, strict=False):
+        for model, parts in zip(self.models.exchanges, saved, strict=False):
             if parts:
                 self._velocities.setdefault(model, Residuals()).load(parts)
 
     def begin(self, step: int) -> None:
         """Begin a step; the first one of a round notes where it begins, the first of all shares rank 0's buffers."""
-        if self._round is not None or self._exchange.at(step).every == 1:
+        if self._round is not None or self.exchange.at(step).every == 1:
             return
-        self._exchange.pipeline()
+        self.exchange.pipeline()
         buckets: list[tuple[ModelExchange, FlatBucket]] = []
-        for model, exchange in zip(self._models.models, self._models.exchanges, strict=True):
+        for model, exchange in zip(self.models.models, self.models.exchanges, strict=True):
             assert isinstance(model, DistributedDataParallel), "others have no exchange"
             if model.broadcast_buffers and model.modules_buffers:
-                is_first = self._exchange.rank == 0
+                is_first = self.exchange.rank == 0
                 share_buffers(model.modules_buffers, exchange, float(is_first), is_first=is_first)
-                self._buffers.append((model.modules_buffers, exchange))
                 model.broadcast_buffers = False
-                self._models.unshared.append(model)
+                self.models.unshared.append(model)
             trained = [(key, parameter) for parameter, key in exchange.keys.items() if parameter.requires_grad]
             numbers, _ = c10d._compute_bucket_assignment_by_size(  # noqa: SLF001 - as DDP does, each of one type
                 [parameter for _, parameter in trained], [model.bucket_bytes_cap]
             )
             for number, indices in enumerate(numbers):
                 buckets.append((exchange, FlatBucket(number, [trained[index] for index in indices])))
-        self._round = _Round(buckets, [0] * self._exchange.world_size)
+        self._round = _Round(buckets, [0] * self.exchange.world_size)
 
     def measures(self, step: int) -> bool:
         """Whether the noise is measured on a step: the first one of a round, where one is due."""
@@ -242,14 +235,14 @@ class LocalSteps:
         """
         assert self._round is not None, "the step was not local"
         self._num_steps += 1
-        self._sketches = self._models.take_sketches(plan) or self._sketches
+        self._sketches = self.models.take_sketches(plan) or self._sketches
         for rank, count in enumerate(plan.counts.values):
             self._round.counts[rank] += count
         if seconds_per_sample is not None and seconds_per_sample > 0.0:
-            num_samples = plan.counts.values[self._exchange.rank]
+            num_samples = plan.counts.values[self.exchange.rank]
             self._round.computed_s += seconds_per_sample * num_samples
             self._round.num_timed += num_samples
-        exchange, following = self._exchange.at(plan.step), self._exchange.at(plan.step + 1)
+        exchange, following = self.exchange.at(plan.step), self.exchange.at(plan.step + 1)
         if self._num_steps < exchange.every and exchange == following and not ends_epoch:
             return None, (), NOT_MEASURED, None
         counts = mean_counts(self._round.counts, self._num_steps)
@@ -265,25 +258,25 @@ class LocalSteps:
     def average(self, step: int) -> None:
         """End a round before its time; a collective. Nothing between two rounds."""
         if not self.is_averaged:
-            exchange = self._exchange.at(step - 1)
+            exchange = self.exchange.at(step - 1)
             self._average_optimizers(self._average(exchange, exchange, shares_times=False)[0])
             self._sketches = None
 
     def leave(self) -> None:
         """Restore DDP's broadcasts of buffers."""
-        if not self.is_averaged and self._exchange.rank == 0:
+        if not self.is_averaged and self.exchange.rank == 0:
             _log.warning(
                 "the session ends in the middle of a round of local steps: each rank has parameters of its own; call "
                 "session.average() on all ranks before"
             )
-        self._models.broadcast_buffers()
-        self._buffers, self._round, self._num_steps = [], None, 0
+        self.models.broadcast_buffers()
+        self._round, self._num_steps = None, 0
 
     def _average(self, exchange: Exchange, following: Exchange, *, shares_times: bool) -> tuple[float, RoundDrift]:
         """Give all ranks the mean; returns this rank's weight in it, and the distance of the ranks."""
         assert self._round is not None, "no round"
         counts = self._round.counts
-        weight = counts[self._exchange.rank] / sum(counts)
+        weight = counts[self.exchange.rank] / sum(counts)
         drift = RoundDrift([], [])
         step = StepExchange(exchange, flushes=not keeps_residuals(exchange, following))
         sent: list[tuple[ModelExchange, FlatBucket, BucketView, Sent]] = []
@@ -298,8 +291,9 @@ class LocalSteps:
         if shares_times:
             seconds_per_sample = self._round.computed_s / max(self._round.num_timed, 1)
             beside.append(some_model.send_plainly(self._slots.write_apart(seconds_per_sample).tensor))
-        for buffers, model in self._buffers:
-            share_buffers(buffers, model, weight, is_first=self._exchange.rank == 0)
+        for covered, model in zip(self.models.models, self.models.exchanges, strict=True):
+            if covered in self.models.unshared:
+                share_buffers(covered.modules_buffers, model, weight, is_first=self.exchange.rank == 0)
         for model, bucket, view, under_way in sent:
             under_way.wait()
             velocity = self._velocities.setdefault(model, Residuals()).of(view) if exchange.outer_momentum else None
@@ -316,8 +310,8 @@ class LocalSteps:
 
     def _average_optimizers(self, weight: float) -> None:
         """Average the state that any rank has, in the same order on all; counts become the largest one."""
-        optimizers, pipeline = self._updates.optimizers, self._exchange.pipeline()
-        places = sorted({place for each in self._gather(state_places(optimizers)) for place in each})
+        optimizers, pipeline = self.updates.optimizers, self.exchange.pipeline()
+        places = sorted({place for each in self.gather(state_places(optimizers)) for place in each})
         under_way = []
         parameters = [list(_parameters(optimizer)) for optimizer in optimizers]
         for place in places:

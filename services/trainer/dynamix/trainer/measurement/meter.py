@@ -6,11 +6,10 @@ window ends: one transfer per window, no wait per step.
 
 import math
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -153,21 +152,8 @@ class Gains:
         )
 
 
-P = ParamSpec("P")
-AnswerT = TypeVar("AnswerT")
 Scalar = float | torch.Tensor
 """A number, or a tensor of one element."""
-
-
-def while_it_lives(method: Callable[P, AnswerT], otherwise: Callable[[], AnswerT]) -> Callable[P, AnswerT]:
-    """A bound method that keeps nothing alive: a session ends with its last name, not when cycles are looked for."""
-    held = weakref.WeakMethod(method)
-
-    def ask(*args: P.args, **kwargs: P.kwargs) -> AnswerT:
-        living = held()
-        return otherwise() if living is None else living(*args, **kwargs)
-
-    return ask
 
 
 class _Batch(NamedTuple):

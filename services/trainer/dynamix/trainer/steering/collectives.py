@@ -14,7 +14,7 @@ import contextlib
 import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -57,9 +57,10 @@ class Collectives:
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
-        self._group: dist.ProcessGroup | None
+        self._group: Any
+        """A process group, until this rank leaves it."""
         if (whole := dist.group.WORLD) is None:
-            self._group = cast("dist.ProcessGroup", ProcessGroupGloo(HashStore(), 0, 1, SOLO_TIMEOUT))
+            self._group = ProcessGroupGloo(HashStore(), 0, 1, SOLO_TIMEOUT)
         else:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             self._group = dist.new_group(backend="gloo", timeout=timeout_of(whole))
@@ -69,7 +70,7 @@ class Collectives:
         self._under_way: dict[str, dist.Work] = {}
         """What was posted and not taken yet."""
         self._total = LentTensor(torch.zeros(1, dtype=torch.int64))
-        self._sharing: tuple[dist.Work, LentTensor] | None = None
+        self._order: LentTensor
         self._numbers = LentTensor(torch.zeros(0, dtype=torch.float64))
 
     def close(self) -> None:
@@ -81,8 +82,7 @@ class Collectives:
         group, self._group = self._group, None
         if group is None:
             return
-        under_way = [*self._under_way.values(), *([] if self._sharing is None else [self._sharing[0]])]
-        if all(work.is_completed() for work in under_way):
+        if all(work.is_completed() for work in self._under_way.values()):
             with contextlib.suppress(ValueError):  # destroyed with all others by the script, or of a single process
                 dist.destroy_process_group(group)
         else:
@@ -90,9 +90,8 @@ class Collectives:
 
     def post_row(self, row: msgspec.Struct) -> None:
         """Send this rank's row to all others."""
-        assert "rows" not in self._under_way, "a gather is under way"
         _write(self._mine, row)
-        self._under_way["rows"] = self._gather(self._rows, self._mine)
+        self._under_way["rows"] = self._group.allgather([each.alias for each in self._rows], self._mine.alias)
 
     def take_rows(self, decoder: msgspec.msgpack.Decoder[T]) -> list[T]:
         """The rows of all ranks, in rank order, as they were posted last."""
@@ -101,10 +100,8 @@ class Collectives:
 
     def post_decision(self, decision: Allocation | None) -> None:
         """Send rank 0's decision, or none, to all ranks."""
-        assert "decision" not in self._under_way, "a broadcast is under way"
         if self.rank == 0:
             _write(self._decision, decision)
-        assert self._group is not None, "left"
         self._under_way["decision"] = self._group.broadcast(self._decision.alias, 0)
 
     def take_decision(self) -> Allocation | None:
@@ -114,11 +111,9 @@ class Collectives:
 
     def post_numbers(self, mine: Sequence[float]) -> None:
         """Send float64 to be summed over all ranks, each place on its own; all ranks send as many."""
-        assert "numbers" not in self._under_way, "a sum is under way"
         if len(mine) != self._numbers.tensor.numel():
             self._numbers = LentTensor(torch.zeros(len(mine), dtype=torch.float64))
         self._numbers.tensor.numpy()[:] = mine
-        assert self._group is not None, "left"
         self._under_way["numbers"] = self._group.allreduce([self._numbers.alias])
 
     def take_numbers(self) -> list[float]:
@@ -129,19 +124,17 @@ class Collectives:
 
     def share_order(self, order: Order, *, waits: bool = True) -> Order:
         """Receive rank 0's order; the others pass one as long. A rank that does not wait does so at the next call."""
-        if self._sharing is not None:
-            self._sharing[0].wait()
-        lent = LentTensor(torch.from_numpy(order))
-        assert self._group is not None, "left"
-        self._sharing = (self._group.broadcast(lent.alias, 0), lent)
+        if "order" in self._under_way:
+            self._under_way["order"].wait()
+        self._order = LentTensor(torch.from_numpy(order))
+        self._under_way["order"] = self._group.broadcast(self._order.alias, 0)
         if waits:
-            self._sharing[0].wait()
+            self._under_way["order"].wait()
         return order
 
     def post_total(self, mine: int) -> Callable[[], int]:
         """Begin to add up a number over all ranks; call what is returned for the sum."""
         self._total.tensor.fill_(mine)
-        assert self._group is not None, "left"
         work = self._group.allreduce([self._total.alias])
 
         def total() -> int:
@@ -160,15 +153,12 @@ class Collectives:
         sizes = self._gather_now(torch.tensor([len(payload)]), within_s)
         padded = bytearray(payload).ljust(max(int(size) for size in sizes), b"\0")
         found = self._gather_now(torch.frombuffer(padded, dtype=torch.uint8))
-        return [pickle.loads(bytes(each.tolist())) for each in found]  # noqa: S301 - from the ranks of this job
+        return [pickle.loads(each.numpy().tobytes()) for each in found]  # noqa: S301 - from the ranks of this job
 
     def _gather_now(self, mine: torch.Tensor, within_s: float | None = None) -> list[torch.Tensor]:
         """Such a tensor of each rank; all have one size."""
         found = [LentTensor(torch.empty_like(mine)) for _ in range(self.world_size)]
-        work = self._gather(found, LentTensor(mine))
+        lent = LentTensor(mine)
+        work = self._group.allgather([each.alias for each in found], lent.alias)
         work.wait() if within_s is None else work.wait(timedelta(seconds=within_s))
         return [each.tensor for each in found]
-
-    def _gather(self, found: Sequence[LentTensor], mine: LentTensor) -> dist.Work:
-        assert self._group is not None, "left"
-        return self._group.allgather([each.alias for each in found], mine.alias)

@@ -7,16 +7,14 @@ its sizes, and counted as `tracking`.
 """
 
 from collections import Counter
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from dynamix.schemas.messages import Action
+from dynamix.schemas.messages import REFUSALS, Action
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Split, is_permitted
 from dynamix.trainer.job.identity import JobIdentity
 from dynamix.trainer.job.options import JobOptions
-
-Refusal = Literal["job", "generation", "length", "bounds", "sum", "lever", "stale", "not_newer", "future"]
 
 
 class Offers:
@@ -30,14 +28,14 @@ class Offers:
         self._lasting = options.fixed_exchange
         self._newest: Action | None = None
         self._adopted_window = -1
-        self._last_refused: tuple[Action, Refusal] | None = None
+        self._last_refused: tuple[Action, str] | None = None
         """The newest action that was refused since the last boundary, and why."""
         self.num_refused: Counter[str] = Counter()
         """Refused so far, by reason; under `tracking` actions of which only the split was."""
         self._explained: dict[int, dict[str, float | str]] = {}
         """Metrics of the decision for each window to come."""
 
-    def consider(self, action: Action, effective_window: int) -> Refusal | None:
+    def consider(self, action: Action, effective_window: int) -> str | None:
         """Consider an action to start at `effective_window`; returns why it was refused, the first reason, or `None`.
 
         It is kept as this job can carry it out: with its own exchange, and tracking only where it can.
@@ -52,7 +50,7 @@ class Offers:
             can_exchange = len(exchange.shares) in (0, len(highs)) and options.supports_exchange
             can_exchange = can_exchange and is_permitted(exchange, options.exchange, options.named_codecs)
         newest = self._adopted_window if self._newest is None else max(self._adopted_window, self._newest.window)
-        misfits: dict[Refusal, bool] = {
+        misfits: dict[str, bool] = {
             "job": action.job != identity.job,
             "generation": action.generation != identity.generation,
             "future": action.window >= effective_window,  # kept, it would keep out all before it
@@ -109,26 +107,13 @@ class Offers:
         self._explained = {later: noted for later, noted in self._explained.items() if later > window}
         return found
 
-    def _refuse(self, action: Action, reason: Refusal) -> None:
+    def _refuse(self, action: Action, reason: str) -> None:
         self.num_refused[reason] += 1
         self._last_refused = action, reason
 
 
 def _with(action: Action, **levers: Any) -> Action:
     return msgspec.structs.replace(action, allocation=msgspec.structs.replace(action.allocation, **levers))
-
-
-REFUSALS: dict[Refusal, str] = {
-    "job": "it is of another job",
-    "generation": "it is of another start of the job",
-    "length": "it has sizes for another number of ranks",
-    "bounds": "a size is outside the bounds of the job or of a rank's memory",
-    "sum": "it changes the global batch, which is fixed",
-    "lever": "it asks for what this trainer cannot carry out",
-    "stale": "it came too late, see max_lag_windows",
-    "not_newer": "a newer one was adopted before",
-    "future": "it is of a window that has not ended",
-}
 
 
 DIVISIONS: dict[Split, str] = {

@@ -62,9 +62,8 @@ class Windows:
         place = window - self._first
         return self._starts[place + 1] - self._starts[place]
 
-    def measured(self, window: int, step_time_s: float, *, is_calm: bool = False) -> None:
+    def measured(self, window: int, step_time_s: float, longer: int = 1) -> None:
         """Plan ahead after a window: all ranks give the same time per step, evaluations between steps included."""
-        longer = CALM_TIMES if is_calm else 1
         end = self._starts[window + 1 - self._first]
         forgotten = window - self._first
         del self._starts[:forgotten]
@@ -91,31 +90,31 @@ LEFT = "left"
 """The script ended, or let go of its session, without `close`."""
 
 
+@dataclass
 class Reporter:
     """Builds this rank's messages; it remembers one window, so that the readers of its reports need not."""
 
-    def __init__(self, options: JobOptions, identity: JobIdentity, place: Place, initial: Allocation) -> None:
-        self._options = options
-        self._initial = initial
-        self._identity = identity
-        self._place = place
-        self._rows_before: Sequence[Row] | None = None
-        self._totals_before: JobTotals | None = None
+    options: JobOptions
+    identity: JobIdentity
+    place: Place
+    initial: Allocation
+    _rows_before: Sequence[Row] | None = None
+    _totals_before: JobTotals | None = None
 
     def specification(
         self, *, total_samples: int | None, end_reason: str | None = None, summary: Summary | None = None
     ) -> Job:
         """The job's specification: running, or ended for a reason."""
-        options, initial = self._options, self._initial
+        options, initial = self.options, self.initial
         shared = {name: getattr(options, name) for name in Job.__struct_fields__ if hasattr(options, name)}
         own: dict[str, Any] = {
-            "job": self._identity.job,
-            "generation": self._identity.generation,
+            "job": self.identity.job,
+            "generation": self.identity.generation,
             "phase": "running" if end_reason is None else "ended",
             "world_size": len(initial.local_batch_sizes),
-            "nodes": self._identity.nodes,
+            "nodes": self.identity.nodes,
             "initial_local_batch_sizes": initial.local_batch_sizes,
-            "max_local_batch_sizes": self._identity.max_local_batch_sizes,
+            "max_local_batch_sizes": self.identity.max_local_batch_sizes,
             "total_samples": total_samples,
             "policy_options": dict(options.policy_options),
             "end_reason": (end_reason or "")[:MAX_REASON],
@@ -144,7 +143,7 @@ class Reporter:
         `view` is for this node's agent, where there is one.
         """
         ranks = []
-        for rank in self._place.node_ranks:
+        for rank in self.place.node_ranks:
             row, before = rows[rank].rank, None if self._rows_before is None else self._rows_before[rank]
             uncounted = None if row.sockets is None else NetworkMetrics(tx_bytes=0, rx_bytes=0, retransmits=0)
             known = msgspec.structs.replace(
@@ -159,11 +158,11 @@ class Reporter:
         totals_before = self._totals_before
         self._rows_before, self._totals_before = rows, totals
         return Report(
-            job=self._identity.job,
-            generation=self._identity.generation,
+            job=self.identity.job,
+            generation=self.identity.generation,
             window=totals.window,
-            node=self._place.node,
-            optimizer_family=self._options.optimizer_family,
+            node=self.place.node,
+            optimizer_family=self.options.optimizer_family,
             samples_seen=position.samples_seen,
             rows=tuple(ranks),
             totals=totals,
@@ -172,7 +171,7 @@ class Reporter:
             held_out_accuracy=held_out_accuracy(rows),
             num_reports_dropped=num_reports_dropped,
             field=view,
-            stretch=totals.num_steps // self._options.window_steps,
+            stretch=totals.num_steps // self.options.window_steps,
         )
 
     def receipt(
@@ -180,8 +179,8 @@ class Reporter:
     ) -> Applied:
         """The receipt of an adopted action, with its own sizes: under tracking the windows say which were used."""
         return Applied(
-            job=self._identity.job,
-            generation=self._identity.generation,
+            job=self.identity.job,
+            generation=self.identity.generation,
             decided_window=action.window,
             effective_window=effective_window,
             effective_step=effective_step,
@@ -217,7 +216,7 @@ class Run:
     place: Place
     identity: JobIdentity
     schedule: Schedule = field(init=False)
-    noise: NoiseAverage = field(init=False)
+    noise: NoiseAverage = field(default_factory=NoiseAverage, init=False)
     fast_loop: FastLoop = field(init=False)
     traces: TraceField | None = field(init=False)
     """The traces of the agents of all nodes, under `stigmergy`."""
@@ -238,7 +237,6 @@ class Run:
         """Begin with the options of `attach`, within the bounds that all ranks know."""
         initial = self.options.initial_allocation
         self.schedule = Schedule(self.bounded(initial, self.identity.max_local_batch_sizes))
-        self.noise = NoiseAverage()
         self.windows = self._windows_from(0)
         self.use_identity(self.identity)
 
@@ -250,9 +248,9 @@ class Run:
         self.traces = field_of(self.options, identity)
 
     @property
-    def is_calm(self) -> bool:
-        """Whether no decision is due, and the division stands: less is measured and reported."""
-        return self.options.policy == "split" and self.fast_loop.is_calm
+    def calm_times(self) -> int:
+        """`CALM_TIMES` if no decision is due, and the division stands: less is measured and reported; else 1."""
+        return CALM_TIMES if self.options.policy == "split" and self.fast_loop.is_calm else 1
 
     @property
     def reference_steps(self) -> ReferenceSteps:

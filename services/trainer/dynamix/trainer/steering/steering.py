@@ -14,8 +14,9 @@ import logging
 import math
 import sys
 import time
+from dataclasses import dataclass
 
-from dynamix.schemas.messages import Action, Summary
+from dynamix.schemas.messages import REFUSALS, Action, Summary
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.bus_client.transport import Transport
 from dynamix.trainer.data.orders import ONE_PART
@@ -26,41 +27,33 @@ from dynamix.trainer.loggers import MetricHistory, window_metrics
 from dynamix.trainer.measurement.meter import ROWS, Gains, RankMeter, job_totals
 
 from .collectives import Collectives
-from .offers import REFUSALS, Offers
+from .offers import Offers
 from .run import Run
 
 _log = logging.getLogger("dynamix.trainer")
 
 
+@dataclass(kw_only=True, eq=False)
 class Steering:
     """One rank's side of both loops."""
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        meter: RankMeter,
-        sampler: PlanSampler,
-        collectives: Collectives,
-        transport: Transport,
-        history: MetricHistory,
-        losses: LossWarnings | None = None,
-        says_summary: bool = True,
-    ) -> None:
-        self.run = run
+    run: Run
+    meter: RankMeter
+    sampler: PlanSampler
+    collectives: Collectives
+    transport: Transport
+    history: MetricHistory
+    losses: LossWarnings | None
+    says_summary: bool
+
+    def __post_init__(self) -> None:
+        """Begin with nothing under way."""
         self._gains = Gains()
-        self._says_summary = says_summary
-        self.collectives = collectives
-        self.meter = meter
-        self._sampler = sampler
-        self.transport = transport
-        self.history = history
-        self._losses = losses
         self.offers: Offers | None = None
         """In rank 0, which alone takes actions."""
-        self._posted_window: tuple[Position, Counts, Allocation, bool] | None = None
-        """Where the window ended whose rows are under way, the sizes and the allocation of its last step, and whether
-        the job is calm and nothing is decided about it."""
+        self._posted_window: tuple[Position, Counts, Allocation, int] | None = None
+        """Where the window ended whose rows are under way, the sizes and the allocation of its last step, and how many
+        times longer the next may be."""
         self._posted_decision: tuple[int, Action | None] | None = None
         """Effective step of the decision that is under way, and its action, known in rank 0."""
         self._sockets_due = False
@@ -99,7 +92,7 @@ class Steering:
             )
             if summary is not None:
                 self.history.add_summary(summary)
-                if self._says_summary:
+                if self.says_summary:
                     with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
                         sys.stderr.write(f"dynamix: {summary.text}\n")
         run.ended = True
@@ -160,10 +153,10 @@ class Steering:
         if ends:  # send this rank's row of the window
             self.collectives.post_row(self.meter.take_row(times, self.run.held_out_accuracy))
             of_step = run.schedule.counts_at(step), run.schedule.allocation_at(step)
-            self._posted_window = position, *of_step, run.is_calm
+            self._posted_window = position, *of_step, run.calm_times
         if adopts:
             self._post_decision(ahead)
-        clock.charge(time.perf_counter() - began)
+        clock.charged_s += time.perf_counter() - began
 
     def complete_posted(self) -> None:
         """Complete what the last step posted; no new collective, so that a rank may do it alone, for a checkpoint."""
@@ -174,12 +167,12 @@ class Steering:
 
     # --- windows -----------------------------------------------------------------------------------------------
 
-    def _complete_window(self, position: Position, sizes: Counts, allocation: Allocation, is_calm: bool) -> None:
+    def _complete_window(self, position: Position, sizes: Counts, allocation: Allocation, longer: int) -> None:
         """Report the window whose rows have arrived."""
         self._posted_window, run = None, self.run
         rows = self.collectives.take_rows(ROWS)
-        if self._losses is not None:
-            self._losses.observe_window(
+        if self.losses is not None:
+            self.losses.observe_window(
                 [row.rank.num_samples for row in rows],
                 [row.rank.loss_sum for row in rows],
                 [row.noise.local_trace for row in rows],
@@ -200,7 +193,7 @@ class Steering:
         script_size = run.options.base_global_batch_size
         is_other = run.options.global_batch == "adaptive" and allocation.global_batch_size != script_size
         self._gains.observe_window(rows, totals, run.fast_loop.filter.fixed, script_size, is_other=is_other)
-        run.windows.measured(window, slowest_s / num_steps, is_calm=is_calm)
+        run.windows.measured(window, slowest_s / num_steps, longer)
         if run.place.local_rank == 0:
             report = run.reporter.report(
                 position,
@@ -273,5 +266,5 @@ class Steering:
             run.traces.revise(run.schedule, effective_step, fewest, upper)
 
     def _assert_not_drawn(self, effective_step: int) -> None:
-        drawn = self._sampler.last_drawn_step
+        drawn = self.sampler.last_drawn_step
         assert effective_step > drawn, f"step {effective_step} may change, but step {drawn} is drawn already"
