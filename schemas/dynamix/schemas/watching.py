@@ -17,6 +17,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     num_samples: int
 
 
+DATA, BETWEEN, COMPUTE, SYNC, UPDATE = range(5)
+"""Fields of `Step`."""
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What one rank did since its last row."""
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from dynamix.cli.arguments import add_json_argument, number
+from dynamix.cli.arguments import add_json_argument
 from dynamix.cli.output import write_json
 from dynamix.cli.watching import Watched, page
 from dynamix.schemas.watching import Row
@@ -30,6 +30,8 @@ from .train import torchrun_words
 
 POLL_S = 0.2
 """Between two looks whether torchrun has ended, while no rows come."""
+EVERY_S = 10.0
+"""Between two lines while nothing new is found."""
 NOTHING = (
     "dynamix watch: no step of a DistributedDataParallel model was seen on all ranks. Train it in the process that "
     "torchrun starts, by loss.backward() and optimizer.step(); if compiled, compile it before it is wrapped; "
@@ -39,8 +41,6 @@ NOTHING = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    what = "seconds between two lines (default: 10)"
-    parser.add_argument("--every", type=number(0, above=True), default=10.0, metavar="S", help=what)
     add_json_argument(parser)
     parser.add_argument(
         "torchrun", nargs="*", metavar="-- ARGUMENT", help="torchrun's options, the script, and its arguments"
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     words = torchrun_words(arguments)
     spec = find_spec("dynamix.trainer")
     assert spec is not None, "a part of the same distribution"
-    watch = Path(next(iter(spec.submodule_search_locations or [])), "watch.py")
+    watch = Path(next(iter(spec.submodule_search_locations or [])), "watched_script.py")
     watched = Watched()
     with tempfile.TemporaryDirectory(prefix="dynamix-watch-") as directory:
         path = str(Path(directory, "rows"))
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             rows.bind(path)
             rows.settimeout(POLL_S)
             command = [sys.executable, str(watch), "launch", path, *words]
-            exit_code = follow(command, rows, watched, every_s=arguments.every)
+            exit_code = follow(command, rows, watched)
     report = watched.report()
     if report is not None and arguments.json is not None:
         write_json(report, arguments.json)
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     return exit_code
 
 
-def follow(command: Sequence[str], rows: socket.socket, watched: Watched, *, every_s: float) -> int:
+def follow(command: Sequence[str], rows: socket.socket, watched: Watched) -> int:
     """Start torchrun and take in rows until it ends; print a line now and then. Returns the exit code."""
     job = subprocess.Popen(command)
 
@@ -89,7 +89,7 @@ def follow(command: Sequence[str], rows: socket.socket, watched: Watched, *, eve
                 continue
             has_ended = watched.add(msgspec.msgpack.decode(packet, type=Row))
             names = {each.name for each in watched.found}
-            if has_ended and (names - shown or time.monotonic() > shown_s + every_s):
+            if has_ended and (names - shown or time.monotonic() > shown_s + EVERY_S):
                 found = ". ".join(each.text for each in watched.found) or "No rank, link or loader is slow"
                 print(f"dynamix watch: step {watched.num_steps}: {found}", file=sys.stderr, flush=True)
                 shown_s, shown = time.monotonic(), shown | names
