@@ -160,7 +160,7 @@ def test_the_time_that_one_rank_takes_longer_is_attributed_to_it(case: dict[str,
     watched = Watched()
     for rank, steps in enumerate(run_ranks(_steps, 3, case)):
         watched.add(watched_row(rank, steps, 3))
-    assert watched.first_named[name] == 1
+    assert watched.windows_named[name][0] == 1
     assert [each.name for each in watched.found if each.name.startswith(("rank", "loader"))] == [name]
     assert watched.found[0].excess_s == pytest.approx(LATE_S, rel=0.2)
 
@@ -198,5 +198,5 @@ def test_the_rank_behind_a_slow_link_is_named(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
             last.sendto(b"", path)
         receiver.join()
-    assert watched.first_named["link 2"] <= 10
+    assert watched.windows_named["link 2"][0] <= 10
     assert [each.name for each in watched.found] == ["link 2"]
