@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +191,8 @@ def cuda_event() -> Moment:
 
 def size_of(batch: Any) -> int:
     """Samples in a batch: the length of the first tensor in it; 0 where there is none."""
-    tensors = find_tensors(dict(batch) if hasattr(batch, "keys") else batch)
-    return next((len(each) for each in tensors if each.dim()), 0)
+    tensors = find_tensors(dict(batch) if isinstance(batch, Mapping) else batch)
+    return next((each.shape[0] for each in tensors if each.dim()), 0)
 
 
 def install(recorder: Recorder) -> None:
