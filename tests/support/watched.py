@@ -11,10 +11,7 @@ def watched_row(rank: int, steps: Sequence[Step], world_size: int, **changes: An
     made: dict[str, Any] = {
         "restart": 0,
         "node": f"node-{rank}",
-        "device": "cpu",
         "first_step": 0,
-        "cpu_s": 0.1,
-        "queued_s": 0.0,
         "memory_bytes": 1_000_000,
         "link_bytes_per_s": None,
         "link_peer": None,

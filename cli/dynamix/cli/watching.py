@@ -70,8 +70,6 @@ class Watched:
     def __init__(self, restart: int = -1) -> None:
         self._restart = restart
         self._rows: dict[int, Row] = {}
-        self._sums: dict[int, Array] = {}
-        """Of processor time, time without a processor, and the number of steps."""
         self._links: dict[int, tuple[float, int]] = {}
         self._incomplete: dict[int, dict[int, Step]] = {}
         self._steps: deque[Array] = deque(maxlen=KEPT_STEPS)
@@ -86,9 +84,6 @@ class Watched:
         if row.restart > self._restart or (row.first_step == 0 and row.rank in self._rows):  # torchrun has restarted
             Watched.__init__(self, row.restart)
         self._rows[row.rank] = row
-        sums = self._sums.setdefault(row.rank, np.array([0.0, 0.0, 1e-9]))
-        if row.first_step:  # the counters of the first row include what was before the training
-            sums += (row.cpu_s, row.queued_s, len(row.steps))
         if row.link_bytes_per_s is not None and row.link_peer is not None:
             self._links[row.rank] = row.link_bytes_per_s, row.link_peer
         has_ended = False
@@ -129,8 +124,7 @@ class Watched:
         for rank, row in sorted(self._rows.items()):
             times = dict(zip(FIELDS, mean_WF[rank].tolist(), strict=False))
             wait_s, more = max(times.pop("sync_s") - comm_s, 0.0), {"node": row.node, "memory_bytes": row.memory_bytes}
-            cpu_s, queued_s = (self._sums[rank][:-1] / self._sums[rank][-1]).tolist()
-            ranks.append({"rank": rank, **times, "wait_s": wait_s, "cpu_s": cpu_s, "queued_s": queued_s, **more})
+            ranks.append({"rank": rank, **times, "wait_s": wait_s, **more})
         return {
             "num_steps": self.num_steps,
             "num_windows": self.num_windows,
@@ -180,10 +174,6 @@ class Watched:
             f"Rank {rank} {'has a slow loader' if is_data else 'is slow'}: it {DOES[part]} {1e3 * more_s:.1f} +- "
             f"{2e3 * error_s:.1f} ms longer per step than the others ({ms(own_s)}, they {ms(own_s - more_s)})"
         )
-        if not is_data and self._rows[rank].device == "cpu":
-            all_W2 = np.array([sums[:-1] / sums[-1] for _, sums in sorted(self._sums.items())])
-            busy_s, queued_s = np.maximum(all_W2[rank] - np.sort(all_W2, axis=0)[(len(all_W2) - 1) // 2], 0.0)
-            text += f"; its processor was busy {ms(busy_s)} longer, and it waited {ms(queued_s)} longer for one"
         name = f"loader {rank}" if is_data else f"rank {rank} {FIELDS[part]}"
         return Finding(name=name, excess_s=late_s, text=text)
 

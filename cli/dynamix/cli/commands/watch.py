@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -72,27 +71,20 @@ def follow(command: Sequence[str], rows: socket.socket, watched: Watched) -> int
     """Start torchrun and take in rows until it ends; print a line now and then. Returns the exit code."""
     job = subprocess.Popen(command)
 
-    def pass_on(number: int, _frame: Any) -> None:
-        if number == signal.SIGTERM:  # Ctrl-C in a terminal reaches torchrun as well; either way we still report
-            job.terminate()
-
-    before = {each: signal.signal(each, pass_on) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches torchrun, too; either way we report
+    signal.signal(signal.SIGTERM, lambda *_: job.terminate())
     shown: set[str] = set()
     shown_s = time.monotonic()
-    try:
-        while True:
-            try:
-                packet = rows.recv(1 << 20)
-            except TimeoutError:
-                if job.poll() is not None:
-                    return job.returncode if job.returncode >= 0 else 128 - job.returncode
-                continue
-            has_ended = watched.add(msgspec.msgpack.decode(packet, type=Row))
-            names = {each.name for each in watched.found}
-            if has_ended and (names - shown or time.monotonic() > shown_s + EVERY_S):
-                found = ". ".join(each.text for each in watched.found) or "No rank, link or loader is slow"
-                print(f"dynamix watch: step {watched.num_steps}: {found}", file=sys.stderr, flush=True)
-                shown_s, shown = time.monotonic(), shown | names
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    while True:
+        try:
+            packet = rows.recv(1 << 20)
+        except TimeoutError:
+            if job.poll() is not None:
+                return job.returncode if job.returncode >= 0 else 128 - job.returncode
+            continue
+        has_ended = watched.add(msgspec.msgpack.decode(packet, type=Row))
+        names = {each.name for each in watched.found}
+        if has_ended and (names - shown or time.monotonic() > shown_s + EVERY_S):
+            found = ". ".join(each.text for each in watched.found) or "No rank, link or loader is slow"
+            print(f"dynamix watch: step {watched.num_steps}: {found}", file=sys.stderr, flush=True)
+            shown_s, shown = time.monotonic(), shown | names

@@ -234,7 +234,6 @@ class Reporter:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dynamix watch", daemon=True)
         self._num_steps = self._num_sent = 0
-        self._before = counters()
         self._are_matched = False
         recorder.on_model = self.start
 
@@ -308,18 +307,14 @@ class Reporter:
         if not steps:
             return None
         rate, peer = self._link()
-        now, before, first = counters(), self._before, self._num_steps
-        self._before, self._num_steps = now, first + len(steps)
+        first, self._num_steps = self._num_steps, self._num_steps + len(steps)
         return Row(
             restart=self._environment.launch.restart_count,
             rank=self._rank,
             world_size=self._world_size,
             node=self._node,
-            device=recorder.device,
             first_step=first,
             steps=steps,
-            cpu_s=now[0] - before[0],
-            queued_s=now[1] - before[1],
             memory_bytes=memory_bytes(recorder.device),
             link_bytes_per_s=rate,
             link_peer=peer,
@@ -343,12 +338,6 @@ class Reporter:
             self._sockets.match([connections for _, connections in told], self._rank, near)
             self._are_matched = True
         return None, None
-
-
-def counters() -> tuple[float, float]:
-    """Processor time of all threads, and the main thread's time without a processor, so far."""
-    schedule = Path(f"/proc/self/task/{os.getpid()}/schedstat")
-    return time.process_time(), int(schedule.read_text().split()[1]) / 1e9 if schedule.exists() else 0.0
 
 
 def memory_bytes(device: str) -> int:
