@@ -1,6 +1,5 @@
 """`dynamix doctor`: each check on what it can meet, the verdict, and the services' health check."""
 
-import ast
 import asyncio
 import contextlib
 import json
@@ -44,14 +43,6 @@ def test_a_broker_with_known_holes_is_not_good_enough(
     binary.chmod(0o755)
     monkeypatch.setattr(checks, "server_binary", lambda: binary)
     assert checks.server().present is present
-
-
-def test_the_data_is_looked_for_where_the_trainer_looks() -> None:
-    """Read, not imported: the trainer's module imports PyTorch."""
-    source = (ROOT / "lab/dynamix/lab/workloads/datasets.py").read_text()
-    texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
-    assert set(checks.FASHION_MNIST) <= texts
-    assert {str(directory) for directory in checks.DATA_DIRECTORIES} <= texts
 
 
 def test_a_machine_without_proc_is_fatal(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ DataLoader, the end of an optimizer's step. On a GPU a moment is a CUDA event. O
 sends a `Row`, over the store of torch.distributed to rank 0 and from there to the command.
 """
 
+import atexit
 import functools
 import os
 import socket
@@ -347,9 +348,9 @@ def memory_bytes(device: str) -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def begin(path: str) -> Callable[[], None]:
-    """Watch this rank, whose rows go to the command's socket; returns what to call when the script has ended."""
+def begin(path: str) -> None:
+    """Watch this rank, whose rows go to the command's socket, until the process ends."""
     recorder = Recorder()
     reporter = Reporter(recorder, path)
     install(recorder)
-    return reporter.end
+    atexit.register(reporter.end)

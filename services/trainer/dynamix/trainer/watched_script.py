@@ -6,13 +6,13 @@ Nothing here may import torch before the script does, which may set variables th
 import builtins
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
-def after_torch(then: Callable[[], None]) -> None:
-    """Call a function once the script has imported torch."""
+def watch_after_torch(path: str) -> None:
+    """Begin to watch once the script has imported torch."""
     plain = builtins.__import__
 
     def importing(*arguments: Any, **options: Any) -> Any:
@@ -20,7 +20,9 @@ def after_torch(then: Callable[[], None]) -> None:
         torch = sys.modules.get("torch")
         if torch is not None and not getattr(torch.__spec__, "_initializing", False):
             builtins.__import__ = plain
-            then()
+            from dynamix.trainer.watch import begin  # noqa: PLC0415 - imports torch
+
+            begin(path)
         return module
 
     builtins.__import__ = importing
@@ -58,20 +60,9 @@ def main(words: Sequence[str]) -> None:
     act, path, *rest = words
     if act == "launch":
         launch(path, rest)
-        return
-    ends: list[Callable[[], None]] = []
-
-    def watch() -> None:
-        from dynamix.trainer.watch import begin  # noqa: PLC0415 - imports torch
-
-        ends.append(begin(path))
-
-    after_torch(watch)
-    try:
+    else:
+        watch_after_torch(path)
         run_script(rest)
-    finally:
-        for end in ends:
-            end()
 
 
 if __name__ == "__main__":
