@@ -14,7 +14,6 @@ from tests.support.devices import device_in, identity
 from dynamix.cli.arguments import OutputPath
 from dynamix.cli.main import Parser, command_module, command_names, main
 
-LONG = "a" * 300
 DEMO = Path(__file__).parents[1] / "data" / "demo.dxc"
 FOREIGN = b"import os\n\nprint('hours of work')\n"
 REFUSED = [

@@ -130,12 +130,12 @@ PLAIN_EVERY_S = 5.0
 class ProgressLine:
     """A line, redrawn on a terminal and repeated now and then elsewhere: `with ProgressLine() as progress: ...`.
 
-    The last line stays on the terminal.
+    It is repeated every `plain_every_s` seconds; the last line stays on the terminal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plain_every_s: float = PLAIN_EVERY_S) -> None:
         self._is_terminal = sys.stderr.isatty()
-        self._every_s = TERMINAL_EVERY_S if self._is_terminal else PLAIN_EVERY_S
+        self._every_s = TERMINAL_EVERY_S if self._is_terminal else plain_every_s
         self._shown_s = time.monotonic()
         self._newest = ""
         self._width = 0
