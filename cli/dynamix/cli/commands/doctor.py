@@ -195,10 +195,9 @@ def report(sections: Mapping[str, Sequence[DoctorCheck]]) -> str:
 
 def software() -> list[DoctorCheck]:
     """Everything that is installed or is not."""
-    version = platform.python_version()
     torch = "pip install torch; https://pytorch.org says which build fits your GPU"
     return [
-        DoctorCheck("Python", "everything", f"{version} at {sys.executable}"),
+        DoctorCheck("Python", "everything", f"{platform.python_version()} at {sys.executable}"),
         server(),
         installed("PyTorch", "training", ("torch",), torch),
         installed("views", "live views", ("rich", "matplotlib"), "pip install 'dynamix-batch[cli]'"),

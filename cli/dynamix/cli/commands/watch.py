@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -49,16 +48,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Watch until torchrun ends; returns its exit code."""
     words = torchrun_words(arguments)
-    spec = find_spec("dynamix.trainer")
-    assert spec is not None, "a part of the same distribution"
-    watch = Path(next(iter(spec.submodule_search_locations or [])), "watched_script.py")
     watched = Watched()
     with tempfile.TemporaryDirectory(prefix="dynamix-watch-") as directory:
         path = str(Path(directory, "rows"))
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rows:
             rows.bind(path)
             rows.settimeout(POLL_S)
-            command = [sys.executable, str(watch), "launch", path, *words]
+            command = [sys.executable, "-m", "dynamix.trainer.watched_script", "launch", path, *words]
             exit_code = follow(command, rows, watched)
     report = watched.report()
     if report is not None and arguments.json is not None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -285,18 +286,13 @@ class Reporter:
                 self._store.delete_key(self._key(self._rank, self._num_sent - KEPT_ROWS - 1))
         for rank in range(self._world_size if self._rank == 0 else 0):
             while self._store.check([key := self._key(rank, self._fetched[rank])]):
-                self._send(self._store.get(key))
+                with suppress(TimeoutError, FileNotFoundError, ConnectionRefusedError):  # the command is busy or gone
+                    self._out.sendto(self._store.get(key), self._path)
                 self._store.delete_key(key)
                 self._fetched[rank] += 1
 
     def _key(self, rank: int, what: int | str) -> str:
         return f"{self._prefix}/{rank}/{what}"
-
-    def _send(self, row: bytes) -> None:
-        try:
-            self._out.sendto(row, self._path)
-        except (TimeoutError, FileNotFoundError, ConnectionRefusedError):
-            return  # the command is busy or gone: training goes on
 
     def _take_row(self) -> Row | None:
         recorder, steps = self._recorder, []

@@ -1,4 +1,4 @@
-"""Runs a training script under torchrun with its ranks watched: the file that `dynamix watch` starts by its path.
+"""Runs a training script under torchrun with its ranks watched: the file that torchrun starts by its path.
 
 Nothing here may import torch before the script does, which may set variables that torch reads.
 """
