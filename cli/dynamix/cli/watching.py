@@ -2,27 +2,21 @@
 
 A rank's own time is what it needs until it waits for others: data, between, compute and update. Communication is what
 a step takes beyond the longest own time, for the last rank to arrive waits for nobody; what a rank waits more, it waits
-for slower ranks. Predictions replay the measured steps with other compute times and other communication. The sizes, the
-way of exchange and its time are those of the policies' own models (`arbitrator.policies`).
+for slower ranks. Predictions replay the measured steps with other compute times and other communication. The sizes and
+times of an exchange are those of the policies' own models (`arbitrator.policies`).
 """
 
-import functools
 import math
-import textwrap
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dynamix.arbitrator.policies.exchange import LINK_WINDOWS, ExchangeMemory, choose, link_rates
+from dynamix.arbitrator.policies.exchange import BEGIN, FIRST_PERIOD, PRIORS
 from dynamix.arbitrator.policies.step_time import SPLIT_DEAD_BAND, StepTime
 from dynamix.cli.output import Document
-from dynamix.schemas.features import RANK_INDEX
-from dynamix.schemas.messages import Job, NodeRanks
-from dynamix.schemas.messages.allocation import EXACT, Exchange, ExchangePermission
-from dynamix.schemas.watching import Row, Step
+from dynamix.schemas.watching import COMPUTE, DATA, SYNC, Row, Step
 
 WINDOW_STEPS, WINDOW_S = 10, 1.0
 """A window has at least so many steps and lasts at least so long."""
@@ -44,8 +38,7 @@ FIXED_SHARE = 0.1
 PRIOR_ERROR = 0.3
 """Relative error of the time of an exchange that was not measured."""
 
-FIELDS = ("data_s", "between_s", "compute_s", "sync_s", "update_s")
-DATA, BETWEEN, COMPUTE, SYNC, UPDATE = range(len(FIELDS))
+FIELDS = Step.__struct_fields__[:-1]
 DOES = ("waits for data", "spends between steps", "computes", "", "updates")
 
 Array = npt.NDArray[np.float64]
@@ -59,7 +52,6 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     excess_s: float
     """Seconds per step; of a rank what it is later than the others."""
     text: str
-    why: str = ""
 
 
 class Remedy(msgspec.Struct, frozen=True):
@@ -78,27 +70,20 @@ class Watched:
     def __init__(self, restart: int = -1) -> None:
         self._restart = restart
         self._rows: dict[int, Row] = {}
-        self._sums: dict[int, Array] = {}
-        """Of processor time, time without a processor, and the number of steps."""
         self._links: dict[int, tuple[float, int]] = {}
         self._incomplete: dict[int, dict[int, Step]] = {}
         self._steps: deque[Array] = deque(maxlen=KEPT_STEPS)
         self.num_steps, self.num_windows, self._num_new, self._new_s = 0, 0, 0, 0.0
         self.found: list[Finding] = []
         """In the newest window."""
-        self.named: Counter[str] = Counter()
-        """Windows in which each was found."""
-        self.first_named: dict[str, int] = {}
-        """The first of them, from 1."""
+        self.windows_named: dict[str, list[int]] = {}
+        """Windows in which each was found, from 1."""
 
     def add(self, row: Row) -> bool:
         """Take in one row; whether a window ended."""
         if row.restart > self._restart or (row.first_step == 0 and row.rank in self._rows):  # torchrun has restarted
             Watched.__init__(self, row.restart)
         self._rows[row.rank] = row
-        sums = self._sums.setdefault(row.rank, np.array([0.0, 0.0, 1e-9]))
-        if row.first_step:  # the counters of the first row include what was before the training
-            sums += (row.cpu_s, row.queued_s, len(row.steps))
         if row.link_bytes_per_s is not None and row.link_peer is not None:
             self._links[row.rank] = row.link_bytes_per_s, row.link_peer
         has_ended = False
@@ -124,8 +109,7 @@ class Watched:
         self.found = self._findings(np.array(list(self._steps)[-self._num_new :]))
         self._num_new, self._new_s = 0, 0.0
         for each in self.found:
-            self.named[each.name] += 1
-            self.first_named.setdefault(each.name, self.num_windows)
+            self.windows_named.setdefault(each.name, []).append(self.num_windows)
         return True
 
     def report(self) -> Document | None:
@@ -136,12 +120,11 @@ class Watched:
         steps_TWF = usual(all_TWF)
         own_TW, comm_T = own_and_communication(steps_TWF)
         mean_WF, comm_s = steps_TWF.mean(axis=0), float(comm_T.mean())
-        ranks = []
+        ranks, named = [], self.windows_named
         for rank, row in sorted(self._rows.items()):
             times = dict(zip(FIELDS, mean_WF[rank].tolist(), strict=False))
             wait_s, more = max(times.pop("sync_s") - comm_s, 0.0), {"node": row.node, "memory_bytes": row.memory_bytes}
-            cpu_s, queued_s = (self._sums[rank][:-1] / self._sums[rank][-1]).tolist()
-            ranks.append({"rank": rank, **times, "wait_s": wait_s, "cpu_s": cpu_s, "queued_s": queued_s, **more})
+            ranks.append({"rank": rank, **times, "wait_s": wait_s, **more})
         return {
             "num_steps": self.num_steps,
             "num_windows": self.num_windows,
@@ -151,9 +134,8 @@ class Watched:
             "local_batch_size": float(mean_WF[:, -1].mean()),
             "gradient_bytes": self._rows[0].gradient_bytes,
             "ranks": ranks,
-            "findings": [each for each in self._findings(all_TWF) if each.name in self.named or not self.num_windows],
-            "windows_named": dict(self.named),
-            "first_named": self.first_named,
+            "findings": [each for each in self._findings(all_TWF) if each.name in named or not self.num_windows],
+            "windows_named": named,
             "remedies": self._remedies(steps_TWF),
             "notes": sorted({note for row in self._rows.values() for note in row.notes}),
         }
@@ -192,44 +174,25 @@ class Watched:
             f"Rank {rank} {'has a slow loader' if is_data else 'is slow'}: it {DOES[part]} {1e3 * more_s:.1f} +- "
             f"{2e3 * error_s:.1f} ms longer per step than the others ({ms(own_s)}, they {ms(own_s - more_s)})"
         )
-        why = ""
-        if not is_data and self._rows[rank].device == "cpu":
-            all_W2 = np.array([sums[:-1] / sums[-1] for _, sums in sorted(self._sums.items())])
-            cpu_s, queued_s = all_W2[rank] - np.sort(all_W2, axis=0)[(len(all_W2) - 1) // 2]
-            if queued_s > 0.4 * more_s:
-                why = f"It waited {ms(queued_s)} longer for a processor: others use it, or a quota is used up."
-            elif cpu_s > 0.4 * more_s:
-                why = f"Its processor was busy {ms(cpu_s)} longer: it is slower, or has more to do."
-            else:
-                why = (
-                    "It neither used a processor nor waited for one meanwhile: it slept or was blocked. To divide the "
-                    "batch helps if that time grows with the samples."
-                )
         name = f"loader {rank}" if is_data else f"rank {rank} {FIELDS[part]}"
-        return Finding(name=name, excess_s=late_s, text=text, why=why)
-
-    @property
-    def _rates(self) -> Array | None:
-        """Bytes per second of each rank's link, as policies know them: where each rank has a link of its own."""
-        obs_WF = np.full((len(self._rows), len(RANK_INDEX)), np.nan, dtype=np.float32)
-        for rank, (rate, peer) in self._links.items():
-            obs_WF[rank, RANK_INDEX["link_bytes_per_s"]], obs_WF[rank, RANK_INDEX["link_peer"]] = rate, peer
-        return link_rates(obs_WF)
+        return Finding(name=name, excess_s=late_s, text=text)
 
     def _communication(self, comm_s: float, text: str) -> Finding:
-        rates, name = self._rates, "network"
-        if rates is None:
-            return Finding(name=name, excess_s=comm_s, text=text)
-        slowest, mbit, num = int(rates.argmin()), 8e-6 * rates, len(rates)
-        others = float(np.median(np.delete(mbit, slowest)))
-        ring_s = 2 * (num - 1) / num * self._rows[0].gradient_bytes / float(rates[slowest])
-        if mbit[slowest] < SLOW_LINK * others and ring_s > EXPLAINS * comm_s:
-            name = f"link {slowest}"
-            carried = f"{mbit[slowest]:.3g} Mbit/s, the others {others:.3g}"
-            text += f": the link of rank {slowest} is slow, it carries {carried}"
-        else:
-            text += f": links carry {mbit.min():.3g} to {mbit.max():.3g} Mbit/s"
-        return Finding(name=name, excess_s=comm_s, text=text)
+        """Communication, and the one slow link behind it where each rank has a link and shows it.
+
+        A link is as fast as the fastest transfer of its rank, sent or received.
+        """
+        rates_W, num = np.zeros(len(self._rows)), len(self._rows)
+        for rank, (rate, peer) in self._links.items():
+            rates_W[[rank, peer]] = np.maximum(rates_W[[rank, peer]], rate)
+        if len(self._links) < num:
+            return Finding(name="network", excess_s=comm_s, text=text)
+        slowest, mbit_W = int(rates_W.argmin()), 8e-6 * rates_W
+        others = float(np.median(np.delete(mbit_W, slowest)))
+        ring_s = 2 * (num - 1) / num * self._rows[0].gradient_bytes / float(rates_W[slowest])
+        is_link = mbit_W[slowest] < SLOW_LINK * others and ring_s > EXPLAINS * comm_s
+        text += f": the link of rank {slowest} carries {mbit_W[slowest]:.3g} Mbit/s, the others {others:.3g}"
+        return Finding(name=f"link {slowest}" if is_link else "network", excess_s=comm_s, text=text)
 
     # --- what would help
 
@@ -239,7 +202,7 @@ class Watched:
         data_TW, compute_TW = steps_TWF[:, :, DATA], steps_TWF[:, :, COMPUTE]
         mean_WF, comm_s = steps_TWF.mean(axis=0), float(comm_T.mean())
         now_T = own_TW.max(axis=1) + comm_T
-        now_s, sizes = float(now_T.mean()), tuple(max(round(size), 1) for size in mean_WF[:, -1].tolist())
+        now_s, num = float(now_T.mean()), len(mean_WF)
         found: list[Remedy] = []
 
         def saved(own: Array, comm: Array = comm_T, samples: float = 1.0) -> tuple[float, float]:
@@ -251,70 +214,33 @@ class Watched:
         saving, error = saved(own_TW - data_TW)
         is_worthwhile = saving > max(2 * NOTABLE, error)
         found.append(Remedy("loaders that keep up", "more num_workers", saving, error, is_worthwhile))
-        if len(sizes) < 2 or mean_WF[:, -1].min() < 1.0:
+        if num < 2 or mean_WF[:, -1].min() < 1.0:
             return found
 
-        job, rates = self._job(sizes), self._rates
-        models = []
-        for fixed_s in 0.0, FIXED_SHARE * float(mean_WF[:, COMPUTE].min()):
-            per_sample_W = np.maximum((mean_WF[:, COMPUTE] - fixed_s) / np.array(sizes), 1e-9)
-            bounds = np.ones(len(sizes)), np.array(job.max_local_batch_sizes, dtype=np.float64)
-            fixed_W, none_W = np.full(len(sizes), fixed_s), np.zeros(len(sizes))
-            models.append(StepTime(per_sample_W, *bounds, fixed_W, none_W, sync_intercept_s=comm_s))
-        divided, twice = models[0].divide(sum(sizes)), tuple(2 * size for size in sizes)
-        for new, samples, least, name, how in (
-            (divided, 1.0, SPLIT_DEAD_BAND, "divide the batch by speed", "attach(model, optimizer, loader)"),
-            (twice, 2.0, 2 * NOTABLE, "twice the batch, per sample", 'attach(..., global_batch="adaptive")'),
+        sizes_W, compute_W, none_W = np.round(mean_WF[:, -1]), np.maximum(mean_WF[:, COMPUTE], 1e-9), np.zeros(num)
+        bounds = np.ones(num), np.full(num, 2.0 * sizes_W.max())
+        model = StepTime(compute_W / sizes_W, *bounds, none_W, none_W, sync_intercept_s=comm_s)
+        divided_W, fixed_W = np.array(model.divide(int(sizes_W.sum()))), FIXED_SHARE * compute_W.min() / compute_W
+        for new_W, samples, least, name, how in (
+            (divided_W, 1.0, SPLIT_DEAD_BAND, "divide the batch by speed", "attach(model, optimizer, loader)"),
+            (2 * sizes_W, 2.0, 2 * NOTABLE, "twice the batch, per sample", 'attach(..., global_batch="adaptive")'),
         ):
-            outcomes = []
-            for model in models:
-                new_W, now_W = (model.compute_s(np.array(each, dtype=np.float64)) for each in (new, sizes))
-                more_TW = compute_TW * (new_W / now_W - 1.0) + data_TW * (np.array(new) / np.array(sizes) - 1.0)
-                outcomes.append(saved(own_TW + more_TW, samples=samples))
-            (saving, error), (doubted, _) = outcomes
+            growth_W = new_W / sizes_W - 1.0
+            saving, error = saved(own_TW + growth_W * (compute_TW + data_TW), samples=samples)
+            doubted, _ = saved(own_TW + growth_W * ((1.0 - fixed_W) * compute_TW + data_TW), samples=samples)
             found.append(Remedy(name, how, saving, math.hypot(error, saving - doubted), saving > max(least, error)))
 
-        memory = ExchangeMemory(times_s={EXACT.codec: comm_s})
-        if rates is not None:
-            memory = msgspec.structs.replace(memory, rates=rates, num_link_windows=LINK_WINDOWS)
-        ways: tuple[tuple[ExchangePermission, Exchange, str], ...] = (
-            ("exact", Exchange(route="shares"), "exact sums at owners with shares"),
-            ("lossy", Exchange(codec="int8"), "gradients rounded to int8"),
-            ("local", Exchange(codec="int8", every=4), "4 local steps between averagings, int8"),
-        )
-        for permission, way, name in ways[rates is None :]:
-            chosen = choose(
-                *(msgspec.structs.replace(job, exchange=permission), models[0], memory, float(sum(sizes))), max_every=16
-            )
-            factor = memory.time_s(way, 0.0) / max(comm_s, 1e-9) / way.every
+        is_adam = "adam" in self._rows[0].optimizer.lower()  # policies then take no local steps
+        for every, permission, name in (
+            (1, "lossy", "gradients rounded to int8"),
+            (FIRST_PERIOD, "local", f"{FIRST_PERIOD} local steps between averagings, int8"),
+        ):
+            factor = PRIORS["int8"] / every
             saving, error = saved(own_TW, factor * comm_T)
             error = math.hypot(error, PRIOR_ERROR * factor * comm_s / now_s)
-            is_chosen = (chosen.codec, chosen.route, chosen.every) == (way.codec, way.route, way.every)
-            how = f'attach(..., exchange="{permission}")'
-            found.append(Remedy(name, how, saving, error, is_chosen and saving > error))
+            is_worthwhile = comm_s > BEGIN * now_s and saving > error and not (is_adam and every > 1)
+            found.append(Remedy(name, f'attach(..., exchange="{permission}")', saving, error, is_worthwhile))
         return sorted(found, key=lambda each: (not each.is_worthwhile, -each.saving))
-
-    def _job(self, sizes: Sequence[int]) -> Job:
-        """The job as the policies would see it, attached with the script's sizes."""
-        nodes: dict[str, list[int]] = {}
-        for rank, row in sorted(self._rows.items()):
-            nodes.setdefault(row.node, []).append(rank)
-        return Job(
-            job="watched",
-            generation=0,
-            phase="running",
-            world_size=len(sizes),
-            nodes=tuple(NodeRanks(node=node, ranks=tuple(ranks)) for node, ranks in nodes.items()),
-            window_steps=WINDOW_STEPS,
-            initial_local_batch_sizes=tuple(sizes),
-            base_global_batch_size=sum(sizes),
-            min_local_batch_size=1,
-            max_local_batch_sizes=(2 * max(sizes),) * len(sizes),
-            optimizer_family="adam" if "adam" in self._rows[0].optimizer.lower() else "sgd",
-            policy="split",
-            seed=0,
-            supports_exchange=True,
-        )
 
 
 def usual(steps_TWF: Array) -> Array:
@@ -344,9 +270,6 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
-wrapped = functools.partial(textwrap.wrap, width=100, subsequent_indent="  ")
-
-
 def page(report: Document) -> str:
     """The report as text."""
     ranks, findings, remedies = report["ranks"], report["findings"], report["remedies"]
@@ -356,29 +279,23 @@ def page(report: Document) -> str:
         f"{report['local_batch_size']:.4g} samples per rank"
     )
     names = ("compute", "wait", "data", "between", "update")
-    lines = [*wrapped(summary), "", f"  rank{''.join(f'{name:>10}' for name in names)}  (ms per step)    memory  node"]
+    lines = [summary, "", f"  rank{''.join(f'{name:>10}' for name in names)}  (ms per step)    memory  node"]
     for each in ranks:
         times = "".join(f"{1e3 * each[f'{name}_s']:10.1f}" for name in names)
         lines.append(f"  {each['rank']:4}{times}{each['memory_bytes'] / 1e6:22.0f} MB  {each['node']}")
     lines.append("")
     named, num_windows = report["windows_named"], report["num_windows"]
-    for each in findings:
-        lines += wrapped(f"{each.text}; in {named.get(each.name, 0)} of {num_windows} windows. {each.why}")
+    lines += [f"{each.text}; in {len(named.get(each.name, ()))} of {num_windows} windows." for each in findings]
     lines += [] if findings else ["No rank, link or loader is slow."]
     if report["num_pauses"]:
         lines.append(f"Left out as pauses, longer than {PAUSE:g} usual steps: {report['num_pauses']}.")
-    for note in report["notes"]:
-        lines += wrapped(f"Note: {note}.")
+    lines += [f"Note: {note}." for note in report["notes"]]
     if any(each.is_worthwhile for each in remedies):
-        lines += ["", "Estimated change of the time per sample, by the models of DYNAMIX's policies:"]
+        lines += ["", "Estimated change of the time per sample; larger batches and local steps may need more samples:"]
     for each in remedies:
         if each.is_worthwhile:
             change = f"{round(-100 * each.saving):+4d} % +- {max(100 * each.error, 1):.0f}"
             lines.append(f"  {change:12}  {each.name:40}  {each.how}")
     rest = ", ".join(f"{each.name} ({round(-100 * each.saving):+d}%)" for each in remedies if not each.is_worthwhile)
-    lines += wrapped(f"Not worth it here: {rest}.") if rest else []
-    if any(each.is_worthwhile and each.name.startswith(("4 local", "twice")) for each in remedies):
-        lines.append(
-            "Larger batches and local steps may need more samples to the same accuracy; that is not known here."
-        )
+    lines += [f"Not worth it here: {rest}."] if rest else []
     return "\n".join(lines)

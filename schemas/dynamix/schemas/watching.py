@@ -17,6 +17,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     num_samples: int
 
 
+DATA, BETWEEN, COMPUTE, SYNC, UPDATE = range(5)
+"""Fields of `Step`."""
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What one rank did since its last row."""
 
@@ -24,14 +28,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     rank: int
     world_size: int
     node: str
-    device: str
-    """`cpu` or `cuda`."""
     first_step: int
     steps: list[Step]
-    cpu_s: float
-    """Processor time of all threads."""
-    queued_s: float
-    """Time in which the main thread could run and had no processor, also because of a quota."""
     memory_bytes: int
     """The most that was allocated on the GPU; on a CPU what the process holds."""
     link_bytes_per_s: float | None

@@ -27,14 +27,13 @@ from dynamix.cli.arguments import add_action, add_json_argument, add_output_argu
 from dynamix.cli.connection import HOW_TO_START, NoBrokerError, connected, find
 from dynamix.cli.errors import CommandError, explained, reading
 from dynamix.cli.output import POLICY, ActionResult, Document, write_file, write_result
-from dynamix.cli.terminal import ProgressLine, in_columns
+from dynamix.cli.terminal import LEVELS, ProgressLine, in_columns
 from dynamix.runtime.bus import StreamMissingError
 from dynamix.runtime.input_files import read_regular
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import redact_url
 from dynamix.schemas.streams import POLICIES
 
-BARS = "▁▂▃▄▅▆▇█"
 HEADINGS = ("policy", "version", "from", "size", "stored", "sha256")
 
 
@@ -188,8 +187,8 @@ def _drawn(file: PolicyFile) -> str:
     for name in sorted(spans, key=spans.__getitem__, reverse=True):
         bars = []
         for values, actions in zip(found[name], levers, strict=True):
-            heights = (values - actions.min()) / np.ptp(actions) * (len(BARS) - 1)
-            bars.append("".join(BARS[round(height)] for height in heights.tolist()))
+            heights = (values - actions.min()) / np.ptp(actions) * (len(LEVELS) - 1)
+            bars.append("".join(LEVELS[round(height)] for height in heights.tolist()))
         lines.append(f"  {name:30}{'  '.join(bars)}")
     return "\n".join(lines)
 

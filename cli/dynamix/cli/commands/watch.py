@@ -15,13 +15,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from dynamix.cli.arguments import add_json_argument, number
+from dynamix.cli.arguments import add_json_argument
 from dynamix.cli.output import write_json
 from dynamix.cli.watching import Watched, page
 from dynamix.schemas.watching import Row
@@ -30,6 +28,8 @@ from .train import torchrun_words
 
 POLL_S = 0.2
 """Between two looks whether torchrun has ended, while no rows come."""
+EVERY_S = 10.0
+"""Between two lines while nothing new is found."""
 NOTHING = (
     "dynamix watch: no step of a DistributedDataParallel model was seen on all ranks. Train it in the process that "
     "torchrun starts, by loss.backward() and optimizer.step(); if compiled, compile it before it is wrapped; "
@@ -39,8 +39,6 @@ NOTHING = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    what = "seconds between two lines (default: 10)"
-    parser.add_argument("--every", type=number(0, above=True), default=10.0, metavar="S", help=what)
     add_json_argument(parser)
     parser.add_argument(
         "torchrun", nargs="*", metavar="-- ARGUMENT", help="torchrun's options, the script, and its arguments"
@@ -50,17 +48,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Watch until torchrun ends; returns its exit code."""
     words = torchrun_words(arguments)
-    spec = find_spec("dynamix.trainer")
-    assert spec is not None, "a part of the same distribution"
-    watch = Path(next(iter(spec.submodule_search_locations or [])), "watch.py")
     watched = Watched()
     with tempfile.TemporaryDirectory(prefix="dynamix-watch-") as directory:
         path = str(Path(directory, "rows"))
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rows:
             rows.bind(path)
             rows.settimeout(POLL_S)
-            command = [sys.executable, str(watch), "launch", path, *words]
-            exit_code = follow(command, rows, watched, every_s=arguments.every)
+            command = [sys.executable, "-m", "dynamix.trainer.watched_script", "launch", path, *words]
+            exit_code = follow(command, rows, watched)
     report = watched.report()
     if report is not None and arguments.json is not None:
         write_json(report, arguments.json)
@@ -68,31 +63,24 @@ def run(arguments: argparse.Namespace) -> int:
     return exit_code
 
 
-def follow(command: Sequence[str], rows: socket.socket, watched: Watched, *, every_s: float) -> int:
+def follow(command: Sequence[str], rows: socket.socket, watched: Watched) -> int:
     """Start torchrun and take in rows until it ends; print a line now and then. Returns the exit code."""
     job = subprocess.Popen(command)
 
-    def pass_on(number: int, _frame: Any) -> None:
-        if number == signal.SIGTERM:  # Ctrl-C in a terminal reaches torchrun as well; either way we still report
-            job.terminate()
-
-    before = {each: signal.signal(each, pass_on) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches torchrun, too; either way we report
+    signal.signal(signal.SIGTERM, lambda *_: job.terminate())
     shown: set[str] = set()
     shown_s = time.monotonic()
-    try:
-        while True:
-            try:
-                packet = rows.recv(1 << 20)
-            except TimeoutError:
-                if job.poll() is not None:
-                    return job.returncode if job.returncode >= 0 else 128 - job.returncode
-                continue
-            has_ended = watched.add(msgspec.msgpack.decode(packet, type=Row))
-            names = {each.name for each in watched.found}
-            if has_ended and (names - shown or time.monotonic() > shown_s + every_s):
-                found = ". ".join(each.text for each in watched.found) or "No rank, link or loader is slow"
-                print(f"dynamix watch: step {watched.num_steps}: {found}", file=sys.stderr, flush=True)
-                shown_s, shown = time.monotonic(), shown | names
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    while True:
+        try:
+            packet = rows.recv(1 << 20)
+        except TimeoutError:
+            if job.poll() is not None:
+                return job.returncode if job.returncode >= 0 else 128 - job.returncode
+            continue
+        has_ended = watched.add(msgspec.msgpack.decode(packet, type=Row))
+        names = {each.name for each in watched.found}
+        if has_ended and (names - shown or time.monotonic() > shown_s + EVERY_S):
+            found = ". ".join(each.text for each in watched.found) or "No rank, link or loader is slow"
+            print(f"dynamix watch: step {watched.num_steps}: {found}", file=sys.stderr, flush=True)
+            shown_s, shown = time.monotonic(), shown | names

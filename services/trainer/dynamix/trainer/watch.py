@@ -4,45 +4,47 @@ It changes no gradient and no state of the script. Moments are taken where PyTor
 callbacks of the autograd engine around DDP's own wait at the end of a backward pass, `Work.wait`, iterators of
 DataLoader, the end of an optimizer's step. On a GPU a moment is a CUDA event. Once a second a thread adds them up and
 sends a `Row`, over the store of torch.distributed to rank 0 and from there to the command.
-
-torchrun starts this file by its path. Nothing may import torch before the script does, which may set variables that
-torch reads; so what needs torch, or the package above, is imported in functions.
 """
 
+import atexit
 import functools
-import importlib.machinery
-import importlib.util
 import os
-import runpy
 import socket
 import sys
 import threading
 import time
-import types
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import fsdp
+from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import dataloader
 
-from dynamix.schemas.watching import Row, Step
+from dynamix.runtime.settings import node_name
+from dynamix.schemas.watching import BETWEEN, COMPUTE, DATA, SYNC, UPDATE, Row, Step
+from dynamix.trainer.measurement.sockets import Connection, PeerSockets
+from dynamix.trainer.settings import read_environment
 
 ENTERED, FORWARD, READY, DONE, UPDATED, ASKED, GOT, WAITS, WAITED = range(9)
 """DDP's forward began, the model's own began, this rank's gradient is complete, the reduced one is there, the optimizer
 has stepped; a batch was asked for, and came; a collective operation is waited for, and done."""
-DATA, BETWEEN, COMPUTE, SYNC, UPDATE = range(5)
-"""Fields of `Step`: what the time after a moment is spent on."""
 FOLLOWS = {ENTERED: SYNC, FORWARD: COMPUTE, READY: SYNC, DONE: UPDATE, UPDATED: BETWEEN, ASKED: DATA, WAITS: SYNC}
+"""What the time after a moment is spent on."""
 
 INTERVAL_S = 1.0
 KEPT_ROWS = 30
 """Rows of a rank that the store holds at most while rank 0 does not fetch them."""
 MOST_MARKS = 20_000
 """Moments of one step that are taken: a script that never steps must not fill the memory."""
-MOST_OUTPUTS = 8
-"""Tensors of a model's output of which one must have a gradient."""
 FSDP_WAITS = "under FSDP on GPUs, waiting for other ranks is inside compute"
+find_tensors: Callable[[Any], Iterable[torch.Tensor]] = distributed._find_tensors  # noqa: SLF001 - no public name
 Moment = Any
 """Seconds of the monotonic clock, or a CUDA event."""
 Mark = tuple[int, Moment, int]
@@ -79,40 +81,28 @@ class Recorder:
         self.on_model: Callable[[], None] = lambda: None
         """Called with each model that is found."""
         self.seconds: Callable[[Moment, Moment], float] = lambda earlier, later: later - earlier
-        self.is_training: Callable[[], bool]
-        self.find_tensors: Callable[[Any], Iterable[Any]]
-        self.gradient_hook: Callable[[Any], None]
         self._now: Callable[[], Moment] = time.perf_counter
         self._marks: list[Mark] = []
         self._thread = 0
         self._trains = self._was_reduced = self._is_queued = False
 
-    def found(self, model: Any) -> None:
-        """A model was wrapped that exchanges gradients."""
+    def making(self, make: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+        """Make a DDP model, or shard a module by FSDP2."""
+        made = make(model, *arguments, **options)
         parameters = [each for each in model.parameters() if each.requires_grad]
         self.gradient_bytes += sum(each.numel() * each.element_size() for each in parameters)
         if parameters and parameters[0].is_cuda:
             self.device, self._now = "cuda", cuda_event
             self.seconds = lambda earlier, later: float(earlier.elapsed_time(later)) / 1000
+        if not isinstance(model, DistributedDataParallel):
+            model.register_forward_pre_hook(lambda *_: self.enters(FORWARD))
+            self.notes = [FSDP_WAITS] if self.device == "cuda" else []
         self.on_model()
-
-    def making(self, make: Any, model: Any, *arguments: Any, **options: Any) -> None:
-        """Make a DDP model."""
-        make(model, *arguments, **options)
-        self.found(model)
+        return made
 
     def hooking(self, register: Any, model: Any, state: Any, hook: Any) -> None:
         """Register a communication hook of the script, which may wait for other ranks."""
         register(model, state, functools.wraps(hook)(functools.partial(self.waiting, hook)))
-
-    def sharding(self, shard: Any, module: Any, *arguments: Any, **options: Any) -> Any:
-        """Shard a module by FSDP2."""
-        sharded = shard(module, *arguments, **options)
-        module.register_forward_pre_hook(lambda *_: self.enters(FORWARD))
-        self.found(module)
-        if self.device == "cuda" and FSDP_WAITS not in self.notes:
-            self.notes.append(FSDP_WAITS)
-        return sharded
 
     def running(self, forward: Any, model: Any, *arguments: Any, **options: Any) -> Any:
         """Run a DDP model forward."""
@@ -120,9 +110,9 @@ class Recorder:
         self.enters(ENTERED)
         output = forward(model, *arguments, **options)
         if self._trains and model.require_backward_grad_sync:
-            for tensor in list(self.find_tensors(output))[:MOST_OUTPUTS]:
+            for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(self.gradient_hook)
+                    tensor.register_hook(self.gradient_comes)  # type: ignore[no-untyped-call]
         return output
 
     def preparing(self, prepare: Any, *arguments: Any, **options: Any) -> Any:
@@ -133,7 +123,7 @@ class Recorder:
 
     def enters(self, kind: int) -> None:
         """A model's forward begins; the first one tells which thread trains."""
-        self._trains = self.is_training()
+        self._trains = torch.is_grad_enabled()
         if self._trains:
             self._thread = self._thread or threading.get_ident()
             self.mark(kind)
@@ -143,12 +133,13 @@ class Recorder:
         if (kind in (READY, DONE) or threading.get_ident() == self._thread) and len(self._marks) < MOST_MARKS:
             self._marks.append((kind, self._now(), num_samples))
 
-    def gradient_comes(self, queue: Callable[[Callable[[], None]], None], _gradient: Any) -> None:
+    def gradient_comes(self, _gradient: Any) -> None:
         """A hook of the model's outputs: the first that is called in a backward pass has the end of the pass noted.
 
         When a pass is over, the engine calls what was queued, in order. Ours is queued before DDP's, which waits for
         the reduced gradient, and queues another behind it.
         """
+        queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001 - DDP's own
 
         def ready() -> None:
             self._is_queued = False
@@ -195,60 +186,42 @@ class Recorder:
 
 def cuda_event() -> Moment:
     """This moment in the GPU's stream."""
-    event = sys.modules["torch"].cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 def size_of(batch: Any) -> int:
     """Samples in a batch: the length of the first tensor in it; 0 where there is none."""
-    for _ in range(3):
-        if hasattr(batch, "shape"):
-            return int(batch.shape[0]) if len(batch.shape) else 0
-        values = list(batch.values()) if hasattr(batch, "values") else batch
-        if not isinstance(values, list | tuple) or not values:
-            return 0
-        batch = values[0]
-    return 0
+    tensors = find_tensors(dict(batch) if isinstance(batch, Mapping) else batch)
+    return next((each.shape[0] for each in tensors if each.dim()), 0)
 
 
 def install(recorder: Recorder) -> None:
-    """Have PyTorch, which was just imported, tell its moments. What is compiled around DDP tells none."""
-    import torch  # noqa: PLC0415 - the script's own import of it has ended
-    from torch.nn.parallel import distributed  # noqa: PLC0415
-    from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415
-    from torch.utils.data import dataloader  # noqa: PLC0415
-
-    model: Any = distributed.DistributedDataParallel
-    loaders: Any = dataloader
-    recorder.is_training = torch.is_grad_enabled
-    recorder.find_tensors = distributed._find_tensors  # noqa: SLF001
-    queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-    recorder.gradient_hook = functools.partial(recorder.gradient_comes, queue)
+    """Have PyTorch tell its moments. What is compiled around DDP tells none."""
     wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
-        (model, "__init__", recorder.making),
-        (model, "register_comm_hook", recorder.hooking),
-        (model, "forward", recorder.running),
-        (model, "_pre_forward", recorder.preparing),
-        (loaders._BaseDataLoaderIter, "__next__", recorder.fetching),  # noqa: SLF001 - scripts see the same type
+        (DistributedDataParallel, "__init__", recorder.making),
+        (DistributedDataParallel, "register_comm_hook", recorder.hooking),
+        (DistributedDataParallel, "forward", recorder.running),
+        (DistributedDataParallel, "_pre_forward", recorder.preparing),
+        (dataloader._BaseDataLoaderIter, "__next__", recorder.fetching),  # noqa: SLF001 - scripts see the same type
+        (dist.Work, "wait", recorder.waiting),
     ]
-    if torch.distributed.is_available():
-        from torch.distributed import fsdp  # noqa: PLC0415
-
-        wrapped.append((torch.distributed.Work, "wait", recorder.waiting))
-        if hasattr(fsdp, "fully_shard"):  # since torch 2.6
-            wrapped.append((fsdp, "fully_shard", recorder.sharding))
+    if hasattr(fsdp, "fully_shard"):  # since torch 2.6
+        wrapped.append((fsdp, "fully_shard", recorder.making))
     for owner, name, call in wrapped:
-        setattr(owner, name, replacement(getattr(owner, name), call, torch.compiler.is_compiling))
+        setattr(owner, name, replacement(getattr(owner, name), call))
     register_optimizer_step_post_hook(recorder.updated)
 
 
-def replacement(function: Any, call: Callable[..., Any], is_compiling: Callable[[], bool]) -> Any:
+def replacement(function: Any, call: Callable[..., Any]) -> Any:
     """Has `call` get the function and its arguments."""
 
     @functools.wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
-        return function(*arguments, **options) if is_compiling() else call(function, *arguments, **options)
+        if torch.compiler.is_compiling():
+            return function(*arguments, **options)
+        return call(function, *arguments, **options)
 
     return called
 
@@ -258,15 +231,12 @@ class Reporter:
 
     def __init__(self, recorder: Recorder, path: str) -> None:
         """`path` is the command's socket."""
-        from dynamix.trainer.settings import read_environment  # noqa: PLC0415 - imports torch
-
         self._recorder, self._path, self._environment = recorder, path, read_environment()
         self._prefix = f"dynamix/watch/{self._environment.launch.restart_count}"
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dynamix watch", daemon=True)
         self._num_steps = self._num_sent = 0
-        self._before = counters()
-        self._are_matched = self._is_listed = False
+        self._are_matched = False
         recorder.on_model = self.start
 
     def start(self) -> None:
@@ -291,52 +261,38 @@ class Reporter:
                 sys.stderr.write(f"dynamix watch: a rank is no longer watched: {type(error).__name__}: {error}\n")
 
     def _connect(self) -> None:
-        from torch import distributed  # noqa: PLC0415 - the script has
-
-        from dynamix.runtime.settings import node_name  # noqa: PLC0415 - as above
-        from dynamix.trainer.measurement.sockets import PeerSockets  # noqa: PLC0415
-
-        dist: Any = distributed
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._node, self._fetched = node_name(self._environment.shared), [0] * self._world_size
-        store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public name
-        while isinstance(store, dist.PrefixStore):
+        c10d: Any = dist
+        store = c10d.distributed_c10d._get_default_store()  # noqa: SLF001 - no public name
+        while isinstance(store, c10d.PrefixStore):
             store = store.underlying_store
-        is_tcp = isinstance(store, dist.TCPStore)
+        is_tcp = isinstance(store, c10d.TCPStore)
         self._sockets = PeerSockets([store.port] if is_tcp else [])
         if is_tcp:  # a connection of our own: no request of the script waits for one of ours
-            store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-        elif isinstance(store, dist.FileStore):
-            store = dist.FileStore(store.path, self._world_size)
+            store = c10d.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+        elif isinstance(store, c10d.FileStore):
+            store = c10d.FileStore(store.path, self._world_size)
         self._store = store
         self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._out.settimeout(INTERVAL_S)  # ten rows fill it
 
     def _report(self) -> None:
         row = self._take_row()
-        if row is not None and self._rank:
+        if row is not None:
             self._store.set(self._key(self._rank, self._num_sent), msgspec.msgpack.encode(row))
             self._num_sent += 1
             if self._num_sent > KEPT_ROWS:
                 self._store.delete_key(self._key(self._rank, self._num_sent - KEPT_ROWS - 1))
-        if self._rank:
-            return
-        if row is not None:
-            self._send(msgspec.msgpack.encode(row))
-        for rank in range(1, self._world_size):
+        for rank in range(self._world_size if self._rank == 0 else 0):
             while self._store.check([key := self._key(rank, self._fetched[rank])]):
-                self._send(self._store.get(key))
+                with suppress(TimeoutError, FileNotFoundError, ConnectionRefusedError):  # the command is busy or gone
+                    self._out.sendto(self._store.get(key), self._path)
                 self._store.delete_key(key)
                 self._fetched[rank] += 1
 
     def _key(self, rank: int, what: int | str) -> str:
         return f"{self._prefix}/{rank}/{what}"
-
-    def _send(self, row: bytes) -> None:
-        try:
-            self._out.sendto(row, self._path)
-        except (TimeoutError, FileNotFoundError, ConnectionRefusedError):
-            return  # the command is busy or gone: training goes on
 
     def _take_row(self) -> Row | None:
         recorder, steps = self._recorder, []
@@ -348,18 +304,14 @@ class Reporter:
         if not steps:
             return None
         rate, peer = self._link()
-        now, before, first = counters(), self._before, self._num_steps
-        self._before, self._num_steps = now, first + len(steps)
+        first, self._num_steps = self._num_steps, self._num_steps + len(steps)
         return Row(
             restart=self._environment.launch.restart_count,
             rank=self._rank,
             world_size=self._world_size,
             node=self._node,
-            device=recorder.device,
             first_step=first,
             steps=steps,
-            cpu_s=now[0] - before[0],
-            queued_s=now[1] - before[1],
             memory_bytes=memory_bytes(recorder.device),
             link_bytes_per_s=rate,
             link_peer=peer,
@@ -370,17 +322,13 @@ class Reporter:
 
     def _link(self) -> tuple[float, int] | tuple[None, None]:
         """Bytes per second to another node, and the rank there; once all ranks have listed their connections."""
-        from dynamix.trainer.measurement.sockets import Connection  # noqa: PLC0415 - as above
-
         if self._are_matched:
             self._sockets.read()
             return self._sockets.take_link()
-        if self._num_steps and not self._is_listed:  # the first step has opened them
-            listed = msgspec.msgpack.encode((self._node, self._sockets.candidates()))
-            self._store.set(self._key(self._rank, "sockets"), listed)
-            self._is_listed = True
         keys = [self._key(rank, "sockets") for rank in range(self._world_size)]
-        if self._is_listed and self._store.check(keys):
+        if self._num_steps and not self._store.check([keys[self._rank]]):  # the first step has opened them
+            self._store.set(keys[self._rank], msgspec.msgpack.encode((self._node, self._sockets.candidates())))
+        if self._store.check(keys):
             decode = msgspec.msgpack.Decoder(tuple[str, tuple[Connection, ...]]).decode
             told = [decode(self._store.get(key)) for key in keys]
             near = [rank for rank, (node, _) in enumerate(told) if node == self._node]
@@ -389,97 +337,16 @@ class Reporter:
         return None, None
 
 
-def counters() -> tuple[float, float]:
-    """Processor time of all threads, and the main thread's time without a processor, so far."""
-    schedule = Path(f"/proc/self/task/{os.getpid()}/schedstat")
-    return time.process_time(), int(schedule.read_text().split()[1]) / 1e9 if schedule.exists() else 0.0
-
-
 def memory_bytes(device: str) -> int:
     """The most that was allocated on the GPU, or what the process holds."""
     if device == "cuda":
-        return int(sys.modules["torch"].cuda.max_memory_allocated())
+        return int(torch.cuda.max_memory_allocated())
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-# --- starting
-
-
-class _AtImport:
-    """Calls a function once a module was imported, by whomever."""
-
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name, self._then = name, then
-
-    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        loader: Any = None if spec is None else spec.loader
-        load = getattr(loader, "exec_module", None)
-
-        def loaded(module: types.ModuleType) -> None:
-            del loader.exec_module
-            load(module)  # type: ignore[misc]
-            self._then()
-
-        if load is not None:
-            loader.exec_module = loaded
-        return spec
-
-
-def run_script(words: Sequence[str]) -> None:
-    """Run `script arguments`, or `-m module arguments`, as Python itself would."""
-    is_module, script = words[0] == "-m", Path(words[0]).absolute()
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path.cwd()) if is_module else str(script.resolve().parent)
-    sys.argv = list(words[is_module:])
-    if is_module:
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        return
-    main = types.ModuleType("__main__")
-    main.__file__, vars(main)["__builtins__"] = str(script), sys.modules["builtins"]
-    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", str(script))
-    sys.modules["__main__"] = main  # for good: pickle and started processes look for the script's classes there
-    exec(compile(script.read_bytes(), str(script), "exec", dont_inherit=True), vars(main))  # noqa: S102 - as Python does
-
-
-def launch(path: str, words: Sequence[str]) -> None:
-    """Be torchrun, which starts this file in each rank, and that the script."""
-    from torch.distributed import run  # noqa: PLC0415 - in torchrun's own process
-    from torch.distributed.elastic.multiprocessing.errors import record  # noqa: PLC0415
-
-    sys.argv[0] = "torchrun"  # its name in messages
-    options = run.parse_args(list(words))  # type: ignore[no-untyped-call]
-    if options.no_python:
-        raise SystemExit("dynamix watch: --no-python starts another program than Python, which cannot be watched")
-    script = [*(["-m"] if options.module else []), options.training_script, *options.training_script_args]
-    options.module = options.run_path = False
-    options.training_script, options.training_script_args = __file__, ["rank", path, *script]
-    record(run.run)(options)
-
-
-def main(words: Sequence[str]) -> None:
-    """`launch SOCKET` and torchrun's words; or, in each rank, `rank SOCKET`, the script and its words."""
-    act, path, *rest = words
-    if act == "launch":
-        launch(path, rest)
-        return
-    reporters: list[Reporter] = []
-
-    def begin() -> None:
-        recorder = Recorder()
-        reporters.append(Reporter(recorder, path))
-        install(recorder)
-
-    sys.meta_path.insert(0, _AtImport("torch", begin))
-    try:
-        run_script(rest)
-    finally:
-        for reporter in reporters:
-            reporter.end()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def begin(path: str) -> None:
+    """Watch this rank, whose rows go to the command's socket, until the process ends."""
+    recorder = Recorder()
+    reporter = Reporter(recorder, path)
+    install(recorder)
+    atexit.register(reporter.end)
