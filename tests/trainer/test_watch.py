@@ -76,7 +76,7 @@ def _train(
     data = Numbered(600, torch.float32)
     parts = Parts(**(model_options or {}))
     parts.late_s = LATE_S if is_late and rank == SLOW else 0.0
-    model: Any = fsdp.fully_shard(parts) if sharded else None
+    model: Any = fsdp.fully_shard([parts])[0] if sharded else None
     if model is None:
         model = DistributedDataParallel(parts, bucket_cap_mb=0.0005, **(options or {}))
     if hook is not None:

@@ -137,7 +137,7 @@ class Watched:
             "findings": [each for each in self._findings(all_TWF) if each.name in named or not self.num_windows],
             "windows_named": named,
             "remedies": self._remedies(steps_TWF),
-            "notes": sorted({note for row in self._rows.values() for note in row.notes}),
+            "notes": self._rows[0].notes,
         }
 
     # --- what is slow

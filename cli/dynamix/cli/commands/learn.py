@@ -31,9 +31,6 @@ from dynamix.cli.output import POLICY, write_file, write_result
 from dynamix.runtime import output_files
 from dynamix.schemas.spelling import suggestion
 
-MOST_MARKED = 20
-"""Points of a curve that are marked one by one."""
-
 if TYPE_CHECKING:
     from dynamix.arbitrator.deciding.signatures import Finding
     from dynamix.lab.learning import LearningPlan, LearningUpdate
@@ -131,7 +128,7 @@ def draw(history: "Sequence[LearningUpdate]", path: str) -> None:
     for name, axes in zip(names, figure.subplots(3, 2, sharex=True).flat, strict=True):
         points = [(row.update, getattr(row, name)) for row in history if getattr(row, name) is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), marker="." if len(points) < MOST_MARKED else "")
+            axes.plot(*zip(*points, strict=True), marker=".")
         finish(axes, from_zero=False, title=name, xlabel="update")
     save(figure, path)
 

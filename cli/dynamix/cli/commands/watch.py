@@ -66,7 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
 def follow(command: Sequence[str], rows: socket.socket, watched: Watched) -> int:
     """Start torchrun and take in rows until it ends; print a line now and then. Returns the exit code."""
     job = subprocess.Popen(command)
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches torchrun, too; either way we report
     signal.signal(signal.SIGTERM, lambda *_: job.terminate())
     shown: set[str] = set()

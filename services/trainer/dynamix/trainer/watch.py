@@ -81,22 +81,27 @@ class Recorder:
         self.on_model: Callable[[], None] = lambda: None
         """Called with each model that is found."""
         self.seconds: Callable[[Moment, Moment], float] = lambda earlier, later: later - earlier
+        self._sizes: dict[int, int] = {}
+        """Bytes of each parameter: FSDP shards modules within modules."""
         self._now: Callable[[], Moment] = time.perf_counter
         self._marks: list[Mark] = []
         self._thread = 0
         self._trains = self._was_reduced = self._is_queued = False
 
-    def making(self, make: Any, model: Any, *arguments: Any, **options: Any) -> Any:
-        """Make a DDP model, or shard a module by FSDP2."""
-        made = make(model, *arguments, **options)
-        parameters = [each for each in model.parameters() if each.requires_grad]
-        self.gradient_bytes += sum(each.numel() * each.element_size() for each in parameters)
-        if parameters and parameters[0].is_cuda:
-            self.device, self._now = "cuda", cuda_event
-            self.seconds = lambda earlier, later: float(earlier.elapsed_time(later)) / 1000
-        if not isinstance(model, DistributedDataParallel):
-            model.register_forward_pre_hook(lambda *_: self.enters(FORWARD))
-            self.notes = [FSDP_WAITS] if self.device == "cuda" else []
+    def making(self, make: Any, *arguments: Any, **options: Any) -> Any:
+        """Make a DDP model, or shard a module, or a list of them, by FSDP2."""
+        made = make(*arguments, **options)
+        first = arguments[0] if arguments else options["module"]
+        for model in first if isinstance(first, list | tuple) else [first]:
+            parameters = [each for each in model.parameters() if each.requires_grad]
+            self._sizes |= {id(each): each.numel() * each.element_size() for each in parameters}
+            self.gradient_bytes = sum(self._sizes.values())
+            if parameters and parameters[0].is_cuda:
+                self.device, self._now = "cuda", cuda_event
+                self.seconds = lambda earlier, later: float(earlier.elapsed_time(later)) / 1000
+            if not isinstance(model, DistributedDataParallel):
+                model.register_forward_pre_hook(lambda *_: self.enters(FORWARD))
+                self.notes = [FSDP_WAITS] if self.device == "cuda" else []
         self.on_model()
         return made
 
