@@ -50,6 +50,7 @@ def main(directory: Path, num_epochs: int) -> None:
     with (directory / f"rank-{rank}.jsonl").open("a", buffering=1) as log, session:
         for epoch in session.epochs(num_epochs):
             for inputs, indices in session.loader:
+                step = session.step_index
                 loss = torch.nn.functional.cross_entropy(model(inputs), indices % 2)
                 optimizer.zero_grad()
                 time.sleep(0.02)
@@ -59,7 +60,7 @@ def main(directory: Path, num_epochs: int) -> None:
                     "pid": os.getpid(),
                     "generation": session.generation,
                     "epoch": epoch,
-                    "step": session.step_index,
+                    "step": step,
                     "sizes": session.local_batch_sizes,
                     "indices": indices.tolist()[: session.num_samples],
                 }
