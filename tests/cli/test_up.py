@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.support.http_get import free_port, get
+from tests.support.http_get import free_ports_in_a_row, get
 
 from dynamix.cli.commands.up import exited
 from dynamix.cli.connection import find, path
@@ -137,7 +137,7 @@ async def test_it_ends_when_a_service_cannot_use_its_settings(setting: str, envi
 
 
 async def test_with_a_port_of_metrics_each_service_has_one(environ: dict[str, str]) -> None:
-    first = free_port()
+    first = free_ports_in_a_row(3)
     up = await start(environ, "--metrics-port", str(first))
     try:
         await up.pids()

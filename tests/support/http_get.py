@@ -1,7 +1,9 @@
 """HTTP as a probe or a scraper speaks it."""
 
 import asyncio
+import contextlib
 import http.client
+import os
 import socket
 
 
@@ -10,6 +12,16 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port: int = listening.getsockname()[1]
     return port
+
+
+def free_ports_in_a_row(number: int) -> int:
+    """The first of so many ports, below those that the kernel gives to connections."""
+    for first in range(20_000 + os.getpid() % 1000 * 10, 32_000):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in range(first, first + number):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("all ports are in use")
 
 
 async def get(port: int, path: str, timeout_s: float = 120.0) -> tuple[int, str]:
