@@ -1,7 +1,7 @@
-"""What rows of a watched job show: which rank, link or loader is slow, and what each remedy would save. Pure.
+"""Evaluates rows of a watched job: which rank, link or loader is slow, and what each remedy would save. Pure.
 
 A rank's own time is what it needs until it waits for others: data, between, compute and update. Communication is what
-a step takes beyond the longest own time, for the last rank to arrive waits for nobody; what a rank waits more, it waits
+a step takes beyond the longest own time, for the last rank to arrive does not wait; what a rank waits more, it waits
 for slower ranks. Predictions replay the measured steps with other compute times and other communication. The sizes and
 times of an exchange are those of the policies' own models (`arbitrator.policies`).
 """
@@ -55,7 +55,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Remedy(msgspec.Struct, frozen=True):
-    """What a change would save: a share of the time per sample, with its error."""
+    """Estimated saving of a change: a share of the time per sample, with its error."""
 
     name: str
     how: str
@@ -143,7 +143,7 @@ class Watched:
     # --- what is slow
 
     def _findings(self, steps_TWF: Array) -> list[Finding]:
-        """What is slow in some steps: ranks and their loaders, the worst first, all loaders, communication."""
+        """Find what is slow in some steps: ranks and their loaders, the worst first, all loaders, communication."""
         times = usual(steps_TWF)[:, :, :-1]
         own_TW, comm_T = own_and_communication(times)
         step_s, middle = float((own_TW.max(axis=1) + comm_T).mean()), (own_TW.shape[1] - 1) // 2
@@ -197,7 +197,7 @@ class Watched:
     # --- what would help
 
     def _remedies(self, steps_TWF: Array) -> list[Remedy]:
-        """What each remedy would save, the best first, those that are not worthwhile last."""
+        """Estimate the saving of each remedy, the best first, those that are not worthwhile last."""
         own_TW, comm_T = own_and_communication(steps_TWF)
         data_TW, compute_TW = steps_TWF[:, :, DATA], steps_TWF[:, :, COMPUTE]
         mean_WF, comm_s = steps_TWF.mean(axis=0), float(comm_T.mean())

@@ -60,12 +60,12 @@ LEAST_GAIN = 1.01
 
 
 class Summary(Message, frozen=True, kw_only=True, array_like=True):
-    """What a job's decisions were worth over the windows that it measured; estimates by its own measured speeds."""
+    """Gain of a job's decisions over its measured windows, estimated by its measured speeds."""
 
     num_steps: Count
     num_samples: Count
     time_s: Seconds
-    """Of the steps, without what lies between them, such as evaluations."""
+    """Time of the steps, without evaluations and other pauses between them."""
     own_s: Seconds
     """Part of it that the training thread of rank 0 spent in DYNAMIX."""
     equal_sizes_s: Seconds | None = None
@@ -140,7 +140,7 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     explores: tuple[Explored, ...] = ()
     """Choices that runs of the family may explore."""
     summary: Summary | None = None
-    """What it gained, at its end."""
+    """Its gain, at its end."""
 
     @property
     def initial_allocation(self) -> Allocation:

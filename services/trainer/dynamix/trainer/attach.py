@@ -173,7 +173,7 @@ def attach(
             divide the global batch by their measured speeds from the first step on, with or without a bus; under
             `static` nothing changes.
         policy_options: options of the policy: numbers, or names (`codec`, `route`).
-        seed: random seed of the order of the samples.
+        seed: beside a data set or of a stream, random seed of the order of the samples.
         shuffle: beside a data set, False uses the samples in its order.
         drop_last: beside a data set, omit the end of an epoch that does not fill a step.
         sampler: beside a data set, order of each epoch: a function from the epoch's number to indices, or a sampler of

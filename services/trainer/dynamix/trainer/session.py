@@ -371,7 +371,7 @@ class Session:
         return self._meter.clock.last
 
     def summary(self) -> Summary | None:
-        """What was gained over the windows so far, as rank 0 says at the end; `None` before the first one has ended.
+        """The gain over the windows so far, as rank 0 reports it at the end; `None` before the first one has ended.
 
         Steps, samples, time, our own work in it, and estimated times at equal sizes and at the script's batch.
         """

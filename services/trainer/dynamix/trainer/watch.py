@@ -36,7 +36,7 @@ ENTERED, FORWARD, READY, DONE, UPDATED, ASKED, GOT, WAITS, WAITED = range(9)
 """DDP's forward began, the model's own began, this rank's gradient is complete, the reduced one is there, the optimizer
 has stepped; a batch was asked for, and came; a collective operation is waited for, and done."""
 FOLLOWS = {ENTERED: SYNC, FORWARD: COMPUTE, READY: SYNC, DONE: UPDATE, UPDATED: BETWEEN, ASKED: DATA, WAITS: SYNC}
-"""What the time after a moment is spent on."""
+"""Kinds of time that follow a moment."""
 
 INTERVAL_S = 1.0
 KEPT_ROWS = 30
@@ -77,7 +77,7 @@ class Recorder:
         """Steps that ended and were not reported yet."""
         self.device, self.optimizer, self.gradient_bytes = "cpu", "", 0
         self.notes: list[str] = []
-        """What the report must say."""
+        """Notes for the report."""
         self.on_model: Callable[[], None] = lambda: None
         """Called with each model that is found."""
         self.seconds: Callable[[Moment, Moment], float] = lambda earlier, later: later - earlier
@@ -232,7 +232,7 @@ def replacement(function: Any, call: Callable[..., Any]) -> Any:
 
 
 class Reporter:
-    """Sends a rank's rows, from a thread of its own, which calls no collective operation."""
+    """Sends a rank's rows, from its own thread, which calls no collective operation."""
 
     def __init__(self, recorder: Recorder, path: str) -> None:
         """`path` is the command's socket."""

@@ -40,7 +40,7 @@ class LoaderOptions(TypedDict, total=False):
 
 
 class Source(NamedTuple):
-    """What is trained on, in which order and how it is loaded."""
+    """The data set, the order of its samples and how they are loaded."""
 
     dataset: Dataset[Any]
     orders: Orders
@@ -85,13 +85,13 @@ class _Loop:
     first: Callable[[], object] | None = None
     """The first tensor of its first batch, while that lives."""
     left_at: dict[str, Any] = field(default_factory=dict)
-    """What the loader had of it when another loop began."""
+    """The loader's state in it when another loop began."""
 
 
 class Loader:
     """Batches for this rank; each loop over it is an epoch, or the rest of one after a resume.
 
-    What else a script asks of its own `DataLoader`, this answers in its place: `loader.sampler`, `loader.batch_size`.
+    Its other attributes are those of the script's `DataLoader`: `loader.sampler`, `loader.batch_size`.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Loader:
         return self._num_trained + self.plans.num_batches_left(start)
 
     def __getattr__(self, name: str) -> Any:
-        """What the script's own loader has under this name."""
+        """Return an attribute of the script's own loader."""
         given = self.__dict__.get("_given")
         if given is None or name.startswith("_"):
             raise AttributeError(f"session.loader has no {name}: it is no DataLoader, and makes its batches itself")

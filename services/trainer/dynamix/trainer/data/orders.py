@@ -229,7 +229,7 @@ class Orders:
         """Once connected."""
         self._token_counts: Order | None = None
         self._newest: dict[int, _Drawn] = {}
-        """Of the two epochs drawn last: a loop inside of another looks at the beginning of the next one."""
+        """Orders of the two epochs drawn last: a loop inside of another looks at the beginning of the next one."""
         self._ends: tuple[int, Order] | None = None
         self.expected: tuple[int, int] | None = None
         """An epoch, and the digest that its order had in a saved run: another one is refused."""
@@ -464,7 +464,7 @@ class SampledOrders(Orders):
 
 
 class InterleavedOrders(SampledOrders):
-    """What the samplers of all ranks draw, one sample of each in turn; every new epoch is a collective call.
+    """Orders that the samplers of all ranks draw, one sample of each in turn; every new epoch is a collective call.
 
     Of equal batches each rank has the samples of plain training.
     """

@@ -38,7 +38,7 @@ def source_of(given: Mapping[str, Any], options: LoaderOptions, world_size: int)
 
 
 def _orders_of(dataset: Dataset[Any], sampler: OwnSampler | None, seed: int, *, shuffle: bool) -> Orders:
-    """The order of an epoch's samples. With a sampler of its own a data set needs no length."""
+    """The order of an epoch's samples. With a sampler a data set needs no length."""
     if isinstance(dataset, IterableDataset):
         if sampler is not None:
             raise ValueError("sampler needs a data set with __getitem__: a stream (IterableDataset) has its own order")
@@ -72,10 +72,10 @@ def _check_length(loader: DataLoader[Any], steps: int) -> None:
 
 
 def read_loader(loader: DataLoader[Any], world_size: int, seed: int = 0) -> Source:
-    """What a script's `DataLoader` says, or one that Accelerate or Lightning has made of it.
+    """Read a script's `DataLoader`, or one that Accelerate or Lightning has made of it.
 
     Raises:
-        ValueError: when it makes batches in a way of its own.
+        ValueError: when it makes its own batches.
     """
     loader = getattr(loader, "base_dataloader", loader)  # inside of Accelerate's
     kind = type(loader).__name__

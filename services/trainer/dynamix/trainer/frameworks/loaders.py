@@ -1,4 +1,4 @@
-"""What the adapters of frameworks share: batches of a session that is attached with the first of them."""
+"""Shared by the adapters of frameworks: batches of a session that is attached with the first of them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
